@@ -58,9 +58,9 @@ def _warm_up(q: Tensor, k: Tensor, v: Tensor) -> None:
 def sweep_beyond_the_fused_forward() -> float:
     """MB that ten statistics of a causal (1, 12, 8192, 64) matrix take beyond a fused forward."""
     observation, fused = scan.make_call(torch.float32)
-    statistics = catalogue.standard_statistics(scan.TEN)
+    statistics = catalogue.find_standard_statistics(scan.TEN)
     small = AttentionMatrix(*(torch.randn(1, 12, 64, 64) for _ in range(2)), mask=Mask.causal())
-    compute_summaries(CapturedCall.of(small), statistics)
+    compute_summaries(CapturedCall.of_self_attention(small), statistics)
     fused()
     before = peak_mb()
     compute_summaries(observation, statistics)

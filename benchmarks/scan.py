@@ -40,7 +40,7 @@ def make_call(dtype: torch.dtype) -> tuple[CapturedCall, Callable[[], Tensor]]:
         return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     tokens = torch.randint(50_000, (1, length))
-    observation = CapturedCall.of(
+    observation = CapturedCall.of_self_attention(
         matrix,
         tokens=tokens,
         separators=tokens % 20 == 0,
@@ -59,9 +59,9 @@ def _case(names: tuple[str, ...] | None, dtype: torch.dtype, limit: float) -> Ca
     statistics = [
         statistic
         for statistic in (
-            catalogue.STANDARD if names is None else catalogue.standard_statistics(names)
+            catalogue.STANDARD if names is None else catalogue.find_standard_statistics(names)
         )
-        if statistic.missing(observation) is None
+        if statistic.reason_not_computable(observation) is None
     ]
 
     def ours() -> object:

@@ -82,7 +82,7 @@ def budgets_of_readings(p: Problem, factor: float) -> dict[str, Budget]:
 
 def fused(p: Problem, bias: Tensor) -> Tensor:
     heads = p.q.shape[1]
-    k, v = reference.share_heads(p.k, heads=heads), reference.share_heads(p.v, heads=heads)
+    k, v = reference.repeat_kv_heads(p.k, heads=heads), reference.repeat_kv_heads(p.v, heads=heads)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return scaled_dot_product_attention(p.q, k, v, attn_mask=bias, scale=p.scale)
 

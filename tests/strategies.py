@@ -68,7 +68,7 @@ class Problem:
             bound = self.score_bias.bind(
                 batch=batch, heads=heads, queries=queries, keys=keys, device=self.q.device
             )
-            for part in bound.at(torch.arange(queries)):
+            for part in bound.parts_at_rows(torch.arange(queries)):
                 total = total + part.to(dtype)
         return total.masked_fill(~self.allowed(), -torch.inf)
 
@@ -90,7 +90,7 @@ def allowed(mask: Mask | None, shape: tuple[int, int, int, int]) -> Tensor:
     bound = mask.bind(
         batch=batch, heads=heads, queries=queries, keys=keys, device=torch.device("cpu")
     )
-    return bound.at(torch.arange(queries)).expand(shape)
+    return bound.evaluate_rows(torch.arange(queries)).expand(shape)
 
 
 def problem(

@@ -50,7 +50,7 @@ def test_two_keys_are_a_logistic_function_of_the_score_difference() -> None:
 def test_equal_scores_attend_uniformly() -> None:
     _, k, v = draw()
     matrix = AttentionMatrix(torch.zeros(3, 6, 24, 10, dtype=torch.float64), k)
-    mean = reference.share_heads(v, heads=6).mean(2, keepdim=True).expand(-1, -1, 24, -1)
+    mean = reference.repeat_kv_heads(v, heads=6).mean(2, keepdim=True).expand(-1, -1, 24, -1)
     torch.testing.assert_close(matrix @ v, mean)
     torch.testing.assert_close(matrix.entropy(), torch.full_like(matrix.entropy(), math.log(29)))
     torch.testing.assert_close(matrix.received(), torch.full((3, 6, 29), 24 / 29).double())

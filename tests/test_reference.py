@@ -179,7 +179,7 @@ def scores_of(p: Problem) -> Tensor:
 
 def by_torch(p: Problem) -> Tensor:
     """The same weights from torch's softmax over the keys and the sink."""
-    s = torch.einsum("bhqd,bhkd->bhqk", p.q, reference.share_heads(p.k, heads=p.q.shape[1]))
+    s = torch.einsum("bhqd,bhkd->bhqk", p.q, reference.repeat_kv_heads(p.k, heads=p.q.shape[1]))
     s = s * (p.q.shape[3] ** -0.5 if p.scale is None else p.scale)
     if p.softcap is not None:
         s = p.softcap * torch.tanh(s / p.softcap)

@@ -36,7 +36,7 @@ def _rows() -> Iterator[str]:
 
 
 def _cell(plan: CostPlan, kind: str) -> str:
-    step = next((step for step in plan.steps if step.way.kind == kind), None)
+    step = next((step for step in plan.best_step_of_each_kind if step.way.kind == kind), None)
     if step is None:
         return "-"
     ranks = "x".join(map(str, step.way.groups.values()))

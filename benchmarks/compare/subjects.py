@@ -99,7 +99,7 @@ def record(subject: Layer, probe: Probe) -> list[RecordedCall]:
     """Return the calls of a probe with the stages of the layer."""
     calls: list[RecordedCall] = []
     dtype = next(subject.parameters()).dtype
-    for inputs, stages in zip(inputs_of(probe).chunks, probe.run(subject), strict=True):
+    for inputs, stages in zip(inputs_of(probe).per_call, probe.run(subject), strict=True):
         recorded = {
             name: _by_head(name, x).double() for name, x in stages.items() if name in STAGES
         }
@@ -127,13 +127,13 @@ class ReferenceSubject(Subject):
 
     def output(self, inputs: Inputs) -> torch.Tensor:
         """Return the output of a call."""
-        return self.calls(inputs)[0].stages["output"]
+        return self.record_calls(inputs)[0].stages["output"]
 
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the stages of a call."""
-        return self.calls(inputs)[0]
+        return self.record_calls(inputs)[0]
 
-    def calls(self, inputs: Inputs) -> list[RecordedCall]:
+    def record_calls(self, inputs: Inputs) -> list[RecordedCall]:
         """Return the stages of each call."""
         dtype = self.dtype
         return record(

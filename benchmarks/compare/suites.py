@@ -151,7 +151,7 @@ def diagnosis_of(
 def _runs(subject: ReferenceSubject, probe: NamedInputs) -> bool:
     """True if a faulty layer takes inputs of this shape: some take those of their case alone."""
     try:
-        subject.calls(probe.inputs)
+        subject.record_calls(probe.inputs)
     except RuntimeError:
         return False
     return True
@@ -297,7 +297,7 @@ def _model(key: CaseKey, case: FaultCase) -> Scored:
     with torch.no_grad():
         diagnosis = compare_runs(run_of(case.faulty, case.probe), run_of(case.good, case.probe))
     assert diagnosis.model is not None
-    parted = diagnosis.model.parted
+    parted = diagnosis.model.differing_layers
     names = [cause.name for layer in parted for cause in layer.comparison.causes]
     stages = [stage.stage for layer in parted[:1] for stage in layer.comparison.parted]
     answer = f"{', '.join(layer.name for layer in parted)}: {', '.join(stages[:1])}: {names}"

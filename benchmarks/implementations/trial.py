@@ -166,13 +166,13 @@ def _gaps(
 def _fill(row: ImplementationRow, diagnosis: Diagnosis) -> None:
     comparison = diagnosis.model
     assert comparison is not None
-    row.verdict, row.outside = diagnosis.verdict.value, comparison.outside
+    row.verdict, row.outside = diagnosis.verdict.value, comparison.difference_outside_attention
     row.causes, row.unexplained = comparison.cause_names, comparison.unexplained
-    row.layers, row.parted = len(comparison.layers), len(comparison.parted)
+    row.layers, row.parted = len(comparison.layers), len(comparison.differing_layers)
     notes = [layer.note for layer in comparison.layers if layer.note]
     row.skipped, row.reason = len(notes), notes[0] if notes else ""
-    if comparison.parted:
-        layer = comparison.parted[0]
+    if comparison.differing_layers:
+        layer = comparison.differing_layers[0]
         row.layer, row.of_second = layer.name, layer.is_of_second
         row.stage = layer.comparison.parted[0].stage
         row.largest = max(stage.size for stage in layer.comparison.parted)

@@ -19,7 +19,7 @@ from headwise.errors import OptionError
 from headwise.kernels import dense, pooled_weights, sdpa
 from headwise.kernels.dispatch import run_kernel
 from headwise.kernels.explain import Explanation, explain_kernels
-from headwise.kernels.kernel import Task, row_logsumexp, row_maximum
+from headwise.kernels.kernel import Task, row_largest_weight, row_logsumexp
 from headwise.kernels.kernel_input import KernelInput, accumulation_dtype
 from headwise.kernels.observe_tiles import ObservedTile, count_attending_queries, observe_tiles
 from headwise.kernels.tiled import Requested
@@ -33,7 +33,7 @@ from headwise.support.cast_to_int64 import convert_to_count
 from headwise.support.display import ShownInNotebook
 from headwise.support.matmul import LeftOperand
 from headwise.support.message_text import MATRIX_AXES, broadcasts_to, describe_value, human_bytes
-from headwise.support.tracing import is_traced, without_autocast
+from headwise.support.tracing import is_jit_tracing, without_autocast
 
 SMALL_MAP = 64  # blocks of an axis: up to this many `pool` uses the fused kernel, above it tiles
 
@@ -85,10 +85,10 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         sink: Float[Tensor, " heads"] | None = None,
     ) -> None:
         checks.check_queries_and_keys(q, k)
-        checks.check_options(q, scale, softcap, sink)
+        checks.check_score_options(q, scale, softcap, sink)
         self.q, self.k, self.sink, self.softcap = q, k, sink, softcap
-        self.mask = checks.require_mask(mask)
-        self.score_bias = checks.require_score_bias(score_bias)
+        self.mask = checks.require_mask_or_none(mask)
+        self.score_bias = checks.require_score_bias_or_none(score_bias)
         self.scale = reference.default_scale(q) if scale is None else scale
         is_shaped = self.mask is not checks.NO_MASK or self.score_bias is not checks.NO_BIAS
         self._is_plain = not is_shaped and softcap is None and sink is None
@@ -120,14 +120,15 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             options.append(f"softcap {self.softcap:g}")
         if self.sink is not None:
             options.append("sink")
-        return f"AttentionMatrix({', '.join(options)}; dense would be {self._dense_size()})"
+        size = human_bytes(math.prod(self.shape) * self.q.element_size())
+        return f"AttentionMatrix({', '.join(options)}; dense would be {size})"
 
     def explain(self, v: Float[Tensor, "..."] | None = None) -> Explanation:
         """Return a printable report: kernel, reason and cost of each operation, for values ``v``.
 
         Without ``v`` the report is that of values as wide as the keys.
         """
-        return explain_kernels(*self._scores_and_values(self.k if v is None else v))
+        return explain_kernels(*self._kernel_input_and_values(self.k if v is None else v))
 
     def __matmul__(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
@@ -139,8 +140,9 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         Raises:
             ShapeError, DTypeError, DeviceError: values that do not fit the matrix.
         """
-        plain = sdpa.plain_outputs(self.q, self.k, v, scale=self.scale) if self._is_plain else None
-        return run_kernel(Task(*self._scores_and_values(v))).out if plain is None else plain
+        q, k, scale = self.q, self.k, self.scale
+        out = sdpa.head_outputs_without_options(q, k, v, scale=scale) if self._is_plain else None
+        return run_kernel(Task(*self._kernel_input_and_values(v))).out if out is None else out
 
     def dropped(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"], *, dropout_p: float
@@ -155,7 +157,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             ShapeError, DTypeError, DeviceError: values that do not fit the matrix.
         """
         checks.check_probability(dropout_p)
-        return run_kernel(Task(*self._scores_and_values(v), dropout_p=dropout_p)).out
+        return run_kernel(Task(*self._kernel_input_and_values(v), dropout_p=dropout_p)).out
 
     def outputs_and_average(
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
@@ -163,12 +165,13 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         """Return ``A @ v`` and ``A.head_average()``; without gradients one pass computes both."""
         require_tensors(v=v)
         # torch checks a trace in another grad mode than it was made in: both must take one path.
-        if is_traced() or self._needs_gradient(v):
+        if is_jit_tracing() or self._needs_gradient(v):
             # Two forward passes: the fused kernel's faster backward outweighs the second pass.
             return self @ v, self.head_average()
         if row := self._attend_one_query(v):
             return row
-        result = run_kernel(Task(*self._scores_and_values(v), statistics=Requested(average=True)))
+        task = Task(*self._kernel_input_and_values(v), statistics=Requested(average=True))
+        result = run_kernel(task)
         return result.out, result.average
 
     @property
@@ -183,7 +186,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
         """
         index = checks.require_query_positions(index, self.shape[2], call="rows(index)")
-        return weights_of_queries(self._bind_scores(), index)
+        return weights_of_queries(self._kernel_input(), index)
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
         """Return the whole matrix, in queries x keys memory.
@@ -192,7 +195,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             LimitError: the result would take more than ``limit`` bytes (2 GiB; None: no limit).
             OptionError: a limit that is no number.
         """
-        checks.check_limit(limit, math.prod(self.shape) * self.q.element_size(), self)
+        checks.check_dense_memory_limit(limit, math.prod(self.shape) * self.q.element_size(), self)
         return self.rows(torch.arange(self.q.shape[2], device=self.q.device))
 
     def diagonal(self, offset: SupportsIndex = 0) -> Float[Tensor, "batch heads diagonal"]:
@@ -205,7 +208,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             OptionError: an offset that is no integer.
         """
         offset = checks.require_diagonal_offset(offset, *self.shape[2:])
-        return diagonal_weights(self._bind_scores(), offset)
+        return diagonal_weights(self._kernel_input(), offset)
 
     @explain_arguments(checks.ROWS_ADVICE)
     def topk(
@@ -232,7 +235,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             queries = checks.require_query_positions(
                 queries, self.shape[2], call=f"topk({count}, queries=index)"
             )
-        return largest_weights(self._bind_scores(), count, queries)
+        return largest_weights(self._kernel_input(), count, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
         """Return a map of ``queries`` x ``keys`` cells: weight from block to block.
@@ -247,7 +250,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         keys = checks.require_block_count("keys", keys, self.shape[3])
         if max(queries, keys) > SMALL_MAP:
             statistics = Requested(query_blocks=queries, key_blocks=keys)
-            sums = run_kernel(Task(self._bind_scores(), statistics=statistics)).cells
+            sums = run_kernel(Task(self._kernel_input(), statistics=statistics)).cells
         else:
             by_key = self @ pooled_weights.block_membership(self.shape[3], keys, self.q)[None, None]
             # Counts of queries exceed the range of float16 and the precision of bfloat16.
@@ -263,32 +266,32 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
     def statistics(self) -> Statistics:
         """Return logsumexp, entropy, maximum and received from one pass over the matrix."""
         requested = Requested(entropy=True, received=True)
-        result = run_kernel(Task(self._bind_scores(), statistics=requested))
+        result = run_kernel(Task(self._kernel_input(), statistics=requested))
         return Statistics(
             row_logsumexp(self.sink, result),
             result.entropy,
-            row_maximum(self.sink, result),
+            row_largest_weight(self.sink, result),
             result.received,
         )
 
     def logsumexp(self) -> Float[Tensor, "batch heads queries"]:
         """Return log sum exp of each query's scores and sink; -inf in a row without either."""
-        return row_logsumexp(self.sink, run_kernel(Task(self._bind_scores())))
+        return row_logsumexp(self.sink, run_kernel(Task(self._kernel_input())))
 
     def entropy(self) -> Float[Tensor, "batch heads queries"]:
         """Return -sum p log p of each query's weights, in nats; a sink counts as an outcome."""
-        return run_kernel(Task(self._bind_scores(), statistics=Requested(entropy=True))).entropy
+        return run_kernel(Task(self._kernel_input(), statistics=Requested(entropy=True))).entropy
 
     def maximum(self) -> Float[Tensor, "batch heads queries"]:
         """Return the largest weight of each query; 0 for a query that may attend to nothing."""
-        return row_maximum(self.sink, run_kernel(Task(self._bind_scores())))
+        return row_largest_weight(self.sink, run_kernel(Task(self._kernel_input())))
 
     def received(self) -> Float[Tensor, "batch heads keys"]:
         """Return the weight that each key receives, in queries: from 0 to their number.
 
         2.0 is all the weight of two queries. A row gives less than 1 with a sink, 0 without keys.
         """
-        return run_kernel(Task(self._bind_scores(), statistics=Requested(received=True))).received
+        return run_kernel(Task(self._kernel_input(), statistics=Requested(received=True))).received
 
     def seen_by(self, queries: Bool[Tensor, "batch queries"]) -> Int[Tensor, "batch _ keys"]:
         """Count the chosen queries (True) that may attend to each key.
@@ -299,11 +302,11 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             ShapeError: ``queries`` is no bool tensor of (batch, queries).
         """
         checks.check_seen_by(queries, batch=self.shape[0], length=self.shape[2])
-        return count_attending_queries(self._bind_scores(), queries)
+        return count_attending_queries(self._kernel_input(), queries)
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
         """Return the mean of the weights over heads, without storing those of single heads."""
-        return run_kernel(Task(self._bind_scores(), statistics=Requested(average=True))).average
+        return run_kernel(Task(self._kernel_input(), statistics=Requested(average=True))).average
 
     def tiles(
         self, *, with_scores: bool = False, with_lowest: bool = False
@@ -313,10 +316,10 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         The next tile reuses the memory of the last: copy what you keep. ``with_scores`` fills
         `ObservedTile.scores`, ``with_lowest`` fills `ObservedTile.lowest`.
         """
-        tiles = observe_tiles(self._bind_scores(), with_scores=with_scores, with_lowest=with_lowest)
+        rest = observe_tiles(self._kernel_input(), with_scores=with_scores, with_lowest=with_lowest)
         while True:
             with torch.no_grad():  # not around the yield: it would turn off the caller's gradients
-                tile = next(tiles, None)
+                tile = next(rest, None)
             if tile is None:
                 return
             yield tile
@@ -330,19 +333,18 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
     @property
     def _bound_bias(self) -> BoundBias:
         # Bound anew for each operation: a table by distance belongs to that operation's graph.
-        (_, _, queries, keys), device = self.shape, self.q.device
-        dtype = accumulation_dtype(self.q.dtype)
-        return self.score_bias.bound(queries=queries, keys=keys, device=device, dtype=dtype)
+        (_, _, queries, keys), bias = self.shape, self.score_bias
+        device, dtype = self.q.device, accumulation_dtype(self.q.dtype)
+        return bias.bind_unchecked(queries=queries, keys=keys, device=device, dtype=dtype)
 
-    def _bind_scores(self) -> KernelInput:
+    def _kernel_input(self) -> KernelInput:
         mask, bias = self.bound_mask, self._bound_bias
         return KernelInput(self.q, self.k, mask, bias, self.scale, self.softcap, self.sink)
 
-    def _scores_and_values(self, v: Tensor) -> tuple[KernelInput, Tensor]:
+    def _kernel_input_and_values(self, v: Tensor) -> tuple[KernelInput, Tensor]:
         """Return the problem with as many kv heads as ``v``, and ``v`` expanded to full size."""
         require_tensors(v=v)
-        batch, heads, _, keys = self.shape
-        kv_heads = self.k.shape[1]
+        (batch, heads, _, keys), kv_heads = self.shape, self.k.shape[1]
         fits = v.dim() == 4 and broadcasts_to(v.shape[0], batch) and v.shape[2] == keys
         fits_kv_heads = fits and broadcasts_to(v.shape[1], kv_heads)
         if not fits or not (fits_kv_heads or v.shape[1] == heads):
@@ -350,8 +352,8 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
                 "A @ v", v, f"(batch {batch}, kv_heads {kv_heads}, keys {keys}, value_dim)"
             )
         checks.check_operand("v", v, self.q)
-        k = self.k if fits_kv_heads else reference.share_heads(self.k, heads=heads)
-        return replace(self._bind_scores(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
+        k = self.k if fits_kv_heads else reference.repeat_kv_heads(self.k, heads=heads)
+        return replace(self._kernel_input(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
 
     def _attend_one_query(self, v: Tensor) -> tuple[Tensor, Tensor] | None:
         return dense.attend_one_query(self.q, self.k, v, self.scale) if self._is_plain else None
@@ -361,9 +363,6 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         leaves = (self.q, self.k, v) if self.sink is None else (self.q, self.k, v, self.sink)
         needs = self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
         return needs and torch.is_grad_enabled()
-
-    def _dense_size(self) -> str:
-        return human_bytes(math.prod(self.shape) * self.q.element_size())
 
 
 class TransposedMatrix(LeftOperand):
@@ -394,7 +393,7 @@ class TransposedMatrix(LeftOperand):
             )
         checks.check_operand("y", y, self.mT.q)
         y = y.expand(batch, heads, *y.shape[2:])
-        return run_kernel(Task(self.mT._bind_scores(), y=y)).transposed
+        return run_kernel(Task(self.mT._kernel_input(), y=y)).transposed
 
     def __repr__(self) -> str:
         return f"{self.mT!r}.mT"

@@ -50,7 +50,7 @@ class HeadwiseError(Exception):
             parameter = {parameter: ()} if parameter else {}
         self._lines, self.hint = (saw, needed, do), do
         self.parameter = {name: tuple(values) for name, values in parameter.items()}
-        self.saw, self.needed, self.do = self.lines(_format_as_python)
+        self.saw, self.needed, self.do = self.lines(_format_argument_as_python)
         super().__init__(join_error_lines(self.saw, self.needed, self.do))
 
     def lines(self, spell: Callable[[str, tuple[str, ...]], str]) -> tuple[str, str, str]:
@@ -81,7 +81,7 @@ def join_error_lines(saw: str, needed: str, do: str) -> str:
     return f"{saw}\n  needed: {needed}\n  do:     {do}"
 
 
-def _format_as_python(name: str, values: tuple[str, ...]) -> str:
+def _format_argument_as_python(name: str, values: tuple[str, ...]) -> str:
     return f"{name}={json.dumps(values)}" if values else name
 
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwise.masks.bias_dtype import cast_biases
+from headwise.masks.bias_dtype import cast_biases_for_sum
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
@@ -58,12 +58,12 @@ def scores_at(
     softcap: float | None,
 ) -> Float[Tensor, "batch heads rows keys"]:
     """Return the scores of some queries: ``rows`` are their positions, ``q`` their vectors."""
-    s = scale * (q @ share_heads(k, heads=q.shape[1]).transpose(-2, -1))
+    s = scale * (q @ repeat_kv_heads(k, heads=q.shape[1]).transpose(-2, -1))
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
-    for part in cast_biases(score_bias.at(rows), s.dtype):
+    for part in cast_biases_for_sum(score_bias.parts_at_rows(rows), s.dtype):
         s = s + part
-    return s.masked_fill(~mask.at(rows), -torch.inf)
+    return s.masked_fill(~mask.evaluate_rows(rows), -torch.inf)
 
 
 def default_scale(q: Float[Tensor, "batch heads queries head_dim"]) -> float:
@@ -71,7 +71,7 @@ def default_scale(q: Float[Tensor, "batch heads queries head_dim"]) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
 
 
-def weights_of(
+def weights_from_scores(
     s: Float[Tensor, "batch heads queries keys"], sink: Float[Tensor, " heads"] | None = None
 ) -> Float[Tensor, "batch heads queries keys"]:
     """Return the softmax of scores over keys, without the sink's column.
@@ -99,7 +99,7 @@ def weights(
 ) -> Float[Tensor, "batch heads queries keys"]:
     """Return the attention matrix as a dense tensor."""
     s = scores(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap)
-    return weights_of(s, sink)
+    return weights_from_scores(s, sink)
 
 
 def head_outputs(
@@ -115,10 +115,10 @@ def head_outputs(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Return weights @ v for each head."""
     w = weights(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap, sink=sink)
-    return w @ share_heads(v, heads=q.shape[1])
+    return w @ repeat_kv_heads(v, heads=q.shape[1])
 
 
-def share_heads(
+def repeat_kv_heads(
     kv: Float[Tensor, "batch kv_heads keys width"], *, heads: int
 ) -> Float[Tensor, "batch heads keys width"]:
     """Repeat each kv head: query head h uses kv head h // (heads // kv_heads)."""

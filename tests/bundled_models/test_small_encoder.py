@@ -18,7 +18,7 @@ WHOLE = " ".join(demo_text.read_opening_paragraphs())
 
 @pytest.fixture(scope="module")
 def reading() -> RecordedRun:
-    return small_encoder.record_run(WHOLE)
+    return small_encoder.train_and_record_run(WHOLE)
 
 
 def weights(call: AttentionCall) -> Tensor:
@@ -58,7 +58,7 @@ def test_it_can_be_trained_with_the_drop_in_and_leaves_no_trace(
     expected = torch.rand(3)
     torch.manual_seed(7)
     threads = torch.get_num_threads()
-    first = small_encoder.record_run(
+    first = small_encoder.train_and_record_run(
         WHOLE, attention=Watched, progress=lambda *step: steps.append(step)
     )
     assert torch.equal(torch.rand(3), expected)
@@ -66,6 +66,6 @@ def test_it_can_be_trained_with_the_drop_in_and_leaves_no_trace(
     assert seen == [Watched] * (20 * small_encoder.NUM_LAYERS)
     assert steps[-1][1:] == (20, 20)
     # The training is the same with torch's layer, but for rounding: gradients are right.
-    second = small_encoder.record_run(WHOLE, attention=nn.MultiheadAttention)
+    second = small_encoder.train_and_record_run(WHOLE, attention=nn.MultiheadAttention)
     for ours, theirs in zip(first.calls, second.calls, strict=True):
         torch.testing.assert_close(ours.output, theirs.output, atol=2e-2, rtol=0)

@@ -53,7 +53,7 @@ def test_the_file_is_small_and_what_training_says(model: tiny.Tiny) -> None:
     assert {t.dtype for t in tensors_in(raw).values()} == {torch.float16}
     assert {t.dtype for t in model.state_dict().values()} == {torch.float32}
     assert not model.training
-    said = tiny.training()
+    said = tiny.training_measurements()
     assert said == json.loads(FILES.joinpath(TRAINING).read_text("utf-8"))
     assert len(raw) == said["file_bytes"] <= MOST_BYTES
     assert count_parameters(model) == said["parameters"]
@@ -97,7 +97,7 @@ def test_it_foretells_unseen_text_better_than_counts_of_that_text(model: tiny.Ti
 
 
 def test_what_was_measured_holds(model: tiny.Tiny) -> None:
-    said = tiny.training()
+    said = tiny.training_measurements()
     # Measured on the same bytes here, whatever this Python's library is.
     found = measures.best_head(measures.induction_scores(model))
     assert (found.layer, found.head) == (said["induction"]["layer"], said["induction"]["head"])

@@ -19,7 +19,7 @@ from headwise.checkpoints.config_check import (
     layout_in_layer,
 )
 from headwise.checkpoints.safetensors_file import StoredTensor
-from headwise.diagnosis.detection_result import detect
+from headwise.diagnosis.detection_result import detect_by_names_and_shapes
 from headwise.errors import HeadwiseError
 from headwise.layouts.registry import layout
 from tests.layouts.examples import sizes_of
@@ -143,7 +143,7 @@ def answered(folder: Path, name: str, *, in_full: bool) -> bool:
         for other in CONFIGS:
             find_config_contradiction(config, layout(other).function, {**SIZES[other], **known})
         if in_full:
-            detect(HEADERS[name], config=config, **{"heads": 12, **known})
+            detect_by_names_and_shapes(HEADERS[name], config=config, **{"heads": 12, **known})
         for number in range(2):
             described = layout_in_layer(layout(name), config, number)
             attention_options(config, described.function, layer=number)

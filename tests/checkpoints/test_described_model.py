@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from headwise.checkpoints.described_model import open_described_model
-from headwise.checkpoints.stored_model import load, require_model
+from headwise.checkpoints.stored_model import load, measure_model_bytes
 from headwise.cli.convert import convert
 from headwise.errors import CheckpointError, OptionError
 from tests.checkpoints.test_description import metadata
@@ -56,7 +56,7 @@ def test_a_converted_folder_is_the_model_that_it_was_made_of(
     target = moved(folder, tmp_path / "b", name)
     assert torch.equal(logits(target), expected)
     size = sum(x.nbytes for x in load_file(target / "model.safetensors").values())
-    assert require_model(target) == 2 * size
+    assert measure_model_bytes(target) == 2 * size
     (target / "config.json").write_bytes((folder / "config.json").read_bytes())
     assert torch.equal(logits(target), expected)
     # There and back it is a folder of transformers again, with the config of the metadata.

@@ -135,7 +135,7 @@ def test_weights_keep_their_function_in_a_layout_that_says_another(
     source: str, target: str, rotary: str | None
 ) -> None:
     before = layout(source).function if source in layouts() else AttentionSpec(rotary=None)
-    moved = before.moved(layout(target).function)
+    moved = before.after_conversion_to(layout(target).function)
     same = {"rotary": None, "mask": None, "axes": None}
     assert replace(moved, **same) == replace(before, **same)
     assert moved.rotary == rotary
@@ -299,7 +299,7 @@ DESCRIBED = Description(layout("llama"), 1, {"heads": 6}, ConfigFields({}), "the
 test_counts_that_contradict = refusals(
     {
         "another count": (
-            lambda: DESCRIBED.with_counts({"heads": 3}),
+            lambda: DESCRIBED.merge_known_counts({"heads": 3}),
             OptionError,
             ("heads 3, where the metadata of x says 6", "leave out heads"),
         )

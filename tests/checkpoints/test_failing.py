@@ -147,7 +147,7 @@ def test_a_disk_that_fails_when_all_is_written(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(staging.StagingDir, "flush", refuse)
+    monkeypatch.setattr(staging.StagingDir, "flush_and_record_steps", refuse)
     assert "Input/output error" in refused(source, tmp_path / "b").saw
 
 
@@ -211,7 +211,7 @@ def test_a_mistake_of_ours_leaves_nothing(
     """Errors that nobody thought of are failures, too."""
     for kind in (RuntimeError, AssertionError, MemoryError):
         with monkeypatch.context() as patch:
-            patch.setattr(convert, "run_checked_step", raising(kind("words")))
+            patch.setattr(convert, "run_round_trip_checked_step", raising(kind("words")))
             with pytest.raises(kind, match="words"):
                 llamas.to_meta(source, tmp_path / "b")
         assert os.listdir(tmp_path) == ["a"]

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from headwise.checkpoints.stored_model import load, require_model
+from headwise.checkpoints.stored_model import load, measure_model_bytes
 from headwise.errors import CheckpointError, OptionError
 from tests.huggingface.models import ENCODER, SEQUENCES
 from tests.huggingface.stored import TEXT, bert, gpt2, masked_lm, stored
@@ -128,12 +128,12 @@ def test_no_folder(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"holds no config\.json: nothing"):
-        require_model(tmp_path)
+        measure_model_bytes(tmp_path)
     (tmp_path / "config.json").write_text("{}", "utf-8")
     with pytest.raises(OptionError, match=r"holds no weights: config\.json"):
-        require_model(tmp_path)
+        measure_model_bytes(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"12345")
-    assert require_model(tmp_path) == 5
+    assert measure_model_bytes(tmp_path) == 5
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -101,6 +101,6 @@ def test_titles(tmp_path: Path) -> None:
 
 
 def test_many_special_tokens_are_not_all_named() -> None:
-    said = letters(specials=tuple(range(9))).chosen
+    said = letters(specials=tuple(range(9))).separators_and_specials_in_words
     assert said.startswith("Separators: “.”. Special tokens: “A”, “B”")
     assert said.endswith("“F” and 3 more.")

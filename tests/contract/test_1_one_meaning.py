@@ -62,9 +62,9 @@ def test_every_way_to_call_the_layer_gives_the_same_output(
 
 @given(problems(dtypes=DTYPES, softcap=None, sink=None))
 def test_every_kernel_gives_the_same_head_outputs(p: Problem) -> None:
-    task = Task(*AttentionMatrix(p.q, p.k, **p.kwargs)._scores_and_values(p.v))
+    task = Task(*AttentionMatrix(p.q, p.k, **p.kwargs)._kernel_input_and_values(p.v))
     budget = Budget.for_head_outputs(p.q, p.k, p.v, **p.kwargs)
-    taking = [kernel for kernel in KERNELS if kernel.refuses(task) is None]
+    taking = [kernel for kernel in KERNELS if kernel.refusal_reason(task) is None]
     assert {"tiled", "dense"} <= {kernel.name for kernel in taking}
     for kernel in taking:
         budget.assert_holds(kernel.run(task).out)
@@ -78,7 +78,7 @@ def test_a_sample_alone_is_what_it_is_in_a_batch(p: Problem) -> None:
     allowed = (p.mask or Mask()).bind(
         batch=batch, heads=heads, queries=queries, keys=keys, device=p.q.device
     )
-    dense = allowed.at(torch.arange(queries)).expand(p.shape)
+    dense = allowed.evaluate_rows(torch.arange(queries)).expand(p.shape)
     together = AttentionMatrix(p.q, p.k, mask=p.mask, softcap=p.softcap, sink=p.sink) @ p.v
     for b in range(batch):
         options = {

@@ -47,7 +47,7 @@ def test_interleaved_layers_keep_the_order_of_their_channels() -> None:
     """The data of a layer predict its own stages without any cause."""
     subject = NativeSubject(layer(rotary=Rotary(pairing="interleaved")))
     call = subject.record(Inputs(torch.randn(2, 7, WIDTH)))
-    assert not measure_gaps(subject.model, [call]).parted
+    assert not measure_gaps(subject.model, [call]).cells_beyond_rounding
 
 
 def test_a_scale_that_was_folded_into_float32_weights_is_the_same_function() -> None:

@@ -80,7 +80,8 @@ def compared(first: nn.Module, second: nn.Module) -> tuple[Diagnosis, ModelCompa
 
 def names(comparison: ModelComparison) -> dict[str, list[str]]:
     return {
-        layer.name: [cause.name for cause in layer.comparison.causes] for layer in comparison.parted
+        layer.name: [cause.name for cause in layer.comparison.causes]
+        for layer in comparison.differing_layers
     }
 
 
@@ -131,7 +132,7 @@ def test_exchanged_layers_are_named() -> None:
     layers[0].self_attn, layers[2].self_attn = layers[2].self_attn, layers[0].self_attn
     diagnosis, comparison = compared(ported, good)
     assert diagnosis.verdict is Verdict.DIFFERENT
-    assert {layer.name: layer.exchanged_with for layer in comparison.parted} == {
+    assert {layer.name: layer.exchanged_with for layer in comparison.differing_layers} == {
         "model.layers.0.self_attn": "model.layers.2.self_attn",
         "model.layers.2.self_attn": "model.layers.0.self_attn",
     }
@@ -144,11 +145,11 @@ def test_a_difference_outside_attention_is_placed() -> None:
         ported.model.layers[1].mlp.up_proj.weight.mul_(1.01)
     diagnosis, comparison = compared(ported, good)
     assert diagnosis.verdict is Verdict.UNKNOWN
-    assert not comparison.parted
-    assert comparison.outside == "before `model.layers.2.self_attn`"
+    assert not comparison.differing_layers
+    assert comparison.difference_outside_attention == "before `model.layers.2.self_attn`"
     with torch.no_grad():
         good.model.norm.weight.mul_(1.01)
-    assert compared(good, llama())[1].outside == "after the last attention"
+    assert compared(good, llama())[1].difference_outside_attention == "after the last attention"
 
 
 def test_a_cast_model_has_rounded_weights_and_rounded_frequencies() -> None:
@@ -207,7 +208,7 @@ def test_a_model_is_compared_with_stored_weights(tmp_path: Path) -> None:
         diagnosis = compare(*pair)
         assert diagnosis.verdict is Verdict.DIFFERENT
         assert diagnosis.model is not None
-        [layer] = diagnosis.model.parted
+        [layer] = diagnosis.model.differing_layers
         assert layer.comparison.causes[0].name == "sign"
         assert layer.name.endswith(("layers.2.self_attn", "layer 2 of original"))
 
@@ -224,7 +225,7 @@ def test_a_window_of_a_mask_is_named(window: int, named: int | str) -> None:
     diagnosis, comparison = compared(gemma(window), gemma(6))
     assert diagnosis.verdict is Verdict.DIFFERENT
     assert comparison.cause_names == ["window off by one"]
-    [cause] = comparison.parted[0].comparison.causes
+    [cause] = comparison.differing_layers[0].comparison.causes
     assert (cause.parameters, cause.repair) == ({"window": named}, "sliding_window=6")
 
 
@@ -251,7 +252,7 @@ def test_a_fault_of_torchs_own_layer_is_placed_in_it(batch_first: bool) -> None:
     diagnosis = compare(ported, good, torch.randn(7, 5, 32))
     assert diagnosis.model is not None
     assert names(diagnosis.model) == {"layers.1.self_attn": ["square matrix transposed"]}
-    assert not diagnosis.model.outside
+    assert not diagnosis.model.difference_outside_attention
 
 
 def test_cross_attention_of_torch_is_compared_with_its_weights() -> None:
@@ -311,7 +312,7 @@ def test_tokens_are_those_that_both_models_know() -> None:
         }
     )
     _, comparison = compared(small, large)
-    assert not comparison.parted
+    assert not comparison.differing_layers
     assert not comparison.layers[0].has_other_input
     assert "the outputs have other shapes" in str(comparison.lines)
     with pytest.raises(OptionError, match="token 120 in input_ids, for a LlamaForCausalLM with a"):

@@ -161,7 +161,7 @@ def test_a_sign_of_zero_is_found() -> None:
     assert zeros.any()
     second[name] = torch.where(zeros, 0.0, second[name])
     (one,) = of_meta(first, second).differences
-    assert one.what == "1 of 5280 entries, zero in both, with the other sign"
+    assert one.difference_in_words == "1 of 5280 entries, zero in both, with the other sign"
 
 
 def test_keys_permuted_with_the_number_of_query_heads() -> None:
@@ -198,9 +198,15 @@ def test_another_dtype_or_shape_is_said(dtype: torch.dtype) -> None:
     second = convert(first, "llama", "llama-meta", **HEADS)
     name = "tok_embeddings.weight"
     second[name] = second[name].to(dtype)
-    assert of_meta(first, second).differences[0].what == f"dtype torch.float32 against {dtype}"
+    assert (
+        of_meta(first, second).differences[0].difference_in_words
+        == f"dtype torch.float32 against {dtype}"
+    )
     second[name] = second[name][:7]
-    assert of_meta(first, second).differences[0].what == "shape (50, 40) against (7, 40)"
+    assert (
+        of_meta(first, second).differences[0].difference_in_words
+        == "shape (50, 40) against (7, 40)"
+    )
 
 
 def test_the_same_weights_used_for_another_function_are_not_the_same() -> None:
@@ -303,7 +309,7 @@ NAN = float("nan")
 def test_numbers_that_are_none_are_said(mine: list[float], theirs: list[float], what: str) -> None:
     first, second = (llama() | {"x": torch.tensor(x)} for x in (mine, theirs))
     (found,) = verify(first, second, "llama", "llama", **HEADS).differences
-    assert found.what.startswith(what)
+    assert found.difference_in_words.startswith(what)
 
 
 def test_other_bits_of_a_nan_are_said() -> None:
@@ -312,7 +318,7 @@ def test_other_bits_of_a_nan_are_said() -> None:
     other.view(torch.int32)[0] ^= 1
     first, second = (llama() | {"x": each} for each in (x, other))
     (found,) = verify(first, second, "llama", "llama", **HEADS).differences
-    assert found.what == "1 of 2 entries, NaN in both, with other bits"
+    assert found.difference_in_words == "1 of 2 entries, NaN in both, with other bits"
 
 
 def test_numbers_of_eight_bits_are_compared() -> None:
@@ -320,7 +326,10 @@ def test_numbers_of_eight_bits_are_compared() -> None:
     y = torch.tensor([1.0, 4.0, 0.0]).to(torch.float8_e4m3fn)
     first, second = (llama() | {"x": each} for each in (x, y))
     (found,) = verify(first, second, "llama", "llama", **HEADS).differences
-    assert found.what == "2 of 3 entries: 1 by at most 2, 1 zero in both, with the other sign"
+    assert (
+        found.difference_in_words
+        == "2 of 3 entries: 1 by at most 2, 1 zero in both, with the other sign"
+    )
 
 
 def test_evidence_has_the_numbers_that_its_sentence_says() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from headwise.diagnosis.candidate_layouts import CandidateLayout, head_counts
 from headwise.diagnosis.detect import narrow_by_values
-from headwise.diagnosis.detection_result import Detection, detect
+from headwise.diagnosis.detection_result import Detection, detect_by_names_and_shapes
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.layouts.canonical import State
 from headwise.layouts.equality import list_differing_tensors
@@ -52,7 +52,7 @@ def candidate(name: str, found: Detection) -> CandidateLayout:
 @pytest.mark.parametrize("is_counted", [True, UNCOUNTED], ids=["counts", "no-counts"])
 def test_right_or_undecidable(name: str, is_counted: bool) -> None:
     file, canonical = file_of(layout(name))
-    found = detect(file, **(known_of(layout(name)) if is_counted else {}))
+    found = detect_by_names_and_shapes(file, **(known_of(layout(name)) if is_counted else {}))
     assert any(name in group for group in names_of(found))
     if found.layout is not None:
         assert name in names_of(found)[0]
@@ -65,12 +65,12 @@ def test_a_reference_leaves_what_reads_the_same(name: str) -> None:
     of = layout(name)
     file, canonical = file_of(of)
     known = known_of(of)
-    found = detect(file, **known)
+    found = detect_by_names_and_shapes(file, **known)
     try:
         reference = stored(layout("headwise"), canonical)
     except HeadwiseError:
         pytest.skip("holds what headwise.Attention has no parameter for")
-    other = detect(reference, described="headwise", **known)
+    other = detect_by_names_and_shapes(reference, described="headwise", **known)
     decided = narrow_by_values(found, file, other, reference)
     assert any(name in group for group in names_of(decided))
     for group in decided.candidates:
@@ -96,8 +96,10 @@ def test_a_reference_of_other_weights_refutes_everything() -> None:
     of = layout("gpt2")
     file, _ = file_of(of)
     other = stored(layout("headwise"), [example(of, seed=9) for _ in range(LAYERS)])
-    found = detect(file, **known_of(of))
-    decided = narrow_by_values(found, file, detect(other, described="headwise", heads=12), other)
+    found = detect_by_names_and_shapes(file, **known_of(of))
+    decided = narrow_by_values(
+        found, file, detect_by_names_and_shapes(other, described="headwise", heads=12), other
+    )
     assert decided.layout is None
     assert not decided.candidates
     assert "differs from the reference in queries of all 12 heads" in decided.refuted["gpt2"]
@@ -106,28 +108,30 @@ def test_a_reference_of_other_weights_refutes_everything() -> None:
 def test_the_config_decides_among_those_that_fit() -> None:
     file, _ = file_of(layout("cohere"))
     known = known_of(layout("cohere"))
-    assert len(detect(file, **known).candidates) > 1
-    found = detect(file, described="cohere", **known)
-    assert found.require().name == "cohere"
+    assert len(detect_by_names_and_shapes(file, **known).candidates) > 1
+    found = detect_by_names_and_shapes(file, described="cohere", **known)
+    assert found.require_only_layout().name == "cohere"
     assert found.refuted["llama"] == "the metadata says cohere"
 
 
 def test_a_model_that_the_catalogue_does_not_know_is_not_decided_by_its_names() -> None:
     file, _ = file_of(layout("gpt-oss"))
     said = {"model_type": "openai_privacy_filter"}  # whose pairs are neighbours
-    found = detect(file, config=said, **known_of(layout("gpt-oss")))
+    found = detect_by_names_and_shapes(file, config=said, **known_of(layout("gpt-oss")))
     assert names_of(found) == [{"gpt-oss"}]
     assert (found.layout, found.unknown) == (None, "openai_privacy_filter")
     with pytest.raises(OptionError, match="model, with the names and shapes of gpt-oss"):
-        found.require()
-    known = detect(file, config={"model_type": "gpt_oss"}, **known_of(layout("gpt-oss")))
-    assert known.require().name == "gpt-oss"
+        found.require_only_layout()
+    known = detect_by_names_and_shapes(
+        file, config={"model_type": "gpt_oss"}, **known_of(layout("gpt-oss"))
+    )
+    assert known.require_only_layout().name == "gpt-oss"
 
 
 def test_what_the_config_says_against_a_layout_refutes_it() -> None:
     file, _ = file_of(layout("bert"))
     said = {"model_type": "bert", "position_embedding_type": "alibi"}
-    found = detect(file, config=said, **known_of(layout("bert")))
+    found = detect_by_names_and_shapes(file, config=said, **known_of(layout("bert")))
     assert found.layout is None
     assert "the config says position_embedding_type alibi" in found.refuted["bert"]
     assert found.contradiction is not None
@@ -139,17 +143,17 @@ def test_what_the_config_says_against_a_layout_refutes_it() -> None:
 def test_a_config_of_another_known_model_is_a_contradiction() -> None:
     file, canonical = file_of(layout("bert"))
     known = known_of(layout("bert"))
-    found = detect(file, config={"model_type": "gptj"}, **known)
+    found = detect_by_names_and_shapes(file, config={"model_type": "gptj"}, **known)
     assert any("bert" in group for group in names_of(found))
     assert found.layout is None
     said = "the config says model_type gptj, whose layout is gptj, but the names or shapes are not "
     assert found.contradiction == f"{said}those of gptj"
     assert str(found).startswith("the checkpoint contradicts its config: the config says")
     with pytest.raises(UndecidedError, match=r"bert.*, where the config says model_type gptj"):
-        found.require()
+        found.require_only_layout()
     # Values decide all the same, and the contradiction is still said.
     other = stored(layout("headwise"), canonical)
-    reference = detect(other, described="headwise", **known)
+    reference = detect_by_names_and_shapes(other, described="headwise", **known)
     decided = narrow_by_values(found, file, reference, other)
     assert any("bert" in group for group in names_of(decided))
     assert decided.contradiction == found.contradiction
@@ -158,28 +162,30 @@ def test_a_config_of_another_known_model_is_a_contradiction() -> None:
 
 def test_a_contradiction_is_not_decided_where_one_layout_alone_fits() -> None:
     file, _ = file_of(layout("gpt-oss"))
-    found = detect(file, config={"model_type": "gptj"}, **known_of(layout("gpt-oss")))
+    found = detect_by_names_and_shapes(
+        file, config={"model_type": "gptj"}, **known_of(layout("gpt-oss"))
+    )
     assert names_of(found) == [{"gpt-oss"}]
     assert found.contradiction is not None
     assert found.layout is None
     with pytest.raises(UndecidedError):
-        found.require()
+        found.require_only_layout()
 
 
 def test_an_answer_says_what_was_compared() -> None:
     file, canonical = file_of(layout("phi3"))
     known = known_of(layout("phi3"))
-    names_alone = detect(file, described="phi3", **known)
+    names_alone = detect_by_names_and_shapes(file, described="phi3", **known)
     assert names_alone.layout is not None
     assert names_alone.compared == ("names", "shapes", "metadata")
     assert "Only names, shapes and metadata were compared, values were not checked" in str(
         names_alone
     )
-    with_config = detect(file, config={"model_type": "phi3"}, **known)
+    with_config = detect_by_names_and_shapes(file, config={"model_type": "phi3"}, **known)
     assert "Only names, shapes and config were compared, values were not" in str(with_config)
     other = stored(layout("headwise"), canonical)
     decided = narrow_by_values(
-        names_alone, file, detect(other, described="headwise", **known), other
+        names_alone, file, detect_by_names_and_shapes(other, described="headwise", **known), other
     )
     assert decided.compared == ("names", "shapes", "metadata", "values")
     assert "were not checked" not in str(decided)
@@ -191,7 +197,7 @@ def test_a_layout_that_knows_some_of_the_attention_only_goes() -> None:
     whole = {f"model.{name}": x for name, x in whole.items()}
     decoder = {name.replace("encoder.", "decoder."): x for name, x in whole.items()}
     renamed = {n.replace("self_attn", "encoder_attn"): x for n, x in decoder.items()}
-    found = detect(whole | decoder | renamed, heads=12)
+    found = detect_by_names_and_shapes(whole | decoder | renamed, heads=12)
     assert all(len(one.modules) == 6 for group in found.candidates for one in group)
     assert any("bart" in group for group in names_of(found))
 
@@ -200,7 +206,7 @@ def test_of_layouts_of_one_map_the_one_that_knows_the_names_around_comes_first()
     lens, _ = file_of(layout("transformer-lens-encoder"))
     for name in ("transformer-lens-encoder", "transformer-lens"):
         file = lens | dict.fromkeys(layout(name).outside, torch.zeros(2, 3))
-        first = detect(file, heads=12).candidates[0][0]
+        first = detect_by_names_and_shapes(file, heads=12).candidates[0][0]
         assert first.layout.name == name
         assert first.around == len([n for n in layout(name).outside if "{" not in n])
 
@@ -208,23 +214,25 @@ def test_of_layouts_of_one_map_the_one_that_knows_the_names_around_comes_first()
 def test_a_config_that_does_not_fit_decides_nothing() -> None:
     file, _ = file_of(layout("cohere"))
     known = known_of(layout("cohere"))
-    assert names_of(detect(file, described="gpt2", **known)) == names_of(detect(file, **known))
+    assert names_of(detect_by_names_and_shapes(file, described="gpt2", **known)) == names_of(
+        detect_by_names_and_shapes(file, **known)
+    )
 
 
 def test_several_are_refused_with_their_names() -> None:
     file, _ = file_of(layout("cohere"))
     with pytest.raises(OptionError, match=r"may be in \d+ layouts: .*cohere"):
-        detect(file, **known_of(layout("cohere"))).require()
+        detect_by_names_and_shapes(file, **known_of(layout("cohere"))).require_only_layout()
 
 
 def test_none_is_said() -> None:
     with pytest.raises(OptionError, match="no attention layer of a known layout"):
-        detect({"weight": torch.zeros(3, 4)}).require()
+        detect_by_names_and_shapes({"weight": torch.zeros(3, 4)}).require_only_layout()
 
 
 def test_heads_that_do_not_fit_leave_no_candidate() -> None:
     file, _ = file_of(layout("gpt2"))
-    assert not detect(file, heads=7).candidates
+    assert not detect_by_names_and_shapes(file, heads=7).candidates
 
 
 def test_a_reference_with_another_last_head_refutes() -> None:
@@ -233,8 +241,10 @@ def test_a_reference_with_another_last_head_refutes() -> None:
     canonical[-1]["wv"] = canonical[-1]["wv"].clone()
     canonical[-1]["wv"][-1] += 1
     other = stored(layout("headwise"), canonical)
-    found = detect(file, **known_of(of))
-    decided = narrow_by_values(found, file, detect(other, described="headwise", heads=12), other)
+    found = detect_by_names_and_shapes(file, **known_of(of))
+    decided = narrow_by_values(
+        found, file, detect_by_names_and_shapes(other, described="headwise", heads=12), other
+    )
     assert not decided.candidates
     assert decided.refuted["gpt2"] == (
         "`h.1.attn.` differs from the reference in values of kv head 11; before it, 1 of 2 modules "
@@ -247,9 +257,12 @@ def test_the_share_that_turns_is_found_by_values() -> None:
     file, canonical = file_of(of)  # of which ROTARY_WIDTH of 10 channels turn
     plain = [{n: x for n, x in one.items() if not n.startswith("b")} for one in canonical]
     other = stored(layout("llama"), plain)
-    found = detect(file, heads=12)
+    found = detect_by_names_and_shapes(file, heads=12)
     decided = narrow_by_values(
-        found, file, detect(other, described="llama", heads=12, kv_heads=12), other
+        found,
+        file,
+        detect_by_names_and_shapes(other, described="llama", heads=12, kv_heads=12),
+        other,
     )
     assert candidate("gptj", decided).fits[0]["rotary_width"] == ROTARY_WIDTH
 
@@ -260,9 +273,9 @@ def test_values_decide_where_nobody_said_how_many_heads(name: str, kv_heads: int
     of = layout(name)
     file, canonical = file_of(of)
     other = stored(layout("headwise"), canonical)
-    found = detect(file)
+    found = detect_by_names_and_shapes(file)
     assert len(candidate(name, found).fits) > 1
-    reference = detect(other, described="headwise", heads=12, kv_heads=kv_heads)
+    reference = detect_by_names_and_shapes(other, described="headwise", heads=12, kv_heads=kv_heads)
     decided = narrow_by_values(found, file, reference, other)
     assert [head_counts(fit) for fit in candidate(name, decided).fits] == [(12, kv_heads)]
 
@@ -271,7 +284,7 @@ def test_layouts_that_are_the_same_for_some_heads_stay_apart() -> None:
     """Grouped rows read as [query, key, value] of each head: so they are, with a kv head each."""
     file, _ = file_of(layout("falcon-40b"))
     mine = {"megatron", "neox-gqa", "falcon-40b"}
-    for group in names_of(detect(file, heads=12)):
+    for group in names_of(detect_by_names_and_shapes(file, heads=12)):
         assert not (group & mine and group & {"falcon-7b", "falcon-rw", "bloom"})
 
 
@@ -294,7 +307,7 @@ def test_every_layer_has_to_be_whole(layer: int, other: torch.Tensor | None, sai
     name = LAST.replace("1", str(layer))
     del file[name]
     file |= {} if other is None else {name: other}
-    found = detect(file, described="llama", heads=12, kv_heads=3)
+    found = detect_by_names_and_shapes(file, described="llama", heads=12, kv_heads=3)
     assert found.layout is None
     assert not found.candidates
     assert "llama" in {one.layout.name for one in found.damaged[0]}
@@ -302,4 +315,4 @@ def test_every_layer_has_to_be_whole(layer: int, other: torch.Tensor | None, sai
     assert fault.startswith(f"`{name}` {said}")
     assert fault in str(found)
     with pytest.raises(CheckpointError, match=name):
-        found.require()
+        found.require_only_layout()

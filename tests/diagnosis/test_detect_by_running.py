@@ -11,7 +11,7 @@ from torch import nn
 
 from headwise.checkpoints.config import layout_name, read_stated_counts
 from headwise.diagnosis.detect_layout_by_running import narrow_by_running
-from headwise.diagnosis.detection_result import Detection, detect
+from headwise.diagnosis.detection_result import Detection, detect_by_names_and_shapes
 from headwise.errors import OptionError
 
 SMALL = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -72,7 +72,7 @@ def names_of(found: Detection) -> list[set[str]]:
 def asked(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Detection, Detection, str | None]:
     model, config = model_of(kind)
     state = model.to(dtype).state_dict()
-    before = detect(state, **read_stated_counts(config))
+    before = detect_by_names_and_shapes(state, **read_stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (2, 40))}
     return before, narrow_by_running(before, state, model, inputs, config), layout_name(config)
 
@@ -97,7 +97,7 @@ def test_rounding_is_no_difference(kind: str, dtype: torch.dtype) -> None:
 def test_a_rotation_without_a_counterpart_refutes_nothing() -> None:
     model, config = model_of("Llama")
     config["rope_parameters"] = {"rope_type": "longrope", "factor": 2.0}
-    found = detect(model.state_dict(), **read_stated_counts(config))
+    found = detect_by_names_and_shapes(model.state_dict(), **read_stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (1, 40))}
     with pytest.raises(OptionError, match="the rotary scaling 'longrope'"):
         narrow_by_running(found, model.state_dict(), model, inputs, config)
@@ -122,7 +122,7 @@ def test_a_wrong_one_goes_with_the_reason(kind: str, wrong: str) -> None:
 def test_a_softcap_is_seen() -> None:
     """Weights, rotation and scale agree, and the scores before it."""
     _, after, _ = asked("Gemma2")
-    assert after.require().name == "gemma2"
+    assert after.require_only_layout().name == "gemma2"
     assert "softcaps differ from the model's" in after.refuted["granite"]
 
 
@@ -142,7 +142,7 @@ def two_towers(kind: str, text: dict[str, Any], image: dict[str, Any]) -> nn.Mod
 def test_towers_that_run_in_another_order_than_they_stand(image: dict[str, Any]) -> None:
     """CLIP's picture comes first; where it has other heads, those of its own are compared."""
     model = two_towers("CLIP", TEXT, image)
-    found = detect(model.state_dict(), heads=6)
+    found = detect_by_names_and_shapes(model.state_dict(), heads=6)
     inputs = {"input_ids": torch.randint(99, (2, 40)), "pixel_values": torch.randn(2, 3, 24, 24)}
     after = narrow_by_running(found, model.state_dict(), model, inputs, model.config.to_dict())
     assert any("clip" in group for group in names_of(after))
@@ -158,8 +158,10 @@ def test_a_tower_beside_those_that_are_asked_for() -> None:
     ids = torch.randint(50, (2, 60))
     ids[:, :36] = 98
     inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 24, 24)}
-    after = narrow_by_running(detect(state, config=config, heads=6), state, model, inputs, config)
-    assert after.require().name == "llama"
+    after = narrow_by_running(
+        detect_by_names_and_shapes(state, config=config, heads=6), state, model, inputs, config
+    )
+    assert after.require_only_layout().name == "llama"
     assert "behaviour: 2 of 2 modules compared, alike" in after.candidates[0][0].reasons
 
 
@@ -168,7 +170,7 @@ def test_scores_are_compared_before_what_is_added_by_distance() -> None:
     config = transformers.T5Config(d_model=48, d_kv=8, num_heads=6, num_layers=2, **SMALL)
     model = transformers.T5Model(config).eval()
     ids = torch.randint(99, (2, 40))
-    found = detect(model.state_dict(), heads=6)
+    found = detect_by_names_and_shapes(model.state_dict(), heads=6)
     after = narrow_by_running(
         found,
         model.state_dict(),
@@ -176,7 +178,7 @@ def test_scores_are_compared_before_what_is_added_by_distance() -> None:
         {"input_ids": ids, "decoder_input_ids": ids},
         config.to_dict(),
     )
-    assert after.require().name == "t5"
+    assert after.require_only_layout().name == "t5"
     assert "behaviour: 4 of 6 modules compared, alike" in after.candidates[0][0].reasons
 
 
@@ -186,7 +188,7 @@ def test_a_layer_that_cannot_be_made_decides_nothing() -> None:
         **GROUPED, **SMALL, vq_config={"base_channels": 32}, vocabulary_map={"<image>": 3}
     )
     model = transformers.ChameleonModel(config).eval()
-    found = detect(model.state_dict(), heads=6)
+    found = detect_by_names_and_shapes(model.state_dict(), heads=6)
     inputs = {"input_ids": torch.randint(99, (2, 40))}
     with pytest.raises(OptionError, match="chameleon, which could not be compared with the model"):
         narrow_by_running(found, model.state_dict(), model, inputs, config.to_dict())
@@ -196,7 +198,7 @@ def test_places_in_a_picture_decide_nothing() -> None:
     torch.manual_seed(0)
     config = transformers.DINOv3ViTConfig(**WIDE, image_size=24, patch_size=4)
     model = transformers.DINOv3ViTModel(config).eval()
-    found = detect(model.state_dict(), config=config.to_dict(), heads=6)
+    found = detect_by_names_and_shapes(model.state_dict(), config=config.to_dict(), heads=6)
     inputs = {"pixel_values": torch.randn(2, 3, 24, 24)}
     with pytest.raises(OptionError, match="dinov3, which could not be compared") as refused:
         narrow_by_running(found, model.state_dict(), model, inputs, config.to_dict())
@@ -212,7 +214,7 @@ def test_positions_of_which_nobody_says_anything_decide_nothing() -> None:
     model = transformers.Wav2Vec2ConformerModel(config).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
-    found = detect(model.state_dict(), heads=6)
+    found = detect_by_names_and_shapes(model.state_dict(), heads=6)
     with pytest.raises(OptionError, match="conformer, which could not be compared") as refused:
         narrow_by_running(
             found,
@@ -229,7 +231,7 @@ def test_of_a_model_of_pictures_and_text_the_text_decides() -> None:
     model, config = model_of("Llama")
     config["rope_parameters"] |= {"mrope_section": [1, 1, 2]}
     ids = torch.randint(99, (2, 40))
-    found = detect(model.state_dict(), heads=6, kv_heads=2)
+    found = detect_by_names_and_shapes(model.state_dict(), heads=6, kv_heads=2)
     after = narrow_by_running(found, model.state_dict(), model, {"input_ids": ids}, config)
     assert "llama" in names_of(after)[0]
     places = {"input_ids": ids, "position_ids": torch.arange(40)[None] // 5}
@@ -240,7 +242,7 @@ def test_of_a_model_of_pictures_and_text_the_text_decides() -> None:
 def test_the_heads_that_are_seen_are_those() -> None:
     """Nobody says how many there are: of all that fit, those of the model are tried."""
     model, config = model_of("GPT2")
-    found = detect(model.state_dict())
+    found = detect_by_names_and_shapes(model.state_dict())
     assert len(found.candidates[0][0].fits) > 1
     inputs = {"input_ids": torch.randint(99, (1, 40))}
     after = narrow_by_running(found, model.state_dict(), model, inputs, config)
@@ -249,7 +251,7 @@ def test_the_heads_that_are_seen_are_those() -> None:
 
 def test_heads_that_the_model_does_not_have() -> None:
     model, config = model_of("GPT2")
-    found = detect(model.state_dict(), heads=4)
+    found = detect_by_names_and_shapes(model.state_dict(), heads=4)
     inputs = {"input_ids": torch.randint(99, (1, 40))}
     after = narrow_by_running(found, model.state_dict(), model, inputs, config)
     assert not after.candidates
@@ -259,7 +261,7 @@ def test_heads_that_the_model_does_not_have() -> None:
 def test_another_model_is_not_compared() -> None:
     model, config = model_of("GPT2")
     other, _ = model_of("Bert")
-    found = detect(other.state_dict(), heads=6)
+    found = detect_by_names_and_shapes(other.state_dict(), heads=6)
     inputs = {"input_ids": torch.randint(99, (1, 40))}
     del model.h[1]
     with pytest.raises(
@@ -271,7 +273,7 @@ def test_another_model_is_not_compared() -> None:
 def test_other_weights_leave_nothing() -> None:
     model, config = model_of("GPT2")
     state = {name: x.roll(1, -1) for name, x in model.state_dict().items()}
-    found = detect(state, **read_stated_counts(config))
+    found = detect_by_names_and_shapes(state, **read_stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (1, 40))}
     assert not narrow_by_running(found, state, model, inputs, config).candidates
 
@@ -282,7 +284,7 @@ def test_a_transposed_output_projection_is_seen() -> None:
     state = dict(model.state_dict())
     name = "h.1.attn.c_proj.weight"
     state[name] = state[name].mT.contiguous()
-    found = detect(state, **read_stated_counts(config))
+    found = detect_by_names_and_shapes(state, **read_stated_counts(config))
     inputs = {"input_ids": torch.randint(99, (1, 40))}
     after = narrow_by_running(found, state, model, inputs, config)
     assert not after.candidates

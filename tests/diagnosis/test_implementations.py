@@ -77,7 +77,7 @@ def test_rows_of_padding_differ_from_eager(second: str) -> None:
     verdict, comparison = compared("eager", second, padding=4)
     assert verdict is Verdict.DIFFERENT
     assert comparison.has_other_output
-    assert [layer.name for layer in comparison.parted] == LAYERS
+    assert [layer.name for layer in comparison.differing_layers] == LAYERS
     assert comparison.cause_names == ["rows without keys"]
     assert not comparison.unexplained
     assert not any(layer.is_of_second for layer in comparison.layers)
@@ -87,21 +87,21 @@ def test_the_cause_may_be_in_the_second() -> None:
     diagnosis = compare(model("sdpa"), model("eager"), texts(padding=4))
     assert diagnosis.model is not None
     assert diagnosis.model.cause_names == ["rows without keys"]
-    assert all(layer.is_of_second for layer in diagnosis.model.parted)
+    assert all(layer.is_of_second for layer in diagnosis.model.differing_layers)
     assert "rows without keys: row equal weights in the second" in str(diagnosis)
 
 
 def test_an_implementation_with_another_scale_is_named() -> None:
     verdict, comparison = compared(WRONG, "sdpa")
     assert verdict is Verdict.DIFFERENT
-    assert [layer.name for layer in comparison.parted] == LAYERS
+    assert [layer.name for layer in comparison.differing_layers] == LAYERS
     assert comparison.cause_names == ["scale"]
 
 
 def test_two_that_run_otherwise_than_stated_and_alike_are_the_same() -> None:
     verdict, comparison = compared(WRONG, WRONG)
     assert verdict is Verdict.SAME
-    assert not comparison.parted
+    assert not comparison.differing_layers
 
 
 def test_layers_without_a_layout_are_compared_by_their_stages(
@@ -110,7 +110,7 @@ def test_layers_without_a_layout_are_compared_by_their_stages(
     monkeypatch.setattr(running_model, "read_attention_modules", lambda model: [])
     verdict, comparison = compared("eager", "sdpa", padding=4)
     assert verdict is Verdict.UNKNOWN
-    [layer] = comparison.parted
+    [layer] = comparison.differing_layers
     assert (layer.name, [stage.stage for stage in layer.comparison.parted]) == (
         LAYERS[0],
         ["head outputs"],

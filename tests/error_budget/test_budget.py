@@ -236,8 +236,8 @@ def test_wrong_gradients_exceed_it(dtype: torch.dtype) -> None:
         assert not budget.check(got[name] * 1.2).within
     # Without the mean of dP, which the softmax takes off.
     w = reference.weights(q.double(), k.double())
-    dp = g.double() @ reference.share_heads(v.double(), heads=6).mT
-    wrong = (w * dp) @ reference.share_heads(k.double(), heads=6) / math.sqrt(10)
+    dp = g.double() @ reference.repeat_kv_heads(v.double(), heads=6).mT
+    wrong = (w * dp) @ reference.repeat_kv_heads(k.double(), heads=6) / math.sqrt(10)
     assert not budgets["q"].check(wrong.to(dtype)).within
 
 

@@ -105,7 +105,7 @@ def _numbers(layer: Attention, options: dict[str, Any]) -> None:
     """The frequencies and slopes of a layer, which are float32, after a look at each."""
     if (rotary := layer.rotary) is not None:
         turns = plain(rotary.frequencies(layer.head_dim))
-        exact = oracle_layers.frequencies(rotary.theta, rotary.width_in(layer.head_dim))
+        exact = oracle_layers.frequencies(rotary.theta, rotary.rotated_width(layer.head_dim))
         if rotary.scaling is not None:
             exact = exact / 2.0
         _check_numbers("frequencies", turns, exact)

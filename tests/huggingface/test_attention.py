@@ -242,7 +242,7 @@ def test_a_lazy_mask_is_read_lazily() -> None:
     out, _ = attend(Layer(), q, k, v, lazy)
     assert lazy.written is None
     Budget.for_head_outputs(q, k, v, mask=mask).assert_holds(out.transpose(1, 2))
-    budget = Budget.for_head_outputs(q, k, v, mask=Mask.from_sdpa(lazy.write()))
+    budget = Budget.for_head_outputs(q, k, v, mask=Mask.from_sdpa(lazy.materialise()))
     budget.assert_holds(attend(Layer(), q, k, v, lazy)[0].transpose(1, 2))
 
 
@@ -344,5 +344,5 @@ def test_half_of_the_lowest_number_hides_and_no_less(dtype: torch.dtype) -> None
     mask = torch.zeros(1, 1, 1, KEYS, dtype=dtype)
     mask[..., 4], mask[..., 5] = half, torch.nextafter(half, torch.zeros_like(half))
     matrix, _ = what_is_shown(q, k, v, mask)
-    (clause,) = matrix.mask.of_kind(Dense)
+    (clause,) = matrix.mask.clauses_of_kind(Dense)
     assert (~clause.allowed).flatten().nonzero().flatten().tolist() == [4]

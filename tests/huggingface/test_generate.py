@@ -61,7 +61,7 @@ def test_greedy(name: str, cache: str) -> None:
     assert all(
         min(c.allowed.shape[2], matrix.shape[2]) == 1
         for matrix in seen
-        for c in matrix.mask.of_kind(Dense)
+        for c in matrix.mask.clauses_of_kind(Dense)
     )
 
 

@@ -78,7 +78,7 @@ def test_what_changes_it_changes_its_meaning() -> None:
     expected[:, :, 5] = False
     mask = lazy()
     mask[:, :, 5] = False
-    assert torch.equal(mask.write(), expected)
+    assert torch.equal(mask.materialise(), expected)
     view = mask[1, 0]
     view |= True
     expected[1] = True
@@ -92,7 +92,7 @@ def test_moved_it_stays_lazy() -> None:
     moved = mask.to("meta", non_blocking=True)
     assert isinstance(moved, LazyMask)
     assert moved.device.type == "meta"
-    assert [lengths.numbers.is_meta for lengths in moved.mask.of_kind(Lengths)] == [True]
+    assert [lengths.numbers.is_meta for lengths in moved.mask.clauses_of_kind(Lengths)] == [True]
     assert mask.written is None
     mask[:] = True
     moved = mask.to("meta")

@@ -99,7 +99,7 @@ def test_the_mask_of_the_interface_stays_lazy(monkeypatch: pytest.MonkeyPatch) -
     def refuse(self: LazyMask) -> Tensor:
         raise AssertionError("the mask was written")
 
-    monkeypatch.setattr(LazyMask, "write", refuse)
+    monkeypatch.setattr(LazyMask, "materialise", refuse)
     model(**given)
 
 

@@ -90,8 +90,8 @@ def check_lazy(options: Any) -> LazyMask:
     mask = make_transformers_mask(**options)
     assert isinstance(mask, LazyMask)
     assert mask.shape == (BATCH, 1, options["q_length"], options["kv_length"])
-    assert all(c.allowed.shape[2] == 1 for c in mask.mask.of_kind(Dense)), "queries x keys"
-    assert torch.equal(mask.write(), described(options))
+    assert all(c.allowed.shape[2] == 1 for c in mask.mask.clauses_of_kind(Dense)), "queries x keys"
+    assert torch.equal(mask.materialise(), described(options))
     return mask
 
 
@@ -118,8 +118,8 @@ def test_keys_ahead_of_the_queries_are_written() -> None:
 @pytest.mark.parametrize("kind", PACKED)
 def test_packed_sequences(kind: str) -> None:
     mask = check_lazy(call(PLACES["no cache"], PACKED[kind], None)).mask
-    assert mask.of_kind(Segments)
-    assert not mask.of_kind(Dense)
+    assert mask.clauses_of_kind(Segments)
+    assert not mask.clauses_of_kind(Dense)
     # Positions of a row that is not whole are none of ours to guess.
     check_written(call((LENGTH - 1, LENGTH, 0, 0), PACKED[kind], None))
 

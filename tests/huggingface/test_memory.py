@@ -84,7 +84,7 @@ def test_packed_sequences(made: LargestTensor) -> None:
     options = {"position_ids": positions, "use_cache": False}
     with watched() as seen:
         assert run(model, made, None, **options) < LENGTH**2, made.name
-    assert all(matrix.mask.of_kind(Segments) for matrix in seen)
+    assert all(matrix.mask.clauses_of_kind(Segments) for matrix in seen)
 
 
 def test_training() -> None:

@@ -51,7 +51,9 @@ def test_with_padding(pair: Pair, side: str) -> None:
     mask = lengths_mask(LONG if eager else SOME[length], length, side=side)
     # The decoder of a pair of sequences is not padded.
     seen = check(pair, None if pair.case.source else mask.bool(), attention_mask=mask)
-    assert all(c.allowed.shape[2] == 1 for matrix in seen for c in matrix.mask.of_kind(Dense))
+    assert all(
+        c.allowed.shape[2] == 1 for matrix in seen for c in matrix.mask.clauses_of_kind(Dense)
+    )
 
 
 def test_all_the_same_without_a_cache(pair: Pair) -> None:
@@ -66,7 +68,7 @@ def test_packed_sequences(pair: Pair) -> None:
     rows = [[*range(5), *range(8)], [*range(12), 0], [*range(13)]]
     seen = check(pair, position_ids=torch.tensor(rows), use_cache=False)
     if pair.case is not MODELS["gpt_oss"]:  # its masks do not ask for the position ids
-        assert all(matrix.mask.of_kind(Segments) for matrix in seen)
+        assert all(matrix.mask.clauses_of_kind(Segments) for matrix in seen)
 
 
 def test_switching_there_and_back(pair: Pair) -> None:

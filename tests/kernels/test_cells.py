@@ -96,10 +96,13 @@ def test_the_sizes_of_blocks(length: int, blocks: int) -> None:
     counts = torch.bincount(index, minlength=blocks)
     assert torch.equal(pooled_weights.block_sizes(length, blocks, index), counts)
     whole = pooled_weights.BlockMap(slice(0, length), length, blocks)
-    assert (whole.touched, whole.sizes()) == (slice(0, blocks), counts.tolist())
+    assert (whole.touched_blocks, whole.positions_per_block()) == (
+        slice(0, blocks),
+        counts.tolist(),
+    )
     part = pooled_weights.BlockMap(slice(2, length - 1), length, blocks)
-    found = torch.arange(part.touched.start, part.touched.stop).repeat_interleave(
-        torch.tensor(part.sizes())
+    found = torch.arange(part.touched_blocks.start, part.touched_blocks.stop).repeat_interleave(
+        torch.tensor(part.positions_per_block())
     )
     assert torch.equal(found, index[2:-1])
-    assert torch.equal(part.index(index) + part.touched.start, index[2:-1])
+    assert torch.equal(part.index(index) + part.touched_blocks.start, index[2:-1])

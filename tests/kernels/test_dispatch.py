@@ -14,7 +14,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.error_budget.budget import Budget
 from headwise.kernels import dispatch, linear, sdpa, tiles
 from headwise.kernels.dispatch import KERNELS, choose_kernel
-from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
+from headwise.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
 from headwise.kernels.linear import apply_linear
 from headwise.kernels.tiled import KernelResult
 from headwise.masks.mask import Mask
@@ -73,7 +73,7 @@ def test_the_kernel_and_that_both_agree(
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 500)
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10)
     matrix = AttentionMatrix(q, k, **options)
-    assert choose_kernel(Task(matrix._bind_scores(), k)).kernel.name == kernel
+    assert choose_kernel(Task(matrix._kernel_input(), k)).kernel.name == kernel
     torch.testing.assert_close(matrix @ k, matrix.dense() @ k.repeat_interleave(3, 1))
 
 
@@ -85,7 +85,7 @@ def test_a_mask_no_larger_than_a_tile_is_written_for_the_fused_kernel() -> None:
         {"mask": Mask.window(3, 1), "score_bias": bias},
     ):
         matrix = AttentionMatrix(q, q, **options)
-        assert choose_kernel(Task(matrix._bind_scores(), q)).kernel.name == "sdpa"
+        assert choose_kernel(Task(matrix._kernel_input(), q)).kernel.name == "sdpa"
         torch.testing.assert_close(matrix @ q, matrix.dense() @ q)
 
 
@@ -110,7 +110,7 @@ def test_torch_alone_would_leave_the_fused_path() -> None:
 def test_masks_over_keys_alone_are_combined_without_queries() -> None:
     q = torch.randn(3, 6, 24, 10)
     mask = LENGTHS & Mask.may_attend(torch.rand(24) > 0.1, axes="keys")
-    combined = sdpa.combine_mask_and_bias(AttentionMatrix(q, q, mask=mask)._bind_scores())
+    combined = sdpa.combine_mask_and_bias(AttentionMatrix(q, q, mask=mask)._kernel_input())
     assert combined is not None
     assert combined.shape == (3, 1, 1, 24)
 
@@ -164,10 +164,10 @@ PLAIN: dict[str, tuple[Tensor, Tensor, Tensor, float]] = {
 def test_what_the_short_way_serves_is_the_fused_kernels(case: str) -> None:
     q, k, v, scale = PLAIN[case]
     matrix = AttentionMatrix(q, k, scale=scale)
-    served = sdpa.plain_outputs(q, k, v, scale=scale) is not None
+    served = sdpa.head_outputs_without_options(q, k, v, scale=scale) is not None
     assert served == (case == "usual")
     if served:
-        assert choose_kernel(Task(*matrix._scores_and_values(v))).kernel.name == "sdpa"
+        assert choose_kernel(Task(*matrix._kernel_input_and_values(v))).kernel.name == "sdpa"
     Budget.for_head_outputs(q, k, v, scale=scale).assert_holds(matrix @ v)
 
 
@@ -234,7 +234,7 @@ def test_the_report_is_that_of_the_kernels_that_run(monkeypatch: pytest.MonkeyPa
 def test_dropout_asks_for_what_can_drop() -> None:
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10)
     for options, name in (({}, "sdpa"), ({"softcap": 3.0}, "dense")):
-        task = Task(*AttentionMatrix(q, k, **options)._scores_and_values(k), dropout_p=0.3)  # type: ignore[arg-type]
+        task = Task(*AttentionMatrix(q, k, **options)._kernel_input_and_values(k), dropout_p=0.3)  # type: ignore[arg-type]
         assert choose_kernel(task).kernel.name == name
     assert "dropout needs the weights" in choose_kernel(task).why
 
@@ -245,15 +245,21 @@ def test_a_kernel_is_one_class_and_one_place_in_the_order(monkeypatch: pytest.Mo
 
         name = "reference"
 
-        def refuses(self, task: Task) -> str | None:
-            return None if task.values is not None and not task.problem.mask.clauses else "a mask"
+        def refusal_reason(self, task: Task) -> str | None:
+            return (
+                None
+                if task.values_if_only_product is not None and not task.problem.mask.clauses
+                else "a mask"
+            )
 
         def run(self, task: Task) -> KernelResult:
             assert task.v is not None
-            return outputs_only(reference.head_outputs(task.problem.q, task.problem.k, task.v))
+            return result_of_outputs_only(
+                reference.head_outputs(task.problem.q, task.problem.k, task.v)
+            )
 
         def cost(self, task: Task) -> Cost:
-            return Cost(task.operations, 7)
+            return Cost(task.operation_count, 7)
 
     monkeypatch.setattr(dispatch, "KERNELS", (Reference(), *KERNELS))
     q, k, v = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10), torch.randn(3, 2, 24, 7)

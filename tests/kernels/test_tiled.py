@@ -29,7 +29,7 @@ EVERYTHING = Requested(entropy=True, received=True, average=True, query_blocks=5
 
 def bound(p: strategies.Problem) -> KernelInput:
     """A drawn problem as kernels are given it."""
-    return AttentionMatrix(p.q, p.k, **p.kwargs)._bind_scores()
+    return AttentionMatrix(p.q, p.k, **p.kwargs)._kernel_input()
 
 
 @given(strategies.problems())
@@ -61,7 +61,7 @@ def test_every_tiling_has_the_gradient_of_the_written_down_arithmetic(
         biases = [x.clone().requires_grad_() for x in p.score_bias.tensors]
         options["score_bias"] = ScoreBias(p.score_bias.by_distance, tuple(biases))
         leaves += biases
-    problem = AttentionMatrix(leaves[0], leaves[1], **options)._bind_scores()
+    problem = AttentionMatrix(leaves[0], leaves[1], **options)._kernel_input()
     generator = torch.Generator().manual_seed(1)
 
     def gradients(readings: KernelResult) -> tuple[Tensor, ...]:
@@ -121,7 +121,7 @@ def test_parts_by_keys_have_the_gradient_of_the_whole(p: strategies.Problem, fir
         place = MatrixPart(Span(0, batch), Span(0, queries), span)
         if span.size:
             k, v = (x[:, :, span.first : span.stop] for x in (p.k, p.v))
-            mask, bias = problem.mask.within(place), problem.bias.within(place)
+            mask, bias = problem.mask.cut_to_part(place), problem.bias.cut_to_part(place)
             parts.append(backward(replace(problem, k=k, mask=mask, bias=bias), v, means))
     near = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-10)
     near(sum(part.q for part in parts), expected.q)
@@ -137,7 +137,7 @@ def long_problem(length: int = 3000) -> KernelInput:
     slopes = torch.tensor([0.1, 0.2])
     return AttentionMatrix(
         q, q, mask=Mask.causal(), score_bias=ScoreBias.alibi(slopes), softcap=9.0, sink=slopes
-    )._bind_scores()
+    )._kernel_input()
 
 
 def test_no_tensor_is_larger_than_a_tile() -> None:
@@ -159,7 +159,7 @@ def test_no_tensor_is_larger_than_a_tile() -> None:
 
 def test_a_window_reads_only_keys_near_its_diagonal() -> None:
     q = torch.randn(1, 2, 4096, 8)
-    problem = AttentionMatrix(q, q, mask=Mask.window(64, 0))._bind_scores()
+    problem = AttentionMatrix(q, q, mask=Mask.window(64, 0))._kernel_input()
     cells = 0
     for tile in tiles.plan_tiles(problem):
         batches, kv_heads, group, rows, columns = tile.size(1)
@@ -224,7 +224,7 @@ def test_sum_diagonals_by_hand() -> None:
 
 def test_the_floor_has_weight_zero() -> None:
     for dtype in (torch.float32, torch.float64):
-        floor = torch.tensor(tiled.log_floor(dtype), dtype=dtype)
+        floor = torch.tensor(tiled.least_shifted_score(dtype), dtype=dtype)
         assert floor.exp().item() == 0.0
         assert (floor * tiled.LOG2_E).exp2().item() == 0.0
     assert math.isclose(tiled.LOG2_E, 1 / math.log(2))
@@ -237,7 +237,7 @@ def test_pack_and_unpack_are_inverse() -> None:
     mask &= Mask.where(lambda batch, head, query, key: key != query) & Mask.prefix(7)
     mask = mask.aligned("bottom-right") & Mask.lengths(keys=torch.tensor([29, 7, 11]), side="left")
     q, k = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 29, 10)
-    problem = AttentionMatrix(q, k, mask=mask, softcap=2.0, sink=torch.zeros(6))._bind_scores()
+    problem = AttentionMatrix(q, k, mask=mask, softcap=2.0, sink=torch.zeros(6))._kernel_input()
     again = tiled_op.unpack_arguments(tiled_op.pack_arguments(problem))
     for name in ("q", "k", "scale", "softcap", "sink"):
         assert getattr(again, name) is getattr(problem, name)
@@ -260,7 +260,7 @@ def test_the_operator_is_well_formed(options: str) -> None:
             "score_bias": ScoreBias.dense(torch.randn(2, 6, 6), axes="heads queries keys"),
             "sink": torch.zeros(2, requires_grad=True),
         }
-    problem = AttentionMatrix(q, k, **kwargs)._bind_scores()
+    problem = AttentionMatrix(q, k, **kwargs)._kernel_input()
     arguments = (*tiled_op.pack_arguments(problem), v, v, True, True, True, 4, 5)
     # Schema, fake tensors and autograd registration, as torch itself checks them.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")

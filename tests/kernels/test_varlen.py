@@ -28,7 +28,7 @@ def found(mask: Mask, *, keys: int = KEYS, batch: int = BATCH) -> list[tuple[int
     bound = mask.bind(
         batch=batch, heads=HEADS, queries=QUERIES, keys=keys, device=torch.device("cpu")
     )
-    division = bound.divided()
+    division = bound.divide_into_rectangles()
     rectangles = () if division is None else division.rectangles
     return [(p.batch, tuple(p.queries), tuple(p.keys)) for p in rectangles]
 
@@ -144,7 +144,7 @@ def test_a_cut_is_in_the_order_asked_for() -> None:
     x = torch.arange(20.0).view(1, 1, 20, 1)
     parts = varlen.split_spans(x, [Span(12, 15), Span(0, 3), Span(15, 16)], dim=2)
     assert [part.flatten().tolist() for part in parts] == [[12, 13, 14], [0, 1, 2], [15]]
-    assert Rectangle(0, Span(2, 5), Span(7, 3)).cells == 0
+    assert Rectangle(0, Span(2, 5), Span(7, 3)).cell_count == 0
 
 
 def test_the_memory_is_that_of_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

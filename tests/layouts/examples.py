@@ -9,7 +9,7 @@ import torch
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import AXES, BIASES, State
 from headwise.layouts.layout import Layout
-from headwise.layouts.layout_drawing import merge_equal_sizes
+from headwise.layouts.layout_drawing import equalise_indistinct_axes
 
 SIZES = {
     "heads": 12,
@@ -26,7 +26,7 @@ ROTARY_WIDTH = 6
 
 def sizes_of(layout: Layout, sizes: Mapping[str, int] = SIZES) -> Sizes:
     """``sizes``, with axes made equal that the layout cannot tell apart."""
-    return merge_equal_sizes(layout, sizes)
+    return equalise_indistinct_axes(layout, sizes)
 
 
 def known_of(layout: Layout) -> dict[str, int]:

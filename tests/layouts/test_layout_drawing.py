@@ -13,10 +13,10 @@ from headwise.layouts.canonical import AXES
 from headwise.layouts.layout import Layout
 from headwise.layouts.layout_drawing import (
     DrawnCell,
+    attention_spec_lines,
     draw,
     draw_axis_strips,
     drawing_sizes,
-    function_lines,
     rotary_pairs,
 )
 from headwise.layouts.registry import catalogue_by_family, layout
@@ -123,7 +123,7 @@ def test_sizes_that_the_layout_cannot_have_are_refused() -> None:
 
 
 def test_what_is_in_no_tensor() -> None:
-    assert function_lines(GROUPED, {"head_dim": 10}) == [
+    assert attention_spec_lines(GROUPED, {"head_dim": 10}) == [
         "rotary: interleaved",
         "axes: batch length width",
         "rotated together in q and k: channels 0 and 1, 2 and 3, 4 and 5, ...",

@@ -12,7 +12,7 @@ from headwise.layouts.module_names import (
     NamePlace,
     find_modules,
     find_unlisted_tensors,
-    locate_other_weight,
+    locate_weight_outside_attention,
     template_fields,
 )
 from headwise.layouts.registry import catalogue_by_family
@@ -38,8 +38,8 @@ def test_modules_with_their_roots_roles_and_numbers() -> None:
         NamePlace("a.", role, (("layer", str(n)),)) for n in (0, 10) for role in ("self", "cross")
     ]
     assert found[1].tensors == {"a.h.0.cross.q": "q", "a.h.0.cross.o": "o"}
-    assert found[1].place.within("{layer}/x.") == "a.0/x."
-    assert found[1].place.formed(NameForm(root="b.")).within("{layer}.") == "b.0."
+    assert found[1].place.fill_name_template("{layer}/x.") == "a.0/x."
+    assert found[1].place.in_name_form(NameForm(root="b.")).fill_name_template("{layer}.") == "b.0."
 
 
 def test_what_stands_within_and_is_none_of_it_is_beside() -> None:
@@ -121,16 +121,19 @@ def test_a_base_model_is_stored_without_the_word_that_a_head_calls_it_by(root: s
         NamePlace(root, "self", (("layer", str(n)),), is_base=True) for n in range(2)
     ]
     place = NamePlace(root, "model.emb", is_base=True)
-    assert locate_other_weight(BASED, f"{root}emb", [root]) == ("model.emb", place)
-    assert locate_other_weight(BASED, "model.emb", [""]) == (
+    assert locate_weight_outside_attention(BASED, f"{root}emb", [root]) == ("model.emb", place)
+    assert locate_weight_outside_attention(BASED, "model.emb", [""]) == (
         "model.emb",
         NamePlace("", "model.emb"),
     )
-    assert place.within("model.emb") == f"{root}emb"
-    assert place.within("emb") == f"{root}emb"
-    assert place.formed(NameForm(base=False)).within("model.emb") == f"{root}model.emb"
-    assert NameForm.of(found) == NameForm(root=root, base=True)
-    assert NameForm.of([]) == NameForm()
+    assert place.fill_name_template("model.emb") == f"{root}emb"
+    assert place.fill_name_template("emb") == f"{root}emb"
+    assert (
+        place.in_name_form(NameForm(base=False)).fill_name_template("model.emb")
+        == f"{root}model.emb"
+    )
+    assert NameForm.shared_by(found) == NameForm(root=root, base=True)
+    assert NameForm.shared_by([]) == NameForm()
 
 
 def test_another_tower_of_a_base_model_is_not_taken_for_a_part_of_it() -> None:
@@ -139,16 +142,19 @@ def test_another_tower_of_a_base_model_is_not_taken_for_a_part_of_it() -> None:
 
 
 def test_an_unembedding_stands_under_no_root() -> None:
-    assert locate_other_weight(BASED, "head", ["model."]) == ("head", NamePlace("", "head"))
+    assert locate_weight_outside_attention(BASED, "head", ["model."]) == (
+        "head",
+        NamePlace("", "head"),
+    )
 
 
 def test_outside() -> None:
-    assert locate_other_weight(ONE, "a.h.7.norm", ["a."]) == (
+    assert locate_weight_outside_attention(ONE, "a.h.7.norm", ["a."]) == (
         "h.{layer}.norm",
         NamePlace("a.", "h.{layer}.norm", (("layer", "7"),)),
     )
-    assert locate_other_weight(ONE, "b.h.7.norm", ["a."]) is None
-    assert locate_other_weight(ONE, "a.h.7.norm.more", ["a."]) is None
+    assert locate_weight_outside_attention(ONE, "b.h.7.norm", ["a."]) is None
+    assert locate_weight_outside_attention(ONE, "a.h.7.norm.more", ["a."]) is None
 
 
 @pytest.mark.parametrize("root", ["", "some.model."])
@@ -163,7 +169,7 @@ def test_every_layout_finds_its_own_modules(name: str, root: str) -> None:
         assert (module.prefix, module.place.role, module.place.root) == (prefix, role, root)
         assert list(module.tensors.values()) == list(one.tensors)
         assert module.beside == ()
-        assert module.place.within(template) == prefix
+        assert module.place.fill_name_template(template) == prefix
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -180,6 +186,8 @@ def test_every_layout_finds_what_is_outside(name: str) -> None:
     one = PUBLISHED[name]
     for template in one.outside:
         numbers = dict.fromkeys(template_fields(template), "3")
-        found = locate_other_weight(one, "root." + template.format(**numbers), ["root."])
+        found = locate_weight_outside_attention(
+            one, "root." + template.format(**numbers), ["root."]
+        )
         assert found is not None
         assert found[0] == template

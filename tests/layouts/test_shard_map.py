@@ -11,13 +11,13 @@ from torch import Tensor
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.canonical import AXES
 from headwise.layouts.layout import Layout
-from headwise.layouts.pattern import parse_pattern, slowest_name
+from headwise.layouts.pattern import find_leading_name, parse_pattern
 from headwise.layouts.registry import layout, layouts
 from headwise.layouts.shard_map import (
     ShardedAxis,
-    find_whole_length,
-    map_shares,
-    map_whole_tensors,
+    derive_shard_map_from_shares,
+    derive_shard_map_from_whole,
+    find_share_and_whole_length,
 )
 from tests.layouts.examples import example, known_of, width_of
 from tests.refusals import refusals
@@ -56,12 +56,12 @@ def test_a_share_is_the_layout_of_a_part_of_the_heads(name: str) -> None:
         {prefix + local: x for local, x in share.items()}
         for share in shares_by_hand(stored, state, COUNT)
     ]
-    division = map_whole_tensors(stored, shapes(whole), COUNT, known)
+    division = derive_shard_map_from_whole(stored, shapes(whole), COUNT, known)
     for tensor, x in whole.items():
         for share, by_hand in zip(division.split(tensor, x), expected, strict=True):
             assert torch.equal(share, by_hand[tensor]), tensor
             assert division.share_shape(tensor, tuple(x.shape)) == tuple(share.shape)
-    again = map_shares(stored, shapes(expected[0]), COUNT, known)
+    again = derive_shard_map_from_shares(stored, shapes(expected[0]), COUNT, known)
     assert again == division
     for tensor, x in whole.items():
         assert torch.equal(again.join(tensor, [share[tensor] for share in expected]), x), tensor
@@ -76,7 +76,7 @@ def test_rows_of_a_group_need_no_counts(name: str) -> None:
         prefix_of(stored) + local: x
         for local, x in shares_by_hand(stored, example(stored), 3)[0].items()
     }
-    division = map_shares(stored, shapes(share), COUNT, {})
+    division = derive_shard_map_from_shares(stored, shapes(share), COUNT, {})
     joined = division.whole_shape(
         f"{prefix_of(stored)}linear_qkv.weight",
         tuple(share[f"{prefix_of(stored)}linear_qkv.weight"].shape),
@@ -106,7 +106,7 @@ def megatron(heads: int, kv_heads: int, inner: int, vocabulary: int) -> dict[str
 
 def test_a_gate_and_its_partner_are_divided_by_themselves() -> None:
     known = {"heads": 6, "kv_heads": 2, "head_dim": 10}
-    division = map_shares(layout("megatron"), megatron(3, 1, 28, 17), 2, known)
+    division = derive_shard_map_from_shares(layout("megatron"), megatron(3, 1, 28, 17), 2, known)
     assert division.axes == {
         f"{LAYER}self_attention.linear_qkv.weight": ShardedAxis(0),
         f"{LAYER}self_attention.linear_proj.weight": ShardedAxis(1),
@@ -115,7 +115,10 @@ def test_a_gate_and_its_partner_are_divided_by_themselves() -> None:
         "embedding.word_embeddings.weight": ShardedAxis(0),
         "output_layer.weight": ShardedAxis(0),
     }
-    assert map_whole_tensors(layout("megatron"), megatron(6, 2, 56, 34), 2, known) == division
+    assert (
+        derive_shard_map_from_whole(layout("megatron"), megatron(6, 2, 56, 34), 2, known)
+        == division
+    )
     gate, up = torch.randn(2, 56, 40)
     shares = [torch.cat([gate[:28], up[:28]]), torch.cat([gate[28:], up[28:]])]
     name = f"{LAYER}mlp.linear_fc1.weight"
@@ -126,7 +129,7 @@ def test_a_gate_and_its_partner_are_divided_by_themselves() -> None:
 
 def test_a_gate_does_not_fit_an_mlp_of_two_matrices() -> None:
     with pytest.raises(ShapeError):
-        map_shares(layout("megatron-gpt"), megatron(3, 1, 28, 17), 2, {})
+        derive_shard_map_from_shares(layout("megatron-gpt"), megatron(3, 1, 28, 17), 2, {})
 
 
 def meta(heads: int, kv_heads: int, inner: int, tokens: tuple[int, int]) -> dict[str, Any]:
@@ -147,9 +150,11 @@ def meta(heads: int, kv_heads: int, inner: int, tokens: tuple[int, int]) -> dict
 def test_an_embedding_is_divided_by_its_rows_or_its_columns() -> None:
     known = {"heads": 6, "kv_heads": 2}
     for tokens, dim in (((17, 60), 0), ((34, 30), 1)):
-        division = map_shares(layout("llama-meta"), meta(3, 1, 28, tokens), 2, known)
+        division = derive_shard_map_from_shares(
+            layout("llama-meta"), meta(3, 1, 28, tokens), 2, known
+        )
         assert division.axes["tok_embeddings.weight"] == ShardedAxis(dim)
-        whole = map_whole_tensors(
+        whole = derive_shard_map_from_whole(
             layout("llama-meta"), meta(6, 2, 56, (34, 60)), 2, known, also=dim == 1
         )
         assert whole == division
@@ -157,7 +162,7 @@ def test_an_embedding_is_divided_by_its_rows_or_its_columns() -> None:
 
 def test_fewer_kv_heads_than_shares_are_held_by_neighbours() -> None:
     known = {"heads": 6, "kv_heads": 2}
-    division = map_shares(layout("llama-meta"), meta(1, 1, 28, (6, 60)), 6, known)
+    division = derive_shard_map_from_shares(layout("llama-meta"), meta(1, 1, 28, (6, 60)), 6, known)
     name = "layers.0.attention.wk.weight"
     assert division.axes[name] == ShardedAxis(0, copies=3)
     first, second = torch.randn(2, 10, 60)
@@ -165,15 +170,23 @@ def test_fewer_kv_heads_than_shares_are_held_by_neighbours() -> None:
     assert torch.equal(division.join(name, shares), torch.cat([first, second]))
     for share, back in zip(shares, division.split(name, torch.cat([first, second])), strict=True):
         assert torch.equal(share, back)
-    assert map_whole_tensors(layout("llama-meta"), meta(6, 2, 168, (36, 60)), 6, known) == division
+    assert (
+        derive_shard_map_from_whole(layout("llama-meta"), meta(6, 2, 168, (36, 60)), 6, known)
+        == division
+    )
 
 
 def test_the_heads_of_the_model_tell_how_many_shares_there_are() -> None:
     known = {"heads": 6, "kv_heads": 2, "head_dim": 10}
-    name, share, whole = find_whole_length(layout("llama-meta"), meta(3, 1, 28, (6, 60)), known)  # type: ignore[misc]
+    name, share, whole = find_share_and_whole_length(
+        layout("llama-meta"), meta(3, 1, 28, (6, 60)), known
+    )  # type: ignore[misc]
     assert (name, share, whole) == ("layers.0.attention.wq.weight", 30, 60)
-    assert find_whole_length(layout("llama-meta"), meta(3, 1, 28, (6, 60)), {"heads": 6}) is None
-    fused = find_whole_length(layout("megatron"), megatron(3, 1, 28, 17), known)
+    assert (
+        find_share_and_whole_length(layout("llama-meta"), meta(3, 1, 28, (6, 60)), {"heads": 6})
+        is None
+    )
+    fused = find_share_and_whole_length(layout("megatron"), megatron(3, 1, 28, 17), known)
     assert fused == (f"{LAYER}self_attention.linear_qkv.weight", 50, 100)
 
 
@@ -184,7 +197,7 @@ WHOLE = meta(6, 2, 56, (34, 60))
 
 
 def whole(count: int, name: str = "llama-meta", of: Any = WHOLE) -> Any:
-    return map_whole_tensors(layout(name), of, count, KNOWN)
+    return derive_shard_map_from_whole(layout(name), of, count, KNOWN)
 
 
 test_refusals = refusals(
@@ -207,17 +220,19 @@ test_refusals = refusals(
             ("4 shares of", "kv_heads 2"),
         ),
         "shares of kv heads": (
-            lambda: map_shares(layout("megatron"), megatron(3, 1, 28, 17), 4, KNOWN),
+            lambda: derive_shard_map_from_shares(
+                layout("megatron"), megatron(3, 1, 28, 17), 4, KNOWN
+            ),
             ShapeError,
             ("4 shares of", "kv_heads 2"),
         ),
         "no division": (
-            lambda: map_shares(layout("gpt2"), megatron(3, 1, 28, 17), 2, {}),
+            lambda: derive_shard_map_from_shares(layout("gpt2"), megatron(3, 1, 28, 17), 2, {}),
             OptionError,
             ("as shares of gpt2", "names the axes"),
         ),
         "an inner name": (
-            lambda: slowest_name(parse_pattern("wq: (head_dim heads) embed_dim"), ["heads"]),
+            lambda: find_leading_name(parse_pattern("wq: (head_dim heads) embed_dim"), ["heads"]),
             OptionError,
             ("the axis of wq that is divided by heads",),
         ),

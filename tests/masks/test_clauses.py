@@ -17,7 +17,7 @@ from headwise.errors import HeadwiseError, MaskError
 from headwise.masks.clause import MatrixPart, MatrixSizes, Span
 from headwise.masks.clauses import lower_clauses, rebuild_clauses
 from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias, bias_within
+from headwise.masks.score_bias import ScoreBias, cut_bias_to_part
 from tests.masks.test_mask import LENGTHS, SHAPE, WHOLE, bind, brute, tiles
 from tests.strategies import Problem, allowed, problems
 
@@ -42,7 +42,9 @@ def test_a_packed_row_is_its_definition() -> None:
 
 def test_a_packed_row_is_divided_without_ids() -> None:
     mask = Mask.packed(CU_SEQLENS, KEY_CU_SEQLENS) & Mask.causal(align="top-left")
-    division = bind(mask & Mask.lengths(keys=torch.tensor([20])), (1, 6, 24, 29)).divided()
+    division = bind(
+        mask & Mask.lengths(keys=torch.tensor([20])), (1, 6, 24, 29)
+    ).divide_into_rectangles()
     assert division is not None
     assert [(*r.queries, *r.keys) for r in division.rectangles] == [(2, 7, 0, 11), (7, 20, 15, 20)]
     assert [clause.kind for clause in division.rest.clauses] == ["band"]
@@ -54,15 +56,15 @@ def test_divided_rectangles_and_their_rest_are_the_mask(
 ) -> None:
     mask, shape, _ = drawn
     bound, whole = bind(mask, shape), allowed(mask, shape)
-    division = bound.divided()
+    division = bound.divide_into_rectangles()
     if division is None:
         return
     again = torch.zeros_like(whole)
     for piece in division.rectangles:
         rows, columns = slice(*piece.queries), slice(*piece.keys)
-        again[piece.batch, :, rows, columns] = division.rest.within(piece.part).at(
-            torch.arange(piece.queries.size)
-        )[0]
+        again[piece.batch, :, rows, columns] = division.rest.cut_to_part(
+            piece.as_matrix_part
+        ).evaluate_rows(torch.arange(piece.queries.size))[0]
     assert torch.equal(again, whole)
 
 
@@ -86,8 +88,8 @@ def test_a_part_of_a_matrix_has_its_part_of_the_mask_and_of_the_bias(
     if 0 in sizes:
         return
     mask, bias = p.mask or Mask(), p.score_bias or ScoreBias()
-    part = Mask(bind(mask, p.shape).within(place).clauses)  # may be bound again
-    part_of_bias = bias_within(bias, place, MatrixSizes(*p.shape))
+    part = Mask(bind(mask, p.shape).cut_to_part(place).clauses)  # may be bound again
+    part_of_bias = cut_bias_to_part(bias, place, MatrixSizes(*p.shape))
     batches, rows, columns = (slice(*span) for span in place)
     v = p.v[batches, :, columns]
     cut = Problem(p.q[batches, :, rows], p.k[batches, :, columns], v, part, part_of_bias)
@@ -101,10 +103,13 @@ def test_an_interval_is_the_run_of_keys_that_a_query_sees(
 ) -> None:
     mask, shape, _ = drawn
     bound, whole = bind(mask, shape), allowed(mask, shape)
-    found = bound.interval(torch.arange(shape[2]))
+    found = bound.key_interval_per_query(torch.arange(shape[2]))
     if found is None:
         rows = torch.arange(shape[2])
-        told = [clause.interval(rows, slice(None), bound.sizes) for clause in bound.clauses]
+        told = [
+            clause.key_interval_per_query(rows, slice(None), bound.sizes)
+            for clause in bound.clauses
+        ]
         assert None in told
         return
     first, stop = (bound_[:, None, :, None] for bound_ in found)
@@ -120,7 +125,7 @@ def test_a_lifted_clause_is_the_one_that_was_lowered(
     bound = bind(mask, shape)
     again = replace(bound, clauses=rebuild_clauses(*lower_clauses(bound.clauses)))
     rows = torch.arange(shape[2])
-    assert torch.equal(again.at(rows), bound.at(rows))
+    assert torch.equal(again.evaluate_rows(rows), bound.evaluate_rows(rows))
 
 
 def test_a_function_is_drawn_and_asked_about_chosen_heads() -> None:

@@ -45,7 +45,7 @@ def written(bias: ScoreBias, shape: tuple[int, int, int, int]) -> ScoreBias:
     bound = bias.bind(
         batch=batch, heads=heads, queries=queries, keys=keys, device=torch.device("cpu")
     )
-    (part,) = bound.at(torch.arange(queries))
+    (part,) = bound.parts_at_rows(torch.arange(queries))
     return ScoreBias.dense(part, axes="batch heads queries keys")
 
 
@@ -82,8 +82,8 @@ def test_statistics_see_what_a_table_hides() -> None:
     found = []
     for score_bias in (bias, written(bias, (BATCH, HEADS, QUERIES, QUERIES))):
         matrix = AttentionMatrix(q, k, score_bias=score_bias)
-        observation = CapturedCall.of(matrix)
-        known = [s for s in STANDARD if s.missing(observation) is None]
+        observation = CapturedCall.of_self_attention(matrix)
+        known = [s for s in STANDARD if s.reason_not_computable(observation) is None]
         summaries = compute_summaries(observation, known)
         found.append({s.definition.name: s.result(summaries[s.definition.name]) for s in known})
     ours, expected = found

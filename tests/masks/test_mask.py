@@ -124,7 +124,9 @@ CLAUSES: dict[str, tuple[Mask, Predicate]] = {
 
 @pytest.mark.parametrize("shape", [(6, 2, 0), (6, 0, 5), (0, 2, 5)])
 def test_from_torch_without_elements(shape: tuple[int, int, int]) -> None:
-    (clause,) = Mask.from_torch(torch.zeros(shape, dtype=torch.bool), num_heads=3).of_kind(Dense)
+    (clause,) = Mask.from_torch(torch.zeros(shape, dtype=torch.bool), num_heads=3).clauses_of_kind(
+        Dense
+    )
     assert clause.allowed.shape == (shape[0] // 3, 3, *shape[1:])
 
 
@@ -159,7 +161,7 @@ def test_a_window_is_its_definition_at_every_shape(
     mask = Mask.window(left, right, align=align)
     assert torch.equal(allowed(mask, shape), brute(predicate, shape))
     bound, expected = bind(mask, shape), brute(predicate, shape)[0, 0]
-    assert bool(bound.hiding) == (not expected.all())
+    assert bool(bound.hiding_clauses) == (not expected.all())
 
 
 # ---- blocks ----------------------------------------------------------------------------------
@@ -187,11 +189,13 @@ def test_a_block_is_a_tile_of_the_mask(
     expected = whole[batches, heads, rows, columns]
     i = torch.arange(shape[2])[rows]
     for index in (rows, i):  # rows as a slice, and as a list of positions
-        block = bound.block(batches, heads, index, columns)
+        block = bound.evaluate_block(batches, heads, index, columns)
         got = torch.tensor(True) if block is None else block
         assert torch.equal(got.expand(expected.shape), expected)
     flipped = i.flip(0)
-    assert torch.equal(bound.at(flipped).expand(*shape[:2], -1, -1), whole[:, :, flipped])
+    assert torch.equal(
+        bound.evaluate_rows(flipped).expand(*shape[:2], -1, -1), whole[:, :, flipped]
+    )
 
 
 @given(tiles())
@@ -201,7 +205,7 @@ def test_pairs_are_elements_of_the_mask(
     mask, shape, _ = drawn
     i, j = torch.arange(shape[2] * shape[3]) // shape[3], torch.arange(shape[2] * shape[3])
     j = j % shape[3]
-    got = bind(mask, shape).pairs(i, j).expand(*shape[:2], -1)
+    got = bind(mask, shape).evaluate_pairs(i, j).expand(*shape[:2], -1)
     assert torch.equal(got, allowed(mask, shape).flatten(2))
 
 
@@ -221,7 +225,7 @@ def test_key_range_and_open_range_agree_with_the_mask(seed: int) -> None:
             assert 0 <= start <= end <= keys
             assert not tile[:, :start].any()
             assert not tile[:, end:].any()
-            left, right = bound.open_range(first, stop)
+            left, right = bound.fully_allowed_key_range(first, stop)
             inside = torch.tensor([left <= key < right for key in range(keys)])
             assert torch.equal(inside, tile.all(0))
 
@@ -231,7 +235,7 @@ def test_bands_are_merged_and_nothing_needs_no_block() -> None:
     assert bound.clauses == (bound.band,)
     assert bound.band is not None
     assert bound.band.sides == (4 - OFFSET, 0)
-    assert bind(Mask()).block(slice(None), slice(None), slice(None), slice(None)) is None
+    assert bind(Mask()).evaluate_block(slice(None), slice(None), slice(None), slice(None)) is None
 
 
 # ---- the conventions of torch ----------------------------------------------------------------

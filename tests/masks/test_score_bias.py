@@ -32,7 +32,7 @@ def bind(bias: ScoreBias, shape: tuple[int, int, int, int] = SHAPE) -> BoundBias
 def dense(bias: ScoreBias, shape: tuple[int, int, int, int] = SHAPE) -> Tensor:
     """A bias written down."""
     total = torch.zeros(shape, dtype=torch.float64)
-    for part in bind(bias, shape).at(torch.arange(shape[2])):
+    for part in bind(bias, shape).parts_at_rows(torch.arange(shape[2])):
         total = total + part
     return total
 
@@ -155,7 +155,7 @@ def test_parts_are_a_tile_of_the_bias(
     expected = whole[batches, heads, rows, columns]
     for index in (rows, torch.arange(shape[2])[rows]):  # a slice, and a list of positions
         total = torch.zeros(expected.shape, dtype=torch.float64)
-        for part in bound.parts(batches, heads, index, columns):
+        for part in bound.parts_of_block(batches, heads, index, columns):
             total = total + part
         torch.testing.assert_close(total, expected)
 
@@ -168,7 +168,7 @@ def test_pairs_are_elements_of_the_bias(
     i, j = torch.arange(shape[2] * shape[3]) // shape[3], torch.arange(shape[2] * shape[3])
     j = j % shape[3]
     total = torch.zeros(*shape[:2], len(i), dtype=torch.float64)
-    for part in bind(bias, shape).pairs(i, j):
+    for part in bind(bias, shape).parts_at_pairs(i, j):
         total = total + part
     torch.testing.assert_close(total, dense(bias, shape).flatten(2))
 
@@ -177,8 +177,8 @@ def test_it_knows_whether_a_gradient_flows() -> None:
     slopes = torch.ones(6)
     assert not bind(ScoreBias.alibi(slopes, align="top-left")).requires_grad
     assert bind(ScoreBias.alibi(slopes.requires_grad_(), align="top-left")).requires_grad
-    assert bind(ScoreBias()).is_zero
-    assert not bind(ScoreBias.dense(KEYS, axes="batch keys")).is_zero
+    assert bind(ScoreBias()).is_empty
+    assert not bind(ScoreBias.dense(KEYS, axes="batch keys")).is_empty
 
 
 def test_str_names_the_parts() -> None:

@@ -102,9 +102,11 @@ def _budgets(
     function: Call, floats: list[Tensor], factor: float, name: str, dtype: torch.dtype
 ) -> Any:
     # Budget.of for all results of one call: the encoder has 26 gradients.
-    exact, plain, moved = budget._run_input_family(function, floats)
+    exact, plain, moved = budget._errors_on_nearby_inputs(function, floats)
     return tuple(
-        Budget(f"{name} {i}", dtype, e, factor * p + torch.full_like(e, m), budget._number_axes(e))
+        Budget(
+            f"{name} {i}", dtype, e, factor * p + torch.full_like(e, m), budget._numbered_axes(e)
+        )
         for i, (e, p, m) in enumerate(zip(exact, plain, moved, strict=True))
     )
 

@@ -25,10 +25,12 @@ def layer_of(
     q, k, v = (3 * torch.randn(1, heads, length, 7, generator=generator) for _ in range(3))
     matrix = AttentionMatrix(q, k, mask=Mask.causal(), scale=1.0)
     tokens = torch.randint(20, (1, length), generator=generator)
-    observation = CapturedCall.of(
+    observation = CapturedCall.of_self_attention(
         matrix, tokens=tokens, separators=tokens == 3, values=v, outputs=matrix @ v
     )
-    missing = {s.definition.name: r for s in statistics if (r := s.missing(observation))}
+    missing = {
+        s.definition.name: r for s in statistics if (r := s.reason_not_computable(observation))
+    }
     fitting = [s for s in statistics if s.definition.name not in missing]
     return LayerScan(
         name=f"layer.{index}.attention",
@@ -49,7 +51,7 @@ def made_up(
     names: Sequence[str] | None = None,
     notes: tuple[str, ...] = (),
 ) -> HeadScan:
-    statistics = catalogue.STANDARD if names is None else catalogue.standard_statistics(names)
+    statistics = catalogue.STANDARD if names is None else catalogue.find_standard_statistics(names)
     return HeadScan(
         model="MadeUp",
         sequences=1,

@@ -21,8 +21,8 @@ pytestmark = needs_a_browser
 
 AXE = files("axe_playwright_python").joinpath("axe.min.js")
 PAGES: dict[str, Callable[[], str]] = {
-    "viewer": lambda: scan_page.render_scan_pages(viewer_report(viewer_scan())),
-    "two": lambda: scan_page.render_scan_pages(viewer_report(viewer_scan(), second=viewer_scan())),
+    "viewer": lambda: scan_page.render_scan_page(viewer_report(viewer_scan())),
+    "two": lambda: scan_page.render_scan_page(viewer_report(viewer_scan(), second=viewer_scan())),
     "static": lambda: static_scan.render_static(viewer_report(viewer_scan())),
     "diagnosis": lambda: diagnosis_page.render_diagnosis_page(report_of_model()),
     "study": recorded_study,

@@ -19,7 +19,11 @@ from headwise.reports.diagnosis_page import (
     render_diagnosis_page,
     save_diagnosis_page,
 )
-from headwise.reports.stage_heat_map import size_position, size_text, stage_rows
+from headwise.reports.stage_heat_map import (
+    difference_percent_text,
+    difference_scale_position,
+    stage_rows,
+)
 from tests.reports.diagnoses import (
     HEADS,
     KV_HEADS,
@@ -244,8 +248,8 @@ def test_inconclusive_has_its_reason() -> None:
 def test_sizes_in_words_and_on_the_scale() -> None:
     sizes = (0.0, 2e-9, 1e-4, 0.0123, 0.5, 2.0, 1e9, math.inf)
     words = ["0", "2e-07 %", "0.01 %", "1.2 %", "50 %", "200 %", ">999 %", "shape"]
-    assert [size_text(size) for size in sizes] == words
-    places = [size_position(size) for size in (0.0, 1e-6, 1e-3, 1.0, 7.0)]
+    assert [difference_percent_text(size) for size in sizes] == words
+    places = [difference_scale_position(size) for size in (0.0, 1e-6, 1e-3, 1.0, 7.0)]
     assert places == pytest.approx([0, 0, 0.5, 1, 1])
 
 

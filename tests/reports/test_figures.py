@@ -16,7 +16,7 @@ from headwise import scan as scan_model
 from headwise.bundled_models import tiny
 from headwise.errors import MissingExtraError, OptionError
 from headwise.reports import drawn_statistics
-from headwise.reports.scan_changes import clearest_change, diverging_colour
+from headwise.reports.scan_changes import diverging_colour, most_changed_statistic
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.view_statistics import Map
 from tests.reports.viewer_scans import viewer_scan
@@ -89,11 +89,11 @@ def test_a_difference_is_centred_on_zero(scan: HeadScan) -> None:
     other = viewer_scan()
     other.layer_scans[1].summaries["induction"]["sum"][2] -= 0.5
     diff = scan.diff(other)
-    assert clearest_change(diff) == "induction"
+    assert most_changed_statistic(diff) == "induction"
     image = image_of(diff.plot())
     assert image.norm.vmin == -image.norm.vmax == pytest.approx(-0.5)
     assert diverging_colour(0) == (245, 245, 245)
-    assert clearest_change(scan.diff(scan)) is None
+    assert most_changed_statistic(scan.diff(scan)) is None
 
 
 def test_a_small_change_is_pale(scan: HeadScan) -> None:

@@ -27,7 +27,7 @@ def report_of(heads: int) -> scan_page.ScanReport:
 PAGES = {
     "scan-numbers": lambda: static_scan.render_static(report_of(5)),
     "scan-pictures": lambda: static_scan.render_static(report_of(17)),
-    "viewer": lambda: scan_page.render_scan_pages(report_of(5)),
+    "viewer": lambda: scan_page.render_scan_page(report_of(5)),
     "study": recorded_study,
     "diagnosis": lambda: diagnosis_page.render_diagnosis_page(report_of_many_heads(NAME)),
     "model": lambda: diagnosis_page.render_diagnosis_page(report_of_model()),

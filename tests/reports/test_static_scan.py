@@ -220,17 +220,18 @@ def test_everything_is_visible(text: str, seen: str) -> None:
 
 
 def test_what_has_nothing_to_show_has_no_picture(scan: HeadScan) -> None:
-    names = [each.name for each in drawn_statistics.statistics_with_picture(scan)]
+    names = [each.name for each in drawn_statistics.statistics_whose_heads_differ(scan)]
     assert {*scan.scalars} - {*names} == {"within_64", "within_256"}  # of 37 tokens
     at_most = with_values("within_16", [0.9, 0.5, 0.1], tokens=17)
     assert (
-        drawn_statistics.statistics_with_picture(at_most) == []
+        drawn_statistics.statistics_whose_heads_differ(at_most) == []
     )  # the first and the last are 16 apart
     assert [
-        one.name for one in drawn_statistics.statistics_with_picture(replace(at_most, tokens=18))
+        one.name
+        for one in drawn_statistics.statistics_whose_heads_differ(replace(at_most, tokens=18))
     ] == ["within_16"]
     same = with_values("first_token", [0.301, 0.3, 0.2999])
-    assert drawn_statistics.statistics_with_picture(same) == []
+    assert drawn_statistics.statistics_whose_heads_differ(same) == []
 
 
 # ---- other scans --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from headwise.errors import MissingExtraError
 from headwise.reports import study_page as charts
-from headwise.reports.page_templates import mark_identifiers
+from headwise.reports.page_templates import mark_identifiers_as_code
 from headwise.reports.study_page import render_study_page, save_study_page
 from headwise.study import charts as style
 from headwise.study.run import LeftOut
@@ -117,4 +117,4 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_identifiers_are_set_in_code(words: str, html: str) -> None:
-    assert mark_identifiers(words) == html
+    assert mark_identifiers_as_code(words) == html

@@ -17,7 +17,7 @@ def test_a_statistic_with_words_of_its_own_is_told() -> None:
     telling = standard("entropy", name="own", unit="nats", most="has {} of it")
     silent = standard("entropy", name="silent", unit="nats", most="")
     scan = random_scan(statistics=[standard("previous_token"), telling, silent])
-    assert scan.known_for == ("previous_token", "own")
+    assert scan.characterising_scalars == ("previous_token", "own")
     layer = scan.layer_scans[0]
     ones = torch.ones(layer.num_heads, dtype=torch.float64)
     values = {"sum": 1 + 8.0 * torch.eye(layer.num_heads, dtype=torch.float64)[2], "count": ones}

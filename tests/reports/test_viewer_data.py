@@ -18,7 +18,12 @@ import torch
 
 from headwise import AttentionMatrix, Mask, scan
 from headwise.reports.base85 import ALPHABET, encode_base85
-from headwise.reports.scan_page import render_scan_pages, save_scan_page, viewer_data, viewer_file
+from headwise.reports.scan_page import (
+    read_viewer_asset,
+    render_scan_page,
+    save_scan_page,
+    viewer_data,
+)
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.viewer_blobs import THUMB, head_maps, pool_thumbnails
 from headwise.scanning.head_scan import HeadScan
@@ -163,14 +168,14 @@ def test_an_old_scan_has_no_texts() -> None:
     assert meta["scans"][0]["texts"] == []
     assert all(layer["query_text"] is None for layer in meta["scans"][0]["layers"])
     assert not [name for name in blobs if "/text/" in name]
-    assert render_scan_pages(report)
+    assert render_scan_page(report)
 
 
 def test_other_scans_are_pages_too() -> None:
     read = viewer_scan(layers=1, heads=1, length=1, top=1)
     assert blobs_of(viewer_report(read))[0]["scans"][0]["layers"][0]["map"] == [1, 1]
     empty = replace(read, layer_scans=(), texts=())
-    assert render_scan_pages(viewer_report(empty))
+    assert render_scan_page(viewer_report(empty))
     assert head_maps(read, replace(read.layer_scans[0], summaries={})) is None
 
 
@@ -223,7 +228,7 @@ def data_in(page: str) -> tuple[Any, dict[str, str]]:
 
 def test_the_page_holds_the_data_and_a_policy() -> None:
     report = viewer_report(viewer_scan())
-    page = render_scan_pages(report)
+    page = render_scan_page(report)
     meta, blobs = data_in(page)
     expected_meta, expected = viewer_data(report)
     assert meta == json.loads(json.dumps(expected_meta))
@@ -240,7 +245,7 @@ def test_the_page_holds_the_data_and_a_policy() -> None:
 
 
 def test_several_reports_are_one_page() -> None:
-    page = render_scan_pages(
+    page = render_scan_page(
         viewer_report(viewer_scan(), title="one"), viewer_report(viewer_scan(top=0))
     )
     meta, blobs = data_in(page)
@@ -255,7 +260,7 @@ def test_several_reports_are_one_page() -> None:
 
 def test_hostile_words_stay_words() -> None:
     words = (*HOSTILE, *WORDS)
-    page = render_scan_pages(viewer_report(viewer_scan(words=words), words=words, title=HOSTILE[1]))
+    page = render_scan_page(viewer_report(viewer_scan(words=words), words=words, title=HOSTILE[1]))
     assert page.count("<script") == page.count("</script>")
     data = page.partition('id="headwise-meta">')[2].partition("</script>")[0]
     assert not set(data) & set("<>&")  # as in `</script x` and `<!-- <script`, which need no >
@@ -269,21 +274,21 @@ def test_hostile_words_stay_words() -> None:
 def test_a_page_is_written_as_a_whole(tmp_path: Path) -> None:
     report = viewer_report(viewer_scan())
     written = save_scan_page(tmp_path / "new" / "page.html", report)
-    assert written.read_text("utf-8") == render_scan_pages(report)
+    assert written.read_text("utf-8") == render_scan_page(report)
 
 
 def test_sizes() -> None:
-    parts = (viewer_file("viewer.js") + viewer_file("viewer.css")).encode()
+    parts = (read_viewer_asset("viewer.js") + read_viewer_asset("viewer.css")).encode()
     assert len(gzip.compress(parts)) <= 120_000
-    assert "</script" not in viewer_file("viewer.js")
-    assert len(render_scan_pages(gpt2_sized()).encode()) <= 6_000_000
+    assert "</script" not in read_viewer_asset("viewer.js")
+    assert len(render_scan_page(gpt2_sized()).encode()) <= 6_000_000
 
 
 @pytest.mark.slow
 def test_noise_fits_too() -> None:
-    assert len(render_scan_pages(incompressible()).encode()) <= 6_000_000
+    assert len(render_scan_page(incompressible()).encode()) <= 6_000_000
 
 
 @pytest.mark.slow
 def test_the_largest_page_that_is_promised_fits() -> None:
-    assert len(render_scan_pages(large()).encode()) <= 25_000_000
+    assert len(render_scan_page(large()).encode()) <= 25_000_000

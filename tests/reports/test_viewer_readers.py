@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headwise.reports import static_scan
-from headwise.reports.scan_page import render_scan_pages, save_scan_page
+from headwise.reports.scan_page import render_scan_page, save_scan_page
 from headwise.scanning.head_scan import HeadScan
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import SCALARS, gpt2_sized, large, viewer_report, viewer_scan
@@ -135,10 +135,10 @@ def pages_of(pdf: bytes) -> int:
 
 
 PRINTED: dict[str, Callable[[], str]] = {
-    "viewer": lambda: render_scan_pages(viewer_report(viewer_scan())),
-    "144 heads": lambda: render_scan_pages(gpt2_sized(2048)),
-    "1,024 heads": lambda: render_scan_pages(large(2048)),
-    "two models": lambda: render_scan_pages(
+    "viewer": lambda: render_scan_page(viewer_report(viewer_scan())),
+    "144 heads": lambda: render_scan_page(gpt2_sized(2048)),
+    "1,024 heads": lambda: render_scan_page(large(2048)),
+    "two models": lambda: render_scan_page(
         viewer_report(viewer_scan(layers=6, heads=12)), viewer_report(viewer_scan(layers=4))
     ),
     "static": lambda: static_scan.render_static(gpt2_sized(2048)),

@@ -14,7 +14,7 @@ import torch
 from headwise import scan
 from headwise.bundled_models import tiny
 from headwise.errors import OptionError
-from headwise.reports.scan_page import viewer_data, viewer_file
+from headwise.reports.scan_page import read_viewer_asset, viewer_data
 from headwise.reports.scan_report import ScanReport
 from headwise.scanning.exact_rows import ExactRows
 from headwise.scanning.head_scan import HeadScan
@@ -143,9 +143,9 @@ def host(read: HeadScan, folder: Path, *, selected_head: list[int] | None) -> Pa
         "selected_head": selected_head,
     }
     page = folder / "host.html"
-    script = base64.b64encode(viewer_file("viewer.js").encode()).decode()
+    script = base64.b64encode(read_viewer_asset("viewer.js").encode()).decode()
     state = json.dumps(traits).replace("<", "\\u003c")
-    html = HOST.replace("CSS", viewer_file("viewer.css")).replace("STATE", state)
+    html = HOST.replace("CSS", read_viewer_asset("viewer.css")).replace("STATE", state)
     page.write_text(html.replace("SCRIPT", script), "utf-8")
     return page
 

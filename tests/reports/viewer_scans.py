@@ -13,7 +13,7 @@ from headwise.reports.scan_report import ScanReport
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.scanned_text import ScannedText
-from headwise.scanning.statistics.catalogue import standard_statistics
+from headwise.scanning.statistics.catalogue import find_standard_statistics
 from headwise.scanning.statistics.statistic import Statistic, Summary
 from headwise.scanning.statistics.top_keys_statistic import TopKeysOfEveryQuery
 from headwise.scanning.statistics.view_statistics import Map
@@ -132,7 +132,7 @@ def viewer_scan(
     ids = torch.from_numpy(np.random.default_rng(7).integers(len(words), size=length)).int()
     ids[: len(words)] = torch.arange(len(words))[:length]
     statistics: list[Statistic] = [
-        *standard_statistics([*SCALARS, "offset_profile", "most_received"]),
+        *find_standard_statistics([*SCALARS, "offset_profile", "most_received"]),
         Map(cells),
         TopKeysOfEveryQuery(ranks=RANKS),
     ]

@@ -11,7 +11,7 @@ from safetensors.torch import load as tensors_in
 from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
-from headwise.scanning.scan_file import KEY, hash_content
+from headwise.scanning.scan_file import KEY, hash_nested_content
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], object]
 
@@ -30,7 +30,7 @@ def edit(path: Path, change: Edit, *, digest: bool = True) -> None:
     change(about, tensors)
     text = {name: value for name, value in about.items() if name != "digest"}
     if digest and "digest" in about:
-        about["digest"] = hash_content([json_of(text), tensors])
+        about["digest"] = hash_nested_content([json_of(text), tensors])
     path.write_bytes(safetensors_of(tensors, metadata={KEY: json_of(about)}))
 
 

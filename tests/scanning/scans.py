@@ -14,7 +14,7 @@ from headwise.masks.mask import Mask
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
-from headwise.scanning.statistics.catalogue import standard_statistics
+from headwise.scanning.statistics.catalogue import find_standard_statistics
 from headwise.scanning.statistics.output_statistics import TotalVariation
 from headwise.scanning.statistics.statistic import (
     Definition,
@@ -30,7 +30,7 @@ BATCH, HEADS, LENGTH, HEAD_DIM = 3, 6, 24, 10
 
 def standard(name: str, /, **words: str) -> TileStatistic:
     """One of the standard set, with other words where these are given."""
-    one = copy(standard_statistics([name])[0])
+    one = copy(find_standard_statistics([name])[0])
     one.definition = replace(one.definition, **words)  # type: ignore[arg-type]
     return one
 
@@ -88,7 +88,7 @@ def layer_scan(
     missing = {
         s.definition.name: reason
         for s in statistics
-        if (reason := s.missing(observations[0])) is not None
+        if (reason := s.reason_not_computable(observations[0])) is not None
     }
     there = [s for s in statistics if s.definition.name not in missing]
     swept = [compute_summaries(observation, there) for observation in observations]
@@ -110,7 +110,7 @@ def _observation(
     matrix: AttentionMatrix, heads: tuple[int, ...], *, is_cross: bool
 ) -> CapturedCall:
     some = AttentionMatrix(matrix.q[:, list(heads)], matrix.k[:, list(heads)], mask=matrix.mask)
-    return CapturedCall.of(some, own_key=None if is_cross else 0)
+    return CapturedCall.of_self_attention(some, own_key=None if is_cross else 0)
 
 
 def head_scan(

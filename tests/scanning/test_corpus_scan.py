@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.corpus_scan import hash_content, scan_corpus
+from headwise.scanning.corpus_scan import hash_nested_content, scan_corpus
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_file import FORMAT_1_NOTE
 from tests.root import ROOT
@@ -277,17 +277,17 @@ def test_progress_of_a_list_and_of_a_stream(tmp_path: Path) -> None:
 
 def test_a_digest_is_the_same_everywhere() -> None:
     inputs = {"ids": torch.tensor([[1, 2]]), "text": "ä", "rest": [None, True, 2, 0.5]}
-    assert hash_content(inputs) == hash_content(dict(reversed(inputs.items())))
-    assert hash_content(inputs) == hash_content(UserDict(inputs))
-    assert hash_content("") == sha256(b"str 0 ").hexdigest()
+    assert hash_nested_content(inputs) == hash_nested_content(dict(reversed(inputs.items())))
+    assert hash_nested_content(inputs) == hash_nested_content(UserDict(inputs))
+    assert hash_nested_content("") == sha256(b"str 0 ").hexdigest()
 
 
 def test_a_digest_is_of_the_content() -> None:
     numbers = torch.arange(12.0).reshape(3, 4)
-    assert hash_content(numbers.mT) == hash_content(numbers.mT.contiguous())
-    assert hash_content(numbers[1]) == hash_content(numbers[1].clone())
-    assert hash_content(torch.nn.Parameter(numbers)) == hash_content(numbers)
-    assert hash_content(["a", "b"]) == hash_content(("a", "b"))
+    assert hash_nested_content(numbers.mT) == hash_nested_content(numbers.mT.contiguous())
+    assert hash_nested_content(numbers[1]) == hash_nested_content(numbers[1].clone())
+    assert hash_nested_content(torch.nn.Parameter(numbers)) == hash_nested_content(numbers)
+    assert hash_nested_content(["a", "b"]) == hash_nested_content(("a", "b"))
 
 
 def test_different_contents_have_different_digests() -> None:
@@ -319,7 +319,7 @@ def test_different_contents_have_different_digests() -> None:
         [zeros, zeros],
         torch.stack([zeros, zeros]),
     ]
-    assert len({hash_content(content) for content in different}) == len(different)
+    assert len({hash_nested_content(content) for content in different}) == len(different)
 
 
 def test_what_has_no_digest_is_refused() -> None:
@@ -330,5 +330,5 @@ def test_what_has_no_digest_is_refused() -> None:
         (Path("x"), "PosixPath as content"),
     ):
         with pytest.raises(OptionError) as error:
-            hash_content(content)
+            hash_nested_content(content)
         assert saw in error.value.saw

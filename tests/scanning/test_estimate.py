@@ -25,9 +25,9 @@ SPEED = (1e-10, 1e-8)  # of a product, and of a weight under statistics
 
 
 def test_entries_by_hand() -> None:
-    assert CallSizes(6, 20, is_causal=False, span=None).entries(10) == 6 * 10 * 10
-    assert CallSizes(6, 20, is_causal=True, span=None).entries(10) == 6 * 10 * 10 / 2
-    assert CallSizes(6, 20, is_causal=True, span=4).entries(10) == 6 * 10 * 4
+    assert CallSizes(6, 20, is_causal=False, span=None).count_weights_read(10) == 6 * 10 * 10
+    assert CallSizes(6, 20, is_causal=True, span=None).count_weights_read(10) == 6 * 10 * 10 / 2
+    assert CallSizes(6, 20, is_causal=True, span=4).count_weights_read(10) == 6 * 10 * 4
 
 
 def test_the_calls_of_a_model() -> None:

@@ -70,12 +70,12 @@ def test_every_statistic_has_a_stable_id() -> None:
     # Words that changed: a row in definition_digests.py says whether the statistic is the same.
     shipped = (*STANDARD, *importance_statistics.STATISTICS)
     for statistic in shipped:
-        words, name = statistic.definition.id_of_words, statistic.definition.name
+        words, name = statistic.definition.id_by_formula_digest, statistic.definition.name
         assert words in MEANINGS, f'a new statistic: "{words}": "{name}-1" in meanings.py'
         assert statistic.definition.id.startswith(f"{statistic.definition.name}-")
         assert statistic.parts is not None
     assert len({statistic.definition.id for statistic in shipped}) == len(shipped)
-    assert Own.definition.id == Own.definition.id_of_words
+    assert Own.definition.id == Own.definition.id_by_formula_digest
 
 
 def test_the_words_of_format_1_keep_their_ids() -> None:

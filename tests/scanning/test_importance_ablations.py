@@ -83,7 +83,7 @@ def test_padding_on_the_left() -> None:
     """Which places are real is read from the mask, not counted from the first."""
     real = torch.tensor([[False, False, True, True, True], [False, True, True, True, True]])
     stand_in = Resample(seed=0)
-    stand_in.begin(2)
+    stand_in.begin_batch(2)
     outputs = torch.arange(2 * 5.0).view(2, 5, 1).expand(2, 5, 3)
     found = stand_in.replace_outputs(outputs, real, layer="layer", head=1)[..., 0]
     assert found[0, 2:].tolist() == [6.0, 7.0, 8.0]

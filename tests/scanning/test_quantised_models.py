@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headwise.errors import OptionError
-from headwise.scanning.running_modules import dequantize_weight, plain_tensors
+from headwise.scanning.running_modules import dequantize_weight, plain_tensors_of_weight
 from headwise.scanning.scan import scan
-from headwise.scanning.scan_file import hash_content
+from headwise.scanning.scan_file import hash_nested_content
 from tests.scanning.models import BATCH, CASES, LENGTH, llama, tokens
 from tests.scanning.test_facts import record_call_sizes
 
@@ -66,21 +66,21 @@ def test_weights_without_a_form_as_floats() -> None:
     assert dequantize_weight(whole) is None
     floats = whole.float()
     assert dequantize_weight(floats) is floats
-    assert [part is whole for part in plain_tensors(whole)] == [True]
+    assert [part is whole for part in plain_tensors_of_weight(whole)] == [True]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_their_digest_counts_their_parts(kind: str) -> None:
     """`headwise scan --out` keeps a digest of the weights beside its parts."""
     model = quantised(kind)
-    digest = hash_content(model.state_dict())
-    assert hash_content(copy.deepcopy(model).state_dict()) == digest
+    digest = hash_nested_content(model.state_dict())
+    assert hash_nested_content(copy.deepcopy(model).state_dict()) == digest
     model.layers[1].mlp.up_proj.weight.scale.data[3] *= 2
-    assert hash_content(model.state_dict()) != digest
+    assert hash_nested_content(model.state_dict()) != digest
 
 
 def test_their_digest_counts_how_they_are_quantised() -> None:
     weight = quantised("weights").layers[0].mlp.up_proj.weight
-    digest = hash_content(weight)
+    digest = hash_nested_content(weight)
     weight.reduce_range = not weight.reduce_range
-    assert hash_content(weight) != digest
+    assert hash_nested_content(weight) != digest

@@ -15,15 +15,15 @@ from headwise.bundled_models import tiny
 from headwise.errors import OptionError
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import ablations, gradients, mean_outputs
-from headwise.scanning.model_inputs import ModelInput, require_tokens
+from headwise.scanning.model_inputs import ModelInput, require_valid_token_ids
 from headwise.scanning.scan import scan
 from headwise.scanning.selection import (
-    select_heads,
-    select_layers,
+    normalise_heads_option,
+    normalise_layers_option,
+    normalise_token_ids,
     select_statistics,
-    select_tokens,
 )
-from headwise.scanning.statistics.catalogue import standard_statistics
+from headwise.scanning.statistics.catalogue import find_standard_statistics
 from headwise.scanning.statistics.view_statistics import TopKeys
 from tests.scanning.models import BATCH, LENGTH, VOCABULARY, bert, own, tokens
 from tests.scanning.scans import standard
@@ -44,7 +44,7 @@ def test_one_name_is_one() -> None:
         part["previous_token"][0, 3], whole["previous_token"][1, 3], rtol=EPS, atol=EPS
     )
     assert scan(model, ids, statistics=standard("entropy")).names == ("entropy",)
-    assert select_tokens("separators", 7) == (7,)
+    assert normalise_token_ids("separators", 7) == (7,)
     assert TopKeys(queries=-2).queries == (-2,)
 
 
@@ -59,34 +59,37 @@ def test_one_layer_of_importance(measure: Callable[..., Any]) -> None:
 
 
 def test_numbers_of_any_kind_and_each_once() -> None:
-    assert select_heads(torch.tensor([3, 1])) == (3, 1)
-    assert select_heads(torch.tensor(3)) == (3,)
-    assert select_heads([2, 0, 2]) == (2, 0)
-    assert select_heads(range(3)) == (0, 1, 2)
-    assert select_heads(None) is select_layers(None) is None
+    assert normalise_heads_option(torch.tensor([3, 1])) == (3, 1)
+    assert normalise_heads_option(torch.tensor(3)) == (3,)
+    assert normalise_heads_option([2, 0, 2]) == (2, 0)
+    assert normalise_heads_option(range(3)) == (0, 1, 2)
+    assert normalise_heads_option(None) is normalise_layers_option(None) is None
 
 
 @pytest.mark.parametrize(
     ("select", "said"),
     [
-        (lambda: select_heads("13"), "heads='13'"),
-        (lambda: select_heads([]), r"heads=\[\], which names no head"),
-        (lambda: select_heads([1.0]), r"heads=\[1.0\]"),
-        (lambda: select_heads(True), "heads=True"),
-        (lambda: select_heads(object()), "heads=<object"),  # type: ignore[arg-type]
-        (lambda: select_layers([3]), r'layers=\[3\][\s\S]*layers="\*\.3\.\*"'),  # type: ignore[list-item]
-        (lambda: select_layers(3), "layers=3"),  # type: ignore[arg-type]
-        (lambda: select_tokens("separators", "."), r"separators='\.'[\s\S]*convert_tokens_to_ids"),
+        (lambda: normalise_heads_option("13"), "heads='13'"),
+        (lambda: normalise_heads_option([]), r"heads=\[\], which names no head"),
+        (lambda: normalise_heads_option([1.0]), r"heads=\[1.0\]"),
+        (lambda: normalise_heads_option(True), "heads=True"),
+        (lambda: normalise_heads_option(object()), "heads=<object"),  # type: ignore[arg-type]
+        (lambda: normalise_layers_option([3]), r'layers=\[3\][\s\S]*layers="\*\.3\.\*"'),  # type: ignore[list-item]
+        (lambda: normalise_layers_option(3), "layers=3"),  # type: ignore[arg-type]
+        (
+            lambda: normalise_token_ids("separators", "."),
+            r"separators='\.'[\s\S]*convert_tokens_to_ids",
+        ),
         (lambda: select_statistics([TopKeys]), r"do: +TopKeys\(\), an object"),  # type: ignore[list-item]
         (lambda: select_statistics(3), "statistics=3"),  # type: ignore[arg-type]
-        (lambda: select_layers(b"x"), "layers=b'x'"),  # type: ignore[arg-type]
+        (lambda: normalise_layers_option(b"x"), "layers=b'x'"),  # type: ignore[arg-type]
         (lambda: select_statistics(b"entropy"), "statistics=b'entropy'"),  # type: ignore[arg-type]
         (lambda: select_statistics([3]), "statistics with 3"),  # type: ignore[list-item]
         (
-            lambda: standard_statistics(["entropie"]),
+            lambda: find_standard_statistics(["entropie"]),
             r"'entropie'[\s\S]*do: +'entropy' is the nearest",
         ),
-        (lambda: standard_statistics(["zzz"]), "a Statistic of your own"),
+        (lambda: find_standard_statistics(["zzz"]), "a Statistic of your own"),
     ],
 )
 def test_what_names_nothing(select: Callable[[], Any], said: str) -> None:
@@ -196,7 +199,7 @@ def test_a_scan_is_merged_and_compared_with_scans() -> None:
 
 def test_no_tokenizer_is_blamed_where_there_may_be_none() -> None:
     with pytest.raises(OptionError) as refused:
-        require_tokens(bert(), ModelInput((torch.tensor([[5, VOCABULARY]]),), {}))
+        require_valid_token_ids(bert(), ModelInput((torch.tensor([[5, VOCABULARY]]),), {}))
     assert refused.value.do.startswith("check where the ids come from")
 
 
@@ -227,4 +230,4 @@ def test_no_message_prints_what_was_given(options: dict[str, Any]) -> None:
 )
 def test_a_tensor_of_other_numbers_names_no_heads(heads: Tensor) -> None:
     with pytest.raises(OptionError, match="heads="):
-        select_heads(heads)
+        normalise_heads_option(heads)

@@ -164,13 +164,13 @@ def test_the_block_adds_the_input_and_norms(key: str) -> None:
 
     eps = {"einops": 1e-5, "bert": 1e-12}[key]
     budget = Budget.of(partial(block, eps=eps), x, *weights.tensors)
-    budget.assert_holds(peer(key, given=weights).block(x))
+    budget.assert_holds(peer(key, given=weights).compute_block(x))
 
 
 @pytest.mark.parametrize("key", [k for k in PEERS if k not in ("einops", "bert")])
 def test_no_other_block_adds_anything(key: str) -> None:
     x, layer = torch.randn(BATCH, LENGTH, EMBED_DIM), peer(key, given=given(key))
-    assert torch.equal(layer.block(x), layer(x))
+    assert torch.equal(layer.compute_block(x), layer(x))
 
 
 # ---- masks -------------------------------------------------------------------------------------

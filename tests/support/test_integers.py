@@ -109,7 +109,7 @@ def test_a_window_whose_sides_are_integers_of_numpy_or_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user has it
-    (band,) = Mask.window(np.uint8(200), torch.tensor(3, dtype=torch.int8)).of_kind(Band)
+    (band,) = Mask.window(np.uint8(200), torch.tensor(3, dtype=torch.int8)).clauses_of_kind(Band)
     assert band.sides == (200, 3)
     layer = Attention(42, HEADS, window=(np.uint8(200), 0))  # type: ignore[arg-type]
     assert layer.cache(batch=1, length=500)._k.shape[2] == 401  # twice the window, and one

@@ -188,7 +188,7 @@ def _point(state: State, plan: Plan, texts: Corpus, losses: list[Tensor]) -> Poi
 
 
 def _summary(state: State, plan: Plan, texts: Corpus, file: Path) -> dict[str, Any]:
-    shipped = weights.read_weights(file.read_bytes(), plan.sizes)
+    shipped = weights.load_model_from_bytes(file.read_bytes(), plan.sizes)
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -34,7 +34,7 @@ class EncoderBlock(nn.Module):
         self.wide = nn.Linear(EMBED_DIM, 2 * EMBED_DIM)
         self.narrow = nn.Linear(2 * EMBED_DIM, EMBED_DIM)
 
-    def attend(
+    def attention_input_and_output(
         self, x: Float[Tensor, "batch queries embed_dim"], padding: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the input and the output of the attention layer."""
@@ -46,7 +46,7 @@ class EncoderBlock(nn.Module):
         self, x: Float[Tensor, "batch queries embed_dim"], padding: Tensor | None = None
     ) -> Float[Tensor, "batch queries embed_dim"]:
         """Compute the block; ``padding`` (batch, keys) is True for ignored keys."""
-        x = x + self.attend(x, padding)[1]
+        x = x + self.attention_input_and_output(x, padding)[1]
         y: Tensor = self.narrow(F.gelu(self.wide(self.second_norm(x))))
         return x + y
 
@@ -83,7 +83,7 @@ class SmallEncoder(nn.Module):
         return scores
 
 
-def record_run(
+def train_and_record_run(
     text: str,
     *,
     attention: type[nn.MultiheadAttention] = nn.MultiheadAttention,
@@ -160,7 +160,7 @@ def _record_attention_calls(
     state, calls = model.embed(batch), []
     for block in model.blocks:
         assert isinstance(block, EncoderBlock)  # for mypy
-        x, output = block.attend(state, ~real)
+        x, output = block.attention_input_and_output(state, ~real)
         calls.append(AttentionCall(x, output, _packed_projections(block.attention)))
         state = block(state, ~real)
     return tuple(calls)

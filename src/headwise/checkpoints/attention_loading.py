@@ -71,14 +71,14 @@ def load_attention(
     shapes = {local: source.headers[name].shape for name, local in module.tensors.items()}
     sizes = stored.sizes(shapes, opened.known)
     described = config_check.layout_in_layer(stored, stated, module.layer)
-    _require_config(module, source, described, stated, sizes, options)
+    _require_fitting_config(module, source, described, stated, sizes, options)
     if described.function.window != "none" and "window" not in options:
         window = attention_window(stated, module.layer)
         options["window"] = None if window is None else (window - 1, None)
     return attention_from_state(module, modules, source, described, stated, sizes, **options)
 
 
-def _require_config(
+def _require_fitting_config(
     module: NamedModule,
     source: CheckpointSource,
     layout: Layout,

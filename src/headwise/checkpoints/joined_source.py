@@ -23,7 +23,11 @@ from headwise.errors import CheckpointError, OptionError, ShapeError, UndecidedE
 from headwise.layouts.equality import same_bytes
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layouts
-from headwise.layouts.shard_map import ShardMap, find_whole_length, map_shares
+from headwise.layouts.shard_map import (
+    ShardMap,
+    derive_shard_map_from_shares,
+    find_share_and_whole_length,
+)
 
 _MAP_ERRORS = (OptionError, ShapeError)
 
@@ -102,9 +106,9 @@ def join_shares(
     count = len(shares.shards)
     if stored is None:
         stored = _find_fitting_layout(shares, shapes, known)
-    if length := find_whole_length(stored, shapes, known):
-        _require_shares(shares, *length)
-    division = map_shares(stored, shapes, count, known)
+    if length := find_share_and_whole_length(stored, shapes, known):
+        _require_shares_of_whole_length(shares, *length)
+    division = derive_shard_map_from_shares(stored, shapes, count, known)
     return replace(shares, division=division, headers=_make_whole_headers(shares, division))
 
 
@@ -114,7 +118,7 @@ def require_all_shares(source: CheckpointSource, stored: Layout, known: Mapping[
     if not source.path.is_dir() or len(source.shards) > 1 or PART.fullmatch(file.stem) is None:
         return
     shapes = {name: header.shape for name, header in source.headers.items()}
-    length = find_whole_length(stored, shapes, known) if stored.sharded else None
+    length = find_share_and_whole_length(stored, shapes, known) if stored.sharded else None
     if length is not None and length[2] % length[1] == 0:
         require_count([file], length[2] // length[1])
 
@@ -140,7 +144,9 @@ def _find_fitting_layout(
     count = len(shares.shards)
     for each in layouts().values():
         try:
-            division = map_shares(each, shapes, count, known) if each.sharded else None
+            division = (
+                derive_shard_map_from_shares(each, shapes, count, known) if each.sharded else None
+            )
         except _MAP_ERRORS:
             continue
         if division is not None:
@@ -163,7 +169,9 @@ def _find_fitting_layout(
     return fitting[0][0]
 
 
-def _require_shares(shares: JoinedSource, name: str, length: int, whole: int) -> None:
+def _require_shares_of_whole_length(
+    shares: JoinedSource, name: str, length: int, whole: int
+) -> None:
     """Raise unless the shares of a tensor make up its whole length."""
     files = [shard.path for shard in shares.shards]
     if whole % length == 0:

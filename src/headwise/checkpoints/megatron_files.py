@@ -21,7 +21,7 @@ LAYOUTS = ("megatron", "megatron-gpt", "megatron-gated")
 FOLDER, FILE, CHECKPOINT_VERSION = "release", "model_optim_rng.pt", 3.0
 
 
-def require_megatron(stored: Layout) -> None:
+def require_megatron_layout(stored: Layout) -> None:
     """Raise OptionError unless weights are in a layout of Megatron core."""
     if stored.name not in LAYOUTS:
         raise OptionError(
@@ -31,7 +31,7 @@ def require_megatron(stored: Layout) -> None:
         )
 
 
-def write_megatron_files(folder: Path, files: Iterable[str]) -> None:
+def replace_with_megatron_files(folder: Path, files: Iterable[str]) -> None:
     """Replace the safetensors files of a folder, one for each process, by those of Megatron-LM."""
     shares = [safetensors_file.read_safetensors_header(folder / name) for name in files]
     for number, share in enumerate(shares):

@@ -39,7 +39,7 @@ def make_meta_params(description: Description, shapes: Shapes) -> dict[str, Any]
             setting without a counterpart.
     """
     config = text_config(description.config)
-    _require_model(description, shapes, config)
+    _require_loadable_by_meta(description, shapes, config)
     vocabulary, width = shapes[TOKENS]
     heads = description.counts["heads"]
     return {
@@ -54,7 +54,7 @@ def make_meta_params(description: Description, shapes: Shapes) -> dict[str, Any]
     }
 
 
-def divides_columns(params: Mapping[str, Any], shapes: Shapes) -> bool:
+def divides_embedding_columns(params: Mapping[str, Any], shapes: Shapes) -> bool:
     """True if the code for these parameters divides the columns of the embedding.
 
     The code of Llama 1 and 2 does, whose theta is 10,000, and that of Llama 3 divides its rows.
@@ -62,7 +62,7 @@ def divides_columns(params: Mapping[str, Any], shapes: Shapes) -> bool:
     return bool(params["rope_theta"] == 10_000.0) and OUTPUT in shapes
 
 
-def write_meta_files(folder: Path, files: Iterable[str], params: Mapping[str, Any]) -> None:
+def replace_with_meta_files(folder: Path, files: Iterable[str], params: Mapping[str, Any]) -> None:
     """Replace the safetensors files of a folder, one for each process, by those of Meta's code."""
     shares = [safetensors_file.read_safetensors_header(folder / name) for name in files]
     for number, share in enumerate(shares):
@@ -74,7 +74,9 @@ def write_meta_files(folder: Path, files: Iterable[str], params: Mapping[str, An
         share.path.unlink()
 
 
-def _require_model(description: Description, shapes: Shapes, config: ConfigFields) -> None:
+def _require_loadable_by_meta(
+    description: Description, shapes: Shapes, config: ConfigFields
+) -> None:
     if (name := description.layout.name) != LAYOUT:
         raise _not_loadable_by_meta_error(f"weights in the layout {name}", f"the layout {LAYOUT}")
     if not config:

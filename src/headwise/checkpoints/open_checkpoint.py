@@ -72,10 +72,12 @@ def open_checkpoint(
         if shares is None:
             require_all_shares(source, description.layout, description.counts)
         description.require_agreement(source.headers)
-        description.with_counts(counts)  # report the caller's wrong counts before the config's
+        description.merge_known_counts(
+            counts
+        )  # report the caller's wrong counts before the config's
     known = config_json.merge_counts(stated, counts, origin=source.folder)
     if description is not None:
-        known = description.with_counts(known)
+        known = description.merge_known_counts(known)
     return Checkpoint(source, description, stated, known)
 
 

@@ -85,7 +85,7 @@ class OutputPlan:
         """Return the files that hold a tensor or a share of it, and its first byte in each."""
         return [(file.name, file.offsets[name]) for file in self._files_by_tensor[name]]
 
-    def split_checked(self, name: str, tensor: Tensor) -> list[Tensor]:
+    def split_into_verified_shares(self, name: str, tensor: Tensor) -> list[Tensor]:
         """Return the shares of a tensor, after they were joined and compared; or the tensor.
 
         Raises:

@@ -13,8 +13,12 @@ from typing import Any, Literal, get_args
 
 from headwise.checkpoints import output_plan
 from headwise.checkpoints.config import layout_name
-from headwise.checkpoints.megatron_files import require_megatron, write_megatron_files
-from headwise.checkpoints.meta_files import divides_columns, make_meta_params, write_meta_files
+from headwise.checkpoints.megatron_files import replace_with_megatron_files, require_megatron_layout
+from headwise.checkpoints.meta_files import (
+    divides_embedding_columns,
+    make_meta_params,
+    replace_with_meta_files,
+)
 from headwise.checkpoints.output_plan import OutputPlan
 from headwise.checkpoints.safetensors_file import KEY
 from headwise.checkpoints.source import SAFETENSORS, CheckpointSource
@@ -31,9 +35,9 @@ from headwise.layouts import convert
 from headwise.layouts.conversion_plan import find_spec_conflicts, plan_conversion
 from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NameForm, find_modules, locate_other_weight
+from headwise.layouts.module_names import NameForm, find_modules, locate_weight_outside_attention
 from headwise.layouts.registry import layout
-from headwise.layouts.shard_map import map_whole_tensors
+from headwise.layouts.shard_map import derive_shard_map_from_whole
 from headwise.support.atomic_write import write_whole
 
 Files = Literal["safetensors", "meta", "megatron"]
@@ -66,7 +70,7 @@ class ConversionReport:
     not_copied: tuple[str, ...]
 
 
-def plan_checkpoint(
+def plan_checkpoint_conversion(
     source: CheckpointSource,
     target: Path,
     source_layout: str | Layout,
@@ -79,12 +83,14 @@ def plan_checkpoint(
     **known: int,
 ) -> PlannedConversion:
     """Check the arguments of `convert_checkpoint`, and return its steps and files."""
-    _require_files(files, shards)
+    _require_file_options(files, shards)
     target, accept = _require_usable_target(source, target, files), tuple(accept)
     before = layout_of_description(source_layout, read_description(source))
     after, form = layout(target_layout), NameForm(root=root)
     steps = plan_conversion(source.headers, before, after, accept=accept, form=form, **known)
-    output = _plan_files(source, steps, _describe(source, before, after, known), files, shards)
+    output = _plan_files(
+        source, steps, _make_target_description(source, before, after, known), files, shards
+    )
     options = (before, after, accept, root, files, shards, sorted(known.items()))
     return PlannedConversion(
         source=source,
@@ -119,18 +125,20 @@ class PlannedConversion:
     accepted: Mapping[str, tuple[str, str]]
     identity: str
 
-    def run_checks(self) -> None:
+    def require_zero_dropped_biases(self) -> None:
         """Check that biases without a place in the target are +0."""
         for step in self.steps:
             if not step.outputs:
-                convert.run_checked_step(step, {name: self.source[name] for name in step.inputs})
+                convert.run_round_trip_checked_step(
+                    step, {name: self.source[name] for name in step.inputs}
+                )
 
     def complete(self, staging: StagingDir) -> None:
         """Write what goes beside the tensors, and rename the files to the target."""
         output = self.output
         self.source.require_unchanged()
         if output.division is not None:
-            _write_shares(staging.files_path, output)
+            _replace_with_process_files(staging.files_path, output)
         if output.config is not None:
             write_whole(staging.files_path / "config.json", output.config)
         staging.finish(is_folder=self.source.is_folder or output.division is not None)
@@ -140,8 +148,8 @@ class PlannedConversion:
         return ConversionReport(
             target=self.target,
             earlier_run=earlier_run,
-            **_report_tensors(self.source, self.steps, self.output, self.layout),
-            **_report_files(self.source, self.target),
+            **_tensor_report_fields(self.source, self.steps, self.output, self.layout),
+            **_file_report_fields(self.source, self.target),
             accepted=self.accepted,
         )
 
@@ -158,7 +166,7 @@ class PlannedConversion:
             ) from error
 
 
-def _describe(
+def _make_target_description(
     source: CheckpointSource, before: Layout, after: Layout, known: Mapping[str, int]
 ) -> Description:
     config = read_stored_config(source, read_description(source))
@@ -180,18 +188,20 @@ def _plan_files(
         return replace(output, config=description.config_json() if loads else None)
     shapes = {name: tuple(shape) for step in steps for name, shape in step.outputs.items()}
     if files == "megatron":
-        require_megatron(description.layout)
-        division = map_whole_tensors(description.layout, shapes, shards, description.counts)
+        require_megatron_layout(description.layout)
+        division = derive_shard_map_from_whole(
+            description.layout, shapes, shards, description.counts
+        )
         return output_plan.plan_shares(source, steps, metadata, division)
     params = make_meta_params(description, shapes)
-    by_columns = divides_columns(params, shapes)
-    division = map_whole_tensors(
+    by_columns = divides_embedding_columns(params, shapes)
+    division = derive_shard_map_from_whole(
         description.layout, shapes, shards, description.counts, also=by_columns
     )
     return replace(output_plan.plan_shares(source, steps, metadata, division), params=params)
 
 
-def _require_files(files: str, shards: int) -> None:
+def _require_file_options(files: str, shards: int) -> None:
     if files not in get_args(Files):
         raise OptionError(
             saw=f"files={files!r:.60}",
@@ -207,7 +217,7 @@ def _require_files(files: str, shards: int) -> None:
         )
 
 
-def _report_files(source: CheckpointSource, target: Path) -> dict[str, Any]:
+def _file_report_fields(source: CheckpointSource, target: Path) -> dict[str, Any]:
     """Return the fields of `ConversionReport` about files."""
     written = filter(Path.is_file, target.rglob("*")) if target.is_dir() else [target]
     beside = sorted(source.folder.iterdir()) if source.is_folder else []
@@ -216,7 +226,7 @@ def _report_files(source: CheckpointSource, target: Path) -> dict[str, Any]:
     return {"nbytes": sum(file.stat().st_size for file in written), "not_copied": not_copied}
 
 
-def _report_tensors(
+def _tensor_report_fields(
     source: CheckpointSource, steps: Iterable[ConversionStep], output: OutputPlan, target: Layout
 ) -> dict[str, Any]:
     """Return the fields of `ConversionReport` about tensors and their names."""
@@ -231,18 +241,18 @@ def _report_tensors(
         "rewritten": sum(len(step.outputs) for step in steps if not step.is_copy),
         "roots": tuple(sorted(shown)),
         "unchanged_names": tuple(
-            n for n in unchanged if locate_other_weight(target, n, roots) is None
+            n for n in unchanged if locate_weight_outside_attention(target, n, roots) is None
         ),
     }
 
 
-def _write_shares(folder: Path, output: OutputPlan) -> None:
+def _replace_with_process_files(folder: Path, output: OutputPlan) -> None:
     """Replace the safetensors files of a folder by those of tensor-parallel processes."""
     names = [file.name for file in output.files]
     if output.params is None:
-        write_megatron_files(folder, names)
+        replace_with_megatron_files(folder, names)
     else:
-        write_meta_files(folder, names, output.params)
+        replace_with_meta_files(folder, names, output.params)
 
 
 def _require_usable_target(source: CheckpointSource, target: Path, files: str) -> Path:

@@ -158,7 +158,7 @@ def read_index(path: Path) -> ShardIndex:
     for name, file in weight_map.items():
         if not is_utf8(name):
             raise _bad_index_error(path, f"it names a tensor {name!r}, with a lone surrogate")
-        if not isinstance(file, str) or not _is_name(file):
+        if not isinstance(file, str) or not _is_plain_file_name(file):
             raise _bad_index_error(
                 path,
                 f"it has {name!r} in {describe_value(file)}, no name of a file in its folder",
@@ -189,7 +189,7 @@ def encode_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> 
     return (json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n").encode("ascii")
 
 
-def _is_name(file: str) -> bool:
+def _is_plain_file_name(file: str) -> bool:
     name = PurePosixPath(file).name
     is_plain = bool(name) and file == name and name != ".." and not {"\\", "\0"} & set(file)
     return is_plain and len(file) <= MAX_NAME and is_utf8(file)

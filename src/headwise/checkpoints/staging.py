@@ -78,7 +78,7 @@ class StagingDir:
             return
         if self._journal.identity not in ("", identity):
             self.earlier_run = "other work"
-        for journal in _share_journals(self.path):
+        for journal in _list_share_journals(self.path):
             journal.unlink()
         _sync_to_disk(self.path)
         self._journal.clear()  # first: new files have the right size before they have any tensor
@@ -98,7 +98,7 @@ class StagingDir:
         for file in self._plan.files:
             self.handles[file.name] = os.open(self.files_path / file.name, flags, 0o666)
 
-    def flush(self, steps: Iterable[int]) -> None:
+    def flush_and_record_steps(self, steps: Iterable[int]) -> None:
         """Force all writes to the disk, then record the steps as finished."""
         _write_back(self.handles.values())
         self._journal.add(steps)
@@ -163,7 +163,7 @@ class StagingDir:
         """Remove everything; the journal last, because it locks the folder against other runs."""
         if self.files_path.exists():
             shutil.rmtree(self.files_path)
-        for journal in _share_journals(self.path):
+        for journal in _list_share_journals(self.path):
             journal.unlink(missing_ok=True)
         (self.path / "journal").unlink(missing_ok=True)
         self._remove_folders()
@@ -213,7 +213,7 @@ class StagingShare:
             self._journal.append(identity)
         self.handles = {name: os.open(path / "made" / name, os.O_RDWR) for name in files}
 
-    def flush(self, steps: Iterable[int]) -> None:
+    def flush_and_record_steps(self, steps: Iterable[int]) -> None:
         """Force all writes to the disk, then record the steps as finished."""
         _write_back(self.handles.values())
         self._journal.add(steps)
@@ -229,12 +229,12 @@ class StagingShare:
 
 def read_finished_steps(path: Path, identity: str) -> frozenset[int]:
     """Return the steps that journals in a staging folder record for runs of this identity."""
-    journals = [path / "journal", *_share_journals(path)]
+    journals = [path / "journal", *_list_share_journals(path)]
     finished = (finished_steps(*parse_journal(x.read_bytes()), identity) for x in journals)
     return frozenset().union(*(steps for steps in finished if steps is not None))
 
 
-def _share_journals(path: Path) -> list[Path]:
+def _list_share_journals(path: Path) -> list[Path]:
     return sorted(path.glob(f"{SHARE}[0-9]*"))
 
 

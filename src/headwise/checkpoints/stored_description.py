@@ -72,7 +72,7 @@ class Description:
         """Return the text of a config.json, for transformers."""
         return json.dumps(_without_private_names(self.config), indent=2) + "\n"
 
-    def with_counts(self, known: Mapping[str, int | None]) -> dict[str, int]:
+    def merge_known_counts(self, known: Mapping[str, int | None]) -> dict[str, int]:
         """Return the known counts, where None means unknown, together with the description's.
 
         Raises:
@@ -139,7 +139,7 @@ def describe_target(
         for name in COUNTS
         if name in sizes[0] and all(each.get(name) == sizes[0][name] for each in sizes)
     }
-    moved = replace(target, function=source.function.moved(target.function))
+    moved = replace(target, function=source.function.after_conversion_to(target.function))
     return Description(moved, len(modules), shared, ConfigFields.wrap(config))
 
 

@@ -111,7 +111,7 @@ class StoredModel:
         return {"input_ids": ids, "decoder_input_ids": shifted}
 
 
-def require_model(folder: Path) -> int:
+def measure_model_bytes(folder: Path) -> int:
     """Return the bytes of a folder's weights; raise an error where it holds no model.
 
     For weights with a description (`open_described_model`), this is the memory that loading takes.
@@ -149,12 +149,12 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
         OptionError: no model; or the model cannot be read, needs its own code, or takes no tokens.
         CheckpointError: weights in a pickle that holds code.
     """
-    require_model(folder)
+    measure_model_bytes(folder)
     transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     described = open_described_model(folder)
     if described is None:
-        _require_known_code(folder, transformers, trusted=trust_remote_code)
+        _require_trusted_code(folder, transformers, trusted=trust_remote_code)
     with _silence_transformers(transformers), _explain_load_errors(folder, "the model"):
         if described is None:
             config = transformers.AutoConfig.from_pretrained(folder, **options)
@@ -189,7 +189,7 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
     )
 
 
-def _require_known_code(folder: Path, transformers: Any, *, trusted: bool) -> None:
+def _require_trusted_code(folder: Path, transformers: Any, *, trusted: bool) -> None:
     config = read_config(folder)
     name = config.text("model_type")
     known = name in transformers.models.auto.configuration_auto.CONFIG_MAPPING

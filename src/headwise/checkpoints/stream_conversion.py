@@ -11,7 +11,11 @@ from typing import Any
 
 from headwise.checkpoints import output_plan
 from headwise.checkpoints.output_plan import OutputPlan
-from headwise.checkpoints.planned_conversion import ConversionReport, Files, plan_checkpoint
+from headwise.checkpoints.planned_conversion import (
+    ConversionReport,
+    Files,
+    plan_checkpoint_conversion,
+)
 from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.staging import StagingDir, StagingShare
 from headwise.layouts import convert
@@ -60,9 +64,9 @@ def convert_checkpoint(
     """
     options: dict[str, Any] = {"accept": accept, "root": root, "files": files, "shards": shards}
     options |= known
-    conversion = plan_checkpoint(source, target, source_layout, target_layout, **options)
+    conversion = plan_checkpoint_conversion(source, target, source_layout, target_layout, **options)
     with conversion.explain_os_errors():
-        conversion.run_checks()
+        conversion.require_zero_dropped_biases()
         with StagingDir(conversion.target, conversion.output) as staging:
             staging.begin(conversion.identity)
             stream = ConversionStream(source, conversion.output, staging)
@@ -137,10 +141,12 @@ class ConversionStream:
             arguments = (source, stored.offset, target, offset, stored.nbytes, stored.file)
             self._copies.append(self._copier.submit(output_plan.copy_bytes, *arguments))
             return
-        tensors = convert.run_checked_step(step, {name: self._source[name] for name in step.inputs})
+        tensors = convert.run_round_trip_checked_step(
+            step, {name: self._source[name] for name in step.inputs}
+        )
         for name, tensor in tensors.items():
             assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), stored.dtype)
-            parts = self._output.split_checked(name, tensor)
+            parts = self._output.split_into_verified_shares(name, tensor)
             for (file, offset), part in zip(self._output.file_offsets(name), parts, strict=True):
                 handle = self._staging.handles[file]
                 output_plan.write_all_bytes(handle, output_plan.tensor_bytes(part), offset)
@@ -168,7 +174,7 @@ class ConversionStream:
     def _finish_copies(self, steps: list[int], copies: list[Future[None]]) -> None:
         for copying in copies:
             copying.result()
-        self._staging.flush(steps)
+        self._staging.flush_and_record_steps(steps)
 
     @contextmanager
     def _stop_threads_at_exit(self) -> Iterator[None]:

@@ -62,7 +62,7 @@ def read_torch_file(path: Path) -> TensorFile:
     for name, value in state.items():
         # names and tensors that safetensors can store
         is_name = isinstance(name, str) and name != METADATA and is_utf8(name)
-        if not is_name or not _is_plain(value):
+        if not is_name or not _is_storable_tensor(value):
             part = name if isinstance(value, Mapping) and isinstance(name, str) else None
             raise _no_state_dict_error(path, f"{name!r}, a {_describe_kind(value)}", part=part)
     headers = {name: StoredTensor(tuple(x.shape), x.dtype, path) for name, x in state.items()}
@@ -162,7 +162,7 @@ def _load_pickle(path: Path) -> Any:
         raise unreadable_error(path, "") from None  # a file that is cut off is too short to map
 
 
-def _is_plain(value: Any) -> bool:
+def _is_storable_tensor(value: Any) -> bool:
     """True for a tensor that safetensors can store."""
     return (
         isinstance(value, Tensor)

@@ -177,7 +177,7 @@ def _convert_files(
     job: Job | None, positional: tuple[Any, ...], settings: dict[str, Any]
 ) -> ConversionReport | None:
     """Convert in this process, or over the ranks of a job, whose report is that of rank 0."""
-    from headwise.checkpoints.planned_conversion import plan_checkpoint
+    from headwise.checkpoints.planned_conversion import plan_checkpoint_conversion
     from headwise.checkpoints.stream_conversion import convert_checkpoint
 
     if job is None:
@@ -185,7 +185,7 @@ def _convert_files(
     from headwise.sharding.processes.file_conversion import convert_in_job
 
     progress = settings.pop("progress")
-    plan = plan_checkpoint(*positional, **settings)
+    plan = plan_checkpoint_conversion(*positional, **settings)
     return convert_in_job(job, plan, progress, lost_status=LOST)
 
 
@@ -239,7 +239,7 @@ def _describe_conversion(
             f"{', '.join(kinds[:SHOWN])}{more}"
         )
     if weights.known:
-        yield f"Read with {', '.join(_counts_by_origin(weights, counts))}."
+        yield f"Read with {', '.join(_describe_counts_by_origin(weights, counts))}."
     for name, (mine, theirs) in report.accepted.items():
         yield f"Accepted: {name}, {mine} in {names[0]}, {theirs} in {names[1]}."
     if report.not_copied:
@@ -250,7 +250,7 @@ def _describe_conversion(
         yield f"Not copied, {why}: {shown}{more}."
 
 
-def _counts_by_origin(weights: GivenWeights, counts: Counts) -> Iterator[str]:
+def _describe_counts_by_origin(weights: GivenWeights, counts: Counts) -> Iterator[str]:
     """Return the counts by their origins, such as "heads 6, kv_heads 2 (config.json)"."""
     described = () if weights.description is None else weights.description.counts
     origins: dict[str, list[str]] = {}

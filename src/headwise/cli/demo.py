@@ -46,7 +46,7 @@ def demo(
     start = time.perf_counter()
     tiny = scan_report(ScanOptions(demo=True, page=out))
     try:
-        trained = _scan_trained_encoder(out)
+        trained = _scan_and_compare_encoder(out)
     except MissingExtraError as error:
         trained, missing = None, error
         if as_json:
@@ -74,30 +74,30 @@ class _Shown:
     missing: MissingExtraError | None
 
     def print_conclusions(self, console: Console) -> None:
-        from headwise.reports.terminal import show_conclusions
+        from headwise.reports.terminal import print_input_and_standouts
 
         _print_heading(console, SMALL)
-        show_conclusions(self.tiny, console)
+        print_input_and_standouts(self.tiny, console)
         _print_heading(console, TRAINED)
         if self.trained is not None:
-            show_conclusions(self.trained, console)
+            print_input_and_standouts(self.trained, console)
         elif self.missing is not None:
             _print_missing_encoder(self.missing, console)
 
     def print_grids(self, console: Console) -> None:
-        from headwise.reports.terminal import show_grid
+        from headwise.reports.terminal import print_statistic_grid
 
         for heading, report in ((SMALL, self.tiny), (TRAINED, self.trained)):
             if report is not None:
                 _print_heading(console, heading)
-                show_grid(report, console)
+                print_statistic_grid(report, console)
 
     def as_json(self) -> dict[str, Any]:
         trained = None if self.trained is None else self.trained.as_json()
         return {"scan": self.tiny.as_json(), "encoder": trained}
 
 
-def _scan_trained_encoder(page: Path) -> ScanReport:
+def _scan_and_compare_encoder(page: Path) -> ScanReport:
     """Scan the trained encoder, and compare headwise's layers with its own.
 
     Raises:
@@ -109,11 +109,11 @@ def _scan_trained_encoder(page: Path) -> ScanReport:
     from headwise.cli.scan.command import scan_report
     from headwise.cli.scan.scan_options import ScanOptions
     from headwise.study import trained_encoder
-    from headwise.study.experiments.same_weights import same_function
+    from headwise.study.experiments.same_weights import compare_with_model_layers
 
     with progress_bar(stderr_console(), "loading the trained encoder") as progress:
         recorded = trained_encoder.run_minilm(progress)
-        same = same_function(recorded)
+        same = compare_with_model_layers(recorded)
     report = scan_report(ScanOptions(model_dir=minilm.model_folder(), page=page))
     return replace(report, title=recorded.model, same_function=same)
 

@@ -107,7 +107,7 @@ def _print_layout(layout: Layout, counts: dict[str, int], console: Console) -> N
     from rich.padding import Padding
     from rich.text import Text
 
-    from headwise.layouts.layout_drawing import draw, drawing_sizes, function_lines
+    from headwise.layouts.layout_drawing import attention_spec_lines, draw, drawing_sizes
 
     drawn, sizes = draw(layout, **counts), drawing_sizes(layout, counts)
     is_checked = "yes: a test runs the real implementation"
@@ -127,7 +127,7 @@ def _print_layout(layout: Layout, counts: dict[str, int], console: Console) -> N
     console.print(Text(drawn), soft_wrap=True)
     console.print()
     console.print(Text("What is in no tensor", "bold"))
-    for line in function_lines(layout, sizes):
+    for line in attention_spec_lines(layout, sizes):
         console.print(Padding(Text(line), (0, 0, 0, 2)))
     console.print()
     console.print(

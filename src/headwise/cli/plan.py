@@ -185,7 +185,9 @@ def _attention_cost_table(costs: CostPlan) -> Table:
 
     titles = ("sent\nforward", "sent\nbackward", "kept for\nbackward", "keys,\nvalues")
     title = "Attention of one layer on each GPU, MB"
-    rows = {step: [f"{n / MB:,.0f}" for n in numbers(step)] for step in costs.steps}
+    rows = {
+        step: [f"{n / MB:,.0f}" for n in numbers(step)] for step in costs.best_step_of_each_kind
+    }
     return _make_cost_table(title, titles, rows, best=None)
 
 
@@ -202,7 +204,7 @@ def _model_cost_table(costs: CostPlan) -> Table:
             _format_seconds(step.forward_seconds),
             _format_seconds(step.step_seconds),
         ]
-        for step in costs.steps
+        for step in costs.best_step_of_each_kind
     }
     titles = ("forward\nGB", "training\nGB", "forward\ns", "training\ns")
     return _make_cost_table("The model on each GPU", titles, rows, best=costs.fastest_step)
@@ -240,7 +242,10 @@ def _make_cost_table(
 
 def _format_operations(costs: CostPlan) -> str:
     def text(values: Callable[[StepCosts], float]) -> str:
-        low, high = min(map(values, costs.steps)), max(map(values, costs.steps))
+        low, high = (
+            min(map(values, costs.best_step_of_each_kind)),
+            max(map(values, costs.best_step_of_each_kind)),
+        )
         numbers = f"{low / 1e12:,.3g}"
         return numbers if high < 1.005 * low else f"{numbers} to {high / 1e12:,.3g}"
 
@@ -265,7 +270,7 @@ def _format_seconds(value: float) -> str:
 def _list_notes(costs: CostPlan) -> list[str]:
     machine = costs.machine
     lines = [f"Not possible: {reason}." for reason in costs.refused.values()]
-    if any(not step.way.is_in_headwise for step in costs.steps):
+    if any(not step.way.is_in_headwise for step in costs.best_step_of_each_kind):
         lines.append("* Tokens divided in two ways at once: computed, and not run by headwise.")
     lines += [
         f"Stated: {machine.within:g} GB/s within a node of {machine.node} GPUs, "

@@ -144,42 +144,42 @@ class CommandJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        status = self._failed(error) if isinstance(error, Exception) else 0
+        status = self._report_failure(error) if isinstance(error, Exception) else 0
         if status not in (0, LOST) and not self._ends_at_once:
-            self._job.meet("ended", seconds=TIDY_UP)
+            self._job.barrier_with_timeout("ended", seconds=TIDY_UP)
         self._job.__exit__(kind, error, trace)
         if status:
             raise SystemExit(status) from None
 
     def _end_now(self, error: LostProcessError) -> None:
         """End this process in the middle of its work; no file is half-written by that."""
-        if not self._ends_at_once and self._is_tidied_up():
+        if not self._ends_at_once and self._has_recorded_failure():
             return  # the error is raised in the main thread
-        status = self._failed(error)
+        status = self._report_failure(error)
         sys.stderr.flush()
         os._exit(status)
 
-    def _is_tidied_up(self) -> bool:
+    def _has_recorded_failure(self) -> bool:
         """True after an error that a rank has recorded, False after the loss of a rank."""
         try:
-            failure = self._job.failure()
+            failure = self._job.first_failure()
         except LostProcessError:
             return False
         return failure is not None and failure.status != LOST
 
-    def _failed(self, error: Exception) -> int:
+    def _report_failure(self, error: Exception) -> int:
         """Record, leave or print the message of the first failure, and return its status."""
         if isinstance(error, HeadwiseError):
             text, status = join_error_lines(*error.lines(option_text)), exit_status(error)
         else:
             text, status = f"rank {self._job.rank} stopped at a bug in headwise", CRASHED
             traceback.print_exception(error)
-        first = self._job.fail(text, status=status)
+        first = self._job.record_failure(text, status=status)
         if first is None:  # the store is gone, and nobody can be told
             if self._job.rank == 0:
                 print_error(NO_LAUNCHER if self._launcher_has_ended() else text)
             return LOST
-        self._leave(first)
+        self._leave_failure_message(first)
         return first.status
 
     def _launcher_has_ended(self) -> bool:
@@ -189,9 +189,9 @@ class CommandJob:
             time.sleep(0.02)
         return os.getppid() != self._parent
 
-    def _leave(self, failure: Failure) -> None:
-        from headwise.sharding.processes.launch import leave_message
+    def _leave_failure_message(self, failure: Failure) -> None:
+        from headwise.sharding.processes.launch import leave_failure_message
 
-        leave_message(failure.text)
+        leave_failure_message(failure.text)
         if failure.rank == self._job.rank and not self._has_launcher:
             print_error(failure.text)

@@ -11,13 +11,13 @@ from headwise.errors import OptionError, ShapeError
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.conversion_steps import TensorHeader
-from headwise.layouts.equality import LayoutReading, is_same_map
+from headwise.layouts.equality import LayoutReading, is_same_reading
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import (
     NamedModule,
     find_modules,
     find_unlisted_tensors,
-    locate_other_weight,
+    locate_weight_outside_attention,
     prefix_template,
 )
 from headwise.layouts.pattern import PatternAxis
@@ -69,7 +69,7 @@ class CandidateLayout:
         """True if both give the same matrices for every number of heads that fits."""
         mine, theirs = ({head_counts(fit): fit for fit in c.fits} for c in (self, other))
         return mine.keys() == theirs.keys() and all(
-            is_same_map(self.layout_reading(fit), other.layout_reading(theirs[heads]))
+            is_same_reading(self.layout_reading(fit), other.layout_reading(theirs[heads]))
             for heads, fit in mine.items()
         )
 
@@ -112,7 +112,9 @@ def _match_layout(
     sound = tuple(module for module, faults in checked if not faults)
     # Among layouts that are the same map, names outside of attention identify the model.
     roots = {module.place.root for module in modules}
-    around = sum(locate_other_weight(layout, name, roots) is not None for name in headers)
+    around = sum(
+        locate_weight_outside_attention(layout, name, roots) is not None for name in headers
+    )
     sentences = tuple(fault for _, faults in checked for fault in faults)
     return CandidateLayout(
         layout, sound, fits, _describe_match_reasons(sound, fits), around, sentences

@@ -20,8 +20,12 @@ from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison
 from headwise.diagnosis.gradient_comparison import compare_gradients
 from headwise.diagnosis.isolation import Isolation
-from headwise.diagnosis.model_as_run import build_model_as_run
-from headwise.diagnosis.power import describe_unseen_window, find_blind_spot, find_unseen_changes
+from headwise.diagnosis.model_as_run import build_attention_model_as_run
+from headwise.diagnosis.power import (
+    describe_unseen_window,
+    explain_insensitivity_to_scores,
+    find_unseen_setting_changes,
+)
 from headwise.diagnosis.probes import SEED, NamedInputs
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import measure_gaps
@@ -29,9 +33,9 @@ from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.stored_sides import (
     NAMED_LAYERS,
     WEIGHTS,
-    are_weights,
-    compare_stored,
-    load_beside,
+    can_compare_as_weights,
+    compare_stored_weights,
+    load_layer_of_same_number,
 )
 from headwise.diagnosis.subjects.black_box import BlackBox
 from headwise.diagnosis.subjects.model_run import ModelRun
@@ -39,7 +43,7 @@ from headwise.diagnosis.subjects.module_subject import describe_dropout_differen
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 from headwise.diagnosis.subjects.recording import Recording, is_recording
 from headwise.diagnosis.subjects.running_model import read_vocabulary_size, run_model
-from headwise.diagnosis.subjects.stored_layers import run_stored
+from headwise.diagnosis.subjects.stored_layers import run_stored_layers
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.diagnosis.subjects.torch_subject import TorchSubject
 from headwise.diagnosis.subjects.transformers_subject import (
@@ -91,16 +95,16 @@ def compare(
     """
     if isinstance(inputs, np.ndarray):
         inputs = torch.from_numpy(inputs)
-    if are_weights(a, b):
+    if can_compare_as_weights(a, b):
         _refuse_gradient_comparison("weights", asked=gradients)
-        return compare_stored(a, b)
+        return compare_stored_weights(a, b)
     if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
         _refuse_gradient_comparison("whole models", asked=gradients)
         return compare_runs(*runs)
-    sides = load_beside(a, b), load_beside(b, a)
+    sides = load_layer_of_same_number(a, b), load_layer_of_same_number(b, a)
     first, second = _make_subject("a", sides[0]), _make_subject("b", sides[1])
     comparison = Comparison(first, second, choose_inputs(first, second, inputs))
-    return comparison.with_gradients() if gradients else comparison.diagnosis()
+    return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
 
 
 def _refuse_gradient_comparison(what: str, *, asked: bool) -> None:
@@ -116,20 +120,20 @@ def _run_models(
     a: object, b: object, inputs: Tensor | Mapping[str, Any] | None
 ) -> tuple[ModelRun, ModelRun] | None:
     """Return runs of two models, or of a model and of layers that are stored; None for others."""
-    if _is_model(a, inputs) and _is_model(b, inputs):
+    if _is_whole_model(a, inputs) and _is_whole_model(b, inputs):
         sizes = [size for model in (a, b) if (size := read_vocabulary_size(model)) is not None]
         smaller = min(sizes, default=None)
         return run_model(a, inputs, vocabulary=smaller), run_model(b, inputs, vocabulary=smaller)
-    if _is_model(a, inputs) and isinstance(b, str | Path):
+    if _is_whole_model(a, inputs) and isinstance(b, str | Path):
         run = run_model(a, inputs)
-        return run, run_stored(Path(b), run)
-    if _is_model(b, inputs) and isinstance(a, str | Path):
+        return run, run_stored_layers(Path(b), run)
+    if _is_whole_model(b, inputs) and isinstance(a, str | Path):
         run = run_model(b, inputs)
-        return run_stored(Path(a), run), run
+        return run_stored_layers(Path(a), run), run
     return None
 
 
-def _is_model(value: object, inputs: ComparisonInputs | None) -> TypeGuard[nn.Module]:
+def _is_whole_model(value: object, inputs: ComparisonInputs | None) -> TypeGuard[nn.Module]:
     """True for a model of several layers: it takes tokens or keyword arguments, or embeds."""
     if not isinstance(value, nn.Module) or isinstance(value, NAMED_LAYERS):
         return False
@@ -185,8 +189,10 @@ class Comparison:
         self.candidates = candidates
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         assert self.known.model is not None
-        self.known_calls = [call for probe in probes for call in self.known.calls(probe.inputs)]
-        as_run = build_model_as_run(self.known.model, self.known_calls)
+        self.known_calls = [
+            call for probe in probes for call in self.known.record_calls(probe.inputs)
+        ]
+        as_run = build_attention_model_as_run(self.known.model, self.known_calls)
         self.model: AttentionModel = as_run or self.known.model
         self.runs_as_stated = as_run is not None
 
@@ -195,7 +201,7 @@ class Comparison:
         calls: list[RecordedCall] = []
         names: list[str] = []
         for probe in self.probes:
-            recorded = self.doubtful.calls(probe.inputs)
+            recorded = self.doubtful.record_calls(probe.inputs)
             calls += recorded
             names += [probe.name] * len(recorded)
         if isinstance(self.doubtful, BlackBox):
@@ -204,44 +210,46 @@ class Comparison:
         explained = ExplainedCalls(
             self.model, calls, names, self.doubtful.dtype, self.candidates, side
         )
-        if not explained.outputs_agree and not explained.is_simple:
-            explained = self._explain_reversed(calls, names, explained) or explained
+        if not explained.outputs_agree and not explained.is_explained_by_one_cause:
+            explained = self._explain_with_roles_swapped(calls, names, explained) or explained
         verdict, blind = explained.verdict, ""
         if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():
             verdict = Verdict.SAME
         elif verdict.is_same and not self.runs_as_stated:
             verdict, blind = Verdict.INCONCLUSIVE, UNSTATED
-        if verdict.is_same and not self._is_one_model():
+        if verdict.is_same and not self._settings_and_weights_are_equal():
             blind = self._blind_spot(verdict, calls)
             verdict = Verdict.INCONCLUSIVE if blind else verdict
         if verdict.is_same and not blind:
             blind = describe_dropout_difference(self.first.dropout, self.second.dropout)
             verdict = Verdict.INCONCLUSIVE if blind else verdict
-        hidden = verdict.is_same and not self._is_one_model()
+        hidden = verdict.is_same and not self._settings_and_weights_are_equal()
         comparison = FunctionComparison(
             kinds=(self.first.kind, self.second.kind),
             probes=tuple(probe.name for probe in self.probes),
             seed=SEED,
             output_gap=explained.output_gap,
             stages=explained.stages,
-            parted=explained.parted,
+            parted=explained.parted_stages,
             causes=explained.causes,
             blind=blind,
-            isolated=self._isolate(side) if verdict is Verdict.UNKNOWN else (),
+            isolated=self._probe_parts_of_function(side) if verdict is Verdict.UNKNOWN else (),
             tried=len(self.candidates),
-            unseen=find_unseen_changes(self.model, calls, self.doubtful.dtype) if hidden else (),
+            unseen=find_unseen_setting_changes(self.model, calls, self.doubtful.dtype)
+            if hidden
+            else (),
             gaps=explained.stage_gaps,
         )
         return Diagnosis(verdict=verdict, function=comparison)
 
-    def _isolate(self, side: str) -> tuple[str, ...]:
+    def _probe_parts_of_function(self, side: str) -> tuple[str, ...]:
         """Return what probes of a function say about its parts."""
-        sizes = self.known.sizes
+        sizes = self.known.input_widths
         if not isinstance(self.doubtful, BlackBox) or sizes is None:
             return ()
         return Isolation(self.doubtful, self.model, sizes, side).sentences
 
-    def _explain_reversed(
+    def _explain_with_roles_swapped(
         self, calls: Sequence[RecordedCall], names: Sequence[str], forward: ExplainedCalls
     ) -> ExplainedCalls | None:
         """Return the known calls, explained by the doubtful one where it is known as data too.
@@ -250,16 +258,22 @@ class Comparison:
         not explain every difference, by fewer causes than ``forward`` if that explains it too.
         """
         model = self.doubtful.model
-        if model is None or not self.runs_as_stated or measure_gaps(model, calls).parted:
+        if (
+            model is None
+            or not self.runs_as_stated
+            or measure_gaps(model, calls).cells_beyond_rounding
+        ):
             return None
         side = "second" if self.doubtful is self.first else "first"
         other = ExplainedCalls(
             model, self.known_calls, names, self.known.dtype, self.candidates, side
         )
-        is_worse = not forward.search.left.parted and len(other.causes) >= len(forward.causes)
-        return None if other.search.left.parted or is_worse else other
+        is_worse = not forward.search.left.cells_beyond_rounding and len(other.causes) >= len(
+            forward.causes
+        )
+        return None if other.search.left.cells_beyond_rounding or is_worse else other
 
-    def with_gradients(self) -> Diagnosis:
+    def diagnosis_with_gradients(self) -> Diagnosis:
         """Return the diagnosis; where outputs agree, gradients must agree as well.
 
         Those of the weights are compared where the weights are the same.
@@ -283,7 +297,7 @@ class Comparison:
 
     def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
         """Return the reason why these inputs could not show a difference; "" if they could."""
-        if blind := find_blind_spot(self.model, calls, self.doubtful.dtype):
+        if blind := explain_insensitivity_to_scores(self.model, calls, self.doubtful.dtype):
             return blind
         mine, theirs = self.first.model, self.second.model
         if mine and theirs and _count_window_keys(mine) != _count_window_keys(theirs):
@@ -291,7 +305,7 @@ class Comparison:
                 _count_window_keys(mine), _count_window_keys(theirs), calls
             )
         is_doubtful = verdict is Verdict.OTHER_WEIGHTS or self._settings_differ()
-        if is_doubtful and not self._agree_elsewhere():
+        if is_doubtful and not self._outputs_agree_on_probes():
             return "outputs agree on these inputs and differ on those that headwise makes"
         return ""
 
@@ -302,9 +316,9 @@ class Comparison:
             return False
         return not replace(first, weights={}).is_equal(replace(second, weights={}))
 
-    def _agree_elsewhere(self) -> bool:
+    def _outputs_agree_on_probes(self) -> bool:
         """True if outputs agree on headwise's own inputs, or cannot be had."""
-        sizes = self.known.sizes
+        sizes = self.known.input_widths
         if isinstance(self.doubtful, Recording) or sizes is None:
             return True
         probes = make_probes([self.doubtful], sizes)
@@ -317,7 +331,7 @@ class Comparison:
         pairs = ((self.first.output(inputs), self.second.output(inputs)) for inputs in single)
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
-    def _is_one_model(self) -> bool:
+    def _settings_and_weights_are_equal(self) -> bool:
         """True if both are known as data and have the same settings and numbers."""
         first, second = self.first.model, self.second.model
         return first is not None and second is not None and first.is_equal(second)

@@ -47,7 +47,9 @@ def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
     if gaps:
         output_gap = max(gaps.values())
         has_other_output = any(
-            exceeds_rounding(gap, first.output_rounding(name), second.output_rounding(name))
+            exceeds_rounding(
+                gap, first.float32_rounding_of_output(name), second.float32_rounding_of_output(name)
+            )
             for name, gap in gaps.items()
         )
     else:
@@ -81,13 +83,17 @@ def _compare_layers_in_order(first: ModelRun, second: ModelRun) -> Iterator[Laye
 
 
 def _choose_verdict(comparison: ModelComparison) -> Verdict:
-    parted = comparison.parted
-    if comparison.blind and not comparison.outside and not comparison.has_other_output:
+    parted = comparison.differing_layers
+    if (
+        comparison.layers_with_blind_spot
+        and not comparison.difference_outside_attention
+        and not comparison.has_other_output
+    ):
         return Verdict.INCONCLUSIVE
-    if not parted and not comparison.outside:
+    if not parted and not comparison.difference_outside_attention:
         is_bitwise = not any(layer.input_gap for layer in comparison.layers)
         return Verdict.SAME if is_bitwise and not comparison.output_gap else Verdict.TO_ROUNDING
-    if not comparison.outside and not comparison.has_other_output:
+    if not comparison.difference_outside_attention and not comparison.has_other_output:
         return Verdict.OTHER_WEIGHTS
     if any(layer.comparison.causes or layer.exchanged_with for layer in parted):
         return Verdict.DIFFERENT

@@ -173,7 +173,7 @@ def _compare_converted(
     mine, theirs = find_modules(source, first), find_modules(target, second)
     are_listed = {bool(module.place.role) for module in (*mine, *theirs)}
     is_single = len(mine) == len(theirs) == 1 and len(are_listed) == 1
-    form = NameForm.of(theirs) if are_listed == {True} or is_single else AS_STORED
+    form = NameForm.shared_by(theirs) if are_listed == {True} or is_single else AS_STORED
     if is_damaged and source == target:  # stored tensors are compared without conversion
         steps = plan_renaming_within_layout(first, source, form=form)
     else:
@@ -190,7 +190,7 @@ def _compare_converted(
             )
     evidence = _Evidence(first, second, source, target, steps, counts)
     for number, step in enumerate(steps):
-        evidence.add(step)
+        evidence.compare_step(step)
         progress("tensors", number + 1, len(steps))
     return evidence.comparison(conflicts)
 
@@ -210,14 +210,14 @@ class _Evidence:
     differences: list[TensorEvidence] = field(default_factory=list)
     only_first: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def add(self, step: ConversionStep) -> None:
+    def compare_step(self, step: ConversionStep) -> None:
         """Compare the outputs of one step with the second's tensors."""
         stored = {name: self.first[name] for name in step.inputs}
         if not step.outputs:  # biases that the second's layout has no tensor for
             nonzero = [name for name, tensor in stored.items() if not is_positive_zero(tensor)]
             self.only_first |= dict.fromkeys(nonzero, ())
             return
-        converted = stored if self._has_stored_names(step) else step.convert(stored)
+        converted = stored if self._has_unconverted_names(step) else step.convert(stored)
         missing = []
         for name, tensor in converted.items():
             if name in self.second:
@@ -238,7 +238,7 @@ class _Evidence:
             conflicts=conflicts,
         )
 
-    def _has_stored_names(self, step: ConversionStep) -> bool:
+    def _has_unconverted_names(self, step: ConversionStep) -> bool:
         """True if the second has these tensors under the first's names, not the converted ones."""
         return (
             self._attention_names.isdisjoint(step.inputs)

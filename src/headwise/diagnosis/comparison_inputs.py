@@ -33,7 +33,7 @@ def choose_inputs(
             do="compare(a, b, x), or compare(model_a, model_b, {'input_ids': tokens})",
         )
     subjects = (first, second)
-    sizes = [each.sizes for each in subjects if each.sizes is not None]
+    sizes = [each.input_widths for each in subjects if each.input_widths is not None]
     if not sizes:
         raise OptionError(
             saw=f"{first.kind} and {second.kind}, of which nothing but the outputs is known",

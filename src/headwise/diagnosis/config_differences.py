@@ -27,7 +27,7 @@ def find_config_differences(
     for layer in sorted({*layers}):
         with suppress(OptionError):  # a setting that headwise has no name for
             mine, theirs = (
-                _read_function_fields(config, layout, layer)
+                _read_attention_settings(config, layout, layer)
                 for config, layout in zip((first, second), layouts, strict=True)
             )
             for name in mine.keys() & theirs.keys():
@@ -36,7 +36,7 @@ def find_config_differences(
     return differing
 
 
-def _read_function_fields(config: Config, layout: Layout, layer: int) -> Fields:
+def _read_attention_settings(config: Config, layout: Layout, layer: int) -> Fields:
     described = layout_in_layer(layout, config, layer)
     options = attention_options(config, described.function, layer=layer)
     fields = {"window": str(attention_window(config, layer))}

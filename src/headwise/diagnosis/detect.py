@@ -19,7 +19,7 @@ from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.stored_description import COUNTS, Description, layout_of_description
 from headwise.diagnosis.candidate_layouts import CandidateLayout, LayoutGroup, head_counts
 from headwise.diagnosis.detection_result import Detection, narrow_detection
-from headwise.diagnosis.detection_result import detect as detect_by_names
+from headwise.diagnosis.detection_result import detect_by_names_and_shapes as detect_by_names
 from headwise.errors import OptionError
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import State
@@ -113,7 +113,7 @@ class GivenWeights:
             return self.require_layout(name, parameter)
         detection = self.detection()
         self.require_fit(detection)
-        return detection.require(file=self.title, parameter=parameter)
+        return detection.require_only_layout(file=self.title, parameter=parameter)
 
 
 def open_weights(

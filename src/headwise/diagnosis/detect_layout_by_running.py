@@ -27,7 +27,7 @@ from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import NamedModule
-from headwise.reference import share_heads, split_heads
+from headwise.reference import repeat_kv_heads, split_heads
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
 from headwise.support.module_modes import evaluation_mode
@@ -94,7 +94,7 @@ def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[Firs
 def compute_raw_scores(matrix: AttentionMatrix) -> Tensor:
     """Return scale * q.k in float64."""
     q, k = matrix.q.double(), matrix.k.double()
-    return matrix.scale * q @ share_heads(k, heads=q.shape[1]).mT
+    return matrix.scale * q @ repeat_kv_heads(k, heads=q.shape[1]).mT
 
 
 def pair_modules(
@@ -277,7 +277,7 @@ class _Trial:
     def _find_difference(
         self, module: NamedModule, call: FirstCall, sizes: Sizes
     ) -> str | NotComparedError | None:
-        layout = _comparable_layout(self.candidate.layout, self.config, module.layer)
+        layout = _layout_without_score_operations(self.candidate.layout, self.config, module.layer)
         layer = self._build_layer(layout, module, _head_counts(call, sizes))
         part = _find_differing_stage(layer, self.candidate.layout.function, call)
         why = self._describe_unknown_rotation(layout, module) if part == SCORES else None
@@ -307,7 +307,7 @@ class _Trial:
             {
                 local: self.state[name].double()
                 for name, local in module.tensors.items()
-                # A distance bias is added to the scores: see _comparable_layout.
+                # A distance bias is added to the scores: see _layout_without_score_operations.
                 if layout.patterns[local].tensors != ("distances",)
             },
             layout=layout,
@@ -323,7 +323,9 @@ def _head_counts(call: FirstCall, sizes: Sizes) -> Sizes:
     return {"heads": call_heads, "kv_heads": max(1, kv_heads * call_heads // heads)}
 
 
-def _comparable_layout(layout: Layout, config: Mapping[str, Any], number: int) -> Layout:
+def _layout_without_score_operations(
+    layout: Layout, config: Mapping[str, Any], number: int
+) -> Layout:
     """Return the layout of one layer, without the operations on finished scores."""
     layout = layout_in_layer(layout, config, number)
     bare = replace(layout.function, score_bias="none", softcap="none", window="none", clip="none")
@@ -351,7 +353,7 @@ def _find_differing_stage(layer: Attention, spec: AttentionSpec, call: FirstCall
 
     def values(x: Tensor) -> Tensor:
         v = split_heads(in_dtype_of(x).v_proj(x), heads=layer.num_kv_heads)
-        return share_heads(v, heads=call.values.shape[1])  # some models repeat theirs first
+        return repeat_kv_heads(v, heads=call.values.shape[1])  # some models repeat theirs first
 
     for stage, ours, theirs in ((SCORES, scores, call.scores), (VALUES, values, call.values)):
         budget = Budget.of(ours, x)

@@ -1,4 +1,4 @@
-"""Result of `detect`: the layouts that a file may be in, and the evidence for them.
+"""Result of `headwise.detect`: the layouts that a file may be in, and the evidence for them.
 
 A detection is one layout, or the list of those that the evidence cannot distinguish. The result is
 never a guess: names and shapes of two layouts often coincide, and so do the first rows.
@@ -91,7 +91,7 @@ class Detection:
             ],
         }
 
-    def require(self, *, file: str = "the file", parameter: str = "layout") -> Layout:
+    def require_only_layout(self, *, file: str = "the file", parameter: str = "layout") -> Layout:
         """Return the only layout, or raise.
 
         Args:
@@ -109,11 +109,11 @@ class Detection:
             more = f", and {len(faults) - 1} more are at fault" if len(faults) > 1 else ""
             raise CheckpointError(
                 saw=f"{file}, which would be in the layout "
-                f"{' or '.join(_join_equal_layouts(self.damaged))}, but {faults[0]}{more}",
+                f"{' or '.join(_join_names_of_equal_layouts(self.damaged))}, but {faults[0]}{more}",
                 needed="every attention tensor of every layer, in the shape of the layout",
                 do="download the file again; headwise verify lists differences from another copy",
             )
-        names = ", ".join(_join_equal_layouts(self.candidates))
+        names = ", ".join(_join_names_of_equal_layouts(self.candidates))
         do = f"name the layout ({{{parameter}}}), or headwise detect with --against"
         if not self.candidates:
             saw = "which contains no attention layer of a known layout"
@@ -132,7 +132,7 @@ class Detection:
         raise UndecidedError(saw=f"{file}, {saw}", needed=needed, do=do, parameter=parameter)
 
 
-def detect(
+def detect_by_names_and_shapes(
     headers: Mapping[str, TensorHeader],
     *,
     described: str | Layout | None = None,
@@ -163,13 +163,13 @@ def detect(
             do="give {rotary_width} as the model has it, or leave it out",
             parameter="rotary_width",
         )
-    detection = _select_candidates(candidates, described, config or {})
+    detection = _narrow_by_metadata_and_config(candidates, described, config or {})
     if any(each.faults for each in candidates):
         return replace(detection, candidates=(), damaged=detection.candidates)
     return detection
 
 
-def _select_candidates(
+def _narrow_by_metadata_and_config(
     candidates: list[CandidateLayout], described: Layout | None, config: Config
 ) -> Detection:
     """Return the detection that the metadata of the files and the config leave."""
@@ -229,7 +229,7 @@ def _find_refutation(
 def describe_detection(detection: Detection, *, title: str) -> list[str]:
     """Return the detection as sentences; ``title`` is the name of the weights."""
     lines: list[str] = []
-    names = _join_equal_layouts(detection.candidates or detection.damaged)
+    names = _join_names_of_equal_layouts(detection.candidates or detection.damaged)
     if detection.layout is not None:
         same = " (the same map and function here)" if len(detection.candidates[0]) > 1 else ""
         lines.append(f"{title} is in the layout {names[0]}{same}")
@@ -253,7 +253,7 @@ def describe_detection(detection: Detection, *, title: str) -> list[str]:
     return lines + _describe_evidence(detection)
 
 
-def _join_equal_layouts(groups: Iterable[LayoutGroup]) -> list[str]:
+def _join_names_of_equal_layouts(groups: Iterable[LayoutGroup]) -> list[str]:
     return [" = ".join(each.layout.name for each in group) for group in groups]
 
 

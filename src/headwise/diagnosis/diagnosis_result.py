@@ -79,7 +79,7 @@ class TensorEvidence:
     where: str = ""
 
     @property
-    def what(self) -> str:
+    def difference_in_words(self) -> str:
         """The difference in words."""
         if self.sides:
             return f"{self.kind} {' against '.join(self.sides)}"
@@ -96,7 +96,7 @@ class TensorEvidence:
 
     def __str__(self) -> str:
         made_of = "" if self.made_of == (self.name,) else f", made of {_quote_names(self.made_of)}"
-        return f"{_append_place(f'`{self.name}`', self.where)}{made_of}: {self.what}"
+        return f"{_append_place(f'`{self.name}`', self.where)}{made_of}: {self.difference_in_words}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ class Diagnosis(Displayed):
     def _answer_from_comparison(self, comparison: FunctionComparison | ModelComparison) -> str:
         if self.verdict is Verdict.UNKNOWN and self.function and self.function.gradients:
             return "Different in training alone: outputs agree, and gradients do not."
-        names, left = comparison.causes_in_words, comparison.unexplained
+        names, left = comparison.cause_names_with_equals, comparison.unexplained
         causes = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
         rest = f"a part of it; nothing explains {', '.join(left)}" if left else "all of it"
         verb = "explain" if len(names) > 1 else "explains"

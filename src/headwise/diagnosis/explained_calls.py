@@ -25,7 +25,7 @@ from headwise.diagnosis.simulation.gaps import (
     Gaps,
     absolute_difference,
     measure_gaps,
-    measure_positions,
+    measure_gaps_by_position,
 )
 from headwise.diagnosis.simulation.stage_rounding import allowed_difference
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
@@ -61,11 +61,11 @@ class ExplainedCalls:
         stored weights, if that leaves nothing.
         """
         named = search_causes(Evidence(self.model, self.calls, self.gaps), self.candidates)
-        if named.left.parted and self._is_rounded:
+        if named.left.cells_beyond_rounding and self._has_narrower_stored_dtype:
             coarse = search_causes(
                 Evidence.of(self.model, self._calls_in_stored_dtype), self.candidates
             )
-            return named if coarse.left.parted else coarse
+            return named if coarse.left.cells_beyond_rounding else coarse
         return named
 
     @cached_property
@@ -79,9 +79,9 @@ class ExplainedCalls:
         return tuple(s for s in STAGES if any(s in call.stages for call in self.calls))
 
     @property
-    def is_simple(self) -> bool:
+    def is_explained_by_one_cause(self) -> bool:
         """True if at most one cause explains every difference."""
-        return not self.search.left.parted and len(self.search.causes) < 2
+        return not self.search.left.cells_beyond_rounding and len(self.search.causes) < 2
 
     @property
     def causes(self) -> tuple[FoundCause, ...]:
@@ -89,40 +89,44 @@ class ExplainedCalls:
         causes = self.search.causes
         everything = sum(each.size for each in causes if not each.partner)
         everything += max((each.size for each in causes if each.partner), default=0.0)
-        everything += self.search.left.total(self.search.left.parted)
+        everything += self.search.left.total_clipped_size(self.search.left.cells_beyond_rounding)
         return tuple(
             replace(
                 _make_found_cause(each, self.side),
                 share=each.size / everything if everything else 1.0,
-                output_left=max(self._measure_rest(each.model, call) for call in self.calls),
+                output_left=max(
+                    self._measure_last_stage_gap(each.model, call) for call in self.calls
+                ),
             )
             for each in causes
         )
 
-    def _measure_rest(self, model: AttentionModel, call: RecordedCall) -> float:
+    def _measure_last_stage_gap(self, model: AttentionModel, call: RecordedCall) -> float:
         """Return the relative difference of the last stage of a call from that of a model."""
         last = [stage for stage in STAGES if stage in call.stages][-1]
-        mine, theirs = call.stages[last], model.predict(last, replace(call, stages={}))
+        mine, theirs = call.stages[last], model.predict_stage(last, replace(call, stages={}))
         if mine.shape != theirs.shape:
             return torch.inf
         size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
         return float(absolute_difference(theirs, mine).norm() / size)
 
     @cached_property
-    def positions(self) -> dict[tuple[str, int], list[float]]:
+    def gaps_by_position(self) -> dict[tuple[str, int], list[float]]:
         """(stage, number of the call) -> the size of its difference at each position it parts."""
-        parted = dict.fromkeys((stage, number) for stage, number, _ in self.gaps.parted)
+        parted = dict.fromkeys(
+            (stage, number) for stage, number, _ in self.gaps.cells_beyond_rounding
+        )
         return {
-            (stage, number): measure_positions(self.model, self.calls[number], stage)
+            (stage, number): measure_gaps_by_position(self.model, self.calls[number], stage)
             for stage, number in parted
         }
 
     def _parted_positions(self, stage: str) -> tuple[int, ...] | None:
         """Return the tokens at which a stage parts in some call; None for all."""
         apart, every = set[int](), set[int]()
-        for (name, number), sizes in self.positions.items():
+        for (name, number), sizes in self.gaps_by_position.items():
             if name == stage:
-                past = self.calls[number].past
+                past = self.calls[number].past_key_count
                 every |= {past + n for n in range(len(sizes))}
                 apart |= {past + n for n, size in enumerate(sizes) if size}
         return None if apart == every else tuple(sorted(apart))
@@ -140,12 +144,16 @@ class ExplainedCalls:
         """
         if all(is_rounding for _, is_rounding in self._measure_output_gaps):
             return True
-        has_other_weights = not PROJECTED.isdisjoint(self.gaps.stages)
-        stored = self._calls_in_stored_dtype if has_other_weights and self._is_rounded else ()
+        has_other_weights = not PROJECTED.isdisjoint(self.gaps.stages_beyond_rounding)
+        stored = (
+            self._calls_in_stored_dtype
+            if has_other_weights and self._has_narrower_stored_dtype
+            else ()
+        )
         return bool(stored) and all(self._measure_output_gap(call)[1] for call in stored)
 
     @property
-    def _is_rounded(self) -> bool:
+    def _has_narrower_stored_dtype(self) -> bool:
         """True if the weights are stored in a narrower dtype than the calls were computed in."""
         return any(
             torch.finfo(self.stored).eps > torch.finfo(call.dtype).eps for call in self.calls
@@ -159,16 +167,16 @@ class ExplainedCalls:
     def verdict(self) -> Verdict:
         """The verdict, for a check that could have failed and outputs that may not be bitwise."""
         if self.outputs_agree:
-            return Verdict.OTHER_WEIGHTS if self.gaps.parted else Verdict.TO_ROUNDING
+            return Verdict.OTHER_WEIGHTS if self.gaps.cells_beyond_rounding else Verdict.TO_ROUNDING
         return Verdict.DIFFERENT if self.search.causes else Verdict.UNKNOWN
 
     @property
-    def parted(self) -> tuple[PartedStage, ...]:
+    def parted_stages(self) -> tuple[PartedStage, ...]:
         """The stages that part although the stages before them are the same."""
-        left = {*self.search.left.parted}
+        left = {*self.search.left.cells_beyond_rounding}
         parted = []
-        for stage in self.gaps.stages:
-            cells = [cell for cell in self.gaps.parted if cell[0] == stage]
+        for stage in self.gaps.stages_beyond_rounding:
+            cells = [cell for cell in self.gaps.cells_beyond_rounding if cell[0] == stage]
             heads = tuple(sorted({head for _, _, head in cells}))
             parted.append(
                 PartedStage(
@@ -195,7 +203,7 @@ class ExplainedCalls:
                 call=number - self.names.index(self.names[number]),
                 sizes=tuple(gap.size for gap in each),
                 shares=tuple(gap.share for gap in each),
-                by_position=tuple(self.positions.get((stage, number), ())),
+                by_position=tuple(self.gaps_by_position.get((stage, number), ())),
             )
             for (stage, number), each in heads.items()
         )

@@ -33,8 +33,8 @@ class PartedStage:
     positions: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        heads = "" if self.heads is None else f", {_describe_head_numbers('head', self.heads)}"
-        heads += f", {self.where}" if self.where else ""
+        heads = "" if self.heads is None else f", {_format_noun_with_numbers('head', self.heads)}"
+        heads += f", {self.positions_in_words}" if self.positions_in_words else ""
         mark = "explained" if self.is_explained else "NOT explained"
         apart = (
             f"apart by {self.size:.2g} of its size"
@@ -44,9 +44,9 @@ class PartedStage:
         return f"{self.stage}: {apart}{heads}; {mark}"
 
     @property
-    def where(self) -> str:
+    def positions_in_words(self) -> str:
         """The positions at which it parts, in words; "" for all."""
-        return "" if not self.positions else _describe_head_numbers("position", self.positions)
+        return "" if not self.positions else _format_noun_with_numbers("position", self.positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class StageGaps:
     by_position: tuple[float, ...] = ()
 
     @property
-    def size(self) -> float:
+    def largest_head_difference(self) -> float:
         """The largest relative difference of a head."""
         return max(self.sizes)
 
@@ -115,25 +115,26 @@ class FoundCause:
     partner: str = ""
 
     @property
-    def values(self) -> str:
+    def parameters_in_words(self) -> str:
         """The parameters in words: ``theta 10000``."""
         return ", ".join(
             f"{name} {_format_parameter(value)}" for name, value in self.parameters.items()
         )
 
     @property
-    def where(self) -> str:
+    def heads_in_words(self) -> str:
         """The heads that it concerns, in words; "" for all."""
-        return "" if self.heads is None else _describe_head_numbers("head", self.heads)
+        return "" if self.heads is None else _format_noun_with_numbers("head", self.heads)
 
     @property
     def lines(self) -> list[str]:
         """Sentences about the cause."""
-        where = f", {self.where} alone" if self.where else ""
-        lines = [
-            f"{self.name}{f': {self.values}' if self.values else ''} in the {self.side}{where}"
-        ]
-        lines.append(f"  explains {', '.join(self.stages)} to rounding{self.extent}")
+        where = f", {self.heads_in_words} alone" if self.heads_in_words else ""
+        values = f": {self.parameters_in_words}" if self.parameters_in_words else ""
+        lines = [f"{self.name}{values} in the {self.side}{where}"]
+        lines.append(
+            f"  explains {', '.join(self.stages)} to rounding{self.explained_share_in_words}"
+        )
         if self.repair:
             side = "" if self.side == "first" else f" of the {self.side}"
             lines.append(f"  repair{side}: {self.repair}")
@@ -143,12 +144,12 @@ class FoundCause:
         return lines
 
     @property
-    def in_words(self) -> str:
+    def name_with_equals(self) -> str:
         """The name, with those of causes that look the same."""
         return f"{self.name} (or {', '.join(self.equals)})" if self.equals else self.name
 
     @property
-    def extent(self) -> str:
+    def explained_share_in_words(self) -> str:
         """A clause on the share that it explains; "" if it alone explains everything."""
         partner = f", but only together with {self.partner}" if self.partner else ""
         if self.share > ALL:
@@ -234,9 +235,9 @@ class FunctionComparison:
         return [cause.name for cause in self.causes]
 
     @property
-    def causes_in_words(self) -> list[str]:
+    def cause_names_with_equals(self) -> list[str]:
         """The names of the causes, each with those that look the same."""
-        return [cause.in_words for cause in self.causes]
+        return [cause.name_with_equals for cause in self.causes]
 
     @property
     def unexplained(self) -> list[str]:
@@ -274,7 +275,7 @@ def cause_page_path(cause: str) -> str:
     return f"causes/{'-'.join(words)}.md"
 
 
-def _describe_head_numbers(noun: str, numbers: tuple[int, ...]) -> str:
+def _format_noun_with_numbers(noun: str, numbers: tuple[int, ...]) -> str:
     """Return "head 3", "heads 2 to 5" or "heads 1, 4 and 9 more"."""
     first, last = numbers[0], numbers[-1]
     if len(numbers) == 1:

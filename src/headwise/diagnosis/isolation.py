@@ -21,7 +21,7 @@ from headwise.diagnosis.simulation.stage_rounding import allowed_difference
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.black_box import BlackBox
 from headwise.errors import OptionError
-from headwise.reference import share_heads
+from headwise.reference import repeat_kv_heads
 
 TOKENS, BATCH = 6, 8
 MOST_WEIGHTS = 5  # tokens whose weights are computed from outputs
@@ -50,22 +50,26 @@ class Isolation:
         """A sentence of each probe, without those on which the function fails."""
         sentences: list[str] = []
         with suppress(OptionError):
-            sentences += self._compare_seen_tokens()
+            sentences += self._compare_visible_keys()
         with suppress(OptionError):
             sentences += self._compare_one_token()
         return tuple(sentences)
 
     @property
-    def _crosses(self) -> bool:
+    def _is_cross_attention(self) -> bool:
         return self.widths[0] != self.widths[1]
 
     def _compare_one_token(self) -> Iterator[str]:
         """Compare the outputs for one key, and then the weights for several."""
         if "sink" in self.model.weights:  # a share of the weight has no value
             return
-        source = _draw_tokens(BATCH, 1, self.widths[1], SEED + 1) if self._crosses else None
-        inputs = Inputs(_draw_tokens(BATCH, 1, self.widths[0], SEED), source)
-        output, predicted, bound = self._run(inputs)
+        source = (
+            _draw_token_vectors(BATCH, 1, self.widths[1], SEED + 1)
+            if self._is_cross_attention
+            else None
+        )
+        inputs = Inputs(_draw_token_vectors(BATCH, 1, self.widths[0], SEED), source)
+        output, predicted, bound = self._run_both_with_bound(inputs)
         if predicted.shape != output.shape:
             yield f"outputs of the {self.side} have another width"
         elif bool((absolute_difference(predicted, output) > bound).any()):
@@ -79,17 +83,17 @@ class Isolation:
                 "with one token, which has all the weight, the outputs agree: values and the "
                 "output projection are right, and the scores or the weights differ"
             )
-            yield from self._compare_weights()
+            yield from self._compare_recovered_attention_weights()
 
-    def _compare_seen_tokens(self) -> Iterator[str]:
+    def _compare_visible_keys(self) -> Iterator[str]:
         """Compare the pairs of a query and another token that it sees."""
-        if self._crosses:
+        if self._is_cross_attention:
             return
-        x = _draw_tokens(1, TOKENS, self.widths[0], SEED)
+        x = _draw_token_vectors(1, TOKENS, self.widths[0], SEED)
         moved = x.repeat(TOKENS, 1, 1)
         places = torch.arange(TOKENS)
-        moved[places, places] = _draw_tokens(1, TOKENS, self.widths[0], SEED + 1)[0]
-        output, predicted, bound = self._run(Inputs(torch.cat([x, moved])))
+        moved[places, places] = _draw_token_vectors(1, TOKENS, self.widths[0], SEED + 1)[0]
+        output, predicted, bound = self._run_both_with_bound(Inputs(torch.cat([x, moved])))
         if predicted.shape != output.shape:
             return
         change = (output[1:] - output[:1]).abs() > bound.amax()
@@ -105,17 +109,17 @@ class Isolation:
             more = f", and so for {len(wrong) - 1} more pairs" if len(wrong) > 1 else ""
             yield f"query {query} of the {self.side} {verb} key {key}{more}"
 
-    def _compare_weights(self) -> Iterator[str]:
+    def _compare_recovered_attention_weights(self) -> Iterator[str]:
         """Compute the weights of each head from outputs, and compare them."""
         weights = self.model.weights
         heads, value_dim, out_dim = weights["wo"].shape
         tokens = min(value_dim - 1, out_dim // heads, MOST_WEIGHTS)
-        if tokens < 2 or self._crosses:
+        if tokens < 2 or self._is_cross_attention:
             return
-        inputs = Inputs(_draw_tokens(BATCH, tokens, self.widths[0], SEED + 2))
-        output, _, bound = self._run(inputs)
-        run = self.model.predict_stages(RecordedCall(inputs, {}))
-        values = share_heads(run["v"], heads=heads)
+        inputs = Inputs(_draw_token_vectors(BATCH, tokens, self.widths[0], SEED + 2))
+        output, _, bound = self._run_both_with_bound(inputs)
+        run = self.model.predict_all_stages(RecordedCall(inputs, {}))
+        values = repeat_kv_heads(run["v"], heads=heads)
         parts = torch.einsum("bhjd,hdo->bohj", values, weights["wo"]).flatten(2)
         inverse = torch.linalg.pinv(parts)
         rest = output if "bo" not in weights else output - weights["bo"]
@@ -131,14 +135,14 @@ class Isolation:
             listed = "all heads" if len(numbers) == heads else listed
             yield f"weights, computed from outputs of {tokens} tokens, differ in {listed}"
 
-    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def _run_both_with_bound(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output of the function, that of the model, and what rounding explains."""
         output = self.function.output(inputs)
         forced = self.model.prepare_stage("output", RecordedCall(inputs, {}, output.dtype))
         return output.double(), forced.result(), allowed_difference(forced)
 
 
-def _draw_tokens(batch: int, tokens: int, width: int, seed: int) -> Tensor:
+def _draw_token_vectors(batch: int, tokens: int, width: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, tokens, width, generator=generator)
     return (x / UNIT).round() * UNIT

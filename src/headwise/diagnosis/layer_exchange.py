@@ -8,7 +8,7 @@ from headwise.diagnosis.causes.layers_exchanged import LayersExchangedCause
 from headwise.diagnosis.causes.layers_off_by_one import LayersOffByOneCause
 
 
-def name_exchange(shifts: AbstractSet[int]) -> str:
+def cause_of_layer_shifts(shifts: AbstractSet[int]) -> str:
     """Return the cause of layers that moved by these numbers of places."""
     is_off_by_one = shifts in ({1}, {-1})
     return LayersOffByOneCause.name if is_off_by_one else LayersExchangedCause.name

@@ -16,7 +16,7 @@ from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison, PartedStage
 from headwise.diagnosis.model_comparison import LayerComparison
-from headwise.diagnosis.power import describe_unseen_window, find_blind_spot
+from headwise.diagnosis.power import describe_unseen_window, explain_insensitivity_to_scores
 from headwise.diagnosis.probes import SEED
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import measure_gaps
@@ -66,19 +66,21 @@ class LayerPair:
             )
         )
         known = replace(known, stored=self._known_attention.stored)
-        if known.gaps.parted and explained.gaps.parted:
+        if known.gaps.cells_beyond_rounding and explained.gaps.cells_beyond_rounding:
             return self._compare_stages_directly(NOT_AS_STATED)
-        if known.gaps.parted:
+        if known.gaps.cells_beyond_rounding:
             is_of_second = self._known_attention is self.theirs
-            return self._report_explained(
+            return self._report_explained_calls(
                 _explain_by_named_causes(known, named), named, is_of_second=is_of_second
             )
-        exchanged_with = self._find_exchanged_layer() if explained.gaps.parted else ""
+        exchanged_with = (
+            self._find_exchanged_layer() if explained.gaps.cells_beyond_rounding else ""
+        )
         if exchanged_with:  # the exchange explains it all
-            return self._report_explained(
+            return self._report_explained_calls(
                 replace(explained, candidates=()), named, exchanged_with=exchanged_with
             )
-        return self._report_explained(_explain_by_named_causes(explained, named), named)
+        return self._report_explained_calls(_explain_by_named_causes(explained, named), named)
 
     @property
     def _describe_probes(self) -> list[str]:
@@ -111,7 +113,7 @@ class LayerPair:
         roundings = self.mine.input_rounding, self.theirs.input_rounding
         return exceeds_rounding(self._input_gap, *roundings)
 
-    def _blind_spot(self) -> str:
+    def _describe_blind_spot(self) -> str:
         """Return the reason why this input could not show another attention; "" if it could."""
         mine, theirs = self.mine.model, self.theirs.model
         dropout = describe_dropout_difference(self.mine.dropout, self.theirs.dropout)
@@ -123,38 +125,44 @@ class LayerPair:
             )
         if self._known_model is None or (mine and theirs and mine.is_equal(theirs)):
             return ""
-        return find_blind_spot(self._known_model, [self._doubtful_call], self._doubtful_call.dtype)
+        return explain_insensitivity_to_scores(
+            self._known_model, [self._doubtful_call], self._doubtful_call.dtype
+        )
 
     def _find_exchanged_layer(self) -> str:
         """Return the other layer of the second model that computes the same; "" for none."""
         for layer in self.second.layers:
             if layer is self.theirs or layer.model is None:
                 continue
-            if not measure_gaps(layer.model, [self._doubtful_call]).parted:
+            if not measure_gaps(layer.model, [self._doubtful_call]).cells_beyond_rounding:
                 return layer.name
         return ""
 
     def _compare_stages_directly(self, reason: str) -> LayerComparison:
         """Compare the recorded stages; ``reason`` says why, where that is not possible either."""
         if self._has_other_input:
-            return self._make_layer_comparison(self._start_report(), note=reason)
+            return self._make_layer_comparison(self._make_empty_comparison(), note=reason)
         mine, theirs = self.mine.call.stages, self.theirs.call.stages
         common = tuple(stage for stage in STAGES if stage in mine and stage in theirs)
         gaps = {stage: relative_difference_norm(mine[stage], theirs[stage]) for stage in common}
         parted = tuple(
             PartedStage(stage=stage, size=gap, heads=None, probes=(self.first.inputs,))
             for stage, gap in gaps.items()
-            if exceeds_rounding(gap, self.mine.rounding(stage), self.theirs.rounding(stage))
+            if exceeds_rounding(
+                gap,
+                self.mine.float32_rounding_of_stage(stage),
+                self.theirs.float32_rounding_of_stage(stage),
+            )
         )
         report = replace(
-            self._start_report(),
+            self._make_empty_comparison(),
             stages=common,
             parted=parted,
             output_gap=gaps[common[-1]] if common else torch.nan,
         )
         return self._make_layer_comparison(report, outputs_agree=not parted)
 
-    def _report_explained(
+    def _report_explained_calls(
         self,
         explained: ExplainedCalls,
         named: list[Cause],
@@ -163,11 +171,11 @@ class LayerPair:
         is_of_second: bool = False,
     ) -> LayerComparison:
         report = replace(
-            self._start_report(),
-            blind=self._blind_spot() if explained.outputs_agree else "",
+            self._make_empty_comparison(),
+            blind=self._describe_blind_spot() if explained.outputs_agree else "",
             output_gap=explained.output_gap,
             stages=explained.stages,
-            parted=explained.parted,
+            parted=explained.parted_stages,
             causes=explained.causes,
             gaps=explained.stage_gaps,
         )
@@ -181,7 +189,7 @@ class LayerPair:
             is_of_second=is_of_second,
         )
 
-    def _start_report(self) -> FunctionComparison:
+    def _make_empty_comparison(self) -> FunctionComparison:
         return FunctionComparison(
             kinds=(self.first.kind, self.second.kind),
             probes=(self.first.inputs,),
@@ -215,4 +223,4 @@ class LayerPair:
 def _explain_by_named_causes(explained: ExplainedCalls, named: Sequence[Cause]) -> ExplainedCalls:
     """Return the call explained by the causes that were named before, if they suffice."""
     likely = replace(explained, candidates=tuple(named))
-    return likely if named and not likely.search.left.parted else explained
+    return likely if named and not likely.search.left.cells_beyond_rounding else explained

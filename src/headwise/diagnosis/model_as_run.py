@@ -12,7 +12,7 @@ from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import RecordedCall
 
 
-def build_model_as_run(
+def build_attention_model_as_run(
     model: AttentionModel, calls: Sequence[RecordedCall]
 ) -> AttentionModel | None:
     """Return the model that predicts a layer's own calls, such as with hooks of its modules.
@@ -21,7 +21,7 @@ def build_model_as_run(
     """
     evidence = Evidence.of(model, calls)
     named = search_causes(evidence, CAUSES)
-    if named.left.parted:
+    if named.left.cells_beyond_rounding:
         return None
     if not named.causes:
         return model

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from headwise.diagnosis.function_comparison import FunctionComparison, cause_page_path
-from headwise.diagnosis.layer_exchange import name_exchange
+from headwise.diagnosis.layer_exchange import cause_of_layer_shifts
 
 MOST_NAMES = 6
 
@@ -40,7 +40,7 @@ class LayerComparison:
     note: str = ""
 
     @property
-    def parts(self) -> bool:
+    def differs_by_itself(self) -> bool:
         """True if the two differ by their own doing, whatever their input is."""
         return bool(self.comparison.parted)
 
@@ -86,35 +86,35 @@ class ModelComparison:
     has_other_output: bool
 
     @property
-    def parted(self) -> list[LayerComparison]:
+    def differing_layers(self) -> list[LayerComparison]:
         """The layers that differ by their own doing."""
-        return [layer for layer in self.layers if layer.parts]
+        return [layer for layer in self.layers if layer.differs_by_itself]
 
     @property
-    def blind(self) -> list[LayerComparison]:
+    def layers_with_blind_spot(self) -> list[LayerComparison]:
         """The layers that differ, on an input whose outputs could not show it."""
         return [layer for layer in self.layers if layer.comparison.blind]
 
     @property
-    def outside(self) -> str:
+    def difference_outside_attention(self) -> str:
         """The place where a difference starts that no attention makes; "" for none."""
         for layer in self.layers:
             if layer.has_other_input:
                 return f"before `{layer.name}`"
-            if layer.parts:
+            if layer.differs_by_itself:
                 return ""
         return "after the last attention" if self.has_other_output else ""
 
     @property
-    def groups(self) -> list[list[LayerComparison]]:
+    def differing_layers_by_causes(self) -> list[list[LayerComparison]]:
         """The layers that differ by their own doing; those with the same causes together."""
         groups: dict[tuple[str, ...], list[LayerComparison]] = {}
-        for layer in self.parted:
+        for layer in self.differing_layers:
             groups.setdefault(_group_key_of_layer(layer), []).append(layer)
         return [*groups.values()]
 
     @property
-    def exchange(self) -> str:
+    def layer_exchange_cause(self) -> str:
         """The name of the fault of layers that compute what others should; "" for none."""
         names = [layer.other_name for layer in self.layers]
         moved = [
@@ -124,30 +124,42 @@ class ModelComparison:
             return ""
         # Two neighbours that were exchanged move in both directions.
         shifts = {names.index(name) - here if name in names else 0 for here, name in moved}
-        return name_exchange(shifts)
+        return cause_of_layer_shifts(shifts)
 
     @property
     def cause_names(self) -> list[str]:
         """The names of the causes in all layers."""
         names: list[str] = []
-        for layer in self.parted:
-            names += [self.exchange] if layer.exchanged_with else layer.comparison.cause_names
+        for layer in self.differing_layers:
+            names += (
+                [self.layer_exchange_cause]
+                if layer.exchanged_with
+                else layer.comparison.cause_names
+            )
         return [*dict.fromkeys(names)]
 
     @property
-    def causes_in_words(self) -> list[str]:
+    def cause_names_with_equals(self) -> list[str]:
         """The names of the causes in all layers, each with those that look the same."""
         words: list[str] = []
-        for layer in self.parted:
+        for layer in self.differing_layers:
             comparison = layer.comparison
-            words += [self.exchange] if layer.exchanged_with else comparison.causes_in_words
+            words += (
+                [self.layer_exchange_cause]
+                if layer.exchanged_with
+                else comparison.cause_names_with_equals
+            )
         return [*dict.fromkeys(words)]
 
     @property
     def unexplained(self) -> list[str]:
         """The layers that differ without a cause, and the place outside attention."""
-        names = [f"`{layer.name}`" for layer in self.parted if not layer.is_explained]
-        return names + ([f"the difference {self.outside}"] if self.outside else [])
+        names = [f"`{layer.name}`" for layer in self.differing_layers if not layer.is_explained]
+        return names + (
+            [f"the difference {self.difference_outside_attention}"]
+            if self.difference_outside_attention
+            else []
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as numbers, texts, lists and dicts, for JSON."""
@@ -156,7 +168,7 @@ class ModelComparison:
             "inputs": self.inputs,
             "seed": self.seed,
             "output_gap": self.output_gap,
-            "outside": self.outside,
+            "outside": self.difference_outside_attention,
             "layers": [
                 {
                     "name": layer.name,
@@ -179,18 +191,23 @@ class ModelComparison:
             f"{self.kinds[0]} against {self.kinds[1]}: {len(self.layers)} attentions, on "
             f"{self.inputs} (seed {self.seed})"
         ]
-        if self.outside:
-            lines.append(f"  a difference starts {self.outside}, outside attention")
-        if self.exchange:
-            lines.append(f"  {self.exchange}")
+        if self.difference_outside_attention:
+            lines.append(
+                f"  a difference starts {self.difference_outside_attention}, outside attention"
+            )
+        if self.layer_exchange_cause:
+            lines.append(f"  {self.layer_exchange_cause}")
             lines.append("    repair: load each layer by its number")
-            lines.append(f"    more: {cause_page_path(self.exchange)} in the documentation")
-        for first, *others in self.groups:
+            lines.append(
+                f"    more: {cause_page_path(self.layer_exchange_cause)} in the documentation"
+            )
+        for first, *others in self.differing_layers_by_causes:
             lines += [f"  {line}" for line in first.lines]
             if others:
                 lines.append(f"  the same in {len(others)} more: {_join_layer_names(others)}")
-        if self.blind:
-            lines.append(f"  {_join_layer_names(self.blind)}: {self.blind[0].comparison.blind}")
+        if self.layers_with_blind_spot:
+            names = _join_layer_names(self.layers_with_blind_spot)
+            lines.append(f"  {names}: {self.layers_with_blind_spot[0].comparison.blind}")
         skipped = [layer for layer in self.layers if layer.note]
         if skipped:
             lines.append(f"  not compared: {_join_layer_names(skipped)}: {skipped[0].note}")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from headwise.diagnosis.layer_exchange import name_exchange
-from headwise.diagnosis.moves.compare_states import compare_states
+from headwise.diagnosis.layer_exchange import cause_of_layer_shifts
+from headwise.diagnosis.moves.compare_states import find_state_moves
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.canonical import State
 from headwise.layouts.equality import list_differing_tensors
@@ -80,7 +80,7 @@ def find_module_moves(
             else:
                 right = _unpack_module(second, b, layouts[1], counts)
                 named.append(_find_moves_of_module(a, state, right, counts.get("rotary_width")))
-    exchange = name_exchange(shifts)
+    exchange = cause_of_layer_shifts(shifts)
     return [replace(each, causes=(exchange,)) if each.is_other_module else each for each in named]
 
 
@@ -128,7 +128,7 @@ def _report_exchanged_module(module: NamedModule, other: NamedModule) -> ModuleM
 def _find_moves_of_module(
     module: NamedModule, a: State, b: State, rotary_width: int | None
 ) -> ModuleMoves:
-    report = compare_states(a, b, rotary_width=rotary_width)
+    report = find_state_moves(a, b, rotary_width=rotary_width)
     return ModuleMoves(
         name=module.prefix.rstrip("."),
         layer=module.layer,

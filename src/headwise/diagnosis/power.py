@@ -18,7 +18,9 @@ USUAL_CAP = 50.0  # of Gemma 2
 ONE = 1 - 1e-6  # a weight that leaves nothing to the other keys
 
 
-def find_blind_spot(model: AttentionModel, calls: Sequence[RecordedCall], unit: torch.dtype) -> str:
+def explain_insensitivity_to_scores(
+    model: AttentionModel, calls: Sequence[RecordedCall], unit: torch.dtype
+) -> str:
     """Return the reason why other scores would not change what was compared; "" if they would.
 
     The model is run with its scores multiplied by 0.7. Where that moves neither the weights, if
@@ -26,18 +28,18 @@ def find_blind_spot(model: AttentionModel, calls: Sequence[RecordedCall], unit: 
     scores.
     """
     calls = [replace(call, dtype=unit) for call in calls]
-    if any(_shows_scores(model, call) for call in calls):
+    if any(_is_sensitive_to_scores(model, call) for call in calls):
         return ""
     bare = [replace(call, stages={}) for call in calls]
     keys = max(call.inputs.key_source.shape[1] for call in calls)
     if keys == 1:
         return "one key: its weight is 1 whatever the scores are"
-    runs = [model.predict_stages(call) for call in bare]
+    runs = [model.predict_all_stages(call) for call in bare]
     if all(not bool(run["v"].any()) for run in runs):
         return "zero values: no weight changes the output"
     if all(bool((run["weights"].amax(-1) > ONE).all()) for run in runs):
         return "saturated: each query gives all its weight to one key"
-    if all(_has_equal_tokens(run["v"]) for run in runs):
+    if all(_values_are_equal_over_tokens(run["v"]) for run in runs):
         return "equal tokens: all values are equal, so weights change nothing"
     return "another scale of the scores does not change the output on these inputs"
 
@@ -54,23 +56,23 @@ def describe_unseen_window(
     )
 
 
-def find_unseen_changes(
+def find_unseen_setting_changes(
     model: AttentionModel, calls: Sequence[RecordedCall], unit: torch.dtype
 ) -> tuple[str, ...]:
     """Return small changes of the settings that would move nothing recorded beyond rounding."""
     calls = [replace(call, dtype=unit) for call in calls]
     return tuple(
         name
-        for name, other in _make_small_changes(model).items()
+        for name, other in _make_small_setting_changes(model).items()
         if not any(
-            _is_stage_apart(model, call, stage, other.predict(stage, call))
+            _stage_differs_beyond_rounding(model, call, stage, other.predict_stage(stage, call))
             for call in calls
             for stage in call.stages
         )
     )
 
 
-def _make_small_changes(model: AttentionModel) -> dict[str, AttentionModel]:
+def _make_small_setting_changes(model: AttentionModel) -> dict[str, AttentionModel]:
     settings, changes = model.settings, {}
     if settings.rotary is not None:
         theta = settings.rotary.theta
@@ -83,26 +85,30 @@ def _make_small_changes(model: AttentionModel) -> dict[str, AttentionModel]:
     return changes
 
 
-def _has_equal_tokens(v: Tensor) -> bool:
+def _values_are_equal_over_tokens(v: Tensor) -> bool:
     apart = (v - v[:, :, :1]).abs().amax()
     return bool(apart <= torch.finfo(torch.float32).eps * v.abs().amax())
 
 
-def _shows_scores(model: AttentionModel, call: RecordedCall) -> bool:
+def _is_sensitive_to_scores(model: AttentionModel, call: RecordedCall) -> bool:
     """True if other scores would move what was recorded of a call by more than rounding."""
     other = model.with_settings(scale=ANOTHER_SCALE * model.settings.scale)
     if not {"scores", "weights"} <= set(call.stages):
         stage = "weights" if "weights" in call.stages else "output"
         bare = replace(call, stages={})
-        return _is_stage_apart(model, bare, stage, other.predict(stage, bare))
+        return _stage_differs_beyond_rounding(model, bare, stage, other.predict_stage(stage, bare))
     # From the recorded stages before each, so that only the rounding of one step counts.
     moved = replace(call, stages={**call.stages, "scores": ANOTHER_SCALE * call.stages["scores"]})
-    return _is_stage_apart(
-        model, call, "scores", other.predict("scores", call)
-    ) and _is_stage_apart(model, call, "weights", model.predict("weights", moved))
+    return _stage_differs_beyond_rounding(
+        model, call, "scores", other.predict_stage("scores", call)
+    ) and _stage_differs_beyond_rounding(
+        model, call, "weights", model.predict_stage("weights", moved)
+    )
 
 
-def _is_stage_apart(model: AttentionModel, call: RecordedCall, stage: str, other: Tensor) -> bool:
+def _stage_differs_beyond_rounding(
+    model: AttentionModel, call: RecordedCall, stage: str, other: Tensor
+) -> bool:
     """True if a stage is apart from what the model computes by more than rounding."""
-    apart = absolute_difference(model.predict(stage, call), other)
+    apart = absolute_difference(model.predict_stage(stage, call), other)
     return bool((apart > allowed_difference(model.prepare_stage(stage, call))).any())

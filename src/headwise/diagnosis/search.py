@@ -12,9 +12,9 @@ from headwise.diagnosis.simulation.gaps import (
     WHOLE,
     Cell,
     Gaps,
-    heads_are_explained,
+    heads_agree_within_rounding,
     measure_gaps,
-    restrict_model_to_heads,
+    replace_stage_in_heads,
 )
 from headwise.diagnosis.simulation.stages import STAGES
 
@@ -66,7 +66,7 @@ class NamedCause:
         return heads if self.is_partial and WHOLE not in heads and has_others else None
 
     @property
-    def rank(self) -> tuple[bool, float, float, int]:
+    def sort_key(self) -> tuple[bool, float, float, int]:
         """Sort key: exact causes first, then more stages, simpler causes, and fewer gaps left."""
         cost = self.cause.cost + PARAMETER * len(self.variant.parameters)
         cost += RESTRICTION * self.is_partial
@@ -88,23 +88,25 @@ def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> Search:
     no cause makes a stage exact, pairs are tried.
     """
     named: list[NamedCause] = []
-    while evidence.gaps.parted and len(named) < MOST_CAUSES:
+    while evidence.gaps.cells_beyond_rounding and len(named) < MOST_CAUSES:
         chosen = (
-            _find_best_causes(evidence, causes)
+            _find_best_single_cause(evidence, causes)
             or _find_additional_cause(named, evidence, causes)
             or _find_best_pair(evidence, causes)
         )
         if not chosen:
             break
-        named += [replace(each, size=evidence.gaps.total(each.cells)) for each in chosen]
+        named += [
+            replace(each, size=evidence.gaps.total_clipped_size(each.cells)) for each in chosen
+        ]
         evidence = Evidence.of(chosen[-1].model, evidence.calls)
     return Search(tuple(named), evidence.gaps)
 
 
-def _find_best_causes(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
+def _find_best_single_cause(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
     exact = sorted(
-        (each for cause in causes for each in _list_exact_causes(cause, evidence)),
-        key=lambda each: each.rank,
+        (each for cause in causes for each in _yield_explaining_variants(cause, evidence)),
+        key=lambda each: each.sort_key,
     )
     if not exact:
         return []
@@ -128,18 +130,18 @@ def _find_additional_cause(
     """
     if not named or not named[-1].is_partial:
         return []
-    return _find_best_causes(Evidence.of(named[-1].variant.model, evidence.calls), causes)
+    return _find_best_single_cause(Evidence.of(named[-1].variant.model, evidence.calls), causes)
 
 
-def _list_exact_causes(cause: Cause, evidence: Evidence) -> Iterator[NamedCause]:
+def _yield_explaining_variants(cause: Cause, evidence: Evidence) -> Iterator[NamedCause]:
     """Return the variants of a cause that explain whole stages."""
     for variant in _yield_fitted_variants(cause, evidence):
-        if explained := _find_explained_cells(cause, variant, evidence):
+        if explained := _explain_cells_by_variant(cause, variant, evidence):
             yield explained
 
 
 def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant]:
-    cells = evidence.parted(*list_visible_stages(cause, evidence))
+    cells = evidence.parted_cells(*list_stages_showing_cause(cause, evidence))
     if not cells:
         return
     for variant in cause.variants(evidence):
@@ -149,7 +151,7 @@ def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant
             yield nearest
 
 
-def list_visible_stages(cause: Cause, evidence: Evidence) -> list[str]:
+def list_stages_showing_cause(cause: Cause, evidence: Evidence) -> list[str]:
     """Return the recorded stages in which a cause shows: its own, or else the next after it."""
     recorded = [stage for stage in STAGES if any(stage in call.stages for call in evidence.calls)]
     shown = []
@@ -159,45 +161,49 @@ def list_visible_stages(cause: Cause, evidence: Evidence) -> list[str]:
     return list(dict.fromkeys(shown))
 
 
-def _find_explained_cells(cause: Cause, variant: Variant, evidence: Evidence) -> NamedCause | None:
+def _explain_cells_by_variant(
+    cause: Cause, variant: Variant, evidence: Evidence
+) -> NamedCause | None:
     """Return what a variant explains: all parted cells of at least one stage.
 
     A variant that must be kept from some heads explains nothing if it breaks the heads that it
     explains in another call.
     """
-    stages = list_visible_stages(cause, evidence)
-    if not any(_explains_a_call(variant, evidence, stage) for stage in stages):
+    stages = list_stages_showing_cause(cause, evidence)
+    if not any(_explains_smallest_call(variant, evidence, stage) for stage in stages):
         return None
     after = measure_gaps(variant.model, evidence.calls, stages)
     cells: list[Cell] = []
     for stage in stages:
-        parted = evidence.parted(stage)
-        if all(_is_explained(cell, after) for cell in parted):
+        parted = evidence.parted_cells(stage)
+        if all(_is_cell_explained(cell, after) for cell in parted):
             cells += parted
         elif cause.is_whole:
             return None
     if not cells:
         return None
     model, is_partial = _apply_variant_in_cells(variant, evidence, after, cells)
-    if is_partial and {*measure_gaps(model, evidence.calls, stages).parted} - {
-        *evidence.gaps.parted
+    if is_partial and {*measure_gaps(model, evidence.calls, stages).cells_beyond_rounding} - {
+        *evidence.gaps.cells_beyond_rounding
     }:
         return None
-    return NamedCause(cause, variant, model, tuple(cells), is_partial, len(after.parted))
+    return NamedCause(
+        cause, variant, model, tuple(cells), is_partial, len(after.cells_beyond_rounding)
+    )
 
 
-def _explains_a_call(variant: Variant, evidence: Evidence, stage: str) -> bool:
+def _explains_smallest_call(variant: Variant, evidence: Evidence, stage: str) -> bool:
     """True if the smallest call in which a stage parts is explained: most variants fail there."""
-    parted = evidence.parted(stage)
+    parted = evidence.parted_cells(stage)
     if not parted:
         return False
     sizes = {n: evidence.calls[n].stages[stage].numel() for _, n, _ in parted}
     number = min(sizes, key=sizes.__getitem__)
     heads = [head for _, n, head in parted if n == number]
-    return heads_are_explained(variant.model, evidence.calls[number], stage, heads)
+    return heads_agree_within_rounding(variant.model, evidence.calls[number], stage, heads)
 
 
-def _is_explained(cell: Cell, after: Gaps) -> bool:
+def _is_cell_explained(cell: Cell, after: Gaps) -> bool:
     stage, number, _ = cell
     if cell in after.cells:
         return after.cells[cell].is_rounding
@@ -211,7 +217,7 @@ def _apply_variant_in_cells(
 ) -> tuple[AttentionModel, bool]:
     """Return the model with the fault where it explains, and whether that is in part only."""
     explained = {stage for stage, _, _ in cells}
-    broken = after.parted
+    broken = after.cells_beyond_rounding
     has_other_heads = variant.model.weights["wq"].shape != evidence.model.weights["wq"].shape
     if not broken or has_other_heads:  # other heads are never those of some stages alone
         return variant.model, False
@@ -219,7 +225,7 @@ def _apply_variant_in_cells(
     for stage in explained:
         heads = sorted({head for s, _, head in cells if s == stage})
         some = any(cell[0] == stage for cell in broken)
-        model = restrict_model_to_heads(model, variant.model, stage, heads if some else None)
+        model = replace_stage_in_heads(model, variant.model, stage, heads if some else None)
     return model, True
 
 
@@ -228,25 +234,25 @@ def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCa
 
     One cause twice is no pair: that undoes what the first did, and is another name for anything.
     """
-    stage = evidence.gaps.stages[0]
-    concerned = [cause for cause in causes if stage in list_visible_stages(cause, evidence)]
-    before = evidence.gaps.size(stage)
+    stage = evidence.gaps.stages_beyond_rounding[0]
+    concerned = [cause for cause in causes if stage in list_stages_showing_cause(cause, evidence)]
+    before = evidence.gaps.totals_of_stage(stage)
     nearest: list[tuple[tuple[float, float], int, Cause, Variant]] = []
     for cause in concerned:
         for variant in _yield_fitted_variants(cause, evidence):
-            size = measure_gaps(variant.model, evidence.calls, [stage]).size(stage)
+            size = measure_gaps(variant.model, evidence.calls, [stage]).totals_of_stage(stage)
             if variant.is_step or size < before:
                 size = (0.0, 0.0) if variant.is_step else size
                 nearest.append((size, len(nearest), cause, variant))
     pairs: list[tuple[tuple[bool, float, float, int], int, list[NamedCause]]] = []
     for _, _, cause, variant in sorted(nearest)[:BEAM]:
-        first = NamedCause(cause, variant, variant.model, tuple(evidence.parted(stage)))
+        first = NamedCause(cause, variant, variant.model, tuple(evidence.parted_cells(stage)))
         others = [each for each in concerned if each is not cause]
-        for second in _find_best_causes(Evidence.of(variant.model, evidence.calls), others):
+        for second in _find_best_single_cause(Evidence.of(variant.model, evidence.calls), others):
             if stage in second.stages:
                 both = [
                     replace(first, partner=second.cause.name),
                     replace(second, partner=cause.name),
                 ]
-                pairs.append((second.rank, len(pairs), both))
+                pairs.append((second.sort_key, len(pairs), both))
     return min(pairs)[2] if pairs else []

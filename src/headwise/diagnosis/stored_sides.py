@@ -20,19 +20,19 @@ WEIGHTS = (str, os.PathLike, Mapping)
 NAMED_LAYERS = (Attention, nn.MultiheadAttention)
 
 
-def is_stored(value: object) -> TypeGuard[str | Path | Mapping[str, Tensor]]:
+def is_stored_weights(value: object) -> TypeGuard[str | Path | Mapping[str, Tensor]]:
     """True for weights: a file, a folder or a state dict."""
     return isinstance(value, WEIGHTS) and not is_recording(value)
 
 
-def are_weights(a: object, b: object) -> bool:
+def can_compare_as_weights(a: object, b: object) -> bool:
     """True for two sets of weights, and for a set with a module whose weights have names.
 
     Those are layers of headwise and torch and, beside a state dict, modules with a config.
     """
     pairs = ((a, b), (b, a))
-    return all(map(is_stored, (a, b))) or any(
-        is_stored(stored) and _has_named_weights(module, stored) for stored, module in pairs
+    return all(map(is_stored_weights, (a, b))) or any(
+        is_stored_weights(stored) and _has_named_weights(module, stored) for stored, module in pairs
     )
 
 
@@ -41,7 +41,7 @@ def _has_named_weights(module: object, stored: object) -> TypeGuard[nn.Module]:
     return isinstance(module, NAMED_LAYERS) or (has_config and isinstance(module, nn.Module))
 
 
-def compare_stored(*sides: Any) -> Diagnosis:
+def compare_stored_weights(*sides: Any) -> Diagnosis:
     """Compare two sets of weights; of a module, those in its state dict."""
     module = next((side for side in sides if isinstance(side, nn.Module)), None)
     first, second = (s.state_dict() if isinstance(s, nn.Module) else s for s in sides)
@@ -53,7 +53,7 @@ def compare_stored(*sides: Any) -> Diagnosis:
     return verify(first, second, heads=heads, kv_heads=kv_heads)
 
 
-def load_beside(value: object, other: object) -> object:
+def load_layer_of_same_number(value: object, other: object) -> object:
     """Return the stored layer of the same number, for files beside an attention of transformers."""
     is_file = isinstance(value, str | Path) and not is_recording(value)
     if is_file and is_transformers_attention(other):

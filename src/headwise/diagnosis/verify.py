@@ -63,7 +63,7 @@ class _Side:
     has_other_counts: bool = False
 
     @property
-    def trials(self) -> list[tuple[Layout, dict[str, int]]]:
+    def fitting_layouts_and_counts(self) -> list[tuple[Layout, dict[str, int]]]:
         """The layouts that fit, with the most heads that fit."""
         groups = self.detection.candidates or self.detection.damaged
         fitting = [(group[0].layout, group[0].fits[-1]) for group in groups]
@@ -122,19 +122,19 @@ def choose_layouts(first: GivenWeights, second: GivenWeights, named: LayoutNames
         _make_side(second, named[1], parameters[1], counts),
     )
     if mine.has_other_counts:  # only the first is converted
-        counts = _pick_inferred_counts(mine.trials[0][1], {}) | first.known
+        counts = _pick_inferred_counts(mine.fitting_layouts_and_counts[0][1], {}) | first.known
     if mine.layout and theirs.layout:
         pairs = zip(SIDES, sides, strict=True) if any(s.has_other_counts for s in sides) else ()
         notes = tuple(f"the {which} is {side.description}" for which, side in pairs)
         notes += _list_faults(sides, (mine.layout, theirs.layout))
         return LayoutPair((mine.layout, theirs.layout), counts, notes, can_run=not notes)
     is_damaged = any(side.layout is None and side.faults(None) for side in sides)
-    if is_damaged and mine.trials and theirs.trials:
+    if is_damaged and mine.fitting_layouts_and_counts and theirs.fitting_layouts_and_counts:
         return _choose_layouts_of_damaged(sides, counts)
     for side, parameter in zip(sides, parameters, strict=True):
         if side.layout is None and not all(each.detection.candidates for each in sides):
             side.weights.require_fit(side.detection, **counts)
-            side.detection.require(file=side.weights.title, parameter=parameter)
+            side.detection.require_only_layout(file=side.weights.title, parameter=parameter)
     return _choose_layouts_by_values(sides, 0 if mine.layout is None else 1, counts)
 
 
@@ -163,7 +163,11 @@ def _pick_inferred_counts(sizes: dict[str, int], counts: dict[str, int]) -> dict
 def _choose_layouts_of_damaged(sides: Sides, counts: dict[str, int]) -> LayoutPair:
     """Choose layouts where a side lacks tensors: the same layout for both if one fits both."""
     first, second = sides
-    pairs = [(mine, theirs) for mine in first.trials for theirs in second.trials]
+    pairs = [
+        (mine, theirs)
+        for mine in first.fitting_layouts_and_counts
+        for theirs in second.fitting_layouts_and_counts
+    ]
     pairs = [(mine, theirs) for mine, theirs in pairs if mine[0] == theirs[0]] or pairs
     trials = []
     for (mine, sizes), (theirs, others) in pairs:

@@ -77,10 +77,12 @@ class Budget:
             name: the quantity, for messages.
             axes: the names of the result's axes, for messages.
         """
-        (exact,), (plain,), (sensitivity,) = _run_input_family(lambda *x: (function(*x),), inputs)
+        (exact,), (plain,), (sensitivity,) = _errors_on_nearby_inputs(
+            lambda *x: (function(*x),), inputs
+        )
         floor = torch.full_like(exact, sensitivity) if floor is None else floor.double()
         return cls(
-            name, inputs[0].dtype, exact, factor * plain + floor, axes or _number_axes(exact)
+            name, inputs[0].dtype, exact, factor * plain + floor, axes or _numbered_axes(exact)
         )
 
     @classmethod
@@ -142,7 +144,7 @@ class Budget:
             **options: as in `headwise.AttentionMatrix`.
         """
         read_weights = read or (lambda w: w)
-        floor = rounding.reading_floor(_row_rounding(q, k, options), read_weights)
+        floor = rounding.weights_readout_floor(_row_rounding(q, k, options), read_weights)
         axes = MATRIX_AXES if read is None else ()
 
         def f(q: Tensor, k: Tensor) -> Tensor:
@@ -211,10 +213,12 @@ class Budget:
         if (sink := options.get("sink")) is not None:
             leaves["sink"] = sink
         backward = partial(_compute_gradients, options=options, read=bias_gradient)
-        exact, plain, _ = _run_input_family(backward, (grad_output, *leaves.values()))
+        exact, plain, _ = _errors_on_nearby_inputs(backward, (grad_output, *leaves.values()))
         names = [*leaves, "score_bias"][: len(exact)]
         return {
-            name: cls(f"gradient of {name}", q.dtype, e, factor * p + floors[name], _number_axes(e))
+            name: cls(
+                f"gradient of {name}", q.dtype, e, factor * p + floors[name], _numbered_axes(e)
+            )
             for name, e, p in zip(names, exact, plain, strict=True)
         }
 
@@ -285,7 +289,7 @@ class _Family(NamedTuple):
     sensitivity: tuple[float, ...]  # change of exact results for one unit in the inputs' last place
 
 
-def _run_input_family(
+def _errors_on_nearby_inputs(
     function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
 ) -> _Family:
     """Run plain torch on a family of inputs, so that one lucky rounding does not count.
@@ -329,7 +333,7 @@ def _perturb_within_rounding(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _attention_product(q: Tensor, k: Tensor, v: Tensor, *, options: AttentionOptions) -> Tensor:
     # Like reference.head_outputs, for any number of value heads that divides that of q.
-    return reference.weights(q, k, **options) @ reference.share_heads(v, heads=q.shape[1])
+    return reference.weights(q, k, **options) @ reference.repeat_kv_heads(v, heads=q.shape[1])
 
 
 def _scores_with_sink(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
@@ -384,8 +388,8 @@ def _row_rounding(q: Tensor, k: Tensor, options: AttentionOptions) -> rounding.R
 
 
 def _expand_to_all_heads(x: Tensor, q: Tensor) -> Tensor:
-    return reference.share_heads(x.detach().double(), heads=q.shape[1])
+    return reference.repeat_kv_heads(x.detach().double(), heads=q.shape[1])
 
 
-def _number_axes(x: Tensor) -> tuple[str, ...]:
+def _numbered_axes(x: Tensor) -> tuple[str, ...]:
     return tuple(f"axis {n}:" for n in range(x.dim()))

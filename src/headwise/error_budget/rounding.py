@@ -95,15 +95,15 @@ class RowRounding:
     over_keys: Tensor  # (batch, heads, queries, 1): growth of the live keys
 
     @property
-    def relative(self) -> Tensor:
+    def relative_weight_error(self) -> Tensor:
         """Relative error of a weight: its score, the others, two exp, a sum and a division."""
         rest = self.mean_error + self.r.u * (2 * ELEMENTARY + 1 + self.over_keys)
         return (self.score_error + rest) * self.live
 
     @property
-    def absolute(self) -> Tensor:
+    def absolute_weight_error(self) -> Tensor:
         """Absolute error of a weight before it is stored."""
-        return self.weights * self.relative + self.r.eta * self.live
+        return self.weights * self.relative_weight_error + self.r.eta * self.live
 
 
 def sum_error_bound(terms: int) -> float:
@@ -140,9 +140,9 @@ def row_rounding(
     peak = outcomes.amax(-1, keepdim=True).where(nonempty, 0.0)
     logsumexp = torch.logsumexp(outcomes, -1, keepdim=True).where(nonempty, 0.0)
     share = torch.exp(logit - logsumexp)
-    weights = reference.weights_of(s, sink)
+    weights = reference.weights_from_scores(s, sink)
 
-    capped, slope, slope_error, error = _softcapped_scores(q, k, r, scale, softcap)
+    capped, slope, slope_error, error = _softcapped_scores_with_errors(q, k, r, scale, softcap)
     error = error + r.u * ((s - capped).abs() + 2 * s.abs() + (peak - s))
     error = error.where(live, 0.0)
     sink_error = (r.u * (2 * logit.abs() + peak - logit)).where(logit > -torch.inf, 0.0)
@@ -162,7 +162,7 @@ def row_rounding(
     )
 
 
-def _softcapped_scores(
+def _softcapped_scores_with_errors(
     q: Tensor, k: Tensor, r: Roundoff, scale: float | None, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scale * q.k after the softcap: value, slope, error of the slope, error of the value.
@@ -182,16 +182,16 @@ def _softcapped_scores(
     return capped, slope, slope_error, error + (ELEMENTARY + 1) * r.u * capped.abs()
 
 
-def reading_floor(a: RowRounding, read: Read) -> Tensor:
+def weights_readout_floor(a: RowRounding, read: Read) -> Tensor:
     """Bound the error of a sum, a maximum or a selection of weights."""
     exact = read(a.weights)
     terms = a.weights.numel() // max(exact.numel(), 1)
-    return read(a.absolute) + sum_error_bound(terms) * a.r.u * exact
+    return read(a.absolute_weight_error) + sum_error_bound(terms) * a.r.u * exact
 
 
 def product_floor(a: RowRounding, v: Tensor, *, transposed: bool = False) -> Tensor:
     """Bound the error of weights @ v, or weights.mT @ v; ``v`` has all heads."""
-    w, error = a.weights, a.absolute + a.r.U * a.weights
+    w, error = a.weights, a.absolute_weight_error + a.r.U * a.weights
     over = sum_error_bound(w.shape[-2]) if transposed else a.over_keys
     if transposed:
         w, error = w.mT, error.mT
@@ -202,7 +202,7 @@ def logsumexp_floor(a: RowRounding) -> Tensor:
     """Bound the error of the logsumexp of a row, (batch, heads, queries)."""
     log = (a.logsumexp - a.peak).abs()
     floor = a.mean_error + a.r.u * (a.over_keys + ELEMENTARY * (1 + log) + a.logsumexp.abs())
-    return floor.squeeze(-1) * _is_nonempty(a)
+    return floor.squeeze(-1) * _nonempty_row_factor(a)
 
 
 def entropy_floor(a: RowRounding) -> Tensor:
@@ -213,10 +213,10 @@ def entropy_floor(a: RowRounding) -> Tensor:
     entropy = (p * surprise).sum(-1)
     floor = (p * (surprise - entropy[..., None]).abs() * error).sum(-1)
     rest = a.over_keys.squeeze(-1) * (1 + 2 * entropy) + (ELEMENTARY + 4) * entropy
-    return (floor + a.r.u * rest + a.r.eta) * _is_nonempty(a)
+    return (floor + a.r.u * rest + a.r.eta) * _nonempty_row_factor(a)
 
 
-def _is_nonempty(a: RowRounding) -> Tensor:
+def _nonempty_row_factor(a: RowRounding) -> Tensor:
     return (a.live.any(-1) | (a.share > 0).squeeze(-1)).double()
 
 
@@ -236,7 +236,7 @@ def gradient_floors(
     """
     q, k, v, g = (x.detach().double() for x in (q, k, v, grad_output))
     k_heads, v_heads, heads, r = k.shape[1], v.shape[1], q.shape[1], a.r
-    k, v = reference.share_heads(k, heads=heads), reference.share_heads(v, heads=heads)
+    k, v = reference.repeat_kv_heads(k, heads=heads), reference.repeat_kv_heads(v, heads=heads)
     weight_error, ds, ds_error, d, d_error = _bound_score_gradient(a, v, g)
 
     # dS through the softcap; it is stored for the two products.
@@ -251,8 +251,8 @@ def gradient_floors(
     dsink = a.share * ((relative + over_rows) * d.abs() + d_error)
     floors = {
         "q": dq,
-        "k": _sum_per_kv_head(dk, scale * (dr.mT @ q), k_heads, r),
-        "v": _sum_per_kv_head(dv, a.weights.mT @ g, v_heads, r),
+        "k": _sum_errors_per_kv_head(dk, scale * (dr.mT @ q), k_heads, r),
+        "v": _sum_errors_per_kv_head(dv, a.weights.mT @ g, v_heads, r),
         "sink": dsink.sum((0, 2, 3)),
     }
     if bias_gradient is not None:
@@ -278,13 +278,13 @@ def _bound_score_gradient(
     d_error = (g.abs() * out_error).sum(-1, keepdim=True)
     d_error = d_error + r.u * over_values * (g * out).abs().sum(-1, keepdim=True)
     # A backward pass may recompute a weight as exp(s - logsumexp), with a rounded logsumexp.
-    weight_error = a.absolute + a.weights * r.u * a.logsumexp.abs()
+    weight_error = a.absolute_weight_error + a.weights * r.u * a.logsumexp.abs()
     rest = r.u * ((over_values + 2) * size + 2 * (dp.abs() + d.abs())) + d_error
     ds_error = weight_error * (dp - d).abs() + a.weights * rest
     return weight_error, a.weights * (dp - d), ds_error, d, d_error
 
 
-def _sum_per_kv_head(error: Tensor, exact: Tensor, kv_heads: int, r: Roundoff) -> Tensor:
+def _sum_errors_per_kv_head(error: Tensor, exact: Tensor, kv_heads: int, r: Roundoff) -> Tensor:
     """Sum errors over the query heads of a kv head; parts may be stored before the sum."""
     error, exact = (x.unflatten(1, (kv_heads, -1)) for x in (error, exact))
     if exact.shape[2] == 1:

@@ -33,9 +33,9 @@ def register_huggingface() -> str:
         raise _missing_transformers_error(f"transformers {transformers.__version__}")
 
     from headwise.huggingface.attention_function import attend
-    from headwise.huggingface.masks import load_readers, make_transformers_mask
+    from headwise.huggingface.masks import make_transformers_mask, prepare_mask_readers
 
-    load_readers()
+    prepare_mask_readers()
     transformers.AttentionMaskInterface.register(NAME, make_transformers_mask)
     transformers.AttentionInterface.register(NAME, attend)
     return NAME

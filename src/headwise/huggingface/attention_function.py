@@ -67,14 +67,14 @@ def attend(
         OptionError: an option is not supported.
         MaskError, ShapeError, DTypeError, DeviceError: the tensors do not fit together.
     """
-    matrix, value = build_stated_matrix(module, query, key, value, attention_mask, options)
+    matrix, value = build_matrix_and_values(module, query, key, value, attention_mask, options)
     dropout = float(options.get("dropout", 0.0))
     outputs = matrix @ value if dropout == 0 else matrix.dropped(value, dropout_p=dropout)
     weights = matrix.dense(limit=None) if _weights_requested(options) else None
     return call_hook(matrix, value, outputs).transpose(1, 2).contiguous(), weights
 
 
-def build_stated_matrix(
+def build_matrix_and_values(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -136,7 +136,7 @@ def _read_mask_and_bias(
         mask, score_bias = split_additive_mask(
             _add_leading_axes(_narrow_float64(attention_mask, query)), axes=AXES
         )
-    if options.get("cu_seq_lens_q") is not None and not mask.of_kind(Segments):
+    if options.get("cu_seq_lens_q") is not None and not mask.clauses_of_kind(Segments):
         mask &= _packed_mask(module, query, key, options)
     if (added := options.get("position_bias")) is not None:
         score_bias += ScoreBias.dense(_add_leading_axes(_narrow_float64(added, query)), axes=AXES)

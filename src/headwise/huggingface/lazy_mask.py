@@ -56,7 +56,7 @@ class LazyMask(Tensor):
         self.mask, self.written = mask, None
         return self
 
-    def write(self) -> Tensor:
+    def materialise(self) -> Tensor:
         """Return the dense tensor, which takes queries x keys memory."""
         if self.written is None:
             batch, _, queries, keys = self.shape
@@ -64,7 +64,7 @@ class LazyMask(Tensor):
                 batch=batch, heads=1, queries=queries, keys=keys, device=self.device
             )
             rows = torch.arange(queries, device=self.device)
-            allowed = bound.at(rows).expand(self.shape)
+            allowed = bound.evaluate_rows(rows).expand(self.shape)
             self.written = (
                 allowed.contiguous()
                 if self.dtype == torch.bool
@@ -99,8 +99,10 @@ class LazyMask(Tensor):
         ):
             return args[0]._move_to_device(kwargs.get("device", args[0].device))
         if packet in _SUMS:
-            _check_terms(*args[:2])
-        return func(*map_leaves(_write_if_lazy, args), **map_leaves(_write_if_lazy, kwargs))
+            _refuse_adding_bool_mask(*args[:2])
+        return func(
+            *map_leaves(_materialise_if_lazy, args), **map_leaves(_materialise_if_lazy, kwargs)
+        )
 
     def _move_to_device(self, device: torch.device) -> LazyMask:
         batch, _, queries, keys = self.shape
@@ -116,8 +118,8 @@ class LazyMask(Tensor):
         return moved
 
 
-def _write_if_lazy(value: Any) -> Any:
-    return value.write() if isinstance(value, LazyMask) else value
+def _materialise_if_lazy(value: Any) -> Any:
+    return value.materialise() if isinstance(value, LazyMask) else value
 
 
 def _copy_only_moves(options: dict[str, Any], dtype: torch.dtype) -> bool:
@@ -127,7 +129,7 @@ def _copy_only_moves(options: dict[str, Any], dtype: torch.dtype) -> bool:
     return changed <= {"device", "non_blocking"}
 
 
-def _check_terms(*terms: Any) -> None:
+def _refuse_adding_bool_mask(*terms: Any) -> None:
     """Raise an error for a bool mask plus floating-point scores; a float mask may be added."""
     kinds = {term.dtype for term in terms if isinstance(term, Tensor)}
     if torch.bool in kinds and any(kind.is_floating_point for kind in kinds):

@@ -115,7 +115,7 @@ def _read_function_tree(
     return readers[function.__code__](_Node(cells, tokens, readers))
 
 
-def _read_everything(_: _Node) -> Mask | None:
+def _read_bidirectional(_: _Node) -> Mask | None:
     return Mask()
 
 
@@ -211,7 +211,7 @@ class _Kind(NamedTuple):
 
 _KINDS = (
     _Kind("causal_mask_function", None, _read_causal),
-    _Kind("bidirectional_mask_function", None, _read_everything),
+    _Kind("bidirectional_mask_function", None, _read_bidirectional),
     _Kind("sliding_window_overlay", (4,), _read_window),
     _Kind("sliding_window_bidirectional_overlay", (3,), _read_symmetric_window),
     _Kind("chunked_overlay", (5, _PADDING), _read_chunk_segments),
@@ -246,5 +246,5 @@ def _reader_agrees(
     )
     bound = mask.bind(batch=batch, heads=1, queries=tokens.queries, keys=tokens.keys, device=device)
     shape = (batch, 1, tokens.queries, tokens.keys)
-    allowed = bound.at(torch.arange(tokens.queries, device=device))
+    allowed = bound.evaluate_rows(torch.arange(tokens.queries, device=device))
     return torch.equal(allowed.expand(shape), described.expand(shape))

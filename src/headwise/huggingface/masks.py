@@ -33,10 +33,10 @@ from headwise.huggingface.mask_functions import TokenPositions
 from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
 from headwise.support import private_torch
-from headwise.support.tracing import is_traced
+from headwise.support.tracing import is_jit_tracing
 
 
-def load_readers() -> None:
+def prepare_mask_readers() -> None:
     """Check the mask functions of the installed transformers before a model's first call."""
     mask_functions.select_trusted_readers()
 
@@ -55,10 +55,10 @@ def make_transformers_mask(**call: Any) -> Tensor | None:
     tokens, device = _token_positions(call), _find_device(call)
     if tokens is not None:
         kind: Any = type(call.get("config"))
-        _require_interface(kind)
-    mask = None if tokens is None else _lazy_mask(call, tokens)
+        _require_attention_interface(kind)
+    mask = None if tokens is None else _find_equivalent_mask(call, tokens)
     if tokens is None or mask is None:
-        return _write_mask(call)
+        return _make_dense_mask(call)
     if call.get("allow_is_bidirectional_skip") and _hides_nothing(mask, tokens, device):
         return None
     sizes = {"batch": call["batch_size"], "queries": tokens.queries, "keys": tokens.keys}
@@ -92,7 +92,7 @@ def _needs_float_mask(call: dict[str, Any]) -> bool:
     return bool(_config_needs_float_masks(kind))
 
 
-def _write_mask(call: dict[str, Any]) -> Tensor | None:
+def _make_dense_mask(call: dict[str, Any]) -> Tensor | None:
     if _needs_float_mask(call):
         float_mask: Tensor | None = masking_utils.eager_mask(**call)
         return float_mask
@@ -127,14 +127,14 @@ def _token_positions(call: dict[str, Any]) -> TokenPositions | None:
         return None
     if isinstance(first, Tensor):
         # The offset of a static cache is a tensor, and its decoding step may be compiled.
-        if (positions is None and queries == 1) or not _can_read(first):
+        if (positions is None and queries == 1) or not _can_read_values(first):
             return None
         first = int(first)
     return TokenPositions(queries, call["kv_length"], first, call.get("kv_offset", 0))
 
 
 @cache
-def _require_interface(config: type) -> None:
+def _require_attention_interface(config: type) -> None:
     """Raise an error if a model does not use the interface, by transformers' own test."""
     for model in _models_of_config(config):
         if not model._can_set_attn_implementation():
@@ -166,33 +166,33 @@ def _is_eager(device: torch.device) -> bool:
         and not torch.compiler.is_compiling()
         and device.type != "meta"
         and type(torch.empty(0, device=device)) is Tensor
-        and not is_traced()
+        and not is_jit_tracing()
         and not private_torch.is_in_functorch(unknown=True)
     )
 
 
-def _can_read(tensor: Tensor) -> bool:
+def _can_read_values(tensor: Tensor) -> bool:
     """Check that a tensor's values are readable, which they are not in a CUDA graph capture."""
     capturing = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
     return type(tensor) is Tensor and not capturing
 
 
-def _lazy_mask(call: dict[str, Any], tokens: TokenPositions) -> Mask | None:
+def _find_equivalent_mask(call: dict[str, Any], tokens: TokenPositions) -> Mask | None:
     function = call.get("mask_function", masking_utils.causal_mask_function)
     mask = mask_functions.read_mask_function(function, tokens)
     padding = call.get("attention_mask")
     if mask is None or padding is None:
         return mask
-    return mask & _real_keys(padding, mask, tokens) if padding.dim() == 2 else None
+    return mask & _real_keys_mask(padding, mask, tokens) if padding.dim() == 2 else None
 
 
-def _real_keys(padding: Tensor, mask: Mask, tokens: TokenPositions) -> Mask:
+def _real_keys_mask(padding: Tensor, mask: Mask, tokens: TokenPositions) -> Mask:
     """Return the mask of keys without padding: by lengths, by starts, or one bool for each key."""
     end = tokens.first_key + tokens.keys
     padding = pad(padding.bool(), (0, max(0, end - padding.shape[1])))
     real = padding[:, tokens.first_key : end]
     by_key = Mask.may_attend(real, axes="batch keys")
-    if not _can_read(real):
+    if not _can_read_values(real):
         return by_key
     # Causality already hides the empty rest of a static cache.
     bound = mask.bind(**_mask_sizes(tokens), batch=len(real), device=real.device)
@@ -212,11 +212,11 @@ def _hides_nothing(mask: Mask, tokens: TokenPositions, device: torch.device) -> 
     bound = (
         mask.bind(**_mask_sizes(tokens), batch=1, device=device) if _has_only_bands(mask) else None
     )
-    return bound is not None and not bound.hiding
+    return bound is not None and not bound.hiding_clauses
 
 
 def _has_only_bands(mask: Mask) -> bool:
-    return len(mask.of_kind(Band)) == len(mask.clauses)
+    return len(mask.clauses_of_kind(Band)) == len(mask.clauses)
 
 
 def _mask_sizes(tokens: TokenPositions) -> dict[str, int]:

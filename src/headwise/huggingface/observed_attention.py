@@ -48,7 +48,7 @@ def observe_attention() -> Iterator[None]:
 def _wrap_with_observer(function: AttentionFunction, name: str) -> AttentionFunction:
     """Return an attention function that also reports its calls."""
     # Here, since both import transformers, which this module is to do without.
-    from headwise.huggingface.attention_function import attend, build_stated_matrix
+    from headwise.huggingface.attention_function import attend, build_matrix_and_values
 
     if function is attend:
         return function  # it reports its calls itself
@@ -68,7 +68,7 @@ def _wrap_with_observer(function: AttentionFunction, name: str) -> AttentionFunc
             stated = {**options, "is_causal": False, "sliding_window": None}
         elif attention_mask is None:
             stated = {**options, "sliding_window": None}
-        matrix, value = build_stated_matrix(
+        matrix, value = build_matrix_and_values(
             module, query, key, value, _mask_as_tensor(attention_mask, query, key), stated
         )
         head_outputs = call_hook(matrix, value, outputs.transpose(1, 2))

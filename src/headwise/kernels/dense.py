@@ -11,10 +11,16 @@ from torch.nn.functional import dropout
 
 from headwise import reference
 from headwise.kernels import pooled_weights
-from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
+from headwise.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
 from headwise.kernels.kernel_input import KernelInput
-from headwise.kernels.tiled import KernelResult, Requested, initial_result, log_floor, softmax_shift
-from headwise.support.tracing import is_autocast_enabled, is_recorded
+from headwise.kernels.tiled import (
+    KernelResult,
+    Requested,
+    initial_result,
+    least_shifted_score,
+    softmax_shift,
+)
+from headwise.support.tracing import is_autocast_enabled, is_recording_operators
 
 
 class DenseKernel(Kernel):
@@ -22,8 +28,8 @@ class DenseKernel(Kernel):
 
     name = "dense"
 
-    def refuses(self, task: Task) -> str | None:  # noqa: ARG002
-        """See `Kernel.refuses`."""
+    def refusal_reason(self, task: Task) -> str | None:  # noqa: ARG002
+        """See `Kernel.refusal_reason`."""
         return None
 
     def run(self, task: Task) -> KernelResult:
@@ -31,24 +37,24 @@ class DenseKernel(Kernel):
         if task.dropout_p == 0 or task.v is None:
             return dense_result(task.problem, task.v, task.y, task.requested_statistics)
         p = dropout(dense_weights(task.problem), task.dropout_p)
-        values = reference.share_heads(task.v.to(p.dtype), heads=p.shape[1])
-        return outputs_only((p @ values).to(task.v.dtype))
+        values = reference.repeat_kv_heads(task.v.to(p.dtype), heads=p.shape[1])
+        return result_of_outputs_only((p @ values).to(task.v.dtype))
 
     def cost(self, task: Task) -> Cost:
         """Return the cost with scores, exponentials and weights in memory at the same time."""
         q, k = task.problem.q, task.problem.k
-        width = q.new_empty(0, dtype=task.problem.accumulate).element_size()
-        return Cost(task.operations, 3 * q.shape[:3].numel() * k.shape[2] * width)
+        width = q.new_empty(0, dtype=task.problem.accumulation_dtype).element_size()
+        return Cost(task.operation_count, 3 * q.shape[:3].numel() * k.shape[2] * width)
 
 
 def attend_one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
     """Return head outputs and the mean weights over heads for one query, or None.
 
-    Like `sdpa.plain_outputs` this is a shortcut for single tokens, whose row costs less than the
-    choice of a kernel. Scores have no mask, bias, softcap or sink.
+    Like `sdpa.head_outputs_without_options` this is a shortcut for single tokens, whose row costs
+    less than the choice of a kernel. Scores have no mask, bias, softcap or sink.
     """
     # First, since a graph holds only for the sizes that it compares.
-    if is_recorded() or q.dtype != torch.float32 or is_autocast_enabled(q.device.type):
+    if is_recording_operators() or q.dtype != torch.float32 or is_autocast_enabled(q.device.type):
         return None
     if q.shape[2] != 1 or v.shape != k.shape or k.shape[1] != q.shape[1] or not k.numel():
         return None
@@ -62,17 +68,17 @@ def dense_result(
     problem: KernelInput, v: Tensor | None, y: Tensor | None, requested: Requested
 ) -> KernelResult:
     """Return the requested results from dense weights."""
-    exact, (queries, keys) = problem.accumulate, (problem.q.shape[2], problem.k.shape[2])
+    exact, (queries, keys) = problem.accumulation_dtype, (problem.q.shape[2], problem.k.shape[2])
     result = initial_result(problem.q, problem.k, v, y, requested)
     if 0 in (queries, keys):
         return result
     s = _dense_scores(problem)
-    p = reference.weights_of(s, problem.sink)
+    p = reference.weights_from_scores(s, problem.sink)
     peak = s.amax(-1)
     shift = softmax_shift(peak.detach(), None if problem.sink is None else problem.sink.detach())
     log_sum, sink_entropy = _log_normaliser(s, shift, problem.sink)
-    log_p = (s - (shift + log_sum)[..., None]).clamp(min=log_floor(exact))
-    out = result.out if v is None else p @ reference.share_heads(v.to(exact), heads=p.shape[1])
+    log_p = (s - (shift + log_sum)[..., None]).clamp(min=least_shifted_score(exact))
+    out = result.out if v is None else p @ reference.repeat_kv_heads(v.to(exact), heads=p.shape[1])
     transposed = result.transposed if y is None else p.transpose(-2, -1) @ y.to(exact)
     return KernelResult(
         out=out.to(problem.q.dtype),
@@ -97,13 +103,13 @@ def _pool_weights(p: Tensor, requested: Requested) -> Tensor:
 
 def dense_weights(problem: KernelInput) -> Tensor:
     """Return the attention matrix in the dtype of accumulation."""
-    return reference.weights_of(_dense_scores(problem), problem.sink)
+    return reference.weights_from_scores(_dense_scores(problem), problem.sink)
 
 
 def _dense_scores(problem: KernelInput) -> Tensor:
     return reference.scores_at(
-        problem.q.to(problem.accumulate),
-        problem.k.to(problem.accumulate),
+        problem.q.to(problem.accumulation_dtype),
+        problem.k.to(problem.accumulation_dtype),
         torch.arange(problem.q.shape[2], device=problem.q.device),
         mask=problem.mask,
         score_bias=problem.bias,
@@ -117,6 +123,6 @@ def _log_normaliser(s: Tensor, shift: Tensor, sink: Tensor | None) -> tuple[Tens
     total = torch.exp(s - shift[..., None]).sum(-1)
     if sink is None:
         return total.masked_fill(total == 0, 1.0).log(), torch.zeros_like(total)
-    gap = (sink.to(s.dtype)[:, None] - shift).clamp(min=log_floor(s.dtype))
+    gap = (sink.to(s.dtype)[:, None] - shift).clamp(min=least_shifted_score(s.dtype))
     log_sum = (total + gap.exp()).log()
     return log_sum, torch.exp(gap - log_sum) * (log_sum - gap)

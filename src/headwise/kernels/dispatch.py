@@ -23,9 +23,9 @@ def choose_kernel(task: Task) -> KernelChoice:
     """Return the first kernel that accepts the task; the reason is its own or the last refusal."""
     refused = ""
     for kernel in KERNELS:
-        refusal = kernel.refuses(task)
+        refusal = kernel.refusal_reason(task)
         if refusal is None:
-            return KernelChoice(kernel, kernel.reason(task) or refused)
+            return KernelChoice(kernel, kernel.choice_reason(task) or refused)
         refused = refusal
     raise AssertionError(f"no kernel takes {task}")  # the last one takes every task
 

@@ -39,7 +39,7 @@ class Task:
     cache: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property
-    def values(self) -> Tensor | None:
+    def values_if_only_product(self) -> Tensor | None:
         """``v`` if its product is the whole task, else None."""
         return self.v if self.y is None and self.statistics is None else None
 
@@ -49,7 +49,7 @@ class Task:
         return self.statistics or Requested()  # no field default: a compiler cannot make one
 
     @cached_property
-    def cells(self) -> int:
+    def cell_count(self) -> int:
         """Number of matrix entries in all tiles: those inside the bands, rounded up to tiles."""
         total = 0
         for tile in plan_tiles(self.problem):
@@ -58,10 +58,10 @@ class Task:
         return total
 
     @property
-    def operations(self) -> int:
+    def operation_count(self) -> int:
         """Floating-point operations of the scores and every product, two for a multiply-add."""
         widths = [self.problem.q.shape[3], *(t.shape[3] for t in (self.v, self.y) if t is not None)]
-        return 2 * self.cells * sum(widths)
+        return 2 * self.cell_count * sum(widths)
 
 
 class Cost(NamedTuple):
@@ -77,7 +77,7 @@ class Kernel(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def refuses(self, task: Task) -> str | None:
+    def refusal_reason(self, task: Task) -> str | None:
         """Return the reason for not taking this task in one line, or None to take it."""
 
     @abstractmethod
@@ -88,12 +88,12 @@ class Kernel(ABC):
     def cost(self, task: Task) -> Cost:
         """Return the operations and the memory of a run."""
 
-    def reason(self, task: Task) -> str | None:  # noqa: ARG002
+    def choice_reason(self, task: Task) -> str | None:  # noqa: ARG002
         """Return the reason for choosing this kernel; None for the last kernel's refusal."""
         return None
 
 
-def outputs_only(out: Tensor) -> KernelResult:
+def result_of_outputs_only(out: Tensor) -> KernelResult:
     """Return a result with head outputs alone."""
     return KernelResult(out, *[out.new_empty(0)] * (len(KernelResult._fields) - 1))
 
@@ -106,7 +106,7 @@ def row_logsumexp(sink: Tensor | None, result: KernelResult) -> Tensor:
     return peak + result.log_sum
 
 
-def row_maximum(sink: Tensor | None, result: KernelResult) -> Tensor:
+def row_largest_weight(sink: Tensor | None, result: KernelResult) -> Tensor:
     """Return the largest weight of each row, (batch, heads, queries)."""
     shift = softmax_shift(result.peak.detach(), None if sink is None else sink.detach())
     return torch.exp(result.peak - shift - result.log_sum)

@@ -29,14 +29,14 @@ class KernelInput:
         return self.q.shape[1] // self.k.shape[1]
 
     @property
-    def accumulate(self) -> torch.dtype:
+    def accumulation_dtype(self) -> torch.dtype:
         """Dtype of scores and sums: float32 for half types, else that of ``q``."""
         return accumulation_dtype(self.q.dtype)
 
     @property
     def has_positive_scale(self) -> bool:
         """True if the scale is above 0, also when rounded to the dtype of the scores."""
-        return bool(self.scale >= torch.finfo(self.accumulate).tiny)
+        return bool(self.scale >= torch.finfo(self.accumulation_dtype).tiny)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from torch.overrides import has_torch_function
 
 from headwise.support import private_torch
-from headwise.support.tracing import is_autocast_enabled, is_recorded
+from headwise.support.tracing import is_autocast_enabled, is_recording_operators
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Multiply-adds from which oneDNN is used: below, it takes 1.04 to 2.7 times F.linear's time (one to
@@ -33,8 +33,8 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = apply_linear(x, weight, None)
         return (out + bias).to(out.dtype)
     # A recorded choice by size would hold for this size only.
-    is_small = is_recorded() or x.numel() * weight.shape[0] < max(PAYS_FROM, 1)
-    if is_small or not _is_plain(x, weight, bias):
+    is_small = is_recording_operators() or x.numel() * weight.shape[0] < max(PAYS_FROM, 1)
+    if is_small or not _is_supported_by_onednn(x, weight, bias):
         return linear(x, weight, bias)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _is_supported_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """True if oneDNN's product supports these tensors."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return (

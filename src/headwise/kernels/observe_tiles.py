@@ -66,7 +66,7 @@ def observe_tiles(
 ) -> Iterator[ObservedTile]:
     """Yield every tile with an allowed key, in one pass over the matrix."""
     scratch, second, third = Scratch(problem), Scratch(problem), Scratch(problem)
-    keys, mask = KeysByColumn(problem), _mask_without_bias(problem)
+    keys, mask = KeysByColumn(problem), _mask_if_bias_hides_nothing(problem)
     for tile in plan_tiles(problem):
         if tile.columns.start == tile.columns.stop:
             continue
@@ -102,8 +102,12 @@ def count_attending_queries(problem: KernelInput, queries: Tensor) -> Tensor:
     Returns (batch, heads, keys), or (batch, 1, keys) where the counts of all heads are equal.
     """
     batch, length = queries.shape
-    mask = _mask_without_bias(problem)
-    interval = None if mask is None else mask.interval(_row_numbers(slice(0, length), queries))
+    mask = _mask_if_bias_hides_nothing(problem)
+    interval = (
+        None
+        if mask is None
+        else mask.key_interval_per_query(_row_numbers(slice(0, length), queries))
+    )
     if mask is None or interval is None:
         return _count_attending_by_dense_mask(problem, queries)
     # +1 at a query's first key, -1 at its stop; the running sum is the count.
@@ -121,14 +125,14 @@ def _count_attending_by_dense_mask(problem: KernelInput, queries: Tensor) -> Ten
     counts = torch.zeros(batch, heads, keys, dtype=torch.long, device=queries.device)
     step = max(1, TILE_ELEMENTS // max(1, batch * heads * keys))
     for rows in torch.arange(length, device=queries.device).split(step):
-        allowed = problem.mask.at(rows)
-        for part in problem.bias.at(rows):
+        allowed = problem.mask.evaluate_rows(rows)
+        for part in problem.bias.parts_at_rows(rows):
             allowed = allowed & (part > -torch.inf)
         counts += (allowed & queries[:, None, rows, None]).sum(2)
     return counts
 
 
-def _mask_without_bias(problem: KernelInput) -> BoundMask | None:
+def _mask_if_bias_hides_nothing(problem: KernelInput) -> BoundMask | None:
     """Return the mask, or None if the score bias may hide keys too."""
     return None if problem.bias.may_hide else problem.mask
 
@@ -138,11 +142,14 @@ def _row_numbers(rows: slice, like: Tensor) -> Tensor:
 
 
 def _lowest_scores(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch) -> Tensor:
-    """Return the smallest score of each row that is not hidden, or inf: `_mask_without_bias`."""
+    """Return the smallest score of each row that is not hidden, or inf.
+
+    Hidden keys: see `_mask_if_bias_hides_nothing`.
+    """
     start, opened = tile.columns.start, Span(0, 0)
     if mask is not None:
-        opened = mask.open_range(tile.rows.start, tile.rows.stop)
-    opened = opened.within(Span(start, tile.columns.stop))
+        opened = mask.fully_allowed_key_range(tile.rows.start, tile.rows.stop)
+    opened = opened.intersection(Span(start, tile.columns.stop))
     lowest = s.new_full(s.shape[:3], torch.inf)
     if opened.size:
         lowest = s[..., opened.first - start : opened.stop - start].amin(-1)
@@ -156,7 +163,11 @@ def _lowest_scores(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch
 
 def _count_allowed(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
     """Count the keys that each query may attend to, (batches, heads, rows)."""
-    interval = None if mask is None else mask.interval(_row_numbers(tile.rows, s), tile.batches)
+    interval = (
+        None
+        if mask is None
+        else mask.key_interval_per_query(_row_numbers(tile.rows, s), tile.batches)
+    )
     if interval is None:
         return (s > -torch.inf).sum(-1)
     first, stop = interval

@@ -29,7 +29,7 @@ class BlockMap:
     blocks: int
 
     @property
-    def touched(self) -> slice:
+    def touched_blocks(self) -> slice:
         if self.span.start == self.span.stop:
             return slice(0, 0)
         first, last = (
@@ -38,12 +38,12 @@ class BlockMap:
         return slice(first, last + 1)
 
     @property
-    def count(self) -> int:
-        return int(self.touched.stop - self.touched.start)
+    def touched_block_count(self) -> int:
+        return int(self.touched_blocks.stop - self.touched_blocks.start)
 
-    def sizes(self) -> list[int]:
+    def positions_per_block(self) -> list[int]:
         """Return the number of the span's positions in each touched block."""
-        touched = range(self.touched.start, self.touched.stop + 1)
+        touched = range(self.touched_blocks.start, self.touched_blocks.stop + 1)
         starts = [-(-block * self.length // self.blocks) for block in touched]
         inside = [min(max(start, self.span.start), self.span.stop) for start in starts]
         return [stop - start for start, stop in pairwise(inside)]
@@ -51,27 +51,29 @@ class BlockMap:
     def index(self, like: Tensor) -> Tensor:
         """Return the block of each position, counted from the first touched block."""
         position = torch.arange(self.span.start, self.span.stop, device=like.device)
-        return (position * self.blocks // self.length).sub_(self.touched.start)
+        return (position * self.blocks // self.length).sub_(self.touched_blocks.start)
 
 
 def add_tile(cells: Tensor, problem: KernelInput, tile: Tile, p: Tensor) -> None:
     """Add the weights of one tile to their cells, (batch, heads, query blocks, key blocks)."""
     rows, columns = _blocks_of_tile(cells, problem, tile)
-    if rows.count != p.shape[2]:
-        summed = p.new_zeros(*p.shape[:2], rows.count, p.shape[3])
+    if rows.touched_block_count != p.shape[2]:
+        summed = p.new_zeros(*p.shape[:2], rows.touched_block_count, p.shape[3])
         p = summed.index_add_(2, rows.index(p), p)
-    if columns.count * LONG_BLOCK <= p.shape[3]:
-        p = torch.stack([block.sum(-1) for block in p.split(columns.sizes(), dim=-1)], dim=-1)
-    elif columns.count != p.shape[3]:
-        summed = p.new_zeros(*p.shape[:3], columns.count)
+    if columns.touched_block_count * LONG_BLOCK <= p.shape[3]:
+        p = torch.stack(
+            [block.sum(-1) for block in p.split(columns.positions_per_block(), dim=-1)], dim=-1
+        )
+    elif columns.touched_block_count != p.shape[3]:
+        summed = p.new_zeros(*p.shape[:3], columns.touched_block_count)
         p = summed.index_add_(3, columns.index(p), p)
-    cells[tile.batches, tile.heads, rows.touched, columns.touched] += p
+    cells[tile.batches, tile.heads, rows.touched_blocks, columns.touched_blocks] += p
 
 
 def expand_to_tile(cells: Tensor, problem: KernelInput, tile: Tile) -> Tensor:
     """Return for each entry of a tile the value of its cell: the gradient of `add_tile`."""
     rows, columns = _blocks_of_tile(cells, problem, tile)
-    cut = cells[tile.batches, tile.heads, rows.touched, columns.touched]
+    cut = cells[tile.batches, tile.heads, rows.touched_blocks, columns.touched_blocks]
     return cut.index_select(3, columns.index(cut)).index_select(2, rows.index(cut))
 
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwise.kernels import tiles
-from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
+from headwise.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
 from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import KernelResult
-from headwise.masks.bias_dtype import cast_bias, cast_biases
+from headwise.masks.bias_dtype import cast_bias, cast_biases_for_sum
 from headwise.masks.clause import WHOLE
 from headwise.support.kernel_calls import call_for_kernel
-from headwise.support.tracing import is_recorded, may_check_values
+from headwise.support.tracing import is_recording_operators, may_check_values
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -33,42 +33,47 @@ class FusedKernel(Kernel):
 
     name = "sdpa"
 
-    def refuses(self, task: Task) -> str | None:
-        """See `Kernel.refuses`."""
+    def refusal_reason(self, task: Task) -> str | None:
+        """See `Kernel.refusal_reason`."""
         # Evaluated lazily: a compiled graph holds only for the sizes that it compares.
         for refused, why in _yield_refusal_reasons(task):
             if refused:
                 return why
         return None
 
-    def reason(self, task: Task) -> str:
+    def choice_reason(self, task: Task) -> str:
         """Return the reason, with the operands that are copied."""
         operands = {"q": task.problem.q, "k": task.problem.k, "v": task.v}
-        strided = [name for name, t in operands.items() if t is not None and is_strided(t)]
+        strided = [
+            name for name, t in operands.items() if t is not None and has_strided_last_axis(t)
+        ]
         copies = f", after a copy of {', '.join(strided)}: the last stride is not 1"
         return f"the fused kernel takes this mask{copies if strided else ''}"
 
     def run(self, task: Task) -> KernelResult:
         """See `Kernel.run`."""
         assert task.v is not None
-        return outputs_only(head_outputs(task.problem, task.v, dropout_p=task.dropout_p))
+        return result_of_outputs_only(head_outputs(task.problem, task.v, dropout_p=task.dropout_p))
 
     def cost(self, task: Task) -> Cost:
         """See `Kernel.cost`; with dropout torch allocates the weights."""
         assert task.v is not None
         q, k = task.problem.q, task.problem.k
         weights = q.shape[:3].numel() * k.shape[2] * q.element_size() if task.dropout_p else 0
-        return Cost(task.operations, copied_bytes(task.problem, task.v) + weights)
+        return Cost(task.operation_count, copied_bytes(task.problem, task.v) + weights)
 
 
 def _yield_refusal_reasons(task: Task) -> Iterator[tuple[bool, str]]:
     """Yield conditions for a refusal with their reasons; with dropout, only unsupported ones."""
     yield task.y is not None, "fused kernels do not sum over queries"
     yield task.requested_statistics.average, "heads of one row share a tile"
-    yield task.values is None, "row sums and columns come from tiles; fused kernels return none"
+    yield (
+        task.values_if_only_product is None,
+        "row sums and columns come from tiles; fused kernels return none",
+    )
     yield from _yield_unsupported_conditions(task.problem)
-    if task.values is not None and task.dropout_p == 0:
-        yield from _yield_unprofitable_conditions(task.problem, task.values)
+    if task.values_if_only_product is not None and task.dropout_p == 0:
+        yield from _yield_unprofitable_conditions(task.problem, task.values_if_only_product)
 
 
 def _yield_unsupported_conditions(problem: KernelInput) -> Iterator[tuple[bool, str]]:
@@ -81,10 +86,10 @@ def _yield_unsupported_conditions(problem: KernelInput) -> Iterator[tuple[bool, 
         "the scale is not above 0: the fused kernel would multiply its causal -inf by it",
     )
     yield (
-        any(t.dtype != dtype for t in bias.all()),
+        any(t.dtype != dtype for t in bias.all_tensors()),
         "the fused kernel would round the score bias to the dtype of the queries",
     )
-    yield sum_overflows(problem), "float16 cannot hold the sum of these score biases"
+    yield bias_sum_overflows(problem), "float16 cannot hold the sum of these score biases"
 
 
 def _yield_unprofitable_conditions(problem: KernelInput, v: Tensor) -> Iterator[tuple[bool, str]]:
@@ -106,12 +111,12 @@ def _yield_unprofitable_conditions(problem: KernelInput, v: Tensor) -> Iterator[
     yield double, "the fused kernel takes no float64 on this device"
 
 
-def sum_overflows(problem: KernelInput) -> bool:
+def bias_sum_overflows(problem: KernelInput) -> bool:
     """True if the sum of the score biases overflows float16; tiles add them in float32.
 
     Values are read on the CPU only; elsewhere such a sum becomes the largest or lowest number.
     """
-    parts = problem.bias.all()
+    parts = problem.bias.all_tensors()
     if problem.q.dtype != torch.float16 or len(parts) < 2 or not all(map(may_check_values, parts)):
         return False
     finite = [part.detach().masked_fill(part.isinf(), 0) for part in parts if part.numel()]
@@ -123,10 +128,10 @@ def _needs_large_mask(problem: KernelInput) -> bool:
 
     A causal mask alone, one dense tensor alone, and clauses over keys alone need no new mask.
     """
-    hiding, tensors = problem.mask.hiding, problem.bias.tensors
-    if problem.mask.is_causal and problem.bias.is_zero:
+    hiding, tensors = problem.mask.hiding_clauses, problem.bias.tensors
+    if problem.mask.is_causal and problem.bias.is_empty:
         return False
-    shapes = list(_shapes_written(problem))
+    shapes = list(_dense_shapes_of_mask_parts(problem))
     alone = len(shapes) == 1 and len(tensors) + sum(c.is_written for c in hiding) == 1
     spans_keys_alone = all(shape[2] == 1 for shape in shapes)
     if alone or spans_keys_alone:
@@ -138,7 +143,7 @@ def _needs_large_mask(problem: KernelInput) -> bool:
 
 def _costs_more_to_copy(problem: KernelInput, v: Tensor) -> bool:
     """True if k or v must be copied for the fused kernel, and is larger than the weights."""
-    if not (is_strided(problem.k) or is_strided(v)):
+    if not (has_strided_last_axis(problem.k) or has_strided_last_axis(v)):
         return False
     queries = problem.q.shape[2]
     if torch.compiler.is_compiling():
@@ -146,11 +151,11 @@ def _costs_more_to_copy(problem: KernelInput, v: Tensor) -> bool:
     return queries * problem.group <= problem.q.shape[3]
 
 
-def _shapes_written(problem: KernelInput) -> Iterator[tuple[int, ...]]:
+def _dense_shapes_of_mask_parts(problem: KernelInput) -> Iterator[tuple[int, ...]]:
     """Yield the 4-D shape of each clause that hides keys, and of each part of the bias."""
     mask, bias = problem.mask, problem.bias
-    for clause in mask.hiding:
-        yield clause.extent(mask.sizes)
+    for clause in mask.hiding_clauses:
+        yield clause.broadcast_shape(mask.sizes)
     for tensor in bias.tensors:
         yield tuple(tensor.shape)
     if bias.table is not None:
@@ -189,13 +194,13 @@ def head_outputs(problem: KernelInput, v: Tensor, *, dropout_p: float = 0.0) -> 
     return out[..., :value_dim] if width != value_dim else out
 
 
-def plain_outputs(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor | None:
+def head_outputs_without_options(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor | None:
     """Return head outputs for scores without mask, bias, softcap or sink; None for other operands.
 
     For one token `dispatch.choose_kernel` costs more than the kernel. This shortcut of eager mode
     serves the common operands only: equal heads and widths, no copies, no empty axis.
     """
-    if is_recorded() or type(v) is not Tensor:
+    if is_recording_operators() or type(v) is not Tensor:
         return None
     if v.shape != k.shape or k.shape[1] != q.shape[1] or v.dtype != q.dtype:
         return None
@@ -206,14 +211,14 @@ def plain_outputs(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor | 
     return call_for_kernel(scaled_dot_product_attention, q, k, v, scale=scale)
 
 
-def is_strided(tensor: Tensor) -> bool:
+def has_strided_last_axis(tensor: Tensor) -> bool:
     """True if the last stride of an operand makes torch leave its fused path."""
     return tensor.shape[-1] > 1 and tensor.stride(-1) != 1
 
 
 def with_unit_stride(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy if its last stride is not 1."""
-    return tensor.contiguous() if is_strided(tensor) else tensor
+    return tensor.contiguous() if has_strided_last_axis(tensor) else tensor
 
 
 def copied_bytes(problem: KernelInput, v: Tensor) -> int:
@@ -221,7 +226,7 @@ def copied_bytes(problem: KernelInput, v: Tensor) -> int:
     width, itemsize = max(problem.q.shape[-1], v.shape[-1]), v.element_size()
     entries = problem.q.shape[:-1].numel() * (width - v.shape[-1])
     for tensor in (problem.q, problem.k, v):
-        if tensor.shape[-1] != width or is_strided(tensor):
+        if tensor.shape[-1] != width or has_strided_last_axis(tensor):
             entries += tensor.shape[:-1].numel() * width
     return entries * itemsize
 
@@ -230,17 +235,17 @@ def combine_mask_and_bias(problem: KernelInput) -> Tensor | None:
     """Return mask and bias as torch's single ``attn_mask``; None for a causal mask alone."""
     mask = problem.mask
     rows = torch.arange(mask.sizes.queries, device=problem.q.device)
-    clauses = () if is_causal_alone(problem) else mask.hiding
-    allowed = mask.block(WHOLE, WHOLE, WHOLE, WHOLE, clauses)
-    parts = problem.bias.at(rows)
+    clauses = () if is_causal_alone(problem) else mask.hiding_clauses
+    allowed = mask.evaluate_block(WHOLE, WHOLE, WHOLE, WHOLE, clauses)
+    parts = problem.bias.parts_at_rows(rows)
     if not parts:
         return allowed
     if len(parts) > 1:  # rounded once, after the sum
-        parts = list(cast_biases(parts, problem.accumulate))
+        parts = list(cast_biases_for_sum(parts, problem.accumulation_dtype))
     bias = cast_bias(sum(parts[1:], parts[0]), problem.q.dtype)
     return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
 
 
 def is_causal_alone(problem: KernelInput) -> bool:
     """True if the mask is causal and there is no bias, so that torch's flag is enough."""
-    return problem.mask.is_causal and problem.bias.is_zero
+    return problem.mask.is_causal and problem.bias.is_empty

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from headwise.kernels import pooled_weights, tiles
 from headwise.kernels.kernel_input import KernelInput, accumulation_dtype
-from headwise.kernels.tiles import KeysByColumn, Scratch, Tile, cut_tile, join_group, tile_scores
+from headwise.kernels.tiles import KeysByColumn, Scratch, Tile, cut_tile, tile_scores
 
 
 class KernelResult(NamedTuple):
@@ -64,7 +64,7 @@ class Requested(NamedTuple):
 LOG2_E = 1.4426950408889634
 
 
-def log_floor(dtype: torch.dtype) -> float:
+def least_shifted_score(dtype: torch.dtype) -> float:
     """Return a finite bound: shifted scores below it have weight 0 in ``dtype``."""
     return -800.0 if dtype == torch.float64 else -200.0
 
@@ -85,7 +85,7 @@ def compute_results(
     """Compute the requested results in one pass over the matrix."""
     result = initial_result(problem.q, problem.k, v, y, requested)
     # Sums over queries stay in the accumulation dtype and are cast once at the end.
-    transposed = result.transposed.to(problem.accumulate)
+    transposed = result.transposed.to(problem.accumulation_dtype)
     scratch, second = Scratch(problem), Scratch(problem)
     keys = KeysByColumn(problem)
     for tile in tiles.plan_tiles(problem, all_heads=requested.average):
@@ -101,7 +101,7 @@ def compute_results(
             result.entropy[at] = entropy
         if v is not None:
             result.out[at] = _multiply_by_values(problem, tile, e, v) / total[..., None]
-        _column_sums(tile, e, total, y, transposed, result.received)
+        _add_column_sums(tile, e, total, y, transposed, result.received)
         if requested.average or result.cells.numel():
             e.div_(total[..., None])
         if result.cells.numel():
@@ -148,7 +148,7 @@ def compute_exponentials(
     s.sub_(shift[..., None])
     entropy = None
     if with_entropy:
-        s.clamp_(min=log_floor(s.dtype)).mul_(LOG2_E)
+        s.clamp_(min=least_shifted_score(s.dtype)).mul_(LOG2_E)
         e = torch.exp2(s, out=second.view(*s.shape))
         entropy = s.mul_(e).sum(-1).div_(-LOG2_E)
     else:
@@ -156,7 +156,7 @@ def compute_exponentials(
     total = e.sum(-1)
     sink = _cut_sink(problem, tile)
     if sink is not None:
-        gap = (sink.to(s.dtype)[:, None] - shift).clamp_(min=log_floor(s.dtype))
+        gap = (sink.to(s.dtype)[:, None] - shift).clamp_(min=least_shifted_score(s.dtype))
         total = total + gap.exp()
         entropy = entropy - gap * gap.exp() if entropy is not None else None
     total = total.masked_fill(total == 0, 1.0)
@@ -170,7 +170,7 @@ def _multiply_by_values(problem: KernelInput, tile: Tile, e: Tensor, v: Tensor) 
     return out.view(batches, kv_heads * group, rows, v.shape[-1])
 
 
-def _column_sums(
+def _add_column_sums(
     tile: Tile, e: Tensor, total: Tensor, y: Tensor | None, transposed: Tensor, received: Tensor
 ) -> None:
     """Add this tile's part of p^T @ y and p^T @ 1."""
@@ -228,7 +228,7 @@ def compute_gradients(
     """Recompute each tile's weights from the row's peak and log_sum; add its gradients."""
     gradients = _zero_gradients(problem, v, y, bias_needs)
     scratch, second, slope = Scratch(problem), Scratch(problem), Scratch(problem)
-    k = problem.k.to(problem.accumulate).contiguous()
+    k = problem.k.to(problem.accumulation_dtype).contiguous()
     keys = KeysByColumn(problem)
     for tile in tiles.plan_tiles(problem):
         if tile.columns.start == tile.columns.stop and problem.sink is None:
@@ -241,10 +241,10 @@ def compute_gradients(
         shift = softmax_shift(peak, _cut_sink(problem, tile))
         s.sub_(shift[..., None]).sub_(log_sum[..., None])
         dp = second.view(*s.shape)
-        _gradient_of_weights(problem, tile, s, dp, v, y, upstream)
+        _write_gradient_of_weights(problem, tile, s, dp, v, y, upstream)
         p = s.mul_(LOG2_E).exp2_()
-        _gradient_of_factors(problem, tile, p, upstream, gradients)
-        ds = _gradient_of_scores(problem, tile, p, dp, log_sum, shift, upstream, gradients)
+        _write_gradients_of_v_and_y(problem, tile, p, upstream, gradients)
+        ds = _gradient_of_scores_and_sink(problem, tile, p, dp, log_sum, shift, upstream, gradients)
         if at_peak is not None and upstream.peak is not None:
             ds.add_(_gradient_at_peak(tile, at_peak, upstream.peak))
         _add_bias_gradients(problem, tile, ds, gradients)
@@ -260,12 +260,12 @@ def _zero_gradients(
     def zeros(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
-        return torch.zeros(tensor.shape, dtype=problem.accumulate, device=tensor.device)
+        return torch.zeros(tensor.shape, dtype=problem.accumulation_dtype, device=tensor.device)
 
     table, tensors = bias_needs
     return Gradients(
-        q=problem.q.new_zeros(problem.q.shape, dtype=problem.accumulate),
-        k=problem.k.new_zeros(problem.k.shape, dtype=problem.accumulate),
+        q=problem.q.new_zeros(problem.q.shape, dtype=problem.accumulation_dtype),
+        k=problem.k.new_zeros(problem.k.shape, dtype=problem.accumulation_dtype),
         v=zeros(v),
         y=zeros(y),
         sink=zeros(problem.sink),
@@ -277,7 +277,7 @@ def _zero_gradients(
     )
 
 
-def _gradient_of_weights(
+def _write_gradient_of_weights(
     problem: KernelInput,
     tile: Tile,
     log_p: Tensor,
@@ -291,7 +291,7 @@ def _gradient_of_weights(
     group, exact = problem.group, log_p.dtype
     if upstream.out is not None and v is not None:
         values = cut_tile(v, tile, tile.columns, tile.kv_heads, exact)
-        dout = join_group(upstream.out, tile, group, exact)
+        dout = tiles.cut_tile_by_kv_head(upstream.out, tile, group, exact)
         torch.bmm(dout, values.mT, out=dp.view(len(dout), group * rows, columns))
     else:
         dp.zero_()
@@ -307,12 +307,12 @@ def _gradient_of_weights(
     if upstream.cells is not None:
         dp.add_(pooled_weights.expand_to_tile(upstream.cells, problem, tile))
     if upstream.entropy is not None:
-        log_p.clamp_(min=log_floor(exact))
+        log_p.clamp_(min=least_shifted_score(exact))
         dentropy = upstream.entropy[tile.batches, tile.heads, tile.rows, None]
         dp.addcmul_(log_p, dentropy, value=-1.0)
 
 
-def _gradient_of_factors(
+def _write_gradients_of_v_and_y(
     problem: KernelInput,
     tile: Tile,
     p: Tensor,
@@ -323,7 +323,7 @@ def _gradient_of_factors(
     batches, heads, rows, columns = p.shape
     group = problem.group
     if upstream.out is not None and gradients.v is not None:
-        dout = join_group(upstream.out, tile, group, p.dtype)
+        dout = tiles.cut_tile_by_kv_head(upstream.out, tile, group, p.dtype)
         dv = torch.bmm(p.view(len(dout), group * rows, columns).mT, dout)
         at = tile.batches, tile.kv_heads, tile.columns
         gradients.v[at] += dv.unflatten(0, (batches, heads // group))
@@ -333,7 +333,7 @@ def _gradient_of_factors(
         gradients.y[tile.batches, tile.heads, tile.rows] = dy.unflatten(0, (batches, heads))
 
 
-def _gradient_of_scores(
+def _gradient_of_scores_and_sink(
     problem: KernelInput,
     tile: Tile,
     p: Tensor,
@@ -350,7 +350,7 @@ def _gradient_of_scores(
     constant = torch.zeros_like(mean) if upstream.log_sum is None else upstream.log_sum[at].clone()
     sink = _cut_sink(problem, tile)
     if sink is not None and gradients.sink is not None:
-        gap = (sink.to(p.dtype)[:, None] - shift - log_sum).clamp_(min=log_floor(p.dtype))
+        gap = (sink.to(p.dtype)[:, None] - shift - log_sum).clamp_(min=least_shifted_score(p.dtype))
         p_sink = gap.exp()
         dp_sink = torch.zeros_like(gap)
         if upstream.entropy is not None:

@@ -157,13 +157,13 @@ def _run_sweep_backward(ctx: Any, *upstream: Tensor | None) -> Packed:
     return (
         *(q, k, if_present(sink, 2), table if ctx.table_needed else None),
         [g if needed else None for g, needed in zip(biases, ctx.biases_needed, strict=True)],
-        *map(_no_gradient, arguments[5:COUNT]),
+        *map(_make_none_gradient, arguments[5:COUNT]),
         *(if_present(v, COUNT), if_present(y, COUNT + 1)),
         *([None] * len(arguments[COUNT + 2 :])),
     )
 
 
-def _no_gradient(argument: Any) -> list[None] | None:
+def _make_none_gradient(argument: Any) -> list[None] | None:
     """Return None, or a list of None for a list of tensors, also an empty one."""
     is_list = isinstance(argument, list) and all(isinstance(x, Tensor) for x in argument)
     return [None] * len(argument) if is_list else None
@@ -193,7 +193,7 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
     )
     each = iter(flat)
     gradients: Packed = map_leaves(lambda x: next(each) if needs_gradient(x) else None, packed)
-    return (*gradients[:5], *map(_no_gradient, packed[5:COUNT]), *gradients[COUNT:])
+    return (*gradients[:5], *map(_make_none_gradient, packed[5:COUNT]), *gradients[COUNT:])
 
 
 def _disable_autocast(function: Callable[..., Packed]) -> Callable[..., Packed]:
@@ -220,8 +220,8 @@ class TiledKernel(Kernel):
 
     name = "tiled"
 
-    def refuses(self, task: Task) -> str | None:
-        """See `Kernel.refuses`."""
+    def refusal_reason(self, task: Task) -> str | None:
+        """See `Kernel.refusal_reason`."""
         if task.dropout_p:
             return "dropout needs the weights in queries x keys memory"
         if needs_plain_torch():
@@ -235,5 +235,7 @@ class TiledKernel(Kernel):
 
     def cost(self, task: Task) -> Cost:
         """See `Kernel.cost`; the memory is that of two tiles."""
-        width = task.problem.q.new_empty(0, dtype=task.problem.accumulate).element_size()
-        return Cost(task.operations, min(2 * TILE_ELEMENTS, 2 * max(task.cells, 1)) * width)
+        width = task.problem.q.new_empty(0, dtype=task.problem.accumulation_dtype).element_size()
+        return Cost(
+            task.operation_count, min(2 * TILE_ELEMENTS, 2 * max(task.cell_count, 1)) * width
+        )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.kernel_input import KernelInput
-from headwise.masks.bias_dtype import cast_biases
+from headwise.masks.bias_dtype import cast_biases_for_sum
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import Clause, Span
 
@@ -81,14 +81,14 @@ def _tile_width(problem: KernelInput, rows: int) -> int:
 
 def _widest_key_span(problem: KernelInput) -> int:
     """Return the most keys that bands allow to one query."""
-    return problem.mask.longest_run
+    return problem.mask.max_visible_keys
 
 
 class Scratch:
     """Buffer that all tiles reuse, since fresh memory costs more time than the arithmetic on it."""
 
     def __init__(self, problem: KernelInput) -> None:
-        self._memory = problem.q.new_empty(0, dtype=problem.accumulate)
+        self._memory = problem.q.new_empty(0, dtype=problem.accumulation_dtype)
 
     def view(self, *shape: int) -> Tensor:
         """Return uninitialised memory of this shape, valid until the next call."""
@@ -113,7 +113,7 @@ class KeysByColumn:
         """Return the keys of a tile, (batches * kv_heads, head_dim, columns)."""
         heads = (tile.batches, tile.kv_heads)
         if heads != self._heads:
-            k = self._problem.k[heads].to(self._problem.accumulate)
+            k = self._problem.k[heads].to(self._problem.accumulation_dtype)
             self._heads, self._columns = heads, k.mT.contiguous().flatten(0, 1)
         return self._columns[:, :, tile.columns]
 
@@ -124,7 +124,7 @@ def cut_tile(tensor: Tensor, tile: Tile, rows: slice, heads: slice, dtype: torch
     return cut.flatten(0, 1)
 
 
-def join_group(tensor: Tensor, tile: Tile, group: int, dtype: torch.dtype) -> Tensor:
+def cut_tile_by_kv_head(tensor: Tensor, tile: Tile, group: int, dtype: torch.dtype) -> Tensor:
     """Concatenate the rows of each kv head's query heads: (kv lanes, group * rows, width)."""
     cut = tensor[tile.batches, tile.heads, tile.rows].to(dtype)
     batches, kv_heads, _, rows, _ = tile.size(group)
@@ -145,7 +145,7 @@ def tile_scores(
         (batches * kv_heads, group * rows, head_dim); and with ``slope`` the softcap's derivative.
     """
     batches, kv_heads, group, rows, columns = tile.size(problem.group)
-    q = join_group(problem.q, tile, group, problem.accumulate) * problem.scale
+    q = cut_tile_by_kv_head(problem.q, tile, group, problem.accumulation_dtype) * problem.scale
     out = scratch.view(batches * kv_heads, group * rows, columns)
     torch.bmm(q, keys.cut(tile), out=out)
     s = out.view(batches, kv_heads * group, rows, columns)
@@ -156,8 +156,8 @@ def tile_scores(
             derivative = slope.view(*s.shape)
             torch.mul(s, s, out=derivative).neg_().add_(1)
         s.mul_(problem.softcap)
-    parts = problem.bias.parts(tile.batches, tile.heads, tile.rows, tile.columns)
-    for part in cast_biases(parts, s.dtype):
+    parts = problem.bias.parts_of_block(tile.batches, tile.heads, tile.rows, tile.columns)
+    for part in cast_biases_for_sum(parts, s.dtype):
         s.add_(part)
     _apply_mask(problem, tile, s)
     return s, q, derivative
@@ -176,7 +176,7 @@ def _apply_mask(problem: KernelInput, tile: Tile, s: Tensor) -> None:
     mask, whole = problem.mask, tile.columns
     without_range = []
     for clause in mask.clauses:
-        open_range = clause.open_range(tile.rows.start, tile.rows.stop)
+        open_range = clause.fully_allowed_key_range(tile.rows.start, tile.rows.stop)
         if open_range is None:
             without_range.append(clause)
             continue
@@ -190,7 +190,7 @@ def _hide_by_clauses(
     s: Tensor, mask: BoundMask, tile: Tile, columns: slice, clauses: Iterable[Clause]
 ) -> None:
     """Write -inf where these clauses hide, in some columns of a tile."""
-    allowed = mask.block(tile.batches, tile.heads, tile.rows, columns, clauses)
+    allowed = mask.evaluate_block(tile.batches, tile.heads, tile.rows, columns, clauses)
     assert allowed is not None
     first = tile.columns.start
     s[..., columns.start - first : columns.stop - first].masked_fill_(~allowed, -torch.inf)

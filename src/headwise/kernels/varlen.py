@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.kernels.kernel import Cost, Kernel, Task, outputs_only
+from headwise.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
 from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import KernelResult
 from headwise.masks.bound_mask import BlockDiagonal
@@ -32,10 +32,10 @@ def split_into_rectangles(problem: KernelInput) -> BlockDiagonal | None:
     cells, least = batch * queries * mask.sizes.keys, call_cost(problem.q.device)
     if cells * heads * head_dim <= least:
         return None  # before the lengths are read, since reading waits for an accelerator
-    division = mask.divided()
+    division = mask.divide_into_rectangles()
     if division is None:
         return None
-    hidden = cells - sum(piece.cells for piece in division.rectangles)
+    hidden = cells - sum(piece.cell_count for piece in division.rectangles)
     enough = hidden * heads * head_dim > least * len(division.rectangles)
     return division if enough and division.rectangles else None
 
@@ -56,15 +56,15 @@ class VarlenKernel(Kernel):
     def __init__(self, choose: Callable[[Task], tuple[Kernel, str]]) -> None:
         self._choose = choose
 
-    def refuses(self, task: Task) -> str | None:
-        """See `Kernel.refuses`."""
+    def refusal_reason(self, task: Task) -> str | None:
+        """See `Kernel.refusal_reason`."""
         return (
             None
             if _divide_by_sequence(task)
             else "the mask does not divide the matrix into sequences"
         )
 
-    def reason(self, task: Task) -> str:
+    def choice_reason(self, task: Task) -> str:
         """Return the number of sequences."""
         return f"{len(_require_division(task).rectangles)} sequences, each a separate matrix"
 
@@ -75,7 +75,7 @@ class VarlenKernel(Kernel):
             outputs = [self._choose(piece)[0].run(piece).out for piece in tasks]
             spans = [piece.queries for piece in division.rectangles if piece.batch == row]
             rows.append(_fill_gaps(outputs, spans, problem.q, _require_values(task).shape[-1]))
-        return outputs_only(torch.cat(rows).transpose(1, 2))
+        return result_of_outputs_only(torch.cat(rows).transpose(1, 2))
 
     def cost(self, task: Task) -> Cost:
         """Return all operations, and the memory of the largest rectangle, as they run in turn."""
@@ -88,7 +88,7 @@ def _divide_by_sequence(task: Task) -> BlockDiagonal | None:
     """Return the division of the task's matrix, computed once, since it reads the lengths."""
     if "division" not in task.cache:
         task.cache["division"] = (
-            None if task.values is None else split_into_rectangles(task.problem)
+            None if task.values_if_only_product is None else split_into_rectangles(task.problem)
         )
     division: BlockDiagonal | None = task.cache["division"]
     return division
@@ -101,8 +101,8 @@ def _require_division(task: Task) -> BlockDiagonal:
 
 
 def _require_values(task: Task) -> Tensor:
-    assert task.values is not None
-    return task.values
+    assert task.values_if_only_product is not None
+    return task.values_if_only_product
 
 
 def tasks_by_sequence(task: Task) -> Iterator[list[Task]]:
@@ -124,7 +124,10 @@ def tasks_by_sequence(task: Task) -> Iterator[list[Task]]:
 def _restrict_to_rectangle(
     problem: KernelInput, piece: Rectangle, q: Tensor, k: Tensor
 ) -> KernelInput:
-    mask, bias = problem.mask.within(piece.part), problem.bias.within(piece.part)
+    mask, bias = (
+        problem.mask.cut_to_part(piece.as_matrix_part),
+        problem.bias.cut_to_part(piece.as_matrix_part),
+    )
     return replace(problem, q=q, k=k, mask=mask, bias=bias)
 
 

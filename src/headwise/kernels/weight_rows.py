@@ -15,14 +15,14 @@ from headwise.kernels.kernel import Task
 from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import softmax_shift
 from headwise.kernels.tiled_op import pack_arguments, unpack_arguments
-from headwise.masks.bias_dtype import cast_biases
+from headwise.masks.bias_dtype import cast_biases_for_sum
 from headwise.support.tensor_containers import iterate_leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch, without_autocast
 
 
 def weights_of_queries(problem: KernelInput, index: Tensor) -> Tensor:
     """Return the weights of the queries in ``index``, (batch, heads, rows, keys)."""
-    exact = problem.accumulate
+    exact = problem.accumulation_dtype
     with without_autocast(problem.q):
         s = reference.scores_at(
             problem.q.index_select(2, index).to(exact),
@@ -33,7 +33,7 @@ def weights_of_queries(problem: KernelInput, index: Tensor) -> Tensor:
             scale=problem.scale,
             softcap=problem.softcap,
         )
-        return reference.weights_of(s, problem.sink).to(problem.q.dtype)
+        return reference.weights_from_scores(s, problem.sink).to(problem.q.dtype)
 
 
 def diagonal_weights(problem: KernelInput, offset: int) -> Tensor:
@@ -41,15 +41,15 @@ def diagonal_weights(problem: KernelInput, offset: int) -> Tensor:
     (_, heads, queries, _), keys = problem.q.shape, problem.k.shape[2]
     first, stop = max(0, -offset), max(max(0, -offset), min(queries, keys - offset))
     rows = torch.arange(first, stop, device=problem.q.device)
-    exact = problem.accumulate
+    exact = problem.accumulation_dtype
     q = problem.q[:, :, first:stop].to(exact)
     k = problem.k[:, :, first + offset : stop + offset].to(exact)
-    s = problem.scale * (q * reference.share_heads(k, heads=heads)).sum(-1)
+    s = problem.scale * (q * reference.repeat_kv_heads(k, heads=heads)).sum(-1)
     if problem.softcap is not None:
         s = problem.softcap * torch.tanh(s / problem.softcap)
-    for part in cast_biases(problem.bias.pairs(rows, rows + offset), exact):
+    for part in cast_biases_for_sum(problem.bias.parts_at_pairs(rows, rows + offset), exact):
         s = s + part
-    s = s.masked_fill(~problem.mask.pairs(rows, rows + offset), -torch.inf)
+    s = s.masked_fill(~problem.mask.evaluate_pairs(rows, rows + offset), -torch.inf)
     result = run_kernel(Task(problem))
     sink = None if problem.sink is None else problem.sink.detach()
     shift = softmax_shift(result.peak.detach(), sink)[..., first:stop]

@@ -40,19 +40,19 @@ class HeadPart:
         is_even = used == tuple(head // each for head in range(len(heads)))
         self._kv_of_head = None if is_even else used
 
-    def enter(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def prepare_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the float inputs of a call, by name, as the part computes with them."""
         return dict(inputs)
 
-    def parameter(self, parameter: Tensor) -> Tensor:
+    def own_share_of_parameter(self, parameter: Tensor) -> Tensor:
         """Return the part's share of a parameter."""
         return parameter
 
-    def average(self, weights: Tensor) -> Tensor:
+    def head_mean_from_own_heads(self, weights: Tensor) -> Tensor:
         """Return the part's share of the mean over all heads, from the mean over its own."""
         return weights * (len(self.heads) / self.num_heads)
 
-    def collect(self, weights: Tensor) -> Tensor:
+    def collect_returned_weights(self, weights: Tensor) -> Tensor:
         """Return the weights, (batch, heads, queries, keys), that a call returns."""
         return weights
 
@@ -71,12 +71,12 @@ class HeadPart:
 
     def score_bias(self, bias: ScoreBias, *, device: torch.device, **sizes: int) -> ScoreBias:
         """Return the score bias of these heads; arguments and errors as in `mask`."""
-        if not bias.all():
+        if not bias.all_tensors():
             return bias
         bias.check(**sizes, heads=self.num_heads, device=device)
         return bias.of_heads(self._index_own_heads(device))
 
-    def channels(self, tensor: Tensor, *, dim: int) -> Tensor:
+    def cut_channels(self, tensor: Tensor, *, dim: int) -> Tensor:
         """Return the channels of these heads of an axis that holds those of all heads."""
         width = tensor.shape[dim] // self.num_heads
         return tensor.narrow(dim, self.heads.start * width, len(self.heads) * width)

@@ -93,7 +93,7 @@ class AttentionSpec:
             differences[name] = (mine, theirs)
         return differences
 
-    def moved(self, target: AttentionSpec) -> AttentionSpec:
+    def after_conversion_to(self, target: AttentionSpec) -> AttentionSpec:
         """Return this function for weights that were converted to a layout of ``target``.
 
         Only the pairing of the rotation changes: rows are then in the order of the target, or
@@ -104,7 +104,7 @@ class AttentionSpec:
             rotary = target.rotary if target.rotary in PAIRINGS else rotary and "half-split"
         return replace(self, rotary=rotary, mask=target.mask, axes=target.axes)
 
-    def with_rotary_width(self, sizes: Mapping[str, int]) -> AttentionSpec:
+    def with_rotary_width_from_sizes(self, sizes: Mapping[str, int]) -> AttentionSpec:
         """Return this function with the rotary_width in ``sizes``, where its own is None."""
         width, head_dim = sizes.get("rotary_width"), sizes["head_dim"]
         if width is None or self.rotary_width is not None:
@@ -117,7 +117,7 @@ class AttentionSpec:
 FIELDS = tuple(field.name for field in fields(AttentionSpec))
 
 
-def require_same(
+def require_conflicts_accepted(
     conflicts: Mapping[str, tuple[str, str]],
     accept: Iterable[str],
     *,

@@ -48,7 +48,7 @@ def solve_axis_sizes(
     while progress:
         progress = False
         for name, axis, length in equations:
-            unknown = sorted(_join_axis_names(axis) - sizes.keys())
+            unknown = sorted(_names_in_axis(axis) - sizes.keys())
             size = _solve_axis(name, axis, length, sizes, unknown[0]) if len(unknown) == 1 else None
             if size is not None:
                 sizes[unknown[0]] = size
@@ -68,7 +68,7 @@ def _solve_axis(
         return None
     size, rest = divmod(length - at_1 + step, step)
     if rest or size < 1:
-        given = {key: sizes[key] for key in sorted(_join_axis_names(axis) & sizes.keys())}
+        given = {key: sizes[key] for key in sorted(_names_in_axis(axis) & sizes.keys())}
         raise ShapeError(
             saw=f"{name} has an axis of {length}, with {_join_sizes(given)}",
             needed=f"a whole number of {unknown}",
@@ -109,7 +109,7 @@ def solve_products(sizes: Sizes, splits: Mapping[str, tuple[str, ...]]) -> Sizes
 
 def _check_equations(equations: Iterable[tuple[str, PatternAxis, int]], sizes: Sizes) -> None:
     for name, axis, length in equations:
-        missing = sorted(_join_axis_names(axis) - sizes.keys())
+        missing = sorted(_names_in_axis(axis) - sizes.keys())
         if missing:
             # A model's config says heads and kv_heads, and never how many of one share the other.
             counts = {
@@ -139,7 +139,7 @@ def _join_names(names: Iterable[str]) -> str:
 
 
 @cache
-def _join_axis_names(axis: PatternAxis) -> frozenset[str]:
+def _names_in_axis(axis: PatternAxis) -> frozenset[str]:
     inner = {name for block in axis.blocks for name in block.names}
     return frozenset({*axis.before, *inner, *axis.after})
 

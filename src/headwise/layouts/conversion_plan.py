@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts.attention_spec import require_same
+from headwise.layouts.attention_spec import require_conflicts_accepted
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical import ROTATED
 from headwise.layouts.conversion_steps import (
@@ -21,7 +21,7 @@ from headwise.layouts.conversion_steps import (
     TensorHeader,
     group_tensors_by_content,
     make_copy_step,
-    other_weight_steps,
+    steps_outside_attention,
 )
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import (
@@ -72,15 +72,15 @@ def plan_conversion(
     for module in modules:
         _require_known_tensors(module, source, headers)
     fitted = [(module, _solve_module_sizes(module, source, headers, known)) for module in modules]
-    conflicts = _conflicts_of_sizes([sizes for _, sizes in fitted], source, target)
-    require_same(conflicts, accept, between=f"{source.name} and {target.name}")
+    conflicts = _spec_conflicts_at_sizes([sizes for _, sizes in fitted], source, target)
+    require_conflicts_accepted(conflicts, accept, between=f"{source.name} and {target.name}")
     _require_one_head_dim(fitted, known)
     if form.base is None and any(module.place.is_base for module in modules):
         form = replace(form, base=True)  # so an unembedding gets its name without the base as well
     steps: list[ConversionStep] = []
     for module, sizes in fitted:
         steps += _module_steps(module, sizes, source, target, headers, form)
-    return _all_conversion_steps(steps, modules, source, target, headers, form)
+    return _add_steps_outside_attention(steps, modules, source, target, headers, form)
 
 
 def plan_renaming_within_layout(
@@ -93,10 +93,10 @@ def plan_renaming_within_layout(
         for module in modules
         for name, local in module.tensors.items()
     ]
-    return _all_conversion_steps(steps, modules, layout, layout, headers, form)
+    return _add_steps_outside_attention(steps, modules, layout, layout, headers, form)
 
 
-def _all_conversion_steps(
+def _add_steps_outside_attention(
     steps: list[ConversionStep],
     modules: Iterable[NamedModule],
     source: Layout,
@@ -108,7 +108,7 @@ def _all_conversion_steps(
     done = {name for step in steps for name in step.inputs}
     roots = {module.place.root for module in modules}
     rest = [name for name in headers if name not in done]
-    steps = steps + other_weight_steps(rest, source, target, headers, roots, form=form)
+    steps = steps + steps_outside_attention(rest, source, target, headers, roots, form=form)
     makers: dict[str, tuple[str, ...]] = {}
     for step in steps:
         for name in step.outputs:
@@ -134,17 +134,17 @@ def find_spec_conflicts(
         OptionError, ShapeError: the modules cannot be read in the source's layout.
     """
     modules = find_modules(source, headers)
-    return _conflicts_of_sizes(
+    return _spec_conflicts_at_sizes(
         [_solve_module_sizes(module, source, headers, known) for module in modules], source, target
     )
 
 
-def _conflicts_of_sizes(
+def _spec_conflicts_at_sizes(
     sizes: Iterable[Sizes], source: Layout, target: Layout
 ) -> dict[str, tuple[str, str]]:
     conflicts = source.function.conflicts(target.function)
     for each in sizes:
-        conflicts |= source.function.with_rotary_width(each).conflicts(target.function)
+        conflicts |= source.function.with_rotary_width_from_sizes(each).conflicts(target.function)
     return conflicts
 
 
@@ -231,7 +231,7 @@ def _module_steps(
     for locals_in, locals_out in group_tensors_by_content(stored, written):
         inputs = tuple(name for name, local in module.tensors.items() if local in locals_in)
         outputs = {prefix + local: written[local].shape(target_sizes) for local in locals_out}
-        if _is_kept(source, target, locals_in, locals_out):
+        if _is_stored_alike(source, target, locals_in, locals_out):
             steps.append(make_copy_step(inputs[0], next(iter(outputs)), headers[inputs[0]]))
             continue
         reader = ModuleTensors(source, {name: module.tensors[name] for name in inputs}, sizes)
@@ -242,7 +242,7 @@ def _module_steps(
     return steps
 
 
-def _is_kept(source: Layout, target: Layout, stored: list[str], written: list[str]) -> bool:
+def _is_stored_alike(source: Layout, target: Layout, stored: list[str], written: list[str]) -> bool:
     """True if both layouts store one tensor in the same way, whatever its name."""
     if len(stored) != 1 or len(written) != 1:
         return False
@@ -257,7 +257,7 @@ def _is_kept(source: Layout, target: Layout, stored: list[str], written: list[st
 
 
 def _target_prefix(module: NamedModule, target: Layout, form: NameForm) -> str:
-    place = module.place.formed(form)
+    place = module.place.in_name_form(form)
     if not place.role:
         return place.root
     template = target.where.get(place.role)
@@ -275,4 +275,4 @@ def _target_prefix(module: NamedModule, target: Layout, form: NameForm) -> str:
             needed=f"a place for it in {target.name}, which has {places}",
             do="choose a layout that has one; headwise layouts lists them",
         )
-    return place.within(template)
+    return place.fill_name_template(template)

@@ -15,7 +15,12 @@ from torch import Tensor
 from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes
 from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NameForm, NamePlace, locate_other_weight, template_fields
+from headwise.layouts.module_names import (
+    NameForm,
+    NamePlace,
+    locate_weight_outside_attention,
+    template_fields,
+)
 from headwise.layouts.pattern import (
     Pattern,
     pack_tensors,
@@ -133,7 +138,7 @@ def group_tensors_by_content(
     return [(inputs, outputs) for _, inputs, outputs in merged]
 
 
-def other_weight_steps(
+def steps_outside_attention(
     names: Iterable[str],
     source: Layout,
     target: Layout,
@@ -149,7 +154,7 @@ def other_weight_steps(
     """
     kept, places = [], dict[NamePlace, dict[str, Pattern]]()
     for name in names:
-        match = locate_other_weight(source, name, roots)
+        match = locate_weight_outside_attention(source, name, roots)
         if match is None:
             kept.append(name)
             continue
@@ -167,7 +172,10 @@ def other_weight_steps(
                 kept += inputs
                 continue
             held = {name: stored[name] for name in inputs}
-            made = {place.formed(form).within(name): written[name] for name in templates}
+            made = {
+                place.in_name_form(form).fill_name_template(name): written[name]
+                for name in templates
+            }
             mine, theirs = (
                 {tensor for pattern in some.values() for tensor in pattern.tensors}
                 for some in (held, made)
@@ -175,13 +183,14 @@ def other_weight_steps(
             if mine != theirs:  # the target has no name for some of the tensors
                 kept += inputs
                 continue
-            steps += _make_content_steps(held, made, headers)
+            steps += _make_steps_for_group(held, made, headers)
     return steps + [
-        make_copy_step(name, _move_root(form.root, name, roots), headers[name]) for name in kept
+        make_copy_step(name, _replace_root_prefix(form.root, name, roots), headers[name])
+        for name in kept
     ]
 
 
-def _move_root(root: str | None, name: str, roots: Iterable[str]) -> str:
+def _replace_root_prefix(root: str | None, name: str, roots: Iterable[str]) -> str:
     """Return a name with its root replaced, if the name has one of ``roots``."""
     above = [old for old in roots if name.startswith(old)]
     return name if root is None or not above else root + name.removeprefix(max(above, key=len))
@@ -201,7 +210,7 @@ def _find_counterparts(
     return patterns
 
 
-def _make_content_steps(
+def _make_steps_for_group(
     held: Mapping[str, Pattern], made: Mapping[str, Pattern], headers: Mapping[str, TensorHeader]
 ) -> list[ConversionStep]:
     """Return the steps between stored tensors that hold the same canonical tensors."""

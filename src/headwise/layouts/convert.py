@@ -53,12 +53,14 @@ def convert(
     for step in plan_conversion(
         state, layout(source), layout(target), accept=accept, form=form, **known
     ):
-        tensors = run_checked_step(step, {name: state[name] for name in step.inputs})
+        tensors = run_round_trip_checked_step(step, {name: state[name] for name in step.inputs})
         converted |= {name: x.clone() for name, x in tensors.items()} if step.is_copy else tensors
     return converted
 
 
-def run_checked_step(step: ConversionStep, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def run_round_trip_checked_step(
+    step: ConversionStep, stored: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Run one step and its inverse, and compare the bytes.
 
     Raises:

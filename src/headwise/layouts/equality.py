@@ -103,7 +103,7 @@ class LayoutReading:
     names: Mapping[str, str]
     sizes: Sizes
 
-    def numbered(self) -> State:
+    def make_numbered_tensors(self) -> State:
         """Return tensors of a narrower model, each with its entries numbered from 1."""
         narrow = self.sizes | {name: n for name, n in _NARROW.items() if name in self.sizes}
         patterns = self.layout.patterns
@@ -116,13 +116,13 @@ class LayoutReading:
         return self.layout.unpack({self.names[name]: x for name, x in stored.items()}, **known)
 
 
-def is_same_map(reading: LayoutReading, other: LayoutReading) -> bool:
+def is_same_reading(reading: LayoutReading, other: LayoutReading) -> bool:
     """True if two readings of the same tensors give the same matrices.
 
     With one kv head, or as many as heads, many layouts coincide. Both readings
     are therefore compared on a small example with numbered entries.
     """
-    first, second = reading.numbered(), other.numbered()
+    first, second = reading.make_numbered_tensors(), other.make_numbered_tensors()
     if {name: x.shape for name, x in first.items()} != {n: x.shape for n, x in second.items()}:
         return False
     # Without a rotary_width, all channels of a head are rotated.

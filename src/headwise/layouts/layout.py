@@ -17,10 +17,10 @@ from headwise.layouts.pattern import (
     Pattern,
     Splits,
     canonical_shape,
+    find_leading_name,
     names_by_axis,
     pack_tensors,
     parse_pattern,
-    slowest_name,
     to_half_split,
     to_interleaved,
     unpack_tensor,
@@ -109,7 +109,7 @@ class Layout(ShownInNotebook):
                     do='write it as where={"self": "layers.{layer}.attention."}',
                 )
         for text in (*self.tensors.values(), *self.outside.values()):
-            slowest_name(parse_pattern(text), self.sharded)
+            find_leading_name(parse_pattern(text), self.sharded)
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
@@ -191,7 +191,7 @@ class Layout(ShownInNotebook):
         state = dict(canonical)
         if self.function.rotary == "interleaved":
             state = to_interleaved(state, width=self.rotary_width(sizes))
-        self._require_places(
+        self._require_held_tensors(
             name
             for name in state.keys() - self.holds
             if not (name in BIASES and is_positive_zero(state[name]))
@@ -232,10 +232,10 @@ class Layout(ShownInNotebook):
     def _solve_sizes(
         self, shapes: Mapping[str, tuple[Pattern, tuple[int, ...]]], known: Mapping[str, int]
     ) -> Sizes:
-        if unnamed := known.keys() - self._count_names:
+        if unnamed := known.keys() - self._allowed_count_names:
             raise OptionError(
                 saw=f"a count of {', '.join(sorted(unnamed))}",
-                needed=f"counts of {', '.join(sorted(self._count_names))}",
+                needed=f"counts of {', '.join(sorted(self._allowed_count_names))}",
                 do="give {heads}, and {kv_heads} where they are fewer",
                 parameter={"heads": (), "kv_heads": ()},
             )
@@ -252,7 +252,7 @@ class Layout(ShownInNotebook):
         return sizes
 
     @cached_property
-    def _count_names(self) -> frozenset[str]:
+    def _allowed_count_names(self) -> frozenset[str]:
         """Names that a count may have in this layout."""
         names = {name for pattern in self.patterns.values() for name in pattern.names()}
         names |= {name for whole, parts in self.all_splits.items() for name in (whole, *parts)}
@@ -299,7 +299,7 @@ class Layout(ShownInNotebook):
                         do="choose a layout that has these axes apart: headwise layouts lists "
                         "them. Nothing is repeated: one kv head does not become several",
                     )
-        self._require_places(shapes.keys() - {*BIASES})
+        self._require_held_tensors(shapes.keys() - {*BIASES})
 
     def canonical_shapes(self, stored: Iterable[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """The shapes of the canonical tensors that the stored tensors of these names hold."""
@@ -320,7 +320,7 @@ class Layout(ShownInNotebook):
         """The canonical tensors that have a place here."""
         return {tensor for pattern in self.patterns.values() for tensor in pattern.tensors}
 
-    def _require_places(self, tensors: Iterable[str]) -> None:
+    def _require_held_tensors(self, tensors: Iterable[str]) -> None:
         placeless = sorted({*tensors} - self.holds)
         if placeless:
             raise OptionError(

@@ -68,7 +68,10 @@ class DrawnCell:
         """Label such as "q0", "k0-3", or "q0.7" for a channel."""
         channel = "" if self.channel is None else f".{self.channel}"
         return (
-            " ".join(f"{short_name(tensor)}{_join_numbers(heads)}" for tensor, heads in self.owners)
+            " ".join(
+                f"{short_name(tensor)}{_format_number_ranges(heads)}"
+                for tensor, heads in self.owners
+            )
             + channel
         )
 
@@ -87,7 +90,7 @@ def short_name(tensor: str) -> str:
     return _SHORT.get(tensor, tensor)
 
 
-def merge_equal_sizes(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
+def equalise_indistinct_axes(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
     """Return ``sizes`` with equal sizes for axes that the layout does not distinguish."""
     fitting = {**sizes, **layout.fixed}
     for pattern in layout.patterns.values():
@@ -119,7 +122,7 @@ def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
         )
     base |= {axis: requested[wider] for axis, wider in WIDER.items() if wider in requested}
     base |= requested
-    fitting = merge_equal_sizes(layout, base)
+    fitting = equalise_indistinct_axes(layout, base)
     for name, size in given.items():
         if fitting.get(name, size) != size:
             raise ShapeError(
@@ -128,7 +131,9 @@ def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
                 do=f"leave {{{name}}} out, or choose another layout: headwise layouts lists them",
                 parameter=name,
             )
-    return layout.canonical_sizes(_canonical_shapes(layout, fitting), _rotary_width(fitting))
+    return layout.canonical_sizes(
+        _canonical_shapes(layout, fitting), _rotary_width_or_head_dim(fitting)
+    )
 
 
 def draw_axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
@@ -143,7 +148,9 @@ def draw_axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip
     }
     stored = layout.write(
         {tensor: _labelled_tensor(tensor, narrow) for tensor in layout.holds},
-        sizes=layout.canonical_sizes(_canonical_shapes(layout, narrow), _rotary_width(sizes)),
+        sizes=layout.canonical_sizes(
+            _canonical_shapes(layout, narrow), _rotary_width_or_head_dim(sizes)
+        ),
     )
     return {
         name: tuple(_draw_strip(stored[name], axis, length) for axis, length in enumerate(shape))
@@ -176,7 +183,7 @@ def draw(layout: Layout, **given: int) -> str:
     return "\n".join(lines[1:])
 
 
-def function_lines(layout: Layout, sizes: Sizes) -> list[str]:
+def attention_spec_lines(layout: Layout, sizes: Sizes) -> list[str]:
     """Return a line for each setting that no tensor stores, and one for those of the config."""
     values = {field.name: getattr(layout.function, field.name) for field in fields(layout.function)}
     if layout.function.rotary not in PAIRINGS or values["rotary_width"]:
@@ -205,7 +212,7 @@ def _canonical_shapes(layout: Layout, sizes: Mapping[str, int]) -> dict[str, tup
     return {tensor: tuple(sizes[axis] for axis in AXES[tensor]) for tensor in layout.holds}
 
 
-def _rotary_width(sizes: Mapping[str, int]) -> Sizes:
+def _rotary_width_or_head_dim(sizes: Mapping[str, int]) -> Sizes:
     """Return the rotary_width; head_dim where it is unknown."""
     return {"rotary_width": sizes.get("rotary_width", sizes["head_dim"])}
 
@@ -252,7 +259,7 @@ def _owners_of_row(row: Tensor) -> Owners:
     )
 
 
-def _join_numbers(numbers: Sequence[int]) -> str:
+def _format_number_ranges(numbers: Sequence[int]) -> str:
     """Return numbers such as 3, or 0-3, or 0,2,4."""
     if len(numbers) > 2 and [*numbers] == [*range(numbers[0], numbers[-1] + 1)]:
         return f"{numbers[0]}-{numbers[-1]}"
@@ -265,7 +272,7 @@ def _strip_lines(strip: DrawnStrip, axes: int) -> Iterator[str]:
     words = {1: ("entries",), 2: ("rows", "columns")}
     word = words[axes][strip.axis] if axes in words else f"axis {strip.axis}"
     yield f"{word}: {_describe_lengths(strip.cells)}"
-    rows = list(_rows_of_cells(strip.cells))
+    rows = list(_wrap_cells_into_lines(strip.cells))
     left = len(str(rows[-1][0].start))
     lines = [f"  {cells[0].start:>{left}}  {_cell_names(cells)}" for cells in rows]
     if len(lines) > MOST_LINES:
@@ -288,7 +295,7 @@ def _cell_names(cells: Iterable[DrawnCell]) -> str:
     return "  ".join(cell.name for cell in cells)
 
 
-def _rows_of_cells(cells: Sequence[DrawnCell]) -> Iterator[list[DrawnCell]]:
+def _wrap_cells_into_lines(cells: Sequence[DrawnCell]) -> Iterator[list[DrawnCell]]:
     """Yield the cells of each line: a repeated part, or a tensor; long lines are wrapped."""
     kinds = [cell.owners[0][0] for cell in cells]
     runs = [kind for kind, _ in groupby(kinds)]

@@ -27,7 +27,7 @@ class NameForm:
     base: bool | None = None
 
     @classmethod
-    def of(cls, modules: Iterable[NamedModule]) -> NameForm:
+    def shared_by(cls, modules: Iterable[NamedModule]) -> NameForm:
         """Return the form that the names of all modules share."""
         places = [module.place for module in modules]
         roots = {place.root for place in places}
@@ -57,12 +57,12 @@ class NamePlace:
     numbers: Numbers = ()
     is_base: bool = False
 
-    def formed(self, form: NameForm) -> NamePlace:
+    def in_name_form(self, form: NameForm) -> NamePlace:
         """Return the same position in names of another form."""
         root = self.root if form.root is None else form.root
         return replace(self, root=root, is_base=self.is_base if form.base is None else form.base)
 
-    def within(self, template: str) -> str:
+    def fill_name_template(self, template: str) -> str:
         """Return ``template`` with the root and the numbers of this position."""
         written = (self.is_base and _remove_base_prefix(template)) or template
         return self.root + written.format(**dict(self.numbers))
@@ -93,7 +93,7 @@ def find_modules(layout: Layout, names: Iterable[str]) -> list[NamedModule]:
     mixed layouts. A base model is stored without the word that models with a head call it by.
     """
     names = list(names)
-    modules = _find_modules_at(layout.where, layout, names)
+    modules = _find_modules_by_templates(layout.where, layout, names)
     if not any(module.tensors for module in modules):
         # Those of a model that was stored without its head: its names lack their first word.
         where = {
@@ -101,23 +101,27 @@ def find_modules(layout: Layout, names: Iterable[str]) -> list[NamedModule]:
             for role, place in layout.where.items()
             if (bare := _remove_base_prefix(place))
         }
-        modules = _find_modules_at(where, layout, names, is_base=True)
+        modules = _find_modules_by_templates(where, layout, names, is_base=True)
         whole = (module for module in modules if layout.required <= {*module.tensors.values()})
         roots = {module.place.root for module in whole}
         modules = [module for module in modules if module.place.root in roots]
-    placed = [module for module in modules if module.tensors or _is_attention(module, layout)]
+    placed = [
+        module
+        for module in modules
+        if module.tensors or _has_unlisted_attention_tensors(module, layout)
+    ]
     used = {name for module in placed for name in (*module.tensors, *module.beside)}
     elsewhere = _find_modules_elsewhere(layout, [name for name in names if name not in used])
     return sorted(placed + elsewhere, key=_module_sort_key)
 
 
-def _find_modules_at(
+def _find_modules_by_templates(
     where: Mapping[str, str], layout: Layout, names: Iterable[str], *, is_base: bool = False
 ) -> list[NamedModule]:
     modules: dict[tuple[NamePlace, str], tuple[dict[str, str], list[str]]] = {}
     for name in names:
         for role, template in where.items():
-            if match := _template_pattern(template).match(name):
+            if match := _template_regex(template).match(name):
                 place = NamePlace(match["root"], role, _slot_numbers(match), is_base)
                 tensors, beside = modules.setdefault((place, match[0]), ({}, []))
                 local = name[match.end() :]
@@ -145,7 +149,7 @@ def _module_sort_key(module: NamedModule) -> tuple[str, bool, list[tuple[int, st
     return (place.root if place.role else "", place.role == "decoder", counted)
 
 
-def _is_attention(module: NamedModule, layout: Layout) -> bool:
+def _has_unlisted_attention_tensors(module: NamedModule, layout: Layout) -> bool:
     """True if a module at the position of attention holds tensors that the layout does not list.
 
     False where a layout stores attention directly in the block, beside other tensors.
@@ -160,7 +164,7 @@ def find_unlisted_tensors(module: NamedModule, layout: Layout) -> list[str]:
         name
         for name in module.beside
         if not any(fnmatchcase(name.removeprefix(module.prefix), known) for known in layout.beside)
-        and locate_other_weight(layout, name, [module.place.root]) is None
+        and locate_weight_outside_attention(layout, name, [module.place.root]) is None
     ]
 
 
@@ -192,14 +196,14 @@ def prefix_template(prefix: str) -> str:
     return re.sub(r"\d+", "{layer}", prefix)
 
 
-def locate_other_weight(
+def locate_weight_outside_attention(
     layout: Layout, name: str, roots: Iterable[str]
 ) -> tuple[str, NamePlace] | None:
     """Return the template and position of a tensor outside of attention; None if not listed."""
     for is_base in (False, True):
         for template in layout.outside:
             read = _remove_base_prefix(template) if is_base else template
-            match = _template_pattern(read, end="$").match(name) if read else None
+            match = _template_regex(read, end="$").match(name) if read else None
             if match and match["root"] in {*roots, ""}:  # an unembedding has no root
                 return template, NamePlace(match["root"], template, _slot_numbers(match), is_base)
     return None
@@ -215,7 +219,7 @@ def template_fields(template: str) -> set[str]:
 
 
 @cache
-def _template_pattern(template: str, *, end: str = "") -> re.Pattern[str]:
+def _template_regex(template: str, *, end: str = "") -> re.Pattern[str]:
     parts = [
         rf"(?P<{part}>\d+)" if at % 2 else re.escape(part)
         for at, part in enumerate(SLOT.split(template))

@@ -253,7 +253,7 @@ class SlowestName:
     each_block: bool
 
 
-def slowest_name(pattern: Pattern, names: Iterable[str]) -> SlowestName | None:
+def find_leading_name(pattern: Pattern, names: Iterable[str]) -> SlowestName | None:
     """Return the axis that begins with one of these names; None if no axis has any.
 
     Raises:

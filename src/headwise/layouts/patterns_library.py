@@ -104,7 +104,7 @@ def head_norms(q: str, k: str, *, bias: bool = False) -> Tensors:
     return patterns
 
 
-def other_weights(
+def weights_outside_attention(
     like: Mapping[str, str] | None = None, *, columns: bool = False, **names: str
 ) -> Tensors:
     """Return the tensors of a model outside of attention.

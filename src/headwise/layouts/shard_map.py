@@ -16,14 +16,14 @@ from torch import Tensor
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes, solve_products
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NamePlace, find_modules, locate_other_weight
+from headwise.layouts.module_names import NamePlace, find_modules, locate_weight_outside_attention
 from headwise.layouts.pattern import (
     Pattern,
     PatternAxis,
     SlowestName,
+    find_leading_name,
     parse_pattern,
     product_of_sizes,
-    slowest_name,
 )
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -105,7 +105,9 @@ class ShardMap:
         return (None, 1) if axis is None else (axis.dim, self.count // axis.copies)
 
 
-def map_shares(layout: Layout, shares: Shapes, count: int, known: Mapping[str, int]) -> ShardMap:
+def derive_shard_map_from_shares(
+    layout: Layout, shares: Shapes, count: int, known: Mapping[str, int]
+) -> ShardMap:
     """Return the division of tensors, from the shapes in one of the shares.
 
     Args:
@@ -125,14 +127,18 @@ def map_shares(layout: Layout, shares: Shapes, count: int, known: Mapping[str, i
     axes: dict[str, ShardedAxis] = {}
     for group in groups:
         for name, axis in group.also.items():
-            if (dim := _find_other_dim(groups, shares, name, axis, count)) is not None:
+            if (
+                dim := _find_alternative_sharded_dim(groups, shares, name, axis, count)
+            ) is not None:
                 axes[name] = ShardedAxis(dim)
         rest = {name: p for name, p in group.patterns.items() if name not in axes}
-        axes |= _divide_shares(layout, replace(group, patterns=rest), shares, count, known, here)
+        axes |= _sharded_axes_from_shares(
+            layout, replace(group, patterns=rest), shares, count, known, here
+        )
     return ShardMap(count, axes)
 
 
-def map_whole_tensors(
+def derive_shard_map_from_whole(
     layout: Layout, wholes: Shapes, count: int, known: Mapping[str, int], *, also: bool = False
 ) -> ShardMap:
     """Return the division of whole tensors over this many processes.
@@ -145,20 +151,21 @@ def map_whole_tensors(
         also: True for the axes in ``layout.sharded_also``.
 
     Raises:
-        OptionError, ShapeError: see `map_shares`; and counts that the processes do not divide.
+        OptionError, ShapeError: see `derive_shard_map_from_shares`; and counts that the processes
+            do not divide.
     """
     axes: dict[str, ShardedAxis] = {}
     for group in _group_tensors(layout, wholes):
         sizes = _solve_group_sizes(layout, group, wholes, known)
         for name, pattern in group.patterns.items():
             names = group.also[name] if also and name in group.also else layout.sharded
-            sharded = slowest_name(pattern, names)
+            sharded = find_leading_name(pattern, names)
             if sharded is not None:
-                axes[name] = _divide_whole_tensor(name, pattern, sharded, count, sizes)
+                axes[name] = _sharded_axis_of_whole_tensor(name, pattern, sharded, count, sizes)
     return ShardMap(count, axes)
 
 
-def find_whole_length(
+def find_share_and_whole_length(
     layout: Layout, shares: Shapes, known: Mapping[str, int]
 ) -> tuple[str, int, int] | None:
     """Return a tensor whose length is known: its name, the length in a share, and the whole one.
@@ -169,7 +176,7 @@ def find_whole_length(
     for module in find_modules(layout, shares):
         for name, local in module.tensors.items():
             pattern = layout.patterns[local]
-            sharded = slowest_name(pattern, layout.sharded)
+            sharded = find_leading_name(pattern, layout.sharded)
             if sharded is None or (sharded.name == "kv_heads" and pattern.fused is None):
                 continue  # kv heads may be repeated
             axis = pattern.axes[sharded.dim]
@@ -210,7 +217,7 @@ def _group_tensors(layout: Layout, names: Iterable[str]) -> list[_Group]:
     roots = {module.place.root for module in modules}
     places: dict[NamePlace, dict[str, str]] = {}  # place -> full name -> template
     for name in names:
-        match = None if name in inside else locate_other_weight(layout, name, roots)
+        match = None if name in inside else locate_weight_outside_attention(layout, name, roots)
         if match is not None:
             places.setdefault(replace(match[1], role=""), {})[name] = match[0]
     for templates in places.values():
@@ -226,7 +233,7 @@ def _group_tensors(layout: Layout, names: Iterable[str]) -> list[_Group]:
     return groups
 
 
-def _find_other_dim(
+def _find_alternative_sharded_dim(
     groups: Iterable[_Group], shares: Shapes, name: str, axis: tuple[str, ...], count: int
 ) -> int | None:
     """Return the axis of an embedding that is divided by its other axis; None if it is not."""
@@ -243,7 +250,7 @@ def _find_other_dim(
     return dim if {shares[name][dim] * count} == lengths else None
 
 
-def _divide_shares(
+def _sharded_axes_from_shares(
     layout: Layout,
     group: _Group,
     shares: Shapes,
@@ -251,7 +258,7 @@ def _divide_shares(
     known: Mapping[str, int],
     known_here: Mapping[str, int],
 ) -> dict[str, ShardedAxis]:
-    divided = {name: slowest_name(p, layout.sharded) for name, p in group.patterns.items()}
+    divided = {name: find_leading_name(p, layout.sharded) for name, p in group.patterns.items()}
     has_blocks = any(each and each.each_block for each in divided.values())
     needs_sizes = has_blocks or not group.is_attention
     sizes = _solve_group_sizes(layout, group, shares, known_here) if needs_sizes else {}
@@ -267,7 +274,7 @@ def _divide_shares(
     return axes
 
 
-def _divide_whole_tensor(
+def _sharded_axis_of_whole_tensor(
     name: str, pattern: Pattern, sharded: SlowestName, count: int, sizes: Sizes
 ) -> ShardedAxis:
     copies = _count_copies(pattern, sharded, count, sizes[sharded.name])

@@ -20,7 +20,7 @@ def require_align(align: str | None) -> None:
         )
 
 
-def resolve_align(align: Align | None, queries: int, keys: int, *, what: str) -> int:
+def resolve_align_to_offset(align: Align | None, queries: int, keys: int, *, what: str) -> int:
     """Return the key position that is aligned with query 0: 0, or keys - queries.
 
     Raises:

@@ -21,7 +21,7 @@ def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(bias.isinf(), cast, bias.clamp(limits.min, limits.max).to(dtype))
 
 
-def cast_biases(parts: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+def cast_biases_for_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield biases in ``dtype``, to be added up: of finite numbers, the sum is finite too."""
     if len(parts) < 2:
         yield from (cast_bias(part, dtype) for part in parts)

@@ -50,7 +50,7 @@ class BoundMask:
         return len(self.clauses) == 1 and band is not None and band.is_causal
 
     @property
-    def hiding(self) -> tuple[Clause, ...]:
+    def hiding_clauses(self) -> tuple[Clause, ...]:
         """The clauses that may hide something at these sizes."""
         return tuple(clause for clause in self.clauses if clause.hides(self.sizes))
 
@@ -58,30 +58,34 @@ class BoundMask:
 
     def key_range(self, first: int, stop: int) -> Span:
         """Keys outside are hidden from every query in [first, stop)."""
-        span = reduce(Span.within, (c.key_range(first, stop) for c in self.clauses), self._all_keys)
+        span = reduce(
+            Span.intersection, (c.key_range(first, stop) for c in self.clauses), self._all_keys
+        )
         start = min(span.first, self.sizes.keys)
         return Span(start, max(start, span.stop))
 
-    def open_range(self, first: int, stop: int) -> Span:
+    def fully_allowed_key_range(self, first: int, stop: int) -> Span:
         """Keys inside are allowed to every query in [first, stop); empty where unknown."""
-        spans = [clause.open_range(first, stop) for clause in self.clauses]
+        spans = [clause.fully_allowed_key_range(first, stop) for clause in self.clauses]
         if None in spans:
             return Span(0, 0)
-        return reduce(Span.within, (span for span in spans if span), self._all_keys)
+        return reduce(Span.intersection, (span for span in spans if span), self._all_keys)
 
     @property
-    def longest_run(self) -> int:
+    def max_visible_keys(self) -> int:
         """Upper bound of the keys that a query sees, by the clause of distance."""
         left, right = self.reach
         if left is None or right is None:
             return self.sizes.keys
         return max(0, min(self.sizes.keys, left + right + 1))
 
-    def interval(self, rows: Tensor, batches: slice = WHOLE) -> tuple[Tensor, Tensor] | None:
+    def key_interval_per_query(
+        self, rows: Tensor, batches: slice = WHOLE
+    ) -> tuple[Tensor, Tensor] | None:
         """First key and stop for each query, (batches or 1, rows); None: not one run of keys."""
         first, stop = torch.zeros_like(rows)[None], torch.full_like(rows, self.sizes.keys)[None]
         for clause in self.clauses:
-            keys = clause.interval(rows, batches, self.sizes)
+            keys = clause.key_interval_per_query(rows, batches, self.sizes)
             if keys is None:
                 return None
             first, stop = torch.maximum(first, keys[0]), torch.minimum(stop, keys[1])
@@ -93,7 +97,7 @@ class BoundMask:
 
     # ---- blocks -----------------------------------------------------------------------------
 
-    def block(
+    def evaluate_block(
         self,
         batches: slice,
         heads: slice,
@@ -107,28 +111,28 @@ class BoundMask:
         """
         block = MaskBlock(batches, heads, rows, columns, self.device)
         chosen = self.clauses if clauses is None else clauses
-        parts = [clause.block(block, self.sizes) for clause in chosen]
+        parts = [clause.evaluate_block(block, self.sizes) for clause in chosen]
         return reduce(torch.logical_and, parts) if parts else None
 
-    def at(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "..."]:
+    def evaluate_rows(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "..."]:
         """Evaluate the mask at chosen queries, broadcastable to (batch, heads, rows, keys)."""
-        allowed = self.block(WHOLE, WHOLE, rows, WHOLE)
+        allowed = self.evaluate_block(WHOLE, WHOLE, rows, WHOLE)
         if allowed is None:
             allowed = rows.new_ones(1, 1, 1, 1, dtype=torch.bool)
         return allowed.expand(-1, -1, rows.shape[0], self.sizes.keys)
 
-    def pairs(
+    def evaluate_pairs(
         self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]
     ) -> Bool[Tensor, "..."]:
         """Evaluate the mask at (query, key) pairs, broadcastable to (batch, heads, pairs)."""
         allowed = torch.ones_like(rows, dtype=torch.bool)[None, None]
         for clause in self.clauses:
-            allowed = allowed & clause.pairs(rows, columns, self.sizes)
+            allowed = allowed & clause.evaluate_pairs(rows, columns, self.sizes)
         return allowed
 
     # ---- parts ------------------------------------------------------------------------------
 
-    def divided(self) -> BlockDiagonal | None:
+    def divide_into_rectangles(self) -> BlockDiagonal | None:
         """Return rectangles that hold every allowed pair; None where no clause has any."""
         parts = [(clause, clause.rectangles(self.sizes)) for clause in self.clauses]
         lists = [rectangles for _, rectangles in parts if rectangles is not None]
@@ -138,18 +142,18 @@ class BoundMask:
             r for rows in zip(*lists, strict=True) for r in reduce(_intersect_rectangles, rows)
         )
         rest = tuple(clause for clause, rectangles in parts if rectangles is None)
-        return BlockDiagonal(tuple(r for r in common if r.cells), replace(self, clauses=rest))
+        return BlockDiagonal(tuple(r for r in common if r.cell_count), replace(self, clauses=rest))
 
-    def within(self, place: MatrixPart) -> BoundMask:
+    def cut_to_part(self, place: MatrixPart) -> BoundMask:
         """Return the mask of one part of the matrix, as a mask of that size."""
         batch, queries, keys = (span.size for span in place)
         sizes = MatrixSizes(batch, self.sizes.heads, queries, keys)
-        clauses = tuple(clause.cut(place, self.sizes) for clause in self.clauses)
+        clauses = tuple(clause.cut_to_part(place, self.sizes) for clause in self.clauses)
         return BoundMask(sizes, self.device, clauses)
 
-    def first_keys(self) -> Int[Tensor, " batch"] | None:
+    def first_real_keys(self) -> Int[Tensor, " batch"] | None:
         """Return the position of each sequence's first token; None without left padding."""
-        starts = (clause.first_keys() for clause in self.clauses)
+        starts = (clause.first_real_keys() for clause in self.clauses)
         return next((start for start in starts if start is not None), None)
 
     def real_keys(self) -> Bool[Tensor, "batch keys"]:
@@ -200,8 +204,8 @@ def _merge_clause(clauses: list[Clause], other: Clause) -> None:
 def _intersect_rectangles(some: list[Rectangle], others: list[Rectangle]) -> list[Rectangle]:
     """Intersect two lists of disjoint rectangles of one sequence."""
     pairs = [
-        Rectangle(a.batch, a.queries.within(b.queries), a.keys.within(b.keys))
+        Rectangle(a.batch, a.queries.intersection(b.queries), a.keys.intersection(b.keys))
         for a in some
         for b in others
     ]
-    return [rectangle for rectangle in pairs if rectangle.cells]
+    return [rectangle for rectangle in pairs if rectangle.cell_count]

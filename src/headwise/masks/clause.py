@@ -2,7 +2,7 @@
 
 A clause decides which (query, key) pairs may attend. A clause is bound to sizes, evaluated one
 block at a time, and lowered to (kind, tensors, integers), which an operator of torch accepts;
-`lifted` restores the clause. Kernels use this interface only, and no kind by its name.
+`from_lowered` restores the clause. Kernels use this interface only, and no kind by its name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Span(NamedTuple):
         """Number of positions."""
         return max(0, self.stop - self.first)
 
-    def within(self, other: Span) -> Span:
+    def intersection(self, other: Span) -> Span:
         """The positions that are in both."""
         return Span(max(self.first, other.first), min(self.stop, other.stop))
 
@@ -73,12 +73,12 @@ class Rectangle(NamedTuple):
     keys: Span
 
     @property
-    def part(self) -> MatrixPart:
+    def as_matrix_part(self) -> MatrixPart:
         """The same pairs as a part of the whole matrix."""
         return MatrixPart(Span(self.batch, self.batch + 1), self.queries, self.keys)
 
     @property
-    def cells(self) -> int:
+    def cell_count(self) -> int:
         """Number of (query, key) pairs."""
         return self.queries.size * self.keys.size
 
@@ -121,19 +121,19 @@ class Clause(ABC):
         """
 
     @abstractmethod
-    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
+    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         """True = may attend, broadcastable to (batches, heads, rows, columns) of the block."""
 
     @abstractmethod
-    def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
+    def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
         """True = may attend, at (query, key) pairs: broadcastable to (batch, heads, pairs)."""
 
     @abstractmethod
-    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Clause:
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Clause:
         """Return the clause of one part of the matrix, for a mask of that size."""
 
     @abstractmethod
-    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
+    def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
         """Return its size along the four axes as a dense tensor; 1 where it broadcasts."""
 
     # ---- hints for kernels; a subclass may leave each as it is ------------------------------
@@ -150,11 +150,11 @@ class Clause(ABC):
         """Keys outside are hidden from every query in [first, stop)."""
         return Span(0, BOUNDLESS)
 
-    def open_range(self, first: int, stop: int) -> Span | None:  # noqa: ARG002
+    def fully_allowed_key_range(self, first: int, stop: int) -> Span | None:  # noqa: ARG002
         """Keys inside are allowed to every query in [first, stop); None: not known."""
         return None
 
-    def interval(
+    def key_interval_per_query(
         self,
         rows: Tensor,  # noqa: ARG002
         batches: slice,  # noqa: ARG002
@@ -174,7 +174,7 @@ class Clause(ABC):
         """(batch or 1, keys): False where a key is hidden from every query; None: not known."""
         return None
 
-    def first_keys(self) -> Tensor | None:
+    def first_real_keys(self) -> Tensor | None:
         """(batch,): the place of each sequence's first token; None where that is 0."""
         return None
 
@@ -201,12 +201,12 @@ class Clause(ABC):
         """Every tensor that it holds, and that must be on the device of the matrix."""
         return tuple(getattr(self, name) for name in self.tensor_fields)
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Clause:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Clause:
         """The clause with ``function`` of each of its tensors."""
         changed = {name: function(getattr(self, name)) for name in self.tensor_fields}
         return replace(self, **changed)
 
-    def lower(self) -> LoweredClause:
+    def lower_for_operator(self) -> LoweredClause:
         """Return a bound clause as values that an operator accepts."""
         tensors, integers = (
             tuple(getattr(self, name) for name in names)
@@ -215,34 +215,39 @@ class Clause(ABC):
         return LoweredClause(self.kind, tensors, integers)
 
     @classmethod
-    def lifted(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:
+    def from_lowered(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:
         """Return the bound clause that was lowered to these."""
         names = (*cls.tensor_fields, *cls.integer_fields)
         return cls(**dict(zip(names, (*tensors, *integers), strict=True)))
 
 
 class IntervalClause(Clause):
-    """A clause that leaves each query one run of keys; `interval` is all that a subclass needs."""
+    """A clause that leaves each query one run of keys.
+
+    `key_interval_per_query` is all that a subclass needs.
+    """
 
     @abstractmethod
-    def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:
-        """First key and stop for each query; see `Clause.interval`."""
+    def key_interval_per_query(
+        self, rows: Tensor, batches: slice, sizes: MatrixSizes
+    ) -> tuple[Tensor, Tensor]:
+        """First key and stop for each query; see `Clause.key_interval_per_query`."""
 
-    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.block`."""
-        rows = index_positions(block.rows, sizes.queries, block.device)
-        columns = index_positions(block.columns, sizes.keys, block.device)
-        first, stop = self.interval(rows, block.batches, sizes)
+    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
+        """See `Clause.evaluate_block`."""
+        rows = positions_of_index(block.rows, sizes.queries, block.device)
+        columns = positions_of_index(block.columns, sizes.keys, block.device)
+        first, stop = self.key_interval_per_query(rows, block.batches, sizes)
         allowed = (columns >= first[:, :, None]) & (columns < stop[:, :, None])
         return allowed[:, None]
 
-    def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.pairs`."""
-        first, stop = self.interval(rows, WHOLE, sizes)
+    def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
+        """See `Clause.evaluate_pairs`."""
+        first, stop = self.key_interval_per_query(rows, WHOLE, sizes)
         return ((columns >= first) & (columns < stop))[:, None]
 
 
-def index_positions(index: Index, size: int, device: torch.device) -> Tensor:
+def positions_of_index(index: Index, size: int, device: torch.device) -> Tensor:
     """The positions that an index of an axis of this size names."""
     return index if isinstance(index, Tensor) else torch.arange(size, device=device)[index]
 

@@ -23,12 +23,12 @@ def require_bool(tensor: Tensor, where: str) -> None:
         )
 
 
-def read_allowed_matrix(mask: Tensor, num_heads: int | None, *, true_attends: bool) -> Tensor:
+def to_allowed_matrix(mask: Tensor, num_heads: int | None, *, true_attends: bool) -> Tensor:
     """Return another library's mask as bools with named axes, True = may attend.
 
     The shape is (batch, heads, queries, keys), or broadcasts to it.
     """
-    allowed = read_allowed_entries(mask, true_attends=true_attends)
+    allowed = to_allowed_entries(mask, true_attends=true_attends)
     if allowed.dim() == 2:
         return with_matrix_axes(allowed, "queries keys")
     if allowed.dim() == 4 and true_attends:
@@ -48,7 +48,7 @@ def read_allowed_matrix(mask: Tensor, num_heads: int | None, *, true_attends: bo
     )
 
 
-def read_allowed_entries(mask: Tensor, *, true_attends: bool) -> Tensor:
+def to_allowed_entries(mask: Tensor, *, true_attends: bool) -> Tensor:
     """Return a bool mask of either polarity, or a float one of 0 and -inf, as True = may attend."""
     require_tensors(mask=mask)
     if mask.dtype == torch.bool:

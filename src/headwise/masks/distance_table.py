@@ -27,7 +27,7 @@ class DistanceTable(Protocol):
         """The tensor that the caller gave."""
         ...
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
         """Return the table with ``function`` of its tensor."""
         ...
 
@@ -48,7 +48,7 @@ class ByDistance:
         require_align(self.align)
 
     @property
-    def described(self) -> str:
+    def name_in_messages(self) -> str:
         """The bias as a message names it."""
         return f"a {self.name} bias"
 
@@ -65,8 +65,8 @@ class AlibiTable:
         """See `DistanceTable.heads`."""
         return self.numbers.shape[0]
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
-        """See `DistanceTable.mapped`."""
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
+        """See `DistanceTable.map_tensors`."""
         return replace(self, numbers=function(self.numbers))
 
     def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,8 +88,8 @@ class RelativeTable:
         """See `DistanceTable.heads`."""
         return self.numbers.shape[0]
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
-        """See `DistanceTable.mapped`."""
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
+        """See `DistanceTable.map_tensors`."""
         return replace(self, numbers=function(self.numbers))
 
     def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
@@ -115,9 +115,9 @@ class TableOfHeads:
         """See `DistanceTable.numbers`."""
         return self.table.numbers
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
-        """See `DistanceTable.mapped`."""
-        return replace(self, table=self.table.mapped(function))
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
+        """See `DistanceTable.map_tensors`."""
+        return replace(self, table=self.table.map_tensors(function))
 
     def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
         """See `DistanceTable.__call__`."""
@@ -142,9 +142,9 @@ class ShiftedTable:
         """See `DistanceTable.numbers`."""
         return self.table.numbers
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
-        """See `DistanceTable.mapped`."""
-        return replace(self, table=self.table.mapped(function))
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
+        """See `DistanceTable.map_tensors`."""
+        return replace(self, table=self.table.map_tensors(function))
 
     def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
         """See `DistanceTable.__call__`."""

@@ -33,7 +33,7 @@ from headwise.masks.clauses.segments import (
     require_segment_ids,
 )
 from headwise.masks.clauses.where import Predicate, Where
-from headwise.masks.conventions import read_allowed_entries, read_allowed_matrix, require_bool
+from headwise.masks.conventions import require_bool, to_allowed_entries, to_allowed_matrix
 from headwise.support.cast_to_int64 import convert_to_count, convert_to_int64
 from headwise.support.display import ShownInNotebook
 from headwise.support.message_text import describe_value
@@ -74,7 +74,7 @@ class Mask(ShownInNotebook):
             OptionError: a negative side, or an alignment that does not exist.
         """
         require_align(align)
-        return cls((Band(_window_side("left", left), _window_side("right", right), align),))
+        return cls((Band(_window_side_int("left", left), _window_side_int("right", right), align),))
 
     @classmethod
     def lengths(
@@ -218,7 +218,7 @@ class Mask(ShownInNotebook):
         Raises:
             MaskError: another dtype, shape or float value.
         """
-        return cls((Dense(read_allowed_matrix(attn_mask, num_heads, true_attends=False)),))
+        return cls((Dense(to_allowed_matrix(attn_mask, num_heads, true_attends=False)),))
 
     @classmethod
     def from_torch_padding(cls, key_padding_mask: Tensor) -> Mask:
@@ -227,7 +227,7 @@ class Mask(ShownInNotebook):
         Raises:
             MaskError: another dtype, shape or float value.
         """
-        allowed = read_allowed_entries(key_padding_mask, true_attends=False)
+        allowed = to_allowed_entries(key_padding_mask, true_attends=False)
         return cls((Dense(with_matrix_axes(allowed, "batch keys")),))
 
     @classmethod
@@ -239,7 +239,7 @@ class Mask(ShownInNotebook):
         Raises:
             MaskError: another dtype, shape or float value.
         """
-        return cls((Dense(read_allowed_matrix(attn_mask, None, true_attends=True)),))
+        return cls((Dense(to_allowed_matrix(attn_mask, None, true_attends=True)),))
 
     def __and__(self, other: Mask) -> Mask:
         require_mask_type(other, "Mask & ")
@@ -247,11 +247,11 @@ class Mask(ShownInNotebook):
 
     # ---- use --------------------------------------------------------------------------------
 
-    def of_kind(self, kind: type[OneKind]) -> tuple[OneKind, ...]:
+    def clauses_of_kind(self, kind: type[OneKind]) -> tuple[OneKind, ...]:
         """The clauses of one class."""
         return tuple(clause for clause in self.clauses if isinstance(clause, kind))
 
-    def without(self, kind: type[Clause]) -> Mask:
+    def without_kind(self, kind: type[Clause]) -> Mask:
         """The mask without the clauses of one class."""
         return Mask(tuple(clause for clause in self.clauses if not isinstance(clause, kind)))
 
@@ -288,7 +288,9 @@ class Mask(ShownInNotebook):
         self, queries: int | None = None, keys: int | None = None, *, batch: int = 0, head: int = 0
     ) -> Bool[Tensor, "_queries _keys"]:
         """Return which queries of a sequence may attend to which keys, as `draw` shows it."""
-        shape = self.known_sizes(_drawing_size("queries", queries), _drawing_size("keys", keys))
+        shape = self.known_sizes(
+            _require_drawing_size("queries", queries), _require_drawing_size("keys", keys)
+        )
         if shape["batch"] == 0:
             return torch.zeros(0, 0, dtype=torch.bool)
         for name, index, size in (("batch", batch, shape["batch"]), ("head", head, shape["heads"])):
@@ -300,7 +302,7 @@ class Mask(ShownInNotebook):
                     do=f"leave {name} out for the first",
                 )
         bound = self.bind(**shape, device=self._find_device())
-        rows = bound.at(torch.arange(shape["queries"], device=self._find_device()))
+        rows = bound.evaluate_rows(torch.arange(shape["queries"], device=self._find_device()))
         return rows.expand(shape["batch"], shape["heads"], -1, -1)[batch, head]
 
     def known_sizes(self, queries: int | None = None, keys: int | None = None) -> dict[str, int]:
@@ -321,7 +323,9 @@ class Mask(ShownInNotebook):
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on ``device``."""
-        return self._map_clauses(lambda clause: clause.mapped(lambda tensor: tensor.to(device)))
+        return self._map_clauses(
+            lambda clause: clause.map_tensors(lambda tensor: tensor.to(device))
+        )
 
     def of_heads(self, index: Integer[Tensor, " chosen"]) -> Mask:
         """The mask of chosen heads alone."""
@@ -367,7 +371,7 @@ def _given_lengths(
         yield "queries", QUERIES, queries
 
 
-def _window_side(name: str, side: object) -> int:
+def _window_side_int(name: str, side: object) -> int:
     """Return one side of a window as Python's integer, or as the symbol of a compiled graph."""
     if side is None:
         return BOUNDLESS
@@ -384,7 +388,7 @@ def _window_side(name: str, side: object) -> int:
     )
 
 
-def _drawing_size(name: str, size: object) -> int | None:
+def _require_drawing_size(name: str, size: object) -> int | None:
     count = None if size is None else convert_to_count(size)
     if size is None or (count is not None and count >= 0):
         return count

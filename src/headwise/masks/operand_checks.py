@@ -36,13 +36,13 @@ ROWS_ADVICE = {
 }
 
 
-def require_mask(mask: object) -> Mask:
+def require_mask_or_none(mask: object) -> Mask:
     if mask is None:
         return NO_MASK
     return require_mask_type(mask, "mask=")
 
 
-def require_score_bias(score_bias: object) -> ScoreBias:
+def require_score_bias_or_none(score_bias: object) -> ScoreBias:
     if score_bias is None:
         return NO_BIAS
     return require_score_bias_type(score_bias, "score_bias=")
@@ -50,8 +50,8 @@ def require_score_bias(score_bias: object) -> ScoreBias:
 
 def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
     require_tensors(q=q, k=k)
-    _require_undivided("q", q)
-    _require_undivided("k", k)
+    _refuse_dtensor("q", q)
+    _refuse_dtensor("k", k)
     if q.dim() != 4 or k.dim() != 4:
         raise ShapeError(
             saw=f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}",
@@ -76,7 +76,7 @@ def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
     check_operand("k", k, q)
 
 
-def _require_undivided(name: str, tensor: Tensor) -> None:
+def _refuse_dtensor(name: str, tensor: Tensor) -> None:
     """Raise OptionError for a tensor that is divided over processes, as torch's DTensor is."""
     if type(tensor) is not Tensor and hasattr(tensor, "to_local"):
         raise OptionError(
@@ -87,7 +87,7 @@ def _require_undivided(name: str, tensor: Tensor) -> None:
 
 
 def check_operand(name: str, tensor: Tensor, q: Tensor) -> None:
-    _require_undivided(name, tensor)
+    _refuse_dtensor(name, tensor)
     if tensor.dtype != q.dtype or q.dtype not in DTYPES:
         raise DTypeError(
             saw=f"q of dtype {q.dtype} and {name} of dtype {tensor.dtype}",
@@ -102,10 +102,10 @@ def check_operand(name: str, tensor: Tensor, q: Tensor) -> None:
         )
 
 
-def check_options(
+def check_score_options(
     q: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None
 ) -> None:
-    check_score_numbers(scale, softcap, dtype=q.dtype)
+    check_scale_and_softcap(scale, softcap, dtype=q.dtype)
     if sink is None:
         return
     is_real = isinstance(sink, Tensor) and sink.is_floating_point()
@@ -126,7 +126,9 @@ def check_options(
         )
 
 
-def check_score_numbers(scale: float | None, softcap: float | None, *, dtype: torch.dtype) -> None:
+def check_scale_and_softcap(
+    scale: float | None, softcap: float | None, *, dtype: torch.dtype
+) -> None:
     """Check that scale and softcap are in the range of the scores' dtype.
 
     ``dtype`` is that of the queries.
@@ -196,7 +198,7 @@ def require_query_positions(index: Tensor, queries: int, *, call: str) -> Tensor
     return index
 
 
-def check_limit(limit: int | None, size: int, matrix: object) -> None:
+def check_dense_memory_limit(limit: int | None, size: int, matrix: object) -> None:
     if limit is not None and not is_number(limit):
         raise OptionError(
             saw=f"dense(limit={describe_value(limit)})",

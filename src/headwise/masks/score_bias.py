@@ -17,10 +17,10 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, MaskError
-from headwise.masks.alignment import Align, require_align, resolve_align
-from headwise.masks.bias_dtype import cast_biases
+from headwise.masks.alignment import Align, require_align, resolve_align_to_offset
+from headwise.masks.bias_dtype import cast_biases_for_sum
 from headwise.masks.clause import WHOLE, MatrixPart, MatrixSizes, index_axes, read_pairs
-from headwise.masks.clauses.dense_mask import check_fits, with_matrix_axes
+from headwise.masks.clauses.dense_mask import require_broadcastable_to_matrix, with_matrix_axes
 from headwise.masks.distance_table import (
     AlibiTable,
     ByDistance,
@@ -66,7 +66,7 @@ class ScoreBias:
         Raises:
             MaskError: slopes that are no floats, or not one for each head.
         """
-        _require_numbers(slopes, "slopes", ("heads",))
+        _require_float_tensor(slopes, "slopes", ("heads",))
         return cls(by_distance=(ByDistance("alibi", AlibiTable(slopes), align),))
 
     @classmethod
@@ -78,7 +78,7 @@ class ScoreBias:
         ``table`` has 2 * reach + 1 columns; farther keys take the outermost entry (the clipping
         of Shaw et al. 2018, arXiv:1803.02155).
         """
-        _require_numbers(table, "table", ("heads", "distances"))
+        _require_float_tensor(table, "table", ("heads", "distances"))
         if table.shape[1] % 2 == 0:
             raise MaskError(
                 saw=f"a relative table with {table.shape[1]} distances",
@@ -94,10 +94,10 @@ class ScoreBias:
         tensors = tuple(t if t.shape[1] == 1 else t.index_select(1, index) for t in self.tensors)
         return ScoreBias(parts, tensors)
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> ScoreBias:
-        """The bias with ``function`` of each of its tensors, in the order of `all`."""
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ScoreBias:
+        """The bias with ``function`` of each of its tensors, in the order of `all_tensors`."""
         tensors = tuple(map(function, self.tensors))
-        parts = tuple(replace(p, table=p.table.mapped(function)) for p in self.by_distance)
+        parts = tuple(replace(p, table=p.table.map_tensors(function)) for p in self.by_distance)
         return ScoreBias(parts, tensors)
 
     def __add__(self, other: ScoreBias) -> ScoreBias:
@@ -113,9 +113,9 @@ class ScoreBias:
     @property
     def requires_grad(self) -> bool:
         """True if a gradient flows into one of its tensors."""
-        return any(tensor.requires_grad for tensor in self.all())
+        return any(tensor.requires_grad for tensor in self.all_tensors())
 
-    def all(self) -> list[Tensor]:
+    def all_tensors(self) -> list[Tensor]:
         """Every tensor that the bias was made of."""
         return [*self.tensors, *(part.table.numbers for part in self.by_distance)]
 
@@ -129,9 +129,9 @@ class ScoreBias:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> BoundBias:
-        """Check the bias at these sizes, and fix them: `check`, then `bound`."""
+        """Check the bias at these sizes, and fix them: `check`, then `bind_unchecked`."""
         self.check(batch=batch, heads=heads, queries=queries, keys=keys, device=device)
-        return self.bound(queries=queries, keys=keys, device=device, dtype=dtype)
+        return self.bind_unchecked(queries=queries, keys=keys, device=device, dtype=dtype)
 
     def check(
         self, *, batch: int, heads: int, queries: int, keys: int, device: torch.device
@@ -144,7 +144,7 @@ class ScoreBias:
             DeviceError: a tensor on another device.
         """
         for part in self.by_distance:
-            resolve_align(part.align, queries, keys, what=part.described)
+            resolve_align_to_offset(part.align, queries, keys, what=part.name_in_messages)
             if not broadcasts_to(part.table.heads, heads):
                 raise MaskError(
                     saw=f"a {part.name} bias for {part.table.heads} heads",
@@ -153,12 +153,14 @@ class ScoreBias:
                 )
             numbers = part.table.numbers
             # A slope of infinity would be NaN at distance 0.
-            _check_values(numbers.abs() if part.name == "alibi" else numbers, device)
+            _check_device_and_values(numbers.abs() if part.name == "alibi" else numbers, device)
         for bias in self.tensors:
-            check_fits(bias, MatrixSizes(batch, heads, queries, keys), "a score bias")
-            _check_values(bias, device)
+            require_broadcastable_to_matrix(
+                bias, MatrixSizes(batch, heads, queries, keys), "a score bias"
+            )
+            _check_device_and_values(bias, device)
 
-    def bound(
+    def bind_unchecked(
         self, *, queries: int, keys: int, device: torch.device, dtype: torch.dtype
     ) -> BoundBias:
         """Fix the sizes: one table over all distances, and the dense tensors.
@@ -173,14 +175,14 @@ class ScoreBias:
         """
         rows = []
         for part in self.by_distance:
-            offset = resolve_align(part.align, queries, keys, what=part.described)
+            offset = resolve_align_to_offset(part.align, queries, keys, what=part.name_in_messages)
             count = max(0, queries + keys - 1)
             distances = torch.arange(count, device=device) + (1 - queries - offset)
             rows.append(part.table(distances, dtype))
         table = rows[0] if rows else None
         if len(rows) > 1:
             exact = reduce(torch.promote_types, (row.dtype for row in rows), dtype)
-            table = reduce(torch.add, cast_biases(rows, exact))
+            table = reduce(torch.add, cast_biases_for_sum(rows, exact))
         return BoundBias(queries=queries, keys=keys, table=table, tensors=self.tensors)
 
     def __str__(self) -> str:
@@ -203,12 +205,12 @@ class BoundBias:
     @property
     def requires_grad(self) -> bool:
         """True if a gradient flows into the bias."""
-        return any(t.requires_grad for t in self.all())
+        return any(t.requires_grad for t in self.all_tensors())
 
     @property
-    def is_zero(self) -> bool:
+    def is_empty(self) -> bool:
         """True if the bias has no parts."""
-        return not self.all()
+        return not self.all_tensors()
 
     @property
     def may_hide(self) -> bool:
@@ -220,11 +222,11 @@ class BoundBias:
             return bool(self.tensors)
         return not (may_check_values(self.table) and bool((self.table > -torch.inf).all()))
 
-    def all(self) -> list[Tensor]:
+    def all_tensors(self) -> list[Tensor]:
         """The dense tensors, and the table where there is one."""
         return [*self.tensors, *([] if self.table is None else [self.table])]
 
-    def parts(
+    def parts_of_block(
         self, batches: slice, heads: slice, rows: slice | Tensor, columns: slice
     ) -> list[Tensor]:
         """Return the parts for one block; each broadcasts to (batches, heads, rows, columns)."""
@@ -245,39 +247,43 @@ class BoundBias:
         runs = table[:, start - stop + self.queries : end - first + self.queries - 1]
         return runs.unfold(-1, end - start, 1).flip(1)
 
-    def within(self, place: MatrixPart) -> BoundBias:
+    def cut_to_part(self, place: MatrixPart) -> BoundBias:
         """The bias of one part of the matrix, as a bias of that size."""
         queries, keys = place.queries.size, place.keys.size
         table = self.table
         if table is not None:
             first = place.keys.first - place.queries.stop + self.queries
             table = table[:, first : first + queries + keys - 1]
-        tensors = cut_tensors(self.tensors, place)
+        tensors = cut_tensors_to_part(self.tensors, place)
         return BoundBias(queries=queries, keys=keys, table=table, tensors=tensors)
 
-    def pairs(self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]) -> list[Tensor]:
+    def parts_at_pairs(
+        self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]
+    ) -> list[Tensor]:
         """Return the parts at (query, key) pairs; they broadcast to (batch, heads, pairs)."""
         parts = [read_pairs(bias, rows, columns) for bias in self.tensors]
         if self.table is not None:
             parts.append(self.table[None, :, columns - rows + self.queries - 1])
         return parts
 
-    def at(self, rows: Int[Tensor, " rows"]) -> list[Tensor]:
+    def parts_at_rows(self, rows: Int[Tensor, " rows"]) -> list[Tensor]:
         """The whole bias at chosen queries; parts broadcast to (batch, heads, rows, keys)."""
-        return self.parts(WHOLE, WHOLE, rows, WHOLE)
+        return self.parts_of_block(WHOLE, WHOLE, rows, WHOLE)
 
 
-def bias_within(bias: ScoreBias, place: MatrixPart, sizes: MatrixSizes) -> ScoreBias:
+def cut_bias_to_part(bias: ScoreBias, place: MatrixPart, sizes: MatrixSizes) -> ScoreBias:
     """Return the bias of one part of a matrix of these sizes, as a bias of that size."""
     tables = []
     for part in bias.by_distance:
-        offset = resolve_align(part.align, sizes.queries, sizes.keys, what=part.described)
+        offset = resolve_align_to_offset(
+            part.align, sizes.queries, sizes.keys, what=part.name_in_messages
+        )
         shift = place.keys.first - place.queries.first - offset
         tables.append(ByDistance(part.name, ShiftedTable(part.table, shift), "top-left"))
-    return ScoreBias(tuple(tables), cut_tensors(bias.tensors, place))
+    return ScoreBias(tuple(tables), cut_tensors_to_part(bias.tensors, place))
 
 
-def cut_tensors(tensors: tuple[Tensor, ...], place: MatrixPart) -> tuple[Tensor, ...]:
+def cut_tensors_to_part(tensors: tuple[Tensor, ...], place: MatrixPart) -> tuple[Tensor, ...]:
     """Return one part of tensors that broadcast to (batch, heads, queries, keys)."""
     batches, queries, keys = (slice(*span) for span in place)
     return tuple(index_axes(tensor, batches, WHOLE, queries, keys) for tensor in tensors)
@@ -294,7 +300,7 @@ def require_score_bias_type(value: object, call: str) -> ScoreBias:
     )
 
 
-def _require_numbers(tensor: Tensor, name: str, axes: tuple[str, ...]) -> None:
+def _require_float_tensor(tensor: Tensor, name: str, axes: tuple[str, ...]) -> None:
     require_tensors(**{name: tensor})
     if not tensor.is_floating_point() or tensor.dim() != len(axes):
         raise MaskError(
@@ -304,7 +310,7 @@ def _require_numbers(tensor: Tensor, name: str, axes: tuple[str, ...]) -> None:
         )
 
 
-def _check_values(bias: Tensor, device: torch.device) -> None:
+def _check_device_and_values(bias: Tensor, device: torch.device) -> None:
     if bias.device != device:
         raise DeviceError(
             saw=f"a score bias on {bias.device} for queries and keys on {device}",

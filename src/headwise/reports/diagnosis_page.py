@@ -49,25 +49,25 @@ class DiagnosisReport:
     )
 
     @property
-    def status(self) -> str:
+    def verdict_css_class(self) -> str:
         """The class of the box with the verdict: "", "note" or "bad"."""
         if self.diagnosis.verdict is Verdict.INCONCLUSIVE:
             return "note"
         return "" if self.diagnosis else "bad"
 
     @property
-    def output_sentence(self) -> str:
+    def output_difference_sentence(self) -> str:
         """A sentence on the difference of the outputs; "" where they are equal to the last bit."""
         comparison = self.diagnosis.function or self.diagnosis.model
         if comparison is None or self.diagnosis.verdict is Verdict.SAME:
             return ""
         if not isfinite(comparison.output_gap):
             return "The outputs have other shapes."
-        size = stage_heat_map.size_text(comparison.output_gap)
+        size = stage_heat_map.difference_percent_text(comparison.output_gap)
         return f"The outputs differ by {size} of their size at most."
 
     @property
-    def sides(self) -> tuple[str, str]:
+    def compared_side_labels(self) -> tuple[str, str]:
         """The two in words: the name, and the kind or the layout."""
         comparison = self.diagnosis.function or self.diagnosis.model
         layouts = self.diagnosis.layouts
@@ -83,21 +83,21 @@ class DiagnosisReport:
         return first, second
 
     @property
-    def groups(self) -> list[tuple[list[LayerComparison], FunctionComparison]]:
+    def differing_layer_groups(self) -> list[tuple[list[LayerComparison], FunctionComparison]]:
         """The attentions that differ, with their comparison; no layers for a single attention."""
         function, model = self.diagnosis.function, self.diagnosis.model
         if model is not None:
-            return [(layers, layers[0].comparison) for layers in model.groups]
+            return [(layers, layers[0].comparison) for layers in model.differing_layers_by_causes]
         return [([], function)] if function is not None and function.parted else []
 
     @property
-    def tables(self) -> list[StageTables]:
+    def shown_stage_tables(self) -> list[StageTables]:
         """The tables of a single attention, or of the first of each group of layers."""
         if self.diagnosis.function is not None:
             return [stage_heat_map.stage_tables(self.diagnosis.function)]
         return [
             stage_heat_map.stage_tables(function, layers[0].name)
-            for layers, function in self.groups[:MOST_GROUPS]
+            for layers, function in self.differing_layer_groups[:MOST_GROUPS]
         ]
 
 
@@ -112,31 +112,34 @@ def render_diagnosis_page(report: DiagnosisReport) -> str:
     environment.filters |= {
         "css": png_images.css_colour,
         "ink": png_images.text_colour_on,
-        "quoted": mark_quoted,
+        "quoted": mark_quoted_as_code,
     }
     model = report.diagnosis.model
     page = environment.get_template("diagnosis.html").render(
         report=report,
         version=report.versions["headwise"],
         diagnosis=report.diagnosis,
-        sides=report.sides,
+        sides=report.compared_side_labels,
         function=report.diagnosis.function,
         model=model,
         layers=[] if model is None else stage_heat_map.layer_rows(model),
-        stages=[] if model is None else stage_heat_map.model_stages(model),
-        cause_count=sum(len(function.causes) for _, function in report.groups),
+        stages=[] if model is None else stage_heat_map.compared_stages_of_model(model),
+        cause_count=sum(len(function.causes) for _, function in report.differing_layer_groups),
         texts={cause.name: describe_cause(cause) for cause in CAUSES},
         page_of=cause_page_path,
         most=MOST_TENSORS,
         most_names=MOST_NAMES,
         gradient=Markup(png_images.css_gradient()),
-        ticks=[(size, 100 * stage_heat_map.size_position(size)) for size in stage_heat_map.TICKS],
+        ticks=[
+            (size, 100 * stage_heat_map.difference_scale_position(size))
+            for size in stage_heat_map.TICKS
+        ],
         describe_count=describe_count,
     )
     return secure_page(page)
 
 
-def mark_quoted(text: str) -> Markup:
+def mark_quoted_as_code(text: str) -> Markup:
     """Return a sentence as HTML, with quoted names of tensors as code."""
     return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 

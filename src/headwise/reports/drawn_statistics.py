@@ -80,7 +80,7 @@ class DrawnStatistic:
         return self.definition.unit.split(",")[0].replace("share", "per cent", 1)
 
     @property
-    def least_change(self) -> float:
+    def least_change_scale_end(self) -> float:
         """The least end of the scale of a change, so that two nearly equal scans look equal."""
         if self.scale.kind != "range":
             return LEAST_SHARE
@@ -142,8 +142,8 @@ def drawn_statistic(scan: HeadScan, name: str) -> DrawnStatistic:
 
 def _make_scale(scan: HeadScan, definition: Definition, real: Tensor, middle: float) -> Scale:
     """Return the scale: from the definition, or around the values, but never of a narrow range."""
-    if definition.drawn != "range":
-        return Scale(definition.drawn, 0.0, 1.0)
+    if definition.colour_scale != "range":
+        return Scale(definition.colour_scale, 0.0, 1.0)
     if not real.numel():
         return Scale("range", 0.0, 0.0)
     if definition.name == "entropy":
@@ -168,12 +168,12 @@ def drawn_statistics(scan: HeadScan) -> list[DrawnStatistic]:
     return [drawn_statistic(scan, name) for name in [*first, *others]]
 
 
-def statistics_with_picture(scan: HeadScan) -> list[DrawnStatistic]:
+def statistics_whose_heads_differ(scan: HeadScan) -> list[DrawnStatistic]:
     """Return the statistics in whose picture heads differ."""
-    return [s for s in drawn_statistics(scan) if _has_picture(scan, s)]
+    return [s for s in drawn_statistics(scan) if _heads_differ_in_picture(scan, s)]
 
 
-def _has_picture(scan: HeadScan, statistic: DrawnStatistic) -> bool:
+def _heads_differ_in_picture(scan: HeadScan, statistic: DrawnStatistic) -> bool:
     reach = next(s.reach for s in scan.statistics if s.definition.name == statistic.name)
     # No token is further away. The longest of several texts is no longer than all together.
     is_everything = statistic.name.startswith("within_") and reach >= scan.tokens - 1

@@ -10,7 +10,7 @@ import numpy as np
 
 from headwise.errors import OptionError
 from headwise.reports import drawn_statistics, standout_heads, viewer_blobs
-from headwise.reports.scan_changes import change_scale_end, clearest_change, diverging_colour
+from headwise.reports.scan_changes import change_scale_end, diverging_colour, most_changed_statistic
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.scan_diff import ScanDiff
@@ -36,7 +36,7 @@ Names = Callable[[int], str]
 
 def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -> Figure:
     """Draw the change of a statistic as `ScanDiff.plot` says."""
-    name = statistic or clearest_change(diff) or next(iter(diff.scalars), None)
+    name = statistic or most_changed_statistic(diff) or next(iter(diff.scalars), None)
     if name not in diff.scalars:
         raise OptionError(
             saw=f"statistic={describe_value(statistic)}",
@@ -76,7 +76,7 @@ def plot_scan(
         layer, head = _choose_head(scan, layer, head)
         if kind == "map":
             return _plot_map(scan, layer, head, name_of, ax, width)
-        return _plot_profile(scan, layer, head, ax, width)
+        return _plot_offset_profile(scan, layer, head, ax, width)
 
 
 def _choose_head(scan: HeadScan, layer: int | None, head: int | None) -> tuple[int, int]:
@@ -125,7 +125,7 @@ def _draw_grid(values: Any, label: str, ax: Any, width: float, **colours: Any) -
     axes.set_xlabel("head")
     axes.set_ylabel("layer")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(_use_whole_number_ticks())
+        axis.set_major_locator(_whole_number_locator())
     inches = axes.get_position().height * figure.get_figheight()
     wrapped = textwrap.fill(label, max(LETTERS, int(LETTERS * inches)))
     figure.colorbar(image, ax=axes, label=wrapped)
@@ -152,7 +152,7 @@ def _plot_map(
     axes.set_ylabel(f"query{places}")
     axes.set_title(f"layer {layer}, head {head}")
     if name_of is not None and (ends[1], ends[0]) == values.shape:
-        _name_tokens(axes, scan, record, name_of)
+        _label_axes_with_tokens(axes, scan, record, name_of)
     label = (
         "weight" if (ends[1], ends[0]) == values.shape else _describe_map_cells(ends, values.shape)
     )
@@ -166,17 +166,17 @@ def _describe_map_cells(ends: Sequence[int], shape: Sequence[int]) -> str:
     """Return what a cell of the map is."""
     if min(ends) <= 1:
         return "weight of a block"
-    keys, queries = map(_name_tokens_of_block, ends, reversed(shape))
+    keys, queries = map(_tokens_per_block_text, ends, reversed(shape))
     tokens = keys if keys == queries else f"{queries} queries by {keys} keys"
     return f"weight of a block of {tokens}{' tokens' if keys == queries else ''}"
 
 
-def _name_tokens_of_block(length: int, blocks: int) -> str:
+def _tokens_per_block_text(length: int, blocks: int) -> str:
     least, most = length // blocks, -(-length // blocks)
     return str(most) if least in (most, 0) else f"{least} to {most}"
 
 
-def _name_tokens(axes: Axes, scan: HeadScan, record: LayerScan, name_of: Names) -> None:
+def _label_axes_with_tokens(axes: Axes, scan: HeadScan, record: LayerScan, name_of: Names) -> None:
     """Write the text of each token beside a map of few tokens."""
     for axis, text in ((axes.xaxis, record.key_text), (axes.yaxis, record.query_text)):
         ids = [] if text is None else scan.texts[text].ids.tolist()
@@ -188,7 +188,7 @@ def _name_tokens(axes: Axes, scan: HeadScan, record: LayerScan, name_of: Names) 
     axes.tick_params(labelsize=min(8, 160 / max(1, len(axes.get_yticks()))))
 
 
-def _plot_profile(scan: HeadScan, layer: int, head: int, ax: Any, width: float) -> Figure:
+def _plot_offset_profile(scan: HeadScan, layer: int, head: int, ax: Any, width: float) -> Figure:
     record = scan.layer_scans[layer]
     if viewer_blobs.OFFSETS not in record.summaries:
         raise _missing_statistic_error(viewer_blobs.OFFSETS)
@@ -200,7 +200,7 @@ def _plot_profile(scan: HeadScan, layer: int, head: int, ax: Any, width: float) 
     shown = slice(0, reach + 1 + last)
     axes.bar(np.arange(-reach, last + 1), heights[shown], color="#1b716d", width=0.8)
     axes.set_ylim(0, 1)
-    axes.xaxis.set_major_locator(_use_whole_number_ticks())
+    axes.xaxis.set_major_locator(_whole_number_locator())
     axes.set_xlabel("offset of the key from the query, tokens")
     axes.set_ylabel("weight")
     outside = f"{100 * max(0, 1 - inside):.0f} % of the weight lies outside"
@@ -230,7 +230,7 @@ def _make_axes(ax: Any, width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _use_whole_number_ticks() -> Any:
+def _whole_number_locator() -> Any:
     return _require_matplotlib("ticker").MaxNLocator(MOST_TICKS, integer=True)
 
 

@@ -11,9 +11,9 @@ from headwise.masks.mask import Mask
 from headwise.reports import png_images
 from headwise.reports.scan_changes import (
     change_scale_end,
-    clearest_change,
     diverging_colour,
     most_changed_heads,
+    most_changed_statistic,
 )
 from headwise.scanning.scan_diff import ScanDiff
 
@@ -81,7 +81,7 @@ def diff_html(diff: ScanDiff) -> str:
     moved = most_changed_heads(diff)
     if not moved:
         return f"<div>{_caption_html(repr(diff))}No head has changed.</div>"
-    name = clearest_change(diff)
+    name = most_changed_statistic(diff)
     grid = "" if name is None else _signed_grid_html(diff, name)
     rows = "".join(
         f"<tr><td>{change.layer_index}.{change.head}</td><td>{change.value:.3g}</td></tr>"
@@ -116,7 +116,7 @@ def _table_cell_html(value: float, end: float) -> str:
 
 
 def _image_html(rows: list[list[float]], words: str, *, shape: tuple[int, int]) -> str:
-    image = png_images.positions_png(rows) if rows and rows[0] else ""
+    image = png_images.colour_grid_png(rows) if rows and rows[0] else ""
     height, width = (max(LEAST_PIXELS, round(PIXELS * size / max(*shape, 1))) for size in shape)
     size = f"width:{width}px;height:{height}px;image-rendering:pixelated;margin-right:4px"
     return f'<img src="{image}" alt="{escape(words)}" style="{size}">'

@@ -29,11 +29,11 @@ def template_environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["prose"] = mark_identifiers
+    environment.filters["prose"] = mark_identifiers_as_code
     return environment
 
 
-def mark_identifiers(text: str) -> Markup:
+def mark_identifiers_as_code(text: str) -> Markup:
     """Return a sentence as HTML, with identifiers marked as code."""
     return Markup(_IDENTIFIER.sub(lambda match: f"<code>{match[0]}</code>", escape(text)))
 

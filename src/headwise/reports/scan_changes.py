@@ -26,7 +26,7 @@ def diverging_colour(position: float) -> RGB:
     return red, green, blue
 
 
-def clearest_change(diff: ScanDiff) -> str | None:
+def most_changed_statistic(diff: ScanDiff) -> str | None:
     """Return the scalar with the largest change beside the span of its scale; None without any."""
     best, most = None, 0.0
     for name in diff.scalars:
@@ -41,5 +41,5 @@ def clearest_change(diff: ScanDiff) -> str | None:
 def change_scale_end(diff: ScanDiff, name: str) -> float:
     """Return the end of the scale of a change: the largest, and at least the statistic's own."""
     assert isinstance(diff.before, HeadScan)
-    least = drawn_statistics.drawn_statistic(diff.before, name).least_change
+    least = drawn_statistics.drawn_statistic(diff.before, name).least_change_scale_end
     return max([float(change) for change in diff[name].abs().nan_to_num().flatten()] + [least])

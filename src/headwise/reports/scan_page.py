@@ -17,7 +17,7 @@ from headwise.reports import viewer_blobs, viewer_meta
 from headwise.reports.base85 import encode_base85
 from headwise.reports.page_templates import secure_page
 from headwise.reports.scan_report import ScanReport
-from headwise.reports.static_scan import static_body, static_environment
+from headwise.reports.static_scan import render_static_body, static_template_environment
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_diff import ScanDiff
 from headwise.support.atomic_write import write_whole
@@ -28,10 +28,10 @@ QUICK_LEVEL, QUICK_FROM = 6, 2**20  # zlib's level for blobs from so many bytes 
 
 def save_scan_page(path: Path, *reports: ScanReport) -> Path:
     """Write the page of one report or several as a whole, and return its absolute path."""
-    return write_whole(path, render_scan_pages(*reports))
+    return write_whole(path, render_scan_page(*reports))
 
 
-def render_scan_pages(*reports: ScanReport) -> str:
+def render_scan_page(*reports: ScanReport) -> str:
     """Return the page as HTML: the viewer, its data, and the static form without script."""
     metas, blobs = zip(*map(viewer_data, reports), strict=True)
     several = len(reports) > 1
@@ -40,22 +40,22 @@ def render_scan_pages(*reports: ScanReport) -> str:
         for number, each in enumerate(blobs)
         for name, blob in each.items()
     }
-    environment = static_environment()
+    environment = static_template_environment()
     page = environment.get_template("viewer.html").render(
         reports=reports,
         version=reports[0].versions["headwise"],
-        statics=[Markup(static_body(environment, report)) for report in reports],
-        viewer_css=Markup(viewer_file("viewer.css")),
+        statics=[Markup(render_static_body(environment, report)) for report in reports],
+        viewer_css=Markup(read_viewer_asset("viewer.css")),
     )
-    data = _data_script({"reports": list(metas)} if several else metas[0], named)
-    return secure_page(page, script=viewer_file("viewer.js")).replace(DATA, data, 1)
+    data = _viewer_data_elements({"reports": list(metas)} if several else metas[0], named)
+    return secure_page(page, script=read_viewer_asset("viewer.js")).replace(DATA, data, 1)
 
 
 def render_scan(
     scan: HeadScan, *, title: str | None = None, name_of: Callable[[int], str] | None = None
 ) -> str:
     """Return the page of a scan alone."""
-    return render_scan_pages(ScanReport.of(scan, title=title, name_of=name_of))
+    return render_scan_page(ScanReport.of(scan, title=title, name_of=name_of))
 
 
 def render_diff(
@@ -70,7 +70,7 @@ def render_diff(
     assert isinstance(before, HeadScan)
     assert isinstance(after, HeadScan)
     report = ScanReport.of(after, title=title, name_of=name_of)
-    return render_scan_pages(replace(report, second=before, names=(names[1], names[0])))
+    return render_scan_page(replace(report, second=before, names=(names[1], names[0])))
 
 
 def viewer_data(report: ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -90,7 +90,7 @@ def viewer_data(report: ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
     return meta, {name: blob.result() for name, blob in deflated.items()}
 
 
-def viewer_file(name: str) -> str:
+def read_viewer_asset(name: str) -> str:
     """Return the built script or style of the viewer."""
     return files("headwise.reports").joinpath("static", name).read_text("utf-8")
 
@@ -99,7 +99,7 @@ def _deflate_bytes(content: bytes) -> bytes:
     return zlib.compress(content, QUICK_LEVEL if len(content) >= QUICK_FROM else 9)
 
 
-def _data_script(meta: dict[str, Any], blobs: Mapping[str, bytes]) -> str:
+def _viewer_data_elements(meta: dict[str, Any], blobs: Mapping[str, bytes]) -> str:
     """Return elements with the data. No text in them can end an element or begin another."""
     words = json.dumps(meta, separators=(",", ":"), allow_nan=False)
     for character in "<>&":

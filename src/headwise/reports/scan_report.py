@@ -82,7 +82,7 @@ class ScanReport:
         return sum(len(layer.heads) for layer in self.scan.layer_scans)
 
     @property
-    def sizes(self) -> str:
+    def sizes_text(self) -> str:
         """``6 layers of 12 heads``."""
         counts = sorted({layer.num_heads for layer in self.scan.layer_scans})
         layers = describe_count(len(self.scan.layers), "layer")
@@ -92,7 +92,7 @@ class ScanReport:
         return f"{layers} of {fewest}{describe_count(counts[-1], 'head')}"
 
     @property
-    def missing(self) -> dict[str, list[str]]:
+    def missing_statistics_by_reason(self) -> dict[str, list[str]]:
         """Names of the statistics that no layer has, by the reason."""
         reasons: dict[str, list[str]] = {}
         for name in self.scan.names:
@@ -101,7 +101,7 @@ class ScanReport:
         return reasons
 
     @property
-    def not_measured(self) -> list[str]:
+    def not_measured_sentences(self) -> list[str]:
         """Sentences on missing statistics, with the reason and the number of layers."""
         layers = self.scan.layer_scans
         missing = ((reason, name) for layer in layers for name, reason in layer.missing.items())
@@ -122,7 +122,7 @@ class ScanReport:
             "read": {"what": self.read, "sequences": scan.sequences, "tokens": scan.tokens},
             "chosen": self.chosen,
             "notes": list(self.all_notes),
-            "missing": self.missing,
+            "missing": self.missing_statistics_by_reason,
             "statistics": [fields_of_statistic(scan.definition(name)) for name in scan.scalars],
             "heads": [
                 {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}

@@ -76,13 +76,13 @@ class StageTables:
     layer: str = ""
 
     @property
-    def positions(self) -> int:
+    def position_count(self) -> int:
         """Number of positions in the third table; 0 where all stages part at all of them."""
         is_told = any(stage.positions is not None for stage in self.function.parted)
         return max((len(row.by_position) for row in self.rows), default=0) if is_told else 0
 
     @property
-    def with_numbers(self) -> bool:
+    def has_room_for_numbers(self) -> bool:
         """True if the cells of heads are wide enough for numbers."""
         return self.heads <= MOST_NUMBERS
 
@@ -100,10 +100,10 @@ def stage_tables(function: FunctionComparison, layer: str = "") -> StageTables:
     """Return the tables of an attention."""
     rows = stage_rows(function)
     heads = max((sum(cell.span for cell in row.by_head) for row in rows), default=1)
-    return StageTables(function, tuple(rows), tuple(call_names(function)), heads, layer)
+    return StageTables(function, tuple(rows), tuple(list_compared_calls(function)), heads, layer)
 
 
-def model_stages(model: ModelComparison) -> list[str]:
+def compared_stages_of_model(model: ModelComparison) -> list[str]:
     """Return the stages that were compared in any layer, in order."""
     compared = {stage for layer in model.layers for stage in layer.comparison.stages}
     return [stage for stage in STAGES if stage in compared]
@@ -111,24 +111,28 @@ def model_stages(model: ModelComparison) -> list[str]:
 
 def layer_rows(model: ModelComparison) -> list[LayerRow]:
     """Return a row for each attention of a model."""
-    stages = model_stages(model)
+    stages = compared_stages_of_model(model)
     rows = []
     for layer in model.layers:
         gaps = {gap.stage: gap for gap in layer.comparison.gaps}
         cells = (_input_cell(gaps.get(stage), layer.name, (stage, 0)) for stage in stages)
-        causes = (model.exchange,) if layer.exchanged_with else tuple(layer.comparison.cause_names)
+        causes = (
+            (model.layer_exchange_cause,)
+            if layer.exchanged_with
+            else tuple(layer.comparison.cause_names)
+        )
         rows.append(LayerRow(layer, tuple(cells), causes))
     return rows
 
 
-def size_position(size: float) -> float:
+def difference_scale_position(size: float) -> float:
     """Return the position of a relative difference on the colour scale, 0 to 1."""
     if size <= LEAST:
         return 0.0
     return min(math.log(size / LEAST) / math.log(MOST / LEAST), 1.0)
 
 
-def size_text(size: float) -> str:
+def difference_percent_text(size: float) -> str:
     """Return a relative difference in per cent; "shape" where it is infinite."""
     if not math.isfinite(size):
         return "shape"
@@ -140,14 +144,14 @@ def size_text(size: float) -> str:
     return f"{percent:.0e} %" if percent < 0.01 else f"{percent:.2g} %"
 
 
-def call_names(function: FunctionComparison) -> list[tuple[str, int]]:
+def list_compared_calls(function: FunctionComparison) -> list[tuple[str, int]]:
     """Return (input, number of the call) of each call, in order."""
     return list(dict.fromkeys((gap.probe, gap.call) for gap in function.gaps))
 
 
 def stage_rows(function: FunctionComparison) -> list[StageRow]:
     """Return a row for each stage that was compared, in the order of the stages."""
-    calls = call_names(function)
+    calls = list_compared_calls(function)
     heads = max((len(gap.sizes) for gap in function.gaps), default=1)
     explained = {stage.stage for stage in function.parted if stage.is_explained}
     rows = []
@@ -172,7 +176,7 @@ def _input_cell(gap: StageGaps | None, stage: str, call: tuple[str, int]) -> Hea
     name = f"{stage}, {call[0]}"
     if gap is None:
         return HeatCell(title=f"{name}: not compared")
-    return _difference_cell(name, gap.size, is_rounding=gap.is_rounding)
+    return _difference_cell(name, gap.largest_head_difference, is_rounding=gap.is_rounding)
 
 
 def _cells_by_head(gaps: Sequence[StageGaps], stage: str, heads: int) -> Iterable[HeatCell]:
@@ -206,6 +210,8 @@ def _difference_cell(name: str, size: float, *, is_rounding: bool, span: int = 1
     if is_rounding:
         return HeatCell("=", f"{name}: equal to rounding", span=span)
     if not math.isfinite(size):
-        return HeatCell(size_text(size), f"{name}: of another shape", span=span)
+        return HeatCell(difference_percent_text(size), f"{name}: of another shape", span=span)
     title = f"{name}: differs by {size:.2g} of its size"
-    return HeatCell(size_text(size), title, viridis_colour(size_position(size)), span)
+    return HeatCell(
+        difference_percent_text(size), title, viridis_colour(difference_scale_position(size)), span
+    )

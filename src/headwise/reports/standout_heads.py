@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from headwise.reports.drawn_statistics import (
     DrawnStatistic,
     drawn_statistic,
-    statistics_with_picture,
+    statistics_whose_heads_differ,
 )
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import HeadValue, StandoutHead
@@ -22,13 +22,15 @@ RULE = (
 
 def standout_heads(scan: HeadScan) -> list[StandoutHead]:
     """Return the heads that stand out by the `RULE`."""
-    candidates = [drawn_statistic(scan, name) for name in scan.known_for or scan.scalars]
+    candidates = [
+        drawn_statistic(scan, name) for name in scan.characterising_scalars or scan.scalars
+    ]
     heads = []
     for statistic in _drop_duplicate_pictures(s for s in candidates if s.varies_enough):
         definition = statistic.definition
         top = scan.top(statistic.name, 1)[0]
         if statistic.is_far_above(top.value):
-            heads.append(_make_standout_head(scan, statistic, top, definition.says))
+            heads.append(_make_standout_head(scan, statistic, top, definition.highest_value_phrase))
         if definition.least:
             low = scan.top(statistic.name, 1, lowest=True)[0]
             if statistic.is_far_below(low.value):
@@ -73,4 +75,4 @@ def clearest_statistic(scan: HeadScan) -> DrawnStatistic | None:
     """
     if standouts := standout_heads(scan):
         return drawn_statistic(scan, standouts[0].statistic)
-    return next((each for each in statistics_with_picture(scan) if each.varies_enough), None)
+    return next((each for each in statistics_whose_heads_differ(scan) if each.varies_enough), None)

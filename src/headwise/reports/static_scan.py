@@ -39,7 +39,7 @@ class HeadCard:
 
 def render_static(report: ScanReport) -> str:
     """Return the static form as a page of its own, without script."""
-    environment = static_environment()
+    environment = static_template_environment()
     page = environment.get_template("scan.html").render(_template_context(report))
     return secure_page(page)
 
@@ -50,20 +50,20 @@ def render_in_frame(scan: HeadScan) -> str:
     return f'<iframe srcdoc="{page}" width="100%" height="800" frameborder="0"></iframe>'
 
 
-def static_environment() -> jinja2.Environment:
+def static_template_environment() -> jinja2.Environment:
     """Return the environment of the pages of scans, with its filters."""
     environment = template_environment()
     environment.filters |= {
         "css": png_images.css_colour,
         "ink": png_images.text_colour_on,
-        "image": lambda statistic: png_images.positions_png(
+        "image": lambda statistic: png_images.colour_grid_png(
             [[statistic.scale.position(value) for value in row] for row in statistic.rows]
         ),
     }
     return environment
 
 
-def static_body(environment: jinja2.Environment, report: ScanReport) -> str:
+def render_static_body(environment: jinja2.Environment, report: ScanReport) -> str:
     """Return the static form as a part of another page."""
     return environment.get_template("scan_static.html").render(_template_context(report))
 
@@ -104,7 +104,9 @@ def standout_cards(report: ScanReport) -> list[HeadCard]:
     cards = []
     for (layer, head), reasons in list(by_head.items())[:MOST_CARDS]:
         offsets, outside = _offset_weights(scan.layer_scans[layer], head)
-        keys = [] if received is None else _most_received(received[layer, head], report.name_of)
+        keys = (
+            [] if received is None else _most_received_keys(received[layer, head], report.name_of)
+        )
         cards.append(HeadCard(layer, head, reasons, offsets, outside, keys))
     return cards
 
@@ -125,7 +127,7 @@ def map_images(scan: HeadScan, cards: list[HeadCard]) -> dict[tuple[int, int], s
             continue
         positions = np.sqrt(np.maximum(maps, 0))
         for head in shown:
-            images[index, head] = png_images.positions_png(
+            images[index, head] = png_images.colour_grid_png(
                 positions[layer.heads.index(head)], colours=MAP_COLOURS
             )
     return images
@@ -142,7 +144,7 @@ def _offset_weights(layer: LayerScan, head: int) -> tuple[list[tuple[int, float]
     return weights, max(0.0, 1 - inside)
 
 
-def _most_received(
+def _most_received_keys(
     rows: Tensor, name_of: Callable[[int], str] | None
 ) -> list[tuple[str, int, float]]:
     """Return (text, position, received weight) of the keys that receive most."""

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from headwise.reports.drawn_statistics import DrawnStatistic, Scale
 from headwise.reports.png_images import css_colour, text_colour_on
-from headwise.reports.scan_changes import clearest_change, most_changed_heads
+from headwise.reports.scan_changes import most_changed_heads, most_changed_statistic
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.standout_heads import RULE, clearest_statistic, standout_heads
 from headwise.support.message_text import describe_count
@@ -41,15 +41,15 @@ def scan_text(scan: HeadScan) -> str:
     # In a notebook, rich would write to the cell and not to the file without force_jupyter=False.
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
     with console.capture() as capture:
-        show_conclusions(ScanReport.of(scan), console)
-        show_grid(ScanReport.of(scan), console)
+        print_input_and_standouts(ScanReport.of(scan), console)
+        print_statistic_grid(ScanReport.of(scan), console)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
 def diff_text(diff: ScanDiff) -> str:
     """Return the text of ``print(diff)``: the heads that changed most."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
-    heads, name = most_changed_heads(diff), clearest_change(diff)
+    heads, name = most_changed_heads(diff), most_changed_statistic(diff)
     changes = (
         {} if name is None else {f"change of {diff.before.definition(name).label}": diff[name]}
     )
@@ -67,9 +67,9 @@ def diff_text(diff: ScanDiff) -> str:
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
-def show_conclusions(report: ScanReport, console: Console) -> None:
+def print_input_and_standouts(report: ScanReport, console: Console) -> None:
     """Print the input, the notes, and the heads that stand out."""
-    _print_paragraph(console, f"{report.title}: {report.about}; {report.sizes}.")
+    _print_paragraph(console, f"{report.title}: {report.about}; {report.sizes_text}.")
     _print_paragraph(console, f"Input: {report.read}. {report.chosen}")
     if same := report.same_function:
         _print_paragraph(console, same.summary, "green" if same.holds else "bold red")
@@ -87,7 +87,7 @@ def show_conclusions(report: ScanReport, console: Console) -> None:
         _print_paragraph(console, f"No head stands out. {RULE}")
 
 
-def show_grid(report: ScanReport, console: Console) -> None:
+def print_statistic_grid(report: ScanReport, console: Console) -> None:
     """Print every head in the statistic that tells heads apart best, and what is missing."""
     if (statistic := clearest_statistic(report.scan)) is not None:
         _print_paragraph(
@@ -97,7 +97,7 @@ def show_grid(report: ScanReport, console: Console) -> None:
         )
         console.print(draw_statistic(statistic, console.width))
         console.print()
-    for sentence in report.not_measured:
+    for sentence in report.not_measured_sentences:
         _print_paragraph(console, sentence, "dim")
 
 

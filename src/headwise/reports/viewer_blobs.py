@@ -36,7 +36,7 @@ def scan_blobs(
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the bytes of every blob of a scan; `maps` are those of its layers."""
     for index, text in enumerate(scan.texts):
-        if has_words(text):
+        if has_known_tokens(text):
             yield f"{prefix}/text/{index}", _token_words_json(text, name_of)
     for index, values in enumerate(maps):
         if values is not None:
@@ -159,7 +159,7 @@ def most_received_tokens(rows: Tensor, name_of: Names | None) -> list[tuple[int,
 # ---- texts and single tokens ---------------------------------------------------------------------
 
 
-def has_words(text: ScannedText) -> bool:
+def has_known_tokens(text: ScannedText) -> bool:
     """True if the tokens of a text are known."""
     return bool((text.ids >= 0).all()) and len(text.ids) > 0
 

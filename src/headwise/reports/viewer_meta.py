@@ -28,12 +28,12 @@ def report_meta(report: ScanReport, maps: Sequence[Maps]) -> dict[str, Any]:
         "version": VERSION,
         "headwise": report.versions["headwise"],
         "title": report.title,
-        "about": f"{report.about}: {report.sizes}.",
+        "about": f"{report.about}: {report.sizes_text}.",
         "read": report.read,
         "chosen": report.chosen,
         "same": report.same_function.summary if report.same_function else "",
         "notes": list(report.all_notes),
-        "missing": report.not_measured,
+        "missing": report.not_measured_sentences,
         "rule": f"{standout_heads.RULE} {drawn_statistics.WEIGHTS}",
         "command": report.command,
         "scans": [_scan_meta(scan, name, its_maps) for scan, name, its_maps in each],
@@ -60,7 +60,7 @@ def _scan_meta(scan: HeadScan, name: str, maps: Maps) -> dict[str, Any]:
             _layer_meta(scan, layer, its_maps)
             for layer, its_maps in zip(scan.layer_scans, maps, strict=True)
         ],
-        "ranks": _top_key_ranks(scan),
+        "ranks": _count_top_key_ranks(scan),
         "reach": viewer_blobs.OFFSET_REACH if viewer_blobs.OFFSETS in scan.measured else None,
         "received": viewer_blobs.RECEIVED in scan.measured,
         "statistics": [_statistic_meta(scan, statistic) for statistic in drawn],
@@ -94,7 +94,7 @@ def _layer_meta(
     }
 
 
-def _top_key_ranks(scan: HeadScan) -> int:
+def _count_top_key_ranks(scan: HeadScan) -> int:
     for layer in scan.layer_scans:
         if (summary := layer.summaries.get(viewer_blobs.TOP_KEYS)) is not None:
             return int(summary["key"].shape[-1])
@@ -118,7 +118,7 @@ def _statistic_meta(scan: HeadScan, statistic: drawn_statistics.DrawnStatistic) 
         "kind": statistic.scale.kind,
         "low": statistic.scale.low,
         "high": statistic.scale.high,
-        "least_change": _round_number(statistic.least_change),
+        "least_change": _round_number(statistic.least_change_scale_end),
         "first": statistic.name in FIRST,
         "rows": rows,
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from headwise.errors import OptionError
 from headwise.reports import standout_heads
-from headwise.reports.scan_page import viewer_data, viewer_file
+from headwise.reports.scan_page import read_viewer_asset, viewer_data
 from headwise.reports.scan_report import ScanReport
 from headwise.scanning.exact_rows import ExactRows
 from headwise.scanning.head_scan import HeadScan
@@ -41,17 +41,17 @@ def view_scan(
     meta, blobs = viewer_data(report)
     rows = None if model is None else ExactRows(model, inputs)
     widget = _widget_class()(meta=meta, blobs=blobs, computes_rows=rows is not None, height=height)
-    widget.selected_head = _first_head(scan)
+    widget.selected_head = _initially_shown_head(scan)
     if rows is not None:
 
         def answer(widget: Any, message: Any, _buffers: Any) -> None:
-            widget.send(read_row_answer(scan, rows, message))
+            widget.send(answer_row_request(scan, rows, message))
 
         widget.on_msg(answer)
     return widget
 
 
-def _first_head(scan: HeadScan) -> list[int] | None:
+def _initially_shown_head(scan: HeadScan) -> list[int] | None:
     """Return the head that the page shows first: one that stands out, else the first of all."""
     standouts = standout_heads.standout_heads(scan)
     if standouts:
@@ -59,7 +59,7 @@ def _first_head(scan: HeadScan) -> list[int] | None:
     return next(([index, head] for _, index, head in scan.heads), None)
 
 
-def read_row_answer(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:
+def answer_row_request(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:
     """Return the largest weights of a row, or the reason why there is none."""
     number, layer, head, sequence, query = message["row"]
     if number:
@@ -91,8 +91,8 @@ def _widget_class() -> type[Any]:
     class HeadViewer(base):  # type: ignore[misc]
         """The viewer. ``selected_head`` is [layer, head], and follows and moves the page."""
 
-        _esm = viewer_file("viewer.js")
-        _css = viewer_file("viewer.css")
+        _esm = read_viewer_asset("viewer.js")
+        _css = read_viewer_asset("viewer.css")
         meta = traitlets.Dict().tag(sync=True)
         blobs = traitlets.Dict().tag(sync=True)
         computes_rows = traitlets.Bool(False).tag(sync=True)

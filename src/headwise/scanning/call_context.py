@@ -93,7 +93,7 @@ class TokenStreams:
             self._history[part] = torch.cat([past, tokens], 1) if fits else tokens[:, :0]
         return True
 
-    def for_self_attention(
+    def key_tokens_of_self_attention(
         self,
         layer: str,
         shape: tuple[int, int, int, int],
@@ -145,7 +145,9 @@ class TokenStreams:
         fitting = [s for s in streams if nearness(s) == nearest and s.tokens.shape == shape]
         return fitting[0] if len(fitting) == 1 else None
 
-    def for_cross_attention(self, layer: str, shape: tuple[int, int, int, int]) -> KeyTokens:
+    def key_tokens_of_cross_attention(
+        self, layer: str, shape: tuple[int, int, int, int]
+    ) -> KeyTokens:
         """Return the tokens of the keys of cross attention: the only other text, if it fits."""
         batch, _, _, keys = shape
         others = [s for s in self._streams if not (s.part and layer.startswith(s.part))]
@@ -219,7 +221,7 @@ class PendingProjection:
         is_inside = self._consumers.pop(module_call, None)
         if is_inside is None or result is None:
             return
-        weight = split_by_head(module_call.module, self._whole_outputs)
+        weight = split_weight_by_head(module_call.module, self._whole_outputs)
         inputs = self._whole_outputs[0, :, 0].flatten()  # of which the module received its part
         if weight is None or not _is_linear_output(module_call.module, inputs, result):
             return
@@ -229,7 +231,7 @@ class PendingProjection:
             self.call.out_proj, self.is_complete = weight, True
 
 
-def split_by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
+def split_weight_by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
     """Return (heads, value_dim, embed_dim): each head's part of the weight of a module."""
     matrix = _weight_matrix(module)
     _, heads, _, value_dim = outputs.shape

@@ -27,19 +27,24 @@ from headwise.huggingface.enable import use_headwise_attention
 from headwise.huggingface.observed_attention import observe_attention
 from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.band import Band
-from headwise.scanning.call_context import KeyTokens, PendingProjection, TokenStreams, split_by_head
+from headwise.scanning.call_context import (
+    KeyTokens,
+    PendingProjection,
+    TokenStreams,
+    split_weight_by_head,
+)
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.divided_heads import find_divided_projection, join_divided_heads
 from headwise.scanning.running_modules import (
     ModuleCall,
     ModuleCalls,
-    class_name,
-    is_divided,
+    class_name_without_fsdp,
+    is_divided_over_devices,
     tensors_equal,
     version_counter,
 )
 from headwise.scanning.torch_calls import TorchCalls
-from headwise.support.kernel_calls import mark_kernel_calls
+from headwise.support.kernel_calls import track_kernel_calls
 
 # A module whose class has one of these words in its name is expected to compute attention.
 ATTENTION_WORDS = ("attention", "attn")
@@ -74,7 +79,9 @@ class AttentionCapture:
         self._has_embedding = model is not None and any(
             isinstance(module, nn.Embedding) for module in model.modules()
         )
-        self._has_divided_weights = model is not None and any(map(is_divided, model.parameters()))
+        self._has_divided_weights = model is not None and any(
+            map(is_divided_over_devices, model.parameters())
+        )
         self._tokens = TokenStreams()
         whole = nn.Module() if model is None else model
         self.modules = ModuleCalls(whole, before=self._before_module, after=self._after_module)
@@ -97,7 +104,7 @@ class AttentionCapture:
             if not any(other.startswith(name + ".") for other in missed)
         }
 
-    def require_any(self, model: str) -> None:
+    def require_any_captured(self, model: str) -> None:
         """Raise OptionError if no attention of the model was captured."""
         if self.layers:
             return
@@ -132,25 +139,25 @@ class AttentionCapture:
         """Record one attention call; a watcher of `headwise.layers.hooks`."""
         self.complete_call()
         stack, computed = self.modules.stack, outputs
-        matrix, v, outputs = self._join_heads(matrix, v, outputs)
+        matrix, v, outputs = self._join_divided_heads(matrix, v, outputs)
         call = self._make_call_record(matrix, v, outputs)
         block = _find_block(stack, matrix)
         if stack:
             stack[-1].last_keys = matrix.k, call.is_cross
         for module_call in stack:
             module_call.attended += 1
-        self._forget_projected()
-        self.layers.setdefault(call.layer, class_name(call.module))
+        self._clear_projection_inputs()
+        self.layers.setdefault(call.layer, class_name_without_fsdp(call.module))
         changed = None if self._watch is None else self._watch(call)
         if self._on_complete is not None:
             self._pending = PendingProjection(call, block, computed)
             if isinstance(call.module, nn.MultiheadAttention):
                 # Its projection is applied by a function.
-                call.out_proj = split_by_head(call.module.out_proj, outputs)
+                call.out_proj = split_weight_by_head(call.module.out_proj, outputs)
                 self.complete_call()
         return computed if changed is None else changed
 
-    def _join_heads(
+    def _join_divided_heads(
         self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor
     ) -> tuple[AttentionMatrix, Tensor, Tensor]:
         """Return the operands of all heads, if the call computes some of them that are divided."""
@@ -170,7 +177,8 @@ class AttentionCapture:
         if pending is None or self._on_complete is None:
             return
         if pending.was_read:
-            self._forget_projected()  # the input of the output projection is no query and no key
+            # The input of the output projection is no query and no key.
+            self._clear_projection_inputs()
         call, block = pending.call, pending.block
         # A model may have changed its head outputs in place since the call.
         if not version_counter(pending.outputs) == pending.version >= 0:
@@ -181,7 +189,7 @@ class AttentionCapture:
             call.residual = block.state if block.state.shape[-1] == width else None
         self._on_complete(call)
 
-    def _forget_projected(self) -> None:
+    def _clear_projection_inputs(self) -> None:
         for module_call in self.modules.stack:
             if module_call.attended:  # a module that began after the last call keeps its inputs
                 module_call.projected.clear()
@@ -192,7 +200,10 @@ class AttentionCapture:
             self._calls_outside_modules += 1
             count = self._calls_outside_modules
             return "attention" if count == 1 else f"attention ({count})"
-        name, turn = stack[-1].name, stack[-1].next_turn(len(matrix.q) * matrix.shape[2])
+        name, turn = (
+            stack[-1].name,
+            stack[-1].turn_of_attention_call(len(matrix.q) * matrix.shape[2]),
+        )
         name = name if turn == 1 else f"{name} (call {turn})"
         if self._heads.setdefault(name, heads) != heads:
             return f"{name} ({heads} heads)"
@@ -205,7 +216,7 @@ class AttentionCapture:
         stack, layer = self.modules.stack, self._layer_name(matrix)
         batch, _, queries, keys = matrix.shape
         is_cross = _is_cross(stack, matrix)
-        own_key, key_tokens = self._locate_queries(layer, matrix, is_cross=is_cross)
+        own_key, key_tokens = self._locate_queries_and_key_tokens(layer, matrix, is_cross=is_cross)
         real_keys = _real_keys(matrix, own_key)
         block = next((module_call.name for module_call in stack if module_call.is_block), "")
         if own_key is not None and own_key + queries <= keys:
@@ -232,17 +243,17 @@ class AttentionCapture:
             dropped=key_tokens.dropped,
         )
 
-    def _locate_queries(
+    def _locate_queries_and_key_tokens(
         self, layer: str, matrix: AttentionMatrix, *, is_cross: bool
     ) -> tuple[int | None, KeyTokens]:
         """Return the key index of query 0, and the tokens of the keys."""
         if is_cross:
-            return None, self._tokens.for_cross_attention(layer, matrix.shape)
+            return None, self._tokens.key_tokens_of_cross_attention(layer, matrix.shape)
         _, _, queries, keys = matrix.shape
         left, right = matrix.bound_mask.reach
         upper = None if right is None else min(max(0, right), max(0, keys - queries))
         own_key = 0 if queries == keys else upper
-        key_tokens = self._tokens.for_self_attention(
+        key_tokens = self._tokens.key_tokens_of_self_attention(
             layer,
             matrix.shape,
             self.modules.stack,
@@ -265,7 +276,9 @@ class AttentionCapture:
             if looked_up and isinstance(module_call.module, nn.Embedding):
                 self.tables.add(tuple(module_call.module.weight.shape))
         if any(word in type(module_call.module).__name__.lower() for word in ATTENTION_WORDS):
-            self._ran[module_call.name.partition(" (")[0]] = class_name(module_call.module)
+            self._ran[module_call.name.partition(" (")[0]] = class_name_without_fsdp(
+                module_call.module
+            )
         if self._pending is not None:
             self._pending.note_module_start(
                 module_call, [outer.module for outer in self.modules.stack]
@@ -306,7 +319,7 @@ def capture_attention(
             stack.enter_context(use_headwise_attention(model))
         stack.enter_context(capture.modules.attach_hooks())
         stack.enter_context(attention_hook(capture.record_attention))
-        stack.enter_context(mark_kernel_calls())
+        stack.enter_context(track_kernel_calls())
         stack.enter_context(TorchCalls())
         yield capture
         capture.complete_call()
@@ -344,7 +357,7 @@ def _is_cross(stack: list[ModuleCall], matrix: AttentionMatrix) -> bool:
     last = stack[-1].last_keys if stack else None
     if not inputs and last is not None and tensors_equal(last[0], matrix.k):  # attends once more
         return last[1]
-    if not inputs or matrix.mask.of_kind(Band):
+    if not inputs or matrix.mask.clauses_of_kind(Band):
         return False
     queries, keys = inputs[0], inputs[1] if len(inputs) > 1 else inputs[0]
     return not tensors_equal(queries, keys)

@@ -87,7 +87,9 @@ class RepeatedTokens:
         self.earlier = (rank - self._first).masked_fill(~is_token, 0)
         """(batch, keys): number of earlier keys with the token of this key."""
 
-    def pairs(self, batches: slice, keys: Int[Tensor, " rows"]) -> tuple[Tensor, Tensor, Tensor]:
+    def earlier_repeat_pairs(
+        self, batches: slice, keys: Int[Tensor, " rows"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (batch, row, key) of every earlier key with the token of the row's key."""
         earlier = self.earlier[batches][:, keys].flatten()
         row = torch.repeat_interleave(torch.arange(len(earlier), device=keys.device), earlier)
@@ -163,7 +165,7 @@ class CapturedCall:
                 )
 
     @classmethod
-    def of(
+    def of_self_attention(
         cls,
         matrix: AttentionMatrix,
         *,
@@ -198,13 +200,13 @@ class CapturedCall:
         def chosen(shared: Tensor | None) -> Tensor | None:
             if shared is None:
                 return None
-            return reference.share_heads(shared, heads=count).index_select(1, heads)
+            return reference.repeat_kv_heads(shared, heads=count).index_select(1, heads)
 
         return replace(
             self,
             matrix=AttentionMatrix(
                 matrix.q.index_select(1, heads),
-                reference.share_heads(matrix.k, heads=count).index_select(1, heads),
+                reference.repeat_kv_heads(matrix.k, heads=count).index_select(1, heads),
                 mask=matrix.mask.of_heads(heads),
                 score_bias=matrix.score_bias.of_heads(heads),
                 scale=matrix.scale,
@@ -218,24 +220,26 @@ class CapturedCall:
         )
 
     @cached_property
-    def first_key(self) -> Int[Tensor, " batch"]:
+    def first_real_key(self) -> Int[Tensor, " batch"]:
         """The first key of each sequence that is no padding."""
         # There may be no keys at all.
         return torch.nn.functional.pad(self.real_keys.int(), (0, 1)).argmax(-1)
 
     @cached_property
-    def query_cells(self) -> Int[Tensor, "batch queries"]:
+    def query_map_block(self) -> Int[Tensor, "batch queries"]:
         """The map block of each query, −1 for padding."""
         if self.own_key is None:
-            return _map_cells(self.real_queries, self.cells)
+            return _map_block_of_positions(self.real_queries, self.cells)
         queries = self.matrix.shape[2]
-        cells = _map_cells(self.real_keys, self.cells)[:, self.own_key : self.own_key + queries]
+        cells = _map_block_of_positions(self.real_keys, self.cells)[
+            :, self.own_key : self.own_key + queries
+        ]
         return cells.masked_fill(~self.real_queries, -1)
 
     @cached_property
-    def key_cells(self) -> Float[Tensor, "batch keys cells"]:
+    def key_map_block_one_hot(self) -> Float[Tensor, "batch keys cells"]:
         """1 where a key is in a block of a map."""
-        cells = _map_cells(self.real_keys, self.cells)
+        cells = _map_block_of_positions(self.real_keys, self.cells)
         return (cells[..., None] == torch.arange(self.cells, device=cells.device)).float()
 
     @cached_property
@@ -244,17 +248,17 @@ class CapturedCall:
         return self.matrix.seen_by(self.real_queries)
 
     @cached_property
-    def repeats(self) -> RepeatedTokens:
+    def repeated_tokens(self) -> RepeatedTokens:
         """Earlier keys with the same token, for each key."""
         return RepeatedTokens(require_not_none(self.tokens), self.real_keys)
 
     @cached_property
-    def samples(self) -> SampledRows:
+    def sampled_rows(self) -> SampledRows:
         """Sampled rows, which the tiles fill in."""
         return SampledRows(self.matrix, self.real_queries)
 
     @cached_property
-    def out_proj_factors(self) -> Float[Tensor, "heads value_dim width"]:
+    def norm_preserving_out_proj_factors(self) -> Float[Tensor, "heads value_dim width"]:
         """F with ‖z W_O‖ = ‖z F‖ for every z: no wider than z, so that norms are cheap."""
         # W_O^T = Q R, and Q keeps norms. Squaring W_O would lose half of the digits.
         factors: Tensor = torch.linalg.qr(require_not_none(self.out_proj).double().mT, mode="r")[
@@ -263,14 +267,14 @@ class CapturedCall:
         return factors
 
     @cached_property
-    def value_norms(self) -> Float[Tensor, "batch heads keys"]:
+    def projected_value_norms(self) -> Float[Tensor, "batch heads keys"]:
         """‖v W_O‖ of each key: the norm of the contribution of a head that attends to it alone."""
         values = require_not_none(self.values)
         batch, heads, _, keys = self.matrix.shape
         group = heads // values.shape[1]
         exact = accumulation_dtype(values.dtype)
         norms = torch.empty(batch, heads, keys, dtype=exact, device=values.device)
-        for head, factor in enumerate(self.out_proj_factors.to(exact)):
+        for head, factor in enumerate(self.norm_preserving_out_proj_factors.to(exact)):
             written = values[:, head // group].to(exact) @ factor
             norms[:, head] = torch.linalg.vector_norm(written, dim=-1)
         return norms
@@ -282,7 +286,9 @@ def require_not_none(value: T | None) -> T:
     return value
 
 
-def _map_cells(real: Bool[Tensor, "batch length"], cells: int) -> Int[Tensor, "batch length"]:
+def _map_block_of_positions(
+    real: Bool[Tensor, "batch length"], cells: int
+) -> Int[Tensor, "batch length"]:
     """Return block floor(i * cells / n) for the i-th of n real positions, −1 for padding."""
     position = real.long().cumsum(-1) - 1
     count = real.sum(-1, keepdim=True).clamp(min=1)

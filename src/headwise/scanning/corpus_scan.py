@@ -20,7 +20,7 @@ from headwise.errors import OptionError
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_file import (
     damaged_file_error,
-    hash_content,
+    hash_nested_content,
     read_scan_file,
     write_scan_file,
 )
@@ -52,7 +52,7 @@ def scan_corpus(
         scan_one: a function that scans the inputs of one document.
         documents: the name and the inputs of each document, in the order of the merge.
         out: the folder to write to; a missing folder is made.
-        made_with: all that ``scan_one`` depends on, by name, as for `hash_content`:
+        made_with: all that ``scan_one`` depends on, by name, as for `hash_nested_content`:
             ``{"weights": model.state_dict(), "statistics": names}``. Parts that were made with
             other values are refused.
         statistics: statistics that are not in headwise's catalogue, to read the parts.
@@ -79,7 +79,7 @@ def list_parts(out: Path) -> list[tuple[int, Path]]:
 
 def hash_values(made_with: Mapping[str, Any]) -> dict[str, str]:
     """Return the digest of each value that a scan depends on."""
-    return {name: hash_content(value) for name, value in made_with.items()}
+    return {name: hash_nested_content(value) for name, value in made_with.items()}
 
 
 def no_documents_error() -> OptionError:
@@ -139,7 +139,7 @@ class CorpusFolder:
         for index, (name, inputs) in enumerate(documents):
             known = len(documents) if isinstance(documents, Sized) else index + 1
             progress(name, done, known)
-            scan = self.scan(index, name, inputs, scan_one, fits=total)
+            scan = self.scan_or_load_document(index, name, inputs, scan_one, fits=total)
             total = scan if total is None else total.merge(scan)
             done = index + 1
             progress(name, done, known)
@@ -149,7 +149,7 @@ class CorpusFolder:
         total.save(self.out / SCAN)
         return total
 
-    def scan(
+    def scan_or_load_document(
         self,
         index: int,
         name: str,
@@ -162,7 +162,7 @@ class CorpusFolder:
         document = {
             # A file name can hold surrogates, which UTF-8 cannot.
             "name": name.encode("utf-8", "backslashreplace").decode("utf-8"),
-            "digest": hash_content(inputs),
+            "digest": hash_nested_content(inputs),
             "made_with": self._made_with,
         }
         path = self._parts_by_index.get(index)
@@ -172,7 +172,7 @@ class CorpusFolder:
             path = self.parts / f"{index:05}-{plain}{SUFFIX}"
             fresh = scan_one(inputs)
             # A scan that cannot be merged is not written, so the run can resume without it.
-            if fits is not None and (difference := fits.difference(fresh)) is not None:
+            if fits is not None and (difference := fits.reason_not_mergeable(fresh)) is not None:
                 raise OptionError(
                     saw=f"document {index}, {name}: {difference}",
                     needed="the layers, heads and statistics of the documents before it",
@@ -188,7 +188,7 @@ class CorpusFolder:
             raise damaged_file_error(path, fault, REMOVE) from fault
         self._require_same_part(path, saved, document)
         scan = HeadScan(**fields)
-        if fits is not None and (difference := fits.difference(scan)) is not None:
+        if fits is not None and (difference := fits.reason_not_mergeable(scan)) is not None:
             raise _part_error(path, difference, "scans of the same layers, heads and statistics")
         return scan
 

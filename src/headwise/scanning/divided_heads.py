@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
-from headwise.scanning.running_modules import is_divided
+from headwise.scanning.running_modules import is_divided_over_devices
 
 # (tensor with some heads on axis 1, divided weight of the output projection) -> all heads
 JoinHeads = Callable[[Tensor, Any], Tensor]
@@ -42,7 +42,7 @@ def find_divided_projection(modules: Iterable[nn.Module], width: int) -> Tensor 
     """
     for module in modules:
         for weight in module.parameters():
-            if weight.dim() == 2 and is_divided(weight):
+            if weight.dim() == 2 and is_divided_over_devices(weight):
                 local = weight.to_local()
                 if local.shape[1] == width != weight.shape[1]:
                     return cast(Tensor, weight)

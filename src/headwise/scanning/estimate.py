@@ -44,7 +44,7 @@ class CallSizes:
     is_causal: bool
     span: int | None  # keys that a query may attend to, under a window
 
-    def entries(self, length: int) -> float:
+    def count_weights_read(self, length: int) -> float:
         """Return the number of weights that the statistics read."""
         if self.span is not None and self.span < length:
             return float(self.heads * length * self.span)
@@ -63,7 +63,7 @@ class Estimate:
         """``about 40 s, 1.9 GB``."""
         return f"about {_format_seconds(self.seconds)}, {human_bytes(self.total_bytes)}"
 
-    def shared(self, processes: int, *, of: int) -> Estimate:
+    def divided_over_processes(self, processes: int, *, of: int) -> Estimate:
         """Return the estimate where so many processes share this number of sequences."""
         return Estimate(
             self.seconds / min(processes, of),
@@ -110,8 +110,8 @@ def estimate_scan(
     products = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
     seconds = 0.0
     for length in lengths:
-        entries = sum(call.entries(length) for call in calls)
-        attended = sum(call.entries(length) * call.width for call in calls)
+        entries = sum(call.count_weights_read(length) for call in calls)
+        attended = sum(call.count_weights_read(length) * call.width for call in calls)
         seconds += product * (length * products + attended) + entry * entries
     extra_bytes = estimate_memory(model, calls, statistics, max(lengths))
     return Estimate(seconds, extra_bytes, held_bytes + extra_bytes)
@@ -166,10 +166,10 @@ def measure_speed(
     matrix = AttentionMatrix(q, k, mask=Mask.causal() if is_causal else Mask())
     tokens = torch.randint(SAMPLE, (1, SAMPLE), generator=generator)
     chosen = tokens < SAMPLE // 16
-    call = CapturedCall.of(
+    call = CapturedCall.of_self_attention(
         matrix, tokens=tokens, separators=chosen, specials=chosen, values=v, outputs=v
     )
-    fitting = [s for s in statistics if s.missing(call) is None]
+    fitting = [s for s in statistics if s.reason_not_computable(call) is None]
     entries = heads * SAMPLE**2 / (2 if is_causal else 1)
     entry = _measure_mean_seconds(lambda: compute_summaries(call, fitting)) / entries
     return product, entry

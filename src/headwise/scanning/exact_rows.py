@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.model_inputs import list_inputs, prepare_inputs, run_model
+from headwise.scanning.model_inputs import check_tokens_and_limit_outputs, list_inputs, run_model
 from headwise.scanning.running_modules import unwrap_compiled
 from headwise.support.module_modes import evaluation_mode
 
@@ -78,7 +78,7 @@ class ExactRows:
                 calls.append(call)
 
         module = self._model if isinstance(self._model, nn.Module) else None
-        prepared = prepare_inputs(self._model, self._inputs)
+        prepared = check_tokens_and_limit_outputs(self._model, self._inputs)
         with (
             torch.no_grad(),
             evaluation_mode(module),

@@ -64,7 +64,7 @@ class HeadScan(Displayed, ScanReadings):
             _require_scan(other)
         scans = (self, *others)
         for number, other in enumerate(others, start=2):
-            if (difference := self.difference(other)) is not None:
+            if (difference := self.reason_not_mergeable(other)) is not None:
                 raise OptionError(
                     saw=f"scans 1 and {number} of {len(scans)}: {difference}",
                     needed="scans of the same layers, heads and statistics",
@@ -84,11 +84,11 @@ class HeadScan(Displayed, ScanReadings):
             texts=merge_texts([scan.texts for scan in scans]),
         )
 
-    def difference(self, other: HeadScan) -> str | None:
+    def reason_not_mergeable(self, other: HeadScan) -> str | None:
         """Return the first difference that prevents a merge with ``other``, or None."""
         if self.model != other.model:
             return f"a {self.model}, and a {other.model}"
-        if (first := _difference_of_statistics(self, other)) is not None:
+        if (first := _reason_statistics_not_mergeable(self, other)) is not None:
             return first
         for has, lacks in ((self, other), (other, self)):
             if alone := [name for name in has.layers if name not in lacks.layers]:
@@ -97,7 +97,7 @@ class HeadScan(Displayed, ScanReadings):
             return f"{len(self.layers)} layers, and {len(other.layers)}"
         pairs = zip(self.layer_scans, other.layer_scans, strict=True)
         differences = (
-            layer.difference(other_layer, self.statistics) for layer, other_layer in pairs
+            layer.reason_not_mergeable(other_layer, self.statistics) for layer, other_layer in pairs
         )
         return next((difference for difference in differences if difference), None)
 
@@ -244,7 +244,7 @@ class HeadScan(Displayed, ScanReadings):
         return cls(**fields)
 
 
-def _difference_of_statistics(scan: HeadScan, other: HeadScan) -> str | None:
+def _reason_statistics_not_mergeable(scan: HeadScan, other: HeadScan) -> str | None:
     for has, lacks in ((scan, other), (other, scan)):
         if alone := [name for name in has.names if name not in lacks.names]:
             return f"statistic {alone[0]}, which only one of them has"

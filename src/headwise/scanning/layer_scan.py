@@ -90,7 +90,7 @@ class LayerScan:
         return f"LayerScan({self.name!r}, {self.kind} attention, {words})"
 
     @classmethod
-    def of(cls, call: CapturedCall, heads: tuple[int, ...] | None) -> LayerScan:
+    def empty_of_call(cls, call: CapturedCall, heads: tuple[int, ...] | None) -> LayerScan:
         """Return an empty scan of a call's layer, for these heads or all.
 
         Raises:
@@ -110,7 +110,7 @@ class LayerScan:
             kind="cross" if call.is_cross else "self",
         )
 
-    def add(self, statistic: Statistic, summary: Summary) -> None:
+    def add_summary(self, statistic: Statistic, summary: Summary) -> None:
         """Merge the summary of a further call into the summary of this layer."""
         name, before = statistic.definition.name, self.summaries
         both = [before[name], summary] if name in before else [summary]
@@ -118,7 +118,7 @@ class LayerScan:
 
     @classmethod
     def merged(cls, layers: Sequence[LayerScan], statistics: Iterable[Statistic]) -> LayerScan:
-        """Merge several scans of one layer, between which `difference` is None."""
+        """Merge several scans of one layer, between which `reason_not_mergeable` is None."""
         first = layers[0]
         names = [s.definition.name for s in statistics]
         return replace(
@@ -136,7 +136,7 @@ class LayerScan:
             },
         )
 
-    def difference(self, other: LayerScan, statistics: Iterable[Statistic]) -> str | None:
+    def reason_not_mergeable(self, other: LayerScan, statistics: Iterable[Statistic]) -> str | None:
         """Return the first difference that prevents a merge with ``other``, or None."""
         if self.name != other.name:
             return f"layer {self.name}, and {other.name} in its place"
@@ -156,7 +156,7 @@ class LayerScan:
             name = statistic.definition.name
             if name not in self.summaries:
                 continue
-            difference = statistic.difference(self.summaries[name], other.summaries[name])
+            difference = statistic.reason_not_mergeable(self.summaries[name], other.summaries[name])
             if difference is not None:
                 return f"layer {self.name} with {difference}"
         return None
@@ -215,7 +215,7 @@ class ScanReadings:
         return tuple(name for name in self.measured if not self.definition(name).axes)
 
     @property
-    def known_for(self) -> tuple[str, ...]:
+    def characterising_scalars(self) -> tuple[str, ...]:
         """Names of the scalars that can characterise a head, in the order of the reports.
 
         The catalogue lists them; your own statistics are included if they have `Definition.most`.
@@ -258,12 +258,12 @@ class ScanReadings:
         statistic = self._find_statistic(name)
         heads = max((layer.num_heads for layer in self.layer_scans), default=0)
         results = {
-            index: _align_heads(statistic, layer, heads)
+            index: _align_other_head_axis(statistic, layer, heads)
             for index, layer in enumerate(self.layer_scans)
             if name in layer.summaries
         }
         if not results:
-            raise self._missing_everywhere(name)
+            raise self._missing_everywhere_error(name)
         # The length of any axis may differ between layers, as the number of heads may.
         sizes = [
             max(axis) for axis in zip(*(rows.shape[1:] for rows in results.values()), strict=True)
@@ -319,7 +319,7 @@ class ScanReadings:
             name, self.names, do="take one of these, or name it in statistics= when you scan"
         )
 
-    def _missing_everywhere(self, name: str) -> OptionError:
+    def _missing_everywhere_error(self, name: str) -> OptionError:
         reasons = dict.fromkeys(layer.missing[name] for layer in self.layer_scans)
         return OptionError(
             saw=f"statistic {name!r}, which no layer has: "
@@ -339,7 +339,7 @@ class ScanReadings:
         return self[name]
 
 
-def _align_heads(statistic: Statistic, layer: LayerScan, heads: int) -> Tensor:
+def _align_other_head_axis(statistic: Statistic, layer: LayerScan, heads: int) -> Tensor:
     """Return (scanned heads, *axes), with an axis "other_head" indexed by head number."""
     rows = statistic.result(layer.summaries[statistic.definition.name])
     for axis, name in enumerate(statistic.definition.axes, start=1):

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, OptionError, ShapeError
-from headwise.scanning.running_modules import is_divided, plain_tensors, unwrap_compiled
+from headwise.scanning.running_modules import (
+    is_divided_over_devices,
+    plain_tensors_of_weight,
+    unwrap_compiled,
+)
 from headwise.support.message_text import describe_value
 
 # A scan needs no cache of keys and values. It does not need logits of each token either, which can
@@ -98,7 +102,7 @@ def _parse_input(value: Any) -> ModelInput:
     )
 
 
-def prepare_inputs(
+def check_tokens_and_limit_outputs(
     model: Any, inputs: list[ModelInput], *, with_logits: bool = False
 ) -> list[ModelInput]:
     """Check token ids, and switch off outputs of a model of transformers that are not needed.
@@ -108,7 +112,7 @@ def prepare_inputs(
     """
     if isinstance(model, nn.Module):
         for model_input in inputs:
-            require_tokens(model, model_input)
+            require_valid_token_ids(model, model_input)
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         return inputs
     parameters = inspect.signature(model.forward).parameters
@@ -123,7 +127,7 @@ def _request_fewer_outputs(model_input: ModelInput, options: dict[str, Any]) -> 
     return replace(model_input, named={**options, **model_input.named})
 
 
-def require_finite(model: nn.Module) -> None:
+def require_finite_parameters(model: nn.Module) -> None:
     """Raise OptionError if a parameter holds NaN or infinity, or is on the meta device."""
     loads_later = any(hasattr(module, "_hf_hook") for module in model.modules())
     for name, parameter in model.named_parameters():
@@ -133,14 +137,14 @@ def require_finite(model: nn.Module) -> None:
                 needed="a model with weights",
                 do="model.to_empty(device=...), then load_state_dict",
             )
-        if is_divided(parameter):
-            _require_finite_whole(name, parameter.detach())
+        if is_divided_over_devices(parameter):
+            _require_finite_divided(name, parameter.detach())
             continue
-        for part in plain_tensors(parameter.detach()):
+        for part in plain_tensors_of_weight(parameter.detach()):
             _require_finite(name, part)
 
 
-def _require_finite_whole(name: str, divided: Any) -> None:
+def _require_finite_divided(name: str, divided: Any) -> None:
     """Raise the same error in every process that holds a part of a weight, or in none."""
     if divided.is_floating_point() and not divided.is_meta:
         total = divided.sum(dtype=torch.float64).full_tensor()
@@ -161,7 +165,7 @@ def _require_finite(name: str, part: Tensor) -> None:
             )
 
 
-def require_tokens(model: nn.Module, model_input: ModelInput) -> None:
+def require_valid_token_ids(model: nn.Module, model_input: ModelInput) -> None:
     """Raise OptionError for token ids that are empty or that the model cannot look up."""
     input_ids = model_input.named.get("input_ids")
     if isinstance(input_ids, list | tuple):

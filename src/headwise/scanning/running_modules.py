@@ -57,7 +57,7 @@ class ModuleCall:
     _turn: int = 1
     _covered: int = 0  # tokens whose queries this turn has had
 
-    def next_turn(self, queries: int) -> int:
+    def turn_of_attention_call(self, queries: int) -> int:
         """Return the number of the turn that an attention call of so many queries belongs to.
 
         A module may split its attention over sequences or queries. Such calls are one turn until
@@ -93,7 +93,9 @@ class ModuleCalls:
             for name, module in model.named_modules()
             if unwrap_compiled(module) is module
         }
-        self._blocks = {id(block) for module in model.modules() for block in _list_blocks(module)}
+        self._blocks = {
+            id(block) for module in model.modules() for block in _members_if_same_class(module)
+        }
         self._times: Counter[str] = Counter()
         self._before, self._after = before, after
         self._thread = threading.get_ident()
@@ -127,7 +129,7 @@ class ModuleCalls:
         name = self._names[module] or type(module).__name__
         self._times[name] += 1
         again = self._times[name]
-        state = next(filter(_is_state, (*args, *kwargs.values())), None)
+        state = next(filter(_is_float_tensor, (*args, *kwargs.values())), None)
         module_call = ModuleCall(
             module=module,
             name=name if again == 1 else f"{name} ({again})",
@@ -135,13 +137,13 @@ class ModuleCalls:
             state=state,
             version=version_counter(state),
             tokens=_token_tensors(args, kwargs),
-            has_source=_has_source(module, args, kwargs),
+            has_source=_has_cross_attention_source(module, args, kwargs),
         )
-        self._note_projection(module_call)
+        self._record_projection_input(module_call)
         self._before(module_call)
         self.stack.append(module_call)
 
-    def _note_projection(self, module_call: ModuleCall) -> None:
+    def _record_projection_input(self, module_call: ModuleCall) -> None:
         weight = getattr(module_call.module, "weight", None)
         if module_call.state is None or not isinstance(weight, Tensor) or weight.dim() != 2:
             return
@@ -175,7 +177,7 @@ def version_counter(state: Tensor | None) -> int:
     return -1 if state is None or state.is_inference() else state._version
 
 
-def _list_blocks(listing: nn.Module) -> list[nn.Module]:
+def _members_if_same_class(listing: nn.Module) -> list[nn.Module]:
     """Return the members of a list of modules if all are of one class, such as layers."""
     if not isinstance(listing, (nn.ModuleList, nn.Sequential)):
         return []
@@ -192,7 +194,9 @@ def _name_without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def _has_source(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_cross_attention_source(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     if isinstance(module, nn.MultiheadAttention):  # its projections are no modules
         query, key = [*args[:2], *(kwargs[k] for k in ("query", "key") if k in kwargs)][:2]
         return not tensors_equal(query, key)
@@ -209,7 +213,7 @@ def _token_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
     return [value for value in (*args, *named) if _is_tokens(value)]
 
 
-def _is_state(value: Any) -> bool:
+def _is_float_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and torch.is_floating_point(value)
 
 
@@ -221,7 +225,7 @@ def _is_tokens(value: Any) -> bool:
 # ---- weights as plain tensors, also of quantised layers -----------------------------------------
 
 
-def plain_tensors(weight: Tensor) -> Iterator[Tensor]:
+def plain_tensors_of_weight(weight: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors of a weight: the weight, or its integers and scales."""
     if not is_wrapper(weight):
         yield weight
@@ -229,15 +233,15 @@ def plain_tensors(weight: Tensor) -> Iterator[Tensor]:
     for name in weight.__tensor_flatten__()[0]:
         part = getattr(weight, name)
         if isinstance(part, Tensor):  # the parts of a sharded weight include its mesh
-            yield from plain_tensors(part)
+            yield from plain_tensors_of_weight(part)
 
 
-def is_divided(weight: Tensor) -> TypeGuard[Any]:
+def is_divided_over_devices(weight: Tensor) -> TypeGuard[Any]:
     """True if a weight is divided over devices, and each process holds a part."""
     return is_wrapper(weight) and hasattr(weight, "full_tensor")
 
 
-def class_name(module: nn.Module | None) -> str:
+def class_name_without_fsdp(module: nn.Module | None) -> str:
     """Return the name of a module's class, without the class that FSDP2 puts in front of it."""
     kind = type(module)
     is_derived = len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith(DISTRIBUTED)
@@ -250,7 +254,7 @@ def dequantize_weight(weight: Tensor) -> Tensor | None:
     The dequantised numbers are those that the layer's products use. A weight that is divided over
     devices is gathered, which every process has to do at the same time.
     """
-    if is_divided(weight):
+    if is_divided_over_devices(weight):
         weight = weight.full_tensor()
     if is_wrapper(weight):
         if type(weight).dequantize is Tensor.dequantize:

@@ -16,21 +16,25 @@ from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.model_inputs import (
     ModelInput,
+    check_tokens_and_limit_outputs,
     list_inputs,
     not_a_model_error,
-    prepare_inputs,
-    require_finite,
+    require_finite_parameters,
     run_model,
 )
-from headwise.scanning.running_modules import class_name, find_unembedding, unwrap_compiled
+from headwise.scanning.running_modules import (
+    class_name_without_fsdp,
+    find_unembedding,
+    unwrap_compiled,
+)
 from headwise.scanning.scanned_text import TextRecorder
 from headwise.scanning.selection import (
     Layers,
     Numbers,
     SelectedLayers,
     Statistics,
+    normalise_token_ids,
     select_statistics,
-    select_tokens,
 )
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.message_text import describe_value
@@ -82,8 +86,8 @@ def scan(
     model = unwrap_compiled(model)
     _require_callables(model, call=call, progress=progress)
     collector = _Collector(
-        separators=select_tokens("separators", separators),
-        specials=select_tokens("specials", specials),
+        separators=normalise_token_ids("separators", separators),
+        specials=normalise_token_ids("specials", specials),
         model=model,
         statistics=select_statistics(statistics),
         layers=SelectedLayers(layers, heads),
@@ -98,12 +102,12 @@ def _run_scan(
     """Run the model on each input, and return the collected scan."""
     module = model if isinstance(model, nn.Module) else None
     if module is not None:
-        require_finite(module)
-    prepared = prepare_inputs(model, inputs)
+        require_finite_parameters(module)
+    prepared = check_tokens_and_limit_outputs(model, inputs)
     with torch.no_grad(), evaluation_mode(module):
         with capture_attention(module, on_complete=collector.add) as capture:
             for original, shortened in zip(inputs, prepared, strict=True):
-                collector.next_input(capture)
+                collector.begin_input(capture)
                 if call is None:
                     run_model(model, shortened)
                 else:
@@ -149,10 +153,10 @@ class _Collector:
         self._is_new = True
         self._texts = TextRecorder()
 
-    def next_input(self, capture: AttentionCapture) -> None:
+    def begin_input(self, capture: AttentionCapture) -> None:
         """Start another input, with other sequences."""
         capture.begin_input()
-        self._texts.next_input()
+        self._texts.begin_input()
         self._is_new = True
 
     def add(self, call: CapturedCall) -> None:
@@ -172,10 +176,10 @@ class _Collector:
             layer.query_text, layer.key_text = texts
         if layer.heads != tuple(range(layer.num_heads)):
             call = call.of_heads(torch.tensor(layer.heads, device=call.matrix.q.device))
-        self._annotate(call)
+        self._set_token_marks_and_unembedding(call)
         fitting = []
         for statistic in self._statistics:
-            name, reason = statistic.definition.name, statistic.missing(call)
+            name, reason = statistic.definition.name, statistic.reason_not_computable(call)
             if reason is None:
                 fitting.append(statistic)
                 layer.missing.pop(name, None)
@@ -183,9 +187,9 @@ class _Collector:
                 layer.missing[name] = reason
         summaries = compute_summaries(call, fitting)
         for statistic in fitting:
-            layer.add(statistic, summaries[statistic.definition.name])
+            layer.add_summary(statistic, summaries[statistic.definition.name])
 
-    def _annotate(self, call: CapturedCall) -> None:
+    def _set_token_marks_and_unembedding(self, call: CapturedCall) -> None:
         """Add the separators, the special tokens and the unembedding to a call."""
         tokens, table = call.tokens, self._unembedding
         if tokens is not None:
@@ -201,7 +205,7 @@ class _Collector:
             OptionError: no attention was captured, no layer has a requested name, or no layer
                 has a statistic that was requested by name.
         """
-        capture.require_any(model)
+        capture.require_any_captured(model)
         layers = self._layers.chosen()
         for name in self._named:
             if not any(name in layer.summaries for layer in layers):
@@ -233,7 +237,7 @@ def _attend_with_hook(matrix: AttentionMatrix, v: Tensor) -> Tensor:
 
 def _model_name(model: Any) -> str:
     if isinstance(model, nn.Module):
-        return class_name(model)
+        return class_name_without_fsdp(model)
     return (
         "AttentionMatrix"
         if model is _attend_with_hook

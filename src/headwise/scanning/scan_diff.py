@@ -286,7 +286,7 @@ def _head_distances(
             continue
         first, second = (scan[name][..., None].flatten(2) for scan in (before, after))
         gaps = [
-            _measure_statistic_gaps(first[index, heads], second[index, heads])
+            _sum_squared_gaps_of_head_pairs(first[index, heads], second[index, heads])
             for index, heads in enumerate(scanned)
         ]
         # The mean over all pairs that have an entry in common; 1 where they are all the same.
@@ -307,7 +307,7 @@ class _Gaps(NamedTuple):
     alone: Int[Tensor, "heads others"]
 
 
-def _measure_statistic_gaps(
+def _sum_squared_gaps_of_head_pairs(
     first: Float[Tensor, "heads entries"], second: Float[Tensor, "others entries"]
 ) -> _Gaps:
     squares, both, alone = [], [], []

@@ -35,10 +35,10 @@ from headwise.scanning.scan_schema import (
     fields_of_layer,
     fields_of_statistic,
     name_tensors,
+    pop_texts,
     rebuild_layers,
-    require_texts,
+    require_text_numbers_in_range,
     shorten_for_message,
-    take_texts,
 )
 from headwise.scanning.statistics import importance_statistics
 from headwise.scanning.statistics.catalogue import STANDARD
@@ -83,7 +83,7 @@ def write_scan_file(
     try:
         check_fields(about)
         rest = dict(tensors)
-        take_texts(rest)
+        pop_texts(rest)
         rebuild_layers(about["layers"], rest, scan.statistics)
     except FieldError as fault:
         raise OptionError(
@@ -125,9 +125,9 @@ def read_scan_file(
         in_file = tuple(
             _match_statistic(saved, known, path, about) for saved in about["statistics"]
         )
-        texts = take_texts(tensors)
+        texts = pop_texts(tensors)
         layer_scans = rebuild_layers(about["layers"], tensors, in_file)
-        require_texts(layer_scans, texts)
+        require_text_numbers_in_range(layer_scans, texts)
     except FieldError as fault:
         raise damaged_file_error(path, fault, remedy) from fault
     notes = about["notes"] + ([FORMAT_1_NOTE] if about["version"] == 1 else [])
@@ -157,7 +157,7 @@ def _encode_json(about: Mapping[str, Any]) -> str:
 
 def _compute_digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     rest = {name: value for name, value in about.items() if name != "digest"}
-    return hash_content([_encode_json(rest), tensors])
+    return hash_nested_content([_encode_json(rest), tensors])
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -222,7 +222,7 @@ def _match_statistic(
     if saved_id is None:  # format 1 has no ids
         saved_id = Definition(**{**saved, "axes": tuple(saved["axes"])}).id
     # A statistic may have got a version since; with unchanged words it is the same.
-    if saved_id not in (definition.id, definition.id_of_words):
+    if saved_id not in (definition.id, definition.id_by_formula_digest):
         raise OptionError(
             saw=f"{path} with {name} as {formula} ({shorten_for_message(saved_id)})",
             needed=f"{name} as this headwise defines it: {definition.formula} ({definition.id})",
@@ -235,7 +235,7 @@ def _match_statistic(
 # ---- the digest ---------------------------------------------------------------------------------
 
 
-def hash_content(content: Any) -> str:
+def hash_nested_content(content: Any) -> str:
     """Return the hex SHA-256 of a string, number or tensor, or of mappings and sequences of these.
 
     The digest is the same in every process and on every device. It includes the dtype and shape of
@@ -252,43 +252,45 @@ def hash_content(content: Any) -> str:
 def _update_digest(feed: Callable[[bytes | memoryview], None], content: Any) -> None:
     """Add content to a digest, with kinds and lengths, so that no two contents give one stream."""
     if content is None or isinstance(content, (bool, int, float)):
-        _update_with_piece(feed, type(content).__name__, repr(content).encode())
+        _feed_length_prefixed_bytes(feed, type(content).__name__, repr(content).encode())
     elif isinstance(content, str):
-        _update_with_piece(feed, "str", content.encode("utf-8", "surrogatepass"))
+        _feed_length_prefixed_bytes(feed, "str", content.encode("utf-8", "surrogatepass"))
     elif isinstance(content, Tensor) and is_wrapper(content):
-        _update_with_wrapper(feed, content)
+        _update_with_wrapper_tensor(feed, content)
     elif isinstance(content, Tensor):
         plain = content.detach().cpu().contiguous()
-        _update_with_piece(feed, f"{plain.dtype} {list(plain.shape)}", b"")
+        _feed_length_prefixed_bytes(feed, f"{plain.dtype} {list(plain.shape)}", b"")
         feed(plain.flatten().view(torch.uint8).numpy().data)
     elif isinstance(content, Mapping):
         if odd := [key for key in content if not isinstance(key, str)]:
-            raise _no_digest_error(f"a mapping with the key {odd[0]!r}")
-        _update_with_piece(feed, "mapping", str(len(content)).encode())
+            raise _unhashable_content_error(f"a mapping with the key {odd[0]!r}")
+        _feed_length_prefixed_bytes(feed, "mapping", str(len(content)).encode())
         for key in sorted(content):
             _update_digest(feed, key)
             _update_digest(feed, content[key])
     elif isinstance(content, Sequence) and not isinstance(content, (bytes, bytearray)):
-        _update_with_piece(feed, "sequence", str(len(content)).encode())
+        _feed_length_prefixed_bytes(feed, "sequence", str(len(content)).encode())
         for entry in content:
             _update_digest(feed, entry)
     else:
-        raise _no_digest_error(f"a {type(content).__name__}")
+        raise _unhashable_content_error(f"a {type(content).__name__}")
 
 
-def _update_with_wrapper(feed: Callable[[bytes | memoryview], None], content: Any) -> None:
+def _update_with_wrapper_tensor(feed: Callable[[bytes | memoryview], None], content: Any) -> None:
     """Add a tensor that wraps others, such as a quantised one: its class, parts and settings."""
     names, rest = content.__tensor_flatten__()
-    _update_with_piece(feed, type(content).__name__, _ADDRESS.sub("", repr(rest)).encode())
+    _feed_length_prefixed_bytes(feed, type(content).__name__, _ADDRESS.sub("", repr(rest)).encode())
     _update_digest(feed, {name: getattr(content, name) for name in names})
 
 
-def _update_with_piece(feed: Callable[[bytes | memoryview], None], kind: str, value: bytes) -> None:
+def _feed_length_prefixed_bytes(
+    feed: Callable[[bytes | memoryview], None], kind: str, value: bytes
+) -> None:
     feed(f"{kind} {len(value)} ".encode())
     feed(value)
 
 
-def _no_digest_error(saw: str) -> OptionError:
+def _unhashable_content_error(saw: str) -> OptionError:
     return OptionError(
         saw=f"{saw} as content",
         needed="strings, numbers, tensors, or sequences and mappings of these with string keys",

@@ -190,7 +190,7 @@ def _check_layer(layer: dict[str, Any], where: str, names: list[str]) -> None:
         raise FieldError(f"{where} has {describe_json(odd[0])}, which is not in statistics")
 
 
-def take_texts(tensors: dict[str, Tensor]) -> tuple[ScannedText, ...]:
+def pop_texts(tensors: dict[str, Tensor]) -> tuple[ScannedText, ...]:
     """Return the texts, and remove their tensors.
 
     Raises:
@@ -199,18 +199,20 @@ def take_texts(tensors: dict[str, Tensor]) -> tuple[ScannedText, ...]:
     texts: list[ScannedText] = []
     while (ids := tensors.pop(f"texts/{len(texts)}/ids", None)) is not None:
         lengths = tensors.pop(f"texts/{len(texts)}/lengths", None)
-        if lengths is None or not _is_text(ids, lengths):
+        if lengths is None or not _is_valid_scanned_text(ids, lengths):
             raise FieldError(f"the lengths in texts/{len(texts)} are not those of its tokens")
         texts.append(ScannedText(ids, tuple(lengths.tolist())))
     return tuple(texts)
 
 
-def _is_text(ids: Tensor, lengths: Tensor) -> bool:
+def _is_valid_scanned_text(ids: Tensor, lengths: Tensor) -> bool:
     is_list = all(tensor.dtype == torch.int32 and tensor.dim() == 1 for tensor in (ids, lengths))
     return is_list and bool((lengths >= 0).all()) and int(lengths.sum()) == len(ids)
 
 
-def require_texts(layers: Iterable[LayerScan], texts: tuple[ScannedText, ...]) -> None:
+def require_text_numbers_in_range(
+    layers: Iterable[LayerScan], texts: tuple[ScannedText, ...]
+) -> None:
     """Raise FieldError if a layer names a text that the scan does not have."""
     for layer in layers:
         for number in (layer.query_text, layer.key_text):

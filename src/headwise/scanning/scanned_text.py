@@ -37,7 +37,7 @@ def merge_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[ScannedText, 
         for text, target in zip(each, merged, strict=True):
             start = 0
             for length in text.lengths:
-                room -= target.add(text.ids[start : start + length], room=room)
+                room -= target.add_sequence_if_room(text.ids[start : start + length], room=room)
                 start += length
     return tuple(text.to_scanned_text for text in merged)
 
@@ -49,7 +49,7 @@ class _Text:
         self.sequences: list[Tensor] = []
         self.is_cut = False
 
-    def add(self, ids: Tensor, *, room: int) -> int:
+    def add_sequence_if_room(self, ids: Tensor, *, room: int) -> int:
         """Add a sequence if there is room, and return the number of tokens that were added."""
         self.is_cut = self.is_cut or len(ids) > room
         if self.is_cut:
@@ -76,7 +76,7 @@ class TextRecorder:
         self._room = MOST_TOKENS
         self._last_queries: int | None = None
 
-    def next_input(self) -> None:
+    def begin_input(self) -> None:
         """Start another input, with other sequences."""
         self._now, self._last_queries = [], None
 
@@ -88,7 +88,7 @@ class TextRecorder:
         """
         if call.own_key not in (0, None):
             return None, None
-        keys = self._number_of_text(_token_sequences(call))
+        keys = self._find_or_add_text(_token_sequences(call))
         if call.own_key == 0 and not call.is_cross:
             self._last_queries = keys
             return keys, keys
@@ -97,7 +97,7 @@ class TextRecorder:
         is_known = queries is not None and [len(ids) for ids in self._now[queries]] == lengths
         return (queries if is_known else None), keys
 
-    def _number_of_text(self, sequences: list[Tensor]) -> int:
+    def _find_or_add_text(self, sequences: list[Tensor]) -> int:
         for number, known in enumerate(self._now):
             if _sequences_are_equal(known, sequences):
                 return number
@@ -106,7 +106,7 @@ class TextRecorder:
         if number == len(self._texts):
             self._texts.append(_Text())
         for ids in sequences:
-            self._room -= self._texts[number].add(ids, room=self._room)
+            self._room -= self._texts[number].add_sequence_if_room(ids, room=self._room)
         return number
 
     @property

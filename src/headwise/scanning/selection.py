@@ -27,7 +27,7 @@ Numbers = int | Collection[int]
 Statistics = str | TileStatistic | Iterable[str | TileStatistic] | None
 
 
-def select_layers(layers: Layers) -> tuple[str, ...] | None:
+def normalise_layers_option(layers: Layers) -> tuple[str, ...] | None:
     """Return names and patterns of layers, or None for all.
 
     Raises:
@@ -50,7 +50,7 @@ def select_layers(layers: Layers) -> tuple[str, ...] | None:
     return chosen
 
 
-def select_heads(heads: Numbers | None) -> tuple[int, ...] | None:
+def normalise_heads_option(heads: Numbers | None) -> tuple[int, ...] | None:
     """Return numbers of heads, each once, or None for all.
 
     Raises:
@@ -68,7 +68,7 @@ def select_heads(heads: Numbers | None) -> tuple[int, ...] | None:
     return chosen
 
 
-def select_tokens(name: str, tokens: Numbers) -> tuple[int, ...]:
+def normalise_token_ids(name: str, tokens: Numbers) -> tuple[int, ...]:
     """Return token ids.
 
     Raises:
@@ -113,7 +113,7 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...]
                 do=f"{entry.__name__}(), an object of the class" if is_class else '["entropy"]',
             )
     names = tuple(entry for entry in chosen if isinstance(entry, str) and entry != STANDARD_SET)
-    by_name = dict(zip(names, catalogue.standard_statistics(names), strict=True))
+    by_name = dict(zip(names, catalogue.find_standard_statistics(names), strict=True))
     requested = [by_name[x] if isinstance(x, str) else x for x in chosen if x != STANDARD_SET]
     if STANDARD_SET not in chosen:
         return tuple(requested), names
@@ -131,7 +131,7 @@ class SelectedLayers:
     """
 
     def __init__(self, layers: Layers, heads: Numbers | None = None) -> None:
-        self._patterns, self._heads = select_layers(layers), select_heads(heads)
+        self._patterns, self._heads = normalise_layers_option(layers), normalise_heads_option(heads)
         self._seen: dict[str, LayerScan | None] = {}  # None for a layer that is not selected
 
     def record_call(self, call: CapturedCall) -> LayerScan | None:
@@ -140,7 +140,9 @@ class SelectedLayers:
             is_chosen = self._patterns is None or any(
                 fnmatchcase(call.layer, pattern) for pattern in self._patterns
             )
-            self._seen[call.layer] = LayerScan.of(call, self._heads) if is_chosen else None
+            self._seen[call.layer] = (
+                LayerScan.empty_of_call(call, self._heads) if is_chosen else None
+            )
         layer = self._seen[call.layer]
         if layer is not None:
             layer.calls += 1
@@ -167,7 +169,7 @@ class SelectedLayers:
             else 'some of these names, or a pattern such as "*"',
         )
 
-    def without_incomplete_summaries(self) -> tuple[LayerScan, ...]:
+    def drop_incomplete_summaries(self) -> tuple[LayerScan, ...]:
         """Return the selected layers, without summaries of layers that some input left out."""
         for layer in self.chosen():
             if layer.missing:

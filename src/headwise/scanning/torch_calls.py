@@ -71,7 +71,7 @@ def _record_attention(
         axes.with_four_axes(value),
     )
     if k.shape[1] != v.shape[1]:  # a layer has one number of kv heads
-        k, v = (reference.share_heads(x, heads=heads) for x in (k, v))
+        k, v = (reference.repeat_kv_heads(x, heads=heads) for x in (k, v))
     mask, score_bias = Mask(), ScoreBias()
     if is_causal:
         mask = Mask.causal(align="top-left")

@@ -36,12 +36,12 @@ class TokenGroup:
         return dist.get_rank(self.group)
 
     @property
-    def tokens(self) -> int:
+    def total_tokens(self) -> int:
         """Number of tokens of all ranks."""
         return sum(self.lengths)
 
     @property
-    def length(self) -> int:
+    def local_tokens(self) -> int:
         """Number of tokens of this rank."""
         return self.lengths[self.rank]
 
@@ -49,7 +49,7 @@ class TokenGroup:
 # ---- all to all --------------------------------------------------------------------------------
 
 
-def split_heads(x: Tensor, group: TokenGroup) -> Tensor:
+def exchange_tokens_for_heads(x: Tensor, group: TokenGroup) -> Tensor:
     """Exchange tokens for heads: (length, batch, heads, width) -> (tokens, batch, heads/n, width).
 
     Rank r gets the heads [r heads/n, (r + 1) heads/n) of all tokens.
@@ -57,10 +57,10 @@ def split_heads(x: Tensor, group: TokenGroup) -> Tensor:
     return _SplitHeads.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def join_heads(x: Tensor, group: TokenGroup) -> Tensor:
+def exchange_heads_for_tokens(x: Tensor, group: TokenGroup) -> Tensor:
     """Exchange heads for tokens: (tokens, batch, heads/n, width) -> (length, batch, heads, width).
 
-    The inverse of `split_heads`.
+    The inverse of `exchange_tokens_for_heads`.
     """
     return _JoinHeads.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -70,22 +70,22 @@ class _SplitHeads(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
         ctx.group = group
         parts = x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()
-        out = x.new_empty(group.tokens, *parts.shape[2:])
-        sent = [group.length] * group.size
+        out = x.new_empty(group.total_tokens, *parts.shape[2:])
+        sent = [group.local_tokens] * group.size
         dist.all_to_all_single(out, parts.flatten(0, 1), list(group.lengths), sent, group.group)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return join_heads(gradient, ctx.group), None
+        return exchange_heads_for_tokens(gradient, ctx.group), None
 
 
 class _JoinHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
         ctx.group = group
-        parts = x.new_empty(group.size, group.length, *x.shape[1:])
-        received = [group.length] * group.size
+        parts = x.new_empty(group.size, group.local_tokens, *x.shape[1:])
+        received = [group.local_tokens] * group.size
         dist.all_to_all_single(
             parts.flatten(0, 1), x.contiguous(), received, list(group.lengths), group.group
         )
@@ -93,7 +93,7 @@ class _JoinHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return split_heads(gradient, ctx.group), None
+        return exchange_tokens_for_heads(gradient, ctx.group), None
 
 
 # ---- all gather --------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def gather_tokens(x: Tensor, group: TokenGroup) -> Tensor:
     return _GatherTokens.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def sum_tokens(x: Tensor, group: TokenGroup) -> Tensor:
+def reduce_scatter_tokens(x: Tensor, group: TokenGroup) -> Tensor:
     """Sum over ranks, and keep the tokens of this one: (tokens, *) -> (length, *).
 
     The parts travel in the dtype of ``x`` and are added in its accumulation dtype.
@@ -118,26 +118,28 @@ class _GatherTokens(torch.autograd.Function):
         ctx.group = group
         longest = max(group.lengths)
         padded = x.contiguous()
-        if group.length < longest:
-            padded = torch.cat([padded, padded.new_zeros(longest - group.length, *x.shape[1:])])
+        if group.local_tokens < longest:
+            padded = torch.cat(
+                [padded, padded.new_zeros(longest - group.local_tokens, *x.shape[1:])]
+            )
         out = x.new_empty(group.size * longest, *x.shape[1:])
         dist.all_gather_single(out, padded, group.group)
-        if group.tokens == group.size * longest:
+        if group.total_tokens == group.size * longest:
             return out
         parts = zip(out.split(longest), group.lengths, strict=True)
         return torch.cat([part[:length] for part, length in parts])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return sum_tokens(gradient, ctx.group), None
+        return reduce_scatter_tokens(gradient, ctx.group), None
 
 
 class _SumTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
         ctx.group = group
-        parts = x.new_empty(group.size, group.length, *x.shape[1:])
-        received = [group.length] * group.size
+        parts = x.new_empty(group.size, group.local_tokens, *x.shape[1:])
+        received = [group.local_tokens] * group.size
         dist.all_to_all_single(
             parts.flatten(0, 1), x.contiguous(), received, list(group.lengths), group.group
         )

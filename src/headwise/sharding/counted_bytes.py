@@ -128,7 +128,7 @@ class _Call:
         return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
     @property
-    def size(self) -> int:
+    def ranks(self) -> int:
         return int(self._group.size())
 
     @property
@@ -148,7 +148,7 @@ class _Call:
         if self.arguments.get("input_split_sizes"):
             parts = parts.split(self.arguments["input_split_sizes"])
         if isinstance(parts, Tensor):
-            return self.bytes * (self.size - 1) // self.size
+            return self.bytes * (self.ranks - 1) // self.ranks
         if len(parts) == 1 and isinstance(parts[0], list):  # one list for each device of a rank
             parts = parts[0]
         return sum(_count_tensor_bytes(part) for index, part in enumerate(parts) if index != rank)
@@ -161,7 +161,7 @@ def _count_tensor_bytes(tensors: Any) -> int:
     return sum(map(_count_tensor_bytes, tensors))
 
 
-def _count_point_to_point(call: _Call) -> int:
+def _point_to_point_bytes_sent(call: _Call) -> int:
     kinds = call.arguments.get("op_list")
     if kinds is None:
         return call.bytes
@@ -171,15 +171,15 @@ def _count_point_to_point(call: _Call) -> int:
 
 
 FORMULAS: dict[str, Callable[[_Call], int]] = {
-    "all_gather": lambda call: call.bytes * (call.size - 1),
-    "reduce_scatter": lambda call: call.bytes * (call.size - 1) // call.size,
-    "all_reduce": lambda call: 2 * call.bytes * (call.size - 1) // call.size,
+    "all_gather": lambda call: call.bytes * (call.ranks - 1),
+    "reduce_scatter": lambda call: call.bytes * (call.ranks - 1) // call.ranks,
+    "all_reduce": lambda call: 2 * call.bytes * (call.ranks - 1) // call.ranks,
     "all_to_all": lambda call: call.bytes_for_others,
-    "broadcast": lambda call: call.bytes * (call.size - 1) if call.is_root else 0,
+    "broadcast": lambda call: call.bytes * (call.ranks - 1) if call.is_root else 0,
     "scatter": lambda call: call.bytes_for_others if call.is_root else 0,
     "gather": lambda call: 0 if call.is_root else call.bytes,
     "reduce": lambda call: 0 if call.is_root else call.bytes,
-    "send": _count_point_to_point,
+    "send": _point_to_point_bytes_sent,
 }
 _OPERATORS = {
     "all_gather": "_allgather_base allgather allgather_coalesced allgather_into_tensor_coalesced "

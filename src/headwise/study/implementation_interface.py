@@ -43,7 +43,9 @@ class SharedWeights:
         return cls.of((x.weight for x in linears), (x.bias for x in linears if x.bias is not None))
 
     @classmethod
-    def packed(cls, weight: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor) -> SharedWeights:
+    def from_packed(
+        cls, weight: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor
+    ) -> SharedWeights:
         """Split packed weights as in `torch.nn.MultiheadAttention`: rows of q, of k, then of v."""
         return cls.of((*weight.chunk(3), out), (*bias.chunk(3), out_bias))
 
@@ -134,7 +136,7 @@ class Implementation(nn.Module):
         """Convert a mask in which True may be attended to the values of this implementation."""
         return torch.where(may_attend, *self.mask_values)
 
-    def block(self, x: Float[Tensor, "batch length embed_dim"]) -> Any:
+    def compute_block(self, x: Float[Tensor, "batch length embed_dim"]) -> Any:
         """Compute the whole published class, with its residual and norm if it has any."""
         return self(x)
 

@@ -172,7 +172,7 @@ class EinopsPage(Implementation):
         """Compute the attention with dropout, before the residual."""
         return self._attend(x, mask)[0]
 
-    def block(self, x: Tensor) -> Any:
+    def compute_block(self, x: Tensor) -> Any:
         """Compute the norm of the input plus the attention."""
         return self.layer_norm(self(x) + x)
 
@@ -218,7 +218,9 @@ class TorchLayer(Implementation):
     def stored_weights(self) -> SharedWeights:
         """See `Implementation.stored_weights`."""
         inner, out = self.inner, self.inner.out_proj
-        return SharedWeights.packed(inner.in_proj_weight, inner.in_proj_bias, out.weight, out.bias)
+        return SharedWeights.from_packed(
+            inner.in_proj_weight, inner.in_proj_bias, out.weight, out.bias
+        )
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
         """Repeat the mask of each sequence for every head, and call the layer."""
@@ -307,7 +309,7 @@ class Bert(OfTransformers):
         heads = self.inner.self(x, attention_mask=None if mask is None else mask[:, None])[0]
         return self.inner.output.dropout(self.inner.output.dense(heads))
 
-    def block(self, x: Tensor) -> Any:
+    def compute_block(self, x: Tensor) -> Any:
         """Compute the norm of the input plus the attention."""
         return self.inner(x)[0]
 
@@ -341,7 +343,7 @@ class GPT2(OfTransformers):
     def stored_weights(self) -> SharedWeights:
         """Return the transposed matrices, since Conv1D stores (in, out)."""
         fused, out = self.inner.c_attn, self.inner.c_proj
-        return SharedWeights.packed(fused.weight.mT, fused.bias, out.weight.mT, out.bias)
+        return SharedWeights.from_packed(fused.weight.mT, fused.bias, out.weight.mT, out.bias)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
         """Call the layer, which includes the output dropout."""

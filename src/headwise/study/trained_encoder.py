@@ -42,7 +42,9 @@ def encoder_run(progress: Progress = no_progress) -> RecordedRun:
             _cache.append((run_minilm(progress), None))
         except MissingExtraError as missing:
             whole = " ".join(demo_text.read_opening_paragraphs())
-            small = small_encoder.record_run(whole, attention=MultiheadAttention, progress=progress)
+            small = small_encoder.train_and_record_run(
+                whole, attention=MultiheadAttention, progress=progress
+            )
             _cache.append((small, Fallback(missing.saw, missing.do)))
     return _cache[0][0]
 

@@ -20,7 +20,7 @@ _is_own: ContextVar[bool | None] = ContextVar("headwise_own_call", default=None)
 
 
 @contextmanager
-def mark_kernel_calls() -> Iterator[None]:
+def track_kernel_calls() -> Iterator[None]:
     """Let `is_kernel_call` answer while the block runs, in this thread."""
     token = _is_own.set(False)
     try:

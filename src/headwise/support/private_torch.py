@@ -123,7 +123,7 @@ def process_group_named(name: str) -> Any:
     return _process_group_named(name)
 
 
-def end_graph(why: str) -> None:
+def break_compiled_graph(why: str) -> None:
     """End the graph that torch.compile makes, or refuse it with this reason if it must be whole."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(msg=why)

@@ -20,7 +20,7 @@ def may_read_values(tensor: Tensor) -> bool:
         type(tensor) in (Tensor, torch.nn.Parameter)
         and not tensor.is_meta
         and not torch.compiler.is_compiling()
-        and not is_traced()
+        and not is_jit_tracing()
         and not private_torch.is_in_functorch(unknown=True)
         and not private_torch.is_in_dispatch_mode()
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -54,14 +54,14 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     )
 
 
-def is_traced() -> bool:
+def is_jit_tracing() -> bool:
     """True while torch.jit.trace records, or the older exporter to ONNX, which uses it."""
     return not torch.compiler.is_compiling() and bool(
         torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     )
 
 
-def is_recorded() -> bool:
+def is_recording_operators() -> bool:
     """True while operators are recorded, to be run with other sizes: compiled, exported, traced."""
     return torch.compiler.is_compiling() or bool(
         torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]

@@ -50,9 +50,9 @@ def inputs_of(**arguments: object) -> Inputs:
 def recorded(model: AttentionModel, inputs: Inputs) -> list[RecordedCall]:
     """Return the calls of a model with all their stages."""
     calls: list[RecordedCall] = []
-    for chunk in inputs.chunks:
+    for chunk in inputs.per_call:
         call = RecordedCall(chunk, {}, earlier=tuple(calls) if inputs.steps else ())
-        calls.append(call.with_stages(model.predict_stages(call)))
+        calls.append(call.with_stages(model.predict_all_stages(call)))
     return calls
 
 
@@ -70,4 +70,4 @@ def with_function(
     def applied(forced: ForcedStage) -> Tensor:
         return function(forced.usual_result())
 
-    return model.with_stage(stage, applied)
+    return model.with_stage_function(stage, applied)

@@ -40,7 +40,7 @@ def test_the_rank_of_a_missing_adapter(role: str, rank: int) -> None:
     result = searched(model, recorded(with_rank(model, role, rank), inputs_of()))
     assert [each.cause.name for each in result.causes] == [NAME]
     assert result.causes[0].variant.parameters == {"roles": role, "rank": rank}
-    assert not result.left.parted
+    assert not result.left.cells_beyond_rounding
 
 
 def test_adapters_of_two_projections_beside_a_scale() -> None:

@@ -26,7 +26,7 @@ FAMILY = (NAME, "rotary axis", "softmax axis", "scale", "causal alignment", "rot
 
 def read_wrongly(model: AttentionModel, inputs: Inputs) -> RecordedCall:
     """Return what is recorded of a layer that reads the tokens as a batch."""
-    stages = model.predict_stages(RecordedCall(Inputs(inputs.x.transpose(0, 1)), {}))
+    stages = model.predict_all_stages(RecordedCall(Inputs(inputs.x.transpose(0, 1)), {}))
     by_token = {
         name: x if name in ("scores", "weights") else x.transpose(0, 1 if x.dim() == 3 else 2)
         for name, x in stages.items()
@@ -39,7 +39,7 @@ def test_a_layer_without_batch_first(causal: bool) -> None:
     model = model_of(causal=causal)
     result = searched(model, [read_wrongly(model, inputs_of())], *FAMILY)
     assert [each.cause.name for each in result.causes] == [NAME]
-    assert not result.left.parted
+    assert not result.left.cells_beyond_rounding
 
 
 def test_beside_a_scale() -> None:
@@ -61,7 +61,9 @@ def test_a_function_of_torch_without_batch_first() -> None:
 
 
 def softmax_over_the_batch(model: AttentionModel) -> list[RecordedCall]:
-    return recorded(model.with_stage("weights", lambda f: f["scores"].softmax(0)), inputs_of())
+    return recorded(
+        model.with_stage_function("weights", lambda f: f["scores"].softmax(0)), inputs_of()
+    )
 
 
 def averaged_over_the_batch(model: AttentionModel) -> list[RecordedCall]:

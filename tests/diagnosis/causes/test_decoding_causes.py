@@ -39,10 +39,10 @@ def decoded(
     """Return calls that a layer makes of other arguments than the caller's."""
     calls: list[RecordedCall] = []
     believed: list[RecordedCall] = []
-    for chunk in inputs.chunks:
+    for chunk in inputs.per_call:
         past = sum(each.inputs.x.shape[1] for each in calls)
         call = RecordedCall(change(past, chunk), {}, earlier=tuple(believed))
-        stages = model.predict_stages(call)
+        stages = model.predict_all_stages(call)
         believed.append(call.with_stages(stages))
         calls.append(RecordedCall(chunk, stages, earlier=tuple(calls)))
     return calls
@@ -74,7 +74,7 @@ def test_a_position_offset_in_all_later_calls_is_one_cause(offset: int) -> None:
     result = searched(model, calls, *DECODING)
     assert [each.cause.name for each in result.causes] == ["position offset in decoding"]
     assert result.causes[0].variant.parameters == {"offset": offset}
-    assert not result.left.parted
+    assert not result.left.cells_beyond_rounding
 
 
 def test_a_position_offset_beside_a_scale() -> None:
@@ -82,7 +82,7 @@ def test_a_position_offset_beside_a_scale() -> None:
     calls = decoded(model.with_settings(scale=0.5), inputs_of(steps=STEPS), moved_by(-2))
     result = searched(model, calls, *DECODING)
     assert {each.cause.name for each in result.causes} == {"position offset in decoding", "scale"}
-    assert not result.left.parted
+    assert not result.left.cells_beyond_rounding
 
 
 def counted(past: int, chunk: Inputs) -> Inputs:
@@ -105,12 +105,12 @@ def test_left_padding_that_later_calls_ignore(
     result = searched(model, decoded(model, padded(), change), *DECODING)
     assert [each.cause.name for each in result.causes] == ["left padding in decoding"]
     assert result.causes[0].variant.parameters == {"padding": words}
-    assert not result.left.parted
+    assert not result.left.cells_beyond_rounding
 
 
 def test_right_calls_with_padding_agree() -> None:
     model = model_of(causal=True)
-    assert not searched(model, recorded(model, padded()), *DECODING).left.parted
+    assert not searched(model, recorded(model, padded()), *DECODING).left.cells_beyond_rounding
     assert not searched(model, recorded(model, padded()), *DECODING).causes
 
 
@@ -133,14 +133,16 @@ def short_cache(model: AttentionModel, keep: Callable[[int, int], list[int]]) ->
         return forced.usual_result()[..., kept(forced)]
 
     def outputs(forced: ForcedStage) -> Tensor:
-        values = forced.values[:, :, kept(forced)].repeat_interleave(2, 1)
+        values = forced.values_of_all_calls[:, :, kept(forced)].repeat_interleave(2, 1)
         return forced["weights"] @ values
 
     def kept(forced: ForcedStage) -> list[int]:
         new = forced.call.inputs.x.shape[1]
-        return keep(forced.call.past, new) if forced.call.earlier else list(range(new))
+        return keep(forced.call.past_key_count, new) if forced.call.earlier else list(range(new))
 
-    faulty = model.with_stage("scores", scores).with_stage("head outputs", outputs)
+    faulty = model.with_stage_function("scores", scores).with_stage_function(
+        "head outputs", outputs
+    )
     return recorded(faulty, inputs_of(steps=STEPS))
 
 
@@ -176,7 +178,7 @@ def test_keys_that_a_cache_dropped(
     result = searched(model, short_cache(model, keep), *DECODING)
     assert [each.cause.name for each in result.causes] == ["evicted keys"]
     assert result.causes[0].variant.parameters == parameters
-    assert not result.left.parted
+    assert not result.left.cells_beyond_rounding
 
 
 def test_dropped_keys_beside_a_scale() -> None:
@@ -184,7 +186,7 @@ def test_dropped_keys_beside_a_scale() -> None:
     calls = short_cache(model.with_settings(scale=0.2), last_four)
     result = searched(model, calls, *DECODING)
     assert {each.cause.name for each in result.causes} == {"evicted keys", "scale"}
-    assert not result.left.parted
+    assert not result.left.cells_beyond_rounding
 
 
 def every_second(past: int, new: int) -> list[int]:

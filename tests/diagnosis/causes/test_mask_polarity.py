@@ -20,7 +20,7 @@ def names(number: float) -> list[tuple[str, object]]:
 
     right = model_of()
     inputs = inputs_of(mask=PADDED[:, None, None])
-    calls = recorded(right.with_stage("scores", scores), inputs)
+    calls = recorded(right.with_stage_function("scores", scores), inputs)
     causes = searched(right, calls).causes
     return [(each.cause.name, each.variant.parameters.get("added")) for each in causes]
 

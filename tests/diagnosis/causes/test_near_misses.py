@@ -61,7 +61,7 @@ def of_stage(
     stage: str, function: Callable[[ForcedStage], Tensor]
 ) -> Callable[..., AttentionModel]:
     """Return a change that computes a stage by a function."""
-    return lambda model: model.with_stage(stage, function)
+    return lambda model: model.with_stage_function(stage, function)
 
 
 def noise(x: Tensor, size: float = 1e-5) -> Tensor:
@@ -124,7 +124,7 @@ def dropped_without_a_factor(weights: Tensor) -> Tensor:
 
 
 def other_kv_heads(forced: ForcedStage) -> Tensor:
-    keys = forced.keys[:, [0, 1, 1, 0]]
+    keys = forced.keys_of_all_calls[:, [0, 1, 1, 0]]
     return forced["q after rotary"] @ keys.mT * forced.settings.scale
 
 
@@ -243,7 +243,7 @@ def test_what_resembles_a_cause_is_not_named_so(case: NearMiss) -> None:
         model = model.with_weights(**norms)
     inputs = inputs_of(mask=PADDED[:, None, None]) if case.is_padded else inputs_of()
     result = searched(model, recorded(case.change(model), inputs), *case.others)
-    assert result.causes or result.left.parted
+    assert result.causes or result.left.cells_beyond_rounding
     assert case.cause not in [each.cause.name for each in result.causes]
 
 

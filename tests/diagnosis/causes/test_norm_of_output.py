@@ -24,7 +24,7 @@ def with_norm(model: AttentionModel, residual: float, noise: float = 0.0) -> Att
         y: torch.Tensor = norm(forced.usual_result() + residual * forced.call.inputs.x)
         return (y + noises * y.square()).detach()
 
-    return model.with_stage("output", normed)
+    return model.with_stage_function("output", normed)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_norm_with_weights(residual: float, words: str) -> None:
     result = searched(model, recorded(with_norm(model, residual), inputs_of()), *LAST)
     assert [each.cause.name for each in result.causes] == ["norm inside"]
     assert result.causes[0].variant.parameters == {"norm": words, "weights": "of its own"}
-    assert not result.left.parted
+    assert not result.left.cells_beyond_rounding
 
 
 def test_beside_a_scale() -> None:

@@ -22,8 +22,8 @@ def test_each_filling_is_named(value: float, row: str) -> None:
     def filled(forced: ForcedStage) -> Tensor:
         return forced.usual_result().masked_fill(~mask.any(-1, keepdim=True), value)
 
-    calls = recorded(model_of().with_stage("weights", filled), inputs_of(mask=mask))
+    calls = recorded(model_of().with_stage_function("weights", filled), inputs_of(mask=mask))
     result = searched(model_of(), calls)
-    assert not result.left.parted
+    assert not result.left.cells_beyond_rounding
     [named] = result.causes
     assert (named.cause.name, named.variant.parameters) == ("rows without keys", {"row": row})

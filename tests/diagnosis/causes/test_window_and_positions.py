@@ -29,7 +29,7 @@ def explained(
     model: AttentionModel, other: AttentionModel, inputs: Inputs, *names: str
 ) -> list[tuple[str, object]]:
     result = searched(model, recorded(other, inputs), *names)
-    assert not result.left.parted
+    assert not result.left.cells_beyond_rounding
     return [(each.cause.name, each.variant.parameters) for each in result.causes]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.compare_states import compare_states, extract_rows, replace_rows
+from headwise.diagnosis.moves.compare_states import extract_rows, find_state_moves, replace_rows
 from headwise.layouts.canonical import State
 from tests.diagnosis.moves.projections import GEOMETRIES, halves, projections
 
@@ -23,7 +23,7 @@ def state_of(geometry: str, seed: int = 0) -> State:
 
 
 def compared(a: State, b: State) -> list[tuple[str, str, tuple[str, ...]]]:
-    report = compare_states(a, b)
+    report = find_state_moves(a, b)
     assert report.unexplained == ()
     return [(move.cause, move.name.text, move.roles) for move in report.moves]
 
@@ -57,7 +57,7 @@ def test_initial_values_are_recognised(name: str, drawn: object, text: str) -> N
 def test_other_weights_are_not_initial_ones() -> None:
     b = state_of("gqa-of-4")
     a = {**b, "wk": state_of("gqa-of-4", seed=9)["wk"]}
-    report = compare_states(a, b)
+    report = find_state_moves(a, b)
     assert (report.moves, report.unexplained) == ((), ("k",))
 
 
@@ -79,13 +79,13 @@ def test_the_output_bias_is_compared() -> None:
     assert compared({**b, "bo": b["bo"] * 0}, b) == [("bias zero", "output bias", ("o",))]
     without = {name: x for name, x in b.items() if name != "bo"}
     assert compared(without, b) == [("bias missing", "output bias", ("o",))]
-    assert compare_states({**b, "bo": b["bo"] + 1}, b).unexplained == ("output bias",)
+    assert find_state_moves({**b, "bo": b["bo"] + 1}, b).unexplained == ("output bias",)
 
 
 def test_moves_apply_to_canonical_weights() -> None:
     b = {**state_of("mha"), "q_norm": torch.ones(16)}
     a = {**b, "wq": halves(b["wq"]).reshape(b["wq"].shape)}
     a["bq"] = halves(b["bq"][..., None]).reshape(b["bq"].shape)
-    made = replace_rows(b, compare_states(a, b).apply(extract_rows(b)))
+    made = replace_rows(b, find_state_moves(a, b).apply(extract_rows(b)))
     assert made.keys() == a.keys()
     assert all(torch.equal(made[name], a[name]) for name in a)

@@ -26,14 +26,14 @@ def test_every_stage_agrees_with_the_reference_to_rounding(geometry: Geometry) -
         calls = record(layer, probe(geometry, Draw("probe", geometry.name)))
         gaps = measure_gaps(model_of(layer), calls)
         assert {stage for stage, _, _ in gaps.cells} == {*STAGES}
-        assert gaps.parted == []
+        assert gaps.cells_beyond_rounding == []
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
 def test_a_free_run_gives_the_output_of_the_reference(geometry: Geometry) -> None:
     layer = layer_of(geometry, "init-like", Draw("weights", geometry.name))
     [call] = record(layer, default_probe(geometry, Draw("probe", geometry.name)))
-    output = model_of(layer).predict_stages(call.with_stages({}))["output"]
+    output = model_of(layer).predict_all_stages(call.with_stages({}))["output"]
     assert (output - call.stages["output"]).abs().max() < 1e-9 * output.abs().max()
 
 
@@ -45,8 +45,8 @@ def test_another_scale_parts_the_scores_alone_and_is_fitted() -> None:
         calls = record(other, default_probe(geometry, Draw("probe", geometry.name)))
         evidence = Evidence.of(model_of(layer), calls)
         named = search_causes(evidence, CAUSES)
-    assert evidence.gaps.stages == ["scores"]
-    assert not named.left.parted
+    assert evidence.gaps.stages_beyond_rounding == ["scores"]
+    assert not named.left.cells_beyond_rounding
     [explanation] = named.causes
     assert explanation.cause.name == "scale"
     assert explanation.variant.parameters["scale"] == pytest.approx(0.31, rel=1e-9)
@@ -58,6 +58,6 @@ def test_a_rotation_of_no_channels_leaves_them() -> None:
     calls = record(layer, default_probe(geometry, Draw("probe", geometry.name)))
     scaling = YarnScaling(factor=4.0, original_length=32)
     model = model_of(layer).with_rotary(width=0, scaling=scaling, attention_factor=1.0)
-    stages = model.predict_stages(calls[0].with_stages({}))
+    stages = model.predict_all_stages(calls[0].with_stages({}))
     assert torch.equal(stages["q after rotary"], stages["q after norm"])
-    assert "k after rotary" in measure_gaps(model, calls).stages
+    assert "k after rotary" in measure_gaps(model, calls).stages_beyond_rounding

@@ -91,7 +91,7 @@ def normalised(x: Tensor, spec: QKNorm, norm: nn.Module | None) -> Tensor:
 
 def rotated(x: Tensor, rotary: Rotary) -> Tensor:
     """Pair by pair, as rotations of the plane."""
-    width = rotary.width_in(x.shape[-1])
+    width = rotary.rotated_width(x.shape[-1])
     angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * rotary.frequencies(x.shape[-1]).to(
         x.dtype
     )

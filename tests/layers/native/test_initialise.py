@@ -265,7 +265,7 @@ def test_scores_of_unit_normal_tokens_are_as_wide_as_the_sources(
     rows, columns = EMBED * HEAD_DIM, SOURCE * HEAD_DIM
     of_weights = variance * math.sqrt(2 * (SOURCE + HEAD_DIM + 1) / (rows * SOURCE) + 2 / columns)
     # ... and a mean of as many squared scores: their variance is 2 |M|**4 + 6 tr (M.T M)**2.
-    matrices = layer.q_proj.weight.unflatten(0, (HEADS, -1)).mT @ reference.share_heads(
+    matrices = layer.q_proj.weight.unflatten(0, (HEADS, -1)).mT @ reference.repeat_kv_heads(
         layer.k_proj.weight.unflatten(0, (1, KV_HEADS, -1)), heads=HEADS
     )
     gram = matrices.mT @ matrices

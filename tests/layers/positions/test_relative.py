@@ -56,7 +56,7 @@ def t5(options: T5Bias) -> T5Attention:
 def dense(bias: ScoreBias, queries: int, keys: int) -> Tensor:
     cpu = torch.device("cpu")
     bound = bias.bind(batch=1, heads=HEADS, queries=queries, keys=keys, device=cpu)
-    (part,) = bound.at(torch.arange(queries))
+    (part,) = bound.parts_at_rows(torch.arange(queries))
     return part
 
 

@@ -115,7 +115,7 @@ def test_position_zero_is_the_vector_itself(drawn: tuple[Rotary, int], seed: int
     rotary, head_dim = drawn
     x = vectors(seed, head_dim, dtype=torch.float32)
     found = rotary.rotate(x, torch.zeros(5, dtype=torch.long))
-    width = rotary.width_in(head_dim)
+    width = rotary.rotated_width(head_dim)
     assert torch.equal(found[..., :width], x[..., :width] * rotary.attention_factor)
     assert torch.equal(found[..., width:], x[..., width:])
 
@@ -124,7 +124,7 @@ def test_position_zero_is_the_vector_itself(drawn: tuple[Rotary, int], seed: int
 def test_lengths_are_kept(drawn: tuple[Rotary, int], seed: int, dtype: torch.dtype) -> None:
     rotary, head_dim = drawn
     x, at = vectors(seed, head_dim, dtype=dtype), positions_from(seed)
-    width = rotary.width_in(head_dim)
+    width = rotary.rotated_width(head_dim)
     before = x[..., :width].double().norm(dim=-1) * rotary.attention_factor
     after = rotary.rotate(x, at)[..., :width].double().norm(dim=-1)
     # The angle may be off by far more, but that turns a vector and does not stretch it.
@@ -137,7 +137,7 @@ def test_pairings_differ_by_the_order_of_channels(
     drawn: tuple[Rotary, int], seed: int, dtype: torch.dtype
 ) -> None:
     rotary, head_dim = drawn
-    width = rotary.width_in(head_dim)
+    width = rotary.rotated_width(head_dim)
     halves = Rotary(rotary.theta, width, "half-split", rotary.scaling)
     alternating = Rotary(rotary.theta, width, "interleaved", rotary.scaling)
     order = [channel for pair in pairs(halves, width) for channel in pair]
@@ -288,11 +288,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ["width of 12", "head_dim of 10", "width=10"],
     ),
     "odd head": (
-        lambda: Rotary().width_in(7),
+        lambda: Rotary().rotated_width(7),
         OptionError,
         ["width of 7", "head_dim of 7", "even", "width=6"],
     ),
-    "head of one": (lambda: Rotary().width_in(1), OptionError, ["head_dim of 1", "wider"]),
+    "head of one": (lambda: Rotary().rotated_width(1), OptionError, ["head_dim of 1", "wider"]),
     "3-D": (lambda: Rotary().rotate(X[0], POSITIONS), ShapeError, ["(6, 24, 10)", "split"]),
     "whole numbers": (
         lambda: Rotary().rotate(X.long(), POSITIONS),

@@ -95,7 +95,7 @@ def test_queries_and_keys_are_rotated_as_the_model_does(name: str) -> None:
     config, rotary, head_dim = MODELS[name]
     q, k, positions = drawn(head_dim)
     waves = rotation_of(config)(q, positions)
-    width = rotary.width_in(head_dim)
+    width = rotary.rotated_width(head_dim)
     expected = module_of(config).apply_rotary_pos_emb(q[..., :width], k[..., :width], *waves)
     found = rotary.rotate_both(q, k, positions)
     for one, theirs, given in zip(found, expected, (q, k), strict=True):

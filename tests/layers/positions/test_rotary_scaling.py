@@ -26,11 +26,11 @@ turns = 4096 * plain / (2 * math.pi)  # of each pair, within 4,096 tokens
 
 
 def test_linear_divides_positions() -> None:
-    assert torch.equal(LinearScaling(4.0).scale(THETA, WIDTH), plain / 4)
+    assert torch.equal(LinearScaling(4.0).scaled_frequencies(THETA, WIDTH), plain / 4)
 
 
 def test_ntk_keeps_the_fastest_and_divides_the_slowest() -> None:
-    scaled = NTKScaling(4.0).scale(THETA, WIDTH)
+    scaled = NTKScaling(4.0).scaled_frequencies(THETA, WIDTH)
     assert scaled[0] == plain[0] == 1.0
     # Powers, whose exponents are rounded and magnified by the logarithm of a theta of 41,829.
     bound = torch.finfo(torch.float32).eps * (math.log(41_829.0) + 3)
@@ -40,7 +40,7 @@ def test_ntk_keeps_the_fastest_and_divides_the_slowest() -> None:
 
 @pytest.mark.parametrize("truncate", [True, False])
 def test_yarn_keeps_what_turns_often_and_divides_what_hardly_turns(truncate: bool) -> None:
-    scaled = YarnScaling(8.0, 4096, truncate=truncate).scale(THETA, WIDTH)
+    scaled = YarnScaling(8.0, 4096, truncate=truncate).scaled_frequencies(THETA, WIDTH)
     # Rounded to whole pairs, the ramp reaches up to one pair further.
     beyond = 10_000.0 ** (2 / WIDTH) if truncate else 1.0
     kept, divided = turns > 32 * beyond, turns < 1 / beyond
@@ -53,7 +53,7 @@ def test_yarn_keeps_what_turns_often_and_divides_what_hardly_turns(truncate: boo
 
 
 def test_llama3_keeps_short_waves_and_divides_long_ones() -> None:
-    scaled = Llama3Scaling(8.0, 1.0, 4.0, 4096).scale(THETA, WIDTH)
+    scaled = Llama3Scaling(8.0, 1.0, 4.0, 4096).scaled_frequencies(THETA, WIDTH)
     kept, divided = turns > 4, turns < 1
     assert torch.equal(scaled[kept], plain[kept])
     assert torch.equal(scaled[divided], plain[divided] / 8)
@@ -194,9 +194,12 @@ REFUSED: dict[str, tuple[Callable[[], Tensor | Scaling], list[str]]] = {
         lambda: Llama3Scaling(8.0, 4.0, 4.0, 8192),
         ["low_freq_factor=4.0", "high_freq_factor=4.0", "low_freq_factor=1.0"],
     ),
-    "one pair": (lambda: NTKScaling(4.0).scale(1e4, 2), ["width of 2", "from 4"]),
-    "theta": (lambda: YarnScaling(4.0, 4096).scale(1.0, 64), ["theta=1.0", "above 1"]),
-    "short": (lambda: YarnScaling(4.0, 2).scale(1e4, 64), ["original_length=2", "32 pairs"]),
+    "one pair": (lambda: NTKScaling(4.0).scaled_frequencies(1e4, 2), ["width of 2", "from 4"]),
+    "theta": (lambda: YarnScaling(4.0, 4096).scaled_frequencies(1.0, 64), ["theta=1.0", "above 1"]),
+    "short": (
+        lambda: YarnScaling(4.0, 2).scaled_frequencies(1e4, 64),
+        ["original_length=2", "32 pairs"],
+    ),
 }
 
 

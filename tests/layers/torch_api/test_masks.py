@@ -23,7 +23,7 @@ def read(attn_mask: Tensor, *, slots: int = 0, hinted: bool = False) -> Mask | N
 
 def is_causal(attn_mask: Tensor, **options: object) -> bool:
     mask = read(attn_mask, **options)  # type: ignore[arg-type]
-    return mask is not None and bool(mask.of_kind(Band))
+    return mask is not None and bool(mask.clauses_of_kind(Band))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64, torch.float16])

@@ -60,7 +60,7 @@ class Call:
         assert known.specials is not None
         return Seen(
             scores=s,
-            weights=reference.weights_of(s, sink),
+            weights=reference.weights_from_scores(s, sink),
             sink_logit=sink,
             real_queries=known.real_queries,
             real=known.real_keys,
@@ -108,7 +108,7 @@ class Kind:
         tokens = torch.randint(0, VOCABULARY, (BATCH, self.keys), generator=generator)
         tokens = tokens.masked_fill(scattered(BATCH, self.keys, share=self.unknown), -1)[batch]
         real = self.real()
-        sequences = CapturedCall.of(
+        sequences = CapturedCall.of_self_attention(
             matrix,
             real=None if real is None else real[batch],
             own_key=self.own_key,

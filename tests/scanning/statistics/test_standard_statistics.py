@@ -9,7 +9,7 @@ How far they may be off is not chosen but derived (docs/budget.md; u and growth 
 The first two are `Budget.of`: what the errors of the scores, and of the outputs, do to the result.
 The third is the rounding after them. The weights of a row of n outcomes are off by u (2 f + 1 +
 growth(n)), relatively: two exp of error f u, the sum Z, a division
-(`RowRounding.relative`). A statistic of a row is a sum of at most n of them, that
+(`RowRounding.relative_weight_error`). A statistic of a row is a sum of at most n of them, that
 is growth(n) u more, and the mean over rows, in float64, one rounding. It is relative to the size of
 what was summed: that of the result where terms are never negative, and at least 1 for the rest (a
 logarithm of Z, differences of scores or shares, cosines).
@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.error_budget.budget import FORWARD, Budget, _number_axes, _run_input_family
+from headwise.error_budget.budget import FORWARD, Budget, _errors_on_nearby_inputs, _numbered_axes
 from headwise.kernels import observe_tiles, tiles
 from headwise.kernels.kernel_input import accumulation_dtype
 from headwise.scanning import captured_call
@@ -64,7 +64,7 @@ def summaries(kind: str, elements: int) -> dict[str, Summary]:
         patch.setattr(observe_tiles, "TILE_ELEMENTS", elements)
         patch.setattr(captured_call, "SAMPLES", call.samples)
         observation = call.observation()
-        chosen = [s for s in STANDARD if s.missing(observation) is None]
+        chosen = [s for s in STANDARD if s.reason_not_computable(observation) is None]
         return compute_summaries(observation, chosen)
 
 
@@ -81,7 +81,7 @@ def assert_as_dense(call: Call, found: dict[str, Tensor]) -> None:
         return tuple(number_of(name, result) for name, result in results)
 
     # Budget.of for all statistics of one call, which share what is written down.
-    family = zip(*_run_input_family(numbers, [x.to(wide) for x in call.inputs]), strict=True)
+    family = zip(*_errors_on_nearby_inputs(numbers, [x.to(wide) for x in call.inputs]), strict=True)
     exact_results = reference(*(x.double() for x in call.inputs))
     for (name, own), whole, (exact, plain, moved) in zip(
         found.items(), exact_results, family, strict=True
@@ -92,7 +92,9 @@ def assert_as_dense(call: Call, found: dict[str, Tensor]) -> None:
             assert torch.equal(own[..., :2].nan_to_num(), whole[..., :2].nan_to_num())
         size = exact.abs().clamp(min=1.0 if name in CAN_CANCEL else 0.0)
         rounding = roundoff(call.inputs[1].shape[2] + 1, wide) * size
-        budget = Budget(name, wide, exact, FORWARD * plain + moved + rounding, _number_axes(exact))
+        budget = Budget(
+            name, wide, exact, FORWARD * plain + moved + rounding, _numbered_axes(exact)
+        )
         budget.assert_holds(number_of(name, own))
 
 
@@ -104,7 +106,7 @@ def number_of(name: str, result: Tensor) -> Tensor:
 def test_streamed_is_dense(kind: str) -> None:
     call, found = drawn(kind), summaries(kind, SMALL)
     observation = call.observation()
-    known = {name for name in REFERENCE if BY_NAME[name].missing(observation) is None}
+    known = {name for name in REFERENCE if BY_NAME[name].reason_not_computable(observation) is None}
     assert found.keys() == known
     assert_as_dense(call, {name: BY_NAME[name].result(found[name]) for name in found})
 
@@ -129,7 +131,9 @@ def test_summaries_have_one_row_a_head_and_stay_on_the_cpu(kind: str) -> None:
 def test_two_calls_merged_are_one() -> None:
     kind: Kind = KINDS["causal"]
     parts = [kind.call(batch=part).observation() for part in (slice(0, 1), slice(1, None))]
-    chosen = [statistic for statistic in STANDARD if statistic.missing(parts[0]) is None]
+    chosen = [
+        statistic for statistic in STANDARD if statistic.reason_not_computable(parts[0]) is None
+    ]
     first, second = (compute_summaries(part, chosen) for part in parts)
     merged = {name: BY_NAME[name].merge([first[name], second[name]]) for name in first}
     assert_as_dense(kind.call(), {name: BY_NAME[name].result(merged[name]) for name in merged})

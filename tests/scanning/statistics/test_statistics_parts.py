@@ -20,7 +20,7 @@ from headwise.masks.score_bias import ScoreBias
 from headwise.scanning import captured_call
 from headwise.scanning.captured_call import CapturedCall, RepeatedTokens, evenly_spaced_positions
 from headwise.scanning.statistics import statistic
-from headwise.scanning.statistics.catalogue import STANDARD, standard_statistics
+from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
 from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, compute_summaries
 from headwise.scanning.statistics.view_statistics import TopKeys, map_pyramid
 from tests.honest import normal
@@ -33,7 +33,7 @@ def bare(length: int = 12, **options: Any) -> CapturedCall:
     """Queries and keys, and nothing else that is known."""
     q = normal(1, 2, length, 4)
     matrix = AttentionMatrix(q, normal(1, 2, length, 4, seed=1), **options)
-    return CapturedCall.of(matrix)
+    return CapturedCall.of_self_attention(matrix)
 
 
 # ---- the catalogue -----------------------------------------------------------------------------
@@ -53,12 +53,12 @@ def test_definitions_are_complete(one: statistic.TileStatistic) -> None:
 
 
 def test_statistics_by_name() -> None:
-    assert [s.definition.name for s in standard_statistics(["cka", "entropy"])] == [
+    assert [s.definition.name for s in find_standard_statistics(["cka", "entropy"])] == [
         "cka",
         "entropy",
     ]
     with pytest.raises(OptionError, match="statistic 'entrophy'") as refused:
-        standard_statistics(["entropy", "entrophy", "x"])
+        find_standard_statistics(["entropy", "entrophy", "x"])
     assert "previous_token" in refused.value.needed
 
 
@@ -68,8 +68,8 @@ def test_statistics_by_name() -> None:
 @pytest.mark.parametrize("one", STANDARD, ids=lambda s: s.definition.name)
 def test_what_is_not_known_is_said(one: statistic.TileStatistic) -> None:
     matrix = bare().matrix
-    unknown = CapturedCall.of(matrix, own_key=None)
-    reason = one.missing(unknown)
+    unknown = CapturedCall.of_self_attention(matrix, own_key=None)
+    reason = one.reason_not_computable(unknown)
     assert reason == (MISSING[one.needs[0]] if one.needs else None)
     if reason is not None:
         with pytest.raises(OptionError, match=one.definition.name) as refused:
@@ -80,9 +80,10 @@ def test_what_is_not_known_is_said(one: statistic.TileStatistic) -> None:
 def test_a_sweep_of_nothing_and_of_no_queries() -> None:
     assert compute_summaries(bare(), []) == {}
     empty = compute_summaries(
-        bare(length=0), standard_statistics(["entropy", "map", "most_received", "total_variation"])
+        bare(length=0),
+        find_standard_statistics(["entropy", "map", "most_received", "total_variation"]),
     )
-    for one in standard_statistics(empty):
+    for one in find_standard_statistics(empty):
         assert one.result(empty[one.definition.name]).isnan().all()
 
 
@@ -90,7 +91,7 @@ def test_a_sweep_of_nothing_and_of_no_queries() -> None:
 def test_what_is_said_of_tokens_has_their_number() -> None:
     matrix = bare().matrix
     with pytest.raises(ShapeError, match="tokens"):
-        CapturedCall.of(
+        CapturedCall.of_self_attention(
             matrix,
             tokens=torch.zeros(1, 5, dtype=torch.long),
         )
@@ -98,7 +99,7 @@ def test_what_is_said_of_tokens_has_their_number() -> None:
 
 def test_autocast_changes_nothing() -> None:
     observation = KINDS["sink"].call().observation()
-    chosen = [one for one in STANDARD if one.missing(observation) is None]
+    chosen = [one for one in STANDARD if one.reason_not_computable(observation) is None]
     plain = compute_summaries(observation, chosen)
     again = KINDS["sink"].call().observation()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -168,7 +169,7 @@ TOO_FAR: dict[str, Callable[[Any], Tensor]] = {
 @pytest.mark.parametrize("beside", [[], ["within_16"]], ids=["alone", "beside a wider one"])
 @pytest.mark.parametrize("asked", TOO_FAR)
 def test_no_statistic_reads_farther_than_it_said(asked: str, beside: list[str]) -> None:
-    chosen = [*standard_statistics(beside), Around(TOO_FAR[asked])]
+    chosen = [*find_standard_statistics(beside), Around(TOO_FAR[asked])]
     with pytest.raises(OptionError, match="by a statistic with reach 0") as refused:
         compute_summaries(bare(), chosen)
     assert asked.replace("within", "band") in refused.value.saw
@@ -204,7 +205,7 @@ def test_the_own_key_is_within_any_reach(read: str) -> None:
         return found.squeeze(-1) if read == "band" else found
 
     one = Around(own)
-    for beside in ([], standard_statistics(["within_16", "previous_token"])):
+    for beside in ([], find_standard_statistics(["within_16", "previous_token"])):
         assert_is(
             one.result(compute_summaries(observation, [*beside, one, *beside])["around"]), expected
         )
@@ -267,7 +268,7 @@ def test_padding_changes_no_sample(name: str, monkeypatch: pytest.MonkeyPatch) -
     matrix = AttentionMatrix(q, k, mask=mask)
     tokens = alone.tokens
     assert tokens is not None
-    padded = CapturedCall.of(
+    padded = CapturedCall.of_self_attention(
         matrix,
         real=real,
         tokens=torch.nn.functional.pad(tokens, (4, 0), value=1),
@@ -275,7 +276,7 @@ def test_padding_changes_no_sample(name: str, monkeypatch: pytest.MonkeyPatch) -
         out_proj=alone.out_proj,
         unembedding=alone.unembedding,
     )
-    (one,) = standard_statistics([name])
+    (one,) = find_standard_statistics([name])
     there, here = (one.result(compute_summaries(x, [one])[name]) for x in (alone, padded))
     assert_is(here, there)
 
@@ -285,7 +286,7 @@ def test_repeats_are_the_earlier_keys_with_the_same_token() -> None:
     real = torch.tensor([[True] * 6, [False, False, True, True, True, False]])
     repeats = RepeatedTokens(tokens, real)
     assert repeats.earlier.tolist() == [[0, 0, 1, 2, 1, 0], [0, 0, 0, 1, 2, 0]]
-    pairs = torch.stack(repeats.pairs(slice(0, 2), torch.arange(1, 6)), 1).tolist()
+    pairs = torch.stack(repeats.earlier_repeat_pairs(slice(0, 2), torch.arange(1, 6)), 1).tolist()
     first = [[0, 1, 0], [0, 2, 0], [0, 2, 2], [0, 3, 1]]
     assert pairs == [*first, [1, 2, 2], [1, 3, 2], [1, 3, 3]]
 
@@ -293,7 +294,9 @@ def test_repeats_are_the_earlier_keys_with_the_same_token() -> None:
 def test_tokens_that_are_not_known_are_no_repeats() -> None:
     repeats = RepeatedTokens(torch.tensor([[-1, 3, -1, 3, -1]]), torch.ones(1, 5, dtype=torch.bool))
     assert repeats.earlier.tolist() == [[0, 0, 0, 1, 0]]
-    assert torch.stack(repeats.pairs(slice(0, 1), torch.arange(5)), 1).tolist() == [[0, 3, 1]]
+    assert torch.stack(repeats.earlier_repeat_pairs(slice(0, 1), torch.arange(5)), 1).tolist() == [
+        [0, 3, 1]
+    ]
 
 
 def test_top_keys_of_chosen_queries() -> None:
@@ -323,12 +326,12 @@ def test_top_keys_keep_the_first_sequence() -> None:
 
 
 def test_equal_shares_are_told_apart_by_their_place() -> None:
-    (one,) = standard_statistics(["most_received"])
+    (one,) = find_standard_statistics(["most_received"])
     parts = []
     for tokens in ([4, 5, 6], [6, 5, 3]):
         zeros = torch.zeros(1, 2, 3, 4, dtype=torch.float64)
         matrix = AttentionMatrix(zeros, zeros)
-        call = CapturedCall.of(matrix, tokens=torch.tensor([tokens]))
+        call = CapturedCall.of_self_attention(matrix, tokens=torch.tensor([tokens]))
         parts.append(compute_summaries(call, [one])["most_received"])
     expected = [[0, 4], [0, 6], [1, 5], [1, 5], [2, 3], [2, 6]]
     for order in (parts, parts[::-1]):
@@ -343,7 +346,9 @@ def test_equal_shares_are_told_apart_by_their_place() -> None:
 @pytest.mark.parametrize("kind", ["both lengths", "left padding", "cross", "cached"])
 def test_a_pyramid_of_short_sequences(kind: str) -> None:
     call = replace(KINDS[kind], dtype=torch.float64).call()
-    maps = map_pyramid(compute_summaries(call.observation(), standard_statistics(["map"]))["map"])
+    maps = map_pyramid(
+        compute_summaries(call.observation(), find_standard_statistics(["map"]))["map"]
+    )
     for size in (1, 2, 8, 32):
         assert_is(maps[size], block_map(size)(call.seen(*call.inputs)))
 
@@ -355,7 +360,7 @@ def test_memory_never_grows_with_queries_times_keys(monkeypatch: pytest.MonkeyPa
     q, k, v = (normal(1, 2, length, 8, seed=n, dtype=torch.float32) for n in range(3))
     matrix = AttentionMatrix(q, k, mask=Mask.causal())
     tokens = torch.randint(0, 300, (1, length))
-    observation = CapturedCall.of(
+    observation = CapturedCall.of_self_attention(
         matrix,
         tokens=tokens,
         separators=tokens == 1,
@@ -366,7 +371,7 @@ def test_memory_never_grows_with_queries_times_keys(monkeypatch: pytest.MonkeyPa
         residual=normal(1, length, 16, dtype=torch.float32),
         unembedding=normal(300, 16, dtype=torch.float32),
     )
-    chosen = [one for one in STANDARD if one.missing(observation) is None]
+    chosen = [one for one in STANDARD if one.reason_not_computable(observation) is None]
     with LargestTensor() as seen:
         compute_summaries(observation, chosen)
     assert seen.bytes < length * length * 4 / 4, seen.name

@@ -67,11 +67,11 @@ def mask_case(seed: int) -> tuple[str, float]:
     layer = attention(num_kv_heads=source.choice((HEADS, 4, 2)), sink=source.random() < 0.5)
     lengths = (queries, keys) if crosses else (queries,)
     tensors = [torch.randn(2, n, 40, generator=generator, dtype=torch.float64) for n in lengths]
-    biases = [] if bias is None else [t.detach() for t in bias.all()]
+    biases = [] if bias is None else [t.detach() for t in bias.all_tensors()]
 
     def call(layer: nn.Module, leaves: list[Tensor]) -> Tensor:
         numbers = iter(leaves[len(tensors) :])
-        score_bias = None if bias is None else bias.mapped(lambda _: next(numbers))
+        score_bias = None if bias is None else bias.map_tensors(lambda _: next(numbers))
         return layer(*leaves[: len(tensors)], mask=mask, score_bias=score_bias)
 
     leaves = [x.requires_grad_() for x in (*tensors, *biases)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import stream_conversion
-from headwise.checkpoints.planned_conversion import plan_checkpoint
+from headwise.checkpoints.planned_conversion import plan_checkpoint_conversion
 from headwise.checkpoints.source import open_source
 from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.cli.output import LOST, PrintedErrors
@@ -46,7 +46,9 @@ def convert(source: Path, target: Path, fault: str) -> None:
         if fault:
             ConversionStream._run_step = step  # type: ignore[method-assign]
         counts = {**llamas.COUNTS, "head_dim": llamas.HEAD_DIM}  # as the command finds them
-        plan = plan_checkpoint(open_source(source), target, "llama", "llama-meta", **counts)
+        plan = plan_checkpoint_conversion(
+            open_source(source), target, "llama", "llama-meta", **counts
+        )
         report = convert_in_job(job, plan, no_progress, lost_status=LOST)
         if report is not None:
             print(report.earlier_run, report.tensors)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from headwise.checkpoints.planned_conversion import PlannedConversion, plan_checkpoint
+from headwise.checkpoints.planned_conversion import PlannedConversion, plan_checkpoint_conversion
 from headwise.checkpoints.source import open_source
 from headwise.checkpoints.staging import StagingDir, StagingShare, read_finished_steps
 from headwise.checkpoints.stream_conversion import ConversionStream
@@ -35,7 +35,7 @@ def source(tmp_path: Path) -> Path:
 
 def plan(source: Path, target: Path, **options: int) -> PlannedConversion:
     counts = {**llamas.COUNTS, **options}
-    return plan_checkpoint(open_source(source), target, "llama", "llama-meta", **counts)
+    return plan_checkpoint_conversion(open_source(source), target, "llama", "llama-meta", **counts)
 
 
 def written(conversion: PlannedConversion, steps: frozenset[int]) -> list[str]:

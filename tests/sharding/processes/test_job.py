@@ -46,7 +46,7 @@ def on_ranks(server: TCPStore, count: int, work: Callable[[Job], Any]) -> list[A
 def test_each_number_is_taken_once(server: TCPStore) -> None:
     def take(mine: Job) -> list[int]:
         numbers = []
-        while (number := mine.take("document")) < 40:
+        while (number := mine.take_next_number("document")) < 40:
             numbers.append(number)
         return numbers
 
@@ -82,7 +82,7 @@ def test_a_failure_reaches_the_other_ranks(server: TCPStore) -> None:
     def fail(mine: Job) -> None:
         if mine.rank == 1:
             raise OptionError(saw="no such text", needed="a text", do="name one")
-        mine.wait("nothing that is announced")
+        mine.wait_for_announcement("nothing that is announced")
 
     mine, failed, other = on_ranks(server, 3, fail)
     assert failed.saw == "no such text"
@@ -92,8 +92,8 @@ def test_a_failure_reaches_the_other_ranks(server: TCPStore) -> None:
 
 def test_the_first_failure_counts(server: TCPStore) -> None:
     first, second = job(server, 0, 2), job(server, 1, 2)
-    assert first.fail("disk full", status=2) == (0, 2, "disk full")
-    assert second.fail("lost", status=75) == (0, 2, "disk full")
+    assert first.record_failure("disk full", status=2) == (0, 2, "disk full")
+    assert second.record_failure("lost", status=75) == (0, 2, "disk full")
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
@@ -106,7 +106,7 @@ def test_a_rank_without_signs_of_life_is_lost(server: TCPStore, has_begun: bool)
         pytest.raises(LostProcessError) as caught,
         job(server, 0, 3, timeout=SHORT, on_lost=noticed.append) as mine,
     ):
-        mine.wait("nothing that is announced")
+        mine.wait_for_announcement("nothing that is announced")
     words = "given no sign of life" if has_begun else "not begun"
     assert caught.value.saw.startswith(f"rank 1 of 3 has {words} for ")
     assert noticed == [caught.value]
@@ -117,7 +117,7 @@ def test_a_rank_that_has_left_is_not_missed(server: TCPStore) -> None:
         pass
     with job(server, 0, 2, timeout=SHORT) as mine:
         time.sleep(8 * SHORT)
-        mine.require_all()
+        mine.require_all_ranks_alive()
 
 
 class Gone:
@@ -138,10 +138,10 @@ def test_a_store_that_is_gone() -> None:
     with job_of(gone, on_lost=lambda _: noticed.set()) as mine:
         assert noticed.wait(10)
         with pytest.raises(LostProcessError, match="is gone: Connection reset by peer\n"):
-            mine.require_all()
+            mine.require_all_ranks_alive()
         with pytest.raises(LostProcessError, match="failed: Connection reset by peer\n"):
-            mine.add("document", 1)
-        assert mine.fail("an error of this rank") is None
+            mine.add_to_counter("document", 1)
+        assert mine.record_failure("an error of this rank") is None
 
 
 def job_of(store: Any, **options: Any) -> Job:

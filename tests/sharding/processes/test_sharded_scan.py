@@ -78,7 +78,9 @@ def scans_of_fsdp() -> list[tuple[str, str | None, dict[str, float], bool]]:
         model = fsdp(units)
         is_divided = all(isinstance(p, DTensor) for p in model.parameters())
         scan = run(model, ids)
-        results.append((scan.model, whole.difference(scan), worst(scan, whole), is_divided))
+        results.append(
+            (scan.model, whole.reason_not_mergeable(scan), worst(scan, whole), is_divided)
+        )
     return results
 
 
@@ -138,7 +140,7 @@ def scans_of_plan(folder: Path) -> tuple[str, str | None, dict[str, float], tupl
     again = scan_sharded(sharded, inputs, heads=[1, 10], statistics="entropy")
     heads = again.layer_scans[0].heads
     is_column = bool((again["entropy"][:, [1, 10]] == scan["entropy"][:, [1, 10]]).all())
-    return refusal, whole.difference(scan), worst(scan, whole), heads, is_column
+    return refusal, whole.reason_not_mergeable(scan), worst(scan, whole), heads, is_column
 
 
 def test_transformers_plan_has_the_heads_of_the_whole_model(tmp_path: Path) -> None:
@@ -183,7 +185,9 @@ def scans_of_heads() -> list[Any]:
         whole = headwise.scan(model, x)
         parallelize_module(model, mesh, heads_plan(model))
         scan = scan_sharded(model, x)
-        results.append((whole.difference(scan), max(worst(scan, whole).values(), default=0.0)))
+        results.append(
+            (whole.reason_not_mergeable(scan), max(worst(scan, whole).values(), default=0.0))
+        )
     slopes = Layers(score_bias=Alibi()).double()
     parallelize_module(slopes, mesh, heads_plan(slopes))
     return [*results, message_of(scan_sharded, slopes, x), message_of(headwise.scan, model, x)]
@@ -222,7 +226,7 @@ def scan_of_heads_and_fsdp() -> tuple[str | None, float, str]:
     scan = scan_sharded(model, x)
     weight: Any = distribute_tensor(torch.randn(5, 8), mesh, [Shard(1), Shard(1)])
     refusal = message_of(_gather_heads, torch.randn(1, 2, 3, 4), weight)
-    return whole.difference(scan), max(worst(scan, whole).values(), default=0.0), refusal
+    return whole.reason_not_mergeable(scan), max(worst(scan, whole).values(), default=0.0), refusal
 
 
 def test_heads_and_fsdp2_have_the_scan_of_the_whole_model() -> None:

@@ -40,8 +40,8 @@ def test_every_position_is_on_one_rank(length: int, count: int, kind: str) -> No
     for part, local in zip(parts, positions, strict=True):
         assert torch.equal(part, x[:, local])
     by_rank = torch.cat(parts, 1)
-    assert torch.equal(layout.in_order(by_rank, dim=1), x)
-    assert torch.equal(layout.by_rank(x, dim=1), by_rank)
+    assert torch.equal(layout.to_sequence_order(by_rank, dim=1), x)
+    assert torch.equal(layout.to_rank_order(x, dim=1), by_rank)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])

@@ -172,7 +172,9 @@ def compare_statistics(length: int, kind: str) -> dict[str, float]:
         residual=layout.split(residual, rank),
         **shared,
     )
-    call = CapturedCall.of(whole, values=p.v, outputs=outputs, residual=residual, **shared)
+    call = CapturedCall.of_self_attention(
+        whole, values=p.v, outputs=outputs, residual=residual, **shared
+    )
     chosen = _choose_statistics(None, call)
     summaries = compute_summaries(call, chosen)
     assert {*found} == {*summaries}

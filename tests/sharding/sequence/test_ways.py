@@ -63,7 +63,9 @@ def test_half_types_keep_the_budget(dtype: torch.dtype, by: str) -> None:
     q, k, v = (x.detach() for x in operands(61, dtype))
     layout = SequenceLayout.zigzag(61, 2)
     parts = zip(*ranks(2).run(attend_in, dtype, by), strict=True)
-    whole = [layout.in_order(torch.cat([*map(torch.from_numpy, x)], 2), dim=2) for x in parts]
+    whole = [
+        layout.to_sequence_order(torch.cat([*map(torch.from_numpy, x)], 2), dim=2) for x in parts
+    ]
     out = whole[0].to(dtype)
     options = {"mask": Mask.causal(), "softcap": 3.0}
     Budget.for_head_outputs(q, k, v, **options).assert_holds(out)

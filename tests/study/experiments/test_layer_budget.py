@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise import reference
 from headwise.layers.native.attention import Attention
 from headwise.masks.mask import Mask
-from headwise.study.experiments.measures import layer_budget, layer_output
+from headwise.study.experiments.measures import layer_error_budget, layer_output
 from headwise.study.implementation_interface import SharedWeights
 
 
@@ -56,13 +56,13 @@ def test_honest_layers_stay_far_under_it() -> None:
     shares = []
     for seed in range(40):
         x, keys, values, w = drawn(seed=seed)
-        allowed = layer_budget(x, keys, values, w, num_heads=6)
+        allowed = layer_error_budget(x, keys, values, w, num_heads=6)
         plain = layer_output(x, keys, values, *w.tensors, num_heads=6)
         shares.append(allowed.check(plain).ratio)
         layer = Attention(48, 4).eval()
         linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
         x = torch.randn(2, 33, 48)
-        allowed = layer_budget(x, x, x, SharedWeights.of_linears(*linears), num_heads=4)
+        allowed = layer_error_budget(x, x, x, SharedWeights.of_linears(*linears), num_heads=4)
         shares.append(allowed.check(layer(x)).ratio)
     assert max(shares) < 0.5
     assert min(shares) > 0.005
@@ -70,7 +70,7 @@ def test_honest_layers_stay_far_under_it() -> None:
 
 def test_it_sees_one_head_that_is_off_by_a_ten_thousandth() -> None:
     x, keys, values, w = drawn()
-    allowed = layer_budget(x, keys, values, w, num_heads=6)
+    allowed = layer_error_budget(x, keys, values, w, num_heads=6)
     assert allowed.check(layer_output(x, keys, values, *w.tensors, num_heads=6)).within
     turned = replace(w, v=torch.cat([w.v[:35], w.v[35:] * (1 + 1e-4)]))
     wrong = layer_output(x, keys, values, *turned.tensors, num_heads=6)

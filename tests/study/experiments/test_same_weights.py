@@ -6,12 +6,12 @@ import pytest
 
 from headwise.errors import MissingExtraError
 from headwise.study import trained_encoder
-from headwise.study.experiments.same_weights import same_function
+from headwise.study.experiments.same_weights import compare_with_model_layers
 from tests.study.readings import small_reading
 
 
 def test_the_layers_with_the_models_weights_are_the_same_function() -> None:
-    same = same_function(small_reading())
+    same = compare_with_model_layers(small_reading())
     assert list(same.shares) == [
         "headwise.MultiheadAttention",
         "headwise.Attention",
@@ -24,7 +24,7 @@ def test_the_layers_with_the_models_weights_are_the_same_function() -> None:
 
 
 def test_a_model_that_computes_with_other_weights_is_not() -> None:
-    same = same_function(small_reading(exchanged=True))
+    same = compare_with_model_layers(small_reading(exchanged=True))
     assert not same.holds
     assert same.shares["headwise.Attention"] <= 1 < same.shares["the model's own layers"]
     assert same.summary.startswith("Not the same function.")
@@ -37,6 +37,6 @@ def test_every_layer_of_the_trained_encoder() -> None:
     except MissingExtraError as missing:
         pytest.skip(str(missing))
     assert 200 <= len(reading.tokens) <= 400
-    same = same_function(reading)
+    same = compare_with_model_layers(reading)
     assert (same.model, same.layers) == ("all-MiniLM-L6-v2", 6)
     assert same.holds, same.summary

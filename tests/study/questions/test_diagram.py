@@ -55,7 +55,9 @@ def test_the_small_model_would_do() -> None:
     assert answer.holds, answer.verdict
     assert answer.numbers["length"] == LENGTH
     assert answer.numbers["layers"] == 2
-    assert answer.numbers["strips"]["x"] == diagram.percent_rows(call(0).x)  # the first layer's
+    assert answer.numbers["strips"]["x"] == diagram.scale_to_clipped_per_cent(
+        call(0).x
+    )  # the first layer's
 
 
 def test_another_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +132,9 @@ def test_places_of_the_most_weight() -> None:
     third = torch.zeros(4, 4)
     third[:, 2] = 1
     blurred = before / 2 + 1 / 8
-    found = diagram.distinct_heads(torch.stack([after, blurred, third, before]), tuple("abcd"))
+    found = diagram.strongest_head_of_each_target(
+        torch.stack([after, blurred, third, before]), tuple("abcd")
+    )
     assert {at["place"]: at["head"] for at in found} == {
         "c": 2,
         "the token before": 3,
@@ -143,5 +147,5 @@ def test_places_of_the_most_weight() -> None:
 def test_a_head_is_named_by_its_largest_share() -> None:
     one = torch.full((1, 3, 3), 0.25)
     one[0, :, 1] = 0.5
-    (found,) = diagram.distinct_heads(one, tuple("abc"))
+    (found,) = diagram.strongest_head_of_each_target(one, tuple("abc"))
     assert found == {"head": 0, "place": "b", "share": 0.5}

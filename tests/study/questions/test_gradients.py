@@ -128,7 +128,7 @@ def test_the_heads_gradients_in_the_shapes_of_the_layer() -> None:
         gradients.make_layer(4, gradients.initial_weights()),
         *(gradients.random_tokens(),) * 2,
     )
-    by_hand = gradients.join_heads(
+    by_hand = gradients.join_head_gradients(
         gradients.projection_gradients(gradients.forward_pass(layer, x, upstream))
     )
     for name, weight in gradients.projection_weights(layer).items():

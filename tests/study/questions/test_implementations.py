@@ -47,7 +47,7 @@ FACTS = {
 }
 
 
-misread_causes = same_weights.misread_causes
+misread_causes = same_weights.named_causes_of_misread_weights
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def causes() -> dict[str, str]:
 def _small(causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     reading = small_reading()
     monkeypatch.setattr(trained_encoder, "encoder_run", lambda *_: reading)
-    monkeypatch.setattr(same_weights, "misread_causes", lambda _: causes)
+    monkeypatch.setattr(same_weights, "named_causes_of_misread_weights", lambda _: causes)
 
 
 def failed() -> set[str]:
@@ -163,7 +163,7 @@ def test_a_check_that_lets_anything_pass(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_weights_that_cannot_be_misread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_weights, "misread_causes", misread_causes)
+    monkeypatch.setattr(same_weights, "named_causes_of_misread_weights", misread_causes)
     one = torch.eye(same_weights.EMBED_DIM)
     monkeypatch.setattr(
         SharedWeights, "random", lambda _, *, biased=False: SharedWeights(one, one, one, one)
@@ -193,7 +193,7 @@ def test_a_layer_that_rounds_what_is_wider(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_two_that_are_off_to_either_side() -> None:
-    allowed = same_weights.output_budget(
+    allowed = same_weights.output_error_budget(
         torch.randn(3, 4, 12), SharedWeights.random(12), num_heads=3
     )
     off = {"a": allowed.exact + 0.9 * allowed.allowed, "b": allowed.exact - 0.9 * allowed.allowed}
@@ -247,7 +247,7 @@ def test_no_dropout_module_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_block_that_forgets_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EinopsPage, "block", lambda self, x: self.layer_norm(self(x)))
+    monkeypatch.setattr(EinopsPage, "compute_block", lambda self, x: self.layer_norm(self(x)))
     assert failed() == {"blocks"}
 
 
@@ -321,7 +321,7 @@ class Odd(Annotated):
     def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0) -> None:
         super().__init__(embed_dim, num_heads, dropout=0.0)
 
-    def block(self, x: Tensor) -> Tensor:
+    def compute_block(self, x: Tensor) -> Tensor:
         return x + self(x)
 
     def attention_weights(self, x: Tensor) -> Tensor | None:
@@ -346,9 +346,9 @@ def test_what_is_odd_is_found() -> None:
 
 
 def test_how_weights_are_initialised() -> None:
-    start = measured_conventions.initial_output_std(Annotated, embed_dim=96, num_heads=6)
+    start = measured_conventions.initial_output_projection_std(Annotated, embed_dim=96, num_heads=6)
     assert start == {"out": pytest.approx(96**-0.5, rel=0.02), "copies": True}  # Xavier's
-    start = measured_conventions.initial_output_std(GPT2, embed_dim=96, num_heads=6)
+    start = measured_conventions.initial_output_projection_std(GPT2, embed_dim=96, num_heads=6)
     assert start == {"out": pytest.approx(0.02 / 24**0.5, rel=0.02), "copies": False}
 
 

@@ -147,13 +147,16 @@ def test_heads_are_counted_by_what_they_attend_to() -> None:
     look = torch.tensor([[0.9, 0.5, 0.0, 0.2], [0.0, 0.5, 0.6, 0.7]])
     assert learning.count_roles(look) == {"before": 1, "named": 2}  # one has as much on both
     blend = {"more": pytest.approx(2.7 / 4), "less": pytest.approx(0.7 / 4)}
-    assert learning.mean_weights(look) == blend
+    assert learning.mean_weight_by_preference(look) == blend
 
 
 def test_heads_of_their_own() -> None:
     apart, same = torch.tensor([[0.9, 0.1], [0.2, 0.7]]), torch.tensor([[0.6, 0.1], [0.4, 0.2]])
-    assert learning.dedicated_heads([apart]) == {"apart": True, "least": pytest.approx(0.7)}
-    assert learning.dedicated_heads([apart, same]) == {"apart": False, "least": pytest.approx(0.4)}
+    assert learning.check_dedicated_heads([apart]) == {"apart": True, "least": pytest.approx(0.7)}
+    assert learning.check_dedicated_heads([apart, same]) == {
+        "apart": False,
+        "least": pytest.approx(0.4),
+    }
 
 
 def test_a_curve_is_pooled_over_steps_and_spread_over_seeds(

@@ -51,7 +51,9 @@ def test_products_are_those_of_the_small_matrices(name: str) -> None:
     bias = torch.arange(3 * HEADS * HEAD_DIM).double()
     x, source = (torch.randn(2, length, EMBED, dtype=torch.float64) for length in (4, 4))
     source = x if len(form.sizes) == 1 else source
-    found = form.heads(form.project(x, source, form.pack(small), form.split(bias)))
+    found = form.split_outputs_into_heads(
+        form.project(x, source, form.pack(small), form.split_biases(bias))
+    )
     for part, (heads, tokens) in enumerate(zip(found, (x, source, source), strict=True)):
         for head in range(HEADS):
             count = part * HEADS + head

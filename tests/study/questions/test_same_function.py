@@ -67,7 +67,7 @@ def test_a_softmax_that_ignores_the_scores(monkeypatch: pytest.MonkeyPatch) -> N
     def even(s: Tensor, sink: Tensor | None = None) -> Tensor:
         return torch.full_like(s, 1 / s.shape[-1])
 
-    monkeypatch.setattr(reference, "weights_of", even)
+    monkeypatch.setattr(reference, "weights_from_scores", even)
     answer = asked()
     for number in (1, 2, 4, 5):
         held, words = answer.facts[number]
@@ -100,7 +100,7 @@ def test_a_softmax_that_always_picks_one_key(monkeypatch: pytest.MonkeyPatch) ->
     def hard(s: Tensor, sink: Tensor | None = None) -> Tensor:
         return torch.zeros_like(s).scatter(-1, s.argmax(-1, keepdim=True), 1)
 
-    monkeypatch.setattr(reference, "weights_of", hard)
+    monkeypatch.setattr(reference, "weights_from_scores", hard)
     answer = asked()
     assert_fails(answer, 3)
     said = answer.numbers["said"]["quiet"]
@@ -134,10 +134,10 @@ def test_the_heads_are_consecutive_parts(projected: Projected) -> None:
 
 
 def test_the_merged_scores_are_those_of_the_single_head(projected: Projected) -> None:
-    merged = measures.merge_scores(projected.scores(3))
-    measures.score_budget(projected).assert_holds(merged)
+    merged = measures.merge_head_scores(projected.scores(3))
+    measures.score_error_budget(projected).assert_holds(merged)
     with pytest.raises(AssertionError, match="scores"):
-        measures.score_budget(projected).assert_holds(merged * (1 + 1e-4))
+        measures.score_error_budget(projected).assert_holds(merged * (1 + 1e-4))
 
 
 def test_the_difference_is_a_share_of_the_reference() -> None:
@@ -152,13 +152,13 @@ def test_seeds_are_explained_where_they_are_equal_for_the_reason() -> None:
         "one_key": [True, False, True, True],
         "same_key": [True, True, False, True],
     }
-    counts = same_function.count_seeds(found)
+    counts = same_function.count_seeds_by_check(found)
     assert counts["unexplained"] == 2
     assert counts["equal"] == 3
 
 
 def test_all_seeds_have_the_output_projection_of_one_more() -> None:
-    (own,) = same_function.draw_samples("own", 1.0)
+    (own,) = same_function.make_samples("own", 1.0)
     torch.manual_seed(same_function.SEEDS)
     layer = nn.MultiheadAttention(same_function.EMBED_DIM, same_function.HEADS)
     assert torch.equal(own.wo, layer.out_proj.weight.mT)
@@ -167,7 +167,7 @@ def test_all_seeds_have_the_output_projection_of_one_more() -> None:
 def test_an_excess_is_error_over_allowance() -> None:
     exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     budget = Budget("x", torch.float32, exact, torch.full_like(exact, 0.5), ("rows",))
-    assert measures.budget_ratios(torch.tensor([1.25, 4.0]), budget).tolist() == [0.5, 4.0]
+    assert measures.error_budget_ratios(torch.tensor([1.25, 4.0]), budget).tolist() == [0.5, 4.0]
 
 
 def test_a_row_reads_one_key_only_bit_by_bit(projected: Projected) -> None:
@@ -176,8 +176,8 @@ def test_a_row_reads_one_key_only_bit_by_bit(projected: Projected) -> None:
         favourites[..., None], dim=2
     )
     outputs = reference.merge_heads(values.clone())
-    assert measures.copies_favourite_value(outputs, projected.v, favourites).all()
+    assert measures.equals_value_of_top_key(outputs, projected.v, favourites).all()
     outputs[1, 2, 11] = outputs[1, 2, 11].nextafter(torch.tensor(math.inf))
-    read = measures.copies_favourite_value(outputs, projected.v, favourites)
+    read = measures.equals_value_of_top_key(outputs, projected.v, favourites)
     assert read.sum() == read.numel() - 1
     assert not read[1, 2, 2]

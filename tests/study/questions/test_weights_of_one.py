@@ -104,8 +104,8 @@ def test_default_weights_that_are_zero_hide_it_too(monkeypatch: pytest.MonkeyPat
 
 def test_evenness_is_the_share_of_the_largest_entropy() -> None:
     weights = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-    assert weights_of_one.relative_entropy(weights) == 0.5
-    assert weights_of_one.relative_entropy(weights[1:2]) == 0.5
+    assert weights_of_one.normalised_entropy(weights) == 0.5
+    assert weights_of_one.normalised_entropy(weights[1:2]) == 0.5
 
 
 def test_a_single_head_has_the_parameters_of_several() -> None:

@@ -190,7 +190,7 @@ def test_blocks_on_the_diagonal() -> None:
 
 def test_shares_of_blocks() -> None:
     reach = torch.block_diag(torch.ones(2, 2), torch.eye(2)).bool()
-    assert when_split.shares_by_block(reach, 2) == [[1, 0], [0, 0.5]]
+    assert when_split.nonzero_share_by_block(reach, 2) == [[1, 0], [0, 0.5]]
 
 
 def trace_of(layer: Attention) -> tuple[Any, ...]:

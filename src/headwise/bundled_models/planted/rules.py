@@ -65,37 +65,37 @@ def true_contributions(
 
 def _make_previous_rule(steps: int) -> Rule:
     def rule(ids: Tensor, rows: Tensor) -> Tensor:
-        return _equal_token_weights(ids, (rows - steps).clamp(min=0)[:, None])
+        return _mask_at_key_positions(ids, (rows - steps).clamp(min=0)[:, None])
 
     return rule
 
 
-def _first_key(ids: Tensor, rows: Tensor) -> Tensor:
-    return _equal_token_weights(ids, torch.zeros_like(rows)[:, None])
+def _first_key_mask(ids: Tensor, rows: Tensor) -> Tensor:
+    return _mask_at_key_positions(ids, torch.zeros_like(rows)[:, None])
 
 
-def _all_keys(ids: Tensor, rows: Tensor) -> Tensor:
-    return _equal_token_weights(ids, rows[:, None]) | True
+def _all_keys_mask(ids: Tensor, rows: Tensor) -> Tensor:
+    return _mask_at_key_positions(ids, rows[:, None]) | True
 
 
-def _nearest_separator(ids: Tensor, rows: Tensor) -> Tensor:
+def _nearest_separator_mask(ids: Tensor, rows: Tensor) -> Tensor:
     position = torch.arange(ids.shape[1], device=ids.device)
     last = torch.where(ids == SEPARATOR, position, 0).cummax(dim=1).values
-    return _equal_token_weights(ids, last[:, rows, None])
+    return _mask_at_key_positions(ids, last[:, rows, None])
 
 
-def _same_token(ids: Tensor, rows: Tensor) -> Tensor:
+def _same_token_mask(ids: Tensor, rows: Tensor) -> Tensor:
     return ids[:, None, :] == ids[:, rows, None]
 
 
-def _keys_after_earlier_occurrence(ids: Tensor, rows: Tensor) -> Tensor:
+def _mask_after_earlier_occurrence(ids: Tensor, rows: Tensor) -> Tensor:
     position = torch.arange(ids.shape[1], device=ids.device)
     follows = F.pad(ids[:, None, :-1] == ids[:, rows, None], (1, 0))
     follows &= position <= rows[:, None]
     return follows | (~follows.any(-1, keepdim=True) & (position == 0))
 
 
-def _equal_token_weights(ids: Tensor, key: Tensor) -> Tensor:
+def _mask_at_key_positions(ids: Tensor, key: Tensor) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device) == key
 
 
@@ -107,13 +107,13 @@ def _even_weights(
 
 RULES: dict[str, Rule] = {
     "previous token": _make_previous_rule(1),
-    "first token": _first_key,
-    "uniform": _all_keys,
-    "nearest separator": _nearest_separator,
-    "same token": _same_token,
-    "induction": _keys_after_earlier_occurrence,
+    "first token": _first_key_mask,
+    "uniform": _all_keys_mask,
+    "nearest separator": _nearest_separator_mask,
+    "same token": _same_token_mask,
+    "induction": _mask_after_earlier_occurrence,
     "two back": _make_previous_rule(2),
     "two back, again": _make_previous_rule(2),
     "own token": _make_previous_rule(0),
-    "dead": _all_keys,
+    "dead": _all_keys_mask,
 }

@@ -8,6 +8,15 @@ measurements of the training: the loss, and when heads formed. Training used 256
 
 from headwise.bundled_models.tiny.model import Block, Tiny
 from headwise.bundled_models.tiny.symbols import BEGIN, VOCABULARY, decode, encode
-from headwise.bundled_models.tiny.weights import load, training
+from headwise.bundled_models.tiny.weights import load, training_measurements
 
-__all__ = ["BEGIN", "VOCABULARY", "Block", "Tiny", "decode", "encode", "load", "training"]
+__all__ = [
+    "BEGIN",
+    "VOCABULARY",
+    "Block",
+    "Tiny",
+    "decode",
+    "encode",
+    "load",
+    "training_measurements",
+]

@@ -22,19 +22,19 @@ def load() -> Tiny:
     The parameters require no gradient. For further training, use
     ``load().requires_grad_().train()``.
     """
-    return read_weights(
+    return load_model_from_bytes(
         resources.files("headwise.bundled_models.tiny").joinpath(WEIGHTS).read_bytes()
     )
 
 
-def training() -> dict[str, Any]:
+def training_measurements() -> dict[str, Any]:
     """Return the measurements from the training of the shipped weights."""
     file = resources.files("headwise.bundled_models.tiny").joinpath(TRAINING)
     measurements: dict[str, Any] = json.loads(file.read_text("utf-8"))
     return measurements
 
 
-def read_weights(raw: bytes, sizes: TinySizes | None = None) -> Tiny:
+def load_model_from_bytes(raw: bytes, sizes: TinySizes | None = None) -> Tiny:
     """Load a model in float32 from the bytes of a file from `write_weights`."""
     with torch.device("meta"):
         model = Tiny(sizes or TinySizes())

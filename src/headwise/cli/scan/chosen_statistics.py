@@ -34,7 +34,7 @@ def choose_statistics(options: ScanOptions, trial: HeadScan, tokens: int) -> lis
     """
     names = options.stats
     chosen: Sequence[TileStatistic] = (
-        catalogue.STANDARD if names is None else catalogue.standard_statistics(names)
+        catalogue.STANDARD if names is None else catalogue.find_standard_statistics(names)
     )
     fine = Map(options.map_cells or CELLS)
     statistics = [fine if isinstance(statistic, Map) else statistic for statistic in chosen]

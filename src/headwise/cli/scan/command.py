@@ -162,14 +162,14 @@ def _scan_and_print(options: ScanOptions, *, as_json: bool, job: Job | None = No
 
     from headwise.cli.scan.run_scan import KEPT
     from headwise.reports.scan_page import save_scan_page
-    from headwise.reports.terminal import show_conclusions, show_grid
+    from headwise.reports.terminal import print_input_and_standouts, print_statistic_grid
 
     print_result(
         save_scan_page(options.page, report),
         start=start,
-        show=lambda terminal: show_conclusions(report, terminal),
+        show=lambda terminal: print_input_and_standouts(report, terminal),
         as_json=report.as_json if as_json else None,
-        details=lambda terminal: show_grid(report, terminal),
+        details=lambda terminal: print_statistic_grid(report, terminal),
     )
     if options.out is not None:
         console = stderr_console() if as_json else Console(highlight=False)

@@ -67,21 +67,23 @@ class ModelToScan:
         return f"{type(self.model).__name__}, {size}"
 
     @property
-    def chosen(self) -> str:
+    def separators_and_specials_in_words(self) -> str:
         """Sentences on the tokens that count as separators and as special."""
         separators = ", ".join(_quote_name(name) for name in self.separators)
-        specials = ", ".join(_quote_name(self.name(token)) for token in self.specials[:MOST_NAMES])
+        specials = ", ".join(
+            _quote_name(self.token_text(token)) for token in self.specials[:MOST_NAMES]
+        )
         if len(self.specials) > MOST_NAMES:
             specials += f" and {len(self.specials) - MOST_NAMES} more"
         sentences = [f"Separators: {separators}."] if separators else []
         sentences += [f"Special tokens: {specials}."] if specials else []
         return " ".join(sentences)
 
-    def name(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """Return the text of a token, or its number without a tokenizer."""
         return str(token) if self.name_of is None else self.name_of(token)
 
-    def require_tokens(self, ids: Tensor) -> None:
+    def require_tokens_in_vocabulary(self, ids: Tensor) -> None:
         """Raise OptionError for tokens outside of the vocabulary."""
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocabulary:
@@ -97,9 +99,9 @@ def require_room_for_model(options: ScanOptions, *, copies: int) -> None:
     """Raise OptionError if there is no model, or too little memory for ``copies`` of it."""
     if options.model_dir is None:
         return
-    from headwise.checkpoints.stored_model import require_model
+    from headwise.checkpoints.stored_model import measure_model_bytes
 
-    size = require_model(options.model_dir)
+    size = measure_model_bytes(options.model_dir)
     if not options.force:
         times = f"{copies} times " if copies > 1 else ""
         require_memory(
@@ -166,7 +168,7 @@ def load_tiny() -> ModelToScan:
         inputs=lambda ids: (ids,),
         vocabulary=tiny.VOCABULARY,
         positions=None,
-        usual=int(tiny.training()["plan"]["length"]),
+        usual=int(tiny.training_measurements()["plan"]["length"]),
         begin=tiny.BEGIN,
         separators={".": ord("."), "\n": ord("\n")},
         specials=(tiny.BEGIN,),
@@ -288,7 +290,7 @@ def read_stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> 
             do="write more token ids into the file",
         )
     ids = torch.tensor([whole])
-    subject.require_tokens(ids)  # before the cut
+    subject.require_tokens_in_vocabulary(ids)  # before the cut
     most = largest_text_length(subject, length, default=TEXT_LENGTH)
     part = f"all {len(whole):,}" if len(whole) <= most else f"the first {most:,} of {len(whole):,}"
     return TextToRead(file.name, ids[:, :most], f"{file.name}, {part} tokens")

@@ -95,7 +95,7 @@ class PreparedScan:
             self.options,
             self.subject,
             statistics=self.statistics,
-            progress=steps.call,
+            progress=steps.report_attention_call,
         )
         is_saved = self.options.out is not None
         return ScanReport(
@@ -103,7 +103,7 @@ class PreparedScan:
             title=escape_unprintable(self.subject.title),
             about=self.subject.about,
             read=escape_unprintable(self._describe_texts),
-            chosen=self.subject.chosen,
+            chosen=self.subject.separators_and_specials_in_words,
             notes=self.subject.notes,
             name_of=self.subject.name_of,
             command=self.options.command_with_top_keys,
@@ -128,7 +128,7 @@ class PreparedScan:
                 "separators": sorted(subject.separators.values()),
                 "specials": sorted(subject.specials),
             },
-            progress=steps.document,
+            progress=steps.report_document,
         )
         if self.job is None or self.job.rank == 0:
             write_whole(options.out / TABLE, _format_csv(merged))
@@ -164,12 +164,12 @@ class _CallCount:
         self._progress, self._calls, self._total = progress, calls, calls * documents
         self._name, self._done = "", 0
 
-    def document(self, name: str, done: int, _total: int) -> None:
+    def report_document(self, name: str, done: int, _total: int) -> None:
         """Report that a document begins or is done."""
         self._name, self._done = name, done
-        self.call(name, 0, 0)
+        self.report_attention_call(name, 0, 0)
 
-    def call(self, layer: str, seen: int, _total: int) -> None:
+    def report_attention_call(self, layer: str, seen: int, _total: int) -> None:
         """Report an attention call of a layer."""
         done = min(self._total, self._done * self._calls + seen)
         self._progress((self._name or layer)[-26:], done, self._total)
@@ -183,20 +183,20 @@ class _JobProgress:
 
         is_shown = job.rank == 0
         self._progress, self._total = progress if is_shown else no_progress, documents
-        self._look_up = partial(job.add, DONE, 0)
+        self._look_up = partial(job.add_to_counter, DONE, 0)
         self._next_look = 0.0 if is_shown else math.inf
         self._name = ""
 
-    def document(self, name: str, done: int, _total: int) -> None:
+    def report_document(self, name: str, done: int, _total: int) -> None:
         """Report that a document of this rank begins or is done, or that all are waited for."""
         self._name = name or "waiting for other ranks"
         self._progress(self._name[-26:], done, self._total)
 
-    def call(self, _layer: str, _seen: int, _all: int) -> None:
+    def report_attention_call(self, _layer: str, _seen: int, _all: int) -> None:
         """Report the documents of the other ranks, after an attention call of this one."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_UP_INTERVAL
-            self.document(self._name, self._look_up(), self._total)
+            self.report_document(self._name, self._look_up(), self._total)
 
 
 def describe_interruption(out: Path | None, texts: int) -> str:
@@ -227,7 +227,7 @@ def prepare_scan(options: ScanOptions, job: Job | None = None) -> PreparedScan:
     subject = load_model(options)
     texts = prepare_texts(subject, options)
     for text in texts:
-        subject.require_tokens(text.ids)
+        subject.require_tokens_in_vocabulary(text.ids)
     trial = texts[0].ids[:, :TRIAL]
     with explain_token_failure(subject.title, trial.shape[1], do=INSTEAD):
         tried = _scan_text(options, subject, trial, statistics=options.stats)
@@ -238,7 +238,7 @@ def prepare_scan(options: ScanOptions, job: Job | None = None) -> PreparedScan:
     expected = estimate_scan(subject.model, calls, statistics, lengths, held_bytes=process_memory())
     if job is not None:
         job.barrier("model loaded")
-        expected = expected.shared(job.count, of=len(texts))
+        expected = expected.divided_over_processes(job.count, of=len(texts))
     if not options.force:
         times = f"{copies} times " if copies > 1 else ""
         require_memory(

@@ -100,7 +100,7 @@ class ScanOptions:
                 needed="a folder to write into",
                 do="--out with the path of a folder",
             )
-        self._require_shared_work()
+        self._require_work_for_processes()
         sizes = [2**power for power in range(11)]
         if self.map_cells is not None and self.map_cells not in sizes:
             raise OptionError(
@@ -116,7 +116,7 @@ class ScanOptions:
                 do = "choose from these"
                 raise unknown_statistic_error(unknown[0], known, do=do, parameter="stats")
 
-    def _require_shared_work(self) -> None:
+    def _require_work_for_processes(self) -> None:
         """Raise OptionError if several processes have no folder, or no second text, to work on."""
         require_one_launcher(self.processes)
         count = self.processes or rank_count()

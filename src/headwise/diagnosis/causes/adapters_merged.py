@@ -68,13 +68,13 @@ def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | 
     Some tokens must depend on others linearly: only they show that the stage changes linearly.
     """
     stage, weight = STAGE_OF[role], evidence.model.weights[f"w{role}"]
-    heads = {head for _, _, head in evidence.parted(stage)}
+    heads = {head for _, _, head in evidence.parted_cells(stage)}
     every = {WHOLE} if role == "o" else set(range(len(weight)))
     tokens = collect_projection_tokens(evidence, role) if heads == every else None
     if tokens is None:
         return None
     x, recorded = tokens
-    predicted = flatten_tokens(evidence.model.predict(stage, call) for call in evidence.calls)
+    predicted = flatten_tokens(evidence.model.predict_stage(stage, call) for call in evidence.calls)
     bound = flatten_tokens(
         allowed_difference(evidence.model.prepare_stage(stage, call)) for call in evidence.calls
     )

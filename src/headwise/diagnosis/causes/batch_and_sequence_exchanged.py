@@ -52,12 +52,14 @@ class BatchSequenceExchangedCause(Cause):
         if any(call.earlier or call.inputs.source is not None for call in calls):
             return
         for by_batch in (("scores",), (), ("q after rotary", "k after rotary", "scores")):
-            model = evidence.model.with_stage("head outputs", _head_outputs_along_batch)
+            model = evidence.model.with_stage_function("head outputs", _head_outputs_along_batch)
             for stage in self.stages[:3]:
                 if stage == "scores":
-                    model = model.with_stage(stage, partial(_scores_along_batch, stage in by_batch))
+                    model = model.with_stage_function(
+                        stage, partial(_scores_along_batch, stage in by_batch)
+                    )
                 elif stage in by_batch:
-                    model = model.with_stage(stage, _rotate_along_batch)
+                    model = model.with_stage_function(stage, _rotate_along_batch)
             yield Variant(model, {}, "batch_first=True, or x.transpose(0, 1) on both sides")
 
 

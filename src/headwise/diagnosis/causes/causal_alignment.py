@@ -58,7 +58,7 @@ class CausalAlignmentCause(Cause):
             free = evidence.model.with_settings(causal=False, window=(left, right or None))
             yield Variant(free, {"causal": False}, repair)
             if any(call.earlier for call in evidence.calls):
-                model = free.with_stage("scores", _scores_with_top_left_mask)
+                model = free.with_stage_function("scores", _scores_with_top_left_mask)
                 yield Variant(model, {"align": "top-left"}, 'Mask.causal(align="bottom-right")')
 
 

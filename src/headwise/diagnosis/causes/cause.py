@@ -31,9 +31,9 @@ class Evidence:
         """Return the evidence of calls against a model."""
         return cls(model, calls, measure_gaps(model, calls))
 
-    def parted(self, *stages: str) -> list[Cell]:
+    def parted_cells(self, *stages: str) -> list[Cell]:
         """Return the parted cells of these stages."""
-        return [cell for cell in self.gaps.parted if cell[0] in stages]
+        return [cell for cell in self.gaps.cells_beyond_rounding if cell[0] in stages]
 
 
 @dataclass(frozen=True)

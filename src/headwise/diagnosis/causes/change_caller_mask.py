@@ -21,7 +21,7 @@ def has_masks(evidence: Evidence) -> bool:
 
 def change_mask_of_model(evidence: Evidence, change: MaskChange) -> AttentionModel:
     """Return the model under a changed mask."""
-    return evidence.model.with_stage("scores", partial(_scores_with_mask, change))
+    return evidence.model.with_stage_function("scores", partial(_scores_with_mask, change))
 
 
 def _scores_with_mask(change: MaskChange, forced: ForcedStage) -> Tensor:

@@ -65,10 +65,12 @@ class DecodingLeftPaddingCause(Cause):
             yield Variant(model, {"padding": words}, REPAIR)
         if any(call.inputs.positions is not None for call in evidence.calls):
             repair = "positions that count the tokens and not the padding, in every call"
-            model = change_model_in_later_calls(evidence, self.stages, _count_positions_of_cache)
+            model = change_model_in_later_calls(
+                evidence, self.stages, _set_positions_by_cache_length
+            )
             yield Variant(model, {"padding": "counted in the positions"}, repair)
 
 
-def _count_positions_of_cache(forced: ForcedStage) -> ForcedStage:
+def _set_positions_by_cache_length(forced: ForcedStage) -> ForcedStage:
     """Return the stage with positions that count all keys of the cache."""
     return replace(forced, call=change_positions(forced.call, lambda _: None))

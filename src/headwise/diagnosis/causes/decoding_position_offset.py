@@ -64,6 +64,6 @@ class DecodingPositionOffsetCause(Cause):
 
 def _shift_positions(offset: int | None, forced: ForcedStage) -> ForcedStage:
     def positions(call: RecordedCall) -> Tensor:
-        return call.query_positions + (-call.past if offset is None else offset)
+        return call.query_positions + (-call.past_key_count if offset is None else offset)
 
     return replace(forced, call=change_positions(forced.call, positions))

@@ -41,7 +41,7 @@ class DropoutLeftOnCause(Cause):
         factors = []
         for call in evidence.calls:
             actual = call.stages.get("weights")
-            usual = evidence.model.predict("weights", call)
+            usual = evidence.model.predict_stage("weights", call)
             if actual is None or actual.shape != usual.shape:
                 return
             kept[call.key] = actual != 0
@@ -50,7 +50,7 @@ class DropoutLeftOnCause(Cause):
         factor = float(torch.cat(factors).median()) if factors else 1.0
         if factor > 1.0 + 1e-6:
             rate = round(1 - 1 / factor, 12)
-            model = evidence.model.with_stage(
+            model = evidence.model.with_stage_function(
                 "weights", partial(_apply_recorded_dropout, kept, factor)
             )
             yield Variant(model, {"p": rate}, "call eval() before the comparison")

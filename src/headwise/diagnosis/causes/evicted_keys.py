@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.simulation.attention_model import ForcedStage
 from headwise.diagnosis.simulation.stages import RecordedCall
-from headwise.reference import share_heads
+from headwise.reference import repeat_kv_heads
 
 FIRST = (0, 1, 2, 4)  # keys at the start that a cache may keep as attention sinks
 
@@ -33,14 +33,14 @@ class Eviction:
     missing: int = 0
     holds_new: bool = False
 
-    def keys(self, call: RecordedCall) -> Tensor:
+    def remaining_keys(self, call: RecordedCall) -> Tensor:
         """Return the numbers of the keys of a call."""
         count = call.key_positions.shape[1]
         if not call.earlier:
             return torch.arange(count)
-        new = count - call.past
+        new = count - call.past_key_count
         size = max(self.last, new) if self.holds_new else self.last + new
-        start = min(self.missing, call.past) or max(count - size, self.first)
+        start = min(self.missing, call.past_key_count) or max(count - size, self.first)
         return torch.cat([torch.arange(self.first), torch.arange(start, count)])
 
     @property
@@ -87,14 +87,20 @@ class EvictedKeysCause(Cause):
         if later is None:
             return
         columns, every = _count_key_columns(later), later.key_positions.shape[1]
-        if evidence.model.predict("scores", later).shape[-1] != every:
+        if evidence.model.predict_stage("scores", later).shape[-1] != every:
             return  # keys are dropped already
-        for eviction in list_evictions(max(call.past for call in evidence.calls)):
+        for eviction in list_evictions(max(call.past_key_count for call in evidence.calls)):
             if columns == every:
-                model = evidence.model.with_stage("scores", partial(_hide_evicted_keys, eviction))
-            elif len(eviction.keys(later)) == columns:
-                model = evidence.model.with_stage("scores", partial(_drop_evicted_keys, eviction))
-                model = model.with_stage("head outputs", partial(_mix_remaining_values, eviction))
+                model = evidence.model.with_stage_function(
+                    "scores", partial(_hide_evicted_keys, eviction)
+                )
+            elif len(eviction.remaining_keys(later)) == columns:
+                model = evidence.model.with_stage_function(
+                    "scores", partial(_drop_evicted_keys, eviction)
+                )
+                model = model.with_stage_function(
+                    "head outputs", partial(_mix_remaining_values, eviction)
+                )
             else:
                 continue
             repair = "a cache that holds every token of the sequence"
@@ -110,15 +116,18 @@ def _count_key_columns(call: RecordedCall) -> int:
 def _hide_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
     scores = forced.usual_result()
     is_left = torch.zeros(scores.shape[-1], dtype=torch.bool)
-    is_left[eviction.keys(forced.call)] = True
+    is_left[eviction.remaining_keys(forced.call)] = True
     return scores.masked_fill(~is_left, -torch.inf)
 
 
 def _drop_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
-    return forced.usual_result()[..., eviction.keys(forced.call)]
+    return forced.usual_result()[..., eviction.remaining_keys(forced.call)]
 
 
 def _mix_remaining_values(eviction: Eviction, forced: ForcedStage) -> Tensor:
     """Return the head outputs of weights over the keys that are left."""
-    weights, values = forced["weights"], forced.values[:, :, eviction.keys(forced.call)]
-    return weights @ share_heads(values, heads=weights.shape[1])
+    weights, values = (
+        forced["weights"],
+        forced.values_of_all_calls[:, :, eviction.remaining_keys(forced.call)],
+    )
+    return weights @ repeat_kv_heads(values, heads=weights.shape[1])

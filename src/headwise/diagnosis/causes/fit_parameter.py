@@ -73,7 +73,7 @@ def _compute_residuals(
     for (stage, number), heads in heads_of.items():
         actual = calls[number].stages[stage]
         try:
-            predicted = variant.model.predict(stage, calls[number])
+            predicted = variant.model.predict_stage(stage, calls[number])
         except OptionError:  # a number for which a scaling has no frequencies
             return torch.full((1,), math.inf, dtype=torch.float64)
         if predicted.shape != actual.shape:

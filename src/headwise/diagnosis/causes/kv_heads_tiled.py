@@ -53,7 +53,7 @@ class KVHeadsTiledCause(MovedProjectionsCause):
         for stages in (("scores", "head outputs"), ("scores",), ("head outputs",)):
             model = evidence.model
             for stage in stages:
-                model = model.with_stage(stage, _tile_kv_heads)
+                model = model.with_stage_function(stage, _tile_kv_heads)
             repair = "k.repeat_interleave(group, dim=heads) in place of k.repeat(group), v likewise"
             yield Variant(model, {"kv_heads": settings.num_kv_heads}, repair)
 

@@ -24,11 +24,11 @@ def change_model_in_later_calls(
     """Return the model with stages that are changed in calls with earlier keys."""
     model = evidence.model
     for stage in stages:
-        model = model.with_stage(stage, partial(_change_later_calls, change))
+        model = model.with_stage_function(stage, partial(_stage_result_in_later_calls, change))
     return model
 
 
-def _change_later_calls(
+def _stage_result_in_later_calls(
     change: Callable[[ForcedStage], ForcedStage], forced: ForcedStage
 ) -> Tensor:
     return change(forced).usual_result() if forced.call.earlier else forced.usual_result()

@@ -43,7 +43,7 @@ class MaskAddedAsNumbersCause(Cause):
         """Return scores with the mask, or its inverse, added."""
         if any(call.inputs.mask is not None for call in evidence.calls):
             for is_inverted in (False, True):
-                model = evidence.model.with_stage(
+                model = evidence.model.with_stage_function(
                     "scores", partial(_add_mask_as_numbers, is_inverted)
                 )
                 yield Variant(model, {}, "hide keys: scores.masked_fill(~mask, -inf)")

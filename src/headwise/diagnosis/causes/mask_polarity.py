@@ -55,7 +55,9 @@ class MaskPolarityCause(Cause):
             model = change_mask_of_model(evidence, torch.logical_not)
             yield Variant(model, {}, repair)
             for number in LOWEST:
-                model = evidence.model.with_stage("scores", partial(_add_number_where_true, number))
+                model = evidence.model.with_stage_function(
+                    "scores", partial(_add_number_where_true, number)
+                )
                 yield Variant(model, {"added": number}, repair)
 
 

@@ -39,7 +39,7 @@ class MergeWithoutTransposeCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the output projection of the view."""
-        model = evidence.model.with_stage("output", _project_unmerged_heads)
+        model = evidence.model.with_stage_function("output", _project_unmerged_heads)
         yield Variant(model, {}, "outputs.transpose(1, 2).flatten(2)")
 
 

@@ -48,7 +48,7 @@ class NormInsideCause(Cause):
                 norm = partial(_normalise_last_axis, kind, eps)
                 model = evidence.model
                 for role in "qkv":
-                    model = model.with_stage(role, partial(_project_normed_input, norm))
+                    model = model.with_stage_function(role, partial(_project_normed_input, norm))
                 yield Variant(
                     model, {"norm": f"{kind} of the input"}, "normalise both inputs or neither"
                 )
@@ -61,10 +61,14 @@ def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Itera
         if has_residual and evidence.model.weights["wo"].shape[2] != _input_width(evidence):
             continue
         words = f"{kind} of the output{' and the residual' if has_residual else ''}"
-        model = evidence.model.with_stage("output", partial(_normalise_output, norm, has_residual))
+        model = evidence.model.with_stage_function(
+            "output", partial(_normalise_output, norm, has_residual)
+        )
         yield Variant(model, {"norm": words}, repair)
         if (weights := _fit_norm_weights(evidence, model)) is not None:
-            weighted = model.with_stage("output", partial(_multiply_output, *weights))
+            weighted = model.with_stage_function(
+                "output", partial(_scale_and_shift_output, *weights)
+            )
             yield Variant(weighted, {"norm": words, "weights": "of its own"}, repair)
 
 
@@ -76,7 +80,7 @@ def _fit_norm_weights(evidence: Evidence, model: AttentionModel) -> tuple[Tensor
     """Return the weight and the bias of each channel that make the recorded outputs nearest."""
     calls = [call for call in evidence.calls if "output" in call.stages]
     recorded = flatten_tokens(call.stages["output"] for call in calls)
-    predicted = flatten_tokens(model.predict("output", call) for call in calls)
+    predicted = flatten_tokens(model.predict_stage("output", call) for call in calls)
     if recorded.shape != predicted.shape or len(recorded) < LEAST_TOKENS:
         return None
     if not recorded.isfinite().all():
@@ -104,5 +108,5 @@ def _normalise_output(norm: Norm, has_residual: bool, forced: ForcedStage) -> Te
     )
 
 
-def _multiply_output(weight: Tensor, bias: Tensor, forced: ForcedStage) -> Tensor:
+def _scale_and_shift_output(weight: Tensor, bias: Tensor, forced: ForcedStage) -> Tensor:
     return forced.usual_result() * weight + bias

@@ -56,7 +56,7 @@ class NumberOfHeadsCause(Cause):
                 continue
             is_usual = math.isclose(settings.scale, model.weights["wq"].shape[1] ** -0.5)
             for scale in {head_dim**-0.5 if is_usual else settings.scale, settings.scale}:
-                other_model = _split_into_heads(model, heads, kv_heads, scale)
+                other_model = _make_model_with_heads(model, heads, kv_heads, scale)
                 if other_model is not None:
                     repair = f"num_heads={settings.num_heads}"
                     is_seen = heads == _count_recorded_heads(evidence)
@@ -69,7 +69,7 @@ def _count_recorded_heads(evidence: Evidence) -> int | None:
     return next(recorded, None)
 
 
-def _split_into_heads(
+def _make_model_with_heads(
     model: AttentionModel, heads: int, kv_heads: int, scale: float
 ) -> AttentionModel | None:
     """Return the model with its rows in other heads; None where tensors of heads do not fit.

@@ -17,7 +17,11 @@ from headwise.diagnosis.moves.compare_states import extract_rows, replace_rows
 from headwise.diagnosis.moves.find_moves import find_moves
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Change, Move, Taken
-from headwise.diagnosis.moves.output_moves import OutputPair, find_output_factors, find_output_moves
+from headwise.diagnosis.moves.output_moves import (
+    OutputPair,
+    find_output_and_bias_factor,
+    find_output_moves,
+)
 from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_changes import (
     Multiplied,
@@ -58,7 +62,7 @@ def apply_moves_to_model(model: AttentionModel, moves: Sequence[Move]) -> Attent
     rows = extract_rows(model.weights)
     weights = dict(model.weights)
     for move in moves:
-        rows = _move_weights_instead(move).apply(rows)
+        rows = _convert_to_weight_move(move).apply(rows)
         change = move.change
         if isinstance(change, Multiplied) and "bo" in weights and "o" in change.factors:
             # Only a factor of all heads can be one of the bias too.
@@ -67,7 +71,7 @@ def apply_moves_to_model(model: AttentionModel, moves: Sequence[Move]) -> Attent
     return replace(model, weights=replace_rows(weights, rows))
 
 
-def _move_weights_instead(move: Move) -> Move:
+def _convert_to_weight_move(move: Move) -> Move:
     """Return a move of activations as one of weights."""
     change = move.change
     if isinstance(change, Taken) and isinstance(change.step, MatrixMap):
@@ -77,7 +81,7 @@ def _move_weights_instead(move: Move) -> Move:
 
 def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
     """Yield moves of q, k and v, with their biases or without."""
-    if not evidence.parted("q", "k", "v"):
+    if not evidence.parted_cells("q", "k", "v"):
         return
     model, calls = evidence.model, evidence.calls
     rows = _collect_stage_rows(model, calls)
@@ -118,7 +122,7 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
     """Yield moves of the output projection."""
     model, calls = evidence.model, evidence.calls
     recorded = [{"head outputs", "output"} <= set(call.stages) for call in calls]
-    if not evidence.parted("output") or not all(recorded):
+    if not evidence.parted_cells("output") or not all(recorded):
         return
     heads = [call.stages["head outputs"].transpose(1, 2).flatten(0, 1) for call in calls]
     outputs = [call.stages["output"].flatten(0, 1) for call in calls]
@@ -131,7 +135,7 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
     pair = OutputPair(torch.cat(heads), output if bias is None else output - bias, rows, tolerance)
     yield from find_output_moves(pair)
     if bias is not None:
-        yield from find_output_factors(pair, output, bias)
+        yield from find_output_and_bias_factor(pair, output, bias)
 
 
 def _collect_stage_rows(
@@ -143,7 +147,7 @@ def _collect_stage_rows(
         if not all(role in call.stages for call in calls):
             continue
         recorded = [call.stages[role] for call in calls]
-        predicted = [model.predict(role, call) for call in calls]
+        predicted = [model.predict_stage(role, call) for call in calls]
         if any(x.shape != y.shape for x, y in zip(recorded, predicted, strict=True)):
             continue
         ours[role], theirs[role] = _channels_by_head(recorded), _channels_by_head(predicted)
@@ -160,12 +164,16 @@ def _transpose_square_matrices(
 ) -> Rows | None:
     """Return the rows of b with each square matrix transposed, None where none is square."""
     weights = extract_rows(model.weights)
-    square = [r for r in roles if weights.flat(r).shape[0] == weights.flat(r).shape[1]]
+    square = [
+        r for r in roles if weights.flat_matrix(r).shape[0] == weights.flat_matrix(r).shape[1]
+    ]
     if not square:
         return None
     turned = replace_rows(model.weights, MatrixMap(tuple(square), is_square=True).apply(weights))
     other = replace(model, weights=turned)
-    return Rows({r: _channels_by_head([other.predict(r, call) for call in calls]) for r in square})
+    return Rows(
+        {r: _channels_by_head([other.predict_stage(r, call) for call in calls]) for r in square}
+    )
 
 
 def _subtract_biases(rows: Rows, biases: Mapping[str, Tensor]) -> Rows:

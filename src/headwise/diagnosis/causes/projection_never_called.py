@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.projection_moves import STAGE_OF
-from headwise.diagnosis.simulation.gaps import restrict_model_to_heads
+from headwise.diagnosis.simulation.gaps import replace_stage_in_heads
 
 
 class ProjectionNeverCalledCause(Cause):
@@ -40,10 +40,10 @@ class ProjectionNeverCalledCause(Cause):
         of_weights = evidence.model.of_weights
         if of_weights is None:
             return
-        parted = tuple(role for role, stage in STAGE_OF.items() if evidence.parted(stage))
+        parted = tuple(role for role, stage in STAGE_OF.items() if evidence.parted_cells(stage))
         for roles in dict.fromkeys((parted, *((role,) for role in parted))):
             model = evidence.model
             for role in roles:
-                model = restrict_model_to_heads(model, of_weights, STAGE_OF[role], None)
+                model = replace_stage_in_heads(model, of_weights, STAGE_OF[role], None)
             names = "".join(roles)
             yield Variant(model, {"roles": names}, f"call the modules of {', '.join(roles)}")

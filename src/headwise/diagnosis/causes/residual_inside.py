@@ -32,7 +32,7 @@ class ResidualInsideCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the output plus the input."""
         if evidence.model.weights["wo"].shape[2] == evidence.model.weights["wq"].shape[2]:
-            model = evidence.model.with_stage("output", _add_residual)
+            model = evidence.model.with_stage_function("output", _add_residual)
             yield Variant(model, {}, "compare without the residual: a(x) - x")
 
 

@@ -47,7 +47,7 @@ class RotaryAxisCause(Cause):
         for axis in ("head", "position and head", "batch", "position from the end"):
             model = evidence.model
             for stage in self.stages:
-                model = model.with_stage(stage, partial(_rotate_by_axis, axis))
+                model = model.with_stage_function(stage, partial(_rotate_by_axis, axis))
             yield Variant(model, {"axis": axis}, "rotate by the position of the token: axis 2 of 4")
 
 
@@ -59,7 +59,7 @@ def _rotate_by_axis(axis: str, forced: ForcedStage) -> Tensor:
     positions = forced.call.query_positions if role == "q" else forced.call.new_key_positions
     places = _positions_along_axis(axis, x, positions[:, None])
     angles = places[..., None].double() * rotary.frequencies()
-    return rotary.turn(x, angles, *rotary.pairs())
+    return rotary.rotate_by_angles(x, angles, *rotary.pair_slices())
 
 
 def _positions_along_axis(axis: str, x: Tensor, positions: Tensor) -> Tensor:

@@ -44,12 +44,12 @@ class RotarySomeHeadsCause(Cause):
             return
         model, heads = evidence.model, {}
         for stage in self.stages:
-            parted = sorted({head for _, _, head in evidence.parted(stage)})
+            parted = sorted({head for _, _, head in evidence.parted_cells(stage)})
             count = evidence.model.weights[f"w{stage[0]}"].shape[0]
             if len(parted) == count or WHOLE in parted:
                 return
             heads[stage[0]] = tuple(head for head in range(count) if head not in parted)
-            model = model.with_stage(stage, partial(_undo_rotation_of_heads, parted))
+            model = model.with_stage_function(stage, partial(_undo_rotation_of_heads, parted))
         rotated, details = {"rotated": heads["q"]}, {"rotated kv heads": heads["k"]}
         yield Variant(model, rotated, "rotate every head", details)
 

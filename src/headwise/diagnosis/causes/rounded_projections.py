@@ -34,7 +34,7 @@ class RoundedProjectionsCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the models after a rounding of the projections that parted."""
         rows = extract_rows(evidence.model.weights)
-        roles = tuple(role for role in rows.roles if evidence.parted(STAGE_OF[role]))
+        roles = tuple(role for role in rows.roles if evidence.parted_cells(STAGE_OF[role]))
         for dtype in ROUNDED:
             for parts in (("weights", "biases"), ("weights",)):
                 rounded = Rounded(roles, dtype, parts).apply(rows)

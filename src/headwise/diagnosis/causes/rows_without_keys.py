@@ -40,11 +40,13 @@ class RowsWithoutKeysCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return NaN, and equal weights over all keys."""
         if any(
-            bool(_find_empty_rows(evidence.model.predict("scores", call)).any())
+            bool(_find_empty_rows(evidence.model.predict_stage("scores", call)).any())
             for call in evidence.calls
         ):
             for words, value in (("NaN", math.nan), ("equal weights", None), ("weights of 1", 1.0)):
-                model = evidence.model.with_stage("weights", partial(_fill_empty_rows, value))
+                model = evidence.model.with_stage_function(
+                    "weights", partial(_fill_empty_rows, value)
+                )
                 yield Variant(model, {"row": words}, "give such rows zeros")
 
 

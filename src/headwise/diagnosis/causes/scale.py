@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.moves.formulas import find_formula
+from headwise.diagnosis.moves.formulas import find_factor_formula
 
 
 class ScaleCause(Cause):
@@ -44,7 +44,7 @@ class ScaleCause(Cause):
 
         def make(scale: float) -> Variant:
             model = evidence.model.with_settings(scale=scale)
-            form = find_formula(scale, head_dim=head_dim, width=width)
+            form = find_factor_formula(scale, head_dim=head_dim, width=width)
             repair = f"scale={right:.12g} in place of {scale:.6g}"
             return Variant(model, {"scale": scale}, repair, {"form": form} if form else {})
 

@@ -40,7 +40,7 @@ class SoftmaxAxisCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the softmax over each other axis."""
         for axis, words in ((2, "queries"), (1, "heads"), (0, "batch")):
-            model = evidence.model.with_stage("weights", partial(_softmax_over_axis, axis))
+            model = evidence.model.with_stage_function("weights", partial(_softmax_over_axis, axis))
             yield Variant(model, {"axis": words}, "scores.softmax(dim=-1), over keys")
 
 

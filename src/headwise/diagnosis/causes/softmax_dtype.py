@@ -46,7 +46,7 @@ class SoftmaxDtypeCause(Cause):
                 _softmax_of_rounded_scores,
                 _round_softmax_and_scores,
             ):
-                model = evidence.model.with_stage("weights", partial(function, dtype))
+                model = evidence.model.with_stage_function("weights", partial(function, dtype))
                 name = str(dtype).removeprefix("torch.")
                 yield Variant(model, {"dtype": name}, "softmax in the dtype of the scores")
 

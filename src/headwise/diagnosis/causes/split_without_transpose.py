@@ -42,7 +42,7 @@ class SplitWithoutTransposeCause(Cause):
         for roles in ("qkv", "qk", "q", "k", "v"):
             model = evidence.model
             for role in roles:
-                model = model.with_stage(role, _view_as_heads)
+                model = model.with_stage_function(role, _view_as_heads)
             names = ", ".join(roles)
             yield Variant(model, {"roles": names}, "view(batch, length, heads, d).transpose(1, 2)")
 

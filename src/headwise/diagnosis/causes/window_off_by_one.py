@@ -50,14 +50,14 @@ class WindowOffByOneCause(Cause):
         """
         settings = evidence.model.settings
         if settings.window is None and not settings.causal:
-            yield from _windows_of_masks(evidence)
+            yield from _variants_of_windowed_masks(evidence)
             return
         left, right = settings.window or (None, None)
         if right is not None:
             model = evidence.model.with_settings(window=None, causal=False)
             yield Variant(model, {"window": "none"}, f"window=({left}, {right})")
         repair = f"window=({left}, {0 if settings.causal else right})"
-        for length in dict.fromkeys((None, *range(MOST), *_farthest_visible_keys(evidence))):
+        for length in dict.fromkeys((None, *range(MOST), *_farthest_visible_distances(evidence))):
             keys = "all" if length is None else length + 1
             if length != left:
                 far = length if right is not None and right == left else right
@@ -68,7 +68,7 @@ class WindowOffByOneCause(Cause):
                 yield Variant(model, {"window after": keys}, repair)
 
 
-def _windows_of_masks(evidence: Evidence) -> Iterator[Variant]:
+def _variants_of_windowed_masks(evidence: Evidence) -> Iterator[Variant]:
     """Return other windows of masks that hold one themselves, as those of transformers do."""
     lefts = [_count_keys_to_the_left(call) for call in evidence.calls]
     if None in lefts:
@@ -76,7 +76,9 @@ def _windows_of_masks(evidence: Evidence) -> Iterator[Variant]:
     left = max(each for each in lefts if each is not None)
     for length in (None, *range(MOST)):
         if length != left:
-            model = evidence.model.with_stage("scores", partial(_scores_with_window, length))
+            model = evidence.model.with_stage_function(
+                "scores", partial(_scores_with_window, length)
+            )
             keys = "all" if length is None else length + 1
             yield Variant(model, {"window": keys}, f"sliding_window={left + 1}")
 
@@ -110,7 +112,7 @@ def _scores_with_window(length: int | None, forced: ForcedStage) -> Tensor:
     return replace(forced, call=replace(forced.call, inputs=inputs)).usual_result()
 
 
-def _farthest_visible_keys(evidence: Evidence) -> tuple[int, int]:
+def _farthest_visible_distances(evidence: Evidence) -> tuple[int, int]:
     """Return the largest distances at which recorded scores show a key before and after."""
     before, after = [0], [0]
     for call in evidence.calls:

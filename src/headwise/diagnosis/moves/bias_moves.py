@@ -78,10 +78,10 @@ def explain_biases(
     moves = _keep_bias_in_place(moves, wrong, a, b, tolerance)
     wrong = list_wrong_biases(moves, a, b, tolerance)
     cleared = [_make_cleared_bias_move(role, a.biases.get(role)) for role in wrong]
-    moves += _unite_moves_by_cause([move for move in cleared if move is not None])
+    moves += _unite_cleared_bias_moves([move for move in cleared if move is not None])
     wrong = list_wrong_biases(moves, a, b, tolerance)
     if wrong:
-        moves += _move_biases_alone(wrong, a, apply_moves(moves, b))
+        moves += _find_moves_of_biases_alone(wrong, a, apply_moves(moves, b))
         wrong = list_wrong_biases(moves, a, b, tolerance)
     for role in wrong:
         moves += _find_bias_change(role, a, apply_moves(moves, b), tolerance)
@@ -123,7 +123,7 @@ def _make_cleared_bias_move(role: str, bias: Tensor | None) -> Move | None:
     return Move(MapName(cause, "", (role,)), BiasCleared((role,), bias is None), parts=("biases",))
 
 
-def _unite_moves_by_cause(moves: list[Move]) -> tuple[Move, ...]:
+def _unite_cleared_bias_moves(moves: list[Move]) -> tuple[Move, ...]:
     """Return one move for each cause."""
     united = []
     for cause in dict.fromkeys(move.cause for move in moves):
@@ -133,7 +133,7 @@ def _unite_moves_by_cause(moves: list[Move]) -> tuple[Move, ...]:
     return tuple(united)
 
 
-def _move_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, ...]:
+def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, ...]:
     """Return moves of biases that are not those of their weights."""
     roles = tuple(role for role in a.roles if role in a.biases and role in b.biases)
     if not set(wrong) <= set(roles):

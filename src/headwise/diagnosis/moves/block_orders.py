@@ -33,7 +33,7 @@ def hash_blocks(labels: Tensor, blocks: int) -> Tensor:
     return mix_bits(hash_label_sequences(rows, make_hash_multipliers(rows.shape[-1], seed=1)))
 
 
-def filter_block_permutations(
+def mark_possible_block_permutations(
     sequences: Tensor, labels: Tensor, sizes: RowSizes, roles: tuple[str, ...]
 ) -> Tensor:
     """Return which sequences may be the labels with whole blocks in another order.
@@ -120,7 +120,7 @@ def find_block_maps(
 
 def make_block_map(order: tuple[int, ...], roles: tuple[str, ...], sizes: RowSizes) -> RowMap:
     """Return the map that puts the blocks of some roles into an order."""
-    index, spans = torch.arange(sizes.rows), sizes.spans()
+    index, spans = torch.arange(sizes.total_rows), sizes.spans()
     for role in roles:
         rows = index[spans[role]].view(len(order), -1)
         index[spans[role]] = rows[list(order)].flatten()

@@ -53,7 +53,7 @@ def replace_rows(state: State, rows: Rows) -> State:
     return {**others, **projections, **{f"b{role}": x for role, x in rows.biases.items()}}
 
 
-def compare_states(
+def find_state_moves(
     a: State, b: State, *, rotary_width: int | None = None, tolerance: float | None = None
 ) -> MoveReport:
     """Return the moves that make canonical weights a from b.

@@ -33,7 +33,7 @@ def explain_roles(
     a: Labelled, b: Labelled, catalogue: RowMapCatalogue, matrix_maps: Sequence[MatrixMap]
 ) -> RoleSteps:
     """Return the steps that make a's labels of b's, for all roles whose labels b has."""
-    spans, known = a.sizes.spans(), _match_labels_by_role(a, b)
+    spans, known = a.sizes.spans(), _has_known_labels_by_role(a, b)
     roles = tuple(role for role in a.sizes.roles if known[role])
     moved = tuple(r for r in roles if not torch.equal(a.plain[spans[r]], b.plain[spans[r]]))
     still = tuple(role for role in roles if role not in moved)
@@ -42,21 +42,21 @@ def explain_roles(
     for together in dict.fromkeys((roles, moved)):
         sequences = search_steps(a, b, catalogue, matrix_maps, together)
         if sequences:
-            kept = tuple(_restrict_steps(steps, together, a.sizes) for steps in sequences)
+            kept = tuple(_restrict_steps_to_roles(steps, together, a.sizes) for steps in sequences)
             return RoleSteps(kept, roles)
     steps: list[Step] = []
     explained = list(still)
-    for group in _group_roles(a, b, moved):
+    for group in _group_roles_exchanging_rows(a, b, moved):
         sequences = search_steps(a, b, catalogue, matrix_maps, group)
         if sequences:
             explained += group
             steps = _merge_steps(
-                steps, _restrict_steps(sequences[0], group, a.sizes), group, a.sizes
+                steps, _restrict_steps_to_roles(sequences[0], group, a.sizes), group, a.sizes
             )
     return RoleSteps((tuple(steps),), tuple(r for r in a.sizes.roles if r in explained))
 
 
-def _match_labels_by_role(a: Labelled, b: Labelled) -> dict[str, bool]:
+def _has_known_labels_by_role(a: Labelled, b: Labelled) -> dict[str, bool]:
     """Return whether each label of a role of a is one of b's."""
     every = torch.cat([b.plain, *b.by_map.values()])
     spans = a.sizes.spans()
@@ -66,14 +66,16 @@ def _match_labels_by_role(a: Labelled, b: Labelled) -> dict[str, bool]:
     return known
 
 
-def _group_roles(a: Labelled, b: Labelled, roles: tuple[str, ...]) -> list[tuple[str, ...]]:
+def _group_roles_exchanging_rows(
+    a: Labelled, b: Labelled, roles: tuple[str, ...]
+) -> list[tuple[str, ...]]:
     """Return the roles in groups that exchange no rows."""
     spans = a.sizes.spans()
     groups: list[set[str]] = []
     for role in roles:
         labels = a.plain[spans[role]]
         sources = {role}
-        if not _labels_equal(labels, b.plain[spans[role]]):
+        if not _have_same_sorted_labels(labels, b.plain[spans[role]]):
             sources |= {r for r in roles if bool(torch.isin(labels, b.plain[spans[r]]).any())}
         touched = [group for group in groups if group & sources]
         groups = [group for group in groups if not group & sources]
@@ -81,21 +83,21 @@ def _group_roles(a: Labelled, b: Labelled, roles: tuple[str, ...]) -> list[tuple
     return [tuple(role for role in roles if role in group) for group in groups]
 
 
-def _labels_equal(a: Tensor, b: Tensor) -> bool:
+def _have_same_sorted_labels(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.sort().values, b.sort().values)
 
 
-def _restrict_steps(steps: Steps, roles: tuple[str, ...], sizes: RowSizes) -> Steps:
+def _restrict_steps_to_roles(steps: Steps, roles: tuple[str, ...], sizes: RowSizes) -> Steps:
     """Return steps that leave all other roles where they are."""
-    return tuple(_restrict_step(step, roles, sizes) for step in steps)
+    return tuple(_restrict_step_to_roles(step, roles, sizes) for step in steps)
 
 
-def _restrict_step(step: Step, roles: tuple[str, ...], sizes: RowSizes) -> Step:
+def _restrict_step_to_roles(step: Step, roles: tuple[str, ...], sizes: RowSizes) -> Step:
     if isinstance(step, MatrixMap):
         return replace(step, roles=tuple(r for r in step.roles if r in roles))
     if all(set(name.roles) <= set(roles) for name in step.names):
         return step
-    index = torch.arange(sizes.rows)
+    index = torch.arange(sizes.total_rows)
     for role, span in sizes.spans().items():
         if role in roles:
             index[span] = step.index[span]
@@ -130,7 +132,7 @@ def _join_two_steps(
             replace(name, roles=tuple(r for r in sizes.roles if r in (*name.roles, *other.roles)))
             for name in first.names
             for other in second.names
-            if _name_sort_key(name) == _name_sort_key(other)
+            if _name_key_without_roles(name) == _name_key_without_roles(other)
         )
         index = first.index.clone()
         for role in roles:
@@ -145,5 +147,5 @@ def _join_two_steps(
     return replace(first, roles=tuple(r for r in sizes.roles if r in united)) if is_square else None
 
 
-def _name_sort_key(name: MapName) -> tuple[object, ...]:
+def _name_key_without_roles(name: MapName) -> tuple[object, ...]:
     return (name.cause, name.text, name.parameters)

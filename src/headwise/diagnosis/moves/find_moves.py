@@ -9,7 +9,7 @@ import torch
 
 from headwise.diagnosis.moves.bias_moves import apply_moves, explain_biases, list_wrong_biases
 from headwise.diagnosis.moves.explain_roles import RoleSteps, explain_roles
-from headwise.diagnosis.moves.labelled_rows import label_exact_rows, list_matrix_maps
+from headwise.diagnosis.moves.labelled_rows import label_rows_by_bits, list_matrix_maps
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, MoveReport, Taken
 from headwise.diagnosis.moves.near_labels import label_near_rows
@@ -98,15 +98,15 @@ def _yield_explanations(
 ) -> Iterator[RoleSteps]:
     """Yield explanations: nothing moved, by bits, by bits after a rounding, by directions."""
     yield RoleSteps(((),), sizes.roles)
-    catalogue = make_row_map_catalogue(sizes, b.columns())
+    catalogue = make_row_map_catalogue(sizes, b.column_counts())
     maps: list[MatrixMap] = []
     for dtype in (None, *_list_rounding_dtypes(a, b)):
         ours, theirs = (_cast_rows(rows, dtype) for rows in (a, b))
         for maps in ([], list_matrix_maps(b, sizes, given)):
             asked = bool(maps)
             turned = _cast_rows(given, dtype) if asked and given is not None else None
-            labels_a = label_exact_rows(ours, sizes, matrices=asked and given is None)
-            labels_b = label_exact_rows(theirs, sizes, matrices=asked, given=turned)
+            labels_a = label_rows_by_bits(ours, sizes, matrices=asked and given is None)
+            labels_b = label_rows_by_bits(theirs, sizes, matrices=asked, given=turned)
             yield explain_roles(labels_a, labels_b, catalogue, maps)
     yield explain_roles(*label_near_rows(a, b, sizes, maps), catalogue, maps)
 
@@ -125,7 +125,7 @@ def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
         if any(
             x.dtype != dtype and x.any() and have_same_bits(x, x.to(dtype).to(x.dtype))
             for rows in (a, b)
-            for x in (rows.flat(role)[:64] for role in rows.roles)
+            for x in (rows.flat_matrix(role)[:64] for role in rows.roles)
         )
     ]
 
@@ -150,19 +150,21 @@ def _make_move_report(
             unexplained.append(role)
         residual[role] = left
         changes += [] if change is None else [change]
-    moves = _drop_idle_moves(moves, unexplained) + unite_changes(changes)
+    moves = _drop_moves_explaining_nothing(moves, unexplained) + unite_changes_over_roles(changes)
     moves, biases = explain_biases(moves, a, b, tolerance)
     explained = tuple(role for role in sizes.roles if role not in unexplained)
     rest = (*unexplained, *(f"bias of {role}" for role in biases))
     return MoveReport(moves, others, explained, rest, residual)
 
 
-def _drop_idle_moves(moves: tuple[Move, ...], unexplained: list[str]) -> tuple[Move, ...]:
+def _drop_moves_explaining_nothing(
+    moves: tuple[Move, ...], unexplained: list[str]
+) -> tuple[Move, ...]:
     """Return the moves that explain a role."""
     return tuple(move for move in moves if not set(move.roles) <= set(unexplained))
 
 
-def unite_changes(changes: list[Move]) -> tuple[Move, ...]:
+def unite_changes_over_roles(changes: list[Move]) -> tuple[Move, ...]:
     """Return changes of several roles as one where they have the same cause and parameters."""
     united: list[Move] = []
     for move in changes:

@@ -7,7 +7,7 @@ import math
 CLOSE = 1e-5  # of float32 weights; forms of usual sizes are further apart
 
 
-def find_formula(factor: float, *, head_dim: int, width: int) -> str:
+def find_factor_formula(factor: float, *, head_dim: int, width: int) -> str:
     """Return the formula that gives a factor, such as "1 / sqrt(head_dim)"; "" for none.
 
     Args:

@@ -43,7 +43,7 @@ def draft_exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
 
 def draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
     """Yield fused rows that are stored in one order and read in another."""
-    nests = _nested_row_patterns(sizes)
+    nests = _fused_row_patterns(sizes)
     rows: dict[tuple[str, tuple[str, ...]], Tensor] = {
         (nest, order): order_rows_by_pattern(
             _write_fused_pattern(pattern, order), sizes, lengths, splits
@@ -77,7 +77,7 @@ def draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
         yield MapName(cause, text, (), place, parameters), moved
 
 
-def draft_fused_pairs(sizes: RowSizes) -> Iterator[Draft]:
+def draft_fused_kv_orders(sizes: RowSizes) -> Iterator[Draft]:
     """Yield keys and values that are fused without the queries."""
     if sizes.head_dim != sizes.value_dim:
         return
@@ -108,7 +108,7 @@ _CAUSE_OF = {
 _Nest = tuple[tuple[str, ...], dict[str, int], Splits, int]
 
 
-def _nested_row_patterns(sizes: RowSizes) -> dict[str, _Nest]:
+def _fused_row_patterns(sizes: RowSizes) -> dict[str, _Nest]:
     """Return name -> (pattern in parts, lengths, splits, family); ``*`` stands for the blocks."""
     lengths = lengths_of_pattern_names(sizes)
     flat = ("(", "heads head_dim", "kv_heads head_dim", "kv_heads value_dim", ") embed_dim")

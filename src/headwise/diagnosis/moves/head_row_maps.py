@@ -43,10 +43,10 @@ def draft_interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
         yield name, {role: _reread_by_channel(indices[role]) for role in scope}
 
 
-def draft_head_orders(sizes: RowSizes) -> Iterator[Draft]:
+def draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
     """Yield heads in another order of groups."""
     indices = index_rows_by_role(sizes)
-    for number in _list_divisors(sizes.heads):
+    for number in _list_nontrivial_divisors(sizes.heads):
         group = sizes.heads // number
         known = number == sizes.kv_heads or sizes.kv_heads == sizes.heads
         far = 0 if number == sizes.kv_heads else 20 if known else 600
@@ -102,5 +102,5 @@ def _regroup_heads(rows: Tensor, groups: int) -> Tensor:
     return rows.reshape(groups, heads // groups, channels).transpose(0, 1).flatten()
 
 
-def _list_divisors(count: int) -> list[int]:
+def _list_nontrivial_divisors(count: int) -> list[int]:
     return [n for n in range(2, count) if count % n == 0]

@@ -78,19 +78,19 @@ def list_initialisations(role: str, shapes: Mapping[str, tuple[int, int]]) -> li
 
 def recognise_initialisation(role: str, rows: Rows) -> Initialisation | None:
     """Return the initialisation whose statistics the weights of a role have, or None."""
-    shapes = {r: (rows.flat(r).shape[0], rows.flat(r).shape[1]) for r in rows.roles}
-    values = rows.flat(role).flatten().to(torch.float64)
+    shapes = {r: (rows.flat_matrix(r).shape[0], rows.flat_matrix(r).shape[1]) for r in rows.roles}
+    values = rows.flat_matrix(role).flatten().to(torch.float64)
     if values.numel() < LEAST_ENTRIES:
         return None
     fitting = [
         (apart, place, each)
         for place, each in enumerate(list_initialisations(role, shapes))
-        if (apart := distribution_distance(values, each)) < CRITICAL
+        if (apart := kolmogorov_smirnov_statistic(values, each)) < CRITICAL
     ]
     return min(fitting)[2] if fitting else None
 
 
-def distribution_distance(values: Tensor, kind: Initialisation) -> float:
+def kolmogorov_smirnov_statistic(values: Tensor, kind: Initialisation) -> float:
     """Return the largest distance of the distribution functions, times the root of the count."""
     values = values[:: math.ceil(values.numel() / MOST_ENTRIES)].sort().values
     count = len(values)
@@ -102,4 +102,4 @@ def distribution_distance(values: Tensor, kind: Initialisation) -> float:
 
 def is_drawn_from_initialisation(values: Tensor, kind: Initialisation) -> bool:
     """True if values may be drawn from an initialisation."""
-    return distribution_distance(values, kind) < CRITICAL
+    return kolmogorov_smirnov_statistic(values, kind) < CRITICAL

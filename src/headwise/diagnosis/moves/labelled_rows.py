@@ -9,7 +9,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.matrix_map import MatrixMap, reread_matrix
+from headwise.diagnosis.moves.matrix_map import MatrixMap, reread_with_exchanged_axes
 from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
 from headwise.diagnosis.moves.row_hashes import hash_columns, hash_rows
 
@@ -41,7 +41,7 @@ class Labelled:
         return labels
 
 
-def label_exact_rows(
+def label_rows_by_bits(
     rows: Rows, sizes: RowSizes, *, matrices: bool, given: Rows | None = None
 ) -> Labelled:
     """Return labels of the bits of the weights.
@@ -52,19 +52,19 @@ def label_exact_rows(
         matrices: True to label matrices that are read with exchanged axes as well.
         given: the rows with matrices transposed, if they cannot be computed.
     """
-    plain = torch.cat([hash_rows(rows.flat(role)) for role in sizes.roles])
+    plain = torch.cat([hash_rows(rows.flat_matrix(role)) for role in sizes.roles])
     by_map = {}
     if given is not None:
-        by_map = {(role, False): hash_rows(given.flat(role)) for role in given.roles}
+        by_map = {(role, False): hash_rows(given.flat_matrix(role)) for role in given.roles}
         return Labelled(sizes, plain, by_map)
     for role in sizes.roles if matrices else ():
-        matrix = rows.flat(role)
+        matrix = rows.flat_matrix(role)
         for is_reversed in (False, True):
             if matrix.shape[0] == matrix.shape[1]:
                 by_map[role, is_reversed] = hash_columns(matrix)
             else:
                 by_map[role, is_reversed] = hash_rows(
-                    reread_matrix(matrix, is_reversed=is_reversed)
+                    reread_with_exchanged_axes(matrix, is_reversed=is_reversed)
                 )
     return Labelled(sizes, plain, by_map)
 
@@ -77,7 +77,9 @@ def list_matrix_maps(rows: Rows, sizes: RowSizes, given: Rows | None = None) -> 
         sizes: of them.
         given: the rows with matrices transposed, if they cannot be computed.
     """
-    square = [r for r in sizes.roles if rows.flat(r).shape[0] == rows.flat(r).shape[1]]
+    square = [
+        r for r in sizes.roles if rows.flat_matrix(r).shape[0] == rows.flat_matrix(r).shape[1]
+    ]
     if given is not None:
         square = [role for role in sizes.roles if role in given.roles]
     maps = [
@@ -86,6 +88,6 @@ def list_matrix_maps(rows: Rows, sizes: RowSizes, given: Rows | None = None) -> 
         for roles in combinations(square, count)
     ]
     for role in sizes.roles if given is None else ():
-        if role not in square and min(rows.flat(role).shape) > 1:
+        if role not in square and min(rows.flat_matrix(role).shape) > 1:
             maps += [MatrixMap((role,), is_square=False, is_reversed=x) for x in (False, True)]
     return maps

@@ -56,13 +56,13 @@ class MatrixMap:
     def _reread_rows(self, rows: Rows, *, is_reversed: bool) -> Rows:
         matrices = dict(rows.matrices)
         for role in self.roles:
-            matrices[role] = reread_matrix(rows.flat(role), is_reversed=is_reversed).view_as(
-                rows.matrices[role]
-            )
+            matrices[role] = reread_with_exchanged_axes(
+                rows.flat_matrix(role), is_reversed=is_reversed
+            ).view_as(rows.matrices[role])
         return Rows(matrices, rows.biases)
 
 
-def reread_matrix(matrix: Tensor, *, is_reversed: bool) -> Tensor:
+def reread_with_exchanged_axes(matrix: Tensor, *, is_reversed: bool) -> Tensor:
     """Return a matrix of the same shape whose entries were stored or read with exchanged axes.
 
     Args:

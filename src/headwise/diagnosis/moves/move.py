@@ -37,7 +37,7 @@ class Taken:
         if isinstance(self.step, MatrixMap):
             return self.step.apply(rows)
         sizes = rows.sizes()
-        moved = take_rows(rows, self.step.index_among(sizes), sizes, self.parts)
+        moved = take_rows(rows, self.step.index_over_roles(sizes), sizes, self.parts)
         kept = {role: rows.biases[role] for role in self.still if role in rows.biases}
         return Rows(moved.matrices, {**moved.biases, **kept})
 
@@ -69,7 +69,7 @@ class Move:
         return self.name.roles
 
     @property
-    def names(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, Any]:
         """The parameters by name, such as the number of heads that was used."""
         return dict(self.name.parameters)
 

@@ -50,7 +50,7 @@ class OutputPair:
     rows: Rows
     tolerance: float
 
-    def is_made_by(self, projection: Tensor, tokens: int | None = None) -> bool:
+    def fits_projection(self, projection: Tensor, tokens: int | None = None) -> bool:
         """True if a projection (heads, value_dim, out_dim) makes the outputs."""
         ours = self.output[:tokens]
         apart = self.heads[:tokens].flatten(1) @ projection.flatten(0, 1) - ours
@@ -60,20 +60,20 @@ class OutputPair:
 def find_output_moves(pair: OutputPair, rotary_width: int | None = None) -> Iterator[Move]:
     """Yield the moves of the output projection that make the outputs."""
     for move in (
-        *_yield_row_maps(pair, rotary_width),
-        *_yield_roundings(),
+        *_yield_map_moves(pair, rotary_width),
+        *_yield_rounding_moves(),
         *_yield_block_moves(pair),
     ):
         projection = move.apply(pair.rows).matrices["o"]
-        if pair.is_made_by(projection, FIRST_TOKENS) and pair.is_made_by(projection):
+        if pair.fits_projection(projection, FIRST_TOKENS) and pair.fits_projection(projection):
             yield move
 
 
-def _yield_row_maps(pair: OutputPair, rotary_width: int | None) -> Iterator[Move]:
+def _yield_map_moves(pair: OutputPair, rotary_width: int | None) -> Iterator[Move]:
     sizes = pair.rows.sizes(rotary_width)
     steps: list[RowMap | MatrixMap] = [
         row_map
-        for row_map in make_row_map_catalogue(sizes, pair.rows.columns()).maps
+        for row_map in make_row_map_catalogue(sizes, pair.rows.column_counts()).maps
         if row_map.names[0].roles == ("o",)
     ]
     steps += [step for step in list_matrix_maps(pair.rows, sizes) if step.roles == ("o",)]
@@ -81,7 +81,7 @@ def _yield_row_maps(pair: OutputPair, rotary_width: int | None) -> Iterator[Move
         yield Move(step.names[0], Taken(step), step.names[1:], ("weights",))
 
 
-def _yield_roundings() -> Iterator[Move]:
+def _yield_rounding_moves() -> Iterator[Move]:
     for dtype in ROUNDED:
         parameters = (("dtype", dtype),)
         name = MapName("dtype's rounding of weights", format_dtype(dtype), ("o",), 0, parameters)
@@ -100,7 +100,7 @@ def _yield_block_moves(pair: OutputPair) -> Iterator[Move]:
             continue
         if taken.tolist() == list(range(blocks)):
             if blocks == sizes.heads:
-                yield from _yield_head_factors(shares.diagonal())
+                yield from _yield_head_factor_moves(shares.diagonal())
             continue
         row_map = make_block_map(tuple(taken.tolist()), ("o",), sizes)
         yield Move(row_map.names[0], Taken(row_map), row_map.names[1:], ("weights",))
@@ -115,7 +115,7 @@ def _solve_block_coefficients(pair: OutputPair, blocks: int) -> Tensor:
     tokens, width = pair.output.shape
     wanted = min(tokens, max(FIRST_TOKENS, -(-EQUATIONS * blocks * blocks // width)))
     heads = pair.heads[:wanted].flatten(1).unflatten(1, (blocks, -1))
-    projection = pair.rows.flat("o").unflatten(0, (blocks, -1))
+    projection = pair.rows.flat_matrix("o").unflatten(0, (blocks, -1))
     contributions = torch.einsum("tbv,cvo->tobc", heads, projection.double())
     shares = torch.linalg.lstsq(
         contributions.flatten(0, 1).flatten(1), pair.output[:wanted].reshape(-1, 1), driver="gelsd"
@@ -124,7 +124,7 @@ def _solve_block_coefficients(pair: OutputPair, blocks: int) -> Tensor:
     return solution.view(blocks, blocks)
 
 
-def _yield_head_factors(shares: Tensor) -> Iterator[Move]:
+def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
     """Yield signs, factors and zeros of whole heads of the output projection."""
     snapped = torch.where((shares - shares.round()).abs() < 1e-6, shares.round(), shares)
     changed = tuple((snapped != 1).nonzero().flatten().tolist())
@@ -145,7 +145,7 @@ def _yield_head_factors(shares: Tensor) -> Iterator[Move]:
     yield Move(MapName(cause, text, ("o",), 0, parameters), change, parts=("weights",))
 
 
-def find_output_factors(pair: OutputPair, output: Tensor, bias: Tensor) -> Iterator[Move]:
+def find_output_and_bias_factor(pair: OutputPair, output: Tensor, bias: Tensor) -> Iterator[Move]:
     """Yield a factor of the output projection and of its bias.
 
     Args:
@@ -153,7 +153,7 @@ def find_output_factors(pair: OutputPair, output: Tensor, bias: Tensor) -> Itera
         output: (tokens, out_dim), with the bias.
         bias: (out_dim), the right one.
     """
-    right = pair.heads.flatten(1) @ pair.rows.flat("o") + bias
+    right = pair.heads.flatten(1) @ pair.rows.flat_matrix("o") + bias
     factor = snap_to_power_of_two(float((right * output).sum() / right.square().sum()))
     apart = float((factor * right - output).abs().max())
     if factor != 1 and apart <= pair.tolerance * float(output.square().mean().sqrt()):

@@ -40,13 +40,13 @@ def draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
                 yield (
                     name,
                     _map_each_role(
-                        scope, sizes, lambda x, w=done, r=right: _rotate_with_wrong_width(x, w, r)
+                        scope, sizes, lambda x, w=done, r=right: _permute_with_wrong_width(x, w, r)
                     ),
                 )
-    yield from _list_wrong_head_counts(sizes)
+    yield from _draft_wrong_head_counts(sizes)
 
 
-def _list_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
+def _draft_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
     whole = sizes.rotary_width in (None, sizes.head_dim)
     to, back = (
         (interleave_pairs, split_pairs_in_halves)
@@ -73,14 +73,16 @@ def _list_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
             yield (
                 name,
                 _map_each_role(
-                    scope, sizes, lambda x, n=heads: _load_with_wrong_heads(x, n, to, back)
+                    scope, sizes, lambda x, n=heads: _read_permuted_with_wrong_heads(x, n, to, back)
                 ),
             )
             name = replace(name, text=f"{text}, to {pairs} pairs", order=place + 2)
             yield (
                 name,
                 _map_each_role(
-                    scope, sizes, lambda x, n=heads: _store_with_wrong_heads(x, n, to, back)
+                    scope,
+                    sizes,
+                    lambda x, n=heads: _store_permuted_with_wrong_heads(x, n, to, back),
                 ),
             )
 
@@ -95,17 +97,21 @@ def split_pairs_in_halves(rows: Tensor, width: int) -> Tensor:
     return to_half_split({"wq": rows}, width=width)["wq"]
 
 
-def _rotate_with_wrong_width(rows: Tensor, done: int, right: int) -> Tensor:
+def _permute_with_wrong_width(rows: Tensor, done: int, right: int) -> Tensor:
     return split_pairs_in_halves(interleave_pairs(rows, right), done)
 
 
-def _load_with_wrong_heads(rows: Tensor, heads: int, to: Permutation, back: Permutation) -> Tensor:
+def _read_permuted_with_wrong_heads(
+    rows: Tensor, heads: int, to: Permutation, back: Permutation
+) -> Tensor:
     """Return rows that were stored for the other pairing, permuted with a wrong head count."""
     stored = back(rows, rows.shape[1]).reshape(heads, -1, 1)
     return to(stored, stored.shape[1]).reshape(rows.shape)
 
 
-def _store_with_wrong_heads(rows: Tensor, heads: int, to: Permutation, back: Permutation) -> Tensor:
+def _store_permuted_with_wrong_heads(
+    rows: Tensor, heads: int, to: Permutation, back: Permutation
+) -> Tensor:
     """Return rows that were stored for the other pairing with a wrong head count."""
     stored = rows.reshape(heads, -1, 1)
     return to(back(stored, stored.shape[1]).reshape(rows.shape), rows.shape[1])

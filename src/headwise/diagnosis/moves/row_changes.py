@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.formulas import find_formula
+from headwise.diagnosis.moves.formulas import find_factor_formula
 from headwise.diagnosis.moves.move import BOTH, Move
 from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_hashes import read_bits
@@ -109,7 +109,7 @@ def find_row_change(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[
         name = MapName("dtype's rounding of weights", format_dtype(rounding), (role,))
         name = MapName(name.cause, name.text, (role,), 0, (("dtype", rounding),))
         return Move(name, Rounded((role,), rounding)), 0.0
-    grouped = _factors_in_groups(a, b, max(tolerance, 1e-9))
+    grouped = _fit_grouped_factors(a, b, max(tolerance, 1e-9))
     if grouped is None:
         return None, largest_residual(a, b)
     name, factor = grouped
@@ -152,7 +152,7 @@ def fit_row_factors(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(size > 0, (a * b).sum(2) / size.where(size > 0, 1.0), 1.0)
 
 
-def _factors_in_groups(a: Tensor, b: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None:
+def _fit_grouped_factors(a: Tensor, b: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None:
     """Return the factors of all rows by group; None as soon as the first head has no groups."""
     if _group_factors(fit_row_factors(a[:1], b[:1]), tolerance, a.shape[2]) is None:
         return None
@@ -168,7 +168,7 @@ def _group_factors(
     middle = factors.median()
     if _are_factors_constant(factors, tolerance):
         factor = snap_to_power_of_two(float(middle))
-        form = find_formula(factor, head_dim=channels, width=columns)
+        form = find_factor_formula(factor, head_dim=channels, width=columns)
         return _name_factor(factor, form), torch.full((1, 1), factor, dtype=torch.float64)
     if channels % 2 == 0:
         for text, parts in (

@@ -58,16 +58,16 @@ class RowMap:
     is_permutation: bool
     space: tuple[str, ...] = ROLES
 
-    def index_among(self, sizes: RowSizes) -> Tensor:
+    def index_over_roles(self, sizes: RowSizes) -> Tensor:
         """Return the index among the rows of more roles, where the others stay."""
         if self.space == sizes.roles:
             return self.index
-        whole = torch.arange(sizes.rows)
+        whole = torch.arange(sizes.total_rows)
         places = torch.cat([whole[sizes.spans()[role]] for role in self.space])
         whole[places] = places[self.index]
         return whole
 
-    def inverse(self) -> Tensor:
+    def inverse_index(self) -> Tensor:
         """Return the index of the inverse of a permutation."""
         inverse = torch.empty_like(self.index)
         inverse[self.index] = torch.arange(len(self.index))
@@ -145,14 +145,14 @@ def make_distinct_maps(
     whole = sizes_with_all_roles(sizes)
     spans, kept = whole.spans(), _index_present_rows(sizes)
     width = {role: columns[sizes.roles.index(role)] for role in sizes.roles}
-    still = torch.arange(sizes.rows)
+    still = torch.arange(sizes.total_rows)
     names: dict[bytes, list[MapName]] = {}
     indices: dict[bytes, Tensor] = {}
     for name, moved in drafts:
         moved = {role: index for role, index in moved.items() if role in sizes.roles}
         if not _fits_present_rows(moved, spans, width):
             continue
-        index = torch.arange(whole.rows)
+        index = torch.arange(whole.total_rows)
         for role, taken in moved.items():
             index[spans[role]] = taken
         index = kept[index[kept >= 0]]
@@ -166,7 +166,7 @@ def make_distinct_maps(
         RowMap(
             tuple(sorted(names[key], key=lambda name: name.order)),
             index,
-            bool((torch.bincount(index, minlength=sizes.rows) == 1).all()),
+            bool((torch.bincount(index, minlength=sizes.total_rows) == 1).all()),
             sizes.roles,
         )
         for key, index in indices.items()
@@ -177,7 +177,7 @@ def make_distinct_maps(
 def _index_present_rows(sizes: RowSizes) -> Tensor:
     """Return, for each row of all four roles, its index among those that are there, or -1."""
     whole = sizes_with_all_roles(sizes)
-    kept = torch.full((whole.rows,), -1)
+    kept = torch.full((whole.total_rows,), -1)
     spans = whole.spans()
     for role, span in sizes.spans().items():
         kept[spans[role]] = torch.arange(span.start, span.stop)

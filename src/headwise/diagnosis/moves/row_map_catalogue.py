@@ -11,11 +11,11 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.fused_maps import (
     draft_exchanged_roles,
+    draft_fused_kv_orders,
     draft_fused_orders,
-    draft_fused_pairs,
 )
 from headwise.diagnosis.moves.head_row_maps import (
-    draft_head_orders,
+    draft_head_group_orders,
     draft_interleaved_heads,
     draft_repeated_first_shards,
 )
@@ -26,10 +26,10 @@ from headwise.diagnosis.moves.row_map import RowMap, make_distinct_maps
 FAMILIES = (
     draft_exchanged_roles,
     draft_fused_orders,
-    draft_fused_pairs,
+    draft_fused_kv_orders,
     draft_rotary_maps,
     draft_interleaved_heads,
-    draft_head_orders,
+    draft_head_group_orders,
     draft_repeated_first_shards,
 )
 
@@ -62,10 +62,10 @@ def make_row_map_catalogue(sizes: RowSizes, columns: tuple[int, ...]) -> RowMapC
     drafts = chain.from_iterable(family(sizes) for family in FAMILIES)
     maps = make_distinct_maps(drafts, sizes, columns)
     permutations = tuple(row_map for row_map in maps if row_map.is_permutation)
-    none = torch.empty(0, sizes.rows, dtype=torch.int64)
+    none = torch.empty(0, sizes.total_rows, dtype=torch.int64)
     return RowMapCatalogue(
         maps,
         torch.stack([x.index for x in maps]) if maps else none,
         permutations,
-        torch.stack([x.inverse() for x in permutations]) if permutations else none,
+        torch.stack([x.inverse_index() for x in permutations]) if permutations else none,
     )

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.block_orders import filter_block_permutations, find_block_maps
+from headwise.diagnosis.moves.block_orders import find_block_maps, mark_possible_block_permutations
 from headwise.diagnosis.moves.labelled_rows import Labelled
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.projection_rows import RowSizes
@@ -63,7 +63,7 @@ def search_steps(
             [b.plain, *b.plain[catalogue.indices], *(b.labels_after_map(m) for m in matrix_maps)]
         ),
     )
-    weights = _random_row_weights(a.sizes, roles)
+    weights = _hash_multipliers_of_roles(a.sizes, roles)
     wanted = int(hash_label_sequences(a.plain, weights))
     hashes = hash_label_sequences(forward.labels, weights).tolist()
     if hashes[0] == wanted:
@@ -77,18 +77,18 @@ def search_steps(
     if blocks is not None and len(blocks) == 1:
         single.append(tuple(blocks))
     if single:
-        return _sort_step_sequences(single, roles)
+        return _select_shortest_sequences(single, roles)
     backward = _backward_labels(a, catalogue, matrix_maps, roles)
     double = list(_yield_meeting_steps(forward, hashes, backward, weights))
     double += _yield_steps_with_block_order(forward, backward, a.plain, b.plain, a.sizes, roles)
     if blocks is not None:
         double.append(tuple(blocks))
-    return _sort_step_sequences(double, roles)
+    return _select_shortest_sequences(double, roles)
 
 
-def _random_row_weights(sizes: RowSizes, roles: tuple[str, ...]) -> Tensor:
+def _hash_multipliers_of_roles(sizes: RowSizes, roles: tuple[str, ...]) -> Tensor:
     """Return random numbers for the rows of these roles, and 0 for the others."""
-    weights = make_hash_multipliers(sizes.rows, seed=2)
+    weights = make_hash_multipliers(sizes.total_rows, seed=2)
     for role, span in sizes.spans().items():
         if role not in roles:
             weights[span] = 0
@@ -102,7 +102,7 @@ def _backward_labels(
     roles: tuple[str, ...],
 ) -> Side:
     """Return a's labels before each step that takes nothing from other roles."""
-    counted = torch.zeros(a.sizes.rows, dtype=torch.bool)
+    counted = torch.zeros(a.sizes.total_rows, dtype=torch.bool)
     for role, span in a.sizes.spans().items():
         counted[span] = role in roles
     closed = (counted[catalogue.inverses] == counted).all(1)
@@ -133,14 +133,20 @@ def _yield_steps_with_block_order(
 ) -> Iterator[Steps]:
     """Yield a step and an order of blocks, in either order."""
     for place in (
-        filter_block_permutations(forward.labels[1:], a, sizes, roles).nonzero().flatten().tolist()
+        mark_possible_block_permutations(forward.labels[1:], a, sizes, roles)
+        .nonzero()
+        .flatten()
+        .tolist()
     ):
         blocks = find_block_maps(a, forward.labels[place + 1], sizes, roles)
         step = forward.steps[place + 1]
         if blocks is not None and step is not None:
             yield (step, *blocks)
     for place in (
-        filter_block_permutations(backward.labels[1:], b, sizes, roles).nonzero().flatten().tolist()
+        mark_possible_block_permutations(backward.labels[1:], b, sizes, roles)
+        .nonzero()
+        .flatten()
+        .tolist()
     ):
         blocks = find_block_maps(backward.labels[place + 1], b, sizes, roles)
         step = backward.steps[place + 1]
@@ -148,7 +154,7 @@ def _yield_steps_with_block_order(
             yield (*blocks, step)
 
 
-def _sort_step_sequences(sequences: Sequence[Steps], roles: tuple[str, ...]) -> list[Steps]:
+def _select_shortest_sequences(sequences: Sequence[Steps], roles: tuple[str, ...]) -> list[Steps]:
     """Return the sequences of the fewest steps, those that move these roles alone first."""
     if not sequences:
         return []

@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
 from headwise.layouts.canonical import State
-from headwise.reference import share_heads
+from headwise.reference import repeat_kv_heads
 
 StageFunction = Callable[["ForcedStage"], Tensor]
 BEFORE: Mapping[str, tuple[str, ...]] = {
@@ -62,7 +62,7 @@ class AttentionModel:
         weights = {name: x for name, x in (self.weights | changes).items() if x is not None}
         return replace(self, weights=weights)
 
-    def with_stage(self, stage: str, function: StageFunction) -> AttentionModel:
+    def with_stage_function(self, stage: str, function: StageFunction) -> AttentionModel:
         """Return the model with another function for a stage, which may use the one before."""
         before = self.replaced.get(stage)
 
@@ -82,7 +82,7 @@ class AttentionModel:
             and all(torch.equal(x, theirs[name]) for name, x in mine.items())
         )
 
-    def predict(self, stage: str, call: RecordedCall) -> Tensor:
+    def predict_stage(self, stage: str, call: RecordedCall) -> Tensor:
         """Return a stage of the call, computed from the recorded stages before it."""
         return self.prepare_stage(stage, call).result()
 
@@ -91,10 +91,10 @@ class AttentionModel:
         recorded = {name: x for name, x in call.stages.items() if name != stage}
         return ForcedStage(self, call.with_stages(recorded), stage)
 
-    def predict_stages(self, call: RecordedCall) -> dict[str, Tensor]:
+    def predict_all_stages(self, call: RecordedCall) -> dict[str, Tensor]:
         """Return every stage of the call, computed from its inputs alone."""
         for stage in STAGES:
-            call = call.with_stages({**call.stages, stage: self.predict(stage, call)})
+            call = call.with_stages({**call.stages, stage: self.predict_stage(stage, call)})
         return dict(call.stages)
 
 
@@ -146,16 +146,16 @@ class ForcedStage:
         return self.model.weights.get(name)
 
     @property
-    def keys(self) -> Tensor:
+    def keys_of_all_calls(self) -> Tensor:
         """Rotated keys of earlier calls and of this one, (batch, kv_heads, keys, head_dim)."""
-        return self._join_earlier_calls("k after rotary")
+        return self._join_stage_over_calls("k after rotary")
 
     @property
-    def values(self) -> Tensor:
+    def values_of_all_calls(self) -> Tensor:
         """Values of earlier calls and of this one, (batch, kv_heads, keys, value_dim)."""
-        return self._join_earlier_calls("v")
+        return self._join_stage_over_calls("v")
 
-    def _join_earlier_calls(self, stage: str) -> Tensor:
+    def _join_stage_over_calls(self, stage: str) -> Tensor:
         calls = [*self.call.earlier, self.call]
         return torch.cat([ForcedStage(self.model, call, stage)[stage] for call in calls], 2)
 
@@ -209,8 +209,8 @@ def compute_scores(forced: ForcedStage) -> Tensor:
 
 def scale_products(forced: ForcedStage) -> Tensor:
     """Return scaled and softcapped products of queries and keys."""
-    q, keys, settings = forced["q after rotary"], forced.keys, forced.settings
-    s = q @ share_heads(keys, heads=q.shape[1]).mT * settings.scale
+    q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
+    s = q @ repeat_kv_heads(keys, heads=q.shape[1]).mT * settings.scale
     cap = settings.softcap
     return s if cap is None else cap * torch.tanh(s / cap)
 
@@ -262,7 +262,7 @@ def softmax_scores(forced: ForcedStage) -> Tensor:
 def mix_values(forced: ForcedStage) -> Tensor:
     """Return weights @ values for each head."""
     weights = forced["weights"]
-    return weights @ share_heads(forced.values, heads=weights.shape[1])
+    return weights @ repeat_kv_heads(forced.values_of_all_calls, heads=weights.shape[1])
 
 
 def project_output(forced: ForcedStage) -> Tensor:

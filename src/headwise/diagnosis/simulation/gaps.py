@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.simulation.attention_model import BEFORE, AttentionModel, ForcedStage
-from headwise.diagnosis.simulation.stage_rounding import allowed_difference, is_far_off
+from headwise.diagnosis.simulation.stage_rounding import allowed_difference, is_far_beyond_rounding
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
 
 # (stage, number of the call, head); the head is -1 for the output, and where shapes differ.
@@ -47,20 +47,20 @@ class Gaps:
     cells: dict[Cell, Gap] = field(default_factory=dict)
 
     @cached_property
-    def parted(self) -> list[Cell]:
+    def cells_beyond_rounding(self) -> list[Cell]:
         """The cells that rounding does not explain, in the order of the stages."""
         return [cell for cell, gap in self.cells.items() if not gap.is_rounding]
 
     @property
-    def stages(self) -> list[str]:
+    def stages_beyond_rounding(self) -> list[str]:
         """The stages with parted cells, in order."""
-        return list(dict.fromkeys(stage for stage, _, _ in self.parted))
+        return list(dict.fromkeys(stage for stage, _, _ in self.cells_beyond_rounding))
 
-    def total(self, cells: Iterable[Cell]) -> float:
+    def total_clipped_size(self, cells: Iterable[Cell]) -> float:
         """Return the sum of the sizes of cells, each at most 1."""
         return sum(min(self.cells[cell].size, 1.0) for cell in cells if cell in self.cells)
 
-    def size(self, stage: str) -> tuple[float, float]:
+    def totals_of_stage(self, stage: str) -> tuple[float, float]:
         """Return the sums of the unexplained shares of entries, and of sizes of at most 1.
 
         They are infinite for a stage that could not be compared.
@@ -107,18 +107,18 @@ def _has_model_heads(model: AttentionModel, call: RecordedCall, stage: str) -> b
 
 def _follows_misshapen_stage(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
     """True if a stage is computed from a recorded one that has other heads than the model."""
-    return not _earlier_stages_agree(call, stage) or any(
+    return not _earlier_batches_agree(call, stage) or any(
         not _has_model_heads(model, call, earlier) or _follows_misshapen_stage(model, call, earlier)
         for earlier in BEFORE[stage]
     )
 
 
-def _earlier_stages_agree(call: RecordedCall, stage: str) -> bool:
+def _earlier_batches_agree(call: RecordedCall, stage: str) -> bool:
     """True if the recorded stages before a stage have the same number of sequences."""
     return len({len(call.stages[each]) for each in BEFORE[stage] if each in call.stages}) < 2
 
 
-def heads_are_explained(
+def heads_agree_within_rounding(
     model: AttentionModel, call: RecordedCall, stage: str, heads: Sequence[int]
 ) -> bool:
     """True if rounding explains what is left between the model and these heads of a stage."""
@@ -130,7 +130,7 @@ def heads_are_explained(
         return False
     apart = absolute_difference(predicted, actual)
     chosen = apart if WHOLE in heads else apart[:, list(heads)]
-    if is_far_off(forced, chosen):
+    if is_far_beyond_rounding(forced, chosen):
         return False
     is_rounding = (apart == 0) | (apart <= _rounding_bound(forced, actual))  # a bound may be NaN
     chosen = is_rounding if WHOLE in heads else is_rounding[:, list(heads)]
@@ -167,7 +167,7 @@ def _measure_gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str)
     }
 
 
-def measure_positions(model: AttentionModel, call: RecordedCall, stage: str) -> list[float]:
+def measure_gaps_by_position(model: AttentionModel, call: RecordedCall, stage: str) -> list[float]:
     """Return the relative difference of a stage at each query or key; 0 where it is rounding.
 
     Nothing is returned for a stage of another shape.
@@ -198,7 +198,7 @@ def absolute_difference(predicted: Tensor, actual: Tensor) -> Tensor:
     return (predicted - actual).abs().nan_to_num(math.inf).masked_fill(equal, 0.0)
 
 
-def restrict_model_to_heads(
+def replace_stage_in_heads(
     base: AttentionModel, changed: AttentionModel, stage: str, heads: Sequence[int] | None
 ) -> AttentionModel:
     """Return ``base`` with a stage of ``changed``, in some heads alone (all for None)."""

@@ -62,7 +62,7 @@ class RotaryForm:
         frequencies = _scaled_frequencies(self.theta, self.width, base, self.scaling)
         return frequencies if self.dtype is None else frequencies.to(self.dtype).double()
 
-    def pairs(self) -> tuple[slice, slice]:
+    def pair_slices(self) -> tuple[slice, slice]:
         """Return the first and the second channel of each pair."""
         count = self.width // 2
         if self.pairing == "interleaved":
@@ -72,12 +72,12 @@ class RotaryForm:
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return (batch, heads, length, head_dim) rotated by positions (batch, length)."""
-        first, second = self.pairs()
-        return self.turn(
+        first, second = self.pair_slices()
+        return self.rotate_by_angles(
             x, positions[:, None, :, None].double() * self.frequencies(), first, second
         )
 
-    def turn(self, x: Tensor, angles: Tensor, first: slice, second: slice) -> Tensor:
+    def rotate_by_angles(self, x: Tensor, angles: Tensor, first: slice, second: slice) -> Tensor:
         """Return ``x`` with the channels of each pair turned by ``angles`` (..., pairs)."""
         cos, sin = (self.amplitude * f(angles) for f in (torch.cos, torch.sin))
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
@@ -104,7 +104,7 @@ def _scaled_frequencies(theta: float, width: int, base: int, scaling: Scaling | 
         case Llama3Scaling():
             return _llama3_frequencies(plain, scaling)
         case YarnScaling():
-            return _yarn_frequencies(plain, scaling.ramp(theta, width), scaling.factor)
+            return _yarn_frequencies(plain, scaling.ramp_bounds(theta, width), scaling.factor)
 
 
 def _llama3_frequencies(plain: Tensor, scaling: Llama3Scaling) -> Tensor:

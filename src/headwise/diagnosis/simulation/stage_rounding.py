@@ -18,7 +18,7 @@ from headwise.diagnosis.simulation.attention_model import BEFORE, ForcedStage, k
 from headwise.diagnosis.simulation.perturbed import PerturbedTensors
 from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import RecordedCall
-from headwise.reference import share_heads
+from headwise.reference import repeat_kv_heads
 
 # Both sides round, and the frequencies and slopes of both may be float32.
 SIDES = 2
@@ -43,19 +43,19 @@ WEIGHTS_OF = {
 def allowed_difference(forced: ForcedStage) -> Tensor:
     """Return the difference that rounding explains, of the shape of the stage."""
     unit = torch.finfo(forced.call.dtype).eps / 2
-    if _has_formula(forced):
+    if _can_bound_by_formula(forced):
         return SIDES * _BOUNDS[forced.stage](forced, unit)
     return SIDES * _largest_change_by_perturbation(forced, unit)
 
 
-def _has_formula(forced: ForcedStage) -> bool:
+def _can_bound_by_formula(forced: ForcedStage) -> bool:
     """True if all that the stage is made of was recorded, in its usual shape."""
     call, stage = forced.call, forced.stage
     is_recorded = all(before in call.stages for before in BEFORE[stage])
-    return is_recorded and _is_of_usual_shape(call, stage)
+    return is_recorded and _recorded_weights_fit_call(call, stage)
 
 
-def _is_of_usual_shape(call: RecordedCall, stage: str) -> bool:
+def _recorded_weights_fit_call(call: RecordedCall, stage: str) -> bool:
     """False for head outputs whose recorded weights are of other keys or batches than the call."""
     if stage != "head outputs":
         return True
@@ -63,16 +63,16 @@ def _is_of_usual_shape(call: RecordedCall, stage: str) -> bool:
     return (weights.shape[0], weights.shape[-1]) == (batch, call.key_positions.shape[1])
 
 
-def is_far_off(forced: ForcedStage, apart: Tensor) -> bool:
+def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
     """True if a difference is so much larger than rounding that one draw of it says so.
 
     False where a formula bounds the stage, which costs little.
     """
     unit = torch.finfo(forced.call.dtype).eps / 2
-    if _has_formula(forced):
+    if _can_bound_by_formula(forced):
         return False
     change = (
-        _change_of_one_draw(forced, unit, 0).amax()
+        _change_by_one_perturbation(forced, unit, 0).amax()
         + _count_summed_terms(forced) * unit * forced.result().abs().amax()
     )
     return bool(apart.amax() > FAR * SIDES * change)
@@ -86,7 +86,7 @@ def _largest_change_by_perturbation(forced: ForcedStage, unit: float) -> Tensor:
     """
     exact = forced.result()
     largest = torch.stack(
-        [_change_of_one_draw(forced, unit, draw).amax() for draw in range(DRAWS)]
+        [_change_by_one_perturbation(forced, unit, draw).amax() for draw in range(DRAWS)]
     ).amax()
     last = _count_summed_terms(forced) * unit * exact.abs().nan_to_num(0.0, posinf=0.0)
     return largest.expand_as(exact) + last
@@ -98,7 +98,7 @@ def _count_summed_terms(forced: ForcedStage) -> int:
     return max(sum(x.shape[-2:]) for x in tensors if x.dim() > 1)
 
 
-def _change_of_one_draw(forced: ForcedStage, unit: float, draw: int) -> Tensor:
+def _change_by_one_perturbation(forced: ForcedStage, unit: float, draw: int) -> Tensor:
     """Return the change of a stage when all that it is made of is moved once."""
     model, call, stage = forced.model, forced.call, forced.stage
     share = _count_summed_terms(forced) * unit
@@ -115,7 +115,7 @@ def _change_of_one_draw(forced: ForcedStage, unit: float, draw: int) -> Tensor:
     )
     near = replace(call, inputs=inputs, stages={n: moved(x, n) for n, x in call.stages.items()})
     other = replace(model, weights=weights, settings=_settings_with_float32_angles(model.settings))
-    change = other.predict(stage, near) - forced.result()
+    change = other.predict_stage(stage, near) - forced.result()
     return change.abs().nan_to_num(0.0, posinf=0.0)
 
 
@@ -170,8 +170,8 @@ def _bound_rotation(forced: ForcedStage, unit: float) -> Tensor:
 
 
 def _bound_scores(forced: ForcedStage, unit: float) -> Tensor:
-    q, keys, settings = forced["q after rotary"], forced.keys, forced.settings
-    sizes = q.abs() @ share_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.scale)
+    q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
+    sizes = q.abs() @ repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.scale)
     bound = (q.shape[-1] + 8) * unit * sizes
     scores = forced.result()
     if scores.shape == bound.shape:  # numbers that are added to products round at their size
@@ -192,7 +192,7 @@ def _bound_softmax(forced: ForcedStage, unit: float) -> Tensor:
 
 def _bound_head_outputs(forced: ForcedStage, unit: float) -> Tensor:
     weights = forced["weights"]
-    values = share_heads(forced.values, heads=weights.shape[1]).abs()
+    values = repeat_kv_heads(forced.values_of_all_calls, heads=weights.shape[1]).abs()
     # A fused kernel computes scores and weights again, with a rounding of its own.
     again = _bound_softmax(replace(forced, stage="weights"), unit)
     again = again + 2 * weights.abs() * _bound_scores(forced, unit).amax(-1, keepdim=True)

@@ -62,16 +62,17 @@ class Inputs:
             object.__setattr__(self, "mask", mask)
 
     @property
-    def chunks(self) -> list[Inputs]:
+    def per_call(self) -> list[Inputs]:
         """The inputs of each call."""
         if not self.steps:
             return [self]
         ends = list(accumulate(self.steps))
         return [
-            self._cut_chunk(end - length, end) for length, end in zip(self.steps, ends, strict=True)
+            self._slice_for_call(end - length, end)
+            for length, end in zip(self.steps, ends, strict=True)
         ]
 
-    def _cut_chunk(self, start: int, end: int) -> Inputs:
+    def _slice_for_call(self, start: int, end: int) -> Inputs:
         mask, positions = self.mask, self.positions
         if mask is not None:
             rows = mask[..., start:end, :] if mask.shape[-2] > 1 else mask
@@ -104,7 +105,7 @@ class RecordedCall:
     key: object = field(default_factory=object, repr=False, compare=False)
 
     @property
-    def past(self) -> int:
+    def past_key_count(self) -> int:
         """Number of keys of earlier calls."""
         return sum(call.inputs.x.shape[1] for call in self.earlier)
 
@@ -114,7 +115,9 @@ class RecordedCall:
         if self.inputs.positions is not None:
             return self.inputs.positions
         batch, queries = self.inputs.x.shape[:2]
-        return torch.arange(self.past, self.past + queries).expand(batch, queries)
+        return torch.arange(self.past_key_count, self.past_key_count + queries).expand(
+            batch, queries
+        )
 
     @property
     def new_key_positions(self) -> Tensor:

@@ -130,7 +130,7 @@ class BlackBox(Subject):
                     f"a function of x and {name}",
                     f"compare(lambda x, {name}=None: function(x, {name}), ...)",
                 )
-        result, used = self._run(given)
+        result, used = self._run_on_copies(given)
         changed = [name for name, x in used.items() if not torch.equal(x, given[name])]
         if changed:
             raise _function_fault_error(
@@ -150,7 +150,7 @@ class BlackBox(Subject):
             )
         return result
 
-    def _run(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
+    def _run_on_copies(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
         """Run the function on copies: tensors, or NumPy arrays where it fails on tensors.
 
         Returns:
@@ -165,7 +165,7 @@ class BlackBox(Subject):
             try:
                 ran = self._run_on_arrays(given)
             except FAILURES as other:
-                raise self._make_failure(given, error, other) from error
+                raise self._make_failure_error(given, error, other) from error
             self.takes_arrays = True
             return ran
 
@@ -177,7 +177,7 @@ class BlackBox(Subject):
         named = {name: argument for name, argument in arguments.items() if name != "x"}
         return self.function(arguments["x"], **named)
 
-    def _make_failure(
+    def _make_failure_error(
         self, given: Mapping[str, Tensor], on_tensors: Exception, on_arrays: Exception
     ) -> OptionError:
         shapes = " and ".join(f"{name} of shape {tuple(x.shape)}" for name, x in given.items())

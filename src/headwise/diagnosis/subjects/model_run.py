@@ -38,7 +38,7 @@ class LayerRun:
     window: int | None = None
     dropout: float | None = None
 
-    def rounding(self, stage: str) -> float:
+    def float32_rounding_of_stage(self, stage: str) -> float:
         """Return the relative difference that a run in float32 makes in a stage."""
         return self.roundings.get(stage, 0.0)
 
@@ -61,7 +61,7 @@ class ModelRun:
     inputs: str
     output_roundings: Mapping[str, float] = field(default_factory=dict)
 
-    def output_rounding(self, name: str) -> float:
+    def float32_rounding_of_output(self, name: str) -> float:
         """Return the relative difference that a run in float32 makes in an output."""
         return self.output_roundings.get(name, 0.0)
 

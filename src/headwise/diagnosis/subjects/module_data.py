@@ -46,12 +46,14 @@ class ModuleData:
 def read_attention_modules(model: nn.Module) -> list[ModuleData]:
     """Return the attention modules of a model whose weights and settings can be read."""
     modules = [
-        data for name, module in model.named_modules() if (data := _read_layer(name, module))
+        data
+        for name, module in model.named_modules()
+        if (data := _read_native_or_torch_layer(name, module))
     ]
     return modules or _read_transformers_modules(model)
 
 
-def _read_layer(name: str, module: nn.Module) -> ModuleData | None:
+def _read_native_or_torch_layer(name: str, module: nn.Module) -> ModuleData | None:
     """Return a layer of headwise or torch as data."""
     prefix = f"{name}." if name else ""
     if isinstance(module, Attention):

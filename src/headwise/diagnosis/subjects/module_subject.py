@@ -54,10 +54,10 @@ class ModuleSubject(Subject):
             )
             if output.requires_grad:
                 (output * direction.to(dtype)).sum().backward()
-        gradients = {name: _replace_none_by_zeros(leaf) for name, leaf in leaves.items()}
+        gradients = {name: _gradient_or_zeros(leaf) for name, leaf in leaves.items()}
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter.copy_(_replace_none_by_zeros(parameter))
+                parameter.copy_(_gradient_or_zeros(parameter))
         # Gradients have the shapes of the weights, and are read in the same layout.
         model = self.subject_of_module(module).model
         return gradients | ({} if model is None else dict(model.weights))
@@ -85,5 +85,5 @@ def describe_dropout_difference(first: float | None, second: float | None) -> st
     )
 
 
-def _replace_none_by_zeros(leaf: Tensor) -> Tensor:
+def _gradient_or_zeros(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -141,7 +141,7 @@ def settings_from_layer(layer: Attention) -> Settings:
 def _rotary_form(rotary: Rotary, head_dim: int) -> RotaryForm:
     return RotaryForm(
         theta=rotary.theta,
-        width=rotary.width_in(head_dim),
+        width=rotary.rotated_width(head_dim),
         pairing=rotary.pairing,
         scaling=rotary.scaling,
     )

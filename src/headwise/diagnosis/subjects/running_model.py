@@ -97,7 +97,8 @@ def _run_in_dtype(
         raise
     except FAILURES as error:
         shapes = [
-            f"{name} of shape {tuple(x.shape)}" for name, x in _list_tensors(arguments).items()
+            f"{name} of shape {tuple(x.shape)}"
+            for name, x in _tensor_arguments_by_name(arguments).items()
         ]
         raise OptionError(
             saw=f"a {type(model).__name__} that fails: {describe_error(error)}",
@@ -106,7 +107,7 @@ def _run_in_dtype(
         ) from error
 
 
-def _list_tensors(arguments: Arguments) -> dict[str, Tensor]:
+def _tensor_arguments_by_name(arguments: Arguments) -> dict[str, Tensor]:
     positional, named = arguments
     every = {f"argument {n}": x for n, x in enumerate(positional)} | dict(named)
     return {name: x for name, x in every.items() if isinstance(x, Tensor)}
@@ -122,13 +123,13 @@ def record_layers(
     """
     calls: list[CapturedCall] = []
     projected = _Projections(model, read_attention_modules(model))
-    with torch.no_grad(), evaluation_mode(model), projected.hooks():
+    with torch.no_grad(), evaluation_mode(model), projected.recording_context():
         with capture_attention(
             model, on_complete=calls.append, keep_implementation=True
         ) as capture:
             capture.begin_input()
             output = model(*arguments[0], **arguments[1])
-        capture.require_any(type(model).__name__)
+        capture.require_any_captured(type(model).__name__)
     # transformers computes rotations and norms in float32, whatever the dtype of the model is.
     is_single = hasattr(model, "config")
     dtype = torch.float32 if is_single else next(model.parameters()).dtype
@@ -228,7 +229,7 @@ class _Projections:
         self.outputs: dict[str, Tensor] = {}
         self.sources: dict[str, Tensor] = {}  # of layers of torch, which take keys as an argument
 
-    def hooks(self) -> ExitStack:
+    def recording_context(self) -> ExitStack:
         """Return a context in which the projections are recorded."""
         stack = ExitStack()
         for name in {name for data in self.modules for name in data.projections.values()}:
@@ -249,7 +250,7 @@ class _Projections:
 
         return keep
 
-    def make_module_data(self, layer: str) -> ModuleData | None:
+    def find_module_data(self, layer: str) -> ModuleData | None:
         """Return the module of a captured call as data."""
         return next((data for data in self.modules if data.covers_module(layer)), None)
 
@@ -259,7 +260,7 @@ def _put_batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
 
 
 def _make_layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dtype) -> LayerRun:
-    data = projected.make_module_data(call.layer)
+    data = projected.find_module_data(call.layer)
     names = {} if data is None else data.projections
     inputs = {role: projected.inputs.get(name) for role, name in names.items()}
     outputs = {role: projected.outputs.get(name) for role, name in names.items()}
@@ -278,11 +279,11 @@ def _make_layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dt
         if projected_rows is not None and len({*names.values()}) == len(names):
             stages |= _split_stage_by_head(role, projected_rows, heads, matrix.q.shape[3])
     if data is not None and data.model is not None and "q" in stages and matrix.scale == 1:
-        stages["q after rotary"] = _divide_by_scale(
+        stages["q after rotary"] = _undo_scale_in_queries(
             matrix.q, stages["q"], data.model.settings.scale
         )
     if data is not None and data.model is not None and "q" not in stages:
-        stages |= _read_projections(stages, data.model.settings)
+        stages |= _infer_unrotated_projections(stages, data.model.settings)
     output = outputs.get("o")
     if output is not None and output.shape[:-1] == (batch, queries):
         stages["output"] = output
@@ -302,14 +303,16 @@ def _make_layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dt
     return LayerRun(call.layer, recorded, model, window=window)
 
 
-def _read_projections(stages: Mapping[str, Tensor], settings: Settings) -> dict[str, Tensor]:
+def _infer_unrotated_projections(
+    stages: Mapping[str, Tensor], settings: Settings
+) -> dict[str, Tensor]:
     """Return queries and keys as projections, where nothing comes between them and the scores."""
     if settings.rotary is not None or settings.norm is not None:
         return {}
     return {role: stages[f"{role} after rotary"] for role in "qk"}
 
 
-def _divide_by_scale(q: Tensor, projected: Tensor, scale: float) -> Tensor:
+def _undo_scale_in_queries(q: Tensor, projected: Tensor, scale: float) -> Tensor:
     """Return queries without the scale, where a layer multiplies its projection by the scale."""
     is_scaled = relative_difference_norm(projected * scale, q) <= COARSE
     return projected if is_scaled else q
@@ -331,4 +334,4 @@ def _split_stage_by_head(role: str, rows: Tensor, heads: int, head_dim: int) -> 
 
 def find_allowed_pairs(matrix: AttentionMatrix) -> Tensor:
     """Return True where a query may attend, (batch or 1, heads or 1, queries, keys)."""
-    return matrix.bound_mask.at(torch.arange(matrix.shape[2], device=matrix.q.device))
+    return matrix.bound_mask.evaluate_rows(torch.arange(matrix.shape[2], device=matrix.q.device))

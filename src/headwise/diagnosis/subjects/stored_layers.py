@@ -9,7 +9,7 @@ from headwise.diagnosis.subjects.model_run import LayerRun, ModelRun
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 
 
-def run_stored(path: Path, model: ModelRun) -> ModelRun:
+def run_stored_layers(path: Path, model: ModelRun) -> ModelRun:
     """Load as many layers as a model has, and run each on the input of the model's layer.
 
     Args:

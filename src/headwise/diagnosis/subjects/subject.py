@@ -33,7 +33,7 @@ class Subject(ABC):
         return None
 
     @property
-    def sizes(self) -> tuple[int, int] | None:
+    def input_widths(self) -> tuple[int, int] | None:
         """Widths of ``x`` and of the source, None where they are not known."""
         model = self.model
         if model is None:
@@ -44,7 +44,7 @@ class Subject(ABC):
     def output(self, inputs: Inputs) -> Tensor:
         """Return the output in the dtype of the subject, (batch, queries, out_dim)."""
 
-    def calls(self, inputs: Inputs) -> list[RecordedCall]:
+    def record_calls(self, inputs: Inputs) -> list[RecordedCall]:
         """Return the recorded calls, one after the other with the same cache.
 
         Raises:

@@ -64,7 +64,7 @@ class TorchSubject(ModuleSubject):
         """Return the projections, weights, head outputs and output, in float64."""
         call = RecordedCall(inputs, {})
         output, weights = self._run_torch_layer(self.float64_layer, inputs)
-        stages = {role: self.model.predict(role, call) for role in ("q", "k", "v")}
+        stages = {role: self.model.predict_stage(role, call) for role in ("q", "k", "v")}
         stages |= {"weights": weights, "head outputs": weights @ stages["v"], "output": output}
         return call.with_stages(stages)
 

@@ -63,7 +63,10 @@ class Attention(HeadReadings):
         OptionError: sizes or options that contradict each other, or lie outside their range.
     """
 
-    @explain_arguments(argument_aliases.CONSTRUCTOR, beyond=argument_aliases.advise_extra_sizes)
+    @explain_arguments(
+        argument_aliases.CONSTRUCTOR,
+        beyond=argument_aliases.advise_positional_constructor_arguments,
+    )
     def __init__(
         self,
         embed_dim: int,
@@ -124,7 +127,9 @@ class Attention(HeadReadings):
             if reset := getattr(module, "reset_parameters", None):  # ALiBi and None have none
                 reset()
 
-    @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
+    @explain_arguments(
+        argument_aliases.CALL, beyond=argument_aliases.advise_positional_call_arguments
+    )
     def forward(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -156,14 +161,14 @@ class Attention(HeadReadings):
             MaskError: a mask or a score bias for other sizes, or one that a cache cannot take.
             OptionError: a source missing or not allowed, another layer's or a full cache.
         """
-        call = self._check_call(x, source, mask, score_bias, cache, gate)
+        call = self._prepare_call(x, source, mask, score_bias, cache, gate)
         tokens = select_packing(call)
         matrix, v = self._matrix_and_values(tokens, call)
-        outputs = matrix.dropped(v, dropout_p=self.dropout) if self.drops else matrix @ v
+        outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
         outputs = call_hook(matrix, v, outputs)
         if call.gate is not None:
-            outputs = outputs * tokens.gate(call.gate.to(outputs.dtype))
-        return tokens.project(outputs.transpose(1, 2).flatten(2), self.out_proj)
+            outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))
+        return tokens.project_and_restore_batch(outputs.transpose(1, 2).flatten(2), self.out_proj)
 
     @classmethod
     def from_layout(
@@ -198,8 +203,12 @@ class Attention(HeadReadings):
         canonical = layout_conversion.unpack_state(
             state, source, options, heads=num_heads, kv_heads=num_kv_heads
         )
-        layer = cls(**layout_conversion.layer_options(canonical, source.function, options))
-        layout_conversion.require_source_function(source, layer, accept)
+        layer = cls(
+            **layout_conversion.constructor_arguments_from_weights(
+                canonical, source.function, options
+            )
+        )
+        layout_conversion.require_same_function_as_source(source, layer, accept)
         layer.load_state_dict(layout_conversion.pack_state(canonical, layer))
         return layer
 
@@ -221,9 +230,13 @@ class Attention(HeadReadings):
         if self.part is not None:
             layout_conversion.refuse_part(self)
         target = registry.layout(target)
-        layout_conversion.require_target_function(target, self, accept)
+        layout_conversion.require_same_function_as_target(target, self, accept)
         canonical = layout_conversion.canonical_state(self, self.state_dict())
-        width = {} if self.rotary is None else {"rotary_width": self.rotary.width_in(self.head_dim)}
+        width = (
+            {}
+            if self.rotary is None
+            else {"rotary_width": self.rotary.rotated_width(self.head_dim)}
+        )
         return target.pack(canonical, **width)
 
     def cache(self, *, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:

@@ -9,11 +9,11 @@ from headwise.kernels.linear import apply_linear
 from headwise.layers.head_part import HeadPart
 from headwise.layers.native import call_checks
 from headwise.layers.native.cache import Cache
-from headwise.layers.native.padding import CallInputs, Unpacked, mask_hides_keys
+from headwise.layers.native.padding import CallInputs, Unpacked, mask_hides_keys_from_all
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions.rotary import Rotary
 from headwise.masks.mask import Mask
-from headwise.masks.operand_checks import require_mask, require_score_bias
+from headwise.masks.operand_checks import require_mask_or_none, require_score_bias_or_none
 from headwise.masks.score_bias import ScoreBias
 from headwise.reference import split_heads
 
@@ -54,11 +54,11 @@ class AttentionBase(nn.Module):
     part: HeadPart | None = None  # the heads that this module computes, if not all
 
     @property
-    def drops(self) -> bool:
+    def applies_dropout(self) -> bool:
         """True if the next forward pass applies dropout."""
         return self.training and self.dropout > 0
 
-    def _check_call(
+    def _prepare_call(
         self,
         x: Tensor,
         source: Tensor | None,
@@ -78,7 +78,7 @@ class AttentionBase(nn.Module):
             call_checks.refuse_missing_source(self.source_dim, self.embed_dim)
         if cache is not None:
             call_checks.check_cache(cache, self.identity, crosses=source is not None)
-        mask, score_bias = require_mask(mask), require_score_bias(score_bias)
+        mask, score_bias = require_mask_or_none(mask), require_score_bias_or_none(score_bias)
         if self.window is not None:
             mask = mask & Mask.window(*self.window)
         if self.score_bias is not None:
@@ -107,15 +107,15 @@ class AttentionBase(nn.Module):
             q, k = self._normalise_queries_and_keys(q, k)
         mask = tokens.mask
         if call.cache is not None:
-            keys = call.cache.keys_with(k.shape[2])
+            keys = call.cache.key_count_after(k.shape[2])
             call_checks.check_mask_and_bias(call, heads=self.num_heads, keys=keys)
             k, v, starts = call.cache.append(k, v, lengths=tokens.lengths)
-            call.cache.needs_mask |= mask_hides_keys(call)
+            call.cache.needs_mask |= mask_hides_keys_from_all(call)
             mask = tokens.mask_with_cache(starts)
         score_bias, sink, part = call.score_bias, self.sink, self.part
         if part is not None:
             k, v = part.share_kv(k), part.share_kv(v)
-            sink = None if sink is None else part.parameter(sink)
+            sink = None if sink is None else part.own_share_of_parameter(sink)
             sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
             mask = part.mask(mask, device=q.device, **sizes)
             score_bias = part.score_bias(score_bias, device=q.device, **sizes)
@@ -125,9 +125,9 @@ class AttentionBase(nn.Module):
     def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split projections into heads."""
         heads, kv_heads = self._head_counts
-        call_checks.check_width("q_proj", q, "heads", heads, self.head_dim)
-        call_checks.check_width("k_proj", k, "kv_heads", kv_heads, self.head_dim)
-        call_checks.check_width("v_proj", v, "kv_heads", kv_heads, self.value_dim)
+        call_checks.check_projection_width("q_proj", q, "heads", heads, self.head_dim)
+        call_checks.check_projection_width("k_proj", k, "kv_heads", kv_heads, self.head_dim)
+        call_checks.check_projection_width("v_proj", v, "kv_heads", kv_heads, self.value_dim)
         q, k = split_heads(q, heads=heads), split_heads(k, heads=kv_heads)
         return q, k, split_heads(v, heads=kv_heads)
 

@@ -57,7 +57,7 @@ class Cache:
         """Number of tokens added to each sequence so far, padding and dropped ones included."""
         return self.dropped + self.length
 
-    def keys_with(self, new: int) -> int:
+    def key_count_after(self, new: int) -> int:
         """Return the number of keys after ``new`` tokens are added.
 
         Raises:
@@ -98,7 +98,7 @@ class Cache:
             ShapeError, DTypeError, DeviceError: keys or values that do not fit the buffers.
             OptionError: more tokens than free slots, or keys that require a gradient.
         """
-        self._require_matching_tokens(k, v, lengths)
+        self._require_fit_to_buffers(k, v, lengths)
         self._make_room(k.shape[2])
         stop = self.length + k.shape[2]
         fits = stop <= self._k.shape[2]
@@ -152,7 +152,7 @@ class Cache:
 
     def _make_room(self, new: int) -> None:
         """Move the tokens that the window needs to the front, if the new ones do not fit."""
-        if self.keys_with(new) < self.length + new:
+        if self.key_count_after(new) < self.length + new:
             self._keep_latest(
                 CachedKeys(self._k[:, :, : self.length], self._v[:, :, : self.length], None)
             )
@@ -175,7 +175,7 @@ class Cache:
             tokens.copy_(tokens.gather(2, source[:, None, :, None].expand_as(tokens)))
         self.padding = gaps if self.padding is None else self.padding + gaps
 
-    def _require_matching_tokens(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
+    def _require_fit_to_buffers(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
         for name, buffer, new in (("keys", self._k, k), ("values", self._v, v)):
             batch, kv_heads, _, width = buffer.shape
             if (new.shape[0], new.shape[1], new.shape[3]) != (batch, kv_heads, width):

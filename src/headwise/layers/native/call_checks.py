@@ -125,7 +125,7 @@ def check_cache(cache: Cache, identity: str, *, crosses: bool) -> None:
         )
 
 
-def check_width(name: str, x: Tensor, axis: str, heads: int, width: int) -> None:
+def check_projection_width(name: str, x: Tensor, axis: str, heads: int, width: int) -> None:
     """Raise ShapeError unless a projection gives the channels of all heads of this module."""
     if x.shape[-1] != heads * width:
         raise ShapeError(
@@ -157,5 +157,5 @@ def check_mask_and_bias(call: CallInputs, *, heads: int, keys: int) -> None:
     """Raise MaskError if mask or score bias have other sizes, before the cache changes."""
     batch, queries, _ = call.x.shape
     matrix = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
-    call.mask.without(PaddingClause).bind(**matrix, device=call.x.device)
+    call.mask.without_kind(PaddingClause).bind(**matrix, device=call.x.device)
     call.score_bias.check(**matrix, device=call.x.device)

@@ -15,7 +15,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.hooks import call_hook
 from headwise.layers.native.base import Projection
 from headwise.layers.native.call_checks import check_tokens
-from headwise.layers.native.initialization import initialise_einops
+from headwise.layers.native.initialization import initialise_as_einops_page
 from headwise.layers.native.option_checks import check_counts
 from headwise.masks.mask import Mask
 from headwise.masks.operand_checks import check_probability
@@ -75,7 +75,7 @@ class EinopsAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise the projections as the page does, and the layer norm to the identity."""
         projections = (self.w_qs, self.w_ks, self.w_vs, self.fc)
-        initialise_einops(*projections, head_dim=self.head_dim, value_dim=self.value_dim)
+        initialise_as_einops_page(*projections, head_dim=self.head_dim, value_dim=self.value_dim)
         self.layer_norm.reset_parameters()
 
     def forward(

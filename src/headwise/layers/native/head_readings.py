@@ -22,7 +22,9 @@ class HeadReadings(AttentionBase):
     A layer with a `HeadPart` computes the matrix and the head outputs of its own heads.
     """
 
-    @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
+    @explain_arguments(
+        argument_aliases.CALL, beyond=argument_aliases.advise_positional_call_arguments
+    )
     def matrix(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -37,10 +39,12 @@ class HeadReadings(AttentionBase):
             ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
             MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
         """
-        call = self._check_call(x, source, mask, score_bias)
+        call = self._prepare_call(x, source, mask, score_bias)
         return self._matrix_and_values(Unpacked.of(call), call)[0]
 
-    @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
+    @explain_arguments(
+        argument_aliases.CALL, beyond=argument_aliases.advise_positional_call_arguments
+    )
     def head_outputs(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -55,11 +59,13 @@ class HeadReadings(AttentionBase):
             ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
             MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
         """
-        call = self._check_call(x, source, mask, score_bias)
+        call = self._prepare_call(x, source, mask, score_bias)
         matrix, v = self._matrix_and_values(Unpacked.of(call), call)
         return matrix @ v
 
-    @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
+    @explain_arguments(
+        argument_aliases.CALL, beyond=argument_aliases.advise_positional_call_arguments
+    )
     def contributions(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -88,7 +94,9 @@ class HeadReadings(AttentionBase):
         ]
         return torch.stack(parts, dim=1)
 
-    @explain_arguments(argument_aliases.CALL, beyond=argument_aliases.advise_extra_inputs)
+    @explain_arguments(
+        argument_aliases.CALL, beyond=argument_aliases.advise_positional_call_arguments
+    )
     def explain(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -98,14 +106,14 @@ class HeadReadings(AttentionBase):
         score_bias: ScoreBias | None = None,
     ) -> LayerExplanation:
         """Return a printable report on a forward pass of this input: tokens, kernels and costs."""
-        call = self._check_call(x, source, mask, score_bias)
+        call = self._prepare_call(x, source, mask, score_bias)
         tokens = select_packing(call)
         matrix, v = self._matrix_and_values(tokens, call)
         total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
         line = f"{total:,}, all of the input"
         if isinstance(tokens, Packed):
             line = f"{real:,} of {total:,} are real and packed into one row; padding is skipped"
-        if self.drops:
+        if self.applies_dropout:
             line += "; dropout in training allocates queries x keys for A @ v"
         if self.part is not None:
             line += f"; {self.part} of {self.num_heads} here"

@@ -56,16 +56,16 @@ def initialise_projections(
     if source in ("torch-packed", "torch-separate"):
         _initialise_torch(q, k, v, out, packed=source == "torch-packed")
     elif source == "einops":
-        initialise_einops(q, k, v, out, head_dim=layer.head_dim, value_dim=layer.value_dim)
+        initialise_as_einops_page(q, k, v, out, head_dim=layer.head_dim, value_dim=layer.value_dim)
     else:
         stds = _t5_stds(layer) if source == "t5" else _gpt2_stds(num_layers)
         for projection, std in zip((q, k, v, out), stds, strict=True):
             nn.init.normal_(projection.weight, std=std)
             _zero_biases(projection)
-    _adjust_queries(layer, 1.0 if source == "t5" else layer.head_dim**-0.5)
+    _rescale_query_projection(layer, 1.0 if source == "t5" else layer.head_dim**-0.5)
 
 
-def initialise_einops(
+def initialise_as_einops_page(
     q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, *, head_dim: int, value_dim: int
 ) -> None:
     """Initialise four projections as einops' page does, in its order."""
@@ -110,7 +110,7 @@ def _zero_biases(projection: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def _adjust_queries(layer: AttentionBase, source_scale: float) -> None:
+def _rescale_query_projection(layer: AttentionBase, source_scale: float) -> None:
     """Multiply the queries' projection by the source's scale over the layer's scale."""
     layer_scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
     if layer_scale in (0.0, source_scale):

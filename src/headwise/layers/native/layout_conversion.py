@@ -17,7 +17,12 @@ from headwise.layers.positions import Alibi, T5Bias
 from headwise.layers.positions.distance_bias import BIAS_MAX, AlibiSlopes, T5BucketTable
 from headwise.layers.positions.rotary import Rotary
 from headwise.layouts import pattern
-from headwise.layouts.attention_spec import SCALES, USUAL_SCALE, AttentionSpec, require_same
+from headwise.layouts.attention_spec import (
+    SCALES,
+    USUAL_SCALE,
+    AttentionSpec,
+    require_conflicts_accepted,
+)
 from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import find_modules
@@ -64,7 +69,7 @@ def _require_one_module(state: Mapping[str, Tensor], source: Layout) -> None:
         )
 
 
-def layer_options(
+def constructor_arguments_from_weights(
     canonical: State, function: AttentionSpec, user_options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the constructor's arguments for a layer with these tensors and this function.
@@ -122,7 +127,7 @@ def _layout_of_layer(layer: AttentionBase) -> Layout:
 def pack_state(canonical: State, layer: AttentionBase) -> dict[str, Tensor]:
     """Return the layer's state_dict from canonical tensors, head_dim in its rotation's order."""
     if layer.rotary is not None and layer.rotary.pairing != "half-split":
-        width = layer.rotary.width_in(layer.head_dim)
+        width = layer.rotary.rotated_width(layer.head_dim)
         canonical = pattern.to_interleaved(canonical, width=width)
     return _layout_of_layer(layer).pack(canonical)
 
@@ -147,7 +152,7 @@ def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
     canonical = state_per_head(layer, state)
     if layer.rotary is None or layer.rotary.pairing == "half-split":
         return canonical
-    return pattern.to_half_split(canonical, width=layer.rotary.width_in(layer.head_dim))
+    return pattern.to_half_split(canonical, width=layer.rotary.rotated_width(layer.head_dim))
 
 
 # ---- the function -------------------------------------------------------------------------------
@@ -170,11 +175,13 @@ def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
     )
     if rotary is None:
         return function
-    sizes = {"head_dim": layer.head_dim, "rotary_width": rotary.width_in(layer.head_dim)}
-    return function.with_rotary_width(sizes)
+    sizes = {"head_dim": layer.head_dim, "rotary_width": rotary.rotated_width(layer.head_dim)}
+    return function.with_rotary_width_from_sizes(sizes)
 
 
-def require_source_function(layout: Layout, layer: AttentionBase, accept: Iterable[str]) -> None:
+def require_same_function_as_source(
+    layout: Layout, layer: AttentionBase, accept: Iterable[str]
+) -> None:
     """Raise OptionError if a layer made of a layout's weights computes another function."""
     expected, actual = layout.function, spec_of_layer(layer)
     has_user_bias = not isinstance(layer.score_bias, AlibiSlopes | T5BucketTable | None)
@@ -182,7 +189,7 @@ def require_source_function(layout: Layout, layer: AttentionBase, accept: Iterab
         actual = replace(actual, score_bias=None)  # trust the user's class for the described bias
     conflicts = expected.conflicts(actual)
     options = ", ".join(f"{name}=..." for name in conflicts)
-    require_same(
+    require_conflicts_accepted(
         conflicts,
         accept,
         between=f"{layout.name} and a layer with these options",
@@ -190,10 +197,12 @@ def require_source_function(layout: Layout, layer: AttentionBase, accept: Iterab
     )
 
 
-def require_target_function(layout: Layout, layer: AttentionBase, accept: Iterable[str]) -> None:
+def require_same_function_as_target(
+    layout: Layout, layer: AttentionBase, accept: Iterable[str]
+) -> None:
     """Raise OptionError if modules of a layout compute another function than the layer."""
     conflicts = spec_of_layer(layer).conflicts(layout.function)
-    require_same(conflicts, accept, between=f"this layer and {layout.name}")
+    require_conflicts_accepted(conflicts, accept, between=f"this layer and {layout.name}")
 
 
 def _scale_in_words(scale: float | None, head_dim: int) -> str:

@@ -12,7 +12,7 @@ from headwise.layers.positions import PositionBias
 from headwise.layers.positions.rotary import Rotary
 from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
-from headwise.masks.operand_checks import check_probability, check_score_numbers
+from headwise.masks.operand_checks import check_probability, check_scale_and_softcap
 from headwise.support.message_text import describe_value
 
 
@@ -54,18 +54,18 @@ def check_options(
             needed="num_heads divisible by num_kv_heads: each kv head serves a group of heads",
             do=f"num_kv_heads={_divisors_in_words(layer.num_heads)}",
         )
-    _check_kinds(layer, score_bias)
+    _check_option_types(layer, score_bias)
     positional = {"rotary": layer.rotary, "window": layer.window, "score_bias": score_bias}
     for name, option in positional.items():
         if crosses and option is not None:
             refuse_in_cross_attention(name, option, f"source_dim={layer.source_dim}")
     if layer.rotary is not None:
-        layer.rotary.width_in(layer.head_dim)
-    check_score_numbers(layer.scale, layer.softcap, dtype=dtype or torch.get_default_dtype())
+        layer.rotary.rotated_width(layer.head_dim)
+    check_scale_and_softcap(layer.scale, layer.softcap, dtype=dtype or torch.get_default_dtype())
     check_probability(layer.dropout)
 
 
-def _check_kinds(layer: AttentionBase, score_bias: object) -> None:
+def _check_option_types(layer: AttentionBase, score_bias: object) -> None:
     kinds = (
         ("rotary", layer.rotary, Rotary, "a Rotary", "rotary=Rotary()"),
         ("qk_norm", layer.qk_norm, QKNorm, "a QKNorm", "qk_norm=QKNorm()"),
@@ -88,7 +88,9 @@ def _check_kinds(layer: AttentionBase, score_bias: object) -> None:
             do="window=(W - 1, 0) for a causal window of W keys, the query's own key included",
         )
     if window is not None:
-        (band,) = Mask.window(*window).of_kind(Band)  # refuses a side that is no number from 0
+        (band,) = Mask.window(*window).clauses_of_kind(
+            Band
+        )  # refuses a side that is no number from 0
         layer.window = band.sides  # Python integers: those of NumPy may wrap
 
 

@@ -43,19 +43,21 @@ class CallInputs(NamedTuple):
 
     def of_part(self, part: HeadPart) -> CallInputs:
         """Return the inputs as a part of the heads uses them; mask and bias stay those of all."""
-        biases = {f"score_bias {i}": tensor for i, tensor in enumerate(self.score_bias.all())}
+        biases = {
+            f"score_bias {i}": tensor for i, tensor in enumerate(self.score_bias.all_tensors())
+        }
         inputs = {"x": self.x} | biases
         if self.source is not self.x:
             inputs["source"] = self.source
         if self.gate is not None:
             inputs["gate"] = self.gate
-        inputs = part.enter(inputs)
+        inputs = part.prepare_inputs(inputs)
         names = iter(biases)
         return self._replace(
             x=inputs["x"],
             source=inputs.get("source", inputs["x"]),
-            score_bias=self.score_bias.mapped(lambda _: inputs[next(names)]),
-            gate=part.channels(inputs["gate"], dim=-1) if "gate" in inputs else None,
+            score_bias=self.score_bias.map_tensors(lambda _: inputs[next(names)]),
+            gate=part.cut_channels(inputs["gate"], dim=-1) if "gate" in inputs else None,
         )
 
 
@@ -75,7 +77,7 @@ class Unpacked:
         positions = torch.arange(self.x.shape[1], device=self.x.device) + self.first
         return positions if self.padding is None else positions - self.padding[:, None]
 
-    def gate(self, gate: Tensor) -> Tensor:
+    def expand_gate(self, gate: Tensor) -> Tensor:
         """Reshape a gate, (heads,) or (batch, heads), to a factor of the head outputs."""
         return gate[..., None, None]
 
@@ -83,7 +85,7 @@ class Unpacked:
         """Return the mask over a cache's keys; keys before a sequence's start are hidden."""
         return self.mask if starts is None else self.mask & Mask.starts(keys=starts)
 
-    def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
+    def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
         """Return the output for every token of the call, by the output projection."""
         output: Tensor = projection(merged)
         return output
@@ -125,7 +127,7 @@ class Packed(Unpacked):
             ]
         )
 
-    def gate(self, gate: Tensor) -> Tensor:
+    def expand_gate(self, gate: Tensor) -> Tensor:
         """Return the gate of each token's sequence, (1, heads, tokens, 1), or (heads, 1, 1)."""
         if gate.dim() == 1:
             return gate[:, None, None]
@@ -134,7 +136,7 @@ class Packed(Unpacked):
         )
         return gate.index_select(0, row).mT[None, :, :, None]
 
-    def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
+    def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
         """Return (batch, queries, out_dim); padding gets the output for a token of zeros."""
         merged = torch.cat([merged, merged.new_zeros(1, 1, merged.shape[2])], dim=1)
         *tokens, blank = projection(merged)[0].split([*self._sequence_lengths(), 1])
@@ -158,7 +160,7 @@ def pack_real_tokens(call: CallInputs) -> Packed | None:
     if batch * queries * width * width <= least:
         return None  # before the lengths are read, since reading waits for an accelerator
     bound = mask.bind(batch=batch, heads=1, queries=queries, keys=source.shape[1], device=x.device)
-    division = bound.divided()
+    division = bound.divide_into_rectangles()
     if division is None or not all(clause.is_relative for clause in division.rest.clauses):
         return None
     pieces = division.rectangles
@@ -178,7 +180,7 @@ def pack_real_tokens(call: CallInputs) -> Packed | None:
     # Each query has the position of its key, so clauses without an alignment need none.
     mask = Mask((*division.rest.clauses, PackedRow(offsets, key_offsets)))
     origin: dict[str, Any] = {
-        "padding": bound.first_keys(),
+        "padding": bound.first_real_keys(),
         "pieces": pieces,
         "batch": batch,
         "queries": queries,
@@ -189,7 +191,7 @@ def pack_real_tokens(call: CallInputs) -> Packed | None:
 def _is_packable(call: CallInputs) -> bool:
     if not call.mask.clauses or call.score_bias.tensors or not may_read_values(call.x):
         return False
-    if call.mask.of_kind(Dense):
+    if call.mask.clauses_of_kind(Dense):
         return False  # a tensor names its keys by their place in the batch
     # In cross attention packing changes the distances between queries and keys.
     by_distance = call.score_bias.by_distance or any(c.is_relative for c in call.mask.clauses)
@@ -231,7 +233,7 @@ class LeftPadded(Unpacked):
         _, gap = _positions_and_gaps(self.x, self.lengths)
         return self.mask & Mask.starts(queries=gap[:, 0], keys=starts)
 
-    def project(self, merged: Tensor, projection: nn.Module) -> Tensor:
+    def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
         """Project and move each sequence back to position 0, with the output of padding after."""
         output: Tensor = projection(merged)
         if self.end_together:
@@ -251,14 +253,16 @@ def left_pad_tokens(call: CallInputs, cache: Cache) -> Unpacked:
     x, mask = call.x, call.mask
     _check_alignment(call, cache)
     _check_hidden_keys(call, cache)
-    if not mask.of_kind(PaddingClause):
+    if not mask.clauses_of_kind(PaddingClause):
         return Unpacked(x, x, mask, cache.seen, cache.padding)
     lengths, end_together = _lengths_of_call(call)
     position, gap = _positions_and_gaps(x, lengths)
     if not end_together:
         x = _gather_tokens(x, (position - gap).clamp(min=0))
     padding = gap[:, 0] if cache.padding is None else gap[:, 0] + cache.padding
-    return LeftPadded(x, x, mask.without(PaddingClause), cache.seen, padding, lengths, end_together)
+    return LeftPadded(
+        x, x, mask.without_kind(PaddingClause), cache.seen, padding, lengths, end_together
+    )
 
 
 def _check_alignment(call: CallInputs, cache: Cache) -> None:
@@ -270,9 +274,12 @@ def _check_alignment(call: CallInputs, cache: Cache) -> None:
             needed="the last query aligned with the last key, since earlier keys are cached",
             do='use align="bottom-right", or leave out align',
         )
-    new, by_position = call.x.shape[1], [c for c in call.mask.clauses if _is_by_position(c)]
+    new, by_position = (
+        call.x.shape[1],
+        [c for c in call.mask.clauses if _depends_on_absolute_position(c)],
+    )
     # In this order: a graph should compare sizes of the cache only where it must.
-    if by_position and cache.keys_with(new) != cache.seen + new:
+    if by_position and cache.key_count_after(new) != cache.seen + new:
         raise MaskError(
             saw=f"{by_position[0]} with a cache that has dropped tokens older than its window",
             needed="a mask that depends on distances alone, or one bool for each cached key",
@@ -281,8 +288,8 @@ def _check_alignment(call: CallInputs, cache: Cache) -> None:
 
 
 def _check_hidden_keys(call: CallInputs, cache: Cache) -> None:
-    if cache.needs_mask and not call.mask.of_kind(Dense):
-        keys = cache.keys_with(call.x.shape[1])
+    if cache.needs_mask and not call.mask.clauses_of_kind(Dense):
+        keys = cache.key_count_after(call.x.shape[1])
         raise MaskError(
             saw=f"a cache with {call.mask}, after a mask that hid cached keys from every query",
             needed=f"a boolean mask over all {keys} keys in each call: a cache stores lengths only",
@@ -291,14 +298,16 @@ def _check_hidden_keys(call: CallInputs, cache: Cache) -> None:
         )
 
 
-def mask_hides_keys(call: CallInputs) -> bool:
+def mask_hides_keys_from_all(call: CallInputs) -> bool:
     """True if a boolean mask hides a key from all of several queries, as padding is hidden."""
     if call.x.shape[1] == 1 or not may_read_values(call.x):
         return False
-    return any(not bool(mask.allowed.amax((1, 2)).all()) for mask in call.mask.of_kind(Dense))
+    return any(
+        not bool(mask.allowed.amax((1, 2)).all()) for mask in call.mask.clauses_of_kind(Dense)
+    )
 
 
-def _is_by_position(clause: Clause) -> bool:
+def _depends_on_absolute_position(clause: Clause) -> bool:
     """True if the clause hides other tokens once a cache has dropped some."""
     return not (clause.is_relative or clause.names_every_key or isinstance(clause, PaddingClause))
 
@@ -310,7 +319,7 @@ def _lengths_of_call(call: CallInputs) -> tuple[Tensor, bool]:
     """
     mask, (batch, new, _) = call.mask, call.x.shape
     _check_lengths(mask, new)
-    padding = Mask(mask.of_kind(PaddingClause)).bind(
+    padding = Mask(mask.clauses_of_kind(PaddingClause)).bind(
         batch=batch, heads=1, queries=new, keys=new, device=call.x.device
     )
     by_axis = {(c.kind, c.axis): c.numbers for c in padding.clauses if isinstance(c, PaddingClause)}
@@ -322,7 +331,7 @@ def _lengths_of_call(call: CallInputs) -> tuple[Tensor, bool]:
             needed="one length for each sequence: how many of this call's tokens are real",
             do='Mask.lengths(queries=n, keys=n), with side="left" where padding stands before them',
         )
-    others = mask.without(PaddingClause).clauses
+    others = mask.without_kind(PaddingClause).clauses
     if call.score_bias.tensors or not all(clause.is_relative for clause in others):
         raise MaskError(
             saw=f"a cache with mask {mask} and score bias {call.score_bias}",
@@ -335,7 +344,7 @@ def _lengths_of_call(call: CallInputs) -> tuple[Tensor, bool]:
 
 
 def _check_lengths(mask: Mask, new: int) -> None:
-    for clause in mask.of_kind(Lengths):
+    for clause in mask.clauses_of_kind(Lengths):
         numbers = clause.numbers
         if may_check_values(numbers) and numbers.numel() and int(numbers.max()) > new:
             raise MaskError(
@@ -348,12 +357,12 @@ def _check_lengths(mask: Mask, new: int) -> None:
 
 def _left_padding(call: CallInputs) -> Tensor | None:
     """Return the position of each sequence's first token, or None without left padding."""
-    clauses, (batch, queries, _) = call.mask.of_kind(PaddingClause), call.x.shape
+    clauses, (batch, queries, _) = call.mask.clauses_of_kind(PaddingClause), call.x.shape
     if not clauses:
         return None
     keys = call.source.shape[1]
     sizes = {"batch": batch, "heads": 1, "queries": queries, "keys": keys}
-    return Mask(clauses).bind(**sizes, device=call.x.device).first_keys()
+    return Mask(clauses).bind(**sizes, device=call.x.device).first_real_keys()
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:

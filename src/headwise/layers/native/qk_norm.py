@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from headwise.errors import OptionError
 from headwise.support.message_text import describe_value
-from headwise.support.tracing import is_traced
+from headwise.support.tracing import is_jit_tracing
 
 Kind = Literal["rms", "layer"]
 Over = Literal["head", "width"]
@@ -105,7 +105,7 @@ def normalise(
     wide, weight = x.to(exact), weight.to(exact)
     if options.one_plus:
         weight = 1.0 + weight
-    if bias is None and torch.onnx.is_in_onnx_export() and is_traced():
+    if bias is None and torch.onnx.is_in_onnx_export() and is_jit_tracing():
         # torch's older ONNX exporter has no rms_norm.
         mean = wide.square().mean(-1, keepdim=True)
         return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)

@@ -209,10 +209,11 @@ class T5Bias:
                 else "at least 2",
                 do="e.g. buckets=32, as in T5",
             )
-        if self.max_distance <= self._near():
+        if self.max_distance <= self._count_unshared_distances():
+            unshared = self._count_unshared_distances()
             raise OptionError(
                 saw=f"T5Bias(buckets={self.buckets}, max_distance={self.max_distance})",
-                needed=f"more than {self._near()}, the number of distances with their own bucket",
+                needed=f"more than {unshared}, the number of distances with their own bucket",
                 do="e.g. max_distance=128, as in T5",
             )
 
@@ -229,7 +230,7 @@ class T5Bias:
     def bucket_of(self, distances: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Return the bucket of each distance ``key - query``."""
         buckets = self.buckets // 2 if self.bidirectional else self.buckets
-        near = self._near()
+        near = self._count_unshared_distances()
         later = (distances > 0) * (self.buckets - buckets)
         far = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
         # Float32 in T5's order of operations: the last bit decides where a bucket begins.
@@ -237,7 +238,7 @@ class T5Bias:
         shared = (near + (steps * (buckets - near)).long()).clamp(max=buckets - 1)
         return later + torch.where(far < near, far, shared)
 
-    def _near(self) -> int:
+    def _count_unshared_distances(self) -> int:
         """Return the number of distances with their own bucket, on each side."""
         return self.buckets // (4 if self.bidirectional else 2)
 

@@ -18,7 +18,11 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
-from headwise.layers.positions.rotary_scaling import Scaling, require_positive, unscaled_frequencies
+from headwise.layers.positions.rotary_scaling import (
+    Scaling,
+    require_positive_fields,
+    unscaled_frequencies,
+)
 from headwise.support.message_text import describe_value
 from headwise.support.tracing import may_read_values
 
@@ -49,7 +53,7 @@ class Rotary:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "theta")
+        require_positive_fields(self, "theta")
         if self.width is not None and not _is_width(self.width):
             raise OptionError(
                 saw=f"Rotary(width={describe_value(self.width)})",
@@ -69,7 +73,7 @@ class Rotary:
                 do="e.g. LinearScaling(4.0)",
             )
 
-    def width_in(self, head_dim: int) -> int:
+    def rotated_width(self, head_dim: int) -> int:
         """Return the number of rotated channels in a head of ``head_dim``.
 
         Raises:
@@ -91,12 +95,12 @@ class Rotary:
         """Return the angle of each pair for one token, in radians, (pairs,), float32.
 
         Raises:
-            OptionError: as `width_in` and the scaling.
+            OptionError: as `rotated_width` and the scaling.
         """
-        width = self.width_in(head_dim)
+        width = self.rotated_width(head_dim)
         if self.scaling is None:
             return unscaled_frequencies(self.theta, width, device=device)
-        return self.scaling.scale(self.theta, width, device=device)
+        return self.scaling.scaled_frequencies(self.theta, width, device=device)
 
     @property
     def attention_factor(self) -> float:
@@ -155,7 +159,7 @@ class Rotary:
 
         For positions of (batch, length) the factors are (batch, 1, length, width).
         """
-        _require_shapes(x, positions)
+        _check_rotate_arguments(x, positions)
         exact = torch.promote_types(x.dtype, torch.float32)
         angles = positions[..., None].to(exact) * _frequencies_on_device(self, x).to(exact)
         if positions.dim() == 2:
@@ -207,7 +211,7 @@ def _is_in_cuda_graph(x: Tensor) -> bool:
     return bool(torch.cuda.is_current_stream_capturing())
 
 
-def _require_shapes(x: Tensor, positions: Tensor) -> None:
+def _check_rotate_arguments(x: Tensor, positions: Tensor) -> None:
     if x.dim() != 4:
         raise ShapeError(
             saw=f"x of shape {tuple(x.shape)}",

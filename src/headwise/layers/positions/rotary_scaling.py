@@ -21,7 +21,7 @@ from headwise.errors import OptionError
 from headwise.support.message_text import describe_value
 
 
-def require_positive(owner: object, *names: str) -> None:
+def require_positive_fields(owner: object, *names: str) -> None:
     """Raise OptionError unless each of these fields is a positive finite number."""
     for name in names:
         value = getattr(owner, name)
@@ -62,9 +62,9 @@ class LinearScaling(_UnitAmplitude):
     factor: float
 
     def __post_init__(self) -> None:
-        require_positive(self, "factor")
+        require_positive_fields(self, "factor")
 
-    def scale(
+    def scaled_frequencies(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
     ) -> Float[Tensor, " pairs"]:
         """Return the scaled frequencies of ``width`` rotated channels."""
@@ -82,9 +82,9 @@ class NTKScaling(_UnitAmplitude):
     factor: float
 
     def __post_init__(self) -> None:
-        require_positive(self, "factor")
+        require_positive_fields(self, "factor")
 
-    def scale(
+    def scaled_frequencies(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
     ) -> Float[Tensor, " pairs"]:
         """Return the scaled frequencies of ``width`` rotated channels.
@@ -138,7 +138,9 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         optional = ("attention_factor",) if self.attention_factor is not None else ()
-        require_positive(self, "factor", "original_length", "beta_fast", "beta_slow", *optional)
+        require_positive_fields(
+            self, "factor", "original_length", "beta_fast", "beta_slow", *optional
+        )
         if self.beta_fast < self.beta_slow:
             raise OptionError(
                 saw=f"YarnScaling(beta_fast={self.beta_fast}, beta_slow={self.beta_slow})",
@@ -158,7 +160,7 @@ class YarnScaling:
             )
         return self._attention_magnitude(1.0)
 
-    def scale(
+    def scaled_frequencies(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
     ) -> Float[Tensor, " pairs"]:
         """Return the scaled frequencies of ``width`` rotated channels.
@@ -166,13 +168,13 @@ class YarnScaling:
         Raises:
             OptionError: theta up to 1, or an original_length in which no pair is on the ramp.
         """
-        first, last = self.ramp(theta, width)
+        first, last = self.ramp_bounds(theta, width)
         pairs = torch.arange(width // 2, dtype=torch.float32, device=device)
         unscaled = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
         periods = _tokens_per_radian(theta, width, device)
         return 1.0 / (self.factor * periods) * (1 - unscaled) + 1.0 / periods * unscaled
 
-    def ramp(self, theta: float, width: int) -> tuple[float, float]:
+    def ramp_bounds(self, theta: float, width: int) -> tuple[float, float]:
         """Return the last unchanged pair and the first divided one, as floats."""
         if theta <= 1:
             raise OptionError(
@@ -181,7 +183,8 @@ class YarnScaling:
                 do="e.g. theta=10000.0",
             )
         first, last = (
-            self._pair_index(turns, theta, width) for turns in (self.beta_fast, self.beta_slow)
+            self._pair_index_of_turns(turns, theta, width)
+            for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
             first, last = float(math.floor(first)), float(math.ceil(last))
@@ -197,7 +200,7 @@ class YarnScaling:
         # A ramp of no length is a step.
         return first, last if first < last else last + 0.001
 
-    def _pair_index(self, turns: float, theta: float, width: int) -> float:
+    def _pair_index_of_turns(self, turns: float, theta: float, width: int) -> float:
         """Return the index, a float, of the pair with this many turns in the original length."""
         return (
             width * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -225,7 +228,7 @@ class Llama3Scaling(_UnitAmplitude):
     original_length: int
 
     def __post_init__(self) -> None:
-        require_positive(self, *(field.name for field in fields(self)))
+        require_positive_fields(self, *(field.name for field in fields(self)))
         if not self.low_freq_factor < self.high_freq_factor:
             raise OptionError(
                 saw=f"Llama3Scaling(low_freq_factor={self.low_freq_factor}, "
@@ -234,7 +237,7 @@ class Llama3Scaling(_UnitAmplitude):
                 do="e.g. low_freq_factor=1.0, high_freq_factor=4.0, as in Llama 3.1",
             )
 
-    def scale(
+    def scaled_frequencies(
         self, theta: float, width: int, *, device: torch.device | str = "cpu"
     ) -> Float[Tensor, " pairs"]:
         """Return the scaled frequencies of ``width`` rotated channels."""

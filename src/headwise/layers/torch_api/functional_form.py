@@ -9,7 +9,7 @@ from headwise.layers.torch_api import torch_checks
 from headwise.layers.torch_api.shared_forward import (
     CallOptions,
     ProjectionParameters,
-    compute_attention,
+    attend_before_out_proj,
 )
 from headwise.support.arguments import require_tensors
 
@@ -53,12 +53,12 @@ def multi_head_attention_forward(
     """
     require_tensors(query=query, key=key, value=value)
     torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
-    torch_checks.require_sizes(embed_dim_to_check, num_heads)
+    torch_checks.require_divisible_embed_dim(embed_dim_to_check, num_heads)
     weights = (in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight)
     form = (embed_dim_to_check, embed_dim_to_check, num_heads, not use_separate_proj_weight)
     parameters = ProjectionParameters(*form, *weights, bias_k, bias_v, add_zero_attn)
     masks, returned = (key_padding_mask, attn_mask, is_causal), (need_weights, average_attn_weights)
     dropout = dropout_p if training else 0.0
     options = CallOptions(*masks, *returned, dropout, static_k=static_k, static_v=static_v)
-    heads, attention = compute_attention(query, key, value, parameters, options)
+    heads, attention = attend_before_out_proj(query, key, value, parameters, options)
     return linear(heads, out_proj_weight, out_proj_bias), attention

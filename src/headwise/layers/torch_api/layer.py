@@ -22,9 +22,13 @@ from headwise.errors import PolarityWarning
 from headwise.layers.explanation import LayerExplanation
 from headwise.layers.head_part import HeadPart
 from headwise.layers.torch_api import state_dict_forms, torch_checks
-from headwise.layers.torch_api.part_of_call import attend_part, part_of_call
-from headwise.layers.torch_api.shared_forward import CallOptions, compute_attention, explain_forward
-from headwise.layers.torch_api.torch_masks import hidden_sequences
+from headwise.layers.torch_api.part_of_call import attend_head_part, make_head_part_call
+from headwise.layers.torch_api.shared_forward import (
+    CallOptions,
+    attend_before_out_proj,
+    explain_forward,
+)
+from headwise.layers.torch_api.torch_masks import fully_hidden_sequences
 from headwise.support.arguments import require_tensors
 from headwise.support.tracing import may_check_values
 
@@ -69,7 +73,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        torch_checks.require_sizes(embed_dim, num_heads)
+        torch_checks.require_divisible_embed_dim(embed_dim, num_heads)
         super().__init__(
             embed_dim,
             num_heads,
@@ -129,7 +133,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 is_causal=is_causal,
             )
         masks = (key_padding_mask, attn_mask, is_causal)
-        options = self._options(*masks, need_weights, average_attn_weights)
+        options = self._make_call_options(*masks, need_weights, average_attn_weights)
         heads, weights = self._attend(query, key, value, options)
         if key_padding_mask is not None:
             self._warn_of_hidden_sequences(key_padding_mask)
@@ -159,13 +163,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             torch_checks.refuse_nested("explain")
         masks = (key_padding_mask, attn_mask, is_causal)
-        options = self._options(*masks, need_weights, average_attn_weights)
+        options = self._make_call_options(*masks, need_weights, average_attn_weights)
         if self.part is None:
             return explain_forward(query, key, value, self, options, out_proj=self.out_proj)
-        call = part_of_call(query, key, value, self, options, part=self.part)
+        call = make_head_part_call(query, key, value, self, options, part=self.part)
         return explain_forward(*call, out_proj=self.out_proj)
 
-    def _options(
+    def _make_call_options(
         self,
         padding: Tensor | None,
         attn_mask: Tensor | None,
@@ -181,15 +185,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, options: CallOptions
     ) -> tuple[Tensor, Tensor | None]:
         if self.part is None:
-            return compute_attention(query, key, value, self, options)
-        call = part_of_call(query, key, value, self, options, part=self.part)
-        return attend_part(call, part=self.part)
+            return attend_before_out_proj(query, key, value, self, options)
+        call = make_head_part_call(query, key, value, self, options, part=self.part)
+        return attend_head_part(call, part=self.part)
 
     def _warn_of_hidden_sequences(self, padding: Tensor) -> None:
         """Warn once for each layer of padding that may have the reverse polarity."""
         if not may_check_values(padding) or self._has_warned:
             return
-        if hidden := hidden_sequences(padding):
+        if hidden := fully_hidden_sequences(padding):
             self._has_warned = True
             message = f"""\
 key_padding_mask of shape {tuple(padding.shape)} hides every key of sequence {hidden[0]}, \

@@ -11,12 +11,12 @@ from headwise.layers.torch_api import torch_checks
 from headwise.layers.torch_api.shared_forward import (
     CallOptions,
     ProjectionParameters,
-    compute_attention,
+    attend_before_out_proj,
 )
 
 
 class PartOfCall(NamedTuple):
-    """The arguments of `compute_attention` for a part of the heads."""
+    """The arguments of `attend_before_out_proj` for a part of the heads."""
 
     query: Tensor
     key: Tensor
@@ -25,15 +25,17 @@ class PartOfCall(NamedTuple):
     options: CallOptions
 
 
-def attend_part(call: PartOfCall, *, part: HeadPart) -> tuple[Tensor, Tensor | None]:
+def attend_head_part(call: PartOfCall, *, part: HeadPart) -> tuple[Tensor, Tensor | None]:
     """Return the part's input of the output projection, and the weights of all heads or None."""
-    heads, weights = compute_attention(*call)
+    heads, weights = attend_before_out_proj(*call)
     if weights is None:
         return heads, None
-    return heads, part.average(weights) if call.options.average else part.collect(weights)
+    return heads, part.head_mean_from_own_heads(
+        weights
+    ) if call.options.average else part.collect_returned_weights(weights)
 
 
-def part_of_call(
+def make_head_part_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -57,18 +59,22 @@ def part_of_call(
         given["key"] = key
     if value is not key:
         given["value"] = value
-    inputs = part.enter(given)
+    inputs = part.prepare_inputs(given)
     query = inputs["query"]
     key = inputs.get("key", query)
     attn_mask = inputs.get("attn_mask", options.attn_mask)
     if isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
-        attn_mask = _mask_of_part(attn_mask, query, key, part, batch_first=options.batch_first)
+        attn_mask = _attn_mask_of_head_part(
+            attn_mask, query, key, part, batch_first=options.batch_first
+        )
     padding = inputs.get("key_padding_mask", options.padding)
     options = options._replace(padding=padding, attn_mask=attn_mask)
-    return PartOfCall(query, key, inputs.get("value", key), _take_parameters(layer, part), options)
+    return PartOfCall(
+        query, key, inputs.get("value", key), _parameters_of_head_part(layer, part), options
+    )
 
 
-def _mask_of_part(
+def _attn_mask_of_head_part(
     mask: Tensor, query: Tensor, key: Tensor, part: HeadPart, *, batch_first: bool
 ) -> Tensor:
     """Return the rows of (batch*heads, queries, keys) that belong to the part's heads."""
@@ -77,23 +83,23 @@ def _mask_of_part(
     if mask.shape[0] != batch * part.num_heads:
         axis = 1 if batched and batch_first else 0
         shape = (batch * part.num_heads, query.shape[axis], key.shape[axis])
-        torch_checks.refuse_attn_mask(mask, shape, batch, part.num_heads, batched=batched)
-    return part.channels(mask.unflatten(0, (batch, part.num_heads)), dim=1).flatten(0, 1)
+        torch_checks.refuse_attn_mask_shape(mask, shape, batch, part.num_heads, batched=batched)
+    return part.cut_channels(mask.unflatten(0, (batch, part.num_heads)), dim=1).flatten(0, 1)
 
 
-def _take_parameters(layer: nn.MultiheadAttention, part: HeadPart) -> ProjectionParameters:
+def _parameters_of_head_part(layer: nn.MultiheadAttention, part: HeadPart) -> ProjectionParameters:
     """Return the part's parameters, in the separate form."""
     width = layer.embed_dim
 
     def share(parameter: Tensor | None, dim: int) -> Tensor | None:
         if parameter is None:
             return None
-        weight = part.parameter(parameter)
-        return weight if weight.shape[dim] != width else part.channels(weight, dim=dim)
+        weight = part.own_share_of_parameter(parameter)
+        return weight if weight.shape[dim] != width else part.cut_channels(weight, dim=dim)
 
     def packed(parameter: Tensor) -> Tensor:
-        thirds = part.parameter(parameter).unflatten(0, (3, width))
-        return part.channels(thirds, dim=1)
+        thirds = part.own_share_of_parameter(parameter).unflatten(0, (3, width))
+        return part.cut_channels(thirds, dim=1)
 
     if layer.in_proj_weight is None:
         separate = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)

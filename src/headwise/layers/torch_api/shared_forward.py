@@ -60,7 +60,7 @@ class CallOptions(NamedTuple):
     static_v: Tensor | None = None
 
 
-def compute_attention(
+def attend_before_out_proj(
     query: Tensor, key: Tensor, value: Tensor, layer: Layer, options: CallOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Return the input of the output projection, and the weights or None.
@@ -74,7 +74,7 @@ def compute_attention(
     outputs, weights = _outputs_and_weights(matrix, v, options)
     if query.dim() == 2:
         weights = None if weights is None else weights.squeeze(0)
-    shape = (*query.shape[:-1], _find_width(layer))
+    shape = (*query.shape[:-1], _projected_width(layer))
     if query.dim() == 2 or options.batch_first:
         return outputs.transpose(1, 2).reshape(shape), weights
     return outputs.permute(2, 0, 1, 3).reshape(shape), weights
@@ -98,7 +98,7 @@ def build_matrix_and_values(
     slots = int(bias_k is not None or bias_v is not None) + int(layer.add_zero_attn)
     mask, score_bias = None, None
     if padding is not None or options.attn_mask is not None:
-        torch_checks.require_masks(padding, options.attn_mask, q, k, batched=batched)
+        torch_checks.require_fitting_masks(padding, options.attn_mask, q, k, batched=batched)
         mask, score_bias = convert_masks(
             padding,
             options.attn_mask,
@@ -108,12 +108,12 @@ def build_matrix_and_values(
             dtype=q.dtype,
         )
     if slots:
-        torch_checks.require_both_slots(bias_k, bias_v, options.static_k, options.static_v)
-        k, v = _append_slots(k, v, bias_k, bias_v, zeros=layer.add_zero_attn)
+        torch_checks.require_both_bias_k_and_v(bias_k, bias_v, options.static_k, options.static_v)
+        k, v = _append_bias_and_zero_keys(k, v, bias_k, bias_v, zeros=layer.add_zero_attn)
     return AttentionMatrix(q, k, mask=mask, score_bias=score_bias), v
 
 
-def _find_width(layer: Layer) -> int:
+def _projected_width(layer: Layer) -> int:
     return layer.width if isinstance(layer, ProjectionParameters) else layer.embed_dim
 
 
@@ -125,11 +125,11 @@ def _project_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, projected or static: (batch, heads, length, head_dim)."""
     embed_dim, packed = layer.embed_dim, layer._qkv_same_embed_dim
-    torch_checks.require_inputs(
+    torch_checks.require_input_sizes(
         query, key, value, embed_dim=embed_dim, packed=packed, batch_first=options.batch_first
     )
     bias = layer.in_proj_bias
-    torch_checks.require_bias(bias, _find_width(layer))
+    torch_checks.require_packed_bias_shape(bias, _projected_width(layer))
     if packed:
         projected = _project_packed(query, key, value, layer, bias)
     else:
@@ -143,7 +143,7 @@ def _project_heads(
     if options.static_v is not None:
         v = torch_checks.split_static_heads("static_v", options.static_v, like=q)
     if k.shape[2] != v.shape[2]:
-        torch_checks.refuse_lengths(k, v)
+        torch_checks.refuse_unequal_static_lengths(k, v)
     return q, torch_checks.match_dtype("keys", k, q), torch_checks.match_dtype("values", v, q)
 
 
@@ -154,19 +154,19 @@ def _project_packed(
 
     Each result has the two leading axes of its input, then (heads, head_dim).
     """
-    width, heads = _find_width(layer), layer.num_heads
+    width, heads = _projected_width(layer), layer.num_heads
     weight = torch_checks.require_present("in_proj_weight", layer.in_proj_weight, separate=False)
-    torch_checks.require_weight("query", query, weight, 3 * width, packed=True)
+    torch_checks.require_fitting_weight("query", query, weight, 3 * width, packed=True)
     if key is value and query is key:
         return _split_projection(apply_linear(query, weight, bias), 3, heads)
-    torch_checks.require_weight("key", key, weight, 3 * width, packed=True)
+    torch_checks.require_fitting_weight("key", key, weight, 3 * width, packed=True)
     if key is value:
         sizes = [width, 2 * width]
         w_q, w_kv = weight.split(sizes)
         b_q, b_kv = (None, None) if bias is None else bias.split(sizes)
         queries = _split_projection(apply_linear(query, w_q, b_q), 1, heads)
         return *queries, *_split_projection(apply_linear(key, w_kv, b_kv), 2, heads)
-    torch_checks.require_weight("value", value, weight, 3 * width, packed=True)
+    torch_checks.require_fitting_weight("value", value, weight, 3 * width, packed=True)
     return _project_each((query, key, value), weight.chunk(3), bias, heads)
 
 
@@ -178,7 +178,7 @@ def _project_separately(
     for name, x in (("query", query), ("key", key), ("value", value)):
         attribute = f"{name[0]}_proj_weight"
         weight = torch_checks.require_present(attribute, getattr(layer, attribute), separate=True)
-        torch_checks.require_weight(name, x, weight, _find_width(layer), packed=False)
+        torch_checks.require_fitting_weight(name, x, weight, _projected_width(layer), packed=False)
         weights.append(weight)
     return _project_each((query, key, value), weights, bias, layer.num_heads)
 
@@ -197,7 +197,7 @@ def _split_projection(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
     return x.view(first, second, parts, heads, width // (parts * heads)).unbind(2)
 
 
-def _append_slots(
+def _append_bias_and_zero_keys(
     k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, *, zeros: bool
 ) -> tuple[Tensor, Tensor]:
     """Append the slots of bias_k, bias_v and add_zero_attn to keys and values."""
@@ -243,7 +243,7 @@ def explain_forward(
     *,
     out_proj: nn.Module,
 ) -> LayerExplanation:
-    """Return the report on `compute_attention` and the output projection for these inputs."""
+    """Return the report on `attend_before_out_proj` and the output projection for these inputs."""
     matrix, v = build_matrix_and_values(query, key, value, layer, options)
     tokens = f"{query.shape[:-1].numel():,}, all of the input"
     if options.padding is not None:
@@ -252,7 +252,7 @@ def explain_forward(
         tokens += "; dropout in training allocates queries x keys for A @ v"
     lines = tuple(
         product_line(name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], rows))
-        for name, x, rows in _list_input_products(query, key, value, layer)
+        for name, x, rows in _list_input_projections(query, key, value, layer)
     )
     lines += (projection_line("out_proj", out_proj, query.shape[:-1].numel()),)
     return LayerExplanation(
@@ -260,11 +260,11 @@ def explain_forward(
     )
 
 
-def _list_input_products(
+def _list_input_projections(
     query: Tensor, key: Tensor, value: Tensor, layer: Layer
 ) -> list[tuple[str, Tensor, int]]:
     """Return each product of the input projection: its name, input and output width."""
-    width = _find_width(layer)
+    width = _projected_width(layer)
     if not layer._qkv_same_embed_dim:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         return [(name, x, width) for name, x in zip(names, (query, key, value), strict=True)]

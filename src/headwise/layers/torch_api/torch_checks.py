@@ -28,7 +28,7 @@ from headwise.support.message_text import describe_value
 from headwise.support.tracing import is_autocast_enabled
 
 
-def require_sizes(embed_dim: int, num_heads: int) -> None:
+def require_divisible_embed_dim(embed_dim: int, num_heads: int) -> None:
     """Raise unless both sizes are positive and embed_dim is divisible by num_heads."""
     if embed_dim <= 0 or num_heads <= 0:
         raise OptionError(
@@ -130,7 +130,7 @@ def _require_mask_kind(name: str, mask: Tensor | None) -> None:
         )
 
 
-def require_inputs(
+def require_input_sizes(
     query: Tensor, key: Tensor, value: Tensor, *, embed_dim: int, packed: bool, batch_first: bool
 ) -> None:
     """Raise unless widths, lengths and batch of 3-D inputs agree."""
@@ -138,7 +138,7 @@ def require_inputs(
         raise AssertedShapeError(
             saw=f"was expecting embedding dimension of {embed_dim}, but got {query.shape[2]}:"
             f" query has shape {tuple(query.shape)}",
-            needed=f"{_expected_axes('queries', batch_first)} with embed_dim {embed_dim}",
+            needed=f"{_expected_axes_text('queries', batch_first)} with embed_dim {embed_dim}",
             do=f"pass queries of width {embed_dim}, or make the layer with"
             f" embed_dim={query.shape[2]}",
         )
@@ -151,7 +151,7 @@ def require_inputs(
         )
         raise AssertedShapeError(
             saw=torch_wording,
-            needed=f"one value for each key, both {_expected_axes('keys', batch_first)}",
+            needed=f"one value for each key, both {_expected_axes_text('keys', batch_first)}",
             do="pass as many values as keys; other widths need kdim and vdim",
         )
     batch, keys = (0, 1) if batch_first else (1, 0)
@@ -159,7 +159,7 @@ def require_inputs(
         raise RuntimeShapeError(
             saw=f"batch {query.shape[batch]} of query {tuple(query.shape)} but batch"
             f" {key.shape[batch]} of key {tuple(key.shape)}, read as"
-            f" {_expected_axes('length', batch_first)}: shape '[{key.shape[keys]}, ...]' is"
+            f" {_expected_axes_text('length', batch_first)}: shape '[{key.shape[keys]}, ...]' is"
             f" invalid for input of size {key.numel()}",
             needed="one batch for query, key and value",
             do="expand key and value to the batch, or check the order of axes:"
@@ -167,15 +167,17 @@ def require_inputs(
         )
 
 
-def require_weight(name: str, x: Tensor, weight: Tensor, expected: int, *, packed: bool) -> None:
+def require_fitting_weight(
+    name: str, x: Tensor, weight: Tensor, expected: int, *, packed: bool
+) -> None:
     """Raise unless an input fits its projection weight: width, rows, dtype, device."""
     if x.shape[-1] != weight.shape[1] or weight.shape[0] != expected:
         _refuse_weight(name, x, weight, expected, packed=packed)
     if x.dtype != weight.dtype or x.device != weight.device:
-        _refuse_mix(name, x, weight)
+        _refuse_mixed_dtypes_or_devices(name, x, weight)
 
 
-def require_masks(
+def require_fitting_masks(
     padding: Tensor | None, attn_mask: Tensor | None, q: Tensor, k: Tensor, *, batched: bool
 ) -> None:
     """Raise unless the masks fit these queries and keys; ``padding`` has a batch axis here."""
@@ -186,7 +188,7 @@ def require_masks(
     if attn_mask is not None:
         expected = (queries, keys) if attn_mask.dim() == 2 else (batch * heads, queries, keys)
         if attn_mask.shape != expected:
-            refuse_attn_mask(attn_mask, expected, batch, heads, batched=batched)
+            refuse_attn_mask_shape(attn_mask, expected, batch, heads, batched=batched)
     if padding is not None:
         for axis, (name, size) in enumerate((("batch", batch), ("keys", keys))):
             if padding.shape[axis] != size:
@@ -209,7 +211,7 @@ def require_present(name: str, weight: Tensor | None, *, separate: bool) -> Tens
     return weight
 
 
-def require_bias(bias: Tensor | None, embed_dim: int) -> None:
+def require_packed_bias_shape(bias: Tensor | None, embed_dim: int) -> None:
     """Raise unless the bias packs those of queries, keys and values: (3 * embed_dim,)."""
     if bias is not None and bias.shape != (3 * embed_dim,):
         raise AssertedShapeError(
@@ -247,7 +249,7 @@ def split_static_heads(name: str, static: Tensor, *, like: Tensor) -> Tensor:
     return static.view(batch, heads, *static.shape[1:])
 
 
-def refuse_lengths(k: Tensor, v: Tensor) -> NoReturn:
+def refuse_unequal_static_lengths(k: Tensor, v: Tensor) -> NoReturn:
     """Raise for different numbers of static keys and values."""
     raise RuntimeShapeError(
         saw=f"static_k and static_v: Expected size for first two dimensions of batch2 tensor"
@@ -258,7 +260,7 @@ def refuse_lengths(k: Tensor, v: Tensor) -> NoReturn:
     )
 
 
-def require_both_slots(
+def require_both_bias_k_and_v(
     bias_k: Tensor | None, bias_v: Tensor | None, static_k: Tensor | None, static_v: Tensor | None
 ) -> None:
     """Raise unless ``bias_k`` and ``bias_v`` come together, without static keys or values."""
@@ -279,7 +281,7 @@ def require_both_slots(
             )
 
 
-def _expected_axes(length: str, batch_first: bool) -> str:
+def _expected_axes_text(length: str, batch_first: bool) -> str:
     return f"(batch, {length}, width)" if batch_first else f"({length}, batch, width)"
 
 
@@ -330,7 +332,7 @@ def _refuse_device(name: str, x: Tensor, like: Tensor, other: str) -> NoReturn:
     )
 
 
-def _refuse_mix(name: str, x: Tensor, weight: Tensor) -> None:
+def _refuse_mixed_dtypes_or_devices(name: str, x: Tensor, weight: Tensor) -> None:
     """Raise for a mix of devices or dtypes, unless autocast or a tensor subclass handles it."""
     if not {type(x), type(weight)} <= {Tensor, torch.nn.Parameter}:
         return
@@ -347,7 +349,7 @@ def _refuse_mix(name: str, x: Tensor, weight: Tensor) -> None:
         )
 
 
-def refuse_attn_mask(
+def refuse_attn_mask_shape(
     mask: Tensor, expected: tuple[int, ...], batch: int, heads: int, *, batched: bool
 ) -> NoReturn:
     """Raise for an ``attn_mask`` of another shape than the expected one."""

@@ -174,14 +174,14 @@ def upgrade(model: nn.Module, *inputs: Any, **options: Any) -> Upgrade:
         Exception: the errors of the model on the example inputs; the model is then unchanged.
     """
     before = _run_in_eval_mode(model, inputs, options) if inputs or options else None
-    names, kept = _find_layers(model)
+    names, kept = _find_layers_to_swap(model)
     layers: dict[str, LayerChange] = {}
     with ExitStack() as undo:
         for layer, (name, *_) in names.items():
             undo.callback(setattr, layer, "__class__", layer.__class__)
             layer.__class__ = _upgraded_class(layer)
             layers[name] = _measure_change(layer)
-        switched_off = dict(_switch_off(model, undo))
+        switched_off = dict(_switch_off_fused_paths(model, undo))
         after = None if before is None else _run_in_eval_mode(model, inputs, options)
         undo.pop_all()  # nothing failed: keep the changes
     output = None if before is None or after is None else _largest_difference(before, after)
@@ -190,7 +190,9 @@ def upgrade(model: nn.Module, *inputs: Any, **options: Any) -> Upgrade:
     return Upgrade(swapped, kept, switched_off, UpgradeChange(layers, output), is_known)
 
 
-def _find_layers(model: nn.Module) -> tuple[dict[nn.MultiheadAttention, list[str]], dict[str, str]]:
+def _find_layers_to_swap(
+    model: nn.Module,
+) -> tuple[dict[nn.MultiheadAttention, list[str]], dict[str, str]]:
     """Return the layers to swap with all their names, and name -> reason for the others."""
     names: dict[nn.MultiheadAttention, list[str]] = {}
     kept: dict[str, str] = {}
@@ -232,7 +234,7 @@ def _upgraded_class(layer: nn.MultiheadAttention) -> type[MultiheadAttention]:
     return type(type(layer).__name__, (MultiheadAttention,), members)
 
 
-def _switch_off(model: nn.Module, undo: ExitStack) -> Iterator[tuple[str, str]]:
+def _switch_off_fused_paths(model: nn.Module, undo: ExitStack) -> Iterator[tuple[str, str]]:
     """Turn off the fused paths that read the weights of a swapped layer; yield name, attribute."""
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer):

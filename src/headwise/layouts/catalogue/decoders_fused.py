@@ -7,11 +7,11 @@ from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
     fused_projection,
     head_norms,
-    other_weights,
     output_projection,
     qkv_fused_by_group,
     qkv_fused_by_head,
     stacked_qkv_projection,
+    weights_outside_attention,
 )
 
 _HALVES = AttentionSpec(rotary="half-split")
@@ -34,7 +34,7 @@ GPT2 = {
     "final_norm": "ln_f.*",
     "unembedding": "lm_head.weight",
 }
-_NEOX_OUTSIDE = other_weights(
+_NEOX_OUTSIDE = weights_outside_attention(
     tokens="gpt_neox.embed_in.weight",
     norm_1="gpt_neox.layers.{layer}.input_layernorm.*",
     norm_2="gpt_neox.layers.{layer}.post_attention_layernorm.*",
@@ -50,7 +50,7 @@ _GPT = (
         tensors=stacked_qkv_projection("c_attn", columns=True)
         | output_projection("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
-        outside=other_weights(GPT2, columns=True),
+        outside=weights_outside_attention(GPT2, columns=True),
         beside=_MASKS,
         source=f"{_TRANSFORMERS}gpt2/modeling_gpt2.py",
         note="all matrices are stored for x @ weight; c_proj is square, so that a transpose left "

@@ -10,9 +10,9 @@ from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
     TENSOR_PARALLEL,
     head_norms,
-    other_weights,
     output_projection,
     separate_projections,
+    weights_outside_attention,
 )
 
 _TRANSFORMERS = "transformers, models/"
@@ -34,7 +34,7 @@ _ROWS_OF_BIASES = {
     "k_norm.bias": "k_norms_bias: kv_heads head_dim",
 }
 
-META = other_weights(
+META = weights_outside_attention(
     tokens="tok_embeddings.weight",
     norm_1="layers.{layer}.attention_norm.weight",
     norm_2="layers.{layer}.ffn_norm.weight",
@@ -102,7 +102,7 @@ _LLAMAS = (
         _ROTATED,
         "Mistral, Mixtral, Yi, TinyLlama, Gemma and OLMo have the same attention; OLMo may "
         "clamp queries, keys and values",
-        outside=other_weights(
+        outside=weights_outside_attention(
             tokens="model.embed_tokens.weight",
             norm_1="model.layers.{layer}.input_layernorm.weight",
             norm_2="model.layers.{layer}.post_attention_layernorm.weight",
@@ -139,7 +139,7 @@ _LLAMAS = (
         "starcoder2",
         _ROTATED,
         "Llama's attention, with all biases",
-        outside=other_weights(
+        outside=weights_outside_attention(
             tokens="model.embed_tokens.weight",
             norm_1="model.layers.{layer}.input_layernorm.*",
             norm_2="model.layers.{layer}.post_attention_layernorm.*",

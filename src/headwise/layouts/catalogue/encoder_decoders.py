@@ -34,7 +34,7 @@ _AXES = {
 }
 
 
-def _other_layer_weights(side: str, prefix: str, places: dict[str, str]) -> Tensors:
+def _layer_weights_outside_attention(side: str, prefix: str, places: dict[str, str]) -> Tensors:
     """Tensors of the layers of one side beside attention.
 
     ``places`` are the parts of `_AXES` and their stored names.
@@ -58,9 +58,9 @@ _BART_ENCODER = {
 _BART_DECODER = _BART_ENCODER | {"cross_norm": "encoder_attn_layer_norm"}
 _WHISPER_ENCODER = {"self_norm": "attn_ln", "norm": "mlp_ln", "up": "mlp.0", "down": "mlp.2"}
 _WHISPER_DECODER = _WHISPER_ENCODER | {"cross_norm": "cross_attn_ln"}
-_BART_LAYERS = _other_layer_weights(
+_BART_LAYERS = _layer_weights_outside_attention(
     "encoder", "encoder.layers.{layer}.", _BART_ENCODER
-) | _other_layer_weights("decoder", "decoder.layers.{layer}.", _BART_DECODER)
+) | _layer_weights_outside_attention("decoder", "decoder.layers.{layer}.", _BART_DECODER)
 _WHISPER_BESIDE_LAYERS = {
     "encoder_positions: places embed_dim": (
         "encoder.embed_positions.weight",
@@ -128,8 +128,10 @@ LAYOUTS = (
             "decoder": "decoder.blocks.{layer}.attn.",
             "cross": "decoder.blocks.{layer}.cross_attn.",
         },
-        outside=_other_layer_weights("encoder", "encoder.blocks.{layer}.", _WHISPER_ENCODER)
-        | _other_layer_weights("decoder", "decoder.blocks.{layer}.", _WHISPER_DECODER)
+        outside=_layer_weights_outside_attention(
+            "encoder", "encoder.blocks.{layer}.", _WHISPER_ENCODER
+        )
+        | _layer_weights_outside_attention("decoder", "decoder.blocks.{layer}.", _WHISPER_DECODER)
         | {whisper_name: text for text, (_, whisper_name) in _WHISPER_BESIDE_LAYERS.items()},
         function=AttentionSpec(mask="added"),
         source="openai/whisper, whisper/model.py",

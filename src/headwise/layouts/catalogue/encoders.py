@@ -5,14 +5,14 @@ from __future__ import annotations
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
-    other_weights,
     output_projection,
     qkv_fused_by_head,
     separate_projections,
     stacked_qkv_projection,
+    weights_outside_attention,
 )
 
-_BERT = other_weights(
+_BERT = weights_outside_attention(
     tokens="embeddings.word_embeddings.weight",
     positions="embeddings.position_embeddings.weight",
     token_types="embeddings.token_type_embeddings.weight",
@@ -46,7 +46,7 @@ LAYOUTS = (
         tensors=separate_projections("q_lin", "k_lin", "v_lin", kv_heads="heads")
         | output_projection("out_lin"),
         where={"self": "transformer.layer.{layer}.attention."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             tokens="embeddings.word_embeddings.weight",
             positions="embeddings.position_embeddings.weight",
             embed_norm="embeddings.LayerNorm.*",
@@ -65,7 +65,7 @@ LAYOUTS = (
         | output_projection("attn.o"),
         where=_WHERE,
         outside={name: text for name, text in _BERT.items() if "attention.output" not in name}
-        | other_weights(
+        | weights_outside_attention(
             norm_1="encoder.layer.{layer}.attention.LayerNorm.*",
         ),
         beside=("LayerNorm.*",),
@@ -116,7 +116,7 @@ LAYOUTS = (
         name="modernbert",
         tensors=stacked_qkv_projection("Wqkv") | output_projection("Wo"),
         where={"self": "layers.{layer}.attn."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             tokens="embeddings.tok_embeddings.weight",
             norm_1="layers.{layer}.attn_norm.weight",
             norm_2="layers.{layer}.mlp_norm.weight",
@@ -161,7 +161,7 @@ LAYOUTS = (
         tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
         | output_projection("out_proj"),
         where={"self": "encoder.layers.{layer}.attention."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             norm_1="encoder.layers.{layer}.layer_norm.*",
             norm_2="encoder.layers.{layer}.final_layer_norm.*",
             up="encoder.layers.{layer}.feed_forward.intermediate_dense.*",

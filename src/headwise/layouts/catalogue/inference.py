@@ -6,15 +6,15 @@ from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
     head_norms,
-    other_weights,
     output_projection,
     separate_projections,
     stacked_qkv_projection,
+    weights_outside_attention,
 )
 
 _GATE_AND_UP = "([gate: hidden_dim | up: hidden_dim]) embed_dim"
 _BLOCK = "blk.{layer}."
-_GGUF = other_weights(
+_GGUF = weights_outside_attention(
     tokens="token_embd.weight",
     positions="position_embd.weight",
     norm_1=_BLOCK + "attn_norm.*",
@@ -101,7 +101,7 @@ LAYOUTS = (
         | output_projection("o_proj")
         | head_norms("q_norm", "k_norm"),
         where={"self": "model.layers.{layer}.self_attn."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             tokens="model.embed_tokens.weight",
             norm_1="model.layers.{layer}.input_layernorm.weight",
             norm_2="model.layers.{layer}.post_attention_layernorm.weight",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import other_weights
+from headwise.layouts.patterns_library import weights_outside_attention
 
 _CALLED = AttentionSpec(mask="True attends")
 _ON_REQUEST = "tested on request: pip install headwise[jax]"
@@ -61,7 +61,7 @@ LAYOUTS = (
             "output.dense.bias": "bo: out_dim",
         },
         where={"self": _BERT + "attention."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             tokens="embeddings.word_embeddings.embedding",
             positions="embeddings.position_embeddings.embedding",
             token_types="embeddings.token_type_embeddings.embedding",
@@ -95,7 +95,7 @@ LAYOUTS = (
             "c_proj.bias": "bo: out_dim",
         },
         where={"self": "h.{layer}.attn."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             tokens="wte.embedding",
             positions="wpe.embedding",
             norm_1="h.{layer}.ln_1.scale",
@@ -134,7 +134,7 @@ LAYOUTS = (
         name="maxtext",
         tensors=_three_axis_kernels(kv_heads="kv_heads"),
         where={"self": _MAXTEXT + "self_attention."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             norm_1=_MAXTEXT + "pre_self_attention_layer_norm.scale",
             norm_2=_MAXTEXT + "post_self_attention_layer_norm.scale",
             gate=_MAXTEXT + "mlp.wi_0.kernel",

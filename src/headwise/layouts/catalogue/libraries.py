@@ -7,11 +7,11 @@ from headwise.layouts.catalogue.decoders_separate import META
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
     head_norms,
-    other_weights,
     output_projection,
     qkv_fused_by_group,
     separate_projections,
     stacked_qkv_projection,
+    weights_outside_attention,
 )
 
 _ON_REQUEST = "tested on request: pip install headwise[libraries]"
@@ -39,7 +39,7 @@ def _transformer_lens_tensors(k: str = "") -> dict[str, str]:
 
 _LENS_BLOCK = "blocks.{layer}."
 _LENS_BESIDE = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
-_LENS_BLOCKS = other_weights(
+_LENS_BLOCKS = weights_outside_attention(
     norm_1=_LENS_BLOCK + "ln1.w",
     norm_1_bias=_LENS_BLOCK + "ln1.b",
     norm_2=_LENS_BLOCK + "ln2.w",
@@ -53,7 +53,7 @@ _LENS_BLOCKS = other_weights(
 )
 _LENS_DECODER = (
     _LENS_BLOCKS
-    | other_weights(
+    | weights_outside_attention(
         tokens="embed.W_E",
         positions="pos_embed.W_pos",
         final_norm="ln_final.w",
@@ -61,7 +61,7 @@ _LENS_DECODER = (
     )
     | {"unembed.W_U": "unembedding: embed_dim vocabulary"}
 )
-_LENS_ENCODER = _LENS_BLOCKS | other_weights(
+_LENS_ENCODER = _LENS_BLOCKS | weights_outside_attention(
     tokens="embed.embed.W_E",
     positions="embed.pos_embed.W_pos",
     token_types="embed.token_type_embed.W_token_type",
@@ -105,7 +105,7 @@ _FLASH_ATTN = (
         name="flash-attn",
         tensors=stacked_qkv_projection("Wqkv", kv_heads="kv_heads") | output_projection("out_proj"),
         where=_FLASH_GPT,
-        outside=other_weights(_FLASH_DECODER, up=_FLASH_BLOCK + "mlp.fc1.*"),
+        outside=weights_outside_attention(_FLASH_DECODER, up=_FLASH_BLOCK + "mlp.fc1.*"),
         beside=("rotary_emb.*",),
         function=AttentionSpec(rotary=None, score_bias=None, softcap=None, window=None),
         source=f"{_FLASH_SOURCE} and flash_attn/models/gpt.py",
@@ -116,7 +116,7 @@ _FLASH_ATTN = (
         name="flash-attn-llama",
         tensors=stacked_qkv_projection("Wqkv", kv_heads="kv_heads") | output_projection("out_proj"),
         where=_FLASH_GPT,
-        outside=other_weights(_FLASH_DECODER)
+        outside=weights_outside_attention(_FLASH_DECODER)
         | {
             _FLASH_BLOCK + "mlp.fc1.weight": "([up: hidden_dim | gate: hidden_dim]) embed_dim",
         },
@@ -130,7 +130,7 @@ _FLASH_ATTN = (
         name="flash-attn-bert",
         tensors=stacked_qkv_projection("Wqkv") | output_projection("out_proj"),
         where={"self": _FLASH_BERT_BLOCK + "mixer."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             tokens="embeddings.word_embeddings.weight",
             positions="embeddings.position_embeddings.weight",
             token_types="embeddings.token_type_embeddings.weight",
@@ -188,7 +188,7 @@ def _torchtune_layout(*, rotary: str) -> Layout:
         | output_projection("output_proj")
         | {"q_norm.scale": "q_norm: head_dim", "k_norm.scale": "k_norm: head_dim"},
         where={"self": "layers.{layer}.attn."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             tokens="tok_embeddings.weight",
             norm_1="layers.{layer}.sa_norm.scale",
             norm_2="layers.{layer}.mlp_norm.scale",
@@ -221,7 +221,7 @@ def _litgpt_layout(*, legacy: bool) -> Layout:
         name="litgpt-legacy" if legacy else "litgpt",
         tensors=fuse | output_projection("proj") | head_norms("norm_q", "norm_k"),
         where={"self": block + "attn."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             tokens="transformer.wte.weight",
             norm_1=block + "norm_1.*",
             norm_2=block + "norm_2.*",

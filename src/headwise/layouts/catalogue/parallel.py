@@ -12,12 +12,12 @@ from headwise.layouts.patterns_library import (
     TENSOR_PARALLEL,
     fused_projection,
     head_norms,
-    other_weights,
     output_projection,
     qkv_fused_by_group,
     qkv_fused_by_head,
     separate_projections,
     stacked_qkv_projection,
+    weights_outside_attention,
 )
 
 _MEGATRON = AttentionSpec(
@@ -34,7 +34,7 @@ _NEEDS_A_GPU = "its modules run on a GPU of NVIDIA's only"
 _NEEDS_A_CLUSTER = "its layers are built only within its own parallel runtime"
 _MAY_TURN = "Rotary is half-split unless rotary_interleaved is set."
 _ON_REQUEST = "Tested on request: pip install headwise[libraries]"
-_OUTSIDE_OF_MEGATRON = other_weights(
+_OUTSIDE_OF_MEGATRON = weights_outside_attention(
     tokens="embedding.word_embeddings.weight",
     positions="embedding.position_embeddings.weight",
     norm_1="decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_*",
@@ -44,7 +44,7 @@ _OUTSIDE_OF_MEGATRON = other_weights(
     unembedding="output_layer.weight",
 )
 _GATED_MLP = {"decoder.layers.{layer}.mlp.linear_fc1.weight": _GATE_AND_UP}
-_PLAIN_MLP = other_weights(
+_PLAIN_MLP = weights_outside_attention(
     up="decoder.layers.{layer}.mlp.linear_fc1.*",
 )
 _MEGATRON_OUT = output_projection("linear_proj")
@@ -117,9 +117,9 @@ _MEGATRON_CORE = (
 )
 
 
-def _outside_of_legacy(blocks: str) -> dict[str, str]:
+def _legacy_weights_outside_attention(blocks: str) -> dict[str, str]:
     """Weights outside of attention, beside and within the module that holds the layers."""
-    return other_weights(
+    return weights_outside_attention(
         tokens="embedding.word_embeddings.weight",
         positions="embedding.position_embeddings.weight",
         norm_1=f"{blocks}.layers.{{layer}}.input_layernorm.*",
@@ -146,7 +146,7 @@ def _legacy_megatron_layouts() -> tuple[Layout, ...]:
             name=f"megatron-{version}",
             tensors=tensors | output_projection("dense"),
             where={"self": place},
-            outside=_outside_of_legacy(place.partition(".")[0]),
+            outside=_legacy_weights_outside_attention(place.partition(".")[0]),
             beside=_STATE,
             sharded=TENSOR_PARALLEL,
             function=_LEGACY,
@@ -205,7 +205,7 @@ _ENGINE = (
         name="transformer-engine-layer",
         tensors=qkv_fused_by_group("layernorm_qkv") | _TE_REST,
         where={"self": _TE_LAYER + "self_attention."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             norm_1=_TE_LAYER + "self_attention.layernorm_qkv.layer_norm_*",
             norm_2=_TE_LAYER + "layernorm_mlp.layer_norm_*",
             down=_TE_LAYER + "layernorm_mlp.fc2_*",
@@ -228,7 +228,7 @@ def _nanotron_layout(pairing: str) -> Layout:
         tensors=stacked_qkv_projection("qkv_proj", kv_heads="kv_heads", bias=False)
         | output_projection("o_proj", bias=False),
         where={"self": within + "attn."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             tokens="model.token_position_embeddings.pp_block.token_embedding.weight",
             norm_1=within + "input_layernorm.weight",
             norm_2=within + "post_attention_layernorm.weight",

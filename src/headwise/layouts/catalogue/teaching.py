@@ -6,10 +6,10 @@ from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.catalogue.decoders_fused import GPT2
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
-    other_weights,
     output_projection,
     separate_projections,
     stacked_qkv_projection,
+    weights_outside_attention,
 )
 
 LAYOUTS = (
@@ -85,7 +85,7 @@ LAYOUTS = (
         name="nanogpt",
         tensors=stacked_qkv_projection("c_attn") | output_projection("c_proj"),
         where={"self": "h.{layer}.attn."},
-        outside=other_weights(GPT2),
+        outside=weights_outside_attention(GPT2),
         beside=("bias",),
         source="karpathy/nanoGPT, model.py; karpathy/minGPT, mingpt/model.py",
         note="GPT-2's names for nn.Linear, whose matrices are the transposes of GPT-2's. Square "

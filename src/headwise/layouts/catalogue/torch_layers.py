@@ -5,10 +5,10 @@ from __future__ import annotations
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
-    other_weights,
     output_projection,
     separate_projections,
     stacked_qkv_projection,
+    weights_outside_attention,
 )
 
 _OUT = output_projection("out_proj")
@@ -24,7 +24,7 @@ _EXTRA = {
 }
 _WHERE = {"self": "layers.{layer}.self_attn.", "cross": "layers.{layer}.multihead_attn."}
 # Those of a layer are torch's own. Around the layers torch has no class; the names are BERT's.
-_LAYER = other_weights(
+_LAYER = weights_outside_attention(
     tokens="embeddings.word_embeddings.weight",
     positions="embeddings.position_embeddings.weight",
     token_types="embeddings.token_type_embeddings.weight",
@@ -104,7 +104,7 @@ LAYOUTS = (
         name="clip-openai",
         tensors=_PACKED,
         where={"self": "transformer.resblocks.{layer}.attn."},
-        outside=other_weights(
+        outside=weights_outside_attention(
             norm_1="transformer.resblocks.{layer}.ln_1.*",
             norm_2="transformer.resblocks.{layer}.ln_2.*",
             up="transformer.resblocks.{layer}.mlp.c_fc.*",

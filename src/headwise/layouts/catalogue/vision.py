@@ -6,17 +6,17 @@ from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
     Tensors,
-    other_weights,
     output_projection,
     separate_projections,
     stacked_qkv_projection,
+    weights_outside_attention,
 )
 
 
 def _norm_and_mlp_weights(prefix: str, norms: tuple[str, str], up: str, down: str) -> Tensors:
     """The norms and the MLP of a layer."""
     names = {"norm_1": norms[0], "norm_2": norms[1], "up": up, "down": down}
-    return other_weights({name: f"{prefix}{place}.*" for name, place in names.items()})
+    return weights_outside_attention({name: f"{prefix}{place}.*" for name, place in names.items()})
 
 
 _TIMM = _norm_and_mlp_weights("blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2")

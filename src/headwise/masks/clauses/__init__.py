@@ -23,7 +23,7 @@ KINDS: dict[str, type[Clause]] = {
 
 def lower_clauses(clauses: Iterable[Clause]) -> tuple[str, list[Tensor], list[int]]:
     """The kinds of bound clauses, in one string, with all their tensors and integers."""
-    parts = [clause.lower() for clause in clauses]
+    parts = [clause.lower_for_operator() for clause in clauses]
     integers = [number for part in parts for number in part.integers]
     return (
         " ".join(part.kind for part in parts),
@@ -39,7 +39,7 @@ def rebuild_clauses(
     """The inverse of `lower_clauses`."""
     rest, numbers = iter(tensors), iter(integers)
     return tuple(
-        kind.lifted(
+        kind.from_lowered(
             tuple(next(rest) for _ in kind.tensor_fields),
             tuple(next(numbers) for _ in kind.integer_fields),
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.masks.alignment import Align, resolve_align
+from headwise.masks.alignment import Align, resolve_align_to_offset
 from headwise.masks.clause import (
     BOUNDLESS,
     Clause,
@@ -16,7 +16,7 @@ from headwise.masks.clause import (
     MatrixPart,
     MatrixSizes,
     Span,
-    index_positions,
+    positions_of_index,
 )
 
 
@@ -37,7 +37,7 @@ class Band(IntervalClause):
 
     def bind(self, sizes: MatrixSizes) -> Band:
         """See `Clause.bind`."""
-        offset = resolve_align(self.align, sizes.queries, sizes.keys, what=str(self))
+        offset = resolve_align_to_offset(self.align, sizes.queries, sizes.keys, what=str(self))
         return Band(
             self.left if self.left == BOUNDLESS else self.left - offset,
             self.right if self.right == BOUNDLESS else self.right + offset,
@@ -63,33 +63,38 @@ class Band(IntervalClause):
         """See `Clause.key_range`."""
         return Span(first - self.left, stop + self.right)
 
-    def open_range(self, first: int, stop: int) -> Span:
-        """See `Clause.open_range`."""
+    def fully_allowed_key_range(self, first: int, stop: int) -> Span:
+        """See `Clause.fully_allowed_key_range`."""
         return Span(stop - 1 - self.left, first + self.right + 1)
 
-    def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """See `Clause.interval`."""
+    def key_interval_per_query(
+        self,
+        rows: Tensor,
+        batches: slice,  # noqa: ARG002
+        sizes: MatrixSizes,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """See `Clause.key_interval_per_query`."""
         return rows[None] - self.left, rows[None] + (self.right + 1)
 
-    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.block`; a side that bounds nothing is not compared."""
+    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
+        """See `Clause.evaluate_block`; a side that bounds nothing is not compared."""
         if self.left != BOUNDLESS and self.right != BOUNDLESS:
-            return super().block(block, sizes)
-        rows = index_positions(block.rows, sizes.queries, block.device)
-        distance = index_positions(block.columns, sizes.keys, block.device) - rows[:, None]
+            return super().evaluate_block(block, sizes)
+        rows = positions_of_index(block.rows, sizes.queries, block.device)
+        distance = positions_of_index(block.columns, sizes.keys, block.device) - rows[:, None]
         allowed = distance <= self.right if self.left == BOUNDLESS else distance >= -self.left
         return allowed[None, None]
 
-    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Band:  # noqa: ARG002
-        """See `Clause.cut`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Band:  # noqa: ARG002
+        """See `Clause.cut_to_part`."""
         shift = place.keys.first - place.queries.first
         return Band(
             self.left if self.left == BOUNDLESS else self.left + shift,
             self.right if self.right == BOUNDLESS else self.right - shift,
         )
 
-    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.extent`."""
+    def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
+        """See `Clause.broadcast_shape`."""
         return MatrixSizes(1, 1, sizes.queries, sizes.keys)
 
     @property

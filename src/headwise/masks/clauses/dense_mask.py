@@ -37,24 +37,24 @@ class Dense(Clause):
 
     def bind(self, sizes: MatrixSizes) -> Dense:
         """See `Clause.bind`."""
-        check_fits(self.allowed, sizes, "a mask")
+        require_broadcastable_to_matrix(self.allowed, sizes, "a mask")
         return self
 
-    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
-        """See `Clause.block`."""
+    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
+        """See `Clause.evaluate_block`."""
         return index_axes(self.allowed, block.batches, block.heads, block.rows, block.columns)
 
-    def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
-        """See `Clause.pairs`."""
+    def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
+        """See `Clause.evaluate_pairs`."""
         return read_pairs(self.allowed, rows, columns)
 
-    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Dense:  # noqa: ARG002
-        """See `Clause.cut`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Dense:  # noqa: ARG002
+        """See `Clause.cut_to_part`."""
         batches, queries, keys = (slice(*span) for span in place)
         return Dense(index_axes(self.allowed, batches, WHOLE, queries, keys))
 
-    def extent(self, sizes: MatrixSizes) -> MatrixSizes:  # noqa: ARG002
-        """See `Clause.extent`."""
+    def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:  # noqa: ARG002
+        """See `Clause.broadcast_shape`."""
         return MatrixSizes(*self.allowed.shape)
 
     def real_keys(self, sizes: MatrixSizes) -> Tensor:
@@ -93,7 +93,7 @@ def with_matrix_axes(tensor: Tensor, axes: str) -> Tensor:
     return tensor.reshape([shape.get(a, 1) for a in MATRIX_AXES])
 
 
-def check_fits(tensor: Tensor, wanted: MatrixSizes, what: str) -> None:
+def require_broadcastable_to_matrix(tensor: Tensor, wanted: MatrixSizes, what: str) -> None:
     """Raise MaskError unless ``tensor`` broadcasts to (batch, heads, queries, keys)."""
     if not all(broadcasts_to(n, want) for n, want in zip(tensor.shape, wanted, strict=True)):
         raise MaskError(

@@ -19,7 +19,7 @@ from headwise.masks.clause import (
     MatrixSizes,
     Rectangle,
     Span,
-    index_positions,
+    positions_of_index,
 )
 from headwise.support.cast_to_int64 import convert_to_int64, is_integer
 from headwise.support.message_text import MATRIX_AXES, describe_value
@@ -40,7 +40,7 @@ class PaddingClause(IntervalClause):
     axis: int
 
     @abstractmethod
-    def span(self, number: int) -> Span:
+    def real_positions(self, number: int) -> Span:
         """The real positions of a sequence with this number."""
 
     @abstractmethod
@@ -52,14 +52,14 @@ class PaddingClause(IntervalClause):
         _check_numbers(self, sizes)
         return self
 
-    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> PaddingClause:  # noqa: ARG002
-        """See `Clause.cut`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> PaddingClause:  # noqa: ARG002
+        """See `Clause.cut_to_part`."""
         span = place.queries if self.axis == QUERIES else place.keys
         numbers = self.numbers[slice(*place.batches)] - span.first
         return type(self)(numbers.clamp(0, span.size), self.axis)
 
-    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.extent`."""
+    def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
+        """See `Clause.broadcast_shape`."""
         keys = self.axis == KEYS
         batch = self.numbers.shape[0]
         return (
@@ -68,17 +68,19 @@ class PaddingClause(IntervalClause):
             else MatrixSizes(batch, 1, sizes.queries, 1)
         )
 
-    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.block`; only its own axis is written."""
+    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
+        """See `Clause.evaluate_block`; only its own axis is written."""
         numbers = self.numbers[block.batches, None]
         if self.axis == KEYS:
-            position = index_positions(block.columns, sizes.keys, block.device)
+            position = positions_of_index(block.columns, sizes.keys, block.device)
             return self.is_real(position, numbers)[:, None, None, :]
-        position = index_positions(block.rows, sizes.queries, block.device)
+        position = positions_of_index(block.rows, sizes.queries, block.device)
         return self.is_real(position, numbers)[:, None, :, None]
 
-    def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:
-        """See `Clause.interval`."""
+    def key_interval_per_query(
+        self, rows: Tensor, batches: slice, sizes: MatrixSizes
+    ) -> tuple[Tensor, Tensor]:
+        """See `Clause.key_interval_per_query`."""
         numbers = self.numbers[batches, None]
         if self.axis == KEYS:
             return self._real_key_interval(numbers, rows, sizes)
@@ -100,9 +102,9 @@ class PaddingClause(IntervalClause):
         for batch, number in enumerate(self.numbers.tolist()):
             queries, keys = every
             if self.axis == QUERIES:
-                queries = queries.within(self.span(number))
+                queries = queries.intersection(self.real_positions(number))
             else:
-                keys = keys.within(self.span(number))
+                keys = keys.intersection(self.real_positions(number))
             rectangles.append([Rectangle(batch, queries, keys)])
         return rectangles
 
@@ -138,8 +140,8 @@ class Lengths(PaddingClause):
             return self
         return Starts(sizes[self.axis] - self.numbers, self.axis)
 
-    def span(self, number: int) -> Span:
-        """See `PaddingClause.span`."""
+    def real_positions(self, number: int) -> Span:
+        """See `PaddingClause.real_positions`."""
         return Span(0, number)
 
     def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
@@ -171,8 +173,8 @@ class Starts(PaddingClause):
 
     kind = "starts"
 
-    def span(self, number: int) -> Span:
-        """See `PaddingClause.span`."""
+    def real_positions(self, number: int) -> Span:
+        """See `PaddingClause.real_positions`."""
         return Span(number, BOUNDLESS)
 
     def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
@@ -190,8 +192,8 @@ class Starts(PaddingClause):
             return None
         return Starts(torch.maximum(self.numbers, other.numbers), self.axis)
 
-    def first_keys(self) -> Tensor | None:
-        """See `Clause.first_keys`."""
+    def first_real_keys(self) -> Tensor | None:
+        """See `Clause.first_real_keys`."""
         return self.numbers if self.axis == KEYS else None
 
 

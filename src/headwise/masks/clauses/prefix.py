@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError, OptionError
-from headwise.masks.alignment import Align, resolve_align
+from headwise.masks.alignment import Align, resolve_align_to_offset
 from headwise.masks.clause import BOUNDLESS, IntervalClause, MatrixPart, MatrixSizes, Span
 from headwise.support.cast_to_int64 import convert_to_count, convert_to_int64, is_integer
 from headwise.support.message_text import describe_value
@@ -40,25 +40,30 @@ class Prefix(IntervalClause):
                 needed=f"one integer, or one for each sequence: shape (batch {sizes.batch},)",
                 do="e.g. Mask.prefix(torch.tensor([24, 17, 29]))",
             )
-        offset = resolve_align(self.align, sizes.queries, sizes.keys, what=str(self))
+        offset = resolve_align_to_offset(self.align, sizes.queries, sizes.keys, what=str(self))
         return Prefix(self.lengths, self.most, self.right + offset)
 
     def key_range(self, first: int, stop: int) -> Span:  # noqa: ARG002
         """See `Clause.key_range`."""
         return Span(0, max(self.most, stop + self.right))
 
-    def open_range(self, first: int, stop: int) -> Span:  # noqa: ARG002
-        """See `Clause.open_range`."""
+    def fully_allowed_key_range(self, first: int, stop: int) -> Span:  # noqa: ARG002
+        """See `Clause.fully_allowed_key_range`."""
         return Span(0, first + self.right + 1)
 
-    def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """See `Clause.interval`."""
+    def key_interval_per_query(
+        self,
+        rows: Tensor,
+        batches: slice,
+        sizes: MatrixSizes,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """See `Clause.key_interval_per_query`."""
         lengths = self.lengths if self.lengths.dim() == 0 else self.lengths[batches, None]
         stop = torch.maximum(lengths, rows[None] + (self.right + 1))
         return torch.zeros_like(stop), stop
 
-    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Prefix:  # noqa: ARG002
-        """See `Clause.cut`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Prefix:  # noqa: ARG002
+        """See `Clause.cut_to_part`."""
         lengths = self.lengths
         if lengths.dim():
             lengths = lengths[slice(*place.batches)]
@@ -66,8 +71,8 @@ class Prefix(IntervalClause):
         most = self.most if self.most == BOUNDLESS else self.most - first
         return Prefix(lengths - first, most, self.right + place.queries.first - first)
 
-    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.extent`."""
+    def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
+        """See `Clause.broadcast_shape`."""
         return MatrixSizes(self._batch_size, 1, sizes.queries, sizes.keys)
 
     def known_sizes(self) -> MatrixSizes:

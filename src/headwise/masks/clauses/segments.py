@@ -53,8 +53,8 @@ class Segments(Clause):
                 )
         return self
 
-    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
-        """See `Clause.block`."""
+    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
+        """See `Clause.evaluate_block`."""
         # One row of ids serves every sequence; cut leaves such an axis as it is.
         query_ids = index_axes(
             self.query_ids[:, None, :, None], block.batches, WHOLE, block.rows, WHOLE
@@ -64,20 +64,20 @@ class Segments(Clause):
         )
         return (query_ids == key_ids) & (key_ids >= 0)
 
-    def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
-        """See `Clause.pairs`."""
+    def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
+        """See `Clause.evaluate_pairs`."""
         query_ids, key_ids = self.query_ids[:, None, rows], self.key_ids[:, None, columns]
         return (query_ids == key_ids) & (key_ids >= 0)
 
-    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Segments:  # noqa: ARG002
-        """See `Clause.cut`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Segments:  # noqa: ARG002
+        """See `Clause.cut_to_part`."""
         batches, queries, keys = (slice(*span) for span in place)
         return Segments(
             index_axes(self.query_ids, batches, queries), index_axes(self.key_ids, batches, keys)
         )
 
-    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.extent`."""
+    def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
+        """See `Clause.broadcast_shape`."""
         return MatrixSizes(self.query_ids.shape[0], 1, sizes.queries, sizes.keys)
 
     def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:
@@ -135,8 +135,13 @@ class PackedRow(IntervalClause):
                 _check_offsets(offsets.tolist(), axis, size)
         return self
 
-    def interval(self, rows: Tensor, batches: slice, sizes: MatrixSizes) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """See `Clause.interval`."""
+    def key_interval_per_query(
+        self,
+        rows: Tensor,
+        batches: slice,  # noqa: ARG002
+        sizes: MatrixSizes,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """See `Clause.key_interval_per_query`."""
         count = self.query_offsets.shape[0] - 1
         if count == 0:
             return torch.zeros_like(rows)[None], torch.zeros_like(rows)[None]
@@ -146,8 +151,8 @@ class PackedRow(IntervalClause):
         first, stop = self.key_offsets[segment], self.key_offsets[segment + 1]
         return first[None], torch.where(inside, stop, first)[None]
 
-    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> PackedRow:  # noqa: ARG002
-        """See `Clause.cut`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> PackedRow:  # noqa: ARG002
+        """See `Clause.cut_to_part`."""
         spans = (place.queries, place.keys)
         return PackedRow(
             *(
@@ -156,8 +161,8 @@ class PackedRow(IntervalClause):
             )
         )
 
-    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.extent`."""
+    def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
+        """See `Clause.broadcast_shape`."""
         return MatrixSizes(1, 1, sizes.queries, sizes.keys)
 
     def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:  # noqa: ARG002

@@ -16,10 +16,10 @@ from headwise.masks.clause import (
     MaskBlock,
     MatrixPart,
     MatrixSizes,
-    index_positions,
+    positions_of_index,
 )
 from headwise.support import private_torch
-from headwise.support.tracing import is_traced
+from headwise.support.tracing import is_jit_tracing
 
 WAY_ON = 'Mask.may_attend(allowed, axes="queries keys") with the tensor written down'
 
@@ -35,7 +35,7 @@ class Where(Clause):
     """
 
     kind = "where"
-    tensor_fields = ("carrier",)  # once lowered; see `lower`
+    tensor_fields = ("carrier",)  # once lowered; see `lower_for_operator`
 
     function: Predicate
     heads: tuple[int, ...] | None = None  # chosen heads; None: all of them
@@ -43,9 +43,11 @@ class Where(Clause):
 
     def bind(self, sizes: MatrixSizes) -> Where:  # noqa: ARG002
         """See `Clause.bind`."""
-        if torch.compiler.is_compiling() or is_traced() or torch.onnx.is_in_onnx_export():
+        if torch.compiler.is_compiling() or is_jit_tracing() or torch.onnx.is_in_onnx_export():
             # A compiler does not show the error, but why it could not go on.
-            private_torch.end_graph(f"a graph cannot call the function of Mask.where; {WAY_ON}")
+            private_torch.break_compiled_graph(
+                f"a graph cannot call the function of Mask.where; {WAY_ON}"
+            )
             raise MaskError(
                 saw=f"{self} in a graph that is compiled or exported",
                 needed="a mask that is data: a graph cannot call a function for each tile",
@@ -53,34 +55,34 @@ class Where(Clause):
             )
         return self
 
-    def block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.block`."""
+    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
+        """See `Clause.evaluate_block`."""
         indices = (
             self._head_numbers(block, sizes)
             if axis == 1
-            else index_positions(index, size, block.device)
+            else positions_of_index(index, size, block.device)
             for axis, (index, size) in enumerate(zip(block[:4], sizes, strict=True))
         )
         shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
         return self._call_function(*(i.reshape(s) for i, s in zip(indices, shapes, strict=True)))
 
-    def pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.pairs`."""
+    def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
+        """See `Clause.evaluate_pairs`."""
         block = MaskBlock(WHOLE, WHOLE, rows, WHOLE, rows.device)
-        batches = index_positions(WHOLE, sizes.batch, rows.device)
+        batches = positions_of_index(WHOLE, sizes.batch, rows.device)
         heads = self._head_numbers(block, sizes)
         return self._call_function(batches[:, None, None], heads[:, None], rows, columns)
 
     def _head_numbers(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         if self.heads is None:
-            return index_positions(block.heads, sizes.heads, block.device)
+            return positions_of_index(block.heads, sizes.heads, block.device)
         return torch.tensor(self.heads[block.heads], device=block.device)
 
     def _call_function(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         first_batch, first_query, first_key = self.first
         allowed = self.function(batch + first_batch, head, query + first_query, key + first_key)
         shape = torch.broadcast_shapes(batch.shape, head.shape, query.shape, key.shape)
-        if not _is_bool(allowed, shape):
+        if not _is_broadcastable_bool(allowed, shape):
             seen = type(allowed).__name__
             if isinstance(allowed, Tensor):
                 seen = f"{allowed.dtype} tensor of shape {tuple(allowed.shape)}"
@@ -91,14 +93,14 @@ class Where(Clause):
             )
         return allowed.expand(shape)
 
-    def cut(self, place: MatrixPart, sizes: MatrixSizes) -> Where:  # noqa: ARG002
-        """See `Clause.cut`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Where:  # noqa: ARG002
+        """See `Clause.cut_to_part`."""
         moved = (span.first for span in place)
         batch, query, key = (a + b for a, b in zip(self.first, moved, strict=True))
         return replace(self, first=(batch, query, key))
 
-    def extent(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.extent`."""
+    def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
+        """See `Clause.broadcast_shape`."""
         return sizes
 
     def of_heads(self, index: Tensor) -> Where:
@@ -111,19 +113,19 @@ class Where(Clause):
         """See `Clause.tensors`: the function's own are its own affair."""
         return ()
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Where:  # noqa: ARG002
-        """See `Clause.mapped`."""
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Where:  # noqa: ARG002
+        """See `Clause.map_tensors`."""
         return self
 
-    def lower(self) -> LoweredClause:
+    def lower_for_operator(self) -> LoweredClause:
         """A tensor that carries the clause: an operator hands the same object on, and keeps it."""
         carrier = torch.empty(0)
         carrier.clause = self  # type: ignore[attr-defined]
         return LoweredClause(self.kind, (carrier,), ())
 
     @classmethod
-    def lifted(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:  # noqa: ARG003
-        """See `Clause.lifted`."""
+    def from_lowered(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:  # noqa: ARG003
+        """See `Clause.from_lowered`."""
         (carrier,) = tensors
         clause: Clause = carrier.clause  # type: ignore[attr-defined]
         return clause
@@ -132,7 +134,7 @@ class Where(Clause):
         return f"where({getattr(self.function, '__name__', type(self.function).__name__)})"
 
 
-def _is_bool(allowed: object, shape: torch.Size) -> bool:
+def _is_broadcastable_bool(allowed: object, shape: torch.Size) -> bool:
     if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
         return False
     sizes = zip(reversed(allowed.shape), reversed(shape), strict=False)

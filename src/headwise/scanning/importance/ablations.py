@@ -24,12 +24,12 @@ from headwise.scanning.importance.losses import Loss
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.model_inputs import (
     ModelInput,
+    check_tokens_and_limit_outputs,
     list_inputs,
-    prepare_inputs,
     require_module,
     run_model,
 )
-from headwise.scanning.running_modules import class_name
+from headwise.scanning.running_modules import class_name_without_fsdp
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance_statistics import ABLATIONS, Importance
 from headwise.scanning.statistics.statistic import Summary
@@ -79,10 +79,10 @@ def ablations(
         ShapeError, DTypeError: a loss that is not one number for each sequence.
     """
     model = require_module(model)
-    model_inputs, before = prepare_inputs(model, list_inputs(inputs), with_logits=True), 0
+    model_inputs = check_tokens_and_limit_outputs(model, list_inputs(inputs), with_logits=True)
+    chosen, before = SelectedLayers(layers, heads), 0
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(model_inputs)
-    chosen = SelectedLayers(layers, heads)
     replacement = _make_replacement(by, seed)
     statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
     ablation = _HeadAblation(chosen, replacement, statistic, causal=loss is None)
@@ -90,7 +90,7 @@ def ablations(
         for index, model_input in enumerate(model_inputs):
             report = partial(_report_progress, progress, before, len(model_inputs), index)
             ablation.measure(partial(_compute_losses, model, model_input, capture, loss), report)
-    return ablation.scan(class_name(model), capture.notes)
+    return ablation.make_head_scan(class_name_without_fsdp(model), capture.notes)
 
 
 def mean_outputs(
@@ -123,7 +123,9 @@ def mean_outputs(
         counts[call.layer] += int(real.sum())
 
     with torch.no_grad(), evaluation_mode(model), capture_attention(model, watch) as capture:
-        for model_input in prepare_inputs(model, list_inputs(inputs), with_logits=True):
+        for model_input in check_tokens_and_limit_outputs(
+            model, list_inputs(inputs), with_logits=True
+        ):
             capture.begin_input()
             run_model(model, model_input)
     return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.chosen()}
@@ -211,7 +213,7 @@ class _HeadAblation:
         count = len(baseline)
         self._sequences += count
         self._tokens += int(self._real_queries[0].sum()) if self._real_queries else 0
-        self._replacement.begin(count)
+        self._replacement.begin_batch(count)
         chosen = [layer for layer in self._layers.chosen() if self._is_possible(layer, count)]
         off = [(layer, head) for layer in chosen for head in layer.heads]
         report("all heads", 1, 1 + len(off))
@@ -224,9 +226,9 @@ class _HeadAblation:
             total = torch.stack(effects[layer.name]).cpu()
             counted = {"sum": total, "count": torch.full_like(total, count)}
             extra_summary = self._replacement.extra_summary(layer.name, layer.heads)
-            layer.add(self._statistic, {**counted, **extra_summary})
+            layer.add_summary(self._statistic, {**counted, **extra_summary})
 
-    def scan(self, model: str, notes: tuple[str, ...]) -> HeadScan:
+    def make_head_scan(self, model: str, notes: tuple[str, ...]) -> HeadScan:
         """Return the scan of all inputs so far."""
         return HeadScan(
             model=model,
@@ -234,7 +236,7 @@ class _HeadAblation:
             tokens=self._tokens,
             notes=notes,
             statistics=(self._statistic,),
-            layer_scans=self._layers.without_incomplete_summaries(),
+            layer_scans=self._layers.drop_incomplete_summaries(),
         )
 
     def _run_without_head(
@@ -247,7 +249,7 @@ class _HeadAblation:
         shape = self._shapes.get(layer.name)
         if shape is None:  # this input did not run the layer
             return False
-        reason = self._replacement.missing(layer.name, shape, count)
+        reason = self._replacement.reason_not_replaceable(layer.name, shape, count)
         if reason is not None:
             layer.missing[self._statistic.definition.name] = reason
         return reason is None
@@ -259,10 +261,10 @@ class _HeadAblation:
 class Replacement:
     """The output of a head that is off: zero by default."""
 
-    def begin(self, batch: int) -> None:
+    def begin_batch(self, batch: int) -> None:
         """Start another batch of so many sequences."""
 
-    def missing(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
+    def reason_not_replaceable(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
         """Return why head outputs of this shape cannot be replaced, or None if they can."""
         return None
 
@@ -285,7 +287,7 @@ class Mean(Replacement):
         """Return the means, since only effects of equal means can be merged."""
         return {"stood_in": self._means[layer][list(heads)].double().cpu()}
 
-    def missing(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
+    def reason_not_replaceable(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
         """Check that the means fit the layer.
 
         Raises:
@@ -319,7 +321,7 @@ class Resample(Replacement):
         self._generator = torch.Generator().manual_seed(seed)
         self._partner = torch.empty(0, dtype=torch.long)
 
-    def begin(self, batch: int) -> None:
+    def begin_batch(self, batch: int) -> None:
         """Draw a partner for each sequence.
 
         Raises:
@@ -333,7 +335,7 @@ class Resample(Replacement):
             )
         self._partner = draw_partners(batch, self._generator)
 
-    def missing(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
+    def reason_not_replaceable(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
         """Return a reason if the first axis is not the batch, which resampling needs."""
         return None if shape[0] == batch else f"a batch of {shape[0]} for {batch} sequences"
 

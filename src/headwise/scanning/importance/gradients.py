@@ -22,8 +22,13 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.layer_scan import LayerScan
-from headwise.scanning.model_inputs import list_inputs, prepare_inputs, require_module, run_model
-from headwise.scanning.running_modules import class_name
+from headwise.scanning.model_inputs import (
+    check_tokens_and_limit_outputs,
+    list_inputs,
+    require_module,
+    run_model,
+)
+from headwise.scanning.running_modules import class_name_without_fsdp
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance_statistics import GRADIENTS
 from headwise.support.module_modes import evaluation_mode
@@ -60,26 +65,26 @@ def gradients(
             do not exist.
         ShapeError, DTypeError: a loss that is not one number for each sequence.
     """
-    model = require_module(model)
-    gates = Gates(SelectedLayers(layers), causal=loss is None)
+    model, gates = require_module(model), Gates(SelectedLayers(layers), causal=loss is None)
+    model_inputs = check_tokens_and_limit_outputs(model, list_inputs(inputs), with_logits=True)
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),
         evaluation_mode(model),
         capture_attention(model, gates) as capture,
     ):
-        for model_input in prepare_inputs(model, list_inputs(inputs), with_logits=True):
+        for model_input in model_inputs:
             capture.begin_input()
             output, original = run_model(model, model_input), model_input.original
             gates.backward(losses.sequence_losses(model, capture, output, original, loss))
     ignored = [f"{name}: the loss does not depend on its heads" for name in gates.ignored]
     return HeadScan(
-        model=class_name(model),
+        model=class_name_without_fsdp(model),
         sequences=gates.sequences,
         tokens=gates.tokens,
         notes=(*capture.notes, *ignored),
         statistics=GRADIENTS,
-        layer_scans=gates.layers.without_incomplete_summaries(),
+        layer_scans=gates.layers.drop_incomplete_summaries(),
     )
 
 
@@ -120,7 +125,7 @@ class Gates:
         if layer is None:
             return None
         if not torch.is_grad_enabled():
-            _leave_out_heads(layer, UNRECORDED)
+            _mark_layer_missing(layer, UNRECORDED)
             return None
         outputs = require_not_none(call.outputs)
         # Wider than half precision: the gradient of a gate is a sum over value_dim.
@@ -156,7 +161,7 @@ class Gates:
         by_layer: dict[str, tuple[LayerScan, list[Tensor]]] = {}
         for (layer, gate), gradient in zip(placed, gradients, strict=True):
             if len(gate) != count:
-                _leave_out_heads(layer, f"a batch of {len(gate)} for {count} sequences")
+                _mark_layer_missing(layer, f"a batch of {len(gate)} for {count} sequences")
                 continue
             if gradient is None:
                 self.ignored[layer.name] = None
@@ -175,10 +180,10 @@ def _add_gradients(layer: LayerScan, gradients: list[Tensor]) -> None:
     absolute = torch.stack([gradient.abs().sum(-1) for gradient in gradients]).sum(0)
     gate, taylor = signed.abs().sum(0).cpu(), absolute.sum(0).cpu()
     for statistic, total in zip(GRADIENTS, (gate, gate.clone(), taylor), strict=True):
-        layer.add(statistic, {"sum": total, "count": torch.full_like(total, len(signed))})
+        layer.add_summary(statistic, {"sum": total, "count": torch.full_like(total, len(signed))})
 
 
-def _leave_out_heads(layer: LayerScan, reason: str) -> None:
+def _mark_layer_missing(layer: LayerScan, reason: str) -> None:
     layer.missing |= {statistic.definition.name: reason for statistic in GRADIENTS}
 
 

@@ -80,7 +80,7 @@ KNOWN_FOR = (
 LONGEST_NAME = 80  # characters of an unknown name that are compared with the known names
 
 
-def standard_statistics(names: Iterable[str]) -> tuple[TileStatistic, ...]:
+def find_standard_statistics(names: Iterable[str]) -> tuple[TileStatistic, ...]:
     """Return statistics of the standard set, in the order of the names.
 
     Raises:

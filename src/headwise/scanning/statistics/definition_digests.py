@@ -8,7 +8,7 @@ since old files have old words.
 
 from __future__ import annotations
 
-# `Definition.id_of_words` -> the id of the meaning
+# `Definition.id_by_formula_digest` -> the id of the meaning
 MEANINGS = {
     "entropy:65bb4d07510abd12": "entropy-1",
     "relative_entropy:48d3e8fa7844b0de": "relative_entropy-1",

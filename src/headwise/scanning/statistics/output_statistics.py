@@ -73,11 +73,11 @@ CONTRIBUTED = (
         source="mixing against preserving: Kobayashi et al. 2021, arXiv:2109.07152, of one head",
         title="Relative contribution",
         most="has the largest contribution: {} times the norm of the residual",
-        counts=lambda tile: tile.counted & (_residual_norms(tile) > 0),
+        counts=lambda tile: tile.is_counted_query & (_residual_norms(tile) > 0),
         needs=("outputs", "out_proj", "residual"),
     ),
     RowStatistic(
-        lambda tile: tile.weight_on(tile.call.value_norms),
+        lambda tile: tile.weight_on(tile.call.projected_value_norms),
         name="value_weighted",
         formula="mean over queries i of Σⱼ A[i, j] ‖vⱼ W_O‖",
         unit="of the residual; at least contribution_norm",
@@ -116,7 +116,7 @@ class EffectiveRank(TileStatistic):
         return torch.zeros(shape, dtype=torch.bool, device=device)
 
     def update(self, gathered: Tensor, tile: WeightTile) -> None:
-        gathered[tile.batches, tile.heads, tile.rows] = tile.counted
+        gathered[tile.batches, tile.heads, tile.rows] = tile.is_counted_query
 
     def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
         """Return count, sum and sum of outer products, in float64."""
@@ -140,13 +140,15 @@ class EffectiveRank(TileStatistic):
         mean = summary["sum"] / count[:, None]
         centred = outer - count[:, None, None] * mean[:, :, None] * mean[:, None, :]
         squares = torch.linalg.eigvalsh(centred)
-        sigma = squares.where(squares > _rounding_noise(outer, count)[:, None], 0.0).sqrt()
+        sigma = squares.where(
+            squares > _zero_eigenvalue_rounding_bound(outer, count)[:, None], 0.0
+        ).sqrt()
         p = sigma / sigma.sum(-1, keepdim=True)  # NaN where nothing is left
         rank: Tensor = torch.special.entr(p).sum(-1).exp()
         return rank
 
 
-def _rounding_noise(outer: Tensor, count: Tensor) -> Tensor:
+def _zero_eigenvalue_rounding_bound(outer: Tensor, count: Tensor) -> Tensor:
     """Return (heads,): a bound on the rounding of an eigenvalue that is 0.
 
     The bound covers sums of n terms for the outer product and each mean, and the eigenvalues.
@@ -186,11 +188,14 @@ class Copying(TileStatistic):
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Return the sums over sequences, each with its tokens, one head after the other."""
-        samples = call.samples
+        samples = call.sampled_rows
         for sequence in range(call.matrix.shape[0]):
-            tokens, written = _token_rows(call, sequence), _head_contributions(call, sequence)
+            tokens, written = (
+                _unembedding_rows_of_sequence(call, sequence),
+                _head_contributions(call, sequence),
+            )
             pairs = zip(samples.weights[sequence], written, strict=True)
-            scores = [tokens.shares(weights, z) for weights, z in pairs]
+            scores = [tokens.copying_scores(weights, z) for weights, z in pairs]
             share, raises = (torch.stack(part) for part in zip(*scores, strict=True))
             counted = samples.counted[sequence] & samples.real[sequence] & raises
             gathered["sum"] += share.masked_fill(~counted, 0.0).sum(1)
@@ -212,7 +217,7 @@ class _TokenRows:
     kind: Tensor
     directions: Tensor
 
-    def shares(self, weights: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
+    def copying_scores(self, weights: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
         """Return (samples,) scores of the rows of a head, and True where a row raises a token."""
         rows = weights[:, self.keys].double()
         on_token = rows.new_zeros(len(rows), len(self.directions)).index_add_(1, self.kind, rows)
@@ -226,7 +231,7 @@ class _TokenRows:
         return share, total > 0
 
 
-def _token_rows(call: CapturedCall, sequence: int) -> _TokenRows:
+def _unembedding_rows_of_sequence(call: CapturedCall, sequence: int) -> _TokenRows:
     """Return the distinct tokens of a sequence that have a row in the unembedding."""
     unembedding, tokens = (
         require_not_none(call.unembedding),
@@ -243,7 +248,7 @@ def _head_contributions(call: CapturedCall, sequence: int) -> Tensor:
     """Return (heads, samples, embed_dim): each head's contribution at the sampled queries."""
     outputs, out_proj = require_not_none(call.outputs), require_not_none(call.out_proj)
     exact = accumulation_dtype(outputs.dtype)
-    z = outputs[sequence][:, call.samples.queries[sequence]].to(exact)
+    z = outputs[sequence][:, call.sampled_rows.queries[sequence]].to(exact)
     return torch.bmm(z, out_proj.to(exact))
 
 
@@ -269,7 +274,7 @@ class TotalVariation(TileStatistic):
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Return sums of similarities over rows, and the number of rows."""
-        samples = call.samples
+        samples = call.sampled_rows
         heads, keys = samples.weights.shape[1], samples.weights.shape[3]
         step = max(1, AT_ONCE // max(1, heads * keys))
         for weights, sink, counted in zip(
@@ -340,7 +345,7 @@ class CKA(TileStatistic):
 
     def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Return sums of HSIC over sequences, which are small and can be merged exactly."""
-        samples = call.samples
+        samples = call.sampled_rows
         for outputs, sampled, counted in zip(
             require_not_none(call.outputs), samples.queries, samples.counted.all(1), strict=True
         ):

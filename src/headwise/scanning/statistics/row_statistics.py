@@ -43,14 +43,14 @@ class RowStatistic(RowMean):
     def of_rows(self, tile: WeightTile) -> Tensor:
         return self._of_rows(tile)
 
-    def counts(self, tile: WeightTile) -> Tensor:
-        return tile.counted if self._counts is None else self._counts(tile)
+    def counted_rows(self, tile: WeightTile) -> Tensor:
+        return tile.is_counted_query if self._counts is None else self._counts(tile)
 
 
 # ---- how widely a head attends ------------------------------------------------------------------
 
 
-def _count_choices(tile: WeightTile) -> Tensor:
+def _count_allowed_keys_and_sink(tile: WeightTile) -> Tensor:
     return tile.allowed if tile.sink is None else tile.allowed + 1
 
 
@@ -77,7 +77,10 @@ SPREAD = (
         most="has the highest entropy: {}",
     ),
     RowStatistic(
-        lambda tile: tile.entropy / _count_choices(tile).clamp(min=2).to(tile.entropy.dtype).log(),
+        lambda tile: (
+            tile.entropy
+            / _count_allowed_keys_and_sink(tile).clamp(min=2).to(tile.entropy.dtype).log()
+        ),
         name="relative_entropy",
         formula="mean over queries i of H[i] / ln n[i], for the n[i] keys that i may attend "
         "to; a sink counts as one of them",
@@ -86,7 +89,7 @@ SPREAD = (
         source="Zhai et al. 2023, arXiv:2303.06296, whose entropy is divided by its largest value",
         title="Relative entropy of the weights",
         most="has the most even weights: {} of the largest possible entropy",
-        counts=lambda tile: tile.counted & (_count_choices(tile) > 1),
+        counts=lambda tile: tile.is_counted_query & (_count_allowed_keys_and_sink(tile) > 1),
     ),
     RowStatistic(
         lambda tile: tile.maximum,
@@ -141,7 +144,7 @@ SPREAD = (
         "spectral norm of the scores)",
         title="Range of the scores",
         most="has the widest range of scores: {}",
-        counts=lambda tile: tile.counted & (tile.allowed > 1),
+        counts=lambda tile: tile.is_counted_query & (tile.allowed > 1),
         reads_lowest=True,
     ),
 )
@@ -153,7 +156,7 @@ SPREAD = (
 def _weight_on_first_token(tile: WeightTile) -> Tensor:
     if tile.call.dropped:
         return torch.zeros_like(tile.maximum)
-    column = tile.call.first_key[tile.batches] - tile.columns.start
+    column = tile.call.first_real_key[tile.batches] - tile.columns.start
     inside = (column >= 0) & (column < tile.weights.shape[-1])
     column = column.clamp(0, tile.weights.shape[-1] - 1)
     batch = torch.arange(len(column), device=column.device)
@@ -163,10 +166,12 @@ def _weight_on_first_token(tile: WeightTile) -> Tensor:
 
 def _mean_key_distance(tile: WeightTile) -> Tensor:
     # All terms of the sums are at least 0, so nothing cancels at any length.
-    first, last = int(tile.own_keys[0]), int(tile.own_keys[-1])
+    first, last = int(tile.key_positions_of_queries[0]), int(tile.key_positions_of_queries[-1])
     keys = torch.arange(tile.columns.start, tile.columns.stop, device=tile.weights.device)
     before, after = (keys < first).sum().item(), (keys <= last).sum().item()
-    near = (tile.own_keys[:, None] - keys[before:after]).abs().to(tile.weights.dtype)
+    near = (
+        (tile.key_positions_of_queries[:, None] - keys[before:after]).abs().to(tile.weights.dtype)
+    )
     total: Tensor = torch.linalg.vecdot(tile.weights[..., before:after], near)
     # Keys on one side of all queries: the distance to the edge, plus the distance from there.
     for part, edge in ((slice(None, before), first), (slice(after, None), last)):
@@ -174,7 +179,7 @@ def _mean_key_distance(tile: WeightTile) -> Tensor:
         if beyond.numel():
             # One vector at a time: a product with two columns takes ten times as long on CPU.
             to_edge = torch.matmul(weights, (beyond - edge).abs().to(weights.dtype))
-            total += to_edge + weights.sum(-1) * (tile.own_keys - edge).abs()
+            total += to_edge + weights.sum(-1) * (tile.key_positions_of_queries - edge).abs()
     return total
 
 
@@ -228,7 +233,8 @@ PREVIOUS_TOKEN = RowStatistic(
     title="Weight on the token before",
     most="puts {} of its weight on the token before",
     counts=lambda tile: (
-        tile.counted & (tile.own_keys > tile.call.first_key[tile.batches, None])[:, None]
+        tile.is_counted_query
+        & (tile.key_positions_of_queries > tile.call.first_real_key[tile.batches, None])[:, None]
     ),
     needs=("own_key",),
     reach=1,
@@ -254,9 +260,9 @@ NEAR = (
 # ---- which tokens it attends to -----------------------------------------------------------------
 
 
-def _after_repeats(tile: WeightTile, after: int) -> Tensor:
+def _weight_after_repeats(tile: WeightTile, after: int) -> Tensor:
     """Return the weight on keys ``after`` positions behind an earlier key with the token."""
-    batch, row, key = tile.repeats
+    batch, row, key = tile.indices_of_earlier_repeats
     batches, heads, rows, columns = tile.weights.shape
     column = key + after - tile.columns.start
     inside = (column >= 0) & (column < columns)
@@ -266,16 +272,16 @@ def _after_repeats(tile: WeightTile, after: int) -> Tensor:
     return total.view(batches, rows, heads).transpose(1, 2)
 
 
-def _is_repeat(tile: WeightTile) -> Tensor:
-    repeated = tile.call.repeats.earlier[tile.batches][:, tile.own_keys] > 0
+def _queries_with_repeated_token(tile: WeightTile) -> Tensor:
+    repeated = tile.call.repeated_tokens.earlier[tile.batches][:, tile.key_positions_of_queries] > 0
     if tile.call.specials is not None:
-        repeated = repeated & ~tile.call.specials[tile.batches][:, tile.own_keys]
-    return tile.counted & repeated[:, None]
+        repeated = repeated & ~tile.call.specials[tile.batches][:, tile.key_positions_of_queries]
+    return tile.is_counted_query & repeated[:, None]
 
 
 REPEATED = (
     RowStatistic(
-        lambda tile: _after_repeats(tile, 0),
+        lambda tile: _weight_after_repeats(tile, 0),
         name="duplicate_token",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j < i with token[j] = token[i]",
         unit=SHARE,
@@ -283,11 +289,11 @@ REPEATED = (
         source="duplicate token heads: Wang et al. 2022, arXiv:2211.00593, section 3",
         title="Weight on earlier copies of the token",
         most="puts {} of its weight on earlier copies of the token",
-        counts=_is_repeat,
+        counts=_queries_with_repeated_token,
         needs=("own_key", "tokens"),
     ),
     RowStatistic(
-        lambda tile: _after_repeats(tile, 1),
+        lambda tile: _weight_after_repeats(tile, 1),
         name="induction",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j ≤ i with token[j − 1] = "
         "token[i] and j − 1 < i",
@@ -297,7 +303,7 @@ REPEATED = (
         "random tokens that are repeated",
         title="Induction: weight on what followed earlier copies",
         most="puts {} of its weight on what followed earlier copies of the token (induction)",
-        counts=_is_repeat,
+        counts=_queries_with_repeated_token,
         needs=("own_key", "tokens"),
     ),
 )

@@ -110,10 +110,10 @@ class Definition:
         """
         if self.version is not None:
             return f"{self.name}@{self.version}"
-        return MEANINGS.get(self.id_of_words, self.id_of_words)
+        return MEANINGS.get(self.id_by_formula_digest, self.id_by_formula_digest)
 
     @property
-    def id_of_words(self) -> str:
+    def id_by_formula_digest(self) -> str:
         """The name with a digest of formula and axes."""
         words = "\0".join((self.formula, *self.axes)).encode("utf-8", "surrogatepass")
         return f"{self.name}:{hashlib.sha256(words).hexdigest()[:16]}"
@@ -129,12 +129,12 @@ class Definition:
         return self.title or self.label[:1].upper() + self.label[1:]
 
     @property
-    def says(self) -> str:
+    def highest_value_phrase(self) -> str:
         """A phrase on the head with the highest value, with {} for the value."""
         return self.most or f"has the most {self.label}: {{}}"
 
     @property
-    def drawn(self) -> Literal["weight", "share", "range"]:
+    def colour_scale(self) -> Literal["weight", "share", "range"]:
         """The colour scale: "share" runs from 0 to 1, "range" from the lowest to the highest value.
 
         "weight" is a share of the weight on a scale that spreads small values.
@@ -253,7 +253,7 @@ class Statistic:
                 total[name] += value
         return total
 
-    def difference(self, summary: Summary, other: Summary) -> str | None:  # noqa: ARG002
+    def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:  # noqa: ARG002
         """Return why two summaries of one layer cannot be merged, or None if they can."""
         return None
 
@@ -274,7 +274,7 @@ class TileStatistic(Statistic):
         if "finish" in vars(cls) and "parts" not in vars(cls):
             cls.parts = None
 
-    def missing(self, call: CapturedCall) -> str | None:
+    def reason_not_computable(self, call: CapturedCall) -> str | None:
         """Return why the statistic cannot be computed for a call, or None if it can.
 
         The reason names the first attribute of ``needs`` that the call does not have.
@@ -320,12 +320,12 @@ class RowMean(TileStatistic, ABC):
     def of_rows(self, tile: WeightTile) -> Tensor:
         """Return (batches, heads, rows): the value of each row of the tile."""
 
-    def counts(self, tile: WeightTile) -> Tensor:
+    def counted_rows(self, tile: WeightTile) -> Tensor:
         """Return a bool tensor (batches, heads, rows): True for rows that count in the mean.
 
         By default all real queries count; padded ones never reach the mean.
         """
-        return tile.counted
+        return tile.is_counted_query
 
     def start(self, call: CapturedCall) -> tuple[Tensor, Tensor]:
         """Return tensors for the value of each row, and for the rows that count."""
@@ -338,7 +338,7 @@ class RowMean(TileStatistic, ABC):
         values, counted = gathered
         at = tile.batches, tile.heads, tile.rows
         values[at] = self.of_rows(tile).to(values.dtype)
-        counted[at] = self.counts(tile)
+        counted[at] = self.counted_rows(tile)
 
     def finish(
         self,
@@ -363,11 +363,12 @@ def compute_summaries(
     Memory grows with queries and with keys, never with queries x keys.
 
     Raises:
-        OptionError: a need of a statistic is not met; `TileStatistic.missing` returns the reason.
+        OptionError: a need of a statistic is not met; `TileStatistic.reason_not_computable`
+            returns the reason.
     """
     statistics = tuple(statistics)
     for statistic in statistics:
-        if (reason := statistic.missing(call)) is not None:
+        if (reason := statistic.reason_not_computable(call)) is not None:
             raise OptionError(
                 saw=f"{statistic.definition.name}: {reason}",
                 needed=", ".join(statistic.needs),

@@ -84,7 +84,7 @@ class TopKeysOfEveryQuery(TileStatistic):
                 all(_is_layer_head_pair(pair) for pair in self.heads) and bool(self.heads), heads
             )
 
-    def missing(self, call: CapturedCall) -> str | None:
+    def reason_not_computable(self, call: CapturedCall) -> str | None:
         """Return why a call has no such rows: no head was chosen, or it continues a cache."""
         if call.own_key not in (0, None):
             return "the call continues a cache, so its queries are no whole sequences"
@@ -125,7 +125,7 @@ class TopKeysOfEveryQuery(TileStatistic):
     def update(self, gathered: _Rows, tile: WeightTile) -> None:
         """Store the largest weights of the tile's rows; a tile holds whole rows."""
         inside = range(tile.heads.start, tile.heads.stop)
-        first = tile.call.first_key[tile.batches]
+        first = tile.call.first_real_key[tile.batches]
         for nth, head in enumerate(gathered.heads):
             if head not in inside:
                 continue
@@ -133,7 +133,7 @@ class TopKeysOfEveryQuery(TileStatistic):
             share, key = weights.topk(min(self.ranks, weights.shape[-1]), dim=-1)
             key = key + (tile.columns.start - first)[:, None, None]
             row = gathered.place[tile.batches, tile.rows]
-            counted = tile.counted[:, head - tile.heads.start] & (row >= 0)
+            counted = tile.is_counted_query[:, head - tile.heads.start] & (row >= 0)
             none = (share <= 0)[counted]
             at = nth, row[counted], slice(0, share.shape[-1])
             gathered.share[at] = share[counted].float().masked_fill(none, NOTHING)
@@ -150,7 +150,7 @@ class TopKeysOfEveryQuery(TileStatistic):
             "share": gathered.share.cpu(),
         }
 
-    def difference(self, summary: Summary, other: Summary) -> str | None:
+    def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:
         """Return a difference in the chosen heads, or in the number of ranks."""
         if not torch.equal(summary["row"], other["row"]):
             return "the top keys of some heads, and of others"

@@ -48,11 +48,11 @@ class OffsetProfile(TileStatistic):
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
         offsets = torch.arange(-self.OFFSETS, self.OFFSETS + 1, device=tile.weights.device)
-        key = tile.own_keys[:, None] + offsets
+        key = tile.key_positions_of_queries[:, None] + offsets
         real = tile.call.real_keys[tile.batches]
         exists = (key >= 0) & (key < real.shape[1])
         exists = real[:, key.clamp(0, real.shape[1] - 1)] & exists
-        counted = tile.counted[..., None] & exists[:, None]
+        counted = tile.is_counted_query[..., None] & exists[:, None]
         weights = tile.band(self.OFFSETS).double().masked_fill(~counted, 0.0)
         gathered["sum"][tile.heads] += weights.sum((0, 2))
         gathered["count"][tile.heads] += counted.sum((0, 2))
@@ -100,17 +100,17 @@ class Map(TileStatistic):
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
         """Add the weights of the tile to the cells."""
-        blocks, weights = tile.weight_by_cell
-        key_cells = tile.call.key_cells[tile.batches, tile.columns].to(weights.dtype)
+        blocks, weights = tile.weight_by_query_block
+        key_cells = tile.call.key_map_block_one_hot[tile.batches, tile.columns].to(weights.dtype)
         weights = torch.matmul(weights, key_cells[:, None])
         gathered["sum"][tile.heads, blocks] += weights.double().sum(0)
-        cells = tile.call.query_cells[tile.batches, tile.rows]
+        cells = tile.call.query_map_block[tile.batches, tile.rows]
         inside = torch.arange(blocks.start, blocks.stop, device=cells.device)
         member = (cells[..., None] == inside).to(weights.dtype)
-        counted = torch.matmul(tile.counted.to(member.dtype), member)
+        counted = torch.matmul(tile.is_counted_query.to(member.dtype), member)
         gathered["count"][tile.heads, blocks] += counted.double().sum(0)
 
-    def difference(self, summary: Summary, other: Summary) -> str | None:
+    def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:
         """Return a difference in the number of cells."""
         here, there = summary["count"].shape[-1], other["count"].shape[-1]
         return None if here == there else f"a map of {here} cells, and one of {there}"
@@ -169,14 +169,16 @@ class MostReceived(TileStatistic):
         return torch.zeros(batch, heads, keys, dtype=torch.float64, device=device)
 
     def update(self, gathered: Tensor, tile: WeightTile) -> None:
-        gathered[tile.batches, tile.heads, tile.columns] += tile.weight_by_cell[1].double().sum(2)
+        gathered[tile.batches, tile.heads, tile.columns] += (
+            tile.weight_by_query_block[1].double().sum(2)
+        )
 
     def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
         """Return the largest sums of this call."""
         received = gathered.masked_fill(call.seen_by == 0, NOTHING)
         received = received.masked_fill(~call.real_keys[:, None], NOTHING)
         batch, heads, keys = received.shape
-        index = torch.arange(keys, device=received.device) - call.first_key[:, None]
+        index = torch.arange(keys, device=received.device) - call.first_real_key[:, None]
         token = torch.full_like(index, -1) if call.tokens is None else call.tokens
         return _keep_largest_keys(
             received.transpose(0, 1).reshape(heads, batch * keys).cpu(),
@@ -191,7 +193,7 @@ class MostReceived(TileStatistic):
 
     def result(self, summary: Summary) -> Tensor:
         """Return (heads, rank, field): key, token, received weight; NaN beyond the last key."""
-        return stack_fields(summary["received"], summary["key"], summary["token"])
+        return stack_key_token_weight(summary["received"], summary["key"], summary["token"])
 
 
 def _keep_largest_keys(received: Tensor, key: Tensor, token: Tensor) -> Summary:
@@ -208,7 +210,7 @@ def _keep_largest_keys(received: Tensor, key: Tensor, token: Tensor) -> Summary:
     }
 
 
-def stack_fields(weight: Tensor, key: Tensor, token: Tensor) -> Tensor:
+def stack_key_token_weight(weight: Tensor, key: Tensor, token: Tensor) -> Tensor:
     """Return (..., rank, field) with key, token and weight; NaN where there is no key."""
     stacked = torch.stack([key.double(), token.double(), weight], -1)
     return stacked.masked_fill((weight < 0)[..., None], torch.nan)
@@ -288,7 +290,7 @@ class TopKeys(TileStatistic):
 
     def result(self, summary: Summary) -> Tensor:
         """Return (heads, query, rank, field): key, token, weight; NaN beyond the last key."""
-        return stack_fields(summary["share"], summary["key"], summary["token"])
+        return stack_key_token_weight(summary["share"], summary["key"], summary["token"])
 
 
 def _store_top_keys(chosen: _ChosenQueries, tile: WeightTile, *, nth: int, row: int) -> None:
@@ -298,7 +300,7 @@ def _store_top_keys(chosen: _ChosenQueries, tile: WeightTile, *, nth: int, row: 
     share, key = weights.sort(dim=-1, descending=True, stable=True)
     share, key = share[:, :RANKS].cpu(), key[:, :RANKS].cpu() + tile.columns.start
     some, at = share > 0, (tile.heads, nth, slice(0, share.shape[1]))
-    first = int(tile.call.first_key[chosen.sequence])
+    first = int(tile.call.first_real_key[chosen.sequence])
     largest["share"][at] = share.double().masked_fill(~some, NOTHING)
     largest["key"][at] = (key - first).masked_fill(~some, -1)
     if tokens is not None:

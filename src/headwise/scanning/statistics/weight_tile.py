@@ -39,13 +39,13 @@ class WeightTile(ObservedTile):
         self._samples_copied = False
 
     @cached_property
-    def counted(self) -> Tensor:
+    def is_counted_query(self) -> Tensor:
         """(batches, heads, rows): True for real queries that may attend to a key."""
         real = self.call.real_queries[self.batches, self.rows]
         return real[:, None] & (self.allowed > 0)
 
     @cached_property
-    def own_keys(self) -> Tensor:
+    def key_positions_of_queries(self) -> Tensor:
         """(rows,): the key at the position of each query."""
         rows = torch.arange(self.rows.start, self.rows.stop, device=self.weights.device)
         return rows + require_not_none(self.call.own_key)
@@ -90,7 +90,9 @@ class WeightTile(ObservedTile):
         batches, heads, rows, columns = self.weights.shape
         wide = rows + 2 * self._widest
         block = self.weights.new_zeros(batches, heads, rows, wide)
-        first = int(self.own_keys[0]) - self._widest - self.columns.start  # column 0 of the block
+        first = (
+            int(self.key_positions_of_queries[0]) - self._widest - self.columns.start
+        )  # column 0 of the block
         start, stop = max(0, first), min(columns, first + wide)
         if start < stop:
             block[..., start - first : stop - first] = self.weights[..., start:stop]
@@ -100,12 +102,12 @@ class WeightTile(ObservedTile):
         return block.as_strided(size, stride)
 
     @cached_property
-    def weight_by_cell(self) -> tuple[slice, Tensor]:
+    def weight_by_query_block(self) -> tuple[slice, Tensor]:
         """The blocks of a map in this tile, and the weights summed over the real queries of each.
 
         The sums are (batches, heads, blocks, columns).
         """
-        cells = self.call.query_cells[self.batches, self.rows]
+        cells = self.call.query_map_block[self.batches, self.rows]
         real = cells[cells >= 0]
         blocks = slice(int(real.min()), int(real.max()) + 1) if real.numel() else slice(0, 0)
         index = torch.arange(blocks.start, blocks.stop, device=cells.device)
@@ -113,17 +115,19 @@ class WeightTile(ObservedTile):
         return blocks, torch.matmul(member[:, None], self.weights)
 
     @cached_property
-    def repeats(self) -> tuple[Tensor, Tensor, Tensor]:
+    def indices_of_earlier_repeats(self) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, row, key) of the earlier keys with the token of the row's query.
 
         Batches and rows are counted from the start of the tile, keys from 0.
         """
-        return self.call.repeats.pairs(self.batches, self.own_keys)
+        return self.call.repeated_tokens.earlier_repeat_pairs(
+            self.batches, self.key_positions_of_queries
+        )
 
     @cached_property
     def contribution_norms(self) -> Tensor:
         """(batches, heads, rows): the norm of each head's contribution."""
-        factors = self.call.out_proj_factors.to(self.weights.dtype)[self.heads]
+        factors = self.call.norm_preserving_out_proj_factors.to(self.weights.dtype)[self.heads]
         z = require_not_none(self.call.outputs)[self.batches, self.heads, self.rows].to(
             factors.dtype
         )
@@ -135,12 +139,12 @@ class WeightTile(ObservedTile):
         if self._samples_copied:
             return
         self._samples_copied = True
-        samples = self.call.samples
+        samples = self.call.sampled_rows
         queries = samples.queries[self.batches]
         inside = (queries >= self.rows.start) & (queries < self.rows.stop)
         batch, sample = (inside & samples.real[self.batches]).nonzero(as_tuple=True)
         row, sequence = queries[batch, sample] - self.rows.start, batch + self.batches.start
         samples.weights[sequence, self.heads, sample, self.columns] = self.weights[batch, :, row]
-        samples.counted[sequence, self.heads, sample] = self.counted[batch, :, row]
+        samples.counted[sequence, self.heads, sample] = self.is_counted_query[batch, :, row]
         if self.sink is not None:
             samples.sink[sequence, self.heads, sample] = self.sink[batch, :, row]

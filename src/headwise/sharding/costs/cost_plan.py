@@ -44,7 +44,7 @@ class CostPlan:
     refused: Mapping[str, str]
 
     @cached_property
-    def steps(self) -> tuple[StepCosts, ...]:
+    def best_step_of_each_kind(self) -> tuple[StepCosts, ...]:
         """The best way of each kind, the fastest first; those that do not fit come last.
 
         The best is the fastest training step that fits; if none fits, the one with least memory.
@@ -63,13 +63,18 @@ class CostPlan:
     @property
     def fastest_step(self) -> StepCosts | None:
         """The fastest training step that fits; None if none does."""
-        return next((step for step in self.steps if step.fits_step), None)
+        return next((step for step in self.best_step_of_each_kind if step.fits_step), None)
 
     @property
     def fastest_step_in_headwise(self) -> StepCosts | None:
         """The fastest training step that fits, of the ways that this library runs."""
         return next(
-            (step for step in self.steps if step.fits_step and step.way.is_in_headwise), None
+            (
+                step
+                for step in self.best_step_of_each_kind
+                if step.fits_step and step.way.is_in_headwise
+            ),
+            None,
         )
 
     @property
@@ -88,7 +93,7 @@ class CostPlan:
             "dtype": self.dtype,
             "machine": asdict(self.machine),
             "model": {**asdict(self.sizes), "weights": self.sizes.weights},
-            "ways": [_step_json(step) for step in self.steps],
+            "ways": [_step_json(step) for step in self.best_step_of_each_kind],
             "refused": dict(self.refused),
             "fastest": {name: step and str(step.way) for name, step in fastest.items()},
         }

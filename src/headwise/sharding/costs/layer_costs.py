@@ -63,7 +63,7 @@ class LayerCosts:
 
     def sent_forward(self) -> dict[str, float]:
         """Return the bytes that a rank sends in the forward pass of attention, for each group."""
-        return self._sum_sent_bytes(
+        return self._sent_bytes_by_group(
             self._all_reduced_numbers,
             self._exchanged_numbers,
             self._passed_keys_and_values,
@@ -77,14 +77,14 @@ class LayerCosts:
         exchanged back. Gathered keys send their gradients home. A ring passes keys and values
         around again, and sends the gradient of each part directly to its owner.
         """
-        return self._sum_sent_bytes(
+        return self._sent_bytes_by_group(
             self._all_reduced_numbers,
             self._exchanged_numbers,
             self._passed_keys_and_values,
             ring_factor=2,
         )
 
-    def _sum_sent_bytes(
+    def _sent_bytes_by_group(
         self, heads: float, exchanged: float, keys_and_values: float, *, ring_factor: float
     ) -> dict[str, float]:
         way = self.way

@@ -33,7 +33,9 @@ class Machine:
     memory: float = 80.0
     teraflops: float = 400.0
 
-    def seconds(self, sent: Mapping[str, float], way: ShardingWay) -> dict[str, float]:
+    def communication_seconds(
+        self, sent: Mapping[str, float], way: ShardingWay
+    ) -> dict[str, float]:
         """Return the seconds that each group of ranks sends."""
         across = way.groups_across_nodes(self.node)
         return {
@@ -41,7 +43,7 @@ class Machine:
             for name, size in sent.items()
         }
 
-    def seconds_for_weights(self, sent: float, way: ShardingWay) -> float:
+    def weight_communication_seconds(self, sent: float, way: ShardingWay) -> float:
         """Return the seconds that FSDP2 sends; its ranks are in all nodes."""
         return sent / GIGA / (self.across if way.gpus > self.node else self.within)
 
@@ -97,11 +99,13 @@ class StepCosts:
         products = layer.attention_operations()[backward] / peak
         others = layer.projection_operations()[backward] / peak
         sent = layer.sent_backward() if backward else layer.sent_forward()
-        seconds = self.machine.seconds(sent, self.way)
+        seconds = self.machine.communication_seconds(sent, self.way)
         ring = seconds.pop("ring", 0.0)
         waiting = sum(seconds.values())
-        waiting += sum(self.machine.seconds(layer.sent_for_mlp(), self.way).values())
-        weights = self.machine.seconds_for_weights(layer.sent_for_weights()[backward], self.way)
+        waiting += sum(self.machine.communication_seconds(layer.sent_for_mlp(), self.way).values())
+        weights = self.machine.weight_communication_seconds(
+            layer.sent_for_weights()[backward], self.way
+        )
         return waiting + max(others + max(products, ring), ring + weights)
 
     @property

@@ -45,7 +45,7 @@ class RankHeads(HeadPart):
         """The process group of the ranks."""
         return self.mesh.get_group()
 
-    def enter(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def prepare_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs; their gradients are summed over ranks."""
         for name, tensor in inputs.items():
             if isinstance(tensor, DTensor):
@@ -61,15 +61,15 @@ class RankHeads(HeadPart):
                 self._checks = "never"
         return dict(zip(inputs, sum_backward(list(inputs.values()), group=self.group), strict=True))
 
-    def parameter(self, parameter: Tensor) -> Tensor:
+    def own_share_of_parameter(self, parameter: Tensor) -> Tensor:
         """Return what this rank holds; the gradient of what all hold is summed over ranks."""
         return local_part(parameter, heads_of_this_rank=True)
 
-    def average(self, weights: Tensor) -> Tensor:
+    def head_mean_from_own_heads(self, weights: Tensor) -> Tensor:
         """Return the mean over all heads, from the mean over those of this rank."""
-        return sum_forward(super().average(weights), group=self.group)
+        return sum_forward(super().head_mean_from_own_heads(weights), group=self.group)
 
-    def collect(self, weights: Tensor) -> Tensor:
+    def collect_returned_weights(self, weights: Tensor) -> Tensor:
         """Return the weights of all heads."""
         return gather_heads_of_ranks(weights, group=self.group)
 

@@ -16,7 +16,7 @@ from headwise.scanning.corpus_scan import (
     no_documents_error,
 )
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan_file import hash_content
+from headwise.scanning.scan_file import hash_nested_content
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.sharding.processes.job import TIMEOUT, Job, open_group_job
 from headwise.support.progress_callback import Progress, no_progress
@@ -87,8 +87,8 @@ def scan_in_job(
     if not documents:
         raise no_documents_error()
     digests = hash_values(made_with)
-    everything = [[name, hash_content(inputs)] for name, inputs in documents]
-    job.require_same({**digests, "documents": hash_content(everything)})
+    everything = [[name, hash_nested_content(inputs)] for name, inputs in documents]
+    job.require_same({**digests, "documents": hash_nested_content(everything)})
     folder = CorpusFolder(out, digests, statistics)
     folder.refuse_parts_from(len(documents))
     # Opening a folder removes half-written files: no rank writes before all have opened it.
@@ -99,7 +99,9 @@ def scan_in_job(
         merged = CorpusFolder(out, digests, statistics).scan_all(scan_one, documents, no_progress)
         job.announce("merged")
         return merged
-    job.wait("merged", meanwhile=lambda: progress("", job.add(DONE, 0), len(documents)))
+    job.wait_for_announcement(
+        "merged", meanwhile=lambda: progress("", job.add_to_counter(DONE, 0), len(documents))
+    )
     _require_parts(folder.out, len(documents))
     return HeadScan.load(folder.out / SCAN, statistics)
 
@@ -113,12 +115,12 @@ def _scan_share(
 ) -> None:
     """Scan documents until all have been taken."""
     first: HeadScan | None = None
-    while (index := job.take("document")) < len(documents):
+    while (index := job.take_next_number("document")) < len(documents):
         name, inputs = documents[index]
-        progress(name, job.add(DONE, 0), len(documents))
-        scan = folder.scan(index, name, inputs, scan_one, fits=first)
+        progress(name, job.add_to_counter(DONE, 0), len(documents))
+        scan = folder.scan_or_load_document(index, name, inputs, scan_one, fits=first)
         first = scan if first is None else first
-        progress(name, job.add(DONE, 1), len(documents))
+        progress(name, job.add_to_counter(DONE, 1), len(documents))
 
 
 def _require_parts(out: Path, count: int) -> None:

@@ -49,7 +49,7 @@ def convert_in_job(
         if job.rank != 0:
             _write_share(job, conversion, progress)
             return None
-        conversion.run_checks()
+        conversion.require_zero_dropped_biases()
         with StagingDir(conversion.target, conversion.output) as staging:
             try:
                 staging.begin(conversion.identity)
@@ -65,7 +65,7 @@ def convert_in_job(
 def _is_resumable(job: Job, lost_status: int) -> bool:
     """True unless a rank has recorded a failure that would come again."""
     try:
-        failure = job.failure()
+        failure = job.first_failure()
     except LostProcessError:
         return True
     return failure is None or failure.status == lost_status
@@ -87,7 +87,9 @@ def _write_share(job: Job, conversion: PlannedConversion, progress: Progress) ->
         stream.run(conversion.steps, shown.add_step, chosen=steps)
     if job.arrive("files written"):
         job.announce("files written")
-    job.wait("files written", meanwhile=partial(shown.show, "waiting for other ranks"))
+    job.wait_for_announcement(
+        "files written", meanwhile=partial(shown.show, "waiting for other ranks")
+    )
 
 
 def divide_steps(
@@ -135,12 +137,12 @@ class _JobBytes:
         Raises:
             LostProcessError: another rank is lost or has failed.
         """
-        self._job.require_all()
-        self._job.add(DONE, done - self._mine)
+        self._job.require_all_ranks_alive()
+        self._job.add_to_counter(DONE, done - self._mine)
         self._mine = done
         self.show(file)
 
     def show(self, file: str) -> None:
         """Report the bytes that all ranks have done."""
         if self._job.rank == 0:
-            self._progress(file, self._job.add(DONE, 0), self._total)
+            self._progress(file, self._job.add_to_counter(DONE, 0), self._total)

@@ -79,29 +79,29 @@ class Job:
     ) -> None:
         try:
             if error is not None:
-                self.fail(str(error) or type(error).__name__)
+                self.record_failure(str(error) or type(error).__name__)
         finally:
             self._peers.stop()
             self._call.close()
 
     # ---- work ------------------------------------------------------------------------------
 
-    def take(self, name: str) -> int:
+    def take_next_number(self, name: str) -> int:
         """Return the next of the numbers 0, 1, 2, ..., each of which one rank gets.
 
         Raises:
             LostProcessError: another rank is lost or has failed.
         """
-        self.require_all()
-        return self.add(name, 1) - 1
+        self.require_all_ranks_alive()
+        return self.add_to_counter(name, 1) - 1
 
-    def add(self, name: str, amount: int) -> int:
+    def add_to_counter(self, name: str, amount: int) -> int:
         """Add to a number that all ranks share, from 0 on, and return the sum."""
         return int(self._call("add", name, amount))
 
     def arrive(self, name: str) -> bool:
         """Count this rank as one that has come to a place; True for the last of them."""
-        return self.add(f"arrived/{name}", 1) == self.count
+        return self.add_to_counter(f"arrived/{name}", 1) == self.count
 
     def announce(self, name: str, text: str = "") -> None:
         """Let the ranks go on that wait for a name."""
@@ -113,10 +113,12 @@ class Job:
         Raises:
             LostProcessError: another rank is lost or has failed.
         """
-        self.require_all()
+        self.require_all_ranks_alive()
         return bool(self._call("check", [f"announced/{name}"]))
 
-    def wait(self, name: str, *, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def wait_for_announcement(
+        self, name: str, *, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
         """Wait until a rank announces a name.
 
         Args:
@@ -139,14 +141,14 @@ class Job:
         if self.arrive(name):
             self.announce(name)
         else:
-            self.wait(name)
+            self.wait_for_announcement(name)
 
-    def meet(self, name: str, *, seconds: float) -> None:
+    def barrier_with_timeout(self, name: str, *, seconds: float) -> None:
         """Wait until every rank has come to a place, at most so many seconds."""
         end = time.monotonic() + seconds
         try:
             self.arrive(name)
-            while self.add(f"arrived/{name}", 0) < self.count and time.monotonic() < end:
+            while self.add_to_counter(f"arrived/{name}", 0) < self.count and time.monotonic() < end:
                 time.sleep(POLL)
         except LostProcessError:  # nobody is left to wait for
             return
@@ -173,7 +175,7 @@ class Job:
 
     # ---- failures --------------------------------------------------------------------------
 
-    def fail(self, text: str, *, status: int = 1) -> Failure | None:
+    def record_failure(self, text: str, *, status: int = 1) -> Failure | None:
         """Record a failure unless there was one before, and return the first of the job.
 
         Return None if the store is gone, so that no other rank can be reached.
@@ -184,7 +186,7 @@ class Job:
         except LostProcessError:
             return None
 
-    def failure(self) -> Failure | None:
+    def first_failure(self) -> Failure | None:
         """Return the first failure that a rank has recorded, if there is one.
 
         Raises:
@@ -194,7 +196,7 @@ class Job:
             return None
         return Failure(*json.loads(self._call("get", "failure")))
 
-    def require_all(self) -> None:
+    def require_all_ranks_alive(self) -> None:
         """Raise LostProcessError if another rank is lost or has failed."""
         if self._peers.error is not None:
             raise self._peers.error

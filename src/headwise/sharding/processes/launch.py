@@ -59,8 +59,8 @@ def launch(command: Sequence[str], *, count: int) -> JobOutcome:
     """
     with ExitStack() as stack:
         logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="headwise-"))
-        stack.enter_context(_environment(count))
-        stack.enter_context(_silence())
+        stack.enter_context(_set_process_environment(count))
+        stack.enter_context(_silence_launcher_logs())
         interrupts = stack.enter_context(_interrupts_as_sigterm())
         config = LaunchConfig(
             min_nodes=1,
@@ -80,7 +80,7 @@ def launch(command: Sequence[str], *, count: int) -> JobOutcome:
         except SignalException as error:
             return JobOutcome(0, interrupted_by=signal.SIGINT if interrupts else error.sigval)
         except ChildFailedError as error:
-            return _outcome(error.failures, count)
+            return _outcome_of_failures(error.failures, count)
         except (dist.DistError, OSError) as error:
             raise LostProcessError(
                 saw=f"{count} processes that could not be started: {str(error).splitlines()[0]}",
@@ -90,13 +90,13 @@ def launch(command: Sequence[str], *, count: int) -> JobOutcome:
     return JobOutcome(0)
 
 
-def leave_message(text: str) -> None:
+def leave_failure_message(text: str) -> None:
     """Leave the reason of a failure where the launcher of this process looks for it."""
     if path := os.environ.get(ERROR_FILE):
         Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), "utf-8")
 
 
-def _outcome(failures: dict[int, ProcessFailure], count: int) -> JobOutcome:
+def _outcome_of_failures(failures: dict[int, ProcessFailure], count: int) -> JobOutcome:
     """Return the message that a failed process has left."""
     for failure in failures.values():
         text = failure.error_file_data.get("message")
@@ -117,7 +117,7 @@ def _outcome(failures: dict[int, ProcessFailure], count: int) -> JobOutcome:
 
 
 @contextmanager
-def _environment(count: int) -> Iterator[None]:
+def _set_process_environment(count: int) -> Iterator[None]:
     """Divide the threads of this machine among the processes, unless OMP_NUM_THREADS is set."""
     before = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -131,7 +131,7 @@ def _environment(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def _silence_launcher_logs() -> Iterator[None]:
     """Keep the launcher's log off the terminal; its loggers have levels of their own."""
     silent = [(logging.getLogger(name), logging.NullHandler()) for name in _LOGGERS]
     before = [logger.propagate for logger, _ in silent]

@@ -63,20 +63,24 @@ class WatchedPeers:
             self._store.add(f"signs/{self._rank}", 1)
             while not self._ended.wait(self._interval):
                 self._store.add(f"signs/{self._rank}", 1)
-                error = None if self.error else self._failure() or self._lost_peer()
+                error = (
+                    None
+                    if self.error
+                    else self._recorded_failure_error() or self._lost_peer_error()
+                )
                 if error is not None:
-                    self._report(error)
+                    self._report_lost(error)
             self._store.set(f"left/{self._rank}", "")
         except RuntimeError as error:  # DistNetworkError and DistStoreError among them
             if not self._ended.is_set():
-                self._report(lost_store_error(f"is gone: {str(error).splitlines()[0]:.120}"))
+                self._report_lost(lost_store_error(f"is gone: {str(error).splitlines()[0]:.120}"))
 
-    def _report(self, error: LostProcessError) -> None:
+    def _report_lost(self, error: LostProcessError) -> None:
         self.error = error
         if self._on_lost is not None and not self._ended.is_set():
             self._on_lost(error)
 
-    def _failure(self) -> LostProcessError | None:
+    def _recorded_failure_error(self) -> LostProcessError | None:
         """Return the error for a failure that another rank has recorded."""
         if not self._store.check(["failure"]):
             return None
@@ -85,7 +89,7 @@ class WatchedPeers:
             return None
         return failed_rank_error(rank, self._count, text)
 
-    def _lost_peer(self) -> LostProcessError | None:
+    def _lost_peer_error(self) -> LostProcessError | None:
         """Look at the next rank that has not left, and return the error if it is lost."""
         while self._peer != self._rank and self._store.check([f"left/{self._peer}"]):
             self._peer, self._last, self._looks = (self._peer + 1) % self._count, 0, 0

@@ -13,7 +13,7 @@ from headwise.errors import OptionError
 from headwise.scanning.divided_heads import use_head_joiner
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan import scan
-from headwise.scanning.scan_file import hash_content
+from headwise.scanning.scan_file import hash_nested_content
 from headwise.sharding.processes.job import TIMEOUT, open_group_job
 
 
@@ -41,7 +41,7 @@ def scan_sharded(
         LostProcessError: another rank ended, stopped or failed before the scan began.
     """
     with open_group_job("scan_sharded(...)", timeout=timeout) as job:
-        job.require_same({"inputs": hash_content(inputs)})
+        job.require_same({"inputs": hash_nested_content(inputs)})
         with use_head_joiner(_gather_heads):
             return scan(model, inputs, **options)
 

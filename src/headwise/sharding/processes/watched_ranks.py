@@ -49,7 +49,7 @@ def watch_ranks(*, timeout: float = TIMEOUT) -> Iterator[None]:
 
 def _explain_lost_connection(job: Job) -> LostProcessError:
     """Return the error of the rank that failed, if one has left its message before it ended."""
-    failure = job.failure()
+    failure = job.first_failure()
     if failure is not None:
         return failed_rank_error(failure.rank, job.count, failure.text)
     return LostProcessError(

@@ -50,7 +50,9 @@ class Agreement:
     keys: tuple[int, ...]
 
 
-def agree(call: str, mesh: DeviceMesh, numbers: Callable[[], dict[str, float]]) -> Agreement:
+def require_agreement_of_ranks(
+    call: str, mesh: DeviceMesh, numbers: Callable[[], dict[str, float]]
+) -> Agreement:
     """Compare what the ranks of a mesh pass to a call.
 
     Args:
@@ -100,7 +102,7 @@ def checksum(*values: Any) -> int:
     """Return a number for plain values and tensors; other values have another one nearly always."""
     total = 0
     for value in values:
-        data = _read_bytes(value) if isinstance(value, Tensor) else repr(value).encode()
+        data = _sample_bytes(value) if isinstance(value, Tensor) else repr(value).encode()
         total = zlib.crc32(data, total)
     return total
 
@@ -118,10 +120,10 @@ def checksum_mask(mask: Mask) -> int:
 
 def checksum_bias(bias: ScoreBias) -> int:
     """Return a number for a score bias."""
-    return checksum(str(bias), *bias.all())
+    return checksum(str(bias), *bias.all_tensors())
 
 
-def _read_bytes(tensor: Tensor) -> bytes:
+def _sample_bytes(tensor: Tensor) -> bytes:
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // READ)].cpu().contiguous()
     shape = f"{tuple(tensor.shape)} {tensor.dtype}".encode()

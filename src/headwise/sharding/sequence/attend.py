@@ -12,7 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.sharding.sequence.ring import attend_by_ring
-from headwise.sharding.sequence.scores import SequenceArguments, SequenceScores, share_scores
+from headwise.sharding.sequence.scores import (
+    SequenceArguments,
+    SequenceScores,
+    agree_on_score_settings,
+)
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.sharding.sequence.sequence_plan import (
     LIMIT,
@@ -117,5 +121,5 @@ def _plan_call(
     arguments: SequenceArguments,
 ) -> tuple[SequenceScores, SequencePlan]:
     further = partial(require_options, by, limit)
-    scores = share_scores(call, operands, mesh, arguments, further)
+    scores = agree_on_score_settings(call, operands, mesh, arguments, further)
     return scores, plan_sequence(scores, Operands.of(*operands), by=by, limit=limit)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.statistics.catalogue import STANDARD, standard_statistics
+from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
 from headwise.scanning.statistics.output_statistics import EffectiveRank, OutputCosine
 from headwise.scanning.statistics.statistic import (
     RowMean,
@@ -22,7 +22,7 @@ from headwise.scanning.statistics.statistic import (
 )
 from headwise.scanning.statistics.view_statistics import Map, OffsetProfile
 from headwise.sharding.sequence.sequence_matrix import SequenceMatrix
-from headwise.sharding.sequence.ways import gather_keys
+from headwise.sharding.sequence.ways import gather_keys_or_values
 
 # Statistics that are sums over queries, so that those of some queries add up to those of all. The
 # others choose queries or keys from the whole sequence: samples, the last query, the most received.
@@ -74,10 +74,10 @@ def head_statistics(
             needed="self-attention: queries and keys of the same tokens on each rank",
             do="leave out key_layout, or read the matrix by its own methods",
         )
-    values = None if values is None else gather_keys(values, matrix.scores)
+    values = None if values is None else gather_keys_or_values(values, matrix.scores)
     attributes = {"tokens": tokens, "separators": separators, "specials": specials}
     attributes |= {"values": values, "out_proj": out_proj}
-    calls = list(_make_calls(matrix, real, outputs, residual, attributes))
+    calls = list(_make_captured_calls(matrix, real, outputs, residual, attributes))
     return _merge_over_ranks(matrix, calls, _choose_statistics(statistics, calls[0]))
 
 
@@ -97,7 +97,7 @@ def _merge_over_ranks(
     return results
 
 
-def _make_calls(
+def _make_captured_calls(
     matrix: SequenceMatrix,
     real: Tensor | None,
     outputs: Tensor | None,
@@ -108,7 +108,7 @@ def _make_calls(
     first = 0
     for run, part in matrix.parts:
         rows = slice(first, first + run.size)
-        yield CapturedCall.of(
+        yield CapturedCall.of_self_attention(
             part,
             real=real,
             own_key=run.first,
@@ -123,10 +123,14 @@ def _choose_statistics(
     statistics: Iterable[str | TileStatistic] | None, call: CapturedCall
 ) -> list[TileStatistic]:
     if statistics is None:
-        return [s for s in STANDARD if isinstance(s, SUMS_OVER_QUERIES) and not s.missing(call)]
+        return [
+            s
+            for s in STANDARD
+            if isinstance(s, SUMS_OVER_QUERIES) and not s.reason_not_computable(call)
+        ]
     chosen: list[TileStatistic] = []
     for entry in statistics:
-        statistic = standard_statistics([entry])[0] if isinstance(entry, str) else entry
+        statistic = find_standard_statistics([entry])[0] if isinstance(entry, str) else entry
         if not isinstance(statistic, SUMS_OVER_QUERIES):
             names = (s.definition.name for s in STANDARD if isinstance(s, SUMS_OVER_QUERIES))
             raise OptionError(

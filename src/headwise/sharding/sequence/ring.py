@@ -36,7 +36,7 @@ from headwise.support.tracing import without_autocast
 def attend_by_ring(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) -> Tensor:
     """Return the head outputs of this rank's queries; see `headwise.sharding.attend`."""
     sizes, options = scores.sizes, scores.options
-    bias = options.score_bias.bound(
+    bias = options.score_bias.bind_unchecked(
         queries=sizes.queries,
         keys=sizes.keys,
         device=q.device,
@@ -66,13 +66,13 @@ def _iterate_blocks(scores: SequenceScores, owner: int) -> Iterator[_Block]:
     """Yield the blocks in which a query may see a key of the rank ``owner``."""
     row = 0
     for queries in scores.query_runs:
-        seen, column = scores.seen_keys(queries), 0
+        seen, column = scores.visible_key_span(queries), 0
         for run in scores.key_layout.spans[owner]:
-            keys = run.within(seen)
+            keys = run.intersection(seen)
             if keys.size:
                 first = column + keys.first - run.first
                 yield _Block(
-                    scores.part(queries, keys),
+                    scores.matrix_part(queries, keys),
                     slice(row, row + queries.size),
                     slice(first, first + keys.size),
                 )
@@ -95,8 +95,8 @@ class _Operands:
         return KernelInput(
             q=self.q[:, :, block.rows],
             k=k,
-            mask=self.scores.mask.within(block.place),
-            bias=self.bias.within(block.place),
+            mask=self.scores.mask.cut_to_part(block.place),
+            bias=self.bias.cut_to_part(block.place),
             scale=reference.default_scale(self.q) if scale is None else scale,
             softcap=options.softcap,
             sink=None,
@@ -152,7 +152,7 @@ class _Ring(torch.autograd.Function):
         bias = BoundBias(scores.sizes.queries, scores.sizes.keys, table, tensors)
         operands = _Operands(scores, q.to(exact), bias)
         merged = _Merged(operands.q, v.shape[-1])
-        for owner, parts in _pass_keys_around(k, v, scores):
+        for owner, parts in _pass_keys_and_values_around(k, v, scores):
             keys, values = (x.to(exact) for x in parts)
             for block in _iterate_blocks(scores, owner):
                 problem = operands.cut_block(block, keys[:, :, block.columns])
@@ -178,7 +178,7 @@ class _Ring(torch.autograd.Function):
             means = torch.linalg.vecdot(dout, out.to(exact))
             rows = _RowGradients(dout, shift, log_sum, means)
             sums = _Gradients(_Operands(scores, q.to(exact), bias), (table_needed, tensors_needed))
-            dk, dv = _sum_part_gradients(sums, rows, k, v)
+            dk, dv = _ring_key_value_gradients(sums, rows, k, v)
             dsink = None
             if sink is not None:
                 p = (sink.to(exact)[:, None] - shift - log_sum).exp()
@@ -186,7 +186,7 @@ class _Ring(torch.autograd.Function):
         return (None, sums.q.to(q.dtype), dk, dv, dsink, *sums.cast_bias_gradients())
 
 
-def _pass_keys_around(
+def _pass_keys_and_values_around(
     k: Tensor, v: Tensor, scores: SequenceScores
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Yield keys and values of each rank with its number, (batch, kv_heads, keys, width)."""
@@ -231,7 +231,7 @@ class _Gradients:
                 tensors.append(torch.zeros_like(tensor, dtype=exact))
         self._bias = BoundBias(bias.queries, bias.keys, table, tuple(tensors))
 
-    def add(
+    def add_block(
         self, block: _Block, keys: Tensor, values: Tensor, rows: _RowGradients
     ) -> tuple[Tensor, Tensor]:
         """Add the gradients of one block; return those of its keys and values."""
@@ -242,7 +242,7 @@ class _Gradients:
         )
         self.q[:, :, block.rows] += gradients.q
         # Views of the sums, for the entries of the bias that this block reads.
-        sums = self._bias.within(block.place)
+        sums = self._bias.cut_to_part(block.place)
         parts = [x for x in gradients.tensors if x is not None]
         for total, part in zip(sums.tensors, parts, strict=True):
             total += part
@@ -261,20 +261,20 @@ class _Gradients:
         return [table, *(next(sums).to(x.dtype) if needed else None for x, needed in pairs)]
 
 
-def _sum_part_gradients(
+def _ring_key_value_gradients(
     sums: _Gradients, rows: _RowGradients, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Send keys and values around once more; return the gradients of this rank's part of them."""
     scores, exact = sums.operands.scores, sums.operands.q.dtype
     rank, home = scores.keys.rank, None
     total = [torch.zeros_like(x, dtype=exact) for x in (k, v)]
-    for owner, parts in _pass_keys_around(k, v, scores):
+    for owner, parts in _pass_keys_and_values_around(k, v, scores):
         gradients = [x.new_zeros(x.shape, dtype=exact) for x in parts]
         keys, values = (x.to(exact) for x in parts)
         for block in _iterate_blocks(scores, owner):
             at = (slice(None), slice(None), block.columns)
             for gradient, part in zip(
-                gradients, sums.add(block, keys[at], values[at], rows), strict=True
+                gradients, sums.add_block(block, keys[at], values[at], rows), strict=True
             ):
                 gradient[at] += part
         if home is not None:

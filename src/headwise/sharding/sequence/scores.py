@@ -16,14 +16,14 @@ from headwise.masks import operand_checks as checks
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import MatrixPart, MatrixSizes, Span
 from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias, bias_within
+from headwise.masks.score_bias import ScoreBias, cut_bias_to_part
 from headwise.sharding.collectives import TokenGroup
 from headwise.sharding.process_group import require_mesh
 from headwise.sharding.sequence.agreement import (
-    agree,
     checksum,
     checksum_bias,
     checksum_mask,
+    require_agreement_of_ranks,
 )
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.support import private_torch
@@ -60,7 +60,10 @@ class SequenceArguments:
         Raises:
             MaskError: a mask or a score bias that is none.
         """
-        mask, bias = checks.require_mask(self.mask), checks.require_score_bias(self.score_bias)
+        mask, bias = (
+            checks.require_mask_or_none(self.mask),
+            checks.require_score_bias_or_none(self.score_bias),
+        )
         return ScoreOptions(mask, bias, self.scale, self.softcap, self.sink)
 
 
@@ -91,12 +94,12 @@ class SequenceScores:
         """The positions of this rank's queries, run by run."""
         return self.query_layout.spans[self.queries.rank]
 
-    def seen_keys(self, run: Span) -> Span:
+    def visible_key_span(self, run: Span) -> Span:
         """Return the keys outside of which the mask hides all from a run of queries."""
         first, stop = self.mask.key_range(*run)
         return Span(first, min(stop, self.sizes.keys))
 
-    def part(self, queries: Span, keys: Span) -> MatrixPart:
+    def matrix_part(self, queries: Span, keys: Span) -> MatrixPart:
         """Return these queries and keys of all sequences of the batch."""
         return MatrixPart(Span(0, self.sizes.batch), queries, keys)
 
@@ -109,20 +112,20 @@ class SequenceScores:
             queries: the positions of the queries.
             keys: the positions of the keys.
         """
-        place, options = self.part(queries, keys), self.options
-        clauses = self.mask.within(place).clauses if queries.size else ()
+        place, options = self.matrix_part(queries, keys), self.options
+        clauses = self.mask.cut_to_part(place).clauses if queries.size else ()
         return AttentionMatrix(
             q,
             k,
             mask=Mask(clauses),
-            score_bias=bias_within(options.score_bias, place, self.sizes),
+            score_bias=cut_bias_to_part(options.score_bias, place, self.sizes),
             scale=options.scale,
             softcap=options.softcap,
             sink=options.sink,
         )
 
 
-def share_scores(
+def agree_on_score_settings(
     call: str,
     operands: tuple[Tensor, ...],
     mesh: DeviceMesh,
@@ -143,9 +146,9 @@ def share_scores(
     def numbers() -> dict[str, float]:
         _check_operands(operands, arguments)
         _check_layouts(arguments, mesh.size())
-        return _list_numbers(operands, arguments, further())
+        return _numbers_to_compare(operands, arguments, further())
 
-    lengths = agree(call, mesh, numbers)
+    lengths = require_agreement_of_ranks(call, mesh, numbers)
     layout, key_layout = arguments.layout, arguments.key_layout
     if key_layout is None and lengths.keys == lengths.queries:
         key_layout = layout
@@ -177,7 +180,7 @@ def _check_operands(operands: tuple[Tensor, ...], arguments: SequenceArguments) 
             )
     q, k, *values = operands
     checks.check_queries_and_keys(q, k)
-    checks.check_options(q, arguments.scale, arguments.softcap, arguments.sink)
+    checks.check_score_options(q, arguments.scale, arguments.softcap, arguments.sink)
     for v in values:
         if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
             raise ShapeError(
@@ -205,7 +208,7 @@ def _check_layouts(arguments: SequenceArguments, ranks: int) -> None:
             )
 
 
-def _list_numbers(
+def _numbers_to_compare(
     operands: tuple[Tensor, ...], arguments: SequenceArguments, further: tuple[Any, ...]
 ) -> dict[str, float]:
     """Return the numbers that ranks compare; see `agreement`."""

@@ -121,7 +121,7 @@ class SequenceLayout:
         Raises:
             ShapeError: another number of tokens.
         """
-        self._check(x, dim, self.length, "the whole sequence")
+        self._require_tokens_on_axis(x, dim, self.length, "the whole sequence")
         parts = [x.narrow(dim, span.first, span.size) for span in self.spans[rank]]
         return torch.cat([x.narrow(dim, 0, 0), *parts], dim) if len(parts) != 1 else parts[0]
 
@@ -139,14 +139,14 @@ class SequenceLayout:
             OptionError: a mesh that does not fit.
             ShapeError: another number of tokens than the layout gives this rank.
         """
-        group = self.group(mesh, call="SequenceLayout.gather(x, mesh)")
-        self._check(x, dim, group.length, f"rank {group.rank}")
+        group = self.token_group(mesh, call="SequenceLayout.gather(x, mesh)")
+        self._require_tokens_on_axis(x, dim, group.local_tokens, f"rank {group.rank}")
         tokens_first = x.movedim(dim, 0)
-        return self.in_order(gather_tokens(tokens_first, group), dim=0).movedim(0, dim)
+        return self.to_sequence_order(gather_tokens(tokens_first, group), dim=0).movedim(0, dim)
 
     # ---- for the ways of attention ----------------------------------------------------------
 
-    def group(self, mesh: DeviceMesh, *, call: str) -> TokenGroup:
+    def token_group(self, mesh: DeviceMesh, *, call: str) -> TokenGroup:
         """Return the ranks of a mesh with their numbers of tokens.
 
         Raises:
@@ -161,7 +161,7 @@ class SequenceLayout:
             )
         return TokenGroup(mesh.get_group(), self.lengths)
 
-    def in_order(self, x: Tensor, *, dim: int) -> Tensor:
+    def to_sequence_order(self, x: Tensor, *, dim: int) -> Tensor:
         """Return the sequence, of a tensor with the tokens of one rank after the other."""
         if self.is_in_order:
             return x
@@ -169,8 +169,11 @@ class SequenceLayout:
         parts = zip(runs, x.split([span.size for span in runs], dim), strict=True)
         return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])], dim)
 
-    def by_rank(self, x: Tensor, *, dim: int) -> Tensor:
-        """Return the tokens of one rank after the other, of the sequence: undoes `in_order`."""
+    def to_rank_order(self, x: Tensor, *, dim: int) -> Tensor:
+        """Return the tokens of the sequence by rank, one rank after the other.
+
+        Undoes `to_sequence_order`.
+        """
         if self.is_in_order:
             return x
         runs = [span for runs in self.spans for span in runs]
@@ -178,7 +181,7 @@ class SequenceLayout:
         parts = dict(zip(order, x.split([span.size for span in order], dim), strict=True))
         return torch.cat([parts[span] for span in runs], dim)
 
-    def _check(self, x: Tensor, dim: int, length: int, holder: str) -> None:
+    def _require_tokens_on_axis(self, x: Tensor, dim: int, length: int, holder: str) -> None:
         require_tensors(x=x)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != length:
             raise ShapeError(

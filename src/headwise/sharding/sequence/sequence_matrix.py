@@ -19,10 +19,10 @@ from headwise.masks import operand_checks as checks
 from headwise.masks.clause import Span
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.sharding.collectives import sum_ranks, sum_tokens
-from headwise.sharding.sequence.scores import SequenceArguments, share_scores
+from headwise.sharding.collectives import reduce_scatter_tokens, sum_ranks
+from headwise.sharding.sequence.scores import SequenceArguments, agree_on_score_settings
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
-from headwise.sharding.sequence.ways import gather_keys
+from headwise.sharding.sequence.ways import gather_keys_or_values
 from headwise.support.arguments import require_tensors
 from headwise.support.matmul import LeftOperand
 from headwise.support.message_text import MATRIX_AXES
@@ -66,9 +66,9 @@ class SequenceMatrix(LeftOperand):
         sink: Float[Tensor, " heads"] | None = None,
     ) -> None:
         arguments = SequenceArguments(layout, key_layout, mask, score_bias, scale, softcap, sink)
-        self.scores = scores = share_scores(CALL, (q, k), mesh, arguments)
+        self.scores = scores = agree_on_score_settings(CALL, (q, k), mesh, arguments)
         self._group = scores.queries
-        keys = gather_keys(k, scores)
+        keys = gather_keys_or_values(k, scores)
         runs = scores.query_runs or (Span(0, 0),)
         sizes = [run.size for run in runs]
         whole = Span(0, scores.sizes.keys)
@@ -117,13 +117,13 @@ class SequenceMatrix(LeftOperand):
             ShapeError, DTypeError, DeviceError: values that do not fit the keys.
         """
         require_tensors(v=v)
-        batch, length = self.shape[0], self.scores.keys.length
+        batch, length = self.shape[0], self.scores.keys.local_tokens
         if v.dim() != 4 or v.shape[0] != batch or v.shape[2] != length:
             checks.raise_operand_error(
                 "A @ v", v, f"(batch {batch}, kv_heads, local keys {length}, value_dim)"
             )
-        values = gather_keys(v, self.scores)
-        return self._read_queries(lambda matrix: matrix @ values)
+        values = gather_keys_or_values(v, self.scores)
+        return self._concatenate_over_runs(lambda matrix: matrix @ values)
 
     @property
     def mT(self) -> TransposedSequenceMatrix:  # noqa: N802 (torch's name for it)
@@ -134,19 +134,19 @@ class SequenceMatrix(LeftOperand):
 
     def logsumexp(self) -> Float[Tensor, "batch heads queries"]:
         """Return `AttentionMatrix.logsumexp` of this rank's queries."""
-        return self._read_queries(AttentionMatrix.logsumexp)
+        return self._concatenate_over_runs(AttentionMatrix.logsumexp)
 
     def entropy(self) -> Float[Tensor, "batch heads queries"]:
         """Return `AttentionMatrix.entropy` of this rank's queries."""
-        return self._read_queries(AttentionMatrix.entropy)
+        return self._concatenate_over_runs(AttentionMatrix.entropy)
 
     def maximum(self) -> Float[Tensor, "batch heads queries"]:
         """Return `AttentionMatrix.maximum` of this rank's queries."""
-        return self._read_queries(AttentionMatrix.maximum)
+        return self._concatenate_over_runs(AttentionMatrix.maximum)
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
         """Return `AttentionMatrix.head_average` of this rank's queries, over all keys."""
-        return self._read_queries(AttentionMatrix.head_average, dim=1)
+        return self._concatenate_over_runs(AttentionMatrix.head_average, dim=1)
 
     def rows(self, index: Integer[Tensor, " rows"]) -> Float[Tensor, "batch heads rows keys"]:
         """Return the weights of some of this rank's queries, over all keys.
@@ -157,8 +157,8 @@ class SequenceMatrix(LeftOperand):
         Raises:
             OptionError: ``index`` is no 1-D integer tensor, or names a query that is not here.
         """
-        index = checks.require_query_positions(index, self._group.length, call="rows(index)")
-        return self._read_chosen(index, lambda matrix, some: (matrix.rows(some),))[0]
+        index = checks.require_query_positions(index, self._group.local_tokens, call="rows(index)")
+        return self._read_chosen_queries(index, lambda matrix, some: (matrix.rows(some),))[0]
 
     def topk(
         self, k: SupportsIndex, queries: Integer[Tensor, " rows"] | None = None
@@ -173,11 +173,13 @@ class SequenceMatrix(LeftOperand):
             OptionError: as `AttentionMatrix.topk`.
         """
         if queries is None:
-            queries = torch.arange(self._group.length, device=self._device)
+            queries = torch.arange(self._group.local_tokens, device=self._device)
         queries = checks.require_query_positions(
-            queries, self._group.length, call=f"topk({k}, queries=index)"
+            queries, self._group.local_tokens, call=f"topk({k}, queries=index)"
         )
-        weights, keys = self._read_chosen(queries, lambda matrix, some: matrix.topk(k, some))
+        weights, keys = self._read_chosen_queries(
+            queries, lambda matrix, some: matrix.topk(k, some)
+        )
         return weights, keys
 
     def diagonal(self, offset: SupportsIndex = 0) -> Float[Tensor, "batch heads diagonal"]:
@@ -196,14 +198,16 @@ class SequenceMatrix(LeftOperand):
 
     def received(self) -> Float[Tensor, "batch heads keys"]:
         """Return the weight that this rank's keys receive from all queries; a collective."""
-        return self._sum_keys([matrix.received() for _, matrix in self.parts])
+        return self._sum_over_ranks_for_local_keys([matrix.received() for _, matrix in self.parts])
 
     def statistics(self) -> Statistics:
         """Return logsumexp, entropy, maximum and received from one pass; a collective."""
         parts = [matrix.statistics() for _, matrix in self.parts]
         *rows, received = zip(*parts, strict=True)
         logsumexp, entropy, maximum = (torch.cat(x, 2) for x in rows)
-        return Statistics(logsumexp, entropy, maximum, self._sum_keys(list(received)))
+        return Statistics(
+            logsumexp, entropy, maximum, self._sum_over_ranks_for_local_keys(list(received))
+        )
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
         """Return the whole map of `AttentionMatrix.pool` on every rank; a collective.
@@ -219,7 +223,9 @@ class SequenceMatrix(LeftOperand):
         block = self.positions * queries // max(1, length)
         exact = accumulation_dtype(self._dtype)
         cells = torch.zeros(batch, heads, queries, keys, dtype=exact, device=self._device)
-        rows = self._read_queries(lambda matrix: matrix.pool(max(1, matrix.shape[2]), keys))
+        rows = self._concatenate_over_runs(
+            lambda matrix: matrix.pool(max(1, matrix.shape[2]), keys)
+        )
         cells = cells.index_add(2, block, rows[:, :, : len(block)].to(exact))
         whole = torch.arange(length, device=self._device) * queries // max(1, length)
         counts = torch.bincount(whole, minlength=queries).clamp(min=1).to(exact)
@@ -235,16 +241,20 @@ class SequenceMatrix(LeftOperand):
     def _dtype(self) -> torch.dtype:
         return self.parts[0][1].q.dtype
 
-    def _read_queries(self, read: Callable[[AttentionMatrix], Tensor], *, dim: int = 2) -> Tensor:
+    def _concatenate_over_runs(
+        self, read: Callable[[AttentionMatrix], Tensor], *, dim: int = 2
+    ) -> Tensor:
         return torch.cat([read(matrix) for _, matrix in self.parts], dim)
 
-    def _sum_keys(self, parts: list[Tensor]) -> Tensor:
+    def _sum_over_ranks_for_local_keys(self, parts: list[Tensor]) -> Tensor:
         """Sum (batch, heads, keys, *) over runs and ranks, and keep this rank's keys."""
         tokens_first = torch.stack(parts).sum(0).movedim(2, 0)
-        summed = sum_tokens(self.scores.key_layout.by_rank(tokens_first, dim=0), self.scores.keys)
+        summed = reduce_scatter_tokens(
+            self.scores.key_layout.to_rank_order(tokens_first, dim=0), self.scores.keys
+        )
         return summed.movedim(0, 2)
 
-    def _read_chosen(self, index: Tensor, read: Any) -> tuple[Tensor, ...]:
+    def _read_chosen_queries(self, index: Tensor, read: Any) -> tuple[Tensor, ...]:
         """Read some queries of each run, and return the results in the order of ``index``."""
         results, places, first = [], [], 0
         for run, matrix in self.parts:
@@ -273,7 +283,7 @@ class TransposedSequenceMatrix(LeftOperand):
             ShapeError, DTypeError, DeviceError: ``y`` does not fit the matrix.
         """
         require_tensors(y=y)
-        parts, length = self.mT.parts, self.mT.scores.queries.length
+        parts, length = self.mT.parts, self.mT.scores.queries.local_tokens
         if y.dim() != 4 or y.shape[2] != length:
             raise ShapeError(
                 saw=f"A.mT @ y with an operand of shape {tuple(y.shape)}",
@@ -282,7 +292,7 @@ class TransposedSequenceMatrix(LeftOperand):
             )
         each = y.split([run.size for run, _ in parts], 2)
         products = [matrix.mT @ rows for (_, matrix), rows in zip(parts, each, strict=True)]
-        return self.mT._sum_keys(products)
+        return self.mT._sum_over_ranks_for_local_keys(products)
 
     def __repr__(self) -> str:
         return f"{self.mT!r}.mT"

@@ -122,7 +122,7 @@ def plan_sequence(
     Raises:
         OptionError: ``by="heads"`` where the heads do not divide.
     """
-    refusal = refuse_heads(operands, scores.queries.size)
+    refusal = find_heads_refusal(operands, scores.queries.size)
     if by == "heads" and refusal:
         raise OptionError(
             saw=f'by="heads" with {operands.heads} heads and {operands.kv_heads} kv_heads over '
@@ -132,12 +132,12 @@ def plan_sequence(
             do='by="gather", by="ring", or another number of ranks',
         )
     way, why = (by, "as asked") if by else _choose_way(scores, operands, refusal, limit)
-    counts = (*_COSTS[way](scores, operands), _count_peak(scores, operands, way))
+    counts = (*_COSTS[way](scores, operands), _count_peak_elements(scores, operands, way))
     forward, backward, held, peak = (count * operands.itemsize for count in counts)
-    return SequencePlan(way, why, forward, backward, held, peak, _count_work(scores, way))
+    return SequencePlan(way, why, forward, backward, held, peak, _count_pairs_by_rank(scores, way))
 
 
-def refuse_heads(operands: Operands, ranks: int) -> str | None:
+def find_heads_refusal(operands: Operands, ranks: int) -> str | None:
     """Return why heads cannot be divided over ranks, or None."""
     if operands.heads % ranks:
         return f"{ranks} ranks do not divide {operands.heads} heads"
@@ -151,7 +151,7 @@ def _choose_way(
 ) -> tuple[Way, str]:
     if refusal is None:
         return "heads", "each rank gets whole heads: the kernel and its result are the unsharded"
-    gathered = _count_gathered(scores, operands)[2] * operands.itemsize
+    gathered = _count_cost_by_gather(scores, operands)[2] * operands.itemsize
     if limit is None or gathered <= limit:
         return "gather", f"{refusal}; all keys and values take {human_bytes(gathered)}"
     return "ring", (
@@ -163,77 +163,82 @@ def _choose_way(
 # ---- costs, in elements ------------------------------------------------------------------------
 
 
-def _count_heads(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+def _count_cost_by_heads(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
     sizes, ranks = scores.sizes, scores.queries.size
     per_query = operands.heads * (operands.head_dim + operands.value_dim)
     per_key = max(operands.kv_heads, ranks) * (operands.head_dim + operands.value_dim)
     others = ranks - 1
     to_heads = (
-        scores.queries.length * operands.heads * operands.head_dim + scores.keys.length * per_key
+        scores.queries.local_tokens * operands.heads * operands.head_dim
+        + scores.keys.local_tokens * per_key
     )
-    back = (sizes.queries - scores.queries.length) * operands.heads * operands.value_dim
+    back = (sizes.queries - scores.queries.local_tokens) * operands.heads * operands.value_dim
     forward = to_heads * others + back
     # In the backward pass outputs go there, and the gradients of queries, keys and values back.
-    there = scores.queries.length * operands.heads * operands.value_dim * others
-    home = (sizes.queries - scores.queries.length) * operands.heads * operands.head_dim
-    home += (sizes.keys - scores.keys.length) * per_key
+    there = scores.queries.local_tokens * operands.heads * operands.value_dim * others
+    home = (sizes.queries - scores.queries.local_tokens) * operands.heads * operands.head_dim
+    home += (sizes.keys - scores.keys.local_tokens) * per_key
     held = sizes.queries * per_query + sizes.keys * per_key
     return tuple(  # type: ignore[return-value]
         sizes.batch * count // ranks for count in (forward, there + home, held)
     )
 
 
-def _count_per_key(scores: SequenceScores, operands: Operands) -> int:
+def _count_elements_per_key(scores: SequenceScores, operands: Operands) -> int:
     return scores.sizes.batch * operands.kv_heads * (operands.head_dim + operands.value_dim)
 
 
-def _count_gathered(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
-    each, keys = _count_per_key(scores, operands), scores.keys
+def _count_cost_by_gather(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+    each, keys = _count_elements_per_key(scores, operands), scores.keys
     forward = max(keys.lengths) * (keys.size - 1)  # parts are padded to the longest
-    return each * forward, each * (keys.tokens - keys.length), each * keys.tokens
+    return each * forward, each * (keys.total_tokens - keys.local_tokens), each * keys.total_tokens
 
 
-def _count_ring(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
-    each, keys = _count_per_key(scores, operands), scores.keys
-    passed = keys.tokens - keys.lengths[(keys.rank + 1) % keys.size]
-    return each * passed, each * (passed + keys.tokens - keys.length), 0
+def _count_cost_by_ring(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+    each, keys = _count_elements_per_key(scores, operands), scores.keys
+    passed = keys.total_tokens - keys.lengths[(keys.rank + 1) % keys.size]
+    return each * passed, each * (passed + keys.total_tokens - keys.local_tokens), 0
 
 
-_COSTS = {"heads": _count_heads, "gather": _count_gathered, "ring": _count_ring}
+_COSTS = {
+    "heads": _count_cost_by_heads,
+    "gather": _count_cost_by_gather,
+    "ring": _count_cost_by_ring,
+}
 
 
-def _count_peak(scores: SequenceScores, operands: Operands, way: Way) -> int:
+def _count_peak_elements(scores: SequenceScores, operands: Operands, way: Way) -> int:
     queries, keys, batch = scores.queries, scores.keys, scores.sizes.batch
-    q = batch * queries.length * operands.heads * operands.head_dim
-    out = batch * queries.length * operands.heads * operands.value_dim
-    local = _count_per_key(scores, operands) * keys.length
+    q = batch * queries.local_tokens * operands.heads * operands.head_dim
+    out = batch * queries.local_tokens * operands.heads * operands.value_dim
+    local = _count_elements_per_key(scores, operands) * keys.local_tokens
     if way == "heads":
         exchanged = local * max(operands.kv_heads, queries.size) // operands.kv_heads
         return 2 * (q + exchanged) + 4 * out
     if way == "gather":
         times = 3 if len(scores.query_runs) <= 1 else 4
-        return q + 2 * out + times * _count_per_key(scores, operands) * keys.tokens
+        return q + 2 * out + times * _count_elements_per_key(scores, operands) * keys.total_tokens
     return 2 * (q + out) + (6 if keys.size <= 2 else 8) * local
 
 
 # ---- work --------------------------------------------------------------------------------------
 
 
-def _count_work(scores: SequenceScores, way: Way) -> tuple[int, ...]:
+def _count_pairs_by_rank(scores: SequenceScores, way: Way) -> tuple[int, ...]:
     layout = scores.query_layout
-    pairs = [count_pairs(scores, layout, rank) for rank in range(layout.ranks)]
+    pairs = [count_pairs_in_bands(scores, layout, rank) for rank in range(layout.ranks)]
     if way != "heads":
         return tuple(pairs)
     return (sum(pairs) // layout.ranks,) * layout.ranks  # the same queries for as many heads
 
 
-def count_pairs(scores: SequenceScores, layout: SequenceLayout, rank: int) -> int:
+def count_pairs_in_bands(scores: SequenceScores, layout: SequenceLayout, rank: int) -> int:
     """Return the number of (query, key) pairs inside the mask's bands, for a rank's queries."""
     band, sizes = scores.mask.band, scores.sizes
     if band is None:
         return layout.lengths[rank] * sizes.keys
     positions = layout.positions(rank)
     whole = MatrixSizes(*sizes)
-    first, stop = band.interval(positions, slice(None), whole)
+    first, stop = band.key_interval_per_query(positions, slice(None), whole)
     seen = stop.clamp(max=sizes.keys) - first.clamp(min=0)
     return int(torch.clamp(seen, min=0).sum())

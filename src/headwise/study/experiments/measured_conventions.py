@@ -36,12 +36,12 @@ def measure_conventions(constructor: Constructor) -> dict[str, str | int | bool]
     modules, called = count_dropout_modules(constructor)
     return {
         "boolean": boolean_mask_effect(filled),
-        "fill": hidden_score(filled),
+        "fill": masked_score_value(filled),
         "empty_row": output_without_keys(filled),
         "dropped": dropout_target(constructor),
         "dropout_modules": modules,
         "dropout_modules_called": called,
-        "weights": weight_axes(filled),
+        "weights": attention_weight_axes(filled),
         "weights_in_training": weights_before_or_after_dropout(constructor),
         "softmax_narrows": has_narrow_softmax(constructor(EMBED_DIM, NUM_HEADS).double()),
         "block": block_extras(filled),
@@ -111,7 +111,7 @@ def traced_softmaxes(
     return [(s.inputs[0].detach(), s.result) for s in steps if s.operation == "_softmax"]
 
 
-def hidden_score(implementation: Implementation) -> str:
+def masked_score_value(implementation: Implementation) -> str:
     """Return the value of a hidden score before the softmax; a dash if no softmax is traced.
 
     The mask is causal, in the values of the implementation.
@@ -195,7 +195,7 @@ def count_dropout_modules(constructor: Constructor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def weight_axes(implementation: Implementation) -> str:
+def attention_weight_axes(implementation: Implementation) -> str:
     """Return the axes of the returned weights, identified by their sizes; a dash for no weights.
 
     The keys are the axis over which weights sum to 1.
@@ -228,7 +228,7 @@ def block_extras(implementation: Implementation) -> str:
     for bias in implementation.stored_weights().biases or ():
         bias.zero_()
     x = 1e6 * random_tokens()
-    output = implementation.block(x)
+    output = implementation.compute_block(x)
     if not output.any():
         return "nothing"
     if torch.equal(output, x):
@@ -237,7 +237,7 @@ def block_extras(implementation: Implementation) -> str:
     return "residual, norm" if norm.check(output).within else "something else"
 
 
-def initial_output_std(
+def initial_output_projection_std(
     constructor: Constructor, *, embed_dim: int, num_heads: int
 ) -> dict[str, float | bool]:
     """Return the initial standard deviation of the output projection.

@@ -88,7 +88,7 @@ def layer_output(
     return F.linear(torch.cat(outputs, -1).squeeze(1), wo, biases[3])
 
 
-def layer_budget(
+def layer_error_budget(
     x: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -183,7 +183,7 @@ def relative_difference(
     return apart / size
 
 
-def merge_scores(
+def merge_head_scores(
     scores: Float[Tensor, "batch heads queries keys"],
 ) -> Float[Tensor, "batch 1 queries keys"]:
     """Return a single head's scores: the sum of the heads' scores over the root of their number.
@@ -193,20 +193,20 @@ def merge_scores(
     return scores.sum(1, keepdim=True) / math.sqrt(scores.shape[1])
 
 
-def score_budget(projected: Projected) -> Budget:
+def score_error_budget(projected: Projected) -> Budget:
     """Return the error budget of the scores of a single head."""
     q, k, _ = projected.split(1)
     floor = rounding.row_rounding(q, k, Roundoff.of(q.dtype)).score_error
     return Budget.of(reference.scores, q, k, floor=floor, name="scores")
 
 
-def budget_ratios(actual: Float[Tensor, "*shape"], budget: Budget) -> Float[Tensor, "*shape"]:
+def error_budget_ratios(actual: Float[Tensor, "*shape"], budget: Budget) -> Float[Tensor, "*shape"]:
     """Return error over allowed error for every element; above 1 it is not rounding."""
     error = (actual.detach().double() - budget.exact).abs()
     return (error / budget.allowed).where(error > 0, 0.0)
 
 
-def copies_favourite_value(
+def equals_value_of_top_key(
     outputs: Float[Tensor, "batch queries embed_dim"],
     v: Float[Tensor, "batch keys embed_dim"],
     favourites: Int[Tensor, "batch heads queries"],

@@ -198,13 +198,13 @@ class _Recorder(DispatchMode):  # type: ignore[misc]
             operation = func.overloadpacket.__name__
             stage = max(self.stages[_storage_address(x)] for x in inputs)
             if _is_product(operation):
-                stage = self._after_product(stage, arguments)
+                stage = self._stage_after_product(stage, arguments)
             for result in results:
                 self.stages[_storage_address(result)] = stage
             self.steps.append(TracedStep(operation, stage, inputs, results))
         return out
 
-    def _after_product(self, stage: int, arguments: list[Tensor]) -> int:
+    def _stage_after_product(self, stage: int, arguments: list[Tensor]) -> int:
         if any(_storage_address(x) in self.parameters for x in arguments):
             return PROJECTED if stage < ATTENDED else OUTPUT
         return max(stage, ATTENDED)

@@ -63,7 +63,7 @@ class StaticQuantised(nn.Module):
         self.input_range = QuantisedRange.from_values(x, levels=INPUT_LEVELS)
         self.output_range = QuantisedRange.from_values(projection(x), levels=OUTPUT_LEVELS)
         self.weight, self.bias = quantise_weight(projection.weight), projection.bias.detach()
-        self.packed = None if packs_every_call else self._packed(projection)
+        self.packed = None if packs_every_call else self._make_packed_linear(projection)
 
     def forward(self, x: Float[Tensor, "*batch in_features"]) -> Float[Tensor, "*batch out"]:
         """(..., in_features) to (..., out_features)."""
@@ -78,7 +78,7 @@ class StaticQuantised(nn.Module):
             output = self.packed(stored)
         return output.dequantize()
 
-    def _packed(self, projection: nn.Linear) -> nn.Module:
+    def _make_packed_linear(self, projection: nn.Linear) -> nn.Module:
         packed = torch.ao.nn.quantized.Linear(projection.in_features, projection.out_features)
         packed.set_weight_bias(self.weight, self.bias)
         packed.scale, packed.zero_point = self.output_range.step, self.output_range.zero

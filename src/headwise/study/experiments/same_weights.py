@@ -15,7 +15,7 @@ from torch import Tensor
 from headwise.bundled_models.recorded_run import Projections, RecordedRun
 from headwise.error_budget.budget import Budget
 from headwise.masks.mask import Mask
-from headwise.study.experiments.measures import layer_budget
+from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.experiments.named_causes import name_cause
 from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import IMPLEMENTATIONS, Bert, EinopsPage
@@ -23,7 +23,7 @@ from headwise.study.implementations import IMPLEMENTATIONS, Bert, EinopsPage
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 3, 6, 45, 192
 
 
-def output_budget(
+def output_error_budget(
     x: Float[Tensor, "batch length embed_dim"],
     weights: SharedWeights,
     *,
@@ -32,7 +32,7 @@ def output_budget(
 ) -> Budget:
     """Return the error budget of the output under these weights."""
     mask = None if may_attend is None else Mask.may_attend(may_attend, axes="batch queries keys")
-    return layer_budget(x, x, x, weights, num_heads=num_heads, mask=mask)
+    return layer_error_budget(x, x, x, weights, num_heads=num_heads, mask=mask)
 
 
 def make_implementations(
@@ -66,7 +66,7 @@ def compute_outputs(
     }
 
 
-def budget_shares(allowed: Budget, outputs: Mapping[str, Tensor]) -> dict[str, float]:
+def error_budget_shares(allowed: Budget, outputs: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the largest error of each output as a share of the error budget."""
     return {key: allowed.check(output).ratio for key, output in outputs.items()}
 
@@ -99,7 +99,7 @@ def misread_weights(weights: SharedWeights) -> dict[str, SharedWeights]:
     }
 
 
-def misread_causes(weights: SharedWeights) -> dict[str, str]:
+def named_causes_of_misread_weights(weights: SharedWeights) -> dict[str, str]:
     """Return the cause that `headwise.compare` names for each way to misread the weights."""
     right = make_implementations(["torch"])["torch"].load_weights(weights).inner
     wrong = make_implementations(["torch"])["torch"]
@@ -109,14 +109,14 @@ def misread_causes(weights: SharedWeights) -> dict[str, str]:
     }
 
 
-def projection_weights(p: Projections) -> SharedWeights:
+def shared_weights_from_projections(p: Projections) -> SharedWeights:
     """Return the weights of a model's attention layer."""
-    return SharedWeights.packed(
+    return SharedWeights.from_packed(
         p.in_proj_weight, p.in_proj_bias, p.out_proj_weight, p.out_proj_bias
     )
 
 
-def budget_shares_of_model(
+def error_budget_shares_over_layers(
     run: RecordedRun, keys: Iterable[str] = tuple(IMPLEMENTATIONS)
 ) -> dict[str, float]:
     """Return the largest budget share of each implementation over the layers of an encoder.
@@ -130,12 +130,14 @@ def budget_shares_of_model(
     may_attend = run.real[:, None].expand(-1, run.real.shape[1], -1)
     largest: dict[str, float] = {}
     for call in run.calls:
-        weights = projection_weights(call.projections)
+        weights = shared_weights_from_projections(call.projections)
         outputs = compute_outputs(implementations, call.x, weights, may_attend) | {
             "encoder": call.output
         }
-        allowed = output_budget(call.x, weights, num_heads=run.num_heads, may_attend=may_attend)
-        for key, share in budget_shares(allowed, outputs).items():
+        allowed = output_error_budget(
+            call.x, weights, num_heads=run.num_heads, may_attend=may_attend
+        )
+        for key, share in error_budget_shares(allowed, outputs).items():
             largest[key] = max(share, largest.get(key, 0.0))
     return largest
 
@@ -176,9 +178,9 @@ class SameFunction:
         )
 
 
-def same_function(run: RecordedRun) -> SameFunction:
+def compare_with_model_layers(run: RecordedRun) -> SameFunction:
     """Load each layer's weights into both layers of headwise, and compare the outputs."""
-    shares = budget_shares_of_model(run, keys=("drop_in", "native"))
+    shares = error_budget_shares_over_layers(run, keys=("drop_in", "native"))
     names = {key: make.name for key, make in IMPLEMENTATIONS.items()}
     names["encoder"] = "the model's own layers"
     return SameFunction(
@@ -199,15 +201,15 @@ def compare_random_weights() -> dict[str, Any]:
     plain, biased = SharedWeights.random(EMBED_DIM), SharedWeights.random(EMBED_DIM, biased=True)
     implementations = make_implementations()
     outputs = compute_outputs(implementations, x, plain)
-    allowed = output_budget(x, plain)
+    allowed = output_error_budget(x, plain)
     share = {
-        "plain": budget_shares(allowed, outputs),
-        "masked": budget_shares(
-            output_budget(x, plain, may_attend=mask),
+        "plain": error_budget_shares(allowed, outputs),
+        "masked": error_budget_shares(
+            output_error_budget(x, plain, may_attend=mask),
             compute_outputs(implementations, x, plain, mask),
         ),
-        "biased": budget_shares(
-            output_budget(x, biased, may_attend=mask),
+        "biased": error_budget_shares(
+            output_error_budget(x, biased, may_attend=mask),
             compute_outputs(make_implementations(biased=True), x, biased, mask),
         ),
     }
@@ -216,8 +218,8 @@ def compare_random_weights() -> dict[str, Any]:
         for how, weights in misread_weights(plain).items()
     }
     wide = {key: implementation.double() for key, implementation in implementations.items()}
-    fine = budget_shares(
-        output_budget(x.double(), plain.double()), compute_outputs(wide, x.double(), plain)
+    fine = error_budget_shares(
+        output_error_budget(x.double(), plain.double()), compute_outputs(wide, x.double(), plain)
     )
     pairs = largest_differences(outputs, outputs)
     return {
@@ -228,9 +230,9 @@ def compare_random_weights() -> dict[str, Any]:
         "allowed": float(allowed.allowed.max()),
         "share": share,
         "largest_share": {name: max(each.values()) for name, each in share.items()},
-        "misread_causes": misread_causes(plain),
+        "misread_causes": named_causes_of_misread_weights(plain),
         "misread_pairs": largest_differences(wrong, outputs),
-        "misread_share": (misread_share := budget_shares(allowed, wrong)),
+        "misread_share": (misread_share := error_budget_shares(allowed, wrong)),
         "least_misread_share": min(misread_share.values()),
         "outside_in_float64": [key for key, used in fine.items() if used > 1],
     }
@@ -244,7 +246,8 @@ def blocks_add_residual_and_norm() -> bool:
     norms = {einops: einops.layer_norm, bert: bert.inner.output.LayerNorm}
     return all(
         torch.equal(
-            implementation.load_weights(weights).eval().block(x), norm(implementation(x) + x)
+            implementation.load_weights(weights).eval().compute_block(x),
+            norm(implementation(x) + x),
         )
         for implementation, norm in norms.items()
     )

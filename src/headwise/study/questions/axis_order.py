@@ -17,7 +17,11 @@ from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.study.charts import SERIES, SOFT, Axes, Figure
-from headwise.study.experiments.measures import layer_budget, relative_difference, relative_times
+from headwise.study.experiments.measures import (
+    layer_error_budget,
+    relative_difference,
+    relative_times,
+)
 from headwise.study.implementation_interface import SharedWeights
 from headwise.study.research_question import Fact, FactTable, Numbers, Question
 from headwise.support.progress_callback import Progress
@@ -51,7 +55,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         "length": LENGTH,
         "others": BATCH - 1,
         "own_order": max(
-            own_order_budget_share(layer, x) for layer in (*right.values(), *wrong.values())
+            own_order_error_budget_share(layer, x) for layer in (*right.values(), *wrong.values())
         ),
         "output": {name: output_shapes(layer, x)[0] for name, layer in wrong.items()},
         "weights": {
@@ -151,13 +155,15 @@ def output_difference(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
     return float(relative_difference(actual[None], reference[None])[0])
 
 
-def own_order_budget_share(layer: nn.MultiheadAttention, x: Tensor) -> float:
+def own_order_error_budget_share(layer: nn.MultiheadAttention, x: Tensor) -> float:
     """Return the error in budgets of a layer called with tokens in its own order."""
     tokens = x if layer.batch_first else x.transpose(0, 1)
     output = layer(tokens, tokens, tokens)[0]
     out = layer.out_proj
-    weights = SharedWeights.packed(layer.in_proj_weight, layer.in_proj_bias, out.weight, out.bias)
-    budget = layer_budget(x, x, x, weights, num_heads=layer.num_heads)
+    weights = SharedWeights.from_packed(
+        layer.in_proj_weight, layer.in_proj_bias, out.weight, out.bias
+    )
+    budget = layer_error_budget(x, x, x, weights, num_heads=layer.num_heads)
     return budget.check(output if layer.batch_first else output.transpose(0, 1)).ratio
 
 
@@ -238,11 +244,11 @@ def draw(figure: Figure, n: Numbers) -> None:
         "wrong": "the default misreads it: each token\nattends to its position in every sequence",
     }
     for axes, (order, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-        draw_map(axes, n["maps"][order], n)
+        draw_dependency_map(axes, n["maps"][order], n)
         axes.set_title(title, loc="left")
 
 
-def draw_map(axes: Axes, rows: list[list[int]], n: Numbers) -> None:
+def draw_dependency_map(axes: Axes, rows: list[list[int]], n: Numbers) -> None:
     """Draw a cell where an output token depends on an input token; mark one output token."""
     from matplotlib.patches import Rectangle
 

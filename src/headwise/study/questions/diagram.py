@@ -25,8 +25,8 @@ from headwise.study.charts import (
     write_heading,
     write_note,
 )
-from headwise.study.experiments.measures import layer_budget
-from headwise.study.experiments.same_weights import projection_weights
+from headwise.study.experiments.measures import layer_error_budget
+from headwise.study.experiments.same_weights import shared_weights_from_projections
 from headwise.study.implementations import Native
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress_callback import Progress
@@ -44,7 +44,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     run = minilm.record_run(sentence, sentence, progress=progress)
     call = run.calls[0]
     native = Native(call.x.shape[-1], run.num_heads).requires_grad_(False)
-    native.load_weights(projection_weights(call.projections)).eval()
+    native.load_weights(shared_weights_from_projections(call.projections)).eval()
     layer, x = native.inner, call.x[:1]
     return {
         "model": run.model,
@@ -57,8 +57,8 @@ def measure(progress: Progress) -> dict[str, Any]:
         "layer": 0,
         "every": EVERY,
         **trace_forward(layer, x),
-        **check_sums(native, x, model_output=call.output[:1]),
-        "stand_out": distinct_heads(layer.matrix(x).dense()[0], run.tokens),
+        **check_sum_of_contributions(native, x, model_output=call.output[:1]),
+        "stand_out": strongest_head_of_each_target(layer.matrix(x).dense()[0], run.tokens),
     }
 
 
@@ -102,17 +102,17 @@ def trace_forward(layer: Attention, x: Tensor) -> dict[str, Any]:
         # Each weight is a term over a rounded sum: n - 1 additions and a division.
         "row_bound": maps.shape[-1] * torch.finfo(maps.dtype).eps,
         "maps": [[[round(w, 4) for w in row] for row in head] for head in maps[0].tolist()],
-        "strips": {name: percent_rows(values) for name, values in drawn.items()},
+        "strips": {name: scale_to_clipped_per_cent(values) for name, values in drawn.items()},
     }
 
 
-def percent_rows(values: Tensor) -> list[list[int]]:
+def scale_to_clipped_per_cent(values: Tensor) -> list[list[int]]:
     """Return every `EVERY`-th number in per cent of the quantile `NEARLY_ALL`, clipped to 100."""
     shown = values[0, :, ::EVERY]
     return (shown / shown.abs().quantile(NEARLY_ALL) * 100).clamp(-100, 100).round().int().tolist()
 
 
-def distinct_heads(maps: Tensor, tokens: tuple[str, ...]) -> list[dict[str, Any]]:
+def strongest_head_of_each_target(maps: Tensor, tokens: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the strongest head of each attention target, for the most attended targets.
 
     Targets are the neighbours of a token, the token itself, and each token of the text.
@@ -128,10 +128,12 @@ def distinct_heads(maps: Tensor, tokens: tuple[str, ...]) -> list[dict[str, Any]
     return list(heads.values())[:ENLARGED]
 
 
-def check_sums(native: Native, x: Tensor, *, model_output: Tensor) -> dict[str, Any]:
+def check_sum_of_contributions(
+    native: Native, x: Tensor, *, model_output: Tensor
+) -> dict[str, Any]:
     """Compare the output with the sum of contributions, and with heads in reverse order."""
     layer, heads, bias = native.inner, native.num_heads, native.inner.out_proj.bias
-    allowed = layer_budget(x, x, x, native.stored_weights(), num_heads=heads)
+    allowed = layer_error_budget(x, x, x, native.stored_weights(), num_heads=heads)
     output, reversed_heads = layer(x), reference.merge_heads(layer.head_outputs(x).flip(1))
     rows = layer.out_proj.weight.unflatten(1, (heads, -1)).flip(1).flatten(1)
     swapped = layer.out_proj(reversed_heads)

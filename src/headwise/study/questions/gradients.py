@@ -38,8 +38,8 @@ def measure(progress: Progress) -> dict[str, Any]:
         weights, forward = projection_weights(layer), forward_pass(layer, x, upstream)
         gradients = torch.autograd.grad(layer(x), list(weights.values()), upstream)
         gradients_of[heads] = dict(zip(weights, gradients, strict=True))
-        bounds[heads] = join_heads(rounding_bounds(forward))
-        formulas[heads] = join_heads(projection_gradients(forward))
+        bounds[heads] = join_head_gradients(rounding_bounds(forward))
+        formulas[heads] = join_head_gradients(projection_gradients(forward))
     pairs = {n: (gradients_of[1][n], gradients_of[many][n]) for n in WEIGHTS}
     return {
         "length": LENGTH,
@@ -107,7 +107,7 @@ def forward_pass(layer: Attention, x: Tensor, upstream: Tensor) -> ForwardPass:
     return ForwardPass(x, x, matrix.q, matrix.k, v, wo, upstream)
 
 
-def join_heads(of_heads: WeightGradients) -> dict[str, Tensor]:
+def join_head_gradients(of_heads: WeightGradients) -> dict[str, Tensor]:
     """Join the heads' gradients into the shapes of the layer's weights."""
     rows = [part.flatten(0, 1) for part in of_heads[:3]]
     return dict(zip(WEIGHTS, (*rows, of_heads.wo.movedim(0, 1).flatten(1)), strict=True))
@@ -221,13 +221,13 @@ def draw(figure: Figure, n: Numbers) -> None:
     figure.set_figheight(6.4)
     parts: Any = figure.subfigures(2, 1, height_ratios=(1.35, 1), hspace=0.06)
     above, below = parts
-    _draw_reach(above.subplots(), n)
+    _draw_score_dependencies(above.subplots(), n)
     left, right = below.subplots(1, 2, width_ratios=(1, 1.25), gridspec_kw={"wspace": 0.12})
     _draw_cosines(left, n)
     _draw_distances(right, n)
 
 
-def _draw_reach(axes: Axes, n: Numbers) -> None:
+def _draw_score_dependencies(axes: Axes, n: Numbers) -> None:
     """Draw a square for each part of the weights and each head, coloured if it has a gradient."""
     many, gap = n["many"], 1.5
     lines = [*n["reach"]["1"], *n["reach"][str(many)]]

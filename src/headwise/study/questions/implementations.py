@@ -52,11 +52,11 @@ def measure(progress: Progress) -> dict[str, Any]:
     same["blocks_are_sums"] = same_weights.blocks_add_residual_and_norm()
     progress("the weights of an encoder", 1, 3)
     run = trained_encoder.encoder_run(progress)
-    shares = same_weights.budget_shares_of_model(run)
+    shares = same_weights.error_budget_shares_over_layers(run)
     progress("conventions", 2, 3)
     each = {key: measured_conventions.measure_conventions(IMPLEMENTATIONS[key]) for key in CODE}
     sizes = {"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS}
-    initial = measured_conventions.initial_output_std
+    initial = measured_conventions.initial_output_projection_std
     starts = {key: initial(IMPLEMENTATIONS[key], **sizes) for key in CODE}
     out = {key: start["out"] for key, start in starts.items()}
     return {

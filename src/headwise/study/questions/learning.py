@@ -163,11 +163,11 @@ def collect_numbers(runs: dict[str, list[TrainingRun]], texts: LabelledTexts) ->
         "ends": {k: summarize_errors([float(run.left.mean()) for run in runs[k]]) for k in runs},
         "at": [POOLED * (n + 0.5) for n in range(STEPS // POOLED)],
         "curves": {name: summarize_curves([run.curve for run in runs[name]]) for name in counts},
-        "own": dedicated_heads(looks["2"]),
+        "own": check_dedicated_heads(looks["2"]),
         "closed": errors_without_head([run.model for run in runs["2"]], looks["2"], texts),
         "looks": {name: [round_matrix(look.mT) for look in looks[name]] for name in counts},
         "roles": {name: count_roles(look) for name, look in of_all.items()},
-        "blend": {name: mean_weights(look) for name, look in of_all.items()},
+        "blend": {name: mean_weight_by_preference(look) for name, look in of_all.items()},
         # The maps of the first text.
         "maps": {
             name: [
@@ -190,7 +190,7 @@ def summarize_curves(runs: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     return {key: [float(f"{p[key]:.3g}") for p in points] for key in ("best", "median", "worst")}
 
 
-def dedicated_heads(looks: Sequence[Tensor]) -> dict[str, Any]:
+def check_dedicated_heads(looks: Sequence[Tensor]) -> dict[str, Any]:
     """Check that each lookup has its own head, and return the least weight of these heads."""
     best = [look.max(dim=1) for look in looks]
     is_apart = all(len(set(heads.indices.tolist())) == len(LOOKUPS) for heads in best)
@@ -217,7 +217,7 @@ def count_roles(look: Tensor) -> dict[str, int]:
     return dict(zip(LOOKUPS, (look > look.flip(0)).sum(1).tolist(), strict=True))
 
 
-def mean_weights(look: Tensor) -> dict[str, float]:
+def mean_weight_by_preference(look: Tensor) -> dict[str, float]:
     """Return the mean weight of heads on their preferred lookup, and on the other lookup."""
     return {"more": float(look.amax(0).mean()), "less": float(look.amin(0).mean())}
 
@@ -240,7 +240,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     parts: Any = figure.subfigures(2, 1, height_ratios=(3.3, 2.3), hspace=0.0)
     left, right = parts[0].subplots(1, 2, width_ratios=(3, 2))
     _draw_curves(left, n)
-    _draw_looks(right, n)
+    _draw_head_weights(right, n)
     _draw_maps(parts[1], n)
 
 
@@ -261,7 +261,7 @@ def _draw_curves(axes: Axes, n: Numbers) -> None:
     style_axes(axes, "Error during training", xlabel="training step", ylabel="error left")
 
 
-def _draw_looks(axes: Axes, n: Numbers) -> None:
+def _draw_head_weights(axes: Axes, n: Numbers) -> None:
     axes.plot([0, 1], [1, 0], color=SOFT, lw=0.6, zorder=0)  # the two weights sum to 1
     look: dict[str, Any] = {"rotation": -45, "ha": "center", "va": "center"}
     axes.text(0.57, 0.57, "nothing on other tokens", color=SOFT, **look)

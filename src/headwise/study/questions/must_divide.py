@@ -25,7 +25,7 @@ from headwise.study.charts import (
     write_heading,
     write_note,
 )
-from headwise.study.experiments.measures import count_parameters, layer_budget
+from headwise.study.experiments.measures import count_parameters, layer_error_budget
 from headwise.study.implementation_interface import SharedWeights
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress_callback import Progress
@@ -74,7 +74,7 @@ def measure(progress: Progress) -> dict[str, Any]:
 def check_layer(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
     """Check a layer's output against the paper's formula."""
     weights = SharedWeights.of_linears(layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
-    budget = layer_budget(x, source, source, weights, num_heads=layer.num_heads)
+    budget = layer_error_budget(x, source, source, weights, num_heads=layer.num_heads)
     with torch.no_grad():
         return check_output(layer(x, source), budget)
 
@@ -82,7 +82,7 @@ def check_layer(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
 def check_einops_block(block: EinopsAttention, x: Tensor, source: Tensor) -> dict[str, Any]:
     """Check the attention of einops' block, before its residual and norm."""
     weights = SharedWeights.of_linears(block.w_qs, block.w_ks, block.w_vs, block.fc)
-    budget = layer_budget(x, source, source, weights, num_heads=block.num_heads)
+    budget = layer_error_budget(x, source, source, weights, num_heads=block.num_heads)
     results: list[dict[str, Any]] = []
     hook = block.fc.register_forward_hook(
         lambda *call: results.append(check_output(call[-1], budget))
@@ -139,7 +139,7 @@ def check_torch_widths() -> dict[str, Any]:
     values = torch.randn(BATCH, KEYS, VALUE_WIDTH)
     rows = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight, layer.out_proj.weight]
     weights = SharedWeights.of(rows, [*layer.in_proj_bias.chunk(3), layer.out_proj.bias])
-    allowed = layer_budget(x, keys, values, weights, num_heads=TORCH_HEADS)
+    allowed = layer_error_budget(x, keys, values, weights, num_heads=TORCH_HEADS)
     native = Attention(EMBED_DIM, HEADS, head_dim=HEAD_DIM, source_dim=KEY_WIDTH)
     return {
         "torch_heads": TORCH_HEADS,
@@ -180,7 +180,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     title = "heads and head_dim that work with embed_dim {sizes[embed_dim]}"
     write_heading(axes, GRID[0], 0.2, fill_template(title, n))
     draw_grid(add_inset(figure, *GRID, frame=False), n)
-    draw_key(axes, n)
+    draw_legend(axes, n)
     draw_separator(axes, WIDTHS - 0.4, 0.2, WIDTH - 0.2)
     draw_input_widths(axes, n)
 
@@ -206,7 +206,7 @@ def draw_grid(axes: Axes, n: Numbers) -> None:
     axes.set(xlabel="heads", ylabel="head_dim")
 
 
-def draw_key(axes: Axes, n: Numbers) -> None:
+def draw_legend(axes: Axes, n: Numbers) -> None:
     """Draw the legend of the grid."""
     for count, (mark, colour, words) in enumerate(
         (

@@ -22,7 +22,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import PolarityWarning
 from headwise.masks.mask import Mask
 from headwise.study.charts import SERIES, Figure, add_sheet, draw_block, write_heading, write_note
-from headwise.study.experiments.measures import layer_budget, relative_times
+from headwise.study.experiments.measures import layer_error_budget, relative_times
 from headwise.study.implementation_interface import SharedWeights
 from headwise.study.implementations import GPT2, DropIn, Native, TorchLayer
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
@@ -67,7 +67,7 @@ class PackingForm:
             stored += size * head_dim * embed_dim
         return torch.stack(positions)
 
-    def split(self, bias: Float[Tensor, " outputs"]) -> tuple[Tensor, ...]:
+    def split_biases(self, bias: Float[Tensor, " outputs"]) -> tuple[Tensor, ...]:
         """Split the biases of all small matrices into the bias of each stored matrix."""
         head_dim = len(bias) // sum(self.sizes)
         parts: tuple[Tensor, ...] = bias.split([size * head_dim for size in self.sizes])
@@ -88,7 +88,7 @@ class PackingForm:
             first += size
         return outputs
 
-    def heads(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def split_outputs_into_heads(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Split the products into queries, keys and values, (batch, heads, length, head_dim)."""
         single = [
             product
@@ -161,10 +161,10 @@ def measure(progress: Progress) -> dict[str, Any]:
             for name, form in packing_forms(HEADS).items()
         },
         "kept": check_packing(layers),
-        "self_attention": largest_budget_share(layers, x, x),
-        "cross_attention": largest_budget_share(layers, x, source),
+        "self_attention": largest_error_budget_share(layers, x, x),
+        "cross_attention": largest_error_budget_share(layers, x, source),
         "wrong_order": misread_packed_weights(layers, x),
-        **compare_shared_objects(layers),
+        **compare_same_and_copied_inputs(layers),
         "times": projection_times(layers),
     }
 
@@ -199,9 +199,9 @@ def attend_and_project(layers: PackedLayers, q: Tensor, k: Tensor, v: Tensor) ->
     return result
 
 
-def largest_budget_share(layers: PackedLayers, x: Tensor, source: Tensor) -> float:
+def largest_error_budget_share(layers: PackedLayers, x: Tensor, source: Tensor) -> float:
     """Return the largest share of the error budget that any layer or form uses."""
-    budget = layer_budget(x, source, source, layers.weights, num_heads=HEADS)
+    budget = layer_error_budget(x, source, source, layers.weights, num_heads=HEADS)
     outputs = [
         layers.torch.inner(x, source, source, need_weights=False)[0],
         layers.packed.inner(x, source, source, need_weights=False)[0],
@@ -210,9 +210,9 @@ def largest_budget_share(layers: PackedLayers, x: Tensor, source: Tensor) -> flo
     ]
     for form in packing_forms(HEADS).values():
         if source is x or len(form.sizes) > 1:  # a single matrix has a single input
-            matrices, biases = form.pack(layers.small), form.split(layers.biases)
+            matrices, biases = form.pack(layers.small), form.split_biases(layers.biases)
             products = form.project(x, source, matrices, biases)
-            outputs.append(attend_and_project(layers, *form.heads(products)))
+            outputs.append(attend_and_project(layers, *form.split_outputs_into_heads(products)))
     return max(budget.check(output).ratio for output in outputs)
 
 
@@ -222,21 +222,21 @@ def misread_packed_weights(layers: PackedLayers, x: Tensor) -> dict[str, bool | 
     products = form.project(x, x, form.pack(layers.small), (layers.biases,))
     by_head = products[0].unflatten(-1, (HEADS, PARTS, -1)).movedim(1, 3)
     output = attend_and_project(layers, *by_head.unbind(2))
-    budget = layer_budget(x, x, x, layers.weights, num_heads=HEADS)
+    budget = layer_error_budget(x, x, x, layers.weights, num_heads=HEADS)
     return {
         "within": budget.check(output).within,
         "difference": float((output - budget.exact).norm() / budget.exact.norm()),
     }
 
 
-def compare_shared_objects(layers: PackedLayers) -> dict[str, Any]:
+def compare_same_and_copied_inputs(layers: PackedLayers) -> dict[str, Any]:
     """Compare one object and copies as inputs, in a batch with a text of padding only."""
     x = torch.randn(BATCH, KEYS, EMBED_DIM)
     copy = x.clone()
     inputs = {"one": (x, x, x), "two": (x, copy, copy), "three": (x, copy, x.clone())}
     padding = (torch.arange(BATCH) == BATCH - 1)[:, None].expand(BATCH, KEYS)
     mask = Mask.from_torch_padding(padding)
-    budget = layer_budget(x, x, x, layers.weights, num_heads=HEADS, mask=mask)
+    budget = layer_error_budget(x, x, x, layers.weights, num_heads=HEADS, mask=mask)
     call = {"key_padding_mask": padding, "need_weights": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolarityWarning)  # a text of padding only is intended
@@ -256,7 +256,7 @@ def projection_times(layers: PackedLayers) -> dict[str, float]:
     """Return the time of each form's projections relative to the packed form."""
     x, small = torch.randn(1, TOKENS, EMBED_DIM), layers.small
     functions = {
-        name: partial(form.project, x, x, form.pack(small), form.split(layers.biases))
+        name: partial(form.project, x, x, form.pack(small), form.split_biases(layers.biases))
         for name, form in packing_forms(HEADS).items()
     }
     return relative_times(functions, against="packed", rounds=ROUNDS)

@@ -16,7 +16,7 @@ from headwise import reference
 from headwise.errors import MissingExtraError
 from headwise.layers.native.attention import Attention
 from headwise.study.charts import INK, SERIES, SOFT, Axes, Figure, label_point, style_axes
-from headwise.study.experiments.measures import layer_budget, relative_times
+from headwise.study.experiments.measures import layer_error_budget, relative_times
 from headwise.study.experiments.quantised_projections import (
     BFloat16Projection,
     StaticQuantised,
@@ -98,7 +98,7 @@ def compare_forms(layer: Attention, x: Tensor) -> dict[str, Any]:
         for name, by_stage in tensors.items()
     }
     weights = SharedWeights.of_linears(*map(layer.get_submodule, PROJECTIONS))
-    budget = layer_budget(x, x, x, weights, num_heads=HEADS)
+    budget = layer_error_budget(x, x, x, weights, num_heads=HEADS)
     return {
         "same_bits": torch.equal(tensors["once"]["output"], tensors["every_call"]["output"]),
         "steps": {name: errors_against_bounds(layer, layers[name], x, name) for name in INTEGERS},

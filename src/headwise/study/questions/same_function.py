@@ -27,11 +27,11 @@ from headwise.study.charts import (
 )
 from headwise.study.experiments.measures import (
     Projected,
-    budget_ratios,
-    copies_favourite_value,
-    merge_scores,
+    equals_value_of_top_key,
+    error_budget_ratios,
+    merge_head_scores,
     relative_difference,
-    score_budget,
+    score_error_budget,
 )
 from headwise.study.experiments.named_causes import compare_published_check
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
@@ -53,15 +53,15 @@ class TrainedSample:
     projected: Projected
     wo: Tensor
 
-    def by_seed(self, rows: Tensor) -> Tensor:
+    def group_by_seed(self, rows: Tensor) -> Tensor:
         """Collect the values of each seed in one row."""
         return rows.reshape(len(rows) // BATCH, -1)
 
 
 def measure(progress: Progress) -> dict[str, Any]:
     """Repeat the published check under four conditions, then merge a trained encoder's heads."""
-    published, quiet = draw_samples("rand", 1.0, QUIET)
-    (normal,), (default,) = draw_samples("randn", 1.0), draw_samples("own", 1.0)
+    published, quiet = make_samples("rand", 1.0, QUIET)
+    (normal,), (default,) = make_samples("randn", 1.0), make_samples("own", 1.0)
     conditions = {"published": published, "quiet": quiet, "normal": normal, "own": default}
     checks, cases = {}, {}
     for name, sample in conditions.items():
@@ -79,10 +79,11 @@ def measure(progress: Progress) -> dict[str, Any]:
         "cases": cases,
         # The mean entropy of a row of weights with several heads, in nats.
         "entropy": float(AttentionMatrix(*published.projected.split(HEADS)[:2]).entropy().mean()),
-        "said": {name: count_seeds(by_seed) for name, by_seed in checks.items()},
+        "said": {name: count_seeds_by_check(by_seed) for name, by_seed in checks.items()},
         "compared": compare_published_check(HEADS, (BATCH, LENGTH, EMBED_DIM), COMPARED),
         "sum": max(sums),
-        "beyond": least_budget_ratios(default) | {"encoder": min(min(x["beyond"]) for x in layers)},
+        "beyond": least_error_budget_ratios(default)
+        | {"encoder": min(min(x["beyond"]) for x in layers)},
         "encoder": {
             "layers": len(apart),
             "apart": apart,
@@ -99,12 +100,12 @@ def measure(progress: Progress) -> dict[str, Any]:
 # ---- the check ---------------------------------------------------------------------------------
 
 
-def draw_samples(kind: str, *factors: float) -> list[TrainedSample]:
+def make_samples(kind: str, *factors: float) -> list[TrainedSample]:
     """Draw tokens and projections of each seed, as the published test does, for each factor of x.
 
     ``kind`` is "rand", "randn", or "own": torch's default initialisation, with tokens from randn.
     """
-    random = random_source(kind)
+    random = random_function_of_kind(kind)
     projections: list[list[Tensor]] = [[] for _ in factors]
     for seed in range(SEEDS):
         torch.manual_seed(seed)
@@ -115,21 +116,21 @@ def draw_samples(kind: str, *factors: float) -> list[TrainedSample]:
         x = random(BATCH, LENGTH, EMBED_DIM)
         for products, factor in zip(projections, factors, strict=True):
             products.append((factor * x) @ weight)
-    wo = draw_output_projection(kind)
+    wo = make_output_projection(kind)
     return [TrainedSample(Projected(*torch.cat(each).chunk(3, dim=-1)), wo) for each in projections]
 
 
-def random_source(kind: str) -> Callable[..., Tensor]:
+def random_function_of_kind(kind: str) -> Callable[..., Tensor]:
     """Return the function that draws the tokens, and matrices without torch's initialisation."""
     return torch.rand if kind == "rand" else torch.randn
 
 
-def draw_output_projection(kind: str) -> Tensor:
+def make_output_projection(kind: str) -> Tensor:
     """Draw one output projection for all seeds, to save memory."""
     torch.manual_seed(SEEDS)
     if kind == "own":
         return nn.MultiheadAttention(EMBED_DIM, HEADS).out_proj.weight.detach().mT
-    return random_source(kind)(EMBED_DIM, EMBED_DIM)
+    return random_function_of_kind(kind)(EMBED_DIM, EMBED_DIM)
 
 
 def check_samples(sample: TrainedSample) -> tuple[dict[str, list[bool]], dict[str, float]]:
@@ -140,13 +141,13 @@ def check_samples(sample: TrainedSample) -> tuple[dict[str, list[bool]], dict[st
     projected, scores = sample.projected, sample.projected.scores(HEADS)
     merged, several = projected.outputs(1), projected.outputs(HEADS)
     single, favourites = projected.scores(1).argmax(-1), scores.argmax(-1)
-    read = copies_favourite_value(several, projected.v, favourites)
+    read = equals_value_of_top_key(several, projected.v, favourites)
     pairs = {"apart": (merged, several)}
     pairs["apart_projected"] = (merged @ sample.wo, several @ sample.wo)
     checks = {
         "equal": merged == several,
         "projected": torch.eq(*pairs["apart_projected"]),
-        "one_key": torch.cat([read, copies_favourite_value(merged, projected.v, single)], dim=1),
+        "one_key": torch.cat([read, equals_value_of_top_key(merged, projected.v, single)], dim=1),
         "same_key": favourites == single,
     }
     means = {
@@ -154,13 +155,15 @@ def check_samples(sample: TrainedSample) -> tuple[dict[str, list[bool]], dict[st
         "one_key": float(read.float().mean()),
         "same_key": float(checks["same_key"].float().mean()),
     } | {
-        name: float(relative_difference(*map(sample.by_seed, pair)).mean())
+        name: float(relative_difference(*map(sample.group_by_seed, pair)).mean())
         for name, pair in pairs.items()
     }
-    return {name: sample.by_seed(rows).all(1).tolist() for name, rows in checks.items()}, means
+    return {
+        name: sample.group_by_seed(rows).all(1).tolist() for name, rows in checks.items()
+    }, means
 
 
-def count_seeds(checks: Mapping[str, list[bool]]) -> dict[str, int]:
+def count_seeds_by_check(checks: Mapping[str, list[bool]]) -> dict[str, int]:
     """Count the seeds that pass each check, and those equal without both conditions."""
     seeds = zip(checks["equal"], checks["one_key"], checks["same_key"], strict=True)
     unexplained = sum(equal and not (copies and same) for equal, copies, same in seeds)
@@ -173,11 +176,11 @@ def count_seeds(checks: Mapping[str, list[bool]]) -> dict[str, int]:
 
 def score_sum_error(projected: Projected, heads: int) -> float:
     """Return the error of the single head's scores against the heads' sum, in error budgets."""
-    made = merge_scores(projected.scores(heads))
-    return float(budget_ratios(made, score_budget(projected)).max())
+    made = merge_head_scores(projected.scores(heads))
+    return float(error_budget_ratios(made, score_error_budget(projected)).max())
 
 
-def least_budget_ratios(sample: TrainedSample) -> dict[str, float]:
+def least_error_budget_ratios(sample: TrainedSample) -> dict[str, float]:
     """Return the least difference over the seeds of one head and several, in error budgets."""
     p = sample.projected
     budget = Budget.for_head_outputs(*p.split(HEADS))
@@ -185,10 +188,10 @@ def least_budget_ratios(sample: TrainedSample) -> dict[str, float]:
         lambda q, k, v, wo: Projected(q, k, v).outputs(HEADS) @ wo, p.q, p.k, p.v, sample.wo
     )
     ratios = {
-        "outputs": budget_ratios(reference.split_heads(p.outputs(1), heads=HEADS), budget),
-        "projected": budget_ratios(p.outputs(1) @ sample.wo, after),
+        "outputs": error_budget_ratios(reference.split_heads(p.outputs(1), heads=HEADS), budget),
+        "projected": error_budget_ratios(p.outputs(1) @ sample.wo, after),
     }
-    return {name: float(sample.by_seed(x).amax(1).min()) for name, x in ratios.items()}
+    return {name: float(sample.group_by_seed(x).amax(1).min()) for name, x in ratios.items()}
 
 
 def compare_merged_head(call: AttentionCall, heads: int) -> dict[str, Any]:
@@ -201,7 +204,7 @@ def compare_merged_head(call: AttentionCall, heads: int) -> dict[str, Any]:
     budget = Budget.for_head_outputs(*projected.split(heads))
     return {
         "apart": relative_difference(*pair).tolist(),
-        "beyond": budget_ratios(reference.split_heads(merged, heads=heads), budget)
+        "beyond": error_budget_ratios(reference.split_heads(merged, heads=heads), budget)
         .amax((0, 2, 3))
         .tolist(),
         "sum": score_sum_error(projected, heads),
@@ -224,7 +227,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     figure.set_figheight(5.5)
     parts: Any = figure.subfigures(2, 1, height_ratios=(3.1, 2.4))
     draw_maps(parts[0], n)
-    draw_encoder(parts[1], n)
+    draw_encoder_head_changes(parts[1], n)
 
 
 def draw_maps(figure: SubFigure, n: Numbers) -> None:
@@ -259,7 +262,7 @@ def draw_maps(figure: SubFigure, n: Numbers) -> None:
     bar.outline.set_visible(False)
 
 
-def draw_encoder(figure: SubFigure, n: Numbers) -> None:
+def draw_encoder_head_changes(figure: SubFigure, n: Numbers) -> None:
     """Draw the difference of each head of each layer from its part of the merged head."""
     axes, encoder = figure.subplots(), n["encoder"]
     for layer, heads in enumerate(encoder["apart"]):

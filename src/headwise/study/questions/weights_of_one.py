@@ -14,10 +14,10 @@ from torch.nn.functional import linear
 from headwise.study.charts import INK, SERIES, Figure, label_point, style_axes
 from headwise.study.experiments.measures import (
     Projected,
-    budget_ratios,
-    layer_budget,
+    error_budget_ratios,
+    layer_error_budget,
     relative_difference,
-    score_budget,
+    score_error_budget,
 )
 from headwise.study.experiments.named_causes import name_cause
 from headwise.study.implementations import TorchLayer
@@ -46,6 +46,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     longer = QUIET * torch.randn(BATCH, LONGER, EMBED_DIM)
     quiet = project_tokens(ones, tokens["quiet"])
     larger = math.sqrt(HEADS) * quiet.scores(HEADS)
+    ratios, sweep = error_budget_ratios_by_sequence, compare_head_counts_over_token_sizes
     return {
         "heads": HEADS,
         "root": math.sqrt(HEADS),
@@ -67,18 +68,16 @@ def measure(progress: Progress) -> dict[str, Any]:
         },
         "rounding": {
             # A narrow head's scores, times the root of the number of heads, and the single head's.
-            "scores": float(budget_ratios(larger, score_budget(quiet)).max()),
-            "rescaled": float(
-                sequence_ratios(rescaled_single_head(ones), ones, tokens["quiet"]).max()
-            ),
-            "same": float(sequence_ratios(single_head_layer(ones), ones, tokens["same"]).max()),
-            "quiet": float(sequence_ratios(single_head_layer(ones), ones, tokens["quiet"]).min()),
-            "own": float(sequence_ratios(single_head_layer(default), default, x).min()),
+            "scores": float(error_budget_ratios(larger, score_error_budget(quiet)).max()),
+            "rescaled": float(ratios(rescaled_single_head(ones), ones, tokens["quiet"]).max()),
+            "same": float(ratios(single_head_layer(ones), ones, tokens["same"]).max()),
+            "quiet": float(ratios(single_head_layer(ones), ones, tokens["quiet"]).min()),
+            "own": float(ratios(single_head_layer(default), default, x).min()),
         },
         "compared": name_causes(ones, tokens | {"elsewhere": None}),
         "factors": list(FACTORS),
         "quoted": {"ones": QUIET, "own": 1.0},
-        "sweep": {"ones": sweep_token_sizes(ones, x), "own": sweep_token_sizes(default, x)},
+        "sweep": {"ones": sweep(ones, x), "own": sweep(default, x)},
     }
 
 
@@ -139,27 +138,27 @@ def compare_head_counts(layer: TorchLayer, x: Tensor) -> dict[str, float]:
     )
     return {
         "apart": float(relative_difference(single, several).median()),
-        "one": relative_entropy(single_weights),
-        "several": relative_entropy(several_weights),
+        "one": normalised_entropy(single_weights),
+        "several": normalised_entropy(several_weights),
     }
 
 
-def relative_entropy(weights: Tensor) -> float:
+def normalised_entropy(weights: Tensor) -> float:
     """Return the mean entropy of a head's rows as a share of the largest possible."""
     entropy = torch.special.entr(weights).sum(-1).mean()
     return round(float(entropy) / math.log(weights.shape[-1]), 4)
 
 
-def sweep_token_sizes(layer: TorchLayer, x: Tensor) -> dict[str, list[float]]:
+def compare_head_counts_over_token_sizes(layer: TorchLayer, x: Tensor) -> dict[str, list[float]]:
     """Compare one head with several for tokens of all sizes."""
     results = [compare_head_counts(layer, factor * x) for factor in FACTORS]
     return {name: [each[name] for each in results] for name in results[0]}
 
 
-def sequence_ratios(single: TorchLayer, layer: TorchLayer, x: Tensor) -> Tensor:
+def error_budget_ratios_by_sequence(single: TorchLayer, layer: TorchLayer, x: Tensor) -> Tensor:
     """Return the largest difference of two layers' outputs over both error budgets."""
     budgets = [
-        layer_budget(x, x, x, each.stored_weights(), num_heads=each.num_heads)
+        layer_error_budget(x, x, x, each.stored_weights(), num_heads=each.num_heads)
         for each in (single, layer)
     ]
     allowed = budgets[0].allowed + budgets[1].allowed

@@ -24,7 +24,7 @@ from headwise.study.charts import (
     write_heading,
     write_note,
 )
-from headwise.study.experiments.measures import layer_budget
+from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.experiments.operation_trace import (
     AXES,
     PROJECTED,
@@ -86,7 +86,7 @@ def trace_layers(sizes: dict[str, int]) -> dict[str, Any]:
     for name in fused:  # the fused kernel returns no weights
         shapes[name]["weights"] = list(native.inner.matrix(x).dense().shape)
     as_called = shapes == shapes_by_axes(sizes)
-    allowed = layer_budget(x, x, x, torch_layer.stored_weights(), num_heads=heads)
+    allowed = layer_error_budget(x, x, x, torch_layer.stored_weights(), num_heads=heads)
     splits = [s for traced in steps.values() for s in head_splits(traced, head_dim=head_dim)]
     return {
         "shapes": shapes,
@@ -122,15 +122,19 @@ def compare_split_first() -> dict[str, Any]:
         "split_first": nonzero_derivatives(blocks, x),
     }
     head = slice(embed_dim // heads)  # the entries of q in head 0
-    output, first = layer(x), split_first(x, *layer.stored_weights().matrices, heads=heads)
+    output, first = (
+        layer(x),
+        attend_with_split_first(x, *layer.stored_weights().matrices, heads=heads),
+    )
     whole, parted = (
-        layer_budget(x, x, x, each.stored_weights(), num_heads=heads) for each in (layer, blocks)
+        layer_error_budget(x, x, x, each.stored_weights(), num_heads=heads)
+        for each in (layer, blocks)
     )
     return {
         "reached": {name: int(r[head].sum()) for name, r in reach.items()},
         "pairs": reach["attention"][head].numel(),
         "inputs": {name: int(r[head].any(0).sum()) for name, r in reach.items()},
-        "reach_map": {name: shares_by_block(r, heads) for name, r in reach.items()},
+        "reach_map": {name: nonzero_share_by_block(r, heads) for name, r in reach.items()},
         "weights": counts[0],
         "weights_split_first": counts[1],
         "equal_to_blocks": parted.check(first).within and parted.check(blocks(x)).within,
@@ -149,7 +153,9 @@ def block_diagonal_copy(layer: Native) -> Native:
     return copied
 
 
-def split_first(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, *, heads: int) -> Tensor:
+def attend_with_split_first(
+    x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, *, heads: int
+) -> Tensor:
     """Split x into heads, then project each part by its diagonal block."""
     cut = reference.split_heads(x, heads=heads)
     q, k, v = (cut @ diagonal_blocks(w, heads).mT for w in (wq, wk, wv))
@@ -174,7 +180,7 @@ def nonzero_derivatives(layer: Native, x: Tensor) -> Tensor:
     return result
 
 
-def shares_by_block(reach: Tensor, heads: int) -> list[list[float]]:
+def nonzero_share_by_block(reach: Tensor, heads: int) -> list[list[float]]:
     """Return the share of nonzero entries for each head (rows) and each part of x."""
     return F.adaptive_avg_pool2d(reach.float()[None], heads)[0].tolist()
 
@@ -224,7 +230,7 @@ def draw(figure: Figure, n: Numbers) -> None:
                 top + PITCH - 0.03,
                 fill_template(then, n),
             )
-    draw_reach(axes, n, top=4.78)
+    draw_q_dependencies(axes, n, top=4.78)
 
 
 def draw_stage(axes: Axes, n: Numbers, top: float, form: str) -> None:
@@ -242,7 +248,7 @@ def draw_stage(axes: Axes, n: Numbers, top: float, form: str) -> None:
         draw_block(axes, left, top, wide, THICK, colour=SERIES[head], label=label)
 
 
-def draw_reach(axes: Axes, n: Numbers, *, top: float) -> None:
+def draw_q_dependencies(axes: Axes, n: Numbers, *, top: float) -> None:
     """Draw two squares, entries of q down and inputs across, coloured where q depends on x."""
     draw_separator(axes, top - 0.27, 0.2, WIDTH - 0.2)
     side = 1.3
