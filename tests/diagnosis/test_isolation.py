@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, Mask, compare
 from headwise.diagnosis.diagnosis_result import Verdict
-from headwise.diagnosis.isolation import Isolation
+from headwise.diagnosis.isolation import BlackBoxComparison
 from headwise.diagnosis.subjects.black_box import BlackBox
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 
@@ -26,7 +26,7 @@ def layer() -> Attention:
 
 def isolate(function: Callable[..., Tensor], layer: Attention) -> tuple[str, ...]:
     model = NativeSubject(layer).model
-    return Isolation(BlackBox(function), model, (WIDTH, WIDTH), "first").sentences
+    return BlackBoxComparison(BlackBox(function), model, (WIDTH, WIDTH), "first").sentences
 
 
 def disturbed(layer: Attention, projection: str, rows: slice) -> Attention:
@@ -82,7 +82,7 @@ def test_groups_of_heads_are_told_apart() -> None:
     layer = Attention(48, 6, num_kv_heads=2)
     other = disturbed(layer, "q_proj", slice(8, 16))
     model = NativeSubject(layer).model
-    sentences = Isolation(BlackBox(lambda x: other(x)), model, (48, 48), "first").sentences
+    sentences = BlackBoxComparison(BlackBox(lambda x: other(x)), model, (48, 48), "first").sentences
     assert sentences[-1].endswith("differ in head 1")
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.detect_layout_by_running import FirstCall, pair_modules, record_first_calls
-from headwise.layouts.module_names import NamedModule, NamePlace
+from headwise.layouts.module_names import NamedModule, NamedPosition
 from tests.scanning.models import BATCH, LENGTH, WIDTH, Caller
 
 NAMES = ("deep.0", "deep.1", "side")
@@ -38,7 +38,7 @@ def modules(state: State) -> list[NamedModule]:
     prefixes = sorted({name.rpartition(".")[0].rpartition(".")[0] for name in state})
     return [
         NamedModule(
-            NamePlace(f"{prefix}.", ""),
+            NamedPosition(f"{prefix}.", ""),
             f"{prefix}.",
             {name: name.removeprefix(f"{prefix}.") for name in state if name.startswith(prefix)},
             (),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, AttentionMatrix, Mask, MultiheadAttention
 from headwise.layers.hooks import attention_hook, has_attention_hook
-from headwise.layers.native.einops_block import EinopsAttention
+from headwise.layers.native.einops_block import EinopsPostNormBlock
 from tests.test_door import printed_by
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 11, 24, 3
@@ -49,7 +49,7 @@ class DropIn(nn.Module):
 class Einops(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = EinopsAttention(WIDTH, HEADS, head_dim=8, value_dim=8, dropout=0.0)
+        self.block = EinopsPostNormBlock(WIDTH, HEADS, head_dim=8, value_dim=8, dropout=0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x, x, x)

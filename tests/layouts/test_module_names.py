@@ -8,8 +8,8 @@ import pytest
 
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import (
+    NamedPosition,
     NameForm,
-    NamePlace,
     find_modules,
     find_unlisted_tensors,
     locate_weight_outside_attention,
@@ -35,7 +35,9 @@ def test_modules_with_their_roots_roles_and_numbers() -> None:
     names = ["emb", *(f"a.h.{n}.{m}.{t}" for n in (0, 10) for m in ("attn", "cross") for t in "qo")]
     found = find_modules(ONE, names)
     assert [module.place for module in found] == [
-        NamePlace("a.", role, (("layer", str(n)),)) for n in (0, 10) for role in ("self", "cross")
+        NamedPosition("a.", role, (("layer", str(n)),))
+        for n in (0, 10)
+        for role in ("self", "cross")
     ]
     assert found[1].tensors == {"a.h.0.cross.q": "q", "a.h.0.cross.o": "o"}
     assert found[1].place.fill_name_template("{layer}/x.") == "a.0/x."
@@ -118,13 +120,13 @@ def test_a_base_model_is_stored_without_the_word_that_a_head_calls_it_by(root: s
     names = [f"{root}layers.{n}.attn.{t}" for n in range(2) for t in "qo"]
     found = find_modules(BASED, [*names, f"{root}emb"])
     assert [module.place for module in found] == [
-        NamePlace(root, "self", (("layer", str(n)),), is_base=True) for n in range(2)
+        NamedPosition(root, "self", (("layer", str(n)),), is_base=True) for n in range(2)
     ]
-    place = NamePlace(root, "model.emb", is_base=True)
+    place = NamedPosition(root, "model.emb", is_base=True)
     assert locate_weight_outside_attention(BASED, f"{root}emb", [root]) == ("model.emb", place)
     assert locate_weight_outside_attention(BASED, "model.emb", [""]) == (
         "model.emb",
-        NamePlace("", "model.emb"),
+        NamedPosition("", "model.emb"),
     )
     assert place.fill_name_template("model.emb") == f"{root}emb"
     assert place.fill_name_template("emb") == f"{root}emb"
@@ -144,14 +146,14 @@ def test_another_tower_of_a_base_model_is_not_taken_for_a_part_of_it() -> None:
 def test_an_unembedding_stands_under_no_root() -> None:
     assert locate_weight_outside_attention(BASED, "head", ["model."]) == (
         "head",
-        NamePlace("", "head"),
+        NamedPosition("", "head"),
     )
 
 
 def test_outside() -> None:
     assert locate_weight_outside_attention(ONE, "a.h.7.norm", ["a."]) == (
         "h.{layer}.norm",
-        NamePlace("a.", "h.{layer}.norm", (("layer", "7"),)),
+        NamedPosition("a.", "h.{layer}.norm", (("layer", "7"),)),
     )
     assert locate_weight_outside_attention(ONE, "b.h.7.norm", ["a."]) is None
     assert locate_weight_outside_attention(ONE, "a.h.7.norm.more", ["a."]) is None

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from headwise.errors import OptionError
-from headwise.sharding.counted_bytes import _Counting, counted_bytes
+from headwise.sharding.counted_bytes import _CollectiveCounter, counted_bytes
 from tests.sharding.ranks import ranks
 
 pytestmark = pytest.mark.slow
@@ -116,4 +116,4 @@ def test_functional_collectives_are_counted_in_both_passes() -> None:
 
 def test_an_unknown_collective_is_refused() -> None:
     with pytest.raises(OptionError, match="collective teleport"):
-        _Counting(None)._count_call("teleport", {})
+        _CollectiveCounter(None)._count_call("teleport", {})

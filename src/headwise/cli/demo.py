@@ -53,7 +53,7 @@ def demo(
             _print_missing_encoder(missing, stderr_console())
     page = save_scan_page(out, *([trained, tiny] if trained else [tiny]))
 
-    shown = _Shown(tiny, trained, None if trained else missing)
+    shown = _DemoReports(tiny, trained, None if trained else missing)
     print_result(
         page,
         start=start,
@@ -66,7 +66,7 @@ def demo(
 
 
 @dataclass(frozen=True, eq=False)
-class _Shown:
+class _DemoReports:
     """Both reports as the terminal shows them: the conclusions of both first, then the grids."""
 
     tiny: ScanReport

@@ -19,7 +19,7 @@ from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.explained_calls import ExplainedCalls
 from headwise.diagnosis.function_comparison import FunctionComparison
 from headwise.diagnosis.gradient_comparison import compare_gradients
-from headwise.diagnosis.isolation import Isolation
+from headwise.diagnosis.isolation import BlackBoxComparison
 from headwise.diagnosis.model_as_run import build_attention_model_as_run
 from headwise.diagnosis.power import (
     describe_unseen_window,
@@ -247,7 +247,7 @@ class Comparison:
         sizes = self.known.input_widths
         if not isinstance(self.doubtful, BlackBox) or sizes is None:
             return ()
-        return Isolation(self.doubtful, self.model, sizes, side).sentences
+        return BlackBoxComparison(self.doubtful, self.model, sizes, side).sentences
 
     def _explain_with_roles_swapped(
         self, calls: Sequence[RecordedCall], names: Sequence[str], forward: ExplainedCalls

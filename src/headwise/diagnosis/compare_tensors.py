@@ -188,7 +188,7 @@ def _compare_converted(
             return TensorComparison(
                 conflicts=conflicts, unheld=f"{error.saw}; needed: {error.needed}"
             )
-    evidence = _Evidence(first, second, source, target, steps, counts)
+    evidence = _StepwiseTensorEvidence(first, second, source, target, steps, counts)
     for number, step in enumerate(steps):
         evidence.compare_step(step)
         progress("tensors", number + 1, len(steps))
@@ -196,7 +196,7 @@ def _compare_converted(
 
 
 @dataclass
-class _Evidence:
+class _StepwiseTensorEvidence:
     """Evidence collected from one conversion step after another."""
 
     first: Stored

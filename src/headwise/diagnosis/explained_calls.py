@@ -17,7 +17,7 @@ from headwise.diagnosis.function_comparison import (
     StageGaps,
     cause_page_path,
 )
-from headwise.diagnosis.search import NamedCause, Search, search_causes
+from headwise.diagnosis.search import CauseSearchResult, NamedCause, search_causes
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import (
     WHOLE,
@@ -54,7 +54,7 @@ class ExplainedCalls:
     side: str = "first"
 
     @cached_property
-    def search(self) -> Search:
+    def search(self) -> CauseSearchResult:
         """The causes why the calls part from the model.
 
         What they do not explain to the rounding of the run is explained to the rounding of the

@@ -30,7 +30,7 @@ UNIT = 2.0**-8  # of which all entries are multiples, so that their sums are exa
 
 
 @dataclass(frozen=True, eq=False)
-class Isolation:
+class BlackBoxComparison:
     """A function beside the model that it should equal.
 
     Attributes:

@@ -74,14 +74,14 @@ class NamedCause:
 
 
 @dataclass(frozen=True)
-class Search:
+class CauseSearchResult:
     """Causes that were named, and what they leave unexplained."""
 
     causes: tuple[NamedCause, ...]
     left: Gaps
 
 
-def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> Search:
+def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> CauseSearchResult:
     """Name the causes why recorded calls part from a model.
 
     One cause after the other is put into the model, that which explains most stages first. Where
@@ -100,7 +100,7 @@ def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> Search:
             replace(each, size=evidence.gaps.total_clipped_size(each.cells)) for each in chosen
         ]
         evidence = Evidence.of(chosen[-1].model, evidence.calls)
-    return Search(tuple(named), evidence.gaps)
+    return CauseSearchResult(tuple(named), evidence.gaps)
 
 
 def _find_best_single_cause(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:

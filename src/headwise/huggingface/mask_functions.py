@@ -184,7 +184,7 @@ _PADDING = _as_cpu_tensor([0, 3])
 _CACHED, _FULL = TokenPositions(7, 9, first_query=5, first_key=3), TokenPositions(12, 12)
 
 
-class _Kind(NamedTuple):
+class _KnownMaskFunction(NamedTuple):
     """A function of `transformers.masking_utils`, and arguments that make an example of it."""
 
     name: str
@@ -210,18 +210,18 @@ class _Kind(NamedTuple):
 
 
 _KINDS = (
-    _Kind("causal_mask_function", None, _read_causal),
-    _Kind("bidirectional_mask_function", None, _read_bidirectional),
-    _Kind("sliding_window_overlay", (4,), _read_window),
-    _Kind("sliding_window_bidirectional_overlay", (3,), _read_symmetric_window),
-    _Kind("chunked_overlay", (5, _PADDING), _read_chunk_segments),
-    _Kind("packed_sequence_mask_function", (_SEQUENCE_IDS,), _read_packed_segments),
-    _Kind(
+    _KnownMaskFunction("causal_mask_function", None, _read_causal),
+    _KnownMaskFunction("bidirectional_mask_function", None, _read_bidirectional),
+    _KnownMaskFunction("sliding_window_overlay", (4,), _read_window),
+    _KnownMaskFunction("sliding_window_bidirectional_overlay", (3,), _read_symmetric_window),
+    _KnownMaskFunction("chunked_overlay", (5, _PADDING), _read_chunk_segments),
+    _KnownMaskFunction("packed_sequence_mask_function", (_SEQUENCE_IDS,), _read_packed_segments),
+    _KnownMaskFunction(
         "and_masks",
         (masking_utils.bidirectional_mask_function, masking_utils.causal_mask_function),
         _read_conjunction,
     ),
-    _Kind(
+    _KnownMaskFunction(
         "remap_positions_for_packed_sequence",
         (masking_utils.causal_mask_function, _POSITIONS),
         _read_remapped_positions,

@@ -16,8 +16,8 @@ from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes
 from headwise.layouts.canonical import State
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import (
+    NamedPosition,
     NameForm,
-    NamePlace,
     locate_weight_outside_attention,
     template_fields,
 )
@@ -58,7 +58,10 @@ class ConversionStep:
 
     inputs: tuple[str, ...]
     outputs: Mapping[str, tuple[int, ...]]
-    sides: tuple[ModuleTensors | OtherTensors, ModuleTensors | OtherTensors] | None = None
+    sides: (
+        tuple[ModuleTensors | TensorsOutsideAttention, ModuleTensors | TensorsOutsideAttention]
+        | None
+    ) = None
 
     @property
     def is_copy(self) -> bool:
@@ -94,7 +97,7 @@ class ModuleTensors:
 
 
 @dataclass(frozen=True)
-class OtherTensors:
+class TensorsOutsideAttention:
     """Tensors outside of attention: full name -> pattern."""
 
     patterns: Mapping[str, Pattern]
@@ -152,7 +155,7 @@ def steps_outside_attention(
     A tensor that either layout does not list keeps its name. So do all parts of a module that
     holds an unlisted tensor, such as scales or an adapter: the parts stay together.
     """
-    kept, places = [], dict[NamePlace, dict[str, Pattern]]()
+    kept, places = [], dict[NamedPosition, dict[str, Pattern]]()
     for name in names:
         match = locate_weight_outside_attention(source, name, roots)
         if match is None:
@@ -223,5 +226,9 @@ def _make_steps_for_group(
     require_one_dtype({name: headers[name].dtype for name in held})
     outputs = {name: pattern.shape(sizes) for name, pattern in made.items()}
     return [
-        ConversionStep(tuple(held), outputs, (OtherTensors(held, sizes), OtherTensors(made, sizes)))
+        ConversionStep(
+            tuple(held),
+            outputs,
+            (TensorsOutsideAttention(held, sizes), TensorsOutsideAttention(made, sizes)),
+        )
     ]

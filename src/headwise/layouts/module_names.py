@@ -42,7 +42,7 @@ AS_STORED = NameForm()
 
 
 @dataclass(frozen=True)
-class NamePlace:
+class NamedPosition:
     """Position of an attention module, or of a tensor outside of attention.
 
     Attributes:
@@ -57,7 +57,7 @@ class NamePlace:
     numbers: Numbers = ()
     is_base: bool = False
 
-    def in_name_form(self, form: NameForm) -> NamePlace:
+    def in_name_form(self, form: NameForm) -> NamedPosition:
         """Return the same position in names of another form."""
         root = self.root if form.root is None else form.root
         return replace(self, root=root, is_base=self.is_base if form.base is None else form.base)
@@ -72,7 +72,7 @@ class NamePlace:
 class NamedModule:
     """Module in a checkpoint: its position, and full name -> name within the module."""
 
-    place: NamePlace
+    place: NamedPosition
     prefix: str
     tensors: dict[str, str]
     beside: tuple[str, ...]
@@ -118,11 +118,11 @@ def find_modules(layout: Layout, names: Iterable[str]) -> list[NamedModule]:
 def _find_modules_by_templates(
     where: Mapping[str, str], layout: Layout, names: Iterable[str], *, is_base: bool = False
 ) -> list[NamedModule]:
-    modules: dict[tuple[NamePlace, str], tuple[dict[str, str], list[str]]] = {}
+    modules: dict[tuple[NamedPosition, str], tuple[dict[str, str], list[str]]] = {}
     for name in names:
         for role, template in where.items():
             if match := _template_regex(template).match(name):
-                place = NamePlace(match["root"], role, _slot_numbers(match), is_base)
+                place = NamedPosition(match["root"], role, _slot_numbers(match), is_base)
                 tensors, beside = modules.setdefault((place, match[0]), ({}, []))
                 local = name[match.end() :]
                 if local in layout.tensors:
@@ -181,7 +181,7 @@ def _find_modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModul
     }
     return [
         NamedModule(
-            NamePlace(prefix, ""),
+            NamedPosition(prefix, ""),
             prefix,
             tensors,
             tuple(name for name in names if name.startswith(prefix) and name not in tensors),
@@ -198,14 +198,16 @@ def prefix_template(prefix: str) -> str:
 
 def locate_weight_outside_attention(
     layout: Layout, name: str, roots: Iterable[str]
-) -> tuple[str, NamePlace] | None:
+) -> tuple[str, NamedPosition] | None:
     """Return the template and position of a tensor outside of attention; None if not listed."""
     for is_base in (False, True):
         for template in layout.outside:
             read = _remove_base_prefix(template) if is_base else template
             match = _template_regex(read, end="$").match(name) if read else None
             if match and match["root"] in {*roots, ""}:  # an unembedding has no root
-                return template, NamePlace(match["root"], template, _slot_numbers(match), is_base)
+                return template, NamedPosition(
+                    match["root"], template, _slot_numbers(match), is_base
+                )
     return None
 
 

@@ -245,7 +245,7 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class SlowestName:
+class LeadingName:
     """Name that an axis of a pattern begins with; in ``each_block``, or before all of them."""
 
     dim: int
@@ -253,7 +253,7 @@ class SlowestName:
     each_block: bool
 
 
-def find_leading_name(pattern: Pattern, names: Iterable[str]) -> SlowestName | None:
+def find_leading_name(pattern: Pattern, names: Iterable[str]) -> LeadingName | None:
     """Return the axis that begins with one of these names; None if no axis has any.
 
     Raises:
@@ -262,14 +262,14 @@ def find_leading_name(pattern: Pattern, names: Iterable[str]) -> SlowestName | N
     names = frozenset(names)
     for dim, axis in enumerate(pattern.axes):
         if axis.before and axis.before[0] in names:
-            return SlowestName(dim, axis.before[0], each_block=False)
+            return LeadingName(dim, axis.before[0], each_block=False)
         firsts = [block.names[:1] for block in axis.blocks]
         if (
             not axis.before
             and firsts
             and all(names.issuperset(first) and first for first in firsts)
         ):
-            return SlowestName(dim, firsts[0][0], each_block=True)
+            return LeadingName(dim, firsts[0][0], each_block=True)
         if inner := sorted(names & {n for t in pattern.tensors for n in axis.names_of(t)}):
             raise OptionError(
                 saw=f"the axis of {', '.join(pattern.tensors)} that is divided by {inner[0]}",

@@ -16,11 +16,15 @@ from torch import Tensor
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes, solve_products
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NamePlace, find_modules, locate_weight_outside_attention
+from headwise.layouts.module_names import (
+    NamedPosition,
+    find_modules,
+    locate_weight_outside_attention,
+)
 from headwise.layouts.pattern import (
+    LeadingName,
     Pattern,
     PatternAxis,
-    SlowestName,
     find_leading_name,
     parse_pattern,
     product_of_sizes,
@@ -215,7 +219,7 @@ def _group_tensors(layout: Layout, names: Iterable[str]) -> list[_Group]:
     ]
     inside = {name for module in modules for name in module.tensors}
     roots = {module.place.root for module in modules}
-    places: dict[NamePlace, dict[str, str]] = {}  # place -> full name -> template
+    places: dict[NamedPosition, dict[str, str]] = {}  # place -> full name -> template
     for name in names:
         match = None if name in inside else locate_weight_outside_attention(layout, name, roots)
         if match is not None:
@@ -275,7 +279,7 @@ def _sharded_axes_from_shares(
 
 
 def _sharded_axis_of_whole_tensor(
-    name: str, pattern: Pattern, sharded: SlowestName, count: int, sizes: Sizes
+    name: str, pattern: Pattern, sharded: LeadingName, count: int, sizes: Sizes
 ) -> ShardedAxis:
     copies = _count_copies(pattern, sharded, count, sizes[sharded.name])
     blocks = pattern.axes[sharded.dim].blocks if sharded.each_block else ()
@@ -295,7 +299,7 @@ def _solve_group_sizes(
     return solve_axis_sizes(stored, {}, {})
 
 
-def _block_lengths(pattern: Pattern, sharded: SlowestName, sizes: Sizes) -> tuple[int, ...]:
+def _block_lengths(pattern: Pattern, sharded: LeadingName, sizes: Sizes) -> tuple[int, ...]:
     if not sharded.each_block:
         return ()
     axis = pattern.axes[sharded.dim]
@@ -303,7 +307,7 @@ def _block_lengths(pattern: Pattern, sharded: SlowestName, sizes: Sizes) -> tupl
     return tuple(product_of_sizes(block.names, sizes) * after for block in axis.blocks)
 
 
-def _count_copies(pattern: Pattern, sharded: SlowestName, count: int, kv_heads: int | None) -> int:
+def _count_copies(pattern: Pattern, sharded: LeadingName, count: int, kv_heads: int | None) -> int:
     """Return the number of neighbouring shares that hold the same kv head."""
     if sharded.name != "kv_heads" or pattern.fused is not None or kv_heads is None:
         return 1

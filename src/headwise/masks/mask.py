@@ -32,7 +32,7 @@ from headwise.masks.clauses.segments import (
     require_offsets,
     require_segment_ids,
 )
-from headwise.masks.clauses.where import Predicate, Where
+from headwise.masks.clauses.where import Predicate, PredicateClause
 from headwise.masks.conventions import require_bool, to_allowed_entries, to_allowed_matrix
 from headwise.support.cast_to_int64 import convert_to_count, convert_to_int64
 from headwise.support.display import ShownInNotebook
@@ -196,7 +196,7 @@ class Mask(ShownInNotebook):
                 needed="a function of (batch, head, query, key) indices",
                 do="a bool tensor is Mask.may_attend(t, axes=...)",
             )
-        return cls((Where(function),))
+        return cls((PredicateClause(function),))
 
     @classmethod
     def may_attend(cls, allowed: Bool[Tensor, "..."], *, axes: str) -> Mask:

@@ -175,7 +175,7 @@ def _model_part_name(embedding: str) -> str:
 # ---- the output projection ----------------------------------------------------------------------
 
 
-class PendingProjection:
+class CallAwaitingProjection:
     """A call whose output projection has not run yet.
 
     Args:

@@ -28,8 +28,8 @@ from headwise.huggingface.observed_attention import observe_attention
 from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.band import Band
 from headwise.scanning.call_context import (
+    CallAwaitingProjection,
     KeyTokens,
-    PendingProjection,
     TokenStreams,
     split_weight_by_head,
 )
@@ -70,7 +70,7 @@ class AttentionCapture:
         self.layers: dict[str, str] = {}
         self.tables: set[tuple[int, ...]] = set()
         self._watch, self._on_complete = watch, on_complete
-        self._pending: PendingProjection | None = None
+        self._pending: CallAwaitingProjection | None = None
         self._ran: dict[str, str] = {}
         # The block and the real queries of the last self-attention.
         self._last_block: tuple[str, Tensor | None] = ("", None)
@@ -150,7 +150,7 @@ class AttentionCapture:
         self.layers.setdefault(call.layer, class_name_without_fsdp(call.module))
         changed = None if self._watch is None else self._watch(call)
         if self._on_complete is not None:
-            self._pending = PendingProjection(call, block, computed)
+            self._pending = CallAwaitingProjection(call, block, computed)
             if isinstance(call.module, nn.MultiheadAttention):
                 # Its projection is applied by a function.
                 call.out_proj = split_weight_by_head(call.module.out_proj, outputs)

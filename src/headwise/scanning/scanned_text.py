@@ -31,7 +31,7 @@ def merge_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[ScannedText, 
     """Return the texts of several scans of a model, one after another, up to `MOST_TOKENS`."""
     if len({len(each) for each in texts}) != 1:
         return ()
-    merged = [_Text() for _ in texts[0]]
+    merged = [_TextBuffer() for _ in texts[0]]
     room = MOST_TOKENS
     for each in texts:
         for text, target in zip(each, merged, strict=True):
@@ -42,7 +42,7 @@ def merge_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[ScannedText, 
     return tuple(text.to_scanned_text for text in merged)
 
 
-class _Text:
+class _TextBuffer:
     """The sequences of a text so far, up to the first that there was no room for."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class TextRecorder:
     """
 
     def __init__(self) -> None:
-        self._texts: list[_Text] = []
+        self._texts: list[_TextBuffer] = []
         self._now: list[list[Tensor]] = []  # the sequences of each text, of this input
         self._room = MOST_TOKENS
         self._last_queries: int | None = None
@@ -104,7 +104,7 @@ class TextRecorder:
         number = len(self._now)
         self._now.append(sequences)
         if number == len(self._texts):
-            self._texts.append(_Text())
+            self._texts.append(_TextBuffer())
         for ids in sequences:
             self._room -= self._texts[number].add_sequence_if_room(ids, room=self._room)
         return number

@@ -54,7 +54,7 @@ def exchange_tokens_for_heads(x: Tensor, group: TokenGroup) -> Tensor:
 
     Rank r gets the heads [r heads/n, (r + 1) heads/n) of all tokens.
     """
-    return _SplitHeads.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _ExchangeTokensForHeads.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def exchange_heads_for_tokens(x: Tensor, group: TokenGroup) -> Tensor:
@@ -62,10 +62,10 @@ def exchange_heads_for_tokens(x: Tensor, group: TokenGroup) -> Tensor:
 
     The inverse of `exchange_tokens_for_heads`.
     """
-    return _JoinHeads.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _ExchangeHeadsForTokens.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _SplitHeads(torch.autograd.Function):
+class _ExchangeTokensForHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
         ctx.group = group
@@ -80,7 +80,7 @@ class _SplitHeads(torch.autograd.Function):
         return exchange_heads_for_tokens(gradient, ctx.group), None
 
 
-class _JoinHeads(torch.autograd.Function):
+class _ExchangeHeadsForTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
         ctx.group = group
@@ -109,7 +109,7 @@ def reduce_scatter_tokens(x: Tensor, group: TokenGroup) -> Tensor:
 
     The parts travel in the dtype of ``x`` and are added in its accumulation dtype.
     """
-    return _SumTokens.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _ReduceScatterTokens.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -134,7 +134,7 @@ class _GatherTokens(torch.autograd.Function):
         return reduce_scatter_tokens(gradient, ctx.group), None
 
 
-class _SumTokens(torch.autograd.Function):
+class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
         ctx.group = group

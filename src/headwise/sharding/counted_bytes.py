@@ -72,11 +72,11 @@ def counted_bytes() -> Iterator[SentBytes]:
     of a padded batch, one by one) is replaced by one that does not. Bytes are the same.
     """
     sent = SentBytes()
-    with _Counting(sent):
+    with _CollectiveCounter(sent):
         yield sent
 
 
-class _Counting(private_torch.DispatchMode):  # type: ignore[misc]
+class _CollectiveCounter(private_torch.DispatchMode):  # type: ignore[misc]
     def __init__(self, sent: SentBytes) -> None:
         super().__init__()
         self._sent = sent
@@ -99,11 +99,11 @@ class _Counting(private_torch.DispatchMode):  # type: ignore[misc]
                 do="leave this call out of the context",
             )
         kind = KINDS[operator]
-        self._sent.by_kind[kind] += FORMULAS[kind](_Call(arguments))
+        self._sent.by_kind[kind] += FORMULAS[kind](_CollectiveCall(arguments))
         self._sent.calls[kind] += 1
 
 
-class _Call:
+class _CollectiveCall:
     """Arguments of one collective.
 
     Attributes:
@@ -161,7 +161,7 @@ def _count_tensor_bytes(tensors: Any) -> int:
     return sum(map(_count_tensor_bytes, tensors))
 
 
-def _point_to_point_bytes_sent(call: _Call) -> int:
+def _point_to_point_bytes_sent(call: _CollectiveCall) -> int:
     kinds = call.arguments.get("op_list")
     if kinds is None:
         return call.bytes
@@ -170,7 +170,7 @@ def _point_to_point_bytes_sent(call: _Call) -> int:
     )
 
 
-FORMULAS: dict[str, Callable[[_Call], int]] = {
+FORMULAS: dict[str, Callable[[_CollectiveCall], int]] = {
     "all_gather": lambda call: call.bytes * (call.ranks - 1),
     "reduce_scatter": lambda call: call.bytes * (call.ranks - 1) // call.ranks,
     "all_reduce": lambda call: 2 * call.bytes * (call.ranks - 1) // call.ranks,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.search import Search, search_causes
+from headwise.diagnosis.search import CauseSearchResult, search_causes
 from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
 from headwise.diagnosis.simulation.settings import RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
@@ -56,7 +56,9 @@ def recorded(model: AttentionModel, inputs: Inputs) -> list[RecordedCall]:
     return calls
 
 
-def searched(model: AttentionModel, calls: Sequence[RecordedCall], *names: str) -> Search:
+def searched(
+    model: AttentionModel, calls: Sequence[RecordedCall], *names: str
+) -> CauseSearchResult:
     """Return what a search among the causes of these names gives; among all for no name."""
     chosen = [each for each in CAUSES if not names or each.name in names]
     return search_causes(Evidence.of(model, calls), chosen)

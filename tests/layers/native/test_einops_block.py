@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from headwise import Mask
 from headwise.error_budget.budget import BACKWARD, FORWARD
 from headwise.errors import DTypeError, HeadwiseError, MaskError, OptionError, ShapeError
-from headwise.layers.native.einops_block import EinopsAttention
+from headwise.layers.native.einops_block import EinopsPostNormBlock
 from headwise.testing import Budget
 
 BATCH, QUERIES, KEYS, EMBED, HEADS, HEAD_DIM, VALUE_DIM = 3, 24, 29, 40, 6, 10, 7
@@ -53,8 +53,8 @@ def hidden() -> Tensor:
     return blocked
 
 
-def loaded(dtype: torch.dtype = torch.float32, **options: Any) -> EinopsAttention:
-    block = EinopsAttention(
+def loaded(dtype: torch.dtype = torch.float32, **options: Any) -> EinopsPostNormBlock:
+    block = EinopsPostNormBlock(
         EMBED, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, dtype=dtype, **options
     )
     block.load_state_dict(checkpoint(dtype))
@@ -102,7 +102,7 @@ def mask_of(blocked: Tensor | None) -> Mask | None:
 
 
 def test_the_state_dict_has_the_pages_names() -> None:
-    block = EinopsAttention(EMBED, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM)
+    block = EinopsPostNormBlock(EMBED, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM)
     assert {name: tuple(t.shape) for name, t in block.state_dict().items()} == SHAPES
     assert block.layer_norm.eps == 1e-5
     theirs = checkpoint(torch.float32)
@@ -148,7 +148,7 @@ def test_a_seed_gives_the_pages_numbers() -> None:
         nn.init.normal_(linear.weight, std=(2 / (EMBED + width)) ** 0.5)
     theirs.append(nn.Linear(HEADS * VALUE_DIM, EMBED))
     nn.init.xavier_normal_(theirs[-1].weight)
-    block = EinopsAttention(EMBED, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, device="meta")
+    block = EinopsPostNormBlock(EMBED, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, device="meta")
     block = block.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in block.parameters():
@@ -221,7 +221,7 @@ def test_a_query_without_keys_keeps_its_residual() -> None:
 def test_wrong_options_are_refused(wrong: dict[str, Any], saw: str) -> None:
     right = {"num_heads": HEADS, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM}
     with pytest.raises(OptionError, match=saw):
-        EinopsAttention(EMBED, **(right | wrong))
+        EinopsPostNormBlock(EMBED, **(right | wrong))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.native.attention import Attention
-from headwise.layers.native.einops_block import EinopsAttention
+from headwise.layers.native.einops_block import EinopsPostNormBlock
 from headwise.study.questions import must_divide
 from headwise.study.run import answer_question
 from tests.study.asking import failing
@@ -37,14 +37,14 @@ def test_a_scale_of_embed_dim_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_wrong_block_of_einops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def swapped(self: EinopsAttention, q: Tensor, k: Tensor, *, mask: None) -> AttentionMatrix:
+    def swapped(self: EinopsPostNormBlock, q: Tensor, k: Tensor, *, mask: None) -> AttentionMatrix:
         return AttentionMatrix(
             self._project_heads("q", q, self.w_ks), self._project_heads("k", k, self.w_qs)
         )
 
-    monkeypatch.setattr(EinopsAttention, "matrix", swapped)
+    monkeypatch.setattr(EinopsPostNormBlock, "matrix", swapped)
     (said,) = failing(answer_question(must_divide.QUESTION))
-    assert "EinopsAttention" in said
+    assert "EinopsPostNormBlock" in said
 
 
 def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.M
     said = failing(answer_question(must_divide.QUESTION))
     assert said[0].startswith("6 heads with head_dim 10")
     assert said[1].startswith("0 of 12 other pairs")
-    assert "EinopsAttention" in said[2]
+    assert "EinopsPostNormBlock" in said[2]
     assert "source_dim" in said[3]
 
 

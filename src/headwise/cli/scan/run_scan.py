@@ -87,7 +87,9 @@ class PreparedScan:
 
     def run(self, progress: Progress) -> ScanReport:
         """Run the scan, save it if there is --out, and return the report."""
-        steps: _CallCount | _JobProgress = _CallCount(progress, self.calls, len(self.texts))
+        steps: _AttentionCallProgress | _JobProgress = _AttentionCallProgress(
+            progress, self.calls, len(self.texts)
+        )
         if self.job is not None:
             steps = _JobProgress(progress, self.job, len(self.texts))
         scan_one = partial(
@@ -110,7 +112,7 @@ class PreparedScan:
         )
 
     def _scan_corpus(
-        self, scan_one: partial[HeadScan], steps: _CallCount | _JobProgress
+        self, scan_one: partial[HeadScan], steps: _AttentionCallProgress | _JobProgress
     ) -> HeadScan:
         options, subject = self.options, self.subject
         assert options.out is not None
@@ -157,7 +159,7 @@ class PreparedScan:
         return f"{len(self.texts)} texts, {count:,} tokens: {names}{more}"
 
 
-class _CallCount:
+class _AttentionCallProgress:
     """Progress over the attention calls of all documents."""
 
     def __init__(self, progress: Progress, calls: int, documents: int) -> None:

@@ -18,7 +18,7 @@ from headwise.diagnosis.moves.find_moves import find_moves
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Change, Move, Taken
 from headwise.diagnosis.moves.output_moves import (
-    OutputPair,
+    HeadsAndOutput,
     find_output_and_bias_factor,
     find_output_moves,
 )
@@ -132,7 +132,9 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
         return
     output = torch.cat(outputs)
     tolerance = max(default_tolerance(call.dtype) for call in calls)
-    pair = OutputPair(torch.cat(heads), output if bias is None else output - bias, rows, tolerance)
+    pair = HeadsAndOutput(
+        torch.cat(heads), output if bias is None else output - bias, rows, tolerance
+    )
     yield from find_output_moves(pair)
     if bias is not None:
         yield from find_output_and_bias_factor(pair, output, bias)

@@ -34,7 +34,7 @@ EQUATIONS = 6  # times the number of unknown coefficients
 
 
 @dataclass(frozen=True)
-class OutputPair:
+class HeadsAndOutput:
     """Head outputs and outputs of a layer, and the projections that should connect them.
 
     Attributes:
@@ -57,7 +57,7 @@ class OutputPair:
         return float(apart.abs().max()) <= self.tolerance * float(ours.square().mean().sqrt())
 
 
-def find_output_moves(pair: OutputPair, rotary_width: int | None = None) -> Iterator[Move]:
+def find_output_moves(pair: HeadsAndOutput, rotary_width: int | None = None) -> Iterator[Move]:
     """Yield the moves of the output projection that make the outputs."""
     for move in (
         *_yield_map_moves(pair, rotary_width),
@@ -69,7 +69,7 @@ def find_output_moves(pair: OutputPair, rotary_width: int | None = None) -> Iter
             yield move
 
 
-def _yield_map_moves(pair: OutputPair, rotary_width: int | None) -> Iterator[Move]:
+def _yield_map_moves(pair: HeadsAndOutput, rotary_width: int | None) -> Iterator[Move]:
     sizes = pair.rows.sizes(rotary_width)
     steps: list[RowMap | MatrixMap] = [
         row_map
@@ -88,7 +88,7 @@ def _yield_rounding_moves() -> Iterator[Move]:
         yield Move(name, Rounded(("o",), dtype, ("weights",)), parts=("weights",))
 
 
-def _yield_block_moves(pair: OutputPair) -> Iterator[Move]:
+def _yield_block_moves(pair: HeadsAndOutput) -> Iterator[Move]:
     """Yield orders of heads and shards, and factors of heads."""
     sizes = pair.rows.sizes()
     for blocks in list_block_counts("o", sizes):
@@ -106,7 +106,7 @@ def _yield_block_moves(pair: OutputPair) -> Iterator[Move]:
         yield Move(row_map.names[0], Taken(row_map), row_map.names[1:], ("weights",))
 
 
-def _solve_block_coefficients(pair: OutputPair, blocks: int) -> Tensor:
+def _solve_block_coefficients(pair: HeadsAndOutput, blocks: int) -> Tensor:
     """Return how much of each block of the projection each block of head outputs goes through.
 
     Returns:
@@ -145,7 +145,9 @@ def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
     yield Move(MapName(cause, text, ("o",), 0, parameters), change, parts=("weights",))
 
 
-def find_output_and_bias_factor(pair: OutputPair, output: Tensor, bias: Tensor) -> Iterator[Move]:
+def find_output_and_bias_factor(
+    pair: HeadsAndOutput, output: Tensor, bias: Tensor
+) -> Iterator[Move]:
     """Yield a factor of the output projection and of its bias.
 
     Args:

@@ -26,7 +26,7 @@ Steps: TypeAlias = tuple[Step, ...]  # applied to b in this order
 
 
 @dataclass(frozen=True)
-class Side:
+class LabelsAfterSteps:
     """Sequences of labels, each after a step; the first is after none.
 
     Attributes:
@@ -57,7 +57,7 @@ def search_steps(
     Returns:
         Sequences of equal effect on these labels; empty where none was found.
     """
-    forward = Side(
+    forward = LabelsAfterSteps(
         [None, *catalogue.maps, *matrix_maps],
         torch.stack(
             [b.plain, *b.plain[catalogue.indices], *(b.labels_after_map(m) for m in matrix_maps)]
@@ -100,7 +100,7 @@ def _backward_labels(
     catalogue: RowMapCatalogue,
     matrix_maps: Sequence[MatrixMap],
     roles: tuple[str, ...],
-) -> Side:
+) -> LabelsAfterSteps:
     """Return a's labels before each step that takes nothing from other roles."""
     counted = torch.zeros(a.sizes.total_rows, dtype=torch.bool)
     for role, span in a.sizes.spans().items():
@@ -112,11 +112,11 @@ def _backward_labels(
         *a.plain[catalogue.inverses[closed]],
         *(a.labels_after_map(m, undone=True) for m in whole),
     ]
-    return Side([None, *maps, *whole], torch.stack([a.plain, *labels]))
+    return LabelsAfterSteps([None, *maps, *whole], torch.stack([a.plain, *labels]))
 
 
 def _yield_meeting_steps(
-    forward: Side, hashes: Sequence[int], backward: Side, weights: Tensor
+    forward: LabelsAfterSteps, hashes: Sequence[int], backward: LabelsAfterSteps, weights: Tensor
 ) -> Iterator[Steps]:
     before: dict[int, list[Step]] = defaultdict(list)
     for step, value in zip(forward.steps, hashes, strict=True):
@@ -129,7 +129,12 @@ def _yield_meeting_steps(
 
 
 def _yield_steps_with_block_order(
-    forward: Side, backward: Side, a: Tensor, b: Tensor, sizes: RowSizes, roles: tuple[str, ...]
+    forward: LabelsAfterSteps,
+    backward: LabelsAfterSteps,
+    a: Tensor,
+    b: Tensor,
+    sizes: RowSizes,
+    roles: tuple[str, ...],
 ) -> Iterator[Steps]:
     """Yield a step and an order of blocks, in either order."""
     for place in (

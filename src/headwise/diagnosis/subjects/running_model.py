@@ -122,7 +122,7 @@ def record_layers(
         OptionError: no attention was captured.
     """
     calls: list[CapturedCall] = []
-    projected = _Projections(model, read_attention_modules(model))
+    projected = _ProjectionRecorder(model, read_attention_modules(model))
     with torch.no_grad(), evaluation_mode(model), projected.recording_context():
         with capture_attention(
             model, on_complete=calls.append, keep_implementation=True
@@ -220,7 +220,7 @@ def _random_tokens(model: nn.Module, vocabulary: int | None) -> dict[str, Tensor
     return {name: torch.randint(vocabulary, (BATCH, TOKENS), generator=generator) for name in names}
 
 
-class _Projections:
+class _ProjectionRecorder:
     """Inputs and outputs of the projections of a model, recorded by hooks."""
 
     def __init__(self, model: nn.Module, modules: list[ModuleData]) -> None:
@@ -259,7 +259,9 @@ def _put_batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
     return x if module.batch_first or x.dim() < 3 else x.transpose(0, 1)
 
 
-def _make_layer_run(call: CapturedCall, projected: _Projections, dtype: torch.dtype) -> LayerRun:
+def _make_layer_run(
+    call: CapturedCall, projected: _ProjectionRecorder, dtype: torch.dtype
+) -> LayerRun:
     data = projected.find_module_data(call.layer)
     names = {} if data is None else data.projections
     inputs = {role: projected.inputs.get(name) for role, name in names.items()}

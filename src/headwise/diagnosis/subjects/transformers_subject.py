@@ -59,23 +59,23 @@ class TransformersSubject(ModuleSubject):
     @cached_property
     def model(self) -> AttentionModel | None:
         """The module as data; None where its class has no layout in the catalogue."""
-        modules = read_attention_modules(_Alone(self.module))
+        modules = read_attention_modules(_OneModuleModel(self.module))
         return modules[0].model if len(modules) == 1 else None
 
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a module in its dtype."""
-        return find_main_tensor(_Alone(module)(inputs, next(module.parameters()).dtype))
+        return find_main_tensor(_OneModuleModel(module)(inputs, next(module.parameters()).dtype))
 
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the stages that can be reached, computed in float64."""
         wide = copy.deepcopy(self.module).double()
-        [layer], _ = record_layers(_Alone(wide), ((inputs, torch.float64), {}))
+        [layer], _ = record_layers(_OneModuleModel(wide), ((inputs, torch.float64), {}))
         stages = dict(layer.call.stages)
         stages.setdefault("output", self.output(inputs).double())
         return RecordedCall(inputs, stages, torch.float32)
 
 
-class _Alone(nn.Module):
+class _OneModuleModel(nn.Module):
     """A model that holds one attention module, under the number of its layer."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -22,7 +22,7 @@ from headwise.masks.operand_checks import check_probability
 from headwise.reference import split_heads
 
 
-class EinopsAttention(nn.Module):
+class EinopsPostNormBlock(nn.Module):
     """The page's block with the page's parameter names: its state_dict loads here.
 
     The page's n_head, d_model, d_k and d_v are ``num_heads``, ``embed_dim``, ``head_dim`` and

@@ -15,7 +15,7 @@ from headwise.layers.torch_api.shared_forward import (
 )
 
 
-class PartOfCall(NamedTuple):
+class HeadPartCall(NamedTuple):
     """The arguments of `attend_before_out_proj` for a part of the heads."""
 
     query: Tensor
@@ -25,7 +25,7 @@ class PartOfCall(NamedTuple):
     options: CallOptions
 
 
-def attend_head_part(call: PartOfCall, *, part: HeadPart) -> tuple[Tensor, Tensor | None]:
+def attend_head_part(call: HeadPartCall, *, part: HeadPart) -> tuple[Tensor, Tensor | None]:
     """Return the part's input of the output projection, and the weights of all heads or None."""
     heads, weights = attend_before_out_proj(*call)
     if weights is None:
@@ -43,7 +43,7 @@ def make_head_part_call(
     options: CallOptions,
     *,
     part: HeadPart,
-) -> PartOfCall:
+) -> HeadPartCall:
     """Return a call's arguments for a part of the heads.
 
     Raises:
@@ -69,7 +69,7 @@ def make_head_part_call(
         )
     padding = inputs.get("key_padding_mask", options.padding)
     options = options._replace(padding=padding, attn_mask=attn_mask)
-    return PartOfCall(
+    return HeadPartCall(
         query, key, inputs.get("value", key), _parameters_of_head_part(layer, part), options
     )
 

@@ -12,12 +12,12 @@ from headwise.masks.clauses.dense_mask import Dense
 from headwise.masks.clauses.lengths import Lengths, Starts
 from headwise.masks.clauses.prefix import Prefix
 from headwise.masks.clauses.segments import PackedRow, Segments
-from headwise.masks.clauses.where import Where
+from headwise.masks.clauses.where import PredicateClause
 
 # A new kind is added here.
 KINDS: dict[str, type[Clause]] = {
     clause.kind: clause
-    for clause in (Band, Lengths, Starts, Segments, PackedRow, Dense, Prefix, Where)
+    for clause in (Band, Lengths, Starts, Segments, PackedRow, Dense, Prefix, PredicateClause)
 }
 
 

@@ -28,7 +28,7 @@ Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Where(Clause):
+class PredicateClause(Clause):
     """True where the function says so of (batch, head, query, key).
 
     ``first`` is the place of this matrix in the one that the function knows.
@@ -41,7 +41,7 @@ class Where(Clause):
     heads: tuple[int, ...] | None = None  # chosen heads; None: all of them
     first: tuple[int, int, int] = (0, 0, 0)  # batch, query, key
 
-    def bind(self, sizes: MatrixSizes) -> Where:  # noqa: ARG002
+    def bind(self, sizes: MatrixSizes) -> PredicateClause:  # noqa: ARG002
         """See `Clause.bind`."""
         if torch.compiler.is_compiling() or is_jit_tracing() or torch.onnx.is_in_onnx_export():
             # A compiler does not show the error, but why it could not go on.
@@ -93,7 +93,7 @@ class Where(Clause):
             )
         return allowed.expand(shape)
 
-    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Where:  # noqa: ARG002
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> PredicateClause:  # noqa: ARG002
         """See `Clause.cut_to_part`."""
         moved = (span.first for span in place)
         batch, query, key = (a + b for a, b in zip(self.first, moved, strict=True))
@@ -103,7 +103,7 @@ class Where(Clause):
         """See `Clause.broadcast_shape`."""
         return sizes
 
-    def of_heads(self, index: Tensor) -> Where:
+    def of_heads(self, index: Tensor) -> PredicateClause:
         """See `Clause.of_heads`."""
         chosen = index.tolist()
         heads = chosen if self.heads is None else [self.heads[head] for head in chosen]
@@ -113,7 +113,7 @@ class Where(Clause):
         """See `Clause.tensors`: the function's own are its own affair."""
         return ()
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Where:  # noqa: ARG002
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> PredicateClause:  # noqa: ARG002
         """See `Clause.map_tensors`."""
         return self
 

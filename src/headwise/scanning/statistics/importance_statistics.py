@@ -38,7 +38,7 @@ class Importance(Statistic):
         self.definition = Definition(**words)
 
 
-class _ShareOfLayer(Importance):
+class _NormalisedOverHeads(Importance):
     """A measure divided by its norm over the heads of the layer, so that layers can be compared."""
 
     def result(self, summary: Summary) -> Tensor:
@@ -48,7 +48,7 @@ class _ShareOfLayer(Importance):
         return torch.where(length == 0, mean, mean / length)
 
 
-class _OfMeans(Importance):
+class _AblationByMeans(Importance):
     """An ablation by means; only ablations by equal means can be merged."""
 
     parts: ClassVar[Parts] = {**MEAN, "stood_in": SummaryPart(axes=("value_dim",))}
@@ -80,7 +80,7 @@ GRADIENTS: tuple[Importance, ...] = (
         excluded=ALL,
         source="Michel et al. 2019, arXiv:1905.10650, section 4.1",
     ),
-    _ShareOfLayer(
+    _NormalisedOverHeads(
         name="gate_gradient_normalised",
         formula="gate_gradient / √(Σ of its squares over the heads of the layer); 0 in a layer "
         "where all are 0",
@@ -107,7 +107,7 @@ ABLATIONS: dict[str, Importance] = {
         excluded="nothing",
         source="Michel et al. 2019, arXiv:1905.10650, section 3",
     ),
-    "mean": _OfMeans(
+    "mean": _AblationByMeans(
         name="ablation_mean",
         formula=ABLATION + "their mean over all real positions of the data",
         unit=LOSS,

@@ -204,7 +204,7 @@ class Copying(TileStatistic):
 
 
 @dataclass(frozen=True)
-class _TokenRows:
+class _UnembeddingRows:
     """The distinct tokens of a sequence.
 
     Attributes:
@@ -231,7 +231,7 @@ class _TokenRows:
         return share, total > 0
 
 
-def _unembedding_rows_of_sequence(call: CapturedCall, sequence: int) -> _TokenRows:
+def _unembedding_rows_of_sequence(call: CapturedCall, sequence: int) -> _UnembeddingRows:
     """Return the distinct tokens of a sequence that have a row in the unembedding."""
     unembedding, tokens = (
         require_not_none(call.unembedding),
@@ -241,7 +241,7 @@ def _unembedding_rows_of_sequence(call: CapturedCall, sequence: int) -> _TokenRo
     keys = (call.real_keys[sequence] & has_row).nonzero().squeeze(1)
     kinds, kind = torch.unique(tokens[keys], return_inverse=True)
     exact = accumulation_dtype(require_not_none(call.outputs).dtype)
-    return _TokenRows(keys, kind, unembedding[kinds].to(exact))
+    return _UnembeddingRows(keys, kind, unembedding[kinds].to(exact))
 
 
 def _head_contributions(call: CapturedCall, sequence: int) -> Tensor:

@@ -14,9 +14,9 @@ from headwise.layers.torch_api.state_dict_forms import PACKED, SEPARATE
 from headwise.sharding.heads.divided_modules import (
     HeadsNorm,
     HeadsProjection,
-    SharedEmbedding,
-    SumProjection,
-    WidthNorm,
+    RankSummedOutputProjection,
+    ReplicatedEmbedding,
+    WidthNormOverRanks,
 )
 from headwise.sharding.heads.rank_heads import RankHeads
 
@@ -43,7 +43,7 @@ def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> N
         _distribute_parameter(layer, "sink", Shard(0), part)
     if isinstance(layer.score_bias, T5BucketTable):
         table = layer.score_bias.relative_attention_bias
-        table.__class__ = SharedEmbedding
+        table.__class__ = ReplicatedEmbedding
         _distribute_parameter(table, "weight", Replicate(), part)
     layer.part = part
 
@@ -89,7 +89,7 @@ def _replicate_on_ranks(module: nn.Linear | Norm, channels: slice | None, part: 
 
 
 def _divide_output_projection(projection: nn.Linear, part: RankHeads) -> None:
-    projection.__class__ = SumProjection
+    projection.__class__ = RankSummedOutputProjection
     projection.part = part  # type: ignore[assignment]
     _distribute_parameter(projection, "weight", Shard(1), part)
     _distribute_parameter(projection, "bias", Replicate(), part)
@@ -112,7 +112,7 @@ def _divide_norms(layer: Attention, part: RankHeads, *, splits_kv: bool) -> None
 
 def _divide_width_norm(norm: Norm, part: RankHeads) -> None:
     width = len(norm.weight)
-    norm.__class__ = WidthNorm
+    norm.__class__ = WidthNormOverRanks
     norm.part, norm.width = part, width  # type: ignore[assignment]
     _distribute_parameter(norm, "weight", Shard(0), part)
     _distribute_parameter(norm, "bias", Shard(0), part)

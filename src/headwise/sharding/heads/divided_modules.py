@@ -42,7 +42,7 @@ class HeadsProjection(Projection):
         return apply_linear(input, weight, bias)
 
 
-class SumProjection(Projection):
+class RankSummedOutputProjection(Projection):
     """Output projection: the sum over ranks of the products of their heads, then the bias."""
 
     part: RankHeads
@@ -80,7 +80,7 @@ class HeadsNorm(Norm):
         return normed if self.channels is None else normed[..., self.channels]
 
 
-class WidthNorm(Norm):
+class WidthNormOverRanks(Norm):
     """Norm of the width of all heads, of which each rank has its own channels.
 
     The sums over channels are sums over ranks: one all-reduce in each direction, two for a norm
@@ -109,7 +109,7 @@ class WidthNorm(Norm):
         return sum_forward_and_backward(x.sum(-1, keepdim=True), group=self.part.group) / self.width
 
 
-class SharedEmbedding(nn.Embedding):
+class ReplicatedEmbedding(nn.Embedding):
     """Table that every rank holds, and reads for all heads."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name for it)

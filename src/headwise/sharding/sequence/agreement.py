@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.errors import HeadwiseError, OptionError
-from headwise.masks.clauses.where import Where
+from headwise.masks.clauses.where import PredicateClause
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.sharding.collectives import gather_numbers
@@ -113,7 +113,7 @@ def checksum_mask(mask: Mask) -> int:
     for clause in mask.clauses:
         values += [getattr(clause, name) for name in clause.integer_fields]
         values += clause.tensors()
-        if isinstance(clause, Where):
+        if isinstance(clause, PredicateClause):
             values.append(getattr(getattr(clause.function, "__code__", None), "co_code", None))
     return checksum(*values)
 

@@ -20,7 +20,7 @@ from headwise.sharding.sequence.scores import (
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.sharding.sequence.sequence_plan import (
     LIMIT,
-    Operands,
+    OperandSizes,
     SequencePlan,
     Way,
     plan_sequence,
@@ -122,4 +122,4 @@ def _plan_call(
 ) -> tuple[SequenceScores, SequencePlan]:
     further = partial(require_options, by, limit)
     scores = agree_on_score_settings(call, operands, mesh, arguments, further)
-    return scores, plan_sequence(scores, Operands.of(*operands), by=by, limit=limit)
+    return scores, plan_sequence(scores, OperandSizes.of(*operands), by=by, limit=limit)

@@ -103,7 +103,7 @@ class _Operands:
         )
 
 
-class _Merged:
+class _MergedOutputs:
     """Outputs of all parts that have been added, with the largest score and sum of each row."""
 
     def __init__(self, q: Tensor, value_dim: int) -> None:
@@ -151,7 +151,7 @@ class _Ring(torch.autograd.Function):
         exact = accumulation_dtype(q.dtype)
         bias = BoundBias(scores.sizes.queries, scores.sizes.keys, table, tensors)
         operands = _Operands(scores, q.to(exact), bias)
-        merged = _Merged(operands.q, v.shape[-1])
+        merged = _MergedOutputs(operands.q, v.shape[-1])
         for owner, parts in _pass_keys_and_values_around(k, v, scores):
             keys, values = (x.to(exact) for x in parts)
             for block in _iterate_blocks(scores, owner):
@@ -177,7 +177,9 @@ class _Ring(torch.autograd.Function):
             dout = upstream.to(exact)
             means = torch.linalg.vecdot(dout, out.to(exact))
             rows = _RowGradients(dout, shift, log_sum, means)
-            sums = _Gradients(_Operands(scores, q.to(exact), bias), (table_needed, tensors_needed))
+            sums = _RingGradients(
+                _Operands(scores, q.to(exact), bias), (table_needed, tensors_needed)
+            )
             dk, dv = _ring_key_value_gradients(sums, rows, k, v)
             dsink = None
             if sink is not None:
@@ -216,7 +218,7 @@ class _RowGradients:
         return self.shift[:, :, rows], self.log_sum[:, :, rows]
 
 
-class _Gradients:
+class _RingGradients:
     """Sums of the gradients of this rank's queries and of the score bias, over all blocks."""
 
     def __init__(self, operands: _Operands, needed: tuple[bool, list[bool]]) -> None:
@@ -262,7 +264,7 @@ class _Gradients:
 
 
 def _ring_key_value_gradients(
-    sums: _Gradients, rows: _RowGradients, k: Tensor, v: Tensor
+    sums: _RingGradients, rows: _RowGradients, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Send keys and values around once more; return the gradients of this rank's part of them."""
     scores, exact = sums.operands.scores, sums.operands.q.dtype

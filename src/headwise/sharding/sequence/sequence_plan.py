@@ -82,7 +82,7 @@ class SequencePlan:
         )
 
 
-class Operands(NamedTuple):
+class OperandSizes(NamedTuple):
     """Sizes of q, k and v that decide about a way."""
 
     heads: int
@@ -92,7 +92,7 @@ class Operands(NamedTuple):
     itemsize: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> OperandSizes:
         """Return the sizes of a rank's queries, keys and values."""
         return cls(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
 
@@ -115,7 +115,7 @@ def require_options(by: str | None, limit: int | None) -> tuple[str | None, int 
 
 
 def plan_sequence(
-    scores: SequenceScores, operands: Operands, *, by: Way | None, limit: int | None
+    scores: SequenceScores, operands: OperandSizes, *, by: Way | None, limit: int | None
 ) -> SequencePlan:
     """Choose the way of a call.
 
@@ -137,7 +137,7 @@ def plan_sequence(
     return SequencePlan(way, why, forward, backward, held, peak, _count_pairs_by_rank(scores, way))
 
 
-def find_heads_refusal(operands: Operands, ranks: int) -> str | None:
+def find_heads_refusal(operands: OperandSizes, ranks: int) -> str | None:
     """Return why heads cannot be divided over ranks, or None."""
     if operands.heads % ranks:
         return f"{ranks} ranks do not divide {operands.heads} heads"
@@ -147,7 +147,7 @@ def find_heads_refusal(operands: Operands, ranks: int) -> str | None:
 
 
 def _choose_way(
-    scores: SequenceScores, operands: Operands, refusal: str | None, limit: int | None
+    scores: SequenceScores, operands: OperandSizes, refusal: str | None, limit: int | None
 ) -> tuple[Way, str]:
     if refusal is None:
         return "heads", "each rank gets whole heads: the kernel and its result are the unsharded"
@@ -163,7 +163,7 @@ def _choose_way(
 # ---- costs, in elements ------------------------------------------------------------------------
 
 
-def _count_cost_by_heads(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+def _count_cost_by_heads(scores: SequenceScores, operands: OperandSizes) -> tuple[int, int, int]:
     sizes, ranks = scores.sizes, scores.queries.size
     per_query = operands.heads * (operands.head_dim + operands.value_dim)
     per_key = max(operands.kv_heads, ranks) * (operands.head_dim + operands.value_dim)
@@ -184,17 +184,17 @@ def _count_cost_by_heads(scores: SequenceScores, operands: Operands) -> tuple[in
     )
 
 
-def _count_elements_per_key(scores: SequenceScores, operands: Operands) -> int:
+def _count_elements_per_key(scores: SequenceScores, operands: OperandSizes) -> int:
     return scores.sizes.batch * operands.kv_heads * (operands.head_dim + operands.value_dim)
 
 
-def _count_cost_by_gather(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+def _count_cost_by_gather(scores: SequenceScores, operands: OperandSizes) -> tuple[int, int, int]:
     each, keys = _count_elements_per_key(scores, operands), scores.keys
     forward = max(keys.lengths) * (keys.size - 1)  # parts are padded to the longest
     return each * forward, each * (keys.total_tokens - keys.local_tokens), each * keys.total_tokens
 
 
-def _count_cost_by_ring(scores: SequenceScores, operands: Operands) -> tuple[int, int, int]:
+def _count_cost_by_ring(scores: SequenceScores, operands: OperandSizes) -> tuple[int, int, int]:
     each, keys = _count_elements_per_key(scores, operands), scores.keys
     passed = keys.total_tokens - keys.lengths[(keys.rank + 1) % keys.size]
     return each * passed, each * (passed + keys.total_tokens - keys.local_tokens), 0
@@ -207,7 +207,7 @@ _COSTS = {
 }
 
 
-def _count_peak_elements(scores: SequenceScores, operands: Operands, way: Way) -> int:
+def _count_peak_elements(scores: SequenceScores, operands: OperandSizes, way: Way) -> int:
     queries, keys, batch = scores.queries, scores.keys, scores.sizes.batch
     q = batch * queries.local_tokens * operands.heads * operands.head_dim
     out = batch * queries.local_tokens * operands.heads * operands.value_dim

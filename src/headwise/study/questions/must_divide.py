@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwise.error_budget.budget import Budget
 from headwise.layers.native.attention import Attention
-from headwise.layers.native.einops_block import EinopsAttention
+from headwise.layers.native.einops_block import EinopsPostNormBlock
 from headwise.study.charts import (
     BAD,
     INK,
@@ -42,7 +42,9 @@ def measure(progress: Progress) -> dict[str, Any]:
     """Check layers of free widths against the paper's formula, and try them in torch's layer."""
     x, source = torch.randn(BATCH, QUERIES, EMBED_DIM), torch.randn(BATCH, KEYS, EMBED_DIM)
     free = Attention(EMBED_DIM, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, source_dim=EMBED_DIM)
-    page = EinopsAttention(EMBED_DIM, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, dropout=0.0)
+    page = EinopsPostNormBlock(
+        EMBED_DIM, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, dropout=0.0
+    )
     accepted = {heads: make_torch_layer(heads)[0] for heads in range(1, EMBED_DIM + 1)}
     torch_counts = {count_parameters(layer) for layer in accepted.values() if layer is not None}
     return {
@@ -79,7 +81,7 @@ def check_layer(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
         return check_output(layer(x, source), budget)
 
 
-def check_einops_block(block: EinopsAttention, x: Tensor, source: Tensor) -> dict[str, Any]:
+def check_einops_block(block: EinopsPostNormBlock, x: Tensor, source: Tensor) -> dict[str, Any]:
     """Check the attention of einops' block, before its residual and norm."""
     weights = SharedWeights.of_linears(block.w_qs, block.w_ks, block.w_vs, block.fc)
     budget = layer_error_budget(x, source, source, weights, num_heads=block.num_heads)
@@ -289,7 +291,7 @@ QUESTION = Question(
             lambda n: n["pairs_right"] == n["pairs"],
         ),
         Fact(
-            "headwise's EinopsAttention, the block of einops' documentation, also has a free "
+            "headwise's EinopsPostNormBlock, the block of einops' documentation, also has a free "
             "head_dim and value_dim, and gives the formula",
             lambda n: n["page"]["within"],
         ),
@@ -347,7 +349,7 @@ QUESTION = Question(
                 "{free[output]:shape}",
             ),
             (
-                "headwise's EinopsAttention",
+                "headwise's EinopsPostNormBlock",
                 "{sizes[heads]}",
                 "{sizes[head_dim]}",
                 "{sizes[value_dim]}",

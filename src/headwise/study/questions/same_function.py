@@ -47,7 +47,7 @@ DIGITS = 3  # of the mean score size
 
 
 @dataclass(frozen=True, eq=False)
-class TrainedSample:
+class ConditionSample:
     """The samples of one condition: BATCH sequences of each seed, and one shared ``wo``."""
 
     projected: Projected
@@ -100,7 +100,7 @@ def measure(progress: Progress) -> dict[str, Any]:
 # ---- the check ---------------------------------------------------------------------------------
 
 
-def make_samples(kind: str, *factors: float) -> list[TrainedSample]:
+def make_samples(kind: str, *factors: float) -> list[ConditionSample]:
     """Draw tokens and projections of each seed, as the published test does, for each factor of x.
 
     ``kind`` is "rand", "randn", or "own": torch's default initialisation, with tokens from randn.
@@ -117,7 +117,9 @@ def make_samples(kind: str, *factors: float) -> list[TrainedSample]:
         for products, factor in zip(projections, factors, strict=True):
             products.append((factor * x) @ weight)
     wo = make_output_projection(kind)
-    return [TrainedSample(Projected(*torch.cat(each).chunk(3, dim=-1)), wo) for each in projections]
+    return [
+        ConditionSample(Projected(*torch.cat(each).chunk(3, dim=-1)), wo) for each in projections
+    ]
 
 
 def random_function_of_kind(kind: str) -> Callable[..., Tensor]:
@@ -133,7 +135,7 @@ def make_output_projection(kind: str) -> Tensor:
     return random_function_of_kind(kind)(EMBED_DIM, EMBED_DIM)
 
 
-def check_samples(sample: TrainedSample) -> tuple[dict[str, list[bool]], dict[str, float]]:
+def check_samples(sample: ConditionSample) -> tuple[dict[str, list[bool]], dict[str, float]]:
     """Check equality by ``==``, and the conditions that should explain it, for each seed.
 
     Also return means: over all rows of all heads, and for relative differences over the seeds.
@@ -180,7 +182,7 @@ def score_sum_error(projected: Projected, heads: int) -> float:
     return float(error_budget_ratios(made, score_error_budget(projected)).max())
 
 
-def least_error_budget_ratios(sample: TrainedSample) -> dict[str, float]:
+def least_error_budget_ratios(sample: ConditionSample) -> dict[str, float]:
     """Return the least difference over the seeds of one head and several, in error budgets."""
     p = sample.projected
     budget = Budget.for_head_outputs(*p.split(HEADS))
@@ -211,7 +213,7 @@ def compare_merged_head(call: AttentionCall, heads: int) -> dict[str, Any]:
     }
 
 
-def weight_maps(sample: TrainedSample, seed: int) -> list[list[list[float]]]:
+def weight_maps(sample: ConditionSample, seed: int) -> list[list[list[float]]]:
     """Return the weights of the single head, then of each of several heads, for one sequence."""
     p = sample.projected
     first = Projected(*(x[seed * BATCH, None] for x in (p.q, p.k, p.v)))
