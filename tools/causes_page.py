@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from headwise.diagnosis.attention_comparison_result import cause_page_path
 from headwise.diagnosis.cause_description import CONFUSED, REPAIR, RIGHT, WRONG, describe_cause
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause
-from headwise.diagnosis.function_comparison import cause_page_path
 
 DOCS = Path(__file__).parents[1] / "docs"
 INDEX = "causes/index.md"

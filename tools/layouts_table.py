@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from headwise.layouts.attention_spec import CALLING, AttentionSpec
-from headwise.layouts.canonical import BIASES
+from headwise.layouts.canonical_form import BIASES
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import catalogue_by_family, layout
 from tools.layouts_picture import draw_panels, draw_rotary_pairs, make_panel

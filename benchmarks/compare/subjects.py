@@ -13,7 +13,7 @@ from benchmarks.faults.reference_layer import STAGES, ReferenceLayer
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.settings import NormForm, RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.model_run import LayerRun, ModelRun
+from headwise.diagnosis.subjects.model_run_result import LayerRun, ModelRun
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.layers.positions.rotary_scaling import (
     LinearScaling,

@@ -26,7 +26,7 @@ from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.compare import Comparison
 from headwise.diagnosis.compare_models import compare_runs
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.probes import NamedInputs, make_probe_inputs
+from headwise.diagnosis.probe_inputs import NamedInputs, make_probe_inputs
 
 # Names of one function, stated beforehand: fault -> causes that are also right.
 EQUALS: dict[str, frozenset[str]] = {}

@@ -23,7 +23,11 @@ from headwise.kernels.kernel import Task, row_largest_weight, row_logsumexp
 from headwise.kernels.kernel_input import KernelInput, accumulation_dtype
 from headwise.kernels.observe_tiles import ObservedTile, count_attending_queries, observe_tiles
 from headwise.kernels.tiled import Requested
-from headwise.kernels.weight_rows import diagonal_weights, largest_weights, weights_of_queries
+from headwise.kernels.weight_rows_and_diagonals import (
+    diagonal_weights,
+    largest_weights,
+    weights_of_queries,
+)
 from headwise.masks import operand_checks as checks
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.mask import Mask
@@ -31,7 +35,7 @@ from headwise.masks.score_bias import BoundBias, ScoreBias
 from headwise.support.arguments import explain_arguments, require_tensors
 from headwise.support.cast_to_int64 import convert_to_count
 from headwise.support.display import ShownInNotebook
-from headwise.support.matmul import LeftOperand
+from headwise.support.left_operand import LeftOperand
 from headwise.support.message_text import MATRIX_AXES, broadcasts_to, describe_value, human_bytes
 from headwise.support.tracing import is_jit_tracing, without_autocast
 

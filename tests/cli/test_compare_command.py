@@ -16,7 +16,7 @@ from headwise import compare as compare_attentions
 from headwise.checkpoints.attention_loading import load_attention
 from headwise.cli.compare import compare
 from headwise.diagnosis.diagnosis_result import Verdict
-from headwise.diagnosis.subjects.recording import record_activations
+from headwise.diagnosis.subjects.recording_file import record_activations
 from headwise.errors import OptionError
 from tests.cli.alone import Alone
 

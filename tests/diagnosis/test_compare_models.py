@@ -30,7 +30,7 @@ from transformers import (
 
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.model_comparison import ModelComparison
+from headwise.diagnosis.model_comparison_result import ModelComparison
 from headwise.errors import OptionError, ShapeError
 
 SIZES = {

@@ -11,7 +11,7 @@ from headwise.diagnosis.compare_tensors import compare_tensors as verify
 from headwise.diagnosis.diagnosis_result import TensorComparison
 from headwise.errors import OptionError
 from headwise.layouts.attention_spec import AttentionSpec
-from headwise.layouts.canonical import State
+from headwise.layouts.canonical_form import State
 from headwise.layouts.convert import convert
 from headwise.layouts.registry import layout
 from tests.layouts.examples import example

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask, Rotary, compare
+from headwise.diagnosis.attention_comparison_result import FoundCause
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.function_comparison import FoundCause
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from headwise import Attention, Rotary, compare
+from headwise.diagnosis.attention_comparison_result import FunctionComparison
 from headwise.diagnosis.diagnosis_result import Verdict
-from headwise.diagnosis.function_comparison import FunctionComparison
 
 WIDTH, HEADS = 40, 5
 

@@ -16,7 +16,7 @@ import torch
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical import AXES, BIASES, State
+from headwise.layouts.canonical_form import AXES, BIASES, State
 from headwise.layouts.convert import convert
 from headwise.layouts.equality import list_differing_tensors, same_bytes
 from headwise.layouts.layout import Layout
@@ -111,7 +111,7 @@ def test_conversion_by_steps_gives_the_canonical_form_and_comes_back(layout: Lay
         name="bare",
         tensors={tensor: f"{tensor}: {' '.join(AXES[tensor])}" for tensor in layout.holds},
         function=replace(layout.function, rotary=turned),
-        source="headwise.layouts.canonical",
+        source="headwise.layouts.canonical_form",
     )
     canonical = example(layout, dtype=torch.float32)
     stored = layout.pack(canonical, **width_of(layout))

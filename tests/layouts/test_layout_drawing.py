@@ -9,7 +9,7 @@ import torch
 
 from headwise.errors import ShapeError
 from headwise.layouts.attention_spec import AttentionSpec
-from headwise.layouts.canonical import AXES
+from headwise.layouts.canonical_form import AXES
 from headwise.layouts.layout import Layout
 from headwise.layouts.layout_drawing import (
     DrawnCell,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.layouts.attention_spec import AttentionSpec
-from headwise.layouts.canonical import AXES, ROTATED
+from headwise.layouts.canonical_form import AXES, ROTATED
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import to_half_split, to_interleaved
 

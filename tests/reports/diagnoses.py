@@ -5,6 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from headwise.diagnosis.attention_comparison_result import (
+    FoundCause,
+    FunctionComparison,
+    PartedStage,
+    StageGaps,
+)
 from headwise.diagnosis.diagnosis_result import (
     Diagnosis,
     OutputComparison,
@@ -12,13 +18,7 @@ from headwise.diagnosis.diagnosis_result import (
     TensorEvidence,
     Verdict,
 )
-from headwise.diagnosis.function_comparison import (
-    FoundCause,
-    FunctionComparison,
-    PartedStage,
-    StageGaps,
-)
-from headwise.diagnosis.model_comparison import LayerComparison, ModelComparison
+from headwise.diagnosis.model_comparison_result import LayerComparison, ModelComparison
 from headwise.diagnosis.name_weight_moves import ModuleMoves
 from headwise.reports.diagnosis_page import DiagnosisReport
 

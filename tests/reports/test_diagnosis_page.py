@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from headwise import Attention, Rotary, compare
+from headwise.diagnosis.attention_comparison_result import FunctionComparison
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.function_comparison import FunctionComparison
 from headwise.reports.diagnosis_page import (
     DiagnosisReport,
     render_diagnosis_page,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.reports import diagnosis_page, scan_page, static_scan
+from headwise.reports import diagnosis_page, scan_page, static_scan_page
 from headwise.study.experiments.same_weights import SameFunction
 from tests.reports.browser import FAULTS, NO_FAULTS, Chromium, needs_a_browser
 from tests.reports.diagnoses import report_of_many_heads, report_of_model, report_of_weights
@@ -25,8 +25,8 @@ def report_of(heads: int) -> scan_page.ScanReport:
 
 
 PAGES = {
-    "scan-numbers": lambda: static_scan.render_static(report_of(5)),
-    "scan-pictures": lambda: static_scan.render_static(report_of(17)),
+    "scan-numbers": lambda: static_scan_page.render_static(report_of(5)),
+    "scan-pictures": lambda: static_scan_page.render_static(report_of(17)),
     "viewer": lambda: scan_page.render_scan_page(report_of(5)),
     "study": recorded_study,
     "diagnosis": lambda: diagnosis_page.render_diagnosis_page(report_of_many_heads(NAME)),

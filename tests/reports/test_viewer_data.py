@@ -27,7 +27,7 @@ from headwise.reports.scan_page import (
 from headwise.reports.scan_report import ScanReport
 from headwise.reports.viewer_blobs import THUMB, head_maps, pool_thumbnails
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.top_keys_statistic import TopKeysOfEveryQuery
+from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
 from headwise.scanning.statistics.view_statistics import Map
 from tests.reports.html import Tree, everything
 from tests.reports.viewer_scans import (

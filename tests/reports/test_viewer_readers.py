@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.reports import static_scan
+from headwise.reports import static_scan_page
 from headwise.reports.scan_page import render_scan_page, save_scan_page
 from headwise.scanning.head_scan import HeadScan
 from tests.reports.browser import Chromium, Opened, needs_a_browser
@@ -141,7 +141,7 @@ PRINTED: dict[str, Callable[[], str]] = {
     "two models": lambda: render_scan_page(
         viewer_report(viewer_scan(layers=6, heads=12)), viewer_report(viewer_scan(layers=4))
     ),
-    "static": lambda: static_scan.render_static(gpt2_sized(2048)),
+    "static": lambda: static_scan_page.render_static(gpt2_sized(2048)),
 }
 
 

@@ -138,7 +138,7 @@ def _compare_files(first: Path, second: Path | None, options: Mapping[str, Any])
     with progress_bar(stderr_console(), "loading torch") as progress:
         from headwise.checkpoints.attention_loading import load_attention
         from headwise.diagnosis.compare import compare as compare_layers
-        from headwise.diagnosis.subjects.recording import is_recording
+        from headwise.diagnosis.subjects.recording_file import is_recording
         from headwise.diagnosis.verify import verify
 
         counts: Counts = {name: options[name] for name in NAMES}
@@ -160,7 +160,7 @@ def _compare_files(first: Path, second: Path | None, options: Mapping[str, Any])
 
 
 def _refuse_recordings(*paths: Path) -> None:
-    from headwise.diagnosis.subjects.recording import is_recording
+    from headwise.diagnosis.subjects.recording_file import is_recording
 
     for path in filter(is_recording, paths):
         raise typer.BadParameter(

@@ -11,39 +11,39 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.causes.all_causes import CAUSES
-from headwise.diagnosis.causes.cause import Cause
-from headwise.diagnosis.compare_models import compare_runs
-from headwise.diagnosis.comparison_inputs import choose_inputs, make_probes
-from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.explained_calls import ExplainedCalls
-from headwise.diagnosis.function_comparison import FunctionComparison
-from headwise.diagnosis.gradient_comparison import compare_gradients
-from headwise.diagnosis.isolation import BlackBoxComparison
-from headwise.diagnosis.model_as_run import build_attention_model_as_run
-from headwise.diagnosis.power import (
+from headwise.diagnosis.attention_comparison_result import FunctionComparison
+from headwise.diagnosis.attention_model_as_run import build_attention_model_as_run
+from headwise.diagnosis.black_box_comparison import BlackBoxComparison
+from headwise.diagnosis.blind_spots import (
     describe_unseen_window,
     explain_insensitivity_to_scores,
     find_unseen_setting_changes,
 )
-from headwise.diagnosis.probes import SEED, NamedInputs
-from headwise.diagnosis.simulation.attention_model import AttentionModel
-from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.stored_sides import (
+from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.cause import Cause
+from headwise.diagnosis.compare_models import compare_runs
+from headwise.diagnosis.comparison_inputs import choose_inputs, make_probes
+from headwise.diagnosis.comparison_of_stored_weights import (
     NAMED_LAYERS,
     WEIGHTS,
     can_compare_as_weights,
     compare_stored_weights,
     load_layer_of_same_number,
 )
+from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
+from headwise.diagnosis.explained_calls import ExplainedCalls
+from headwise.diagnosis.gradient_comparison import compare_gradients
+from headwise.diagnosis.probe_inputs import SEED, NamedInputs
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.gaps import measure_gaps
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.black_box import BlackBox
-from headwise.diagnosis.subjects.model_run import ModelRun
+from headwise.diagnosis.subjects.model_run_result import ModelRun
 from headwise.diagnosis.subjects.module_subject import describe_dropout_difference
 from headwise.diagnosis.subjects.native_subject import NativeSubject
-from headwise.diagnosis.subjects.recording import Recording, is_recording
-from headwise.diagnosis.subjects.running_model import read_vocabulary_size, run_model
-from headwise.diagnosis.subjects.stored_layers import run_stored_layers
+from headwise.diagnosis.subjects.record_model_run import read_vocabulary_size, run_model
+from headwise.diagnosis.subjects.recording_file import Recording, is_recording
+from headwise.diagnosis.subjects.run_stored_layers import run_stored_layers
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.diagnosis.subjects.torch_subject import TorchSubject
 from headwise.diagnosis.subjects.transformers_subject import (
@@ -74,9 +74,9 @@ def compare(
     Args:
         a: the attention in doubt: a layer of headwise or torch, a function of (batch, tokens,
             width) tensors, or a file of activations that were recorded elsewhere (see
-            `headwise.diagnosis.subjects.recording`); weights as a file, folder or state dict are
-            compared with weights, those of a layer or a model too; `headwise.verify` takes counts
-            that no config has. A whole model is compared with a model, or with the path of stored
+            `headwise.diagnosis.subjects.recording_file`); weights as a file, folder or state dict
+            are compared with weights, those of a layer or a model too; `headwise.verify` takes
+            counts that no config has. A whole model is compared with a model, or with the path of stored
             weights, attention by attention.
         b: the attention that it should equal. One of the two must be a layer.
         inputs: (batch, tokens, width), or `Inputs`; token ids or keyword arguments of models; None

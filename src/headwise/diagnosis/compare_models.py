@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.layer_pair import LayerPair
-from headwise.diagnosis.model_comparison import LayerComparison, ModelComparison
-from headwise.diagnosis.probes import SEED
-from headwise.diagnosis.subjects.model_run import (
+from headwise.diagnosis.model_comparison_result import LayerComparison, ModelComparison
+from headwise.diagnosis.probe_inputs import SEED
+from headwise.diagnosis.subjects.model_run_result import (
     ModelRun,
     exceeds_rounding,
     relative_difference_norm,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.probes import NamedInputs, make_probe_inputs
+from headwise.diagnosis.probe_inputs import NamedInputs, make_probe_inputs
 from headwise.diagnosis.simulation.stages import Inputs
-from headwise.diagnosis.subjects.recording import Recording
+from headwise.diagnosis.subjects.recording_file import Recording
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import MaskError, OptionError, ShapeError
 

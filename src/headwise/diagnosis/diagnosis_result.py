@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from headwise.diagnosis.function_comparison import FunctionComparison
-from headwise.diagnosis.model_comparison import ModelComparison
+from headwise.diagnosis.attention_comparison_result import FunctionComparison
+from headwise.diagnosis.model_comparison_result import ModelComparison
 from headwise.diagnosis.name_weight_moves import ModuleMoves
 from headwise.layouts.layout import Layout
 from headwise.support.display import Displayed

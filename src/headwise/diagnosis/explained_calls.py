@@ -8,16 +8,16 @@ from functools import cached_property
 
 import torch
 
-from headwise.diagnosis.causes.all_causes import CAUSES
-from headwise.diagnosis.causes.cause import Cause, Evidence
-from headwise.diagnosis.diagnosis_result import Verdict
-from headwise.diagnosis.function_comparison import (
+from headwise.diagnosis.attention_comparison_result import (
     FoundCause,
     PartedStage,
     StageGaps,
     cause_page_path,
 )
-from headwise.diagnosis.search import CauseSearchResult, NamedCause, search_causes
+from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.cause import Cause, Evidence
+from headwise.diagnosis.diagnosis_result import Verdict
+from headwise.diagnosis.search_causes import CauseSearchResult, NamedCause, search_causes
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import (
     WHOLE,

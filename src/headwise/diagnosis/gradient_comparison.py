@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from headwise.diagnosis.function_comparison import GradientGap
-from headwise.diagnosis.probes import SEED
+from headwise.diagnosis.attention_comparison_result import GradientGap
+from headwise.diagnosis.probe_inputs import SEED
 from headwise.diagnosis.simulation.stages import Inputs
-from headwise.diagnosis.subjects.model_run import relative_difference_norm
+from headwise.diagnosis.subjects.model_run_result import relative_difference_norm
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.error_budget.budget import BACKWARD
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from headwise.diagnosis.attention_comparison_result import FunctionComparison, PartedStage
+from headwise.diagnosis.blind_spots import describe_unseen_window, explain_insensitivity_to_scores
 from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.explained_calls import ExplainedCalls
-from headwise.diagnosis.function_comparison import FunctionComparison, PartedStage
-from headwise.diagnosis.model_comparison import LayerComparison
-from headwise.diagnosis.power import describe_unseen_window, explain_insensitivity_to_scores
-from headwise.diagnosis.probes import SEED
+from headwise.diagnosis.model_comparison_result import LayerComparison
+from headwise.diagnosis.probe_inputs import SEED
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
-from headwise.diagnosis.subjects.model_run import (
+from headwise.diagnosis.subjects.model_run_result import (
     LayerRun,
     ModelRun,
     exceeds_rounding,

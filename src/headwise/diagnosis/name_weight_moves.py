@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from headwise.diagnosis.layer_exchange import cause_of_layer_shifts
-from headwise.diagnosis.moves.compare_states import find_state_moves
+from headwise.diagnosis.cause_of_layer_shifts import cause_of_layer_shifts
+from headwise.diagnosis.moves.state_moves import find_state_moves
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts.canonical import State
+from headwise.layouts.canonical_form import State
 from headwise.layouts.equality import list_differing_tensors
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import NamedModule, find_modules

@@ -14,7 +14,7 @@ import torch
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.attention_spec import require_conflicts_accepted
 from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical import ROTATED
+from headwise.layouts.canonical_form import ROTATED
 from headwise.layouts.conversion_steps import (
     ConversionStep,
     ModuleTensors,

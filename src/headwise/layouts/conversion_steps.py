@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes
-from headwise.layouts.canonical import State
+from headwise.layouts.canonical_form import State
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import (
     NamedPosition,

@@ -18,7 +18,7 @@ from torch import Tensor
 from headwise.errors import ShapeError
 from headwise.layouts.attention_spec import CALLING, PAIRINGS
 from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical import AXES, WIDER
+from headwise.layouts.canonical_form import AXES, WIDER
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import names_by_axis
 

@@ -25,6 +25,7 @@ from headwise.masks.clause import BOUNDLESS, Clause, MatrixSizes
 from headwise.masks.clauses.band import Band
 from headwise.masks.clauses.dense_mask import Dense, with_matrix_axes
 from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, Side, Starts, require_lengths
+from headwise.masks.clauses.predicate_clause import Predicate, PredicateClause
 from headwise.masks.clauses.prefix import make_prefix
 from headwise.masks.clauses.segments import (
     PackedRow,
@@ -32,7 +33,6 @@ from headwise.masks.clauses.segments import (
     require_offsets,
     require_segment_ids,
 )
-from headwise.masks.clauses.where import Predicate, PredicateClause
 from headwise.masks.conventions import require_bool, to_allowed_entries, to_allowed_matrix
 from headwise.support.cast_to_int64 import convert_to_count, convert_to_int64
 from headwise.support.display import ShownInNotebook

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
+from headwise.diagnosis.attention_comparison_result import FunctionComparison, cause_page_path
 from headwise.diagnosis.cause_description import describe_cause
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.function_comparison import FunctionComparison, cause_page_path
-from headwise.diagnosis.model_comparison import LayerComparison
+from headwise.diagnosis.model_comparison_result import LayerComparison
 from headwise.reports import png_images, stage_heat_map
 from headwise.reports.page_templates import secure_page, template_environment
 from headwise.reports.stage_heat_map import StageTables

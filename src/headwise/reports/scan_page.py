@@ -17,7 +17,7 @@ from headwise.reports import viewer_blobs, viewer_meta
 from headwise.reports.base85 import encode_base85
 from headwise.reports.page_templates import secure_page
 from headwise.reports.scan_report import ScanReport
-from headwise.reports.static_scan import render_static_body, static_template_environment
+from headwise.reports.static_scan_page import render_static_body, static_template_environment
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_diff import ScanDiff
 from headwise.support.atomic_write import write_whole

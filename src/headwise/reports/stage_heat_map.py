@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from headwise.diagnosis.function_comparison import FunctionComparison, StageGaps
-from headwise.diagnosis.model_comparison import LayerComparison, ModelComparison
+from headwise.diagnosis.attention_comparison_result import FunctionComparison, StageGaps
+from headwise.diagnosis.model_comparison_result import LayerComparison, ModelComparison
 from headwise.diagnosis.simulation.stages import STAGES
 from headwise.reports.png_images import RGB, viridis_colour
 

@@ -27,7 +27,7 @@ from headwise.huggingface.enable import use_headwise_attention
 from headwise.huggingface.observed_attention import observe_attention
 from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.band import Band
-from headwise.scanning.call_context import (
+from headwise.scanning.call_tokens_and_projection import (
     CallAwaitingProjection,
     KeyTokens,
     TokenStreams,

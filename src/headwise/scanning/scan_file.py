@@ -43,7 +43,7 @@ from headwise.scanning.scan_schema import (
 from headwise.scanning.statistics import importance_statistics
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Definition, Statistic
-from headwise.scanning.statistics.top_keys_statistic import TopKeysOfEveryQuery
+from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
 from headwise.support.atomic_write import write_whole
 from headwise.support.message_text import describe_value
 from headwise.support.private_torch import is_wrapper

@@ -12,7 +12,7 @@ from headwise.sharding.costs.model_sizes import ModelSizes
 from headwise.sharding.costs.sharding_way import ShardingWay
 from headwise.sharding.costs.step_costs import Machine, StepCosts
 from headwise.sharding.counted_bytes import SentBytes, counted_bytes
-from headwise.sharding.heads.clipping import clip_gradients
+from headwise.sharding.heads.gradient_clipping import clip_gradients
 from headwise.sharding.heads.parallel_style import Heads, heads_plan
 from headwise.sharding.heads.state_dicts import gather_state, load_state
 from headwise.sharding.processes.document_scan import scan_documents

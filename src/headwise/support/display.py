@@ -13,19 +13,19 @@ Form = Literal["text", "html", "page", "figure", "widget", "standouts"]
 # (class, form) -> the function that draws a result of this class
 DRAWN_BY: dict[tuple[str, Form], str] = {
     ("HeadScan", "text"): "headwise.reports.terminal.scan_text",
-    ("HeadScan", "html"): "headwise.reports.static_scan.render_in_frame",
+    ("HeadScan", "html"): "headwise.reports.static_scan_page.render_in_frame",
     ("HeadScan", "page"): "headwise.reports.scan_page.render_scan",
     ("HeadScan", "figure"): "headwise.reports.figures.plot_scan",
     ("HeadScan", "widget"): "headwise.reports.widget.view_scan",
     ("HeadScan", "standouts"): "headwise.reports.standout_heads.standout_heads",
     ("ScanDiff", "text"): "headwise.reports.terminal.diff_text",
-    ("ScanDiff", "html"): "headwise.reports.notebook_forms.diff_html",
+    ("ScanDiff", "html"): "headwise.reports.notebook_html.diff_html",
     ("ScanDiff", "page"): "headwise.reports.scan_page.render_diff",
     ("ScanDiff", "figure"): "headwise.reports.figures.plot_diff",
     ("Diagnosis", "html"): "headwise.reports.diagnosis_page.render_in_frame",
-    ("Mask", "html"): "headwise.reports.notebook_forms.mask_html",
-    ("AttentionMatrix", "html"): "headwise.reports.notebook_forms.matrix_html",
-    ("Layout", "html"): "headwise.reports.notebook_forms.layout_html",
+    ("Mask", "html"): "headwise.reports.notebook_html.mask_html",
+    ("AttentionMatrix", "html"): "headwise.reports.notebook_html.matrix_html",
+    ("Layout", "html"): "headwise.reports.notebook_html.layout_html",
 }
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare.suites import SUITES, Case
+from headwise.diagnosis.attention_comparison_result import cause_page_path
 from headwise.diagnosis.cause_description import describe_cause
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause
-from headwise.diagnosis.function_comparison import cause_page_path
 from tools import causes_page
 
 NAMES = [cause.name for cause in CAUSES]

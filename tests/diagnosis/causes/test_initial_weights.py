@@ -13,7 +13,7 @@ from benchmarks.faults.geometries import GEOMETRIES, Kind, layer_of
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
 from headwise.diagnosis.causes.weights_at_initial_values import InitialWeightsCause
-from headwise.diagnosis.search import NamedCause, search_causes
+from headwise.diagnosis.search_causes import NamedCause, search_causes
 
 GEOMETRY = next(each for each in GEOMETRIES if each.name == "gqa-rotary")
 NAME = "weights at their initial values"

@@ -11,7 +11,7 @@ from headwise.errors import OptionError
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.scanning.statistics.top_keys_statistic import TopKeysOfEveryQuery
+from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
 from headwise.scanning.statistics.view_statistics import Map
 
 ALL, NONE = "all", "none"

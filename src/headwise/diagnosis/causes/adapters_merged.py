@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.projection_moves import STAGE_OF
-from headwise.diagnosis.causes.projection_tokens import collect_projection_tokens, flatten_tokens
+from headwise.diagnosis.causes.collect_projection_tokens import (
+    collect_projection_tokens,
+    flatten_tokens,
+)
+from headwise.diagnosis.causes.find_projection_moves import STAGE_OF
 from headwise.diagnosis.simulation.gaps import WHOLE
 from headwise.diagnosis.simulation.stage_rounding import allowed_difference
 

@@ -11,7 +11,7 @@ import torch
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.change_caller_mask import MaskChange, change_mask, has_masks
-from headwise.diagnosis.causes.later_calls import (
+from headwise.diagnosis.causes.change_later_calls import (
     change_model_in_later_calls,
     change_positions,
     has_later_calls,

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.later_calls import (
+from headwise.diagnosis.causes.change_later_calls import (
     change_model_in_later_calls,
     change_positions,
     has_later_calls,

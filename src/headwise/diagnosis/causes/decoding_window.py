@@ -8,7 +8,10 @@ from functools import partial
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.later_calls import change_model_in_later_calls, has_later_calls
+from headwise.diagnosis.causes.change_later_calls import (
+    change_model_in_later_calls,
+    has_later_calls,
+)
 from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
 
 MOST = 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
+from headwise.diagnosis.causes.moved_projections_base import MovedProjectionsCause
 
 
 class FusedRowGroupsCause(MovedProjectionsCause):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Evidence, Family, Variant
-from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
+from headwise.diagnosis.causes.moved_projections_base import MovedProjectionsCause
 from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
 
 

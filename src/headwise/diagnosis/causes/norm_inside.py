@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.projection_tokens import flatten_tokens
+from headwise.diagnosis.causes.collect_projection_tokens import flatten_tokens
 from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage, project_heads
 
 Norm = Callable[[Tensor], Tensor]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.projection_moves import STAGE_OF
+from headwise.diagnosis.causes.find_projection_moves import STAGE_OF
 from headwise.diagnosis.simulation.gaps import replace_stage_in_heads
 
 

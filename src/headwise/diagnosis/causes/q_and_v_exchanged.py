@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Evidence, Family, Variant
-from headwise.diagnosis.causes.moved_projections import MovedProjectionsCause
+from headwise.diagnosis.causes.moved_projections_base import MovedProjectionsCause
 
 
 class QAndVExchangedCause(MovedProjectionsCause):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.projection_moves import STAGE_OF
-from headwise.diagnosis.moves.compare_states import extract_rows, replace_rows
+from headwise.diagnosis.causes.find_projection_moves import STAGE_OF
 from headwise.diagnosis.moves.row_changes import ROUNDED, Rounded, format_dtype
+from headwise.diagnosis.moves.state_moves import extract_rows, replace_rows
 
 
 class RoundedProjectionsCause(Cause):

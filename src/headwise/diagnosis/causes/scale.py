@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.moves.formulas import find_factor_formula
+from headwise.diagnosis.moves.factor_formulas import find_factor_formula
 
 
 class ScaleCause(Cause):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.projection_moves import STAGE_OF
-from headwise.diagnosis.causes.projection_tokens import collect_projection_tokens
-from headwise.diagnosis.moves.compare_states import extract_rows
+from headwise.diagnosis.causes.collect_projection_tokens import collect_projection_tokens
+from headwise.diagnosis.causes.find_projection_moves import STAGE_OF
 from headwise.diagnosis.moves.initial_values import (
     Initialisation,
     is_drawn_from_initialisation,
@@ -19,6 +18,7 @@ from headwise.diagnosis.moves.initial_values import (
     recognise_initialisation,
 )
 from headwise.diagnosis.moves.projection_rows import Rows
+from headwise.diagnosis.moves.state_moves import extract_rows
 from headwise.diagnosis.simulation.gaps import WHOLE
 
 LEAST_ENTRIES = 400

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.block_orders import list_block_counts, make_block_map
+from headwise.diagnosis.moves.head_and_shard_orders import list_block_counts, make_block_map
 from headwise.diagnosis.moves.labelled_rows import list_matrix_maps
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, Taken

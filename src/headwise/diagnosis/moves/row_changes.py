@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.formulas import find_factor_formula
+from headwise.diagnosis.moves.factor_formulas import find_factor_formula
 from headwise.diagnosis.moves.move import BOTH, Move
 from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_hashes import read_bits

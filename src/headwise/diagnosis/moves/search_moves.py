@@ -13,7 +13,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.block_orders import find_block_maps, mark_possible_block_permutations
+from headwise.diagnosis.moves.head_and_shard_orders import (
+    find_block_maps,
+    mark_possible_block_permutations,
+)
 from headwise.diagnosis.moves.labelled_rows import Labelled
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.projection_rows import RowSizes

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.simulation.attention_model import BEFORE, ForcedStage, key_query_distances
-from headwise.diagnosis.simulation.perturbed import PerturbedTensors
+from headwise.diagnosis.simulation.perturbed_tensors import PerturbedTensors
 from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.reference import repeat_kv_heads

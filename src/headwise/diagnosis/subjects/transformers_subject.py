@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.module_data import read_attention_modules
+from headwise.diagnosis.subjects.attention_module_data import read_attention_modules
 from headwise.diagnosis.subjects.module_subject import ModuleSubject
-from headwise.diagnosis.subjects.running_model import find_main_tensor, record_layers
+from headwise.diagnosis.subjects.record_model_run import find_main_tensor, record_layers
 from headwise.errors import OptionError
 
 SOURCES = ("encoder_hidden_states", "key_value_states")  # names of the source of cross attention

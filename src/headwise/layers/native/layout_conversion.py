@@ -23,7 +23,7 @@ from headwise.layouts.attention_spec import (
     AttentionSpec,
     require_conflicts_accepted,
 )
-from headwise.layouts.canonical import State
+from headwise.layouts.canonical_form import State
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import find_modules
 from headwise.layouts.registry import layout

@@ -22,7 +22,7 @@ from headwise.errors import PolarityWarning
 from headwise.layers.explanation import LayerExplanation
 from headwise.layers.head_part import HeadPart
 from headwise.layers.torch_api import state_dict_forms, torch_checks
-from headwise.layers.torch_api.part_of_call import attend_head_part, make_head_part_call
+from headwise.layers.torch_api.head_part_call import attend_head_part, make_head_part_call
 from headwise.layers.torch_api.shared_forward import (
     CallOptions,
     attend_before_out_proj,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
-from headwise.layouts.canonical import AXES
+from headwise.layouts.canonical_form import AXES
 from headwise.layouts.layout import Layout
 
 _TENSORS = {
@@ -57,7 +57,7 @@ LAYOUTS = (
         tensors={name: f"{name}: {' '.join(axes)}" for name, axes in AXES.items()},
         function=_FUNCTION,
         optional=tuple(name for name in AXES if name not in ("wq", "wk", "wv", "wo")),
-        source="headwise, src/headwise/layouts/canonical.py",
+        source="headwise, src/headwise/layouts/canonical_form.py",
         note="the form between all layouts: a matrix for each head, and no fused axis",
     ),
 )

@@ -3,7 +3,7 @@
     weight_tile.py             a part of the weights, with values that several statistics share
     statistic.py               base classes, summaries, and `compute_summaries` in one pass
     catalogue.py               the standard set, by name
-    definition_digests.py      stable ids of the definitions
+    statistic_ids.py      stable ids of the definitions
     importance_statistics.py   measures from runs of the model, not from its weights
 
 The standard set, with formulas, sources, units and exclusions:

@@ -17,7 +17,7 @@ from headwise.layers.native.qk_norm import Norm
 from headwise.layers.positions.distance_bias import T5BucketTable
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.layers.torch_api.state_dict_forms import PACKED, SEPARATE
-from headwise.sharding.process_group import require_same_on_every_rank
+from headwise.sharding.process_group_checks import require_same_on_every_rank
 
 _LINEAR = (Projection, nn.Linear, NonDynamicallyQuantizableLinear)
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {

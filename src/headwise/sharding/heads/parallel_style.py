@@ -19,7 +19,7 @@ from headwise.sharding.heads.layer_checks import (
     check_no_tied_weights,
 )
 from headwise.sharding.heads.rank_heads import CheckInputs, RankHeads
-from headwise.sharding.process_group import require_mesh
+from headwise.sharding.process_group_checks import require_mesh
 from headwise.support.message_text import describe_value
 
 KV = Literal["split", "replicate"]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from headwise.errors import OptionError
 from headwise.layers.head_part import HeadPart
 from headwise.sharding.heads.sums_over_ranks import gather_heads_of_ranks, sum_backward, sum_forward
-from headwise.sharding.process_group import require_same_on_every_rank
+from headwise.sharding.process_group_checks import require_same_on_every_rank
 from headwise.support.tracing import may_read_values
 
 CheckInputs = Literal["first", "always", "never"]

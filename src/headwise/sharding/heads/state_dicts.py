@@ -12,7 +12,7 @@ from headwise.errors import OptionError, ShapeError
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.layers.torch_api.state_dict_forms import PACKED, SEPARATE
 from headwise.sharding.heads.rank_heads import RankHeads
-from headwise.sharding.process_group import require_same_on_every_rank
+from headwise.sharding.process_group_checks import require_same_on_every_rank
 from headwise.support.message_text import describe_value
 
 SHOWN = 4  # names in a message

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from headwise.errors import LostProcessError, OptionError
-from headwise.sharding.process_group import require_process_group
+from headwise.sharding.process_group_checks import require_process_group
 from headwise.sharding.processes.life_signs import OnLost, WatchedPeers, lost_store_error
 from headwise.sharding.processes.store_calls import StoreCalls
 

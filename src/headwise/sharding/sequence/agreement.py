@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.errors import HeadwiseError, OptionError
-from headwise.masks.clauses.where import PredicateClause
+from headwise.masks.clauses.predicate_clause import PredicateClause
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.sharding.collectives import gather_numbers

@@ -11,12 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
+from headwise.sharding.sequence.heads_and_gather import attend_by_gather, attend_by_heads
 from headwise.sharding.sequence.ring import attend_by_ring
-from headwise.sharding.sequence.scores import (
-    SequenceArguments,
-    SequenceScores,
-    agree_on_score_settings,
-)
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.sharding.sequence.sequence_plan import (
     LIMIT,
@@ -26,7 +22,11 @@ from headwise.sharding.sequence.sequence_plan import (
     plan_sequence,
     require_options,
 )
-from headwise.sharding.sequence.ways import attend_by_gather, attend_by_heads
+from headwise.sharding.sequence.sequence_score_settings import (
+    SequenceArguments,
+    SequenceScores,
+    agree_on_score_settings,
+)
 
 _WAYS = {"heads": attend_by_heads, "gather": attend_by_gather, "ring": attend_by_ring}
 

@@ -21,8 +21,8 @@ from headwise.scanning.statistics.statistic import (
     compute_summaries,
 )
 from headwise.scanning.statistics.view_statistics import Map, OffsetProfile
+from headwise.sharding.sequence.heads_and_gather import gather_keys_or_values
 from headwise.sharding.sequence.sequence_matrix import SequenceMatrix
-from headwise.sharding.sequence.ways import gather_keys_or_values
 
 # Statistics that are sums over queries, so that those of some queries add up to those of all. The
 # others choose queries or keys from the whole sequence: samples, the last query, the most received.

@@ -29,7 +29,7 @@ from headwise.kernels.tiled import KernelResult, Requested, UpstreamGradients, s
 from headwise.masks.clause import MatrixPart
 from headwise.masks.score_bias import BoundBias
 from headwise.sharding.collectives import Transfer, pass_around
-from headwise.sharding.sequence.scores import SequenceScores
+from headwise.sharding.sequence.sequence_score_settings import SequenceScores
 from headwise.support.tracing import without_autocast
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from headwise.errors import OptionError, ShapeError
 from headwise.masks.clause import Span
 from headwise.sharding.collectives import TokenGroup, gather_tokens
-from headwise.sharding.process_group import require_mesh
+from headwise.sharding.process_group_checks import require_mesh
 from headwise.support.arguments import require_tensors
 from headwise.support.cast_to_int64 import convert_to_count
 from headwise.support.message_text import describe_value

@@ -20,11 +20,14 @@ from headwise.masks.clause import Span
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.sharding.collectives import reduce_scatter_tokens, sum_ranks
-from headwise.sharding.sequence.scores import SequenceArguments, agree_on_score_settings
+from headwise.sharding.sequence.heads_and_gather import gather_keys_or_values
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
-from headwise.sharding.sequence.ways import gather_keys_or_values
+from headwise.sharding.sequence.sequence_score_settings import (
+    SequenceArguments,
+    agree_on_score_settings,
+)
 from headwise.support.arguments import require_tensors
-from headwise.support.matmul import LeftOperand
+from headwise.support.left_operand import LeftOperand
 from headwise.support.message_text import MATRIX_AXES
 
 CALL = "SequenceMatrix(q, k, mesh)"

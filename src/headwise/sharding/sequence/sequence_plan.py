@@ -31,8 +31,8 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.masks.clause import MatrixSizes
-from headwise.sharding.sequence.scores import SequenceScores
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
+from headwise.sharding.sequence.sequence_score_settings import SequenceScores
 from headwise.support.arguments import is_number
 from headwise.support.message_text import describe_value, human_bytes
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from headwise.diagnosis.function_comparison import FunctionComparison, cause_page_path
-from headwise.diagnosis.layer_exchange import cause_of_layer_shifts
+from headwise.diagnosis.attention_comparison_result import FunctionComparison, cause_page_path
+from headwise.diagnosis.cause_of_layer_shifts import cause_of_layer_shifts
 
 MOST_NAMES = 6
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask, compare
+from headwise.diagnosis.black_box_comparison import BlackBoxComparison
 from headwise.diagnosis.diagnosis_result import Verdict
-from headwise.diagnosis.isolation import BlackBoxComparison
 from headwise.diagnosis.subjects.black_box import BlackBox
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 

@@ -13,8 +13,8 @@ from headwise.sharding.collectives import (
     exchange_tokens_for_heads,
     gather_tokens,
 )
-from headwise.sharding.sequence.scores import SequenceScores
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
+from headwise.sharding.sequence.sequence_score_settings import SequenceScores
 
 
 def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.causes.projection_moves import STAGE_OF
+from headwise.diagnosis.causes.find_projection_moves import STAGE_OF
 
 
 def collect_projection_tokens(evidence: Evidence, role: str) -> tuple[Tensor, Tensor] | None:

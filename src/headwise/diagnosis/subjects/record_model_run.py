@@ -12,12 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.diagnosis.probes import SEED
+from headwise.diagnosis.probe_inputs import SEED
 from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.attention_module_data import ModuleData, read_attention_modules
 from headwise.diagnosis.subjects.expected_exceptions import FAILURES, describe_error
-from headwise.diagnosis.subjects.model_run import LayerRun, ModelRun, relative_difference_norm
-from headwise.diagnosis.subjects.module_data import ModuleData, read_attention_modules
+from headwise.diagnosis.subjects.model_run_result import (
+    LayerRun,
+    ModelRun,
+    relative_difference_norm,
+)
 from headwise.diagnosis.subjects.module_subject import read_training_dropout
 from headwise.errors import HeadwiseError, OptionError
 from headwise.scanning.capture import capture_attention

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.search import search_causes
+from headwise.diagnosis.search_causes import search_causes
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import RecordedCall
 

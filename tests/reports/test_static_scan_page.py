@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.reports import drawn_statistics, png_images, standout_heads, static_scan
+from headwise.reports import drawn_statistics, png_images, standout_heads, static_scan_page
 from headwise.reports.scan_report import ScanReport
-from headwise.reports.static_scan import render_static as render
-from headwise.reports.static_scan import standout_cards
+from headwise.reports.static_scan_page import render_static as render
+from headwise.reports.static_scan_page import standout_cards
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.view_statistics import map_pyramid
 from headwise.support.message_text import escape_unprintable
@@ -87,7 +87,7 @@ def test_every_head_has_its_map(page: Element, scan: HeadScan) -> None:
         # 37 tokens leave gaps in a map of 64 x 64 cells; 32 is the finest that has none.
         layer, head = divmod(place, HEADS)
         values = map_pyramid(scan.layer_scans[layer].summaries["map"])[32][head]
-        expected = (values.sqrt() * (static_scan.MAP_COLOURS - 1)).round().int().tolist()
+        expected = (values.sqrt() * (static_scan_page.MAP_COLOURS - 1)).round().int().tolist()
         assert indices_of(figure.all("img")[0].attributes["src"]) == expected
 
 

@@ -18,7 +18,7 @@ from headwise.masks.clause import MatrixPart, MatrixSizes, Span
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias, cut_bias_to_part
 from headwise.sharding.collectives import TokenGroup
-from headwise.sharding.process_group import require_mesh
+from headwise.sharding.process_group_checks import require_mesh
 from headwise.sharding.sequence.agreement import (
     checksum,
     checksum_bias,

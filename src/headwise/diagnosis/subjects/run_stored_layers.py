@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headwise.checkpoints.attention_loading import load_attention
-from headwise.diagnosis.subjects.model_run import LayerRun, ModelRun
+from headwise.diagnosis.subjects.model_run_result import LayerRun, ModelRun
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 
 

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.projection_moves import apply_moves_to_model, find_projection_moves
+from headwise.diagnosis.causes.find_projection_moves import (
+    apply_moves_to_model,
+    find_projection_moves,
+)
 from headwise.diagnosis.moves.move import Move
 from headwise.diagnosis.moves.row_map import MapName
 from headwise.diagnosis.simulation.attention_model import AttentionModel

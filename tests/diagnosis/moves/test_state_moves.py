@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.compare_states import extract_rows, find_state_moves, replace_rows
-from headwise.layouts.canonical import State
+from headwise.diagnosis.moves.state_moves import extract_rows, find_state_moves, replace_rows
+from headwise.layouts.canonical_form import State
 from tests.diagnosis.moves.projections import GEOMETRIES, halves, projections
 
 FRESH = "weights at their initial values"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.attention_loading import load_attention
 from headwise.diagnosis.diagnosis_result import Diagnosis
-from headwise.diagnosis.subjects.recording import is_recording
+from headwise.diagnosis.subjects.recording_file import is_recording
 from headwise.diagnosis.subjects.transformers_subject import is_transformers_attention, layer_index
 from headwise.diagnosis.verify import verify
 from headwise.layers.native.attention import Attention

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.moves.compare_states import extract_rows, replace_rows
 from headwise.diagnosis.moves.find_moves import find_moves
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Change, Move, Taken
@@ -28,6 +27,7 @@ from headwise.diagnosis.moves.row_changes import (
     Rounded,
     default_tolerance,
 )
+from headwise.diagnosis.moves.state_moves import extract_rows, replace_rows
 from headwise.diagnosis.moves.zero_rows import Zeroed
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import RecordedCall
