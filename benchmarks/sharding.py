@@ -2,9 +2,11 @@
 
     python -m benchmarks.sharding
 
-Each process has one thread. Rounds run one process alone, then each way on both, so that all see
-the same load. CPU seconds are those of the busier process, and hold on a busy machine too. Peak
-memory is that of fresh processes, beside the operands. Run it alone on the machine.
+Each process has one thread. Rounds run one process alone, then half of the heads on each process
+with nothing exchanged, then each way on both, so that all see the same load. The halves say what
+two processes of this machine can reach: they share its memory and its cache. CPU seconds are those
+of the busier process, and hold on a busy machine too. Peak memory is that of fresh processes,
+beside the operands. Run it alone on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from benchmarks.memory import peak_mb
 from headwise import AttentionMatrix, Mask
 from headwise.sharding import SequenceLayout, attend, counted_bytes, explain_attend
 
-PROCESSES, ROUNDS = 2, 3
+PROCESSES, ROUNDS = 2, 5
+ONE, HALVES = "one process", "halves alone"
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 16_384, 8, 2, 64  # timed
 # Of the memory: large tensors beside the kernel's scratch, and few operations.
 WIDE_LENGTH, WIDE_HEADS, WIDE_KV_HEADS, WIDE_HEAD_DIM = 2048, 128, 32, 128
@@ -49,8 +52,8 @@ def main() -> None:
     print(f"load before: {os.getloadavg()[0]:.2f}")
     print(f"\ncausal, {LENGTH} tokens, {HEADS} heads, {KV_HEADS} kv_heads of {HEAD_DIM}; seconds")
     seconds = dict(_run_processes("time"))
-    alone = seconds.pop("one process")
-    print(f"{'one process':<18} {_row(alone)}")
+    alone = seconds.pop(ONE)
+    print(f"{ONE:<18} {_row(alone)}")
     for way, times in seconds.items():
         text = _row(times, alone)
         target = f"at most {TIME_LIMIT}" if way.startswith("default") else ""
@@ -111,24 +114,32 @@ def _layout(way: str, length: int) -> SequenceLayout:
     return make(length, PROCESSES)
 
 
+def _parts(whole: list[Tensor], way: str, layout: SequenceLayout, rank: int) -> list[Tensor]:
+    """Return what a rank holds: everything, its half of the heads, or its tokens."""
+    if way == ONE:
+        return whole
+    if way == HALVES:
+        return [x.chunk(PROCESSES, dim=1)[rank] for x in whole]
+    return [layout.split(x, rank) for x in whole]
+
+
 def _time(mesh: DeviceMesh) -> Iterator[tuple[str, list[float]]]:
     """Yield the median seconds and CPU seconds of a forward and a backward pass."""
     whole, rank = _draw(LENGTH, HEADS, KV_HEADS, HEAD_DIM), mesh.get_local_rank()
     seconds = defaultdict(list)
     for _ in range(ROUNDS):
         reference = None
-        for way in ("one process", *WAYS):
-            alone = way == "one process"
+        for way in (ONE, HALVES, *WAYS):
             layout = _layout(way, LENGTH)
-            parts = whole if alone else [layout.split(x, rank) for x in whole]
+            parts = _parts(whole, way, layout, rank)
             leaves = [x.clone().requires_grad_() for x in parts]
             out, forward = _timed(lambda: _attend(leaves, mesh, way, layout, rank))  # noqa: B023
             _, backward = _timed(lambda: None if out is None else out.backward(out))  # noqa: B023
             seconds[way].append((*forward, *backward))
             if rank == 0 and out is not None:
-                reference = out.detach() if alone else reference
+                reference = out.detach() if way == ONE else reference
                 assert reference is not None
-                expected = reference if alone else layout.split(reference, rank)
+                (expected,) = _parts([reference], way, layout, rank)
                 torch.testing.assert_close(out.detach(), expected, rtol=1e-4, atol=1e-5)
     for way, pairs in seconds.items():
         yield way, [median(each) for each in zip(*pairs, strict=True)]
@@ -138,9 +149,11 @@ def _attend(
     leaves: list[Tensor], mesh: DeviceMesh, way: str, layout: SequenceLayout, rank: int
 ) -> Tensor | None:
     q, k, v = leaves
-    if way != "one process":
+    if way in WAYS:
         return attend(q, k, v, mesh, layout=layout, mask=Mask.causal(), **WAYS[way])
-    return AttentionMatrix(q, k, mask=Mask.causal()) @ v if rank == 0 else None
+    if way == ONE and rank != 0:
+        return None
+    return AttentionMatrix(q, k, mask=Mask.causal()) @ v
 
 
 def _timed(work: Callable[[], Tensor | None]) -> tuple[Tensor | None, tuple[float, float]]:

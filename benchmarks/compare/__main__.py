@@ -69,9 +69,11 @@ def _print(suite: str, results: dict[str, list[Scored]], seconds: float) -> None
         print(f"{right:4} of {len(scores):3}  {fault:46} {others}")
     every = [each for scores in results.values() for each in scores]
     right, wrong = sum(s.is_right for s in every), sum(s.has_wrong_cause for s in every)
+    renamed = sum(s.by_other_name for s in every)
     print(
         f"{suite}: {right} of {len(every)} right ({right / len(every):.1%}), "
-        f"{wrong} with a wrong cause ({wrong / len(every):.1%}), {seconds:.0f} s\n",
+        + (f"{renamed} of them by another name of the same function, " if renamed else "")
+        + f"{wrong} with a wrong cause ({wrong / len(every):.1%}), {seconds:.0f} s\n",
         flush=True,
     )
 

@@ -51,6 +51,11 @@ def find_wrong_parameters(truth: Mapping[str, Any], found: Mapping[str, Any]) ->
     return wrong
 
 
+def parameters_agree(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Return True if two reports of one cause have the same parameters."""
+    return a.keys() == b.keys() and all(_agrees(value, b[name]) for name, value in a.items())
+
+
 def _sources(stored: str, read: str) -> dict[str, str]:
     """Return the role of each read role's rows, for orders such as "[q|v|k]" or "qvk"."""
     roles = [[letter for letter in order if letter in "qkv"] for order in (read, stored)]

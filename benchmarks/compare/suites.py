@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from benchmarks.compare.parameters import find_wrong_parameters
+from benchmarks.compare.parameters import find_wrong_parameters, parameters_agree
 from benchmarks.compare.subjects import ReferenceSubject, inputs_of, run_of
 from benchmarks.faults.cases import CaseKey, case_of, enough_keys, layer_for
 from benchmarks.faults.composed import models, pairs
@@ -44,6 +44,7 @@ class Scored:
         has_wrong_cause: whether a cause was named that is not the truth.
         truths: for each fault of the case, its cause and those that are the same function.
         named: the causes that were named.
+        by_other_name: whether what was named is the same function as the truth, by another name.
     """
 
     fault: str
@@ -53,6 +54,7 @@ class Scored:
     has_wrong_cause: bool = False
     truths: tuple[tuple[str, ...], ...] = ()
     named: tuple[str, ...] = ()
+    by_other_name: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,13 +200,37 @@ def _wrong_parameters(diagnosis: Diagnosis, truth: Truth) -> list[str]:
 
 
 def _left_out(key: CaseKey) -> Scored:
-    """Score a fault whose cause may not be named: no other may be named in its place."""
+    """Score a fault whose cause may not be named: no other may be named in its place.
+
+    Right is also what is the same function by another name: it explains all, and again, with the
+    same parameters, on inputs that were drawn anew.
+    """
     case = case_of(key)
     out = _right_names(case.truth)
     candidates = [cause for cause in CAUSES if cause.name not in out]
-    diagnosis = diagnosis_of(case.good, case.faulty, [case.probe], candidates)
-    names = _named(diagnosis)
-    return Scored(key.fault, str(key), _answer(diagnosis), not names, bool(names))
+    first, second = (
+        diagnosis_of(case.good, case.faulty, [probe], candidates)
+        for probe in (case.probe, _draw_anew(case.probe, Draw("inputs", str(key))))
+    )
+    names = _named(first)
+    is_same = bool(names) and "unknown" not in names and _name_the_same(first, second)
+    right = not names or is_same
+    return Scored(key.fault, str(key), _answer(first), right, not right, by_other_name=is_same)
+
+
+def _draw_anew(probe: Probe, draw: Draw) -> Probe:
+    """Return other tokens for the same mask, positions and calls."""
+    source = None if probe.source is None else draw.normal(*probe.source.shape)
+    return replace(probe, x=draw.normal(*probe.x.shape), source=source)
+
+
+def _name_the_same(first: Diagnosis, second: Diagnosis) -> bool:
+    assert first.function is not None
+    assert second.function is not None
+    if _named(first) != _named(second):
+        return False
+    pairs_of_causes = zip(first.function.causes, second.function.causes, strict=True)
+    return all(parameters_agree(a.parameters, b.parameters) for a, b in pairs_of_causes)
 
 
 def _stack(key: CaseKey, case: FaultCase) -> Scored:

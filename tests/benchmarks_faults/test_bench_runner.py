@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.compare.__main__ import main
 from benchmarks.compare.cause_table import NO_CAUSE, cause_counts, cause_table
-from benchmarks.compare.parameters import find_wrong_parameters
+from benchmarks.compare.parameters import find_wrong_parameters, parameters_agree
 from benchmarks.compare.suites import SUITES, Scored
 
 
@@ -87,3 +87,19 @@ def test_a_cause_that_is_left_out_is_not_replaced_by_another() -> None:
     assert case.score().is_right
     [case] = [c for c in SUITES["single"](1) if c.fault == "softcap"]
     assert case.score().named == ("softcap",)
+
+
+def test_another_name_of_the_same_function_takes_the_place_of_a_cause() -> None:
+    [case] = [c for c in SUITES["left-out"](1) if c.fault == "kv groups of fused rows"]
+    scored = case.score()
+    assert scored.answer == "shards joined in the wrong order"
+    assert scored.is_right
+    assert scored.by_other_name
+
+
+def test_reports_agree_within_a_percent() -> None:
+    report = {"theta": 10_000.0, "heads": [1, 3], "kind": "linear"}
+    assert parameters_agree(report, {**report, "theta": 10_050.0})
+    assert not parameters_agree(report, {**report, "theta": 10_200.0})
+    assert not parameters_agree(report, {**report, "heads": [1, 2]})
+    assert not parameters_agree(report, {"theta": 10_000.0, "kind": "linear"})
