@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.case import Case
-from headwise import AttentionMatrix, Mask
+from headwise import AttentionMatrix, Mask, scan
+from headwise.bundled_models import tiny
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import compute_summaries
+from headwise.scanning.statistics.top_keys_statistic import TopKeysOfEveryQuery
 
 SHAPE = (1, 12, 8192, 64)
 TEN = (
@@ -72,8 +74,23 @@ def _case(names: tuple[str, ...] | None, dtype: torch.dtype, limit: float) -> Ca
     return Case(f"scan, causal {SHAPE}, {dtype_name}", what, ours, {"fused forward": fused}, limit)
 
 
+def _top_keys_case() -> Case:
+    """A whole scan of the model that ships, with and without the top keys of 12 of 32 heads."""
+    model, length = tiny.load(), 1024
+    ids = torch.randint(tiny.VOCABULARY, (1, length))
+    top_keys = TopKeysOfEveryQuery([(layer, head) for layer in range(4) for head in range(3)])
+    return Case(
+        f"scan of tiny, {length:,} tokens",
+        "the standard set, top keys of 12 heads",
+        lambda: scan(model, ids, statistics=["standard", top_keys]),
+        {"without top keys": lambda: scan(model, ids)},
+        1.3,
+    )
+
+
 MAKERS = (
     partial(_case, TEN, torch.float32, 2.5),
     partial(_case, TEN, torch.bfloat16, 3.0),
     partial(_case, None, torch.float32, 5.0),
+    _top_keys_case,
 )
