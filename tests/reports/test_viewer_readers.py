@@ -108,7 +108,7 @@ def test_a_page_of_16384_tokens_is_small_in_the_browser(browser: Chromium, tmp_p
         assert opened.page.locator('[data-t="9000"]').is_visible()
         # Of a head without single tokens, the block is named, and the heads that have them.
         opened.do("headwise.app.choose({ layer: 3, head: 7 })", "s.head === 7")
-        opened.poll("headwise.state().parts.summary.startsWith('The block of')")
+        opened.poll("headwise.state().parts.summary.includes(': The block of ')")
         opened.page.click(".command summary")
         held = opened.page.inner_text(".command p")
         assert held.startswith("This page holds single tokens of heads 0.0, 1.0, 2.0, 3.0")

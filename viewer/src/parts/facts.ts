@@ -160,10 +160,9 @@ export class Facts implements Part {
     for (const [x, anchor, words] of texts) svg.append(svgText(x, PROFILE.height - 2, anchor, words));
     svg.append(svgText(PROFILE.left, 10, "start", percent(top)));
     const outside = Math.max(0, 1 - (values[2 * reach + 1] ?? 0));
-    this.profile.replaceChildren(
-      svg,
-      element("p", { class: "small" }, `Most: ${percent(most)} at ${signed(best)}. Outside these offsets: ${percent(outside)}.`),
-    );
+    const where = `Most: ${percent(most)} at ${signed(best)}. Outside these offsets: ${percent(outside)}.`;
+    const far = `Most of the weight, ${percent(outside)}, is farther away. Here the most is ${percent(most)}, at ${signed(best)}.`;
+    this.profile.replaceChildren(svg, element("p", { class: "small" }, outside > 0.5 ? far : where));
   }
 
   private drawReceived(loaded: Loaded): void {

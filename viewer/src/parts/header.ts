@@ -56,8 +56,17 @@ export class Header implements Part {
     const isHere = (way: HTMLElement): boolean =>
       way.dataset["head"] === nameOf(state) && way.dataset["statistic"] === state.statistic;
     for (const way of this.ways.querySelectorAll("button")) {
+      const isPressed = way.getAttribute("aria-pressed") === "true";
       way.setAttribute("aria-pressed", String(isHere(way)));
+      if (isHere(way) && !isPressed) this.reveal(way);
     }
+  }
+
+  /** Scroll the sentences, which are one row on a phone, to the one that is shown. */
+  private reveal(way: HTMLElement): void {
+    const [box, own] = [this.ways.getBoundingClientRect(), way.getBoundingClientRect()];
+    if (own.left < box.left || own.right > box.right) this.ways.scrollLeft += own.left - box.left;
+    if (own.top < box.top || own.bottom > box.bottom) this.ways.scrollTop += own.top - box.top;
   }
 
   private tellReport(): void {

@@ -3,6 +3,7 @@
 import type { App } from "../app";
 import { button, element, rovingFocus, select, setOptions } from "../dom";
 import { count, percent, range, visible } from "../format";
+import { nameOf as nameOfHead } from "../heads";
 import type { Direction } from "../state";
 import type { Text } from "../text";
 import { Tokens } from "./tokens";
@@ -82,17 +83,18 @@ export class TextPane implements Part {
     const { token, what, entries, exact } = this.lights;
     const { loaded, state } = this.app;
     const [from, to] = what === "keys" ? [loaded?.queries, loaded?.keys] : [loaded?.keys, loaded?.queries];
-    if (token === null) return ["Point at a token of the text to see what it looks at. A click pins it."];
+    if (token === null) return ["Choose a token of the text to see what it looks at."];
     const verb = what === "keys" ? "looks at" : "is looked at by";
+    const head = state.mode === "diff" ? "A − B" : nameOfHead(this.app.shown);
     const subject = nameOf(token, from ?? null, state.sequence);
     const looker = exact === "block" ? `The block of ${subject}` : subject;
-    if (!entries.length) return [`${looker} ${verb} ${exact === "none" ? "…" : "nothing that is stored"}`];
+    if (!entries.length) return [`${head}: ${looker} ${verb} ${exact === "none" ? "…" : "nothing that is stored"}`];
     const named = entries.slice(0, MOST_NAMED).flatMap((entry, n) => [
       n ? ", " : "",
       element("b", {}, nameOfEntry(entry, to ?? null, state.sequence)),
       ` (${percent(entry.weight)})`,
     ]);
-    return [`${looker} ${verb} `, ...named];
+    return [`${head}: ${looker} ${verb} `, ...named];
   }
 
   dump(): object {
