@@ -15,7 +15,7 @@ from headwise.bundled_models import tiny
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import compute_summaries
-from headwise.scanning.statistics.top_keys_statistic import TopKeysOfEveryQuery
+from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
 
 SHAPE = (1, 12, 8192, 64)
 TEN = (

@@ -156,7 +156,7 @@ def _find_fitting_layout(
         raise CheckpointError(
             saw=f"{shares.path} holds {count} shares of each tensor, in no layout that fits",
             needed=f"shares in one of the layouts {divided}",
-            do="join_shares the shares by the tools of the framework that wrote them",
+            do="join the shares by the tools of the framework that wrote them",
         )
     if any(division != fitting[0][1] for _, division in fitting):
         raise UndecidedError(

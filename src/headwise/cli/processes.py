@@ -144,10 +144,18 @@ class CommandJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is None:
+            try:
+                self._job.leave()
+            except LostProcessError as lost:
+                error = lost
+            else:
+                self._job.close()
+                return
         status = self._report_failure(error) if isinstance(error, Exception) else 0
         if status not in (0, LOST) and not self._ends_at_once:
             self._job.barrier_with_timeout("ended", seconds=TIDY_UP)
-        self._job.__exit__(kind, error, trace)
+        self._job.__exit__(type(error), error, trace)
         if status:
             raise SystemExit(status) from None
 

@@ -76,8 +76,8 @@ def compare(
             width) tensors, or a file of activations that were recorded elsewhere (see
             `headwise.diagnosis.subjects.recording_file`); weights as a file, folder or state dict
             are compared with weights, those of a layer or a model too; `headwise.verify` takes
-            counts that no config has. A whole model is compared with a model, or with the path of stored
-            weights, attention by attention.
+            counts that no config has. A whole model is compared with a model, or with the path of
+            stored weights, attention by attention.
         b: the attention that it should equal. One of the two must be a layer.
         inputs: (batch, tokens, width), or `Inputs`; token ids or keyword arguments of models; None
             for inputs that headwise makes.

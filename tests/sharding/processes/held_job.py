@@ -2,8 +2,9 @@
 
     python -m tests.sharding.processes.held_job FOLDER [FAULT]
 
-Each process makes a file in FOLDER when it waits. With the fault "error" both raise the same error,
-with "crash" the last one raises an error of another kind.
+Each process makes a file in FOLDER when it waits; the first one ends its work when there is a file
+"end". With the fault "error" both raise the same error, with "crash" the last one raises an error
+of another kind.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def wait_for_a_fault(folder: Path, fault: str) -> None:
         if fault == "crash" and job.rank == 1:
             raise ZeroDivisionError
         folder.joinpath(f"rank-{job.rank}").touch()
-        time.sleep(600)
+        while job.rank or not folder.joinpath("end").exists():
+            time.sleep(0.05)
 
 
 if __name__ == "__main__":

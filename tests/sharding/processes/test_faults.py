@@ -38,10 +38,12 @@ def test_a_killed_process_is_named(tmp_path: Path) -> None:
 
 
 def test_a_stopped_process_is_named_within_the_timeout(tmp_path: Path) -> None:
-    """torch's launcher waits for 30 s before it kills the process, which the test does at once."""
+    """The other one has done its work, and stays. torch's launcher waits for 30 s before it kills
+    the stopped process, which the test does at once."""
     command = begun(tmp_path)
     other, stopped = command.workers
     stopped.send_signal(signal.SIGSTOP)
+    tmp_path.joinpath("end").touch()
     wait_until(lambda: not is_running(other))
     assert stopped.status() == "stopped"
     stopped.send_signal(signal.SIGKILL)

@@ -112,12 +112,30 @@ def test_a_rank_without_signs_of_life_is_lost(server: TCPStore, has_begun: bool)
     assert noticed == [caught.value]
 
 
-def test_a_rank_that_has_left_is_not_missed(server: TCPStore) -> None:
-    with job(server, 1, 2, timeout=SHORT):
-        pass
-    with job(server, 0, 2, timeout=SHORT) as mine:
-        time.sleep(8 * SHORT)
-        mine.require_all_ranks_alive()
+def test_a_rank_that_stops_at_its_end_is_lost(server: TCPStore) -> None:
+    server.add("signs/1", 3)
+    with (
+        pytest.raises(LostProcessError, match="rank 1 of 2 has given no sign of life"),
+        job(server, 0, 2, timeout=SHORT),
+    ):
+        pass  # the work of rank 0, which does not leave alone
+
+
+def test_ranks_leave_together_and_rank_0_last(server: TCPStore) -> None:
+    ended: list[int] = []
+
+    def close(mine: Job) -> None:
+        time.sleep(0.3 * mine.rank)
+        ended.append(mine.rank)
+        mine.leave()
+        assert sorted(ended) == [0, 1, 2]
+        if mine.rank == 0:
+            assert mine.add_to_counter("arrived/left", 0) == 3
+        mine.close()
+
+    jobs = [job(server, rank, 3) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(close, (each.__enter__() for each in jobs)))
 
 
 class Gone:
@@ -135,13 +153,16 @@ class Gone:
 def test_a_store_that_is_gone() -> None:
     noticed = Event()
     gone: Any = Gone()
-    with job_of(gone, on_lost=lambda _: noticed.set()) as mine:
-        assert noticed.wait(10)
-        with pytest.raises(LostProcessError, match="is gone: Connection reset by peer\n"):
-            mine.require_all_ranks_alive()
-        with pytest.raises(LostProcessError, match="failed: Connection reset by peer\n"):
-            mine.add_to_counter("document", 1)
-        assert mine.record_failure("an error of this rank") is None
+    mine = job_of(gone, on_lost=lambda _: noticed.set()).__enter__()
+    assert noticed.wait(10)
+    with pytest.raises(LostProcessError, match="is gone: Connection reset by peer\n"):
+        mine.require_all_ranks_alive()
+    with pytest.raises(LostProcessError, match="failed: Connection reset by peer\n"):
+        mine.add_to_counter("document", 1)
+    assert mine.record_failure("an error of this rank") is None
+    with pytest.raises(LostProcessError, match="failed: Connection reset by peer\n"):
+        mine.leave()
+    mine.close()
 
 
 def job_of(store: Any, **options: Any) -> Job:

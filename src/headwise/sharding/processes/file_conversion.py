@@ -83,6 +83,7 @@ def _write_share(job: Job, conversion: PlannedConversion, progress: Progress) ->
     with StagingShare(
         conversion.target, files, identity=conversion.identity, number=job.rank, done=done
     ) as share:
+        job.barrier("files open")  # before a rank fails, and removes the folder
         stream = ConversionStream(conversion.source, conversion.output, share)
         stream.run(conversion.steps, shown.add_step, chosen=steps)
     if job.arrive("files written"):

@@ -60,7 +60,7 @@ class Job:
         timeout: float = TIMEOUT,
         on_lost: OnLost | None = None,
     ) -> None:
-        self.rank, self.count = rank, count
+        self.rank, self.count, self._timeout = rank, count, timeout
         self._call = StoreCalls(store, timeout)
         documented: Any = store  # torch's stubs have no `clone`, which opens another connection
         self._peers = WatchedPeers(
@@ -78,11 +78,31 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is not None:
+            if error is None:
+                self.leave()
+            else:
                 self.record_failure(str(error) or type(error).__name__)
         finally:
-            self._peers.stop()
-            self._call.close()
+            self.close()
+
+    def leave(self) -> None:
+        """Wait until every rank has done its work; rank 0, which may hold the store, leaves last.
+
+        A rank that stops at its end would be missed by nobody if the others had left.
+
+        Raises:
+            LostProcessError: another rank is lost or has failed.
+        """
+        self.barrier("work done")
+        if self.rank == 0:
+            self.barrier_with_timeout("left", seconds=self._timeout)
+        else:
+            self.arrive("left")
+
+    def close(self) -> None:
+        """End the signs of life and the connection to the store."""
+        self._peers.stop()
+        self._call.close()
 
     # ---- work ------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class WatchedPeers:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and let the other ranks know that this rank is done."""
+        """Give no more signs of life, after which the other ranks would miss this one."""
         self._ended.set()
         self._thread.join(timeout=2 * self._interval)
 
@@ -70,7 +70,6 @@ class WatchedPeers:
                 )
                 if error is not None:
                     self._report_lost(error)
-            self._store.set(f"left/{self._rank}", "")
         except RuntimeError as error:  # DistNetworkError and DistStoreError among them
             if not self._ended.is_set():
                 self._report_lost(lost_store_error(f"is gone: {str(error).splitlines()[0]:.120}"))
@@ -90,9 +89,7 @@ class WatchedPeers:
         return failed_rank_error(rank, self._count, text)
 
     def _lost_peer_error(self) -> LostProcessError | None:
-        """Look at the next rank that has not left, and return the error if it is lost."""
-        while self._peer != self._rank and self._store.check([f"left/{self._peer}"]):
-            self._peer, self._last, self._looks = (self._peer + 1) % self._count, 0, 0
+        """Look at the next rank, and return the error if it is lost."""
         if self._peer == self._rank:
             return None
         signs = self._store.add(f"signs/{self._peer}", 0)
