@@ -279,3 +279,22 @@ def test_weights_are_not_compared_with_a_function() -> None:
     stored = headwise.Attention(40, 5).state_dict()
     with pytest.raises(OptionError, match="b as weights and the other as what runs"):
         headwise.compare(lambda x: x, stored)
+
+
+@pytest.mark.parametrize("kv_width", [48, 16])
+def test_weights_of_an_unknown_number_of_heads_are_told_apart(kv_width: int) -> None:
+    """Some numbers of heads have an odd head_dim, which no interleaved rotation has."""
+    generator = torch.Generator().manual_seed(0)
+    right = {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight": torch.randn(
+            rows, 48, generator=generator
+        )
+        for layer in range(2)
+        for name, rows in (("q", 48), ("k", kv_width), ("v", kv_width), ("o", 48))
+    }
+    name = "model.layers.1.self_attn.o_proj.weight"
+    found = headwise.verify({**right, name: right[name].mT.contiguous()}, right)
+    assert [move.causes for move in found.moves] == [("square matrix transposed",)]
+    assert str(found).endswith(
+        f"Not the same: 7 of 8 tensors are equal; `{name}` differs (output projection)."
+    )

@@ -206,7 +206,10 @@ def _solve_sizes(
     layout: Layout, shapes: Mapping[str, tuple[int, ...]], counts: Mapping[str, int]
 ) -> Sizes | None:
     with suppress(OptionError, ShapeError):
-        return layout.sizes(shapes, counts)
+        sizes = layout.sizes(shapes, counts)
+        if layout.function.rotary == "interleaved" and layout.function.rotary_width is not None:
+            layout.rotary_width(sizes)  # raises for an odd head_dim: channels turn in pairs
+        return sizes
     return None
 
 

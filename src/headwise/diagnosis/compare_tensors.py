@@ -109,6 +109,7 @@ def compare_tensors(
     second_layout: str | Layout,
     *,
     progress: Progress = no_progress,
+    names_heads: bool = True,
     **counts: int,
 ) -> TensorComparison:
     """Convert the first to the layout of the second, step by step, and compare every byte.
@@ -123,6 +124,7 @@ def compare_tensors(
         first_layout: the layout of the first, or its name.
         second_layout: the layout of the second, or its name.
         progress: called with the number of steps done and the number of all steps.
+        names_heads: name the heads that differ; False where ``counts`` are a guess.
         counts: heads, and other counts that no shape decides.
 
     Raises:
@@ -132,8 +134,19 @@ def compare_tensors(
     mine, theirs = layout(first_layout), layout(second_layout)
     is_damaged = _is_damaged(first, mine, counts)
     if is_damaged and _all_modules_fit(second, theirs, counts):
-        return _compare_converted(second, first, theirs, mine, counts, progress).swapped()
-    return _compare_converted(first, second, mine, theirs, counts, progress, is_damaged=is_damaged)
+        return _compare_converted(
+            second, first, theirs, mine, counts, progress, names_heads=names_heads
+        ).swapped()
+    return _compare_converted(
+        first,
+        second,
+        mine,
+        theirs,
+        counts,
+        progress,
+        names_heads=names_heads,
+        is_damaged=is_damaged,
+    )
 
 
 def _all_modules_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
@@ -166,6 +179,7 @@ def _compare_converted(
     counts: Mapping[str, int],
     progress: Progress,
     *,
+    names_heads: bool,
     is_damaged: bool = False,
 ) -> TensorComparison:
     conflicts = source.function.conflicts(target.function)
@@ -188,7 +202,7 @@ def _compare_converted(
             return TensorComparison(
                 conflicts=conflicts, unheld=f"{error.saw}; needed: {error.needed}"
             )
-    evidence = _StepwiseTensorEvidence(first, second, source, target, steps, counts)
+    evidence = _StepwiseTensorEvidence(first, second, source, target, steps, counts, names_heads)
     for number, step in enumerate(steps):
         evidence.compare_step(step)
         progress("tensors", number + 1, len(steps))
@@ -205,6 +219,7 @@ class _StepwiseTensorEvidence:
     target: Layout
     steps: list[ConversionStep]
     counts: Mapping[str, int]
+    names_heads: bool
     same: int = 0
     compared: set[str] = field(default_factory=set)
     differences: list[TensorEvidence] = field(default_factory=list)
@@ -281,7 +296,10 @@ class _StepwiseTensorEvidence:
             pair = (tensor, self.second[name])
             mine, theirs = (self.target.read({local: x}, sizes=sizes) for x in pair)
             names = list_differing_tensors(mine, theirs)
-            return "; ".join(describe_differing_part(n, mine[n], theirs[n]) for n in names)
+            return "; ".join(
+                describe_differing_part(n, mine[n], theirs[n], names_heads=self.names_heads)
+                for n in names
+            )
         return ""
 
     @cached_property

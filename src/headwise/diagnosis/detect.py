@@ -232,10 +232,13 @@ def _find_first_match(
     if not references:
         return f"{called} has no attention layer of a known layout"
     reasons = []
+    names_heads = len({head_counts(mine.fits[0]) for mine in candidates}) == 1
     for mine in candidates:
         for theirs in references:
             if head_counts(mine.fits[0]) == head_counts(theirs.fits[0]):
-                reason = _describe_first_difference(mine, state, theirs, other, called)
+                reason = _describe_first_difference(
+                    mine, state, theirs, other, called, names_heads=names_heads
+                )
                 if reason is None:
                     return mine
                 reasons.append(reason)
@@ -264,6 +267,8 @@ def _describe_first_difference(
     theirs: CandidateLayout,
     other: Mapping[str, Tensor],
     called: str,
+    *,
+    names_heads: bool,
 ) -> str | None:
     if len(mine.modules) != len(theirs.modules):
         return f"it has {len(mine.modules)} modules, {called} {len(theirs.modules)}"
@@ -277,7 +282,8 @@ def _describe_first_difference(
         )
         if names := list_differing_tensors(x, y):
             parts = "; ".join(
-                describe_differing_part(name, x.get(name), y.get(name)) for name in names
+                describe_differing_part(name, x.get(name), y.get(name), names_heads=names_heads)
+                for name in names
             )
             before = f"; before it, {number} of {len(mine.modules)} modules agree" if number else ""
             path = f"`{module.prefix}`" if module.prefix else "the module"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from headwise.checkpoints.config import Config
 from headwise.checkpoints.stored_description import COUNTS
-from headwise.diagnosis.candidate_layouts import CandidateLayout
+from headwise.diagnosis.candidate_layouts import CandidateLayout, head_counts
 from headwise.diagnosis.compare_tensors import (
     UNREADABLE,
     compare_outputs_of_layers,
@@ -41,12 +41,14 @@ class LayoutPair:
         counts: heads, and other counts of the configs, the caller or the values.
         lines: the evidence for these layouts, or the reasons why the weights are not the same.
         can_run: True if the layers of both can be run.
+        names_heads: True if the number of heads is known, so that heads can be named.
     """
 
     layouts: tuple[Layout, Layout] | None
     counts: dict[str, int]
     lines: tuple[str, ...]
     can_run: bool = True
+    names_heads: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,15 @@ class _Side:
             if layout is None or any(candidate.layout == layout for candidate in group)
             for fault in group[0].faults
         ]
+
+    def has_open_heads(self, layout: Layout) -> bool:
+        """True if several numbers of heads fit in ``layout``."""
+        return any(
+            len({*map(head_counts, candidate.fits)}) > 1
+            for group in self.detection.candidates or self.detection.damaged
+            for candidate in group
+            if candidate.layout == layout
+        )
 
     def candidates_matching(self, other: _Side, *, called: str) -> Detection:
         """Return the candidates in which the tensors are those of ``other``."""
@@ -175,7 +186,17 @@ def _choose_layouts_of_damaged(sides: Sides, counts: dict[str, int]) -> LayoutPa
         both = sizes | others if first.faults(mine) else others | sizes
         trials.append(((mine, theirs), counts | _pick_inferred_counts(both, counts)))
     (layouts, chosen), _ = _find_trial_with_most_equal(sides, trials)
-    return LayoutPair(layouts, chosen, _list_faults(sides, layouts), can_run=False)
+    return LayoutPair(
+        layouts,
+        chosen,
+        _list_faults(sides, layouts),
+        can_run=False,
+        names_heads=_heads_are_known(sides, layouts),
+    )
+
+
+def _heads_are_known(sides: Sides, layouts: tuple[Layout, Layout]) -> bool:
+    return not any(side.has_open_heads(layout) for side, layout in zip(sides, layouts, strict=True))
 
 
 def _list_faults(sides: Sides, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
@@ -214,7 +235,6 @@ def _choose_nearest_layouts(
     candidates, trials = list(_yield_candidates(undecided.detection)), []
     for mine in candidates:
         layouts = (mine.layout, theirs) if at == 0 else (theirs, mine.layout)
-        # the most heads, which name a difference most narrowly
         trials.append((layouts, counts | _pick_inferred_counts(mine.fits[-1], counts)))
     (layouts, chosen), equal = _find_trial_with_most_equal(sides, trials)
     line = f"read as {' and '.join(layout.name for layout in layouts)}"
@@ -228,7 +248,8 @@ def _choose_nearest_layouts(
         *(f"not {name}: {detection.refuted[name]}" for name in names),
     )
     can_run = not any(side.has_other_counts for side in sides)
-    return LayoutPair(layouts, chosen, lines, can_run=can_run)
+    names_heads = _heads_are_known(sides, layouts)
+    return LayoutPair(layouts, chosen, lines, can_run=can_run, names_heads=names_heads)
 
 
 def _find_trial_with_most_equal(sides: Sides, trials: list[Trial]) -> tuple[Trial, int]:
@@ -237,7 +258,9 @@ def _find_trial_with_most_equal(sides: Sides, trials: list[Trial]) -> tuple[Tria
     equal = [-1] * len(trials)
     for number, ((mine, theirs), counts) in enumerate(trials):
         with suppress(*UNREADABLE):
-            compared = compare_tensors(first, second, mine, theirs, progress=no_progress, **counts)
+            compared = compare_tensors(
+                first, second, mine, theirs, progress=no_progress, names_heads=False, **counts
+            )
             equal[number] = compared.same
     most = max(equal)
     return trials[equal.index(most)], most
@@ -313,7 +336,13 @@ def _make_diagnosis(
         return Diagnosis(verdict=Verdict.DIFFERENT, layouts=None, notes=pair.lines, tensors=None)
     mine, theirs, counts = *pair.layouts, pair.counts
     tensors = compare_tensors(
-        first.tensors, second.tensors, mine, theirs, progress=progress, **counts
+        first.tensors,
+        second.tensors,
+        mine,
+        theirs,
+        progress=progress,
+        names_heads=pair.names_heads,
+        **counts,
     )
     layers = [module.layer for module in find_modules(theirs, second.tensors)]
     conflicts = find_config_differences(first.config, second.config, pair.layouts, layers)

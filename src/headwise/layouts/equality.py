@@ -65,15 +65,20 @@ def list_differing_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> 
     return names
 
 
-def describe_differing_part(name: str, x: Tensor | None, y: Tensor | None) -> str:
+def describe_differing_part(
+    name: str, x: Tensor | None, y: Tensor | None, *, names_heads: bool = True
+) -> str:
     """Return the part of a module where two canonical tensors differ: "values of kv head 3".
 
     Heads are numbered from 0; of keys and values they are kv heads. They are not named where the
-    two tensors have no heads, other shapes or dtypes, or where one is missing.
+    two tensors have no heads, other shapes or dtypes, or where one is missing; nor without
+    ``names_heads``, for weights whose number of heads is not known.
     """
     axis = next((a for a, axis in enumerate(AXES[name]) if axis in ("heads", "kv_heads")), None)
     part = PARTS.get(name, name)
     if axis is None or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
+        return part
+    if not names_heads:
         return part
     heads = [
         head
