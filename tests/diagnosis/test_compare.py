@@ -129,6 +129,20 @@ def test_saturated_weights_cannot_show_another_scale() -> None:
     assert "saturated" in str(diagnosis)
 
 
+@pytest.mark.parametrize(("width", "seed"), [(64, 3), (512, 1)])
+def test_saturated_weights_that_hide_the_number_of_heads_are_named(width: int, seed: int) -> None:
+    """Scores move the weights by less than float32 holds, and by more than float64 rounds."""
+    layers = [nn.MultiheadAttention(width, heads, batch_first=True) for heads in (8, 1)]
+    for each in layers:
+        for name, parameter in each.named_parameters():
+            nn.init.constant_(parameter, 0.0 if "bias" in name else 1.0)
+    torch.manual_seed(seed)
+    diagnosis = compare(*layers, torch.randn(1, 5, width))
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert diagnosis.function is not None
+    assert diagnosis.function.blind.startswith("saturated: ")
+
+
 def test_a_window_longer_than_the_input_is_inconclusive() -> None:
     a, b = pair({"window": (7, 0)}, {"window": (8, 0)})
     diagnosis = compare(a, b, torch.randn(2, 6, WIDTH))

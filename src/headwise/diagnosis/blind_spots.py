@@ -30,6 +30,14 @@ def explain_insensitivity_to_scores(
     calls = [replace(call, dtype=unit) for call in calls]
     if any(_is_sensitive_to_scores(model, call) for call in calls):
         return ""
+    return (
+        describe_degenerate_weights(model, calls)
+        or "another scale of the scores does not change the output on these inputs"
+    )
+
+
+def describe_degenerate_weights(model: AttentionModel, calls: Sequence[RecordedCall]) -> str:
+    """Return the reason why these inputs hide most changes of the scores; "" for none."""
     bare = [replace(call, stages={}) for call in calls]
     keys = max(call.inputs.key_source.shape[1] for call in calls)
     if keys == 1:
@@ -41,7 +49,7 @@ def explain_insensitivity_to_scores(
         return "saturated: each query gives all its weight to one key"
     if all(_values_are_equal_over_tokens(run["v"]) for run in runs):
         return "equal tokens: all values are equal, so weights change nothing"
-    return "another scale of the scores does not change the output on these inputs"
+    return ""
 
 
 def describe_unseen_window(

@@ -15,6 +15,7 @@ from headwise.diagnosis.attention_comparison_result import FunctionComparison
 from headwise.diagnosis.attention_model_as_run import build_attention_model_as_run
 from headwise.diagnosis.black_box_comparison import BlackBoxComparison
 from headwise.diagnosis.blind_spots import (
+    describe_degenerate_weights,
     describe_unseen_window,
     explain_insensitivity_to_scores,
     find_unseen_setting_changes,
@@ -306,7 +307,9 @@ class Comparison:
             )
         is_doubtful = verdict is Verdict.OTHER_WEIGHTS or self._settings_differ()
         if is_doubtful and not self._outputs_agree_on_probes():
-            return "outputs agree on these inputs and differ on those that headwise makes"
+            elsewhere = "outputs agree on these inputs and differ on those that headwise makes"
+            reason = describe_degenerate_weights(self.model, calls)
+            return "; ".join(filter(None, [reason, elsewhere]))
         return ""
 
     def _settings_differ(self) -> bool:
