@@ -17,17 +17,13 @@ from torch import Tensor
 from headwise import reference
 from headwise.errors import OptionError
 from headwise.kernels import dense, pooled_weights, sdpa
+from headwise.kernels import weight_rows_and_diagonals as weight_rows
 from headwise.kernels.dispatch import run_kernel
 from headwise.kernels.explain import Explanation, explain_kernels
 from headwise.kernels.kernel import Task, row_largest_weight, row_logsumexp
 from headwise.kernels.kernel_input import KernelInput, accumulation_dtype
 from headwise.kernels.observe_tiles import ObservedTile, count_attending_queries, observe_tiles
 from headwise.kernels.tiled import Requested
-from headwise.kernels.weight_rows_and_diagonals import (
-    diagonal_weights,
-    largest_weights,
-    weights_of_queries,
-)
 from headwise.masks import operand_checks as checks
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.mask import Mask
@@ -190,7 +186,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
         """
         index = checks.require_query_positions(index, self.shape[2], call="rows(index)")
-        return weights_of_queries(self._kernel_input(), index)
+        return weight_rows.weights_of_queries(self._kernel_input(), index)
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
         """Return the whole matrix, in queries x keys memory.
@@ -212,7 +208,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             OptionError: an offset that is no integer.
         """
         offset = checks.require_diagonal_offset(offset, *self.shape[2:])
-        return diagonal_weights(self._kernel_input(), offset)
+        return weight_rows.diagonal_weights(self._kernel_input(), offset)
 
     @explain_arguments(checks.ROWS_ADVICE)
     def topk(
@@ -239,7 +235,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             queries = checks.require_query_positions(
                 queries, self.shape[2], call=f"topk({count}, queries=index)"
             )
-        return largest_weights(self._kernel_input(), count, queries)
+        return weight_rows.largest_weights(self._kernel_input(), count, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
         """Return a map of ``queries`` x ``keys`` cells: weight from block to block.
