@@ -8,7 +8,8 @@ assert_same_function(ported_layer, original_layer)
 
 from __future__ import annotations
 
-from headwise.diagnosis.compare import Comparable, ComparisonInputs, compare
+from headwise.diagnosis.compare import Comparable, compare
+from headwise.diagnosis.comparison_inputs import ComparisonInputs
 from headwise.error_budget.budget import Budget
 from headwise.error_budget.verdict import BudgetVerdict
 

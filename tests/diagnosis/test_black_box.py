@@ -134,3 +134,15 @@ def test_masks_broadcast_or_are_refused(layer: Attention) -> None:
         compare(layer, layer, Inputs(x, mask=causal.float()))
     with pytest.raises(ShapeError, match=r"a mask of shape \(1, 1, 5, 5\) in your input"):
         compare(layer, layer, Inputs(x, mask=causal[:5, :5]))
+
+
+def test_an_error_of_the_callers_own_class_is_said(layer: Attention) -> None:
+    class OwnError(Exception):
+        pass
+
+    def fails(x: Tensor) -> Tensor:
+        raise OwnError("no such head")
+
+    with pytest.raises(OptionError, match="OwnError: no such head") as error:
+        compare(fails, layer)
+    assert isinstance(error.value.__cause__, OwnError)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +22,12 @@ from headwise.diagnosis.blind_spots import (
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.compare_models import compare_runs
-from headwise.diagnosis.comparison_inputs import choose_inputs, make_probes
+from headwise.diagnosis.comparison_inputs import (
+    ComparisonInputs,
+    choose_inputs,
+    make_probes,
+    read_inputs,
+)
 from headwise.diagnosis.comparison_of_stored_weights import (
     NAMED_LAYERS,
     WEIGHTS,
@@ -44,6 +48,7 @@ from headwise.diagnosis.subjects.module_subject import describe_dropout_differen
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 from headwise.diagnosis.subjects.record_model_run import read_vocabulary_size, run_model
 from headwise.diagnosis.subjects.recording_file import Recording, is_recording
+from headwise.diagnosis.subjects.require_finite_weights import require_finite_weights
 from headwise.diagnosis.subjects.run_stored_layers import run_stored_layers
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.diagnosis.subjects.torch_subject import TorchSubject
@@ -55,7 +60,6 @@ from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 
 Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
-ComparisonInputs = Tensor | np.ndarray | Inputs | Mapping[str, Any]
 UNSTATED = "the layer runs otherwise than its weights and settings state, such as by a hook"
 
 
@@ -90,12 +94,11 @@ def compare(
         same function.
 
     Raises:
-        OptionError: neither is a layer, or a function fails, has state, or returns NaN; or
-            gradients of weights, recordings or whole models.
-        ShapeError: the two take tokens of other widths.
+        OptionError: neither is a layer, or a function fails, has state, or returns NaN; weights
+            or inputs that are not finite; or gradients of weights, recordings or whole models.
+        ShapeError: the two take tokens of other widths, or there are no tokens.
     """
-    if isinstance(inputs, np.ndarray):
-        inputs = torch.from_numpy(inputs)
+    inputs = read_inputs(inputs)
     if can_compare_as_weights(a, b):
         _refuse_gradient_comparison("weights", asked=gradients)
         return compare_stored_weights(a, b)
@@ -104,6 +107,8 @@ def compare(
         return compare_runs(*runs)
     sides = load_layer_of_same_number(a, b), load_layer_of_same_number(b, a)
     first, second = _make_subject("a", sides[0]), _make_subject("b", sides[1])
+    require_finite_weights("a", first)
+    require_finite_weights("b", second)
     comparison = Comparison(first, second, choose_inputs(first, second, inputs))
     return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
 
@@ -193,6 +198,8 @@ class Comparison:
         self.known_calls = [
             call for probe in probes for call in self.known.record_calls(probe.inputs)
         ]
+        if isinstance(self.doubtful, Recording):
+            self.doubtful.require_shapes_of(self.known_calls[0])
         as_run = build_attention_model_as_run(self.known.model, self.known_calls)
         self.model: AttentionModel = as_run or self.known.model
         self.runs_as_stated = as_run is not None

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,34 @@ from headwise.diagnosis.subjects.recording_file import Recording
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import MaskError, OptionError, ShapeError
 
+ComparisonInputs = Tensor | np.ndarray | Inputs | Mapping[str, Any]
+
+
+def read_inputs(inputs: ComparisonInputs | None) -> Tensor | Inputs | Mapping[str, Any] | None:
+    """Return the caller's inputs, with a NumPy array as a tensor.
+
+    Raises:
+        OptionError: a value of another type, or an array without numbers.
+    """
+    if inputs is None or isinstance(inputs, Tensor | Inputs | Mapping):
+        return inputs
+    seen = f"inputs of type {type(inputs).__name__}"
+    try:
+        if isinstance(inputs, np.ndarray):
+            seen = f"an array of {inputs.dtype} as the inputs"
+            return torch.from_numpy(inputs)
+    except (TypeError, ValueError) as error:
+        raise _inputs_type_error(seen) from error
+    raise _inputs_type_error(seen)
+
+
+def _inputs_type_error(seen: str) -> OptionError:
+    return OptionError(
+        saw=seen,
+        needed="a tensor or a NumPy array of numbers, Inputs, or keyword arguments of a model",
+        do="make a tensor: inputs=torch.as_tensor(values)",
+    )
+
 
 def choose_inputs(
     first: Subject, second: Subject, inputs: Tensor | Inputs | Mapping[str, Any] | None
@@ -22,9 +51,9 @@ def choose_inputs(
     """Return the inputs on which two subjects are compared.
 
     Raises:
-        OptionError: nothing but outputs is known of both, inputs beside a recording, or keyword
-            arguments, which only models take.
-        ShapeError: other widths of the two, or of the inputs.
+        OptionError: nothing but outputs is known of both, inputs beside a recording or that are not
+            finite, or keyword arguments, which only models take.
+        ShapeError: other widths of the two, or of the inputs, or no token.
     """
     if isinstance(inputs, Mapping):
         raise OptionError(
@@ -92,6 +121,19 @@ def _require_matching_shapes(inputs: Inputs, sizes: tuple[int, int], name: str) 
                 do=f"give one sequence as {what}[None]"
                 if x.dim() == 2
                 else f"give the {what} that the layer takes, before its projections",
+            )
+        if not x.numel():
+            raise ShapeError(
+                saw=f"{what} of shape {tuple(x.shape)} in {name}, without a token",
+                needed="one sequence of one token at least",
+                do="give tokens, or leave inputs out for those that headwise makes",
+            )
+        if not x.isfinite().all():
+            count = x.numel() - int(x.isfinite().sum())
+            raise OptionError(
+                saw=f"{what} in {name} with {count} of {x.numel()} entries NaN or infinite",
+                needed="finite tokens, also where a mask hides them",
+                do=f"look at what makes {what}, and set the tokens of padding to 0",
             )
     mask = inputs.mask
     if mask is None:

@@ -19,17 +19,20 @@ Any of the stages may be missing. The more there are, the more causes can be tol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.stages import STAGES, Inputs, RecordedCall
+from headwise.diagnosis.subjects.expected_exceptions import describe_error
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError, ShapeError
 from headwise.support.atomic_write import write_whole
@@ -56,6 +59,13 @@ class Recording(Subject):
                 needed=f"names among {', '.join(sorted(known))}",
                 do="rename them, or leave them out",
             )
+        for name in ("x", "output"):
+            if not tensors[name].is_floating_point():
+                raise OptionError(
+                    saw=f"{name} of {tensors[name].dtype} in {path.name}",
+                    needed="floating-point numbers",
+                    do="store the tensors as the layer takes and returns them",
+                )
         self.kind = path.name
         self.dtype = tensors["output"].dtype
         self.inputs = Inputs(
@@ -98,12 +108,54 @@ class Recording(Subject):
         """Return the recorded stages."""
         return RecordedCall(self.inputs, self.stages, self.dtype)
 
+    def require_shapes_of(self, call: RecordedCall) -> None:
+        """Check the stages against those of a layer that ran on the same input.
+
+        Heads may be other ones: fewer and wider, or repeated keys and values.
+
+        Raises:
+            ShapeError: a stage has the shape of no attention like that of the layer.
+        """
+        for stage, tensor in self.stages.items():
+            if stage in call.stages and not _may_be_same_stage(stage, tensor, call.stages[stage]):
+                raise ShapeError(
+                    saw=f"{stage} of shape {tuple(tensor.shape)} in {self.kind}",
+                    needed=f"{tuple(call.stages[stage].shape)}, as the layer has it",
+                    do="store stages of the same layer and of the same call, without padding",
+                )
+
+
+def _may_be_same_stage(stage: str, x: Tensor, y: Tensor) -> bool:
+    """True if two tensors of a stage have the same axes but for the division into heads."""
+    if stage == "output":
+        return x.shape == y.shape
+    if (x.shape[0], x.shape[2]) != (y.shape[0], y.shape[2]):
+        return False
+    if stage in ("scores", "weights"):
+        return x.shape[3] == y.shape[3]
+    is_repeated = x.shape[3] == y.shape[3] and x.shape[1] % y.shape[1] == 0
+    has_same_channels = x.shape[1] * x.shape[3] == y.shape[1] * y.shape[3]
+    return has_same_channels or (is_repeated and stage[0] in "kv")
+
 
 def _read_arrays(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return load_file(path)
-    with np.load(path, allow_pickle=False) as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    if not is_zipfile(path):
+        raise _unreadable_error(path, "it is no zip file, as numpy.savez writes it")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except (BadZipFile, EOFError, OSError, TypeError, ValueError) as error:
+        raise _unreadable_error(path, describe_error(error)) from error
+
+
+def _unreadable_error(path: Path, reason: str) -> OptionError:
+    return OptionError(
+        saw=f"{path.name}, which cannot be read: {reason}",
+        needed="a file of numpy.savez that holds arrays of numbers by name",
+        do="store the call again: numpy.savez(path, x=x, output=output)",
+    )
 
 
 def is_recording(value: object) -> bool:
@@ -113,8 +165,9 @@ def is_recording(value: object) -> bool:
     path = Path(value)
     if not path.is_file() or path.suffix == ".npz":
         return path.is_file()
-    with safe_open(path, framework="pt") as file:
+    with suppress(SafetensorError), safe_open(path, framework="pt") as file:
         return "output" in file.keys()  # noqa: SIM118 (it is no mapping)
+    return False
 
 
 def record_activations(
