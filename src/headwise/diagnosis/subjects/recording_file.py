@@ -46,26 +46,7 @@ class Recording(Subject):
 
     def __init__(self, path: Path) -> None:
         tensors = _read_arrays(path)
-        known = {*ARGUMENTS, *(stage.replace(" ", "_") for stage in STAGES)}
-        if missing := {"x", "output"} - tensors.keys():
-            raise OptionError(
-                saw=f"{path.name} without {' and '.join(sorted(missing))}",
-                needed="the input x and the output at least",
-                do="store them by these names with numpy.savez",
-            )
-        if unknown := sorted(tensors.keys() - known):
-            raise OptionError(
-                saw=f"{path.name} with {', '.join(unknown[:4])}",
-                needed=f"names among {', '.join(sorted(known))}",
-                do="rename them, or leave them out",
-            )
-        for name in ("x", "output"):
-            if not tensors[name].is_floating_point():
-                raise OptionError(
-                    saw=f"{name} of {tensors[name].dtype} in {path.name}",
-                    needed="floating-point numbers",
-                    do="store the tensors as the layer takes and returns them",
-                )
+        _require_names_and_numbers(tensors, path.name)
         self.kind = path.name
         self.dtype = tensors["output"].dtype
         self.inputs = Inputs(
@@ -123,6 +104,29 @@ class Recording(Subject):
                     needed=f"{tuple(call.stages[stage].shape)}, as the layer has it",
                     do="store stages of the same layer and of the same call, without padding",
                 )
+
+
+def _require_names_and_numbers(tensors: Mapping[str, Tensor], file: str) -> None:
+    known = {*ARGUMENTS, *(stage.replace(" ", "_") for stage in STAGES)}
+    if missing := {"x", "output"} - tensors.keys():
+        raise OptionError(
+            saw=f"{file} without {' and '.join(sorted(missing))}",
+            needed="the input x and the output at least",
+            do="store them by these names with numpy.savez",
+        )
+    if unknown := sorted(tensors.keys() - known):
+        raise OptionError(
+            saw=f"{file} with {', '.join(unknown[:4])}",
+            needed=f"names among {', '.join(sorted(known))}",
+            do="rename them, or leave them out",
+        )
+    for name in ("x", "output"):
+        if not tensors[name].is_floating_point():
+            raise OptionError(
+                saw=f"{name} of {tensors[name].dtype} in {file}",
+                needed="floating-point numbers",
+                do="store the tensors as the layer takes and returns them",
+            )
 
 
 def _may_be_same_stage(stage: str, x: Tensor, y: Tensor) -> bool:
