@@ -46,6 +46,45 @@ def test_a_transposed_matrix_of_one_layer_is_named() -> None:
     assert "`model.layers.1.self_attn`: square matrix transposed (o" in str(diagnosis)
 
 
+def test_repairs_and_pages_stand_below_the_moves() -> None:
+    ported = model()
+    for layer in (1, 2):  # the same repair, which is said once
+        ported[f"model.layers.{layer}.self_attn.o_proj.weight"] = model()[
+            f"model.layers.{layer}.self_attn.o_proj.weight"
+        ].mT.contiguous()
+    diagnosis = verify(ported, model(), config=CONFIG)
+    wrong = "square matrix transposed (o, weights alone)"
+    repair, page = "transpose wo: weight.mT", "causes/square-matrix-transposed.md"
+    assert diagnosis.lines[-5:-1] == [
+        f"  `model.layers.1.self_attn`: {wrong}",
+        f"    repair: {repair}",
+        f"    more: {page} in the documentation",
+        f"  `model.layers.2.self_attn`: {wrong}",
+    ]
+    for module in diagnosis.as_dict()["moves"]:
+        assert (module["repairs"], module["pages"]) == ((repair,), (page,))
+
+
+def test_repairs_of_several_moves_undo_the_last_first() -> None:
+    ported = model()
+    for layer in range(LAYERS):
+        q, v = (f"model.layers.{layer}.self_attn.{name}_proj.weight" for name in "qv")
+        ported[q], ported[v] = ported[q].half().float(), -ported[v]
+    first, *_ = verify(ported, model(), config=CONFIG).moves
+    assert first.causes == ("dtype's rounding of weights", "sign")
+    assert (
+        first.repair == "undo it in wv: sign; then load the weights in a wider dtype than float16"
+    )
+
+
+def test_a_repair_loads_what_was_not_loaded() -> None:
+    names = [f"model.layers.0.self_attn.{name}_proj.bias" for name in "qk"]
+    biased = model() | {name: torch.randn(WIDTH) for name in names}
+    zero = biased | {name: torch.zeros(WIDTH) for name in names}
+    [module] = verify(zero, biased, config={**CONFIG, "attention_bias": True}).moves
+    assert module.repairs == ("load the biases bq, bk",)
+
+
 def test_exchanged_roles_and_layers_are_named() -> None:
     ported = model()
     q, k = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")

@@ -154,9 +154,13 @@ def report_of_weights() -> DiagnosisReport:
             layer=1,
             moves=("rotary permutation missing (q and k)",),
             causes=("rotary permutation missing",),
+            repairs=("undo it in <wq>, wk",),
+            pages=("causes/rotary-permutation-missing.md",),
             unexplained=("v",),
         ),
-        ModuleMoves(name="", layer=None, moves=("phlogiston (q)",), causes=("phlogiston",)),
+        ModuleMoves(
+            name="", layer=None, moves=("phlogiston (q)",), causes=("phlogiston",), pages=("",)
+        ),
     )
     outputs = (
         OutputComparison(first="layers.0", second="layers.0", apart=1e-16, allowed=1e-15),

@@ -167,11 +167,14 @@ def test_what_was_compared_can_be_compared_again() -> None:
 def test_weights_have_tensors_and_moves() -> None:
     page = tree(report_of_weights())
     items = {s.attributes["id"]: [li.text for li in s.all("li")] for s in page.all("section")}
-    assert items["moves"] == [
+    assert [" ".join(text.split()) for text in items["moves"]] == [
         "model.layers.1.self_attn: rotary permutation missing (q and k); then no known change "
-        "explains v; more: causes/rotary-permutation-missing.md in the documentation",
+        "explains v; more: causes/rotary-permutation-missing.md in the documentation Repair undo "
+        "it in <wq>, wk",
         "the layer: phlogiston (q)",
     ]
+    (moves,) = page.all("section", id="moves")
+    assert [repair.text for repair in moves.all("pre")] == ["undo it in <wq>, wk"]
     differing, alone = items["tensors"]
     assert "(queries of heads 0 to 3), made of layers.1.attention.wq.weight: 4608 of" in differing
     assert alone == "<rotary>.inv_freq: in the second alone"

@@ -7,6 +7,8 @@ from collections.abc import Set as AbstractSet
 from headwise.diagnosis.causes.layers_exchanged import LayersExchangedCause
 from headwise.diagnosis.causes.layers_off_by_one import LayersOffByOneCause
 
+LOAD_BY_NUMBER = "load each layer by its number"
+
 
 def cause_of_layer_shifts(shifts: AbstractSet[int]) -> str:
     """Return the cause of layers that moved by these numbers of places."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from headwise.diagnosis.attention_comparison_result import FunctionComparison
 from headwise.diagnosis.model_comparison_result import ModelComparison
-from headwise.diagnosis.name_weight_moves import ModuleMoves
+from headwise.diagnosis.name_weight_moves import ModuleMoves, describe_module_moves
 from headwise.layouts.layout import Layout
 from headwise.support.display import Displayed
 
@@ -258,7 +258,7 @@ class Diagnosis(Displayed):
         lines = [] if self.layouts is None else [" against ".join(n.name for n in self.layouts)]
         notes = shorten_lines(self.notes, SHOWN)
         notes += self.tensors.lines() if self.tensors is not None else []
-        notes += shorten_lines(map(str, self.moves), SHOWN)
+        notes += describe_module_moves(self.moves, most=SHOWN)
         lines += [f"  {note}" for note in [*notes, *map(str, self.outputs)]]
         return [*lines, self.answer]
 

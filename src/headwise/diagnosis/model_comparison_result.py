@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from headwise.diagnosis.attention_comparison_result import FunctionComparison, cause_page_path
-from headwise.diagnosis.cause_of_layer_shifts import cause_of_layer_shifts
+from headwise.diagnosis.cause_of_layer_shifts import LOAD_BY_NUMBER, cause_of_layer_shifts
 
 MOST_NAMES = 6
 
@@ -197,7 +197,7 @@ class ModelComparison:
             )
         if self.layer_exchange_cause:
             lines.append(f"  {self.layer_exchange_cause}")
-            lines.append("    repair: load each layer by its number")
+            lines.append(f"    repair: {LOAD_BY_NUMBER}")
             lines.append(
                 f"    more: {cause_page_path(self.layer_exchange_cause)} in the documentation"
             )

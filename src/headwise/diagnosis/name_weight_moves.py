@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from headwise.diagnosis.cause_of_layer_shifts import cause_of_layer_shifts
+from headwise.diagnosis.cause_of_layer_shifts import LOAD_BY_NUMBER, cause_of_layer_shifts
 from headwise.diagnosis.moves.state_moves import find_state_moves
+from headwise.diagnosis.repair_of_move import describe_repair, page_of_cause
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.canonical_form import State
 from headwise.layouts.equality import list_differing_tensors
@@ -29,6 +30,8 @@ class ModuleMoves:
         layer: its layer in the model.
         moves: causes in the order in which they happened, each with its projections.
         causes: their names.
+        repairs: what undoes each cause; the last is the first to be undone.
+        pages: the page of the documentation about each cause, a path in ``docs``; "" for none.
         unexplained: projections that nothing explains.
         is_other_module: the module of the second whose weights these are; "" for its own.
     """
@@ -37,6 +40,8 @@ class ModuleMoves:
     layer: int
     moves: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
+    repairs: tuple[str, ...] = ()
+    pages: tuple[str, ...] = ()
     unexplained: tuple[str, ...] = ()
     is_other_module: str = ""
 
@@ -48,6 +53,32 @@ class ModuleMoves:
             [f"no known change explains {', '.join(self.unexplained)}"] if self.unexplained else []
         )
         return f"{name}: {'; then '.join([*self.moves, *left])}"
+
+    @property
+    def repair(self) -> str:
+        """The repairs, in the order in which they are done; "" where nothing is named."""
+        return "; then ".join(reversed(self.repairs))
+
+    @property
+    def repair_lines(self) -> list[str]:
+        """Sentences: the repair, and the pages about the causes."""
+        pages = ", ".join(dict.fromkeys(filter(None, self.pages)))
+        lines = [f"  repair: {self.repair}"] if self.repairs else []
+        return lines + ([f"  more: {pages} in the documentation"] if pages else [])
+
+
+def describe_module_moves(modules: Sequence[ModuleMoves], *, most: int) -> list[str]:
+    """Return sentences on the first modules, and the number of the others.
+
+    A repair stands below the first module that needs it.
+    """
+    lines, repaired = [], set()
+    for module in modules[:most]:
+        lines.append(str(module))
+        if module.repair not in repaired:
+            lines += module.repair_lines
+            repaired.add(module.repair)
+    return lines + ([f"and {len(modules) - most} more"] if len(modules) > most else [])
 
 
 def find_module_moves(
@@ -81,7 +112,13 @@ def find_module_moves(
                 right = _unpack_module(second, b, layouts[1], counts)
                 named.append(_find_moves_of_module(a, state, right, counts.get("rotary_width")))
     exchange = cause_of_layer_shifts(shifts)
-    return [replace(each, causes=(exchange,)) if each.is_other_module else each for each in named]
+    page = page_of_cause(exchange)
+    return [
+        replace(each, causes=(exchange,), repairs=(LOAD_BY_NUMBER,), pages=(page,))
+        if each.is_other_module
+        else each
+        for each in named
+    ]
 
 
 def _list_candidate_places(differing: Sequence[int], count: int) -> list[int]:
@@ -134,5 +171,7 @@ def _find_moves_of_module(
         layer=module.layer,
         moves=tuple(map(str, report.moves)),
         causes=tuple(move.cause for move in report.moves),
+        repairs=tuple(map(describe_repair, report.moves)),
+        pages=tuple(page_of_cause(move.cause) for move in report.moves),
         unexplained=report.unexplained,
     )

@@ -62,8 +62,13 @@ class MovedProjectionsCause(Cause):
 
     def remedy(self, name: MapName) -> str:
         """Return what makes the layer in doubt equal again."""
-        where = ", ".join(f"w{role}" for role in name.roles)
-        return f"undo it in {where}: {name}"
+        return describe_undoing(name)
+
+
+def describe_undoing(name: MapName) -> str:
+    """Return the repair of a move that has no other one."""
+    where = ", ".join(f"w{role}" for role in name.roles)
+    return f"undo it in {where}: {name}"
 
 
 def _cause_parameters(name: MapName) -> dict[str, object]:
