@@ -277,8 +277,12 @@ def test_a_layer_is_compared_with_weights_in_any_layout() -> None:
 
 def test_weights_are_not_compared_with_a_function() -> None:
     stored = headwise.Attention(40, 5).state_dict()
-    with pytest.raises(OptionError, match="b as weights and the other as what runs"):
+    with pytest.raises(OptionError, match="b as weights and the other as what runs") as error:
         headwise.compare(lambda x: x, stored)
+    assert "b=headwise.Attention.from_layout(state, " in error.value.do
+    with pytest.raises(OptionError, match="a as weights and the other as what runs") as error:
+        headwise.compare("folder", lambda x: x)
+    assert "a=headwise.checkpoints.load_attention(path, " in error.value.do
 
 
 @pytest.mark.parametrize("kv_width", [48, 16])

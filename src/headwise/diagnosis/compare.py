@@ -166,7 +166,10 @@ def _make_subject(name: str, value: object) -> Subject:
         raise OptionError(
             saw=f"{name} as weights and the other as what runs",
             needed="weights on both sides, or a layer of headwise or torch on the other",
-            do=f"load the layer: {name}=headwise.checkpoints.load_attention(path, layer=3)",
+            do=f"build the layer from its tensors: {name}=headwise.Attention.from_layout(state, "
+            'layout="gpt2", num_heads=12)'
+            if isinstance(value, Mapping)
+            else f"load the layer: {name}=headwise.checkpoints.load_attention(path, layer=3)",
         )
     if callable(value):
         return BlackBox(value, kind=type(value).__name__)

@@ -10,11 +10,18 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 
 from headwise.checkpoints.attention_loading import load_attention
+from headwise.diagnosis.detect import open_weights
 from headwise.diagnosis.diagnosis_result import Diagnosis
 from headwise.diagnosis.subjects.recording_file import is_recording
-from headwise.diagnosis.subjects.transformers_subject import is_transformers_attention, layer_index
+from headwise.diagnosis.subjects.transformers_subject import (
+    is_transformers_attention,
+    layer_index,
+    stated_layer_index,
+)
 from headwise.diagnosis.verify import verify
+from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
+from headwise.layouts.module_names import NamedModule
 
 WEIGHTS = (str, os.PathLike, Mapping)
 NAMED_LAYERS = (Attention, nn.MultiheadAttention)
@@ -44,13 +51,49 @@ def _has_named_weights(module: object, stored: object) -> TypeGuard[nn.Module]:
 def compare_stored_weights(*sides: Any) -> Diagnosis:
     """Compare two sets of weights; of a module, those in its state dict."""
     module = next((side for side in sides if isinstance(side, nn.Module)), None)
-    first, second = (s.state_dict() if isinstance(s, nn.Module) else s for s in sides)
+    first, second = (
+        s.state_dict() if isinstance(s, nn.Module) else _take_layer_like(module, s) for s in sides
+    )
     if module is not None and not isinstance(module, NAMED_LAYERS):
         config: Any = module.config
         return verify(first, second, config=config.to_dict())
     heads = None if module is None else module.num_heads
     kv_heads = module.num_kv_heads if isinstance(module, Attention) else None
     return verify(first, second, heads=heads, kv_heads=kv_heads)
+
+
+def _take_layer_like(module: nn.Module | None, stored: Any) -> Any:
+    """Return the stored weights of the layer that a module is; all for a model, or for weights.
+
+    Raises:
+        OptionError: one layer beside several, and it does not say which of them it is.
+    """
+    is_layer = isinstance(module, NAMED_LAYERS) or is_transformers_attention(module)
+    modules = matching = _find_attentions(stored) if is_layer else ()
+    if len(modules) > 1:
+        number = stated_layer_index(module) if is_transformers_attention(module) else None
+        matching = tuple(each for each in modules if each.layer == number)
+    if isinstance(stored, Mapping) and len(matching) == 1 and matching[0].prefix:
+        start = matching[0].prefix
+        return {n.removeprefix(start): x for n, x in stored.items() if n.startswith(start)}
+    if len(modules) < 2:
+        return stored
+    example = modules[-1]
+    raise OptionError(
+        saw=f"one layer beside weights of {len(modules)} attention layers",
+        needed="the weights of the layer that it is compared with",
+        do=f"give the tensors of one layer, such as `{example.prefix}`, without this prefix"
+        if isinstance(stored, Mapping)
+        else "name the layer: compare(layer, headwise.checkpoints.load_attention(path, "
+        f"layer={example.layer}))",
+    )
+
+
+def _find_attentions(stored: Any) -> tuple[NamedModule, ...]:
+    """Return the attention modules of stored weights, in the layout that finds most."""
+    detection = open_weights(stored, {}).detection()
+    groups = (*detection.candidates, *detection.damaged)
+    return max((group[0].modules for group in groups), key=len, default=())
 
 
 def load_layer_of_same_number(value: object, other: object) -> object:

@@ -39,7 +39,13 @@ def _find_attribute(module: nn.Module, name: str) -> Any:
 
 def layer_index(module: nn.Module) -> int:
     """Return the number of the layer that an attention module belongs to; 0 if it has none."""
-    return _find_attribute(module, "layer_idx") or 0
+    return stated_layer_index(module) or 0
+
+
+def stated_layer_index(module: nn.Module) -> int | None:
+    """Return the number of the layer that an attention module states; None if it states none."""
+    index: int | None = _find_attribute(module, "layer_idx")
+    return index
 
 
 class TransformersSubject(ModuleSubject):
