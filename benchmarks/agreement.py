@@ -47,7 +47,7 @@ def require_agreement(
     with torch.no_grad():
         terms = merged(x, *cached).abs() @ layer.out_proj.weight.abs().mT
         floor = Roundoff.of(x.dtype).u * sum_error_bound(layer.out_proj.in_features) * terms
-        budget = Budget.of(full_output, x, *cached, floor=floor, name="output")
+        budget = Budget.for_function(full_output, x, *cached, floor=floor, name="output")
     for output in outputs:
         budget.assert_holds(output[:, -COMPARED:])
 

@@ -34,7 +34,7 @@ def statistics_beyond_the_fused_forward() -> float:
     _warm_up(q, k, v)
     scaled_dot_product_attention(q, k, v, is_causal=True)
     before = peak_mb()
-    AttentionMatrix(q, k, mask=Mask.causal()).statistics()
+    AttentionMatrix(q, k, mask=Mask.causal()).one_pass_statistics()
     return peak_mb() - before
 
 
@@ -51,7 +51,7 @@ def product_beyond_its_output() -> float:
 def _warm_up(q: Tensor, k: Tensor, v: Tensor) -> None:
     """What the first call of a process loads is no cost of the reading."""
     q, k, v = (x[:, :, :64] for x in (q, k, v))
-    AttentionMatrix(q, k).statistics()
+    AttentionMatrix(q, k).one_pass_statistics()
     _ = AttentionMatrix(q, k) @ v
 
 
@@ -60,7 +60,7 @@ def sweep_beyond_the_fused_forward() -> float:
     observation, fused = scan.make_call(torch.float32)
     statistics = catalogue.find_standard_statistics(scan.TEN)
     small = AttentionMatrix(*(torch.randn(1, 12, 64, 64) for _ in range(2)), mask=Mask.causal())
-    compute_summaries(CapturedCall.of_self_attention(small), statistics)
+    compute_summaries(CapturedCall.for_self_attention(small), statistics)
     fused()
     before = peak_mb()
     compute_summaries(observation, statistics)

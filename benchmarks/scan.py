@@ -42,7 +42,7 @@ def make_call(dtype: torch.dtype) -> tuple[CapturedCall, Callable[[], Tensor]]:
         return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     tokens = torch.randint(50_000, (1, length))
-    observation = CapturedCall.of_self_attention(
+    observation = CapturedCall.for_self_attention(
         matrix,
         tokens=tokens,
         separators=tokens % 20 == 0,

@@ -19,7 +19,7 @@ from typing import Any
 
 from headwise.reports import study_page as charts
 from headwise.study.research_question import Answer
-from headwise.study.run import load_question, run_study
+from headwise.study.run import answer_questions, load_question
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "study.json"
@@ -110,7 +110,7 @@ def main() -> None:
 def measure_all() -> None:
     """Answer every question again, and record the numbers if every fact holds."""
     start = time.perf_counter()
-    result = run_study(progress=lambda stage, *_: print(stage, file=sys.stderr))
+    result = answer_questions(progress=lambda stage, *_: print(stage, file=sys.stderr))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"{time.perf_counter() - start:.0f} s, {peak:.2f} GB at the peak", file=sys.stderr)
     failed = [answer.verdict for answer in result.answers if not answer.holds]

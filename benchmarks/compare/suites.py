@@ -242,7 +242,7 @@ def _stack(key: CaseKey, case: FaultCase) -> Scored:
     assert diagnosis.model is not None
     names = diagnosis.model.cause_names
     right = _right_names(case.truth)
-    is_right = len(names) == 1 and names[0] in right and not diagnosis.model.unexplained
+    is_right = len(names) == 1 and names[0] in right and not diagnosis.model.unexplained_places
     answer = " + ".join(names) or str(diagnosis.verdict)
     wrong = any(name not in right for name in names)
     return Scored(key.fault, str(key), answer, is_right, wrong, (right,), tuple(names))

@@ -167,7 +167,7 @@ def _fill(row: ImplementationRow, diagnosis: Diagnosis) -> None:
     comparison = diagnosis.model
     assert comparison is not None
     row.verdict, row.outside = diagnosis.verdict.value, comparison.difference_outside_attention
-    row.causes, row.unexplained = comparison.cause_names, comparison.unexplained
+    row.causes, row.unexplained = comparison.cause_names, comparison.unexplained_places
     row.layers, row.parted = len(comparison.layers), len(comparison.differing_layers)
     notes = [layer.note for layer in comparison.layers if layer.note]
     row.skipped, row.reason = len(notes), notes[0] if notes else ""

@@ -15,24 +15,26 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from headwise import reference
-from headwise.errors import OptionError
 from headwise.kernels import dense, pooled_weights, sdpa
 from headwise.kernels import weight_rows_and_diagonals as weight_rows
 from headwise.kernels.dispatch import run_kernel
 from headwise.kernels.explain import Explanation, explain_kernels
 from headwise.kernels.kernel import Task, row_largest_weight, row_logsumexp
 from headwise.kernels.kernel_input import KernelInput, accumulation_dtype
-from headwise.kernels.observe_tiles import ObservedTile, count_attending_queries, observe_tiles
+from headwise.kernels.observe_tiles import (
+    ObservedTile,
+    count_attending_queries,
+    yield_observed_tiles,
+)
 from headwise.kernels.tiled import Requested
 from headwise.masks import operand_checks as checks
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
 from headwise.support.arguments import explain_arguments, require_tensors
-from headwise.support.cast_to_int64 import convert_to_count
 from headwise.support.display import ShownInNotebook
 from headwise.support.left_operand import LeftOperand
-from headwise.support.message_text import MATRIX_AXES, broadcasts_to, describe_value, human_bytes
+from headwise.support.message_text import MATRIX_AXES, axis_broadcasts_to, human_bytes
 from headwise.support.tracing import is_jit_tracing, without_autocast
 
 SMALL_MAP = 64  # blocks of an axis: up to this many `pool` uses the fused kernel, above it tiles
@@ -85,7 +87,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         sink: Float[Tensor, " heads"] | None = None,
     ) -> None:
         checks.check_queries_and_keys(q, k)
-        checks.check_score_options(q, scale, softcap, sink)
+        checks.check_scale_softcap_and_sink(q, scale, softcap, sink)
         self.q, self.k, self.sink, self.softcap = q, k, sink, softcap
         self.mask = checks.require_mask_or_none(mask)
         self.score_bias = checks.require_score_bias_or_none(score_bias)
@@ -222,13 +224,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         Raises:
             OptionError: a ``k`` outside 0 to the number of keys, or ``queries`` that do not exist.
         """
-        count = convert_to_count(k)
-        if count is None or not 0 <= count <= self.shape[3]:
-            raise OptionError(
-                saw=f"topk({describe_value(k)}) over {self.shape[3]} keys",
-                needed=f"k from 0 to {self.shape[3]}",
-                do=f"topk({min(5, self.shape[3])})",
-            )
+        count = checks.require_top_key_count(k, self.shape[3])
         if queries is None:
             queries = torch.arange(self.shape[2], device=self.q.device)
         else:
@@ -263,7 +259,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
 
     # ---- reductions -------------------------------------------------------------------------
 
-    def statistics(self) -> Statistics:
+    def one_pass_statistics(self) -> Statistics:
         """Return logsumexp, entropy, maximum and received from one pass over the matrix."""
         requested = Requested(entropy=True, received=True)
         result = run_kernel(Task(self._kernel_input(), statistics=requested))
@@ -316,7 +312,9 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         The next tile reuses the memory of the last: copy what you keep. ``with_scores`` fills
         `ObservedTile.scores`, ``with_lowest`` fills `ObservedTile.lowest`.
         """
-        rest = observe_tiles(self._kernel_input(), with_scores=with_scores, with_lowest=with_lowest)
+        rest = yield_observed_tiles(
+            self._kernel_input(), with_scores=with_scores, with_lowest=with_lowest
+        )
         while True:
             with torch.no_grad():  # not around the yield: it would turn off the caller's gradients
                 tile = next(rest, None)
@@ -345,8 +343,8 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         """Return the problem with as many kv heads as ``v``, and ``v`` expanded to full size."""
         require_tensors(v=v)
         (batch, heads, _, keys), kv_heads = self.shape, self.k.shape[1]
-        fits = v.dim() == 4 and broadcasts_to(v.shape[0], batch) and v.shape[2] == keys
-        fits_kv_heads = fits and broadcasts_to(v.shape[1], kv_heads)
+        fits = v.dim() == 4 and axis_broadcasts_to(v.shape[0], batch) and v.shape[2] == keys
+        fits_kv_heads = fits and axis_broadcasts_to(v.shape[1], kv_heads)
         if not fits or not (fits_kv_heads or v.shape[1] == heads):
             checks.raise_operand_error(
                 "A @ v", v, f"(batch {batch}, kv_heads {kv_heads}, keys {keys}, value_dim)"
@@ -387,7 +385,9 @@ class TransposedMatrix(LeftOperand):
         require_tensors(y=y)
         batch, heads, _, queries = self.shape
         fits = y.dim() == 4 and y.shape[2] == queries
-        if not fits or not (broadcasts_to(y.shape[0], batch) and broadcasts_to(y.shape[1], heads)):
+        if not fits or not (
+            axis_broadcasts_to(y.shape[0], batch) and axis_broadcasts_to(y.shape[1], heads)
+        ):
             checks.raise_operand_error(
                 "A.mT @ y", y, f"(batch {batch}, heads {heads}, queries {queries}, y_dim)"
             )

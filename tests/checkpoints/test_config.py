@@ -16,7 +16,7 @@ from headwise.checkpoints.config import (
     layout_name,
     read_config,
     read_stated_counts,
-    rotary_config,
+    rotary_section_of_layer,
 )
 from headwise.errors import OptionError
 from headwise.layouts.registry import layouts
@@ -93,11 +93,11 @@ def test_each_layer_rotates_as_its_kind_does() -> None:
         "rope_parameters": {"full_attention": {"rope_theta": 9.0}, "sliding_attention": {"a": 1}},
         "layer_types": ["sliding_attention", "full_attention"],
     }
-    assert rotary_config(said, 0) == {"a": 1}
-    assert rotary_config(said, 1) == {"rope_theta": 9.0}
-    assert rotary_config(said, 2) == {"rope_theta": 9.0}  # beyond what the list reaches
-    assert rotary_config({"rope_scaling": {"type": "linear"}}, 5) == {"type": "linear"}
-    assert rotary_config({}, 0) == {}
+    assert rotary_section_of_layer(said, 0) == {"a": 1}
+    assert rotary_section_of_layer(said, 1) == {"rope_theta": 9.0}
+    assert rotary_section_of_layer(said, 2) == {"rope_theta": 9.0}  # beyond what the list reaches
+    assert rotary_section_of_layer({"rope_scaling": {"type": "linear"}}, 5) == {"type": "linear"}
+    assert rotary_section_of_layer({}, 0) == {}
 
 
 @pytest.mark.parametrize(

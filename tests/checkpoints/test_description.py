@@ -107,7 +107,7 @@ def test_a_description_is_read_back_and_fits(name: str, tmp_path: Path) -> None:
     of = layout(name)
     file, _ = file_of(of)
     described = describe_target(file, of, of, known_of(of), {"n_head": 12})
-    described.require_agreement(file)
+    described.require_fit_to_headers(file)
     assert described.layout == of
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors", {KEY: described.encode()})
     again = read_description(open_source(tmp_path / "x.safetensors"))
@@ -163,7 +163,7 @@ def test_counts_that_only_the_shapes_of_the_source_tell(tmp_path: Path) -> None:
     described = read_description(open_source(packed))
     assert described is not None
     assert described.counts == {"heads": 4, "kv_heads": 4, "head_dim": 6}
-    described.require_agreement(open_source(packed).headers)
+    described.require_fit_to_headers(open_source(packed).headers)
 
 
 def test_a_layout_with_places_for_norms_that_the_weights_have_not(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_metadata_mutated_at_random_is_read_or_refused(meta: Path, seed: int) ->
     try:
         described = read_description(source)
         assert described is not None
-        described.require_agreement(source.headers)
+        described.require_fit_to_headers(source.headers)
     except HeadwiseError:
         return
     assert described.layout.name in layouts()

@@ -225,7 +225,7 @@ def test_a_line_that_was_cut_off_is_no_part_of_the_next(tmp_path: Path) -> None:
     path.write_bytes(b"work\n8\n1")
     journal = Journal(path)
     assert journal.finished_steps("work") == {8}
-    journal.add([9])
+    journal.record_steps([9])
     journal.close()
     assert path.read_bytes() == b"work\n8\n9\n"
 
@@ -237,7 +237,7 @@ def test_a_system_that_writes_little_of_a_line(
     monkeypatch.setattr(os, "pwrite", lambda f, data, at: real(f, data[:1], at))
     journal = Journal(tmp_path / "journal")
     journal.append("work")
-    journal.add([10, 11])
+    journal.record_steps([10, 11])
     journal.close()
     assert (tmp_path / "journal").read_bytes() == b"work\n10 11\n"
 
@@ -328,7 +328,7 @@ def test_a_step_is_noted_only_after_its_bytes_are_on_the_disk(
     written: set[int] = set()
     noted_unsure: list[set[int]] = []
     real_write, real_copy, real_sync = os.pwrite, os.copy_file_range, os.fsync
-    real_add = Journal.add
+    real_add = Journal.record_steps
 
     def write(handle: int, *rest: Any) -> int:
         written.add(handle)
@@ -363,7 +363,7 @@ def test_a_step_is_noted_only_after_its_bytes_are_on_the_disk(
     monkeypatch.setattr(os, "pwrite", write)
     monkeypatch.setattr(os, "copy_file_range", copy)
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(Journal, "add", add)
+    monkeypatch.setattr(Journal, "record_steps", add)
     monkeypatch.setattr(stream_conversion, "ThreadPoolExecutor", AtOnce)
     llamas.to_meta(llamas.in_files(tmp_path / "a"), tmp_path / "b")
     assert noted_unsure == [set()] * 22

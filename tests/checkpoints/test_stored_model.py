@@ -41,7 +41,7 @@ def test_a_model_its_tokenizer_and_what_is_known_of_its_tokens(tmp_path: Path) -
     assert found.tokenizer.separators == {"[SEP]": 3, ".": 10}
     assert sorted(found.tokenizer.specials) == [0, 1, 2, 3, 4]
     assert found.tokenizer.ids("the cat .") == [2, 5, 6, 10, 3]
-    assert found.tokenizer.cut(TEXT, 5) == [2, 5, 6, 7, 3]
+    assert found.tokenizer.first_ids(TEXT, 5) == [2, 5, 6, 7, 3]
     assert found.tokenizer.token_text(6) == "cat"
 
 

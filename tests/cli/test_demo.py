@@ -15,7 +15,7 @@ from headwise.bundled_models.recorded_run import RecordedRun
 from headwise.cli.demo import demo
 from headwise.cli.output import NO
 from headwise.cli.scan import command
-from headwise.cli.scan.command import scan_report
+from headwise.cli.scan.command import run_scan_with_progress
 from headwise.cli.scan.scan_options import ScanOptions
 from headwise.errors import HeadwiseError, MissingExtraError
 from headwise.reports.scan_page import ScanReport
@@ -36,7 +36,7 @@ SCAN_TITLE, MAIN_TITLE = (
 @pytest.fixture(scope="module")
 def report() -> ScanReport:
     """The scan of the demo, once."""
-    return scan_report(ScanOptions(demo=True, page=Path("scan.html")))
+    return run_scan_with_progress(ScanOptions(demo=True, page=Path("scan.html")))
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, report: ScanReport) -> list[ScanOptio
         seen.append(asked)
         return report
 
-    monkeypatch.setattr(command, "scan_report", at_once)
+    monkeypatch.setattr(command, "run_scan_with_progress", at_once)
     return seen
 
 

@@ -147,7 +147,7 @@ def test_study(
 ) -> None:
     page = tmp_path / "page.html"
     found = replace(made_up(), answers=answers)
-    monkeypatch.setattr(studies, "run_study", lambda *_, **__: found)
+    monkeypatch.setattr(studies, "answer_questions", lambda *_, **__: found)
     assert status("study", "parameters", "--out", page) == expected
     assert status("study", "no-such-question", "--out", page) == USAGE
 

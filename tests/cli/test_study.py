@@ -33,7 +33,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Show:
             progress("made-up", 1, 2)
             return given
 
-        monkeypatch.setattr(studies, "run_study", at_once)
+        monkeypatch.setattr(studies, "answer_questions", at_once)
 
     show(made_up())
     return show

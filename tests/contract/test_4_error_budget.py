@@ -45,7 +45,7 @@ def test_long_rows_are_within_the_budget(kind: str, dtype: torch.dtype) -> None:
         factor = 2.0 if dtype in (torch.float64, torch.float32) else 0.0
         outputs = Budget.for_head_outputs(q, k, v, factor=factor, **options)
         outputs.assert_holds(matrix @ v)
-        found = matrix.statistics()
+        found = matrix.one_pass_statistics()
         Budget.for_entropy(q, k, factor=factor, **options).assert_holds(found.entropy)
         Budget.for_logsumexp(q, k, factor=factor, **options).assert_holds(found.logsumexp)
 
@@ -71,7 +71,7 @@ def test_the_whole_layer_is_within_the_budget(training: bool, need_weights: bool
         return reference.head_outputs(q, k, v).transpose(1, 2).flatten(2) @ w_out.mT + b_out
 
     parameters = [p.detach() for p in layer.parameters()]
-    budget = Budget.of(plain, x, *parameters)
+    budget = Budget.for_function(plain, x, *parameters)
     with torch.set_grad_enabled(training):
         budget.assert_holds(layer(x, x, x, need_weights=need_weights)[0])
     assert not budget.check(layer(x, x.flip(1), x)[0])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.diagnosis.candidate_layouts import CandidateLayout, head_counts
-from headwise.diagnosis.detect import narrow_by_values
+from headwise.diagnosis.candidate_layouts import CandidateLayout, query_and_kv_head_counts
+from headwise.diagnosis.detect import narrow_by_reference_values
 from headwise.diagnosis.detection_result import Detection, detect_by_names_and_shapes
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.layouts.canonical_form import State
@@ -71,7 +71,7 @@ def test_a_reference_leaves_what_reads_the_same(name: str) -> None:
     except HeadwiseError:
         pytest.skip("holds what headwise.Attention has no parameter for")
     other = detect_by_names_and_shapes(reference, described="headwise", **known)
-    decided = narrow_by_values(found, file, other, reference)
+    decided = narrow_by_reference_values(found, file, other, reference)
     assert any(name in group for group in names_of(decided))
     for group in decided.candidates:
         for one in group:
@@ -97,7 +97,7 @@ def test_a_reference_of_other_weights_refutes_everything() -> None:
     file, _ = file_of(of)
     other = stored(layout("headwise"), [example(of, seed=9) for _ in range(LAYERS)])
     found = detect_by_names_and_shapes(file, **known_of(of))
-    decided = narrow_by_values(
+    decided = narrow_by_reference_values(
         found, file, detect_by_names_and_shapes(other, described="headwise", heads=12), other
     )
     assert decided.layout is None
@@ -154,7 +154,7 @@ def test_a_config_of_another_known_model_is_a_contradiction() -> None:
     # Values decide all the same, and the contradiction is still said.
     other = stored(layout("headwise"), canonical)
     reference = detect_by_names_and_shapes(other, described="headwise", **known)
-    decided = narrow_by_values(found, file, reference, other)
+    decided = narrow_by_reference_values(found, file, reference, other)
     assert any("bert" in group for group in names_of(decided))
     assert decided.contradiction == found.contradiction
     assert str(decided).endswith(f"The config contradicts this: {found.contradiction}.")
@@ -184,7 +184,7 @@ def test_an_answer_says_what_was_compared() -> None:
     with_config = detect_by_names_and_shapes(file, config={"model_type": "phi3"}, **known)
     assert "Only names, shapes and config were compared, values were not" in str(with_config)
     other = stored(layout("headwise"), canonical)
-    decided = narrow_by_values(
+    decided = narrow_by_reference_values(
         names_alone, file, detect_by_names_and_shapes(other, described="headwise", **known), other
     )
     assert decided.compared == ("names", "shapes", "metadata", "values")
@@ -242,7 +242,7 @@ def test_a_reference_with_another_last_head_refutes() -> None:
     canonical[-1]["wv"][-1] += 1
     other = stored(layout("headwise"), canonical)
     found = detect_by_names_and_shapes(file, **known_of(of))
-    decided = narrow_by_values(
+    decided = narrow_by_reference_values(
         found, file, detect_by_names_and_shapes(other, described="headwise", heads=12), other
     )
     assert not decided.candidates
@@ -258,7 +258,7 @@ def test_the_share_that_turns_is_found_by_values() -> None:
     plain = [{n: x for n, x in one.items() if not n.startswith("b")} for one in canonical]
     other = stored(layout("llama"), plain)
     found = detect_by_names_and_shapes(file, heads=12)
-    decided = narrow_by_values(
+    decided = narrow_by_reference_values(
         found,
         file,
         detect_by_names_and_shapes(other, described="llama", heads=12, kv_heads=12),
@@ -276,8 +276,10 @@ def test_values_decide_where_nobody_said_how_many_heads(name: str, kv_heads: int
     found = detect_by_names_and_shapes(file)
     assert len(candidate(name, found).fits) > 1
     reference = detect_by_names_and_shapes(other, described="headwise", heads=12, kv_heads=kv_heads)
-    decided = narrow_by_values(found, file, reference, other)
-    assert [head_counts(fit) for fit in candidate(name, decided).fits] == [(12, kv_heads)]
+    decided = narrow_by_reference_values(found, file, reference, other)
+    assert [query_and_kv_head_counts(fit) for fit in candidate(name, decided).fits] == [
+        (12, kv_heads)
+    ]
 
 
 def test_layouts_that_are_the_same_for_some_heads_stay_apart() -> None:

@@ -51,7 +51,7 @@ def function_of(layer: Attention) -> Callable[..., Tensor]:
 def only_cause(diagnosis: Diagnosis) -> FoundCause:
     assert diagnosis.verdict is Verdict.DIFFERENT, str(diagnosis)
     assert diagnosis.function is not None
-    assert not diagnosis.function.unexplained
+    assert not diagnosis.function.unexplained_places
     [cause] = diagnosis.function.causes
     return cause
 

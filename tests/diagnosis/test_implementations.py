@@ -79,7 +79,7 @@ def test_rows_of_padding_differ_from_eager(second: str) -> None:
     assert comparison.has_other_output
     assert [layer.name for layer in comparison.differing_layers] == LAYERS
     assert comparison.cause_names == ["rows without keys"]
-    assert not comparison.unexplained
+    assert not comparison.unexplained_places
     assert not any(layer.is_of_second for layer in comparison.layers)
 
 
@@ -163,7 +163,7 @@ def test_queries_that_are_scaled_before_the_interface_are_read_as_stated() -> No
     comparison = compare(first, second, texts(padding=4)).model
     assert comparison is not None
     assert comparison.cause_names == ["rows without keys"]
-    assert not comparison.unexplained
+    assert not comparison.unexplained_places
 
 
 class TwoOutputs(nn.Module):

@@ -54,7 +54,7 @@ def test_what_is_not_explained_has_a_share_too() -> None:
     [cause] = function.causes
     assert 0.5 < cause.share < 1.0
     assert 1e-3 < cause.output_left < function.output_gap
-    assert function.unexplained == ["output"]
+    assert function.unexplained_places == ["output"]
 
 
 @pytest.mark.slow

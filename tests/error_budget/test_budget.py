@@ -36,13 +36,13 @@ def test_the_allowance_is_twice_the_plain_error_and_the_floor() -> None:
     def ten_percent_off_in_float32(x: Tensor) -> Tensor:
         return x * (1.0 if x.dtype == torch.float64 else 1.1)
 
-    budget = Budget.of(ten_percent_off_in_float32, x, floor=torch.tensor([1.0, 2.0]))
+    budget = Budget.for_function(ten_percent_off_in_float32, x, floor=torch.tensor([1.0, 2.0]))
     # The largest plain error is 10 % of 5, give or take the last place.
     torch.testing.assert_close(budget.allowed, torch.tensor([2.0, 3.0]).double(), rtol=1e-5, atol=0)
     assert budget.exact.tolist() == [3.0, 5.0]
     assert budget.check(torch.tensor([5.0, 8.0])).within
     assert not budget.check(torch.tensor([5.1, 8.0])).within
-    three = Budget.of(ten_percent_off_in_float32, x, floor=torch.zeros(2), factor=3.0)
+    three = Budget.for_function(ten_percent_off_in_float32, x, floor=torch.zeros(2), factor=3.0)
     torch.testing.assert_close(three.allowed, torch.full((2,), 1.5).double(), rtol=1e-5, atol=0)
 
 
@@ -71,16 +71,16 @@ def test_a_lucky_plain_error_of_zero_does_not_make_the_budget_zero() -> None:
 
 def test_the_family_draws_the_luck_again() -> None:
     # The sum of four ones is exact; the sums of their neighbours are not.
-    budget = Budget.of(lambda x: x.sum(0, keepdim=True), torch.ones(4))
+    budget = Budget.for_function(lambda x: x.sum(0, keepdim=True), torch.ones(4))
     assert 0 < float(budget.allowed) < 1e-5
-    again = Budget.of(lambda x: x.sum(0, keepdim=True), torch.ones(4))
+    again = Budget.for_function(lambda x: x.sum(0, keepdim=True), torch.ones(4))
     assert torch.equal(budget.allowed, again.allowed)
 
 
 def test_without_a_floor_the_inputs_may_move_by_a_last_place() -> None:
     # 1000 * x in float64: the plain error is zero, one unit in the last place of x is 1000 * eps.
     eps = 2.0**-52
-    budget = Budget.of(lambda x: 1000 * x, torch.ones(50, dtype=torch.float64))
+    budget = Budget.for_function(lambda x: 1000 * x, torch.ones(50, dtype=torch.float64))
     assert 500 * eps < float(budget.allowed.max()) <= 1100 * eps
 
 

@@ -202,7 +202,7 @@ def _budget(
         return _plain(layer, dict(zip(names, given, strict=True)), masks)[which]
 
     tensors = [x.detach() for x in (*inputs.values(), *parameters.values())]
-    budget = Budget.of(function, *tensors)
+    budget = Budget.for_function(function, *tensors)
     sums = 4 * layer.embed_dim + 80
     unit = torch.finfo(torch.promote_types(tensors[0].dtype, torch.float32)).eps
     floor = sums * unit * max(1.0, float(budget.exact.abs().max()))

@@ -253,7 +253,7 @@ def plain_budgets(p: Problem, name: str, g: Tensor) -> Callable[[str], Budget | 
         # What is 0 by symmetry is exactly 0 in plain torch, and in no other order of the sums.
         unit = torch.finfo(torch.promote_types(g.dtype, torch.float32)).eps
         floor = torch.from_numpy(16 * unit * p.truth.rounding_of(name, plain(g))[leaf])
-        found = Budget.of(gradient, g, *given, factor=BACKWARD, name=name)
+        found = Budget.for_function(gradient, g, *given, factor=BACKWARD, name=name)
         return replace(found, allowed=found.allowed + floor)
 
     return of

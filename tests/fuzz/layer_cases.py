@@ -219,7 +219,7 @@ def _budget(layer: Attention, read: Any, inputs: dict[str, Tensor], call: dict[s
             return read(wide, **dict(zip(names, given[: len(names)], strict=True)), **call)
 
     parameters = [p.detach() for p in layer.parameters()]
-    budget = Budget.of(function, *inputs.values(), *parameters)
+    budget = Budget.for_function(function, *inputs.values(), *parameters)
     # Rounding of every sum in a row of the layer, each as long as it is.
     sums = layer.embed_dim + layer.source_dim + 4 * layer.head_dim + 160 + layer.out_dim
     sums += layer.num_heads * layer.value_dim

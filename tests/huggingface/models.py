@@ -212,7 +212,7 @@ class Pair:
             return out if real is None else out[real]
 
         with torch.no_grad():
-            return Budget.of(theirs, x, factor=FORWARD, name="last hidden states")
+            return Budget.for_function(theirs, x, factor=FORWARD, name="last hidden states")
 
 
 @contextmanager

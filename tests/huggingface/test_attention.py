@@ -48,7 +48,7 @@ def same_as(
         out: Tensor = theirs(layer, q, k, v, given, **cast)[0]
         return out
 
-    budget = Budget.of(their_output, q, k, v, name="head outputs")
+    budget = Budget.for_function(their_output, q, k, v, name="head outputs")
     out, weights = attend(layer, q, k, v, mask, **options)
     assert weights is None
     assert out.is_contiguous()

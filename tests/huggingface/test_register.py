@@ -97,7 +97,7 @@ def test_weights_of_every_layer(name: str) -> None:
         return torch.cat([w.flatten() for w in found])
 
     x = pair.input()
-    budget = Budget.of(lambda x: weights(pair.theirs[x.dtype], x), x, name="weights")
+    budget = Budget.for_function(lambda x: weights(pair.theirs[x.dtype], x), x, name="weights")
     budget.assert_holds(weights(pair.ours, x))
 
 
@@ -140,7 +140,9 @@ def test_a_trained_encoder_on_a_padded_batch(side: str) -> None:
         return hidden
 
     models = {torch.float32: model, torch.float64: exact}
-    budget = Budget.of(lambda x: embedded(models[x.dtype], x), words, name="hidden states")
+    budget = Budget.for_function(
+        lambda x: embedded(models[x.dtype], x), words, name="hidden states"
+    )
     ours = transformers.AutoModel.from_pretrained(place, attn_implementation=NAME).eval()
     with watched() as seen:
         budget.assert_holds(embedded(ours, words))

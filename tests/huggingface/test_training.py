@@ -33,7 +33,7 @@ def padding(length: int) -> Tensor:
 
 
 def budget_of(pair: Pair, x: Tensor, **inputs: Any) -> Budget:
-    return Budget.of(
+    return Budget.for_function(
         lambda x: gradients(pair, pair.theirs[x.dtype], x, **inputs),
         x,
         factor=BACKWARD,
@@ -96,7 +96,7 @@ def test_under_autocast(name: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             return gradients(pair, model, x)
 
-    budget = Budget.of(
+    budget = Budget.for_function(
         lambda x: under_autocast(pair.theirs[x.dtype], x), x, factor=BACKWARD, name="gradients"
     )
     with watched() as seen:

@@ -108,7 +108,7 @@ def test_pieces_are_the_reference(
     leaves = [t.requires_grad_() for t in (q, k, v)]
     options: dict[str, Any] = {"mask": mask, "score_bias": biases(keys)[bias]}
     if bias == "learned":
-        leaves.append(options["score_bias"].by_distance[0].table.numbers)
+        leaves.append(options["score_bias"].by_distance[0].table.given_tensor)
     matrix = AttentionMatrix(q, k, **options)
     assert matrix.explain(v).lines[0].kernel == "pieces"
     out, expected = matrix @ v, reference.head_outputs(q, k, v, **options)
@@ -142,7 +142,7 @@ def test_reading_the_lengths_must_be_worth_it() -> None:
 
 def test_a_cut_is_in_the_order_asked_for() -> None:
     x = torch.arange(20.0).view(1, 1, 20, 1)
-    parts = varlen.split_spans(x, [Span(12, 15), Span(0, 3), Span(15, 16)], dim=2)
+    parts = varlen.cut_tensor_into_spans(x, [Span(12, 15), Span(0, 3), Span(15, 16)], dim=2)
     assert [part.flatten().tolist() for part in parts] == [[12, 13, 14], [0, 1, 2], [15]]
     assert Rectangle(0, Span(2, 5), Span(7, 3)).cell_count == 0
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import find_modules, find_unlisted_tensors
+from headwise.layouts.module_names import find_modules, find_unlisted_tensors_of_module
 from headwise.layouts.registry import layout
 from tests.layouts.real import sharpen
 
@@ -63,7 +63,7 @@ def written(model: Any, name: str, *, role: str = "self", **numbers: int) -> dic
         if module.place.role == role and dict(module.place.numbers) == wanted
     ]
     assert len(found) == 1
-    assert find_unlisted_tensors(found[0], described) == []
+    assert find_unlisted_tensors_of_module(found[0], described) == []
     return {local: tensors[full] for full, local in found[0].tensors.items()}
 
 

@@ -11,7 +11,7 @@ from headwise.layouts.module_names import (
     NamedPosition,
     NameForm,
     find_modules,
-    find_unlisted_tensors,
+    find_unlisted_tensors_of_module,
     locate_weight_outside_attention,
     template_fields,
 )
@@ -87,7 +87,7 @@ def test_a_layer_is_counted_by_its_name_and_not_by_how_many_are_there() -> None:
 def test_what_is_attention_in_other_names_is_not_overlooked() -> None:
     one, other = find_modules(ONE, ["h.0.attn.q", "h.0.attn.o", "h.1.attn.qweight"])
     assert (one.prefix, other.prefix) == ("h.0.attn.", "h.1.attn.")
-    assert find_unlisted_tensors(other, ONE) == ["h.1.attn.qweight"]
+    assert find_unlisted_tensors_of_module(other, ONE) == ["h.1.attn.qweight"]
     half, whole = find_modules(ONE, ["x.0.q", "x.1.q", "x.1.o"])
     assert (half.prefix, whole.prefix) == ("x.0.", "x.1.")
     assert half.tensors.keys() == {"x.0.q"}

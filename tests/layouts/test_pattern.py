@@ -14,7 +14,7 @@ from headwise.layouts.pattern import (
     PatternAxis,
     PatternBlock,
     canonical_shape,
-    names_by_axis,
+    names_by_canonical_axis,
     pack_tensors,
     parse_pattern,
     unpack_tensor,
@@ -151,23 +151,25 @@ def test_a_transposed_matrix_and_a_split_axis() -> None:
 
 
 def test_an_axis_is_written_by_itself_by_a_wider_one_or_by_its_split() -> None:
-    assert names_by_axis("wk", ("kv_heads", "head_dim", "source_dim")) == [
+    assert names_by_canonical_axis("wk", ("kv_heads", "head_dim", "source_dim")) == [
         ("kv_heads",),
         ("head_dim",),
         ("source_dim",),
     ]
-    assert names_by_axis("wk", ("heads", "head_dim", "embed_dim"))[0] == ("heads",)
-    assert names_by_axis("wq", ("head_dim", "group", "kv_heads", "embed_dim"))[0] == (
+    assert names_by_canonical_axis("wk", ("heads", "head_dim", "embed_dim"))[0] == ("heads",)
+    assert names_by_canonical_axis("wq", ("head_dim", "group", "kv_heads", "embed_dim"))[0] == (
         "kv_heads",
         "group",
     )
     shards = {"heads": ("shard", "local_heads")}
-    assert names_by_axis("wq", ("shard", "local_heads", "head_dim", "embed_dim"), shards)[0] == (
+    assert names_by_canonical_axis("wq", ("shard", "local_heads", "head_dim", "embed_dim"), shards)[
+        0
+    ] == (
         "shard",
         "local_heads",
     )
-    assert names_by_axis("wv", ("value_dim", "source_dim"), {"kv_heads": ()})[0] == ()
-    assert names_by_axis("embedding", ("vocabulary", "embed_dim")) == [
+    assert names_by_canonical_axis("wv", ("value_dim", "source_dim"), {"kv_heads": ()})[0] == ()
+    assert names_by_canonical_axis("embedding", ("vocabulary", "embed_dim")) == [
         ("embed_dim",),
         ("vocabulary",),
     ]
@@ -184,7 +186,7 @@ def test_an_axis_is_written_by_itself_by_a_wider_one_or_by_its_split() -> None:
 )
 def test_axes_that_are_not_the_tensors_are_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(OptionError, match="its axes, each once: heads head_dim embed_dim") as error:
-        names_by_axis("wq", names)
+        names_by_canonical_axis("wq", names)
     assert " ".join(names) in error.value.saw
 
 

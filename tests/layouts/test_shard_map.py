@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.canonical_form import AXES
 from headwise.layouts.layout import Layout
-from headwise.layouts.pattern import find_leading_name, parse_pattern
+from headwise.layouts.pattern import find_axis_led_by, parse_pattern
 from headwise.layouts.registry import layout, layouts
 from headwise.layouts.shard_map import (
     ShardedAxis,
@@ -232,7 +232,7 @@ test_refusals = refusals(
             ("as shares of gpt2", "names the axes"),
         ),
         "an inner name": (
-            lambda: find_leading_name(parse_pattern("wq: (head_dim heads) embed_dim"), ["heads"]),
+            lambda: find_axis_led_by(parse_pattern("wq: (head_dim heads) embed_dim"), ["heads"]),
             OptionError,
             ("the axis of wq that is divided by heads",),
         ),

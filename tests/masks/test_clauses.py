@@ -17,7 +17,7 @@ from headwise.errors import HeadwiseError, MaskError
 from headwise.masks.clause import MatrixPart, MatrixSizes, Span
 from headwise.masks.clauses import lower_clauses, rebuild_clauses
 from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias, cut_bias_to_part
+from headwise.masks.score_bias import ScoreBias, cut_score_bias_to_part
 from tests.masks.test_mask import LENGTHS, SHAPE, WHOLE, bind, brute, tiles
 from tests.strategies import Problem, allowed, problems
 
@@ -89,7 +89,7 @@ def test_a_part_of_a_matrix_has_its_part_of_the_mask_and_of_the_bias(
         return
     mask, bias = p.mask or Mask(), p.score_bias or ScoreBias()
     part = Mask(bind(mask, p.shape).cut_to_part(place).clauses)  # may be bound again
-    part_of_bias = cut_bias_to_part(bias, place, MatrixSizes(*p.shape))
+    part_of_bias = cut_score_bias_to_part(bias, place, MatrixSizes(*p.shape))
     batches, rows, columns = (slice(*span) for span in place)
     v = p.v[batches, :, columns]
     cut = Problem(p.q[batches, :, rows], p.k[batches, :, columns], v, part, part_of_bias)

@@ -82,7 +82,7 @@ def test_statistics_see_what_a_table_hides() -> None:
     found = []
     for score_bias in (bias, written(bias, (BATCH, HEADS, QUERIES, QUERIES))):
         matrix = AttentionMatrix(q, k, score_bias=score_bias)
-        observation = CapturedCall.of_self_attention(matrix)
+        observation = CapturedCall.for_self_attention(matrix)
         known = [s for s in STANDARD if s.reason_not_computable(observation) is None]
         summaries = compute_summaries(observation, known)
         found.append({s.definition.name: s.result(summaries[s.definition.name]) for s in known})

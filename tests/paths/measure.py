@@ -101,8 +101,8 @@ def budgets(subject: Subject, module: nn.Module, inputs: Outputs, dtype: torch.d
 def _budgets(
     function: Call, floats: list[Tensor], factor: float, name: str, dtype: torch.dtype
 ) -> Any:
-    # Budget.of for all results of one call: the encoder has 26 gradients.
-    exact, plain, moved = budget._errors_on_nearby_inputs(function, floats)
+    # Budget.for_function for all results of one call: the encoder has 26 gradients.
+    exact, plain, moved = budget._compare_with_float64_on_nearby_inputs(function, floats)
     return tuple(
         Budget(
             f"{name} {i}", dtype, e, factor * p + torch.full_like(e, m), budget._numbered_axes(e)

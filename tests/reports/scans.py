@@ -25,7 +25,7 @@ def layer_of(
     q, k, v = (3 * torch.randn(1, heads, length, 7, generator=generator) for _ in range(3))
     matrix = AttentionMatrix(q, k, mask=Mask.causal(), scale=1.0)
     tokens = torch.randint(20, (1, length), generator=generator)
-    observation = CapturedCall.of_self_attention(
+    observation = CapturedCall.for_self_attention(
         matrix, tokens=tokens, separators=tokens == 3, values=v, outputs=matrix @ v
     )
     missing = {

@@ -25,7 +25,7 @@ from headwise.reports.scan_page import (
     viewer_data,
 )
 from headwise.reports.scan_report import ScanReport
-from headwise.reports.viewer_blobs import THUMB, head_maps, pool_thumbnails
+from headwise.reports.viewer_blobs import THUMB, head_map_arrays, pool_thumbnails
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
 from headwise.scanning.statistics.view_statistics import Map
@@ -176,7 +176,7 @@ def test_other_scans_are_pages_too() -> None:
     assert blobs_of(viewer_report(read))[0]["scans"][0]["layers"][0]["map"] == [1, 1]
     empty = replace(read, layer_scans=(), texts=())
     assert render_scan_page(viewer_report(empty))
-    assert head_maps(read, replace(read.layer_scans[0], summaries={})) is None
+    assert head_map_arrays(read, replace(read.layer_scans[0], summaries={})) is None
 
 
 def test_two_scans_and_their_matched_heads() -> None:

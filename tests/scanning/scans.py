@@ -22,7 +22,12 @@ from headwise.scanning.statistics.statistic import (
     TileStatistic,
     compute_summaries,
 )
-from headwise.scanning.statistics.view_statistics import Map, MostReceived, OffsetProfile, TopKeys
+from headwise.scanning.statistics.view_statistics import (
+    Map,
+    MostReceived,
+    OffsetProfile,
+    TopKeysOfChosenQueries,
+)
 from headwise.scanning.statistics.weight_tile import WeightTile
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 6, 24, 10
@@ -45,7 +50,7 @@ STATISTICS: tuple[TileStatistic, ...] = (
     OffsetProfile(),
     Map(),
     TotalVariation(),
-    TopKeys(),
+    TopKeysOfChosenQueries(),
     MostReceived(),
 )
 
@@ -110,7 +115,7 @@ def _observation(
     matrix: AttentionMatrix, heads: tuple[int, ...], *, is_cross: bool
 ) -> CapturedCall:
     some = AttentionMatrix(matrix.q[:, list(heads)], matrix.k[:, list(heads)], mask=matrix.mask)
-    return CapturedCall.of_self_attention(some, own_key=None if is_cross else 0)
+    return CapturedCall.for_self_attention(some, own_key=None if is_cross else 0)
 
 
 def head_scan(

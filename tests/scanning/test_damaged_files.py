@@ -290,8 +290,8 @@ def test_a_size_that_no_tensor_has_is_refused(path: Path) -> None:
 
 def test_a_summary_of_ones_own_is_checked_by_its_result(tmp_path: Path) -> None:
     class Doubled(Own):
-        def finish(self, gathered: Any, observation: Any) -> Summary:
-            summary = super().finish(gathered, observation)
+        def make_summary(self, gathered: Any, observation: Any) -> Summary:
+            summary = super().make_summary(gathered, observation)
             return {"double": 2 * summary["sum"], "rows": summary["count"]}
 
         def result(self, summary: Summary) -> Tensor:

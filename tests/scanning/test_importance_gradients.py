@@ -114,7 +114,7 @@ def test_a_batch_is_the_merge_of_its_sequences(name: str) -> None:
         first, *others = [gradients(own, part, loss=squares) for part in parts]
         return first.merge(*others)[name]
 
-    budget = Budget.of(alone, x, factor=BACKWARD, name=name)
+    budget = Budget.for_function(alone, x, factor=BACKWARD, name=name)
     batch = gradients(model.float(), padded, loss=squares)
     assert (batch.sequences, batch.tokens) == (BATCH, sum(REAL))
     budget.assert_holds(batch[name].float())
@@ -188,7 +188,7 @@ def test_gates_change_no_bit() -> None:
         with capture_attention(model, gates):
             gated = model(x)
         assert torch.equal(plain, gated)
-        gates.backward(squares(gated, x).double())
+        gates.add_gradients_of_losses(squares(gated, x).double())
         for layer in gates.layers.chosen():
             assert torch.isfinite(layer.summaries["gate_gradient"]["sum"]).all()
 

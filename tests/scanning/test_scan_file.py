@@ -15,7 +15,7 @@ from safetensors.torch import save as safetensors_of
 
 from headwise.errors import OptionError
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan_file import KEY, read_scan_file, write_scan_file
+from headwise.scanning.scan_file import KEY, read_scan_fields, write_scan_file
 from tests.root import ROOT
 from tests.scanning.edited import edit, fields_in
 from tests.scanning.scans import (
@@ -113,8 +113,8 @@ def test_a_scan_without_layers_comes_back(tmp_path: Path) -> None:
 
 def test_what_is_kept_beside_a_scan_comes_back(scan: HeadScan, tmp_path: Path) -> None:
     path = write_scan_file(scan, tmp_path / "a", document={"name": "é"})
-    assert read_scan_file(path)[1] == {"name": "é"}
-    assert read_scan_file(scan.save(tmp_path / "b"))[1] is None
+    assert read_scan_fields(path)[1] == {"name": "é"}
+    assert read_scan_fields(scan.save(tmp_path / "b"))[1] is None
 
 
 def test_a_statistic_of_ones_own_is_given_to_load(tmp_path: Path) -> None:

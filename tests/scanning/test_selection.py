@@ -20,11 +20,11 @@ from headwise.scanning.scan import scan
 from headwise.scanning.selection import (
     normalise_heads_option,
     normalise_layers_option,
-    normalise_token_ids,
+    normalise_token_ids_option,
     select_statistics,
 )
 from headwise.scanning.statistics.catalogue import find_standard_statistics
-from headwise.scanning.statistics.view_statistics import TopKeys
+from headwise.scanning.statistics.view_statistics import TopKeysOfChosenQueries
 from tests.scanning.models import BATCH, LENGTH, VOCABULARY, bert, own, tokens
 from tests.scanning.scans import standard
 
@@ -44,8 +44,8 @@ def test_one_name_is_one() -> None:
         part["previous_token"][0, 3], whole["previous_token"][1, 3], rtol=EPS, atol=EPS
     )
     assert scan(model, ids, statistics=standard("entropy")).names == ("entropy",)
-    assert normalise_token_ids("separators", 7) == (7,)
-    assert TopKeys(queries=-2).queries == (-2,)
+    assert normalise_token_ids_option("separators", 7) == (7,)
+    assert TopKeysOfChosenQueries(queries=-2).queries == (-2,)
 
 
 @pytest.mark.parametrize("measure", [gradients, ablations])
@@ -77,10 +77,13 @@ def test_numbers_of_any_kind_and_each_once() -> None:
         (lambda: normalise_layers_option([3]), r'layers=\[3\][\s\S]*layers="\*\.3\.\*"'),  # type: ignore[list-item]
         (lambda: normalise_layers_option(3), "layers=3"),  # type: ignore[arg-type]
         (
-            lambda: normalise_token_ids("separators", "."),
+            lambda: normalise_token_ids_option("separators", "."),
             r"separators='\.'[\s\S]*convert_tokens_to_ids",
         ),
-        (lambda: select_statistics([TopKeys]), r"do: +TopKeys\(\), an object"),  # type: ignore[list-item]
+        (
+            lambda: select_statistics([TopKeysOfChosenQueries]),  # type: ignore[list-item]
+            r"do: +TopKeysOfChosenQueries\(\), an object",
+        ),
         (lambda: select_statistics(3), "statistics=3"),  # type: ignore[arg-type]
         (lambda: normalise_layers_option(b"x"), "layers=b'x'"),  # type: ignore[arg-type]
         (lambda: select_statistics(b"entropy"), "statistics=b'entropy'"),  # type: ignore[arg-type]

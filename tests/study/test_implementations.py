@@ -112,7 +112,7 @@ def test_random_weights_keep_the_width() -> None:
 def test_the_output_is_the_formula(key: str, masked: bool) -> None:
     x, weights = torch.randn(BATCH, LENGTH, EMBED_DIM), given(key)
     hidden = ~may_attend() if masked else None
-    budget = Budget.of(
+    budget = Budget.for_function(
         lambda *tensors: written_out(*tensors, hidden=hidden)[0], x, *weights.tensors
     )
     layer = peer(key, given=weights)
@@ -126,27 +126,29 @@ def test_the_output_is_the_formula(key: str, masked: bool) -> None:
 def test_equal_tokens_give_the_projected_value(key: str) -> None:
     token, weights = torch.randn(EMBED_DIM), SharedWeights.random(EMBED_DIM)
     x = token.expand(BATCH, LENGTH, EMBED_DIM)
-    budget = Budget.of(lambda x, v, out: F.linear(F.linear(x, v), out), x, weights.v, weights.out)
+    budget = Budget.for_function(
+        lambda x, v, out: F.linear(F.linear(x, v), out), x, weights.v, weights.out
+    )
     budget.assert_holds(peer(key, given=weights)(x))
 
 
 @pytest.mark.parametrize("key", [k for k in PEERS if k not in ("paper", "tensor2tensor")])
 def test_the_weights_are_those_of_the_formula(key: str) -> None:
     x, weights = torch.randn(BATCH, LENGTH, EMBED_DIM), given(key)
-    found = peer(key, given=weights).attention_weights(x)
+    found = peer(key, given=weights).returned_attention_weights(x)
     assert found is not None
 
     def read(*tensors: Tensor) -> Tensor:
         exact = written_out(*tensors)[1]
         return {"torch": exact.mean(1), "einops": exact.transpose(0, 1)}.get(key, exact)
 
-    Budget.of(read, x, *weights.tensors).assert_holds(found)
+    Budget.for_function(read, x, *weights.tensors).assert_holds(found)
 
 
 @pytest.mark.parametrize("key", ["gpt2", "bert"])
 def test_hugging_face_through_torchs_kernel(key: str) -> None:
     x, weights = torch.randn(BATCH, LENGTH, EMBED_DIM), given(key)
-    budget = Budget.of(
+    budget = Budget.for_function(
         lambda *tensors: written_out(*tensors, hidden=~may_attend())[0], x, *weights.tensors
     )
     layer = peer(key, given=weights, implementation="sdpa")
@@ -163,7 +165,7 @@ def test_the_block_adds_the_input_and_norms(key: str) -> None:
         return F.layer_norm(x + written_out(x, *tensors)[0], (EMBED_DIM,), eps=eps)
 
     eps = {"einops": 1e-5, "bert": 1e-12}[key]
-    budget = Budget.of(partial(block, eps=eps), x, *weights.tensors)
+    budget = Budget.for_function(partial(block, eps=eps), x, *weights.tensors)
     budget.assert_holds(peer(key, given=weights).compute_block(x))
 
 

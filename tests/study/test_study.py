@@ -11,7 +11,7 @@ import torch
 from headwise.errors import MissingExtraError, OptionError
 from headwise.study import run as catalogue
 from headwise.study.research_question import Question
-from headwise.study.run import answer_question, run_study
+from headwise.study.run import answer_question, answer_questions
 from tests.study.answers import QUESTION
 
 
@@ -43,7 +43,7 @@ def test_an_unknown_id_is_refused_with_those_there_are() -> None:
 
 
 def test_what_needs_an_extra_is_left_out_of_the_whole_study(two: SimpleNamespace) -> None:
-    result = run_study()
+    result = answer_questions()
     assert [a.question.id for a in result.answers] == ["made-up"]
     (left,) = result.left_out
     assert (left.id, left.reason, left.remedy) == ("needy", "no such thing", "pip install thing")
@@ -55,12 +55,12 @@ def test_what_needs_an_extra_is_left_out_of_the_whole_study(two: SimpleNamespace
 
 def test_what_was_named_and_needs_an_extra_is_an_error(two: SimpleNamespace) -> None:
     with pytest.raises(MissingExtraError, match="no such thing"):
-        run_study(["needy"])
+        answer_questions(["needy"])
 
 
 def test_progress_rises_to_the_end(two: SimpleNamespace) -> None:
     seen: list[tuple[str, int, int]] = []
-    run_study(progress=lambda *step: seen.append(step))
+    answer_questions(progress=lambda *step: seen.append(step))
     assert [step[1] for step in seen] == sorted(step[1] for step in seen)
     assert seen[0] == ("made-up", 0, 200)
     assert seen[-1] == ("done", 200, 200)

@@ -14,12 +14,12 @@ def test_what_was_read_is_kept_and_says_why_it_is_not_the_trained_encoder(
     monkeypatch.setattr(trained_encoder, "_cache", [])
     monkeypatch.setattr(minilm, "MODULE", "a_module_that_is_not_there")
     monkeypatch.setattr(small_encoder, "STEPS", 10)
-    assert trained_encoder.encoder_fallback() is None
+    assert trained_encoder.reason_for_encoder_fallback() is None
     steps: list[str] = []
     first = trained_encoder.encoder_run(lambda stage, *_: steps.append(stage))
     assert first.model == "an encoder trained on the spot"
     assert "training a small encoder" in steps
-    found = trained_encoder.encoder_fallback()
+    found = trained_encoder.reason_for_encoder_fallback()
     assert found is not None
     assert found.reason == "a_module_that_is_not_there is not installed"
     steps.clear()

@@ -305,7 +305,7 @@ def text_config(config: Config) -> ConfigFields:
     return fields.section("text_config") or fields
 
 
-def rotary_config(config: Config, layer: int) -> ConfigFields:
+def rotary_section_of_layer(config: Config, layer: int) -> ConfigFields:
     """Return the rotary section that applies to a layer; empty where the config has none."""
     fields = text_config(config)
     sections = (fields.section(name) for name in ("rope_parameters", "rope_scaling"))
@@ -385,7 +385,7 @@ def layout_name(config: Config) -> str | None:
 
 
 def _read_rotary_share(fields: ConfigFields) -> float | None:
-    rotation = rotary_config(fields, 0)
+    rotation = rotary_section_of_layer(fields, 0)
     for name in _SHARES:
         share = fields.number(name) if name in fields else rotation.number(name)
         if share is not None and 0 < share <= 1:

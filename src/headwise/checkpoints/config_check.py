@@ -15,7 +15,7 @@ from headwise.checkpoints.config import (
     layer_rotates,
     read_head_dim,
     read_stated_counts,
-    rotary_config,
+    rotary_section_of_layer,
     text_config,
 )
 from headwise.errors import OptionError
@@ -132,7 +132,7 @@ def attention_options(config: Config, function: AttentionSpec, *, layer: int) ->
 
 
 def _read_rotary(fields: ConfigFields, layer: int) -> Rotary:
-    rotary = rotary_config(fields, layer)
+    rotary = rotary_section_of_layer(fields, layer)
     theta = rotary.number("rope_theta") or fields.number("rope_theta")
     counts = read_stated_counts(fields)
     return Rotary(

@@ -49,7 +49,7 @@ class Journal:
         os.fsync(self._handle)
         self._end = 0
 
-    def add(self, steps: Iterable[int]) -> None:
+    def record_steps(self, steps: Iterable[int]) -> None:
         """Record finished steps on the disk."""
         self.append(" ".join(map(str, steps)))
 

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import safetensors_file, torch_file
-from headwise.checkpoints.config import ConfigFields, attention_window, rotary_config, text_config
+from headwise.checkpoints.config import (
+    ConfigFields,
+    attention_window,
+    rotary_section_of_layer,
+    text_config,
+)
 from headwise.checkpoints.model_args import PARAMS, SCALING, mlp_width
 from headwise.checkpoints.stored_description import Description
 from headwise.errors import OptionError
@@ -110,7 +115,7 @@ def _require_loadable_by_meta(
 
 def _meta_rotary_params(config: ConfigFields) -> dict[str, Any]:
     """Return theta and the scaling flag; Meta's code has one scaling, with fixed constants."""
-    rotation = rotary_config(config, 0)
+    rotation = rotary_section_of_layer(config, 0)
     theta = rotation.number("rope_theta") or config.number("rope_theta") or 10_000.0
     kind = rotation.text("rope_type" if "rope_type" in rotation else "type") or "default"
     if kind == "default":

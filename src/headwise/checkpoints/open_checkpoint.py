@@ -71,7 +71,7 @@ def open_checkpoint(
     if description is not None:
         if shares is None:
             require_all_shares(source, description.layout, description.counts)
-        description.require_agreement(source.headers)
+        description.require_fit_to_headers(source.headers)
         description.merge_known_counts(
             counts
         )  # report the caller's wrong counts before the config's

@@ -81,11 +81,11 @@ class OutputPlan:
         """Bytes on disk during the work: other files are written beside the safetensors files."""
         return self.size if self.division is None else 2 * self.size
 
-    def file_offsets(self, name: str) -> list[tuple[str, int]]:
+    def locate_tensor_in_files(self, name: str) -> list[tuple[str, int]]:
         """Return the files that hold a tensor or a share of it, and its first byte in each."""
         return [(file.name, file.offsets[name]) for file in self._files_by_tensor[name]]
 
-    def split_into_verified_shares(self, name: str, tensor: Tensor) -> list[Tensor]:
+    def split_tensor_into_verified_shares(self, name: str, tensor: Tensor) -> list[Tensor]:
         """Return the shares of a tensor, after they were joined and compared; or the tensor.
 
         Raises:
@@ -102,7 +102,7 @@ class OutputPlan:
             )
         return shares
 
-    def file_of(self, step: ConversionStep) -> str:
+    def file_of_step(self, step: ConversionStep) -> str:
         """Return the name of the file that a step writes; "" for a step that only checks."""
         return next(
             (file.name for name in step.outputs for file in self._files_by_tensor[name]), ""
@@ -143,7 +143,7 @@ def plan_output(
         if shard.path in made:
             tensors = {name: (shape, dtype) for *_, name, shape, dtype in sorted(made[shard.path])}
             head = encode_header(tensors, {"format": "pt", **shard.metadata, **metadata})
-            files.append(OutputFile(source.target_name(shard.path), *head))
+            files.append(OutputFile(source.target_file_name(shard.path), *head))
     if len({file.name for file in files}) < len(files):
         raise CheckpointError(
             saw="the files " + ", ".join(shard.path.name for shard in source.shards),
@@ -153,7 +153,7 @@ def plan_output(
     return OutputPlan(tuple(files), _plan_shard_index(source, files))
 
 
-def plan_shares(
+def plan_share_files(
     source: CheckpointSource,
     steps: Iterable[ConversionStep],
     metadata: Mapping[str, str],
@@ -183,7 +183,7 @@ def _plan_shard_index(
     metadata.pop("total_parameters", None)  # conversion may add or remove biases
     name = MODEL_FILE
     if source.index:
-        name = source.target_name(Path(source.index.path.name.removesuffix(INDEX)))
+        name = source.target_file_name(Path(source.index.path.name.removesuffix(INDEX)))
     weight_map = {tensor: file.name for file in files for tensor in file.offsets}
     return name + INDEX, encode_index(weight_map, metadata)
 

@@ -192,13 +192,13 @@ def _plan_files(
         division = derive_shard_map_from_whole(
             description.layout, shapes, shards, description.counts
         )
-        return output_plan.plan_shares(source, steps, metadata, division)
+        return output_plan.plan_share_files(source, steps, metadata, division)
     params = make_meta_params(description, shapes)
     by_columns = divides_embedding_columns(params, shapes)
     division = derive_shard_map_from_whole(
         description.layout, shapes, shards, description.counts, also=by_columns
     )
-    return replace(output_plan.plan_shares(source, steps, metadata, division), params=params)
+    return replace(output_plan.plan_share_files(source, steps, metadata, division), params=params)
 
 
 def _require_file_options(files: str, shards: int) -> None:

@@ -248,7 +248,7 @@ class CheckpointSource(Mapping[str, Tensor]):
         """True unless the path is a single file of weights."""
         return self.path.is_dir() or self.index is not None
 
-    def target_name(self, file: Path) -> str:
+    def target_file_name(self, file: Path) -> str:
         """Return the name of the safetensors file, as transformers would use it, for a file."""
         if file.suffix == SAFETENSORS:
             return file.name

@@ -69,7 +69,10 @@ class StagingDir:
         Raises:
             OSError: the files cannot be written, or the disk is full.
         """
-        is_usable = all(_is_begun(self.files_path / file.name, file) for file in self._plan.files)
+        is_usable = all(
+            _has_planned_size_and_header(self.files_path / file.name, file)
+            for file in self._plan.files
+        )
         done = self._journal.finished_steps(identity) if is_usable else None
         if done is not None:
             self.earlier_run = "its beginning"
@@ -100,8 +103,8 @@ class StagingDir:
 
     def flush_and_record_steps(self, steps: Iterable[int]) -> None:
         """Force all writes to the disk, then record the steps as finished."""
-        _write_back(self.handles.values())
-        self._journal.add(steps)
+        _sync_open_files(self.handles.values())
+        self._journal.record_steps(steps)
 
     def keep(self) -> None:
         """Leave the folder for a later run, also if the block raises."""
@@ -215,8 +218,8 @@ class StagingShare:
 
     def flush_and_record_steps(self, steps: Iterable[int]) -> None:
         """Force all writes to the disk, then record the steps as finished."""
-        _write_back(self.handles.values())
-        self._journal.add(steps)
+        _sync_open_files(self.handles.values())
+        self._journal.record_steps(steps)
 
     def __enter__(self) -> StagingShare:
         return self
@@ -238,7 +241,7 @@ def _list_share_journals(path: Path) -> list[Path]:
     return sorted(path.glob(f"{SHARE}[0-9]*"))
 
 
-def _write_back(handles: Iterable[int]) -> None:
+def _sync_open_files(handles: Iterable[int]) -> None:
     """Force all writes to the disk."""
     for handle in handles:
         os.fsync(handle)
@@ -246,7 +249,7 @@ def _write_back(handles: Iterable[int]) -> None:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _is_begun(path: Path, file: OutputFile) -> bool:
+def _has_planned_size_and_header(path: Path, file: OutputFile) -> bool:
     """True if a file has the planned size and header."""
     if not path.is_file() or path.stat().st_size != file.size:
         return False

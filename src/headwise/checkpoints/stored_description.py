@@ -89,7 +89,7 @@ class Description:
                 )
         return {**self.counts, **stated}
 
-    def require_agreement(self, headers: Mapping[str, TensorHeader]) -> None:
+    def require_fit_to_headers(self, headers: Mapping[str, TensorHeader]) -> None:
         """Raise CheckpointError unless the description fits these tensor names and shapes."""
         described = f"{self.origin} describes {self.modules} modules of {self.layout.name}"
         try:
@@ -133,7 +133,7 @@ def describe_target(
         config: the fields of the model's config.json.
     """
     modules = find_modules(source, headers)
-    sizes = [_canonical_sizes(module, headers, source, target, known) for module in modules]
+    sizes = [_sizes_in_target_layout(module, headers, source, target, known) for module in modules]
     shared = {
         name: sizes[0][name]
         for name in COUNTS
@@ -143,7 +143,7 @@ def describe_target(
     return Description(moved, len(modules), shared, ConfigFields.wrap(config))
 
 
-def _canonical_sizes(
+def _sizes_in_target_layout(
     module: NamedModule,
     headers: Mapping[str, TensorHeader],
     source: Layout,

@@ -69,7 +69,7 @@ class StoredTokenizer:
         """Return the ids of a text, with the model's special tokens."""
         return list(self._tokenizer(text, verbose=False)["input_ids"])
 
-    def cut(self, text: str, length: int) -> list[int]:
+    def first_ids(self, text: str, length: int) -> list[int]:
         """Return the first ``length`` ids of a text, special tokens included."""
         options = {"truncation": True, "max_length": length, "verbose": False}
         return list(self._tokenizer(text, **options)["input_ids"])

@@ -128,7 +128,7 @@ class ConversionStream:
                     self._flush_in_background(unflushed)
                     unflushed, unflushed_size = [], 0
                 done += size
-                progress(self._output.file_of(step), done, total)
+                progress(self._output.file_of_step(step), done, total)
             progress("waiting for the disk", total, total)
             self._flush_in_background(unflushed)
 
@@ -136,7 +136,7 @@ class ConversionStream:
         stored = self._source.headers[step.inputs[0]]
         if step.is_copy and stored.offset is not None and self._output.division is None:
             # copy from file to file, not through memory
-            [(file, offset)] = self._output.file_offsets(*step.outputs)
+            [(file, offset)] = self._output.locate_tensor_in_files(*step.outputs)
             source, target = self._open_source_file(stored.file, stack), self._staging.handles[file]
             arguments = (source, stored.offset, target, offset, stored.nbytes, stored.file)
             self._copies.append(self._copier.submit(output_plan.copy_bytes, *arguments))
@@ -146,8 +146,10 @@ class ConversionStream:
         )
         for name, tensor in tensors.items():
             assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), stored.dtype)
-            parts = self._output.split_into_verified_shares(name, tensor)
-            for (file, offset), part in zip(self._output.file_offsets(name), parts, strict=True):
+            parts = self._output.split_tensor_into_verified_shares(name, tensor)
+            for (file, offset), part in zip(
+                self._output.locate_tensor_in_files(name), parts, strict=True
+            ):
                 handle = self._staging.handles[file]
                 output_plan.write_all_bytes(handle, output_plan.tensor_bytes(part), offset)
 

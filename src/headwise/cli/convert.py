@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import LOST, missing_folder_note, stderr_console
+from headwise.cli.output import LOST, created_folder_note, stderr_console
 from headwise.cli.processes import (
     TIMEOUT,
     Processes,
@@ -155,7 +155,7 @@ def _run_conversion(
         weights = open_weights(source, counts, stored=layouts[0])
         stored = weights.layout(layouts[0], "from")
         assert isinstance(weights.tensors, CheckpointSource)  # since ``source`` is a path
-    made_folder = missing_folder_note(target)
+    made_folder = created_folder_note(target)
     console.print(f"{source}: {stored.name} -> {written.name}", markup=False)
     try:  # memory and the disk limit the speed: a second thread takes twice the time
         with one_thread(), _byte_progress_bar(console) as progress:

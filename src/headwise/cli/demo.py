@@ -37,14 +37,14 @@ def demo(
     import time
 
     from headwise.cli.output import print_result, stderr_console
-    from headwise.cli.scan.command import scan_report
+    from headwise.cli.scan.command import run_scan_with_progress
     from headwise.cli.scan.scan_options import ScanOptions
     from headwise.reports.scan_page import save_scan_page
     from headwise.support.atomic_write import require_writable
 
     require_writable(out)
     start = time.perf_counter()
-    tiny = scan_report(ScanOptions(demo=True, page=out))
+    tiny = run_scan_with_progress(ScanOptions(demo=True, page=out))
     try:
         trained = _scan_and_compare_encoder(out)
     except MissingExtraError as error:
@@ -106,7 +106,7 @@ def _scan_and_compare_encoder(page: Path) -> ScanReport:
     from headwise.bundled_models import minilm
     from headwise.cli.output import stderr_console
     from headwise.cli.progress_bar import progress_bar
-    from headwise.cli.scan.command import scan_report
+    from headwise.cli.scan.command import run_scan_with_progress
     from headwise.cli.scan.scan_options import ScanOptions
     from headwise.study import trained_encoder
     from headwise.study.experiments.same_weights import compare_with_model_layers
@@ -114,7 +114,7 @@ def _scan_and_compare_encoder(page: Path) -> ScanReport:
     with progress_bar(stderr_console(), "loading the trained encoder") as progress:
         recorded = trained_encoder.run_minilm(progress)
         same = compare_with_model_layers(recorded)
-    report = scan_report(ScanOptions(model_dir=minilm.model_folder(), page=page))
+    report = run_scan_with_progress(ScanOptions(model_dir=minilm.model_folder(), page=page))
     return replace(report, title=recorded.model, same_function=same)
 
 

@@ -113,16 +113,18 @@ def _print_layout(layout: Layout, counts: dict[str, int], console: Console) -> N
     is_checked = "yes: a test runs the real implementation"
     checked = f"no: {layout.unchecked}" if layout.unchecked else is_checked
     console.print(Text(layout.name, "bold"))
-    _print_entry(console, "checked", checked)
-    _print_entry(console, "source", layout.source)
+    _print_labelled_text(console, "checked", checked)
+    _print_labelled_text(console, "source", layout.source)
     if layout.note:
-        _print_entry(console, "note", layout.note)
+        _print_labelled_text(console, "note", layout.note)
     for role, template in layout.where.items():
-        _print_entry(console, "location", f"{template} ({role})")
+        _print_labelled_text(console, "location", f"{template} ({role})")
     if layout.sharded:
-        _print_entry(console, "sharded", f"{', '.join(layout.sharded)} over processes")
+        _print_labelled_text(console, "sharded", f"{', '.join(layout.sharded)} over processes")
     shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
-    _print_entry(console, "drawn with", ", ".join(f"{n} {sizes[n]}" for n in shown if n in sizes))
+    _print_labelled_text(
+        console, "drawn with", ", ".join(f"{n} {sizes[n]}" for n in shown if n in sizes)
+    )
     console.print()
     console.print(Text(drawn), soft_wrap=True)
     console.print()
@@ -137,7 +139,7 @@ def _print_layout(layout: Layout, counts: dict[str, int], console: Console) -> N
     )
 
 
-def _print_entry(console: Console, label: str, text: str) -> None:
+def _print_labelled_text(console: Console, label: str, text: str) -> None:
     from rich.table import Table
     from rich.text import Text
 

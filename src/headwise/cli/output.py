@@ -63,7 +63,7 @@ def option_text(name: str, values: tuple[str, ...] = ()) -> str:
     return " ".join(f"{option} {value}" for value in values) or option
 
 
-def exit_status(error: HeadwiseError) -> int:
+def exit_status_of_error(error: HeadwiseError) -> int:
     """Return the exit status of an error that has a message."""
     if isinstance(error, LostProcessError):
         return LOST
@@ -89,13 +89,13 @@ class PrintedErrors:
     ) -> None:
         if isinstance(error, HeadwiseError):
             print_error(join_error_lines(*error.lines(option_text)))
-            raise SystemExit(exit_status(error)) from None
+            raise SystemExit(exit_status_of_error(error)) from None
         if isinstance(error, Exception):
             traceback.print_exception(error)
             raise SystemExit(CRASHED) from None
 
 
-def missing_folder_note(path: Path) -> str:
+def created_folder_note(path: Path) -> str:
     """Return a line on the folder of ``path`` if that has to be made, else ""."""
     folder = path.absolute().parent
     return "" if folder.exists() else f"The folder {folder} was not there and was made."

@@ -201,8 +201,8 @@ def _model_cost_table(costs: CostPlan) -> Table:
         step: [
             cell(step.forward_bytes, step.fits_forward),
             cell(step.step_bytes, step.fits_step),
-            _format_seconds(step.forward_seconds),
-            _format_seconds(step.step_seconds),
+            _format_three_digits(step.forward_seconds),
+            _format_three_digits(step.step_seconds),
         ]
         for step in costs.best_step_of_each_kind
     }
@@ -263,7 +263,7 @@ def _format_operations(costs: CostPlan) -> str:
     )
 
 
-def _format_seconds(value: float) -> str:
+def _format_three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

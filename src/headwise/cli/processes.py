@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.output import CRASHED, LOST, exit_status, option_text, print_error
+from headwise.cli.output import CRASHED, LOST, exit_status_of_error, option_text, print_error
 from headwise.errors import HeadwiseError, LostProcessError, OptionError, join_error_lines
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class CommandJob:
     ) -> None:
         if error is None:
             try:
-                self._job.leave()
+                self._job.leave_when_all_done()
             except LostProcessError as lost:
                 error = lost
             else:
@@ -178,7 +178,7 @@ class CommandJob:
     def _report_failure(self, error: Exception) -> int:
         """Record, leave or print the message of the first failure, and return its status."""
         if isinstance(error, HeadwiseError):
-            text, status = join_error_lines(*error.lines(option_text)), exit_status(error)
+            text, status = join_error_lines(*error.lines(option_text)), exit_status_of_error(error)
         else:
             text, status = f"rank {self._job.rank} stopped at a bug in headwise", CRASHED
             traceback.print_exception(error)

@@ -47,13 +47,13 @@ def _run_study(questions: list[str], out: Path, *, as_json: bool) -> None:
     start = time.perf_counter()
     with progress_bar(stderr_console(), "loading torch") as progress:
         from headwise.reports.study_page import require_matplotlib, save_study_page
-        from headwise.study.run import run_study, select_ids
+        from headwise.study.run import answer_questions, select_ids
 
         # Everything that can be refused is refused before the work and before a folder is made.
         select_ids(questions)
         require_matplotlib()
         require_writable(out)
-        result = run_study(questions, progress=progress)
+        result = answer_questions(questions, progress=progress)
         page = save_study_page(result, out)
     from headwise.reports.terminal import show_study
 

@@ -11,7 +11,7 @@ from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHea
 from headwise.cli.output import (
     NO,
     YES,
-    missing_folder_note,
+    created_folder_note,
     stderr_console,
     suggest_comparison,
 )
@@ -57,7 +57,7 @@ def verify(
     layouts = (first_layout, second_layout)
     if second is None and write_digests is None:
         raise typer.BadParameter("Name SECOND, to compare with, or --write-digests FILE.json.")
-    made_folder = "" if write_digests is None else missing_folder_note(write_digests)
+    made_folder = "" if write_digests is None else created_folder_note(write_digests)
     if write_digests is not None:
         _require_new(write_digests)
     if second is None or _is_digests(second):

@@ -72,7 +72,7 @@ class StageGaps:
     by_position: tuple[float, ...] = ()
 
     @property
-    def largest_head_difference(self) -> float:
+    def largest_relative_difference(self) -> float:
         """The largest relative difference of a head."""
         return max(self.sizes)
 
@@ -240,7 +240,7 @@ class FunctionComparison:
         return [cause.name_with_equals for cause in self.causes]
 
     @property
-    def unexplained(self) -> list[str]:
+    def unexplained_places(self) -> list[str]:
         """The stages that differ without a cause."""
         return [stage.stage for stage in self.parted if not stage.is_explained]
 
@@ -254,7 +254,7 @@ class FunctionComparison:
         lines += [f"  {stage}" for stage in map(str, self.parted)]
         lines += [f"  {gap}" for gap in self.gradients if not gap.is_rounding]
         lines += [f"  {sentence}" for sentence in self.isolated]
-        if self.unexplained and self.tried:
+        if self.unexplained_places and self.tried:
             lines.append(f"  {self.tried} causes were tried, alone and in pairs")
         lines += [f"  {self.blind}"] if self.blind else []
         if self.unseen:

@@ -16,7 +16,7 @@ from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import (
     NamedModule,
     find_modules,
-    find_unlisted_tensors,
+    find_unlisted_tensors_of_module,
     locate_weight_outside_attention,
     prefix_template,
 )
@@ -58,7 +58,11 @@ class CandidateLayout:
     def with_sizes(self, sizes: Sizes) -> CandidateLayout:
         """Return the candidate with these head counts and, if stated, this rotary_width."""
         width = {name: n for name, n in sizes.items() if name == "rotary_width"}
-        fitting = (fit | width for fit in self.fits if head_counts(fit) == head_counts(sizes))
+        fitting = (
+            fit | width
+            for fit in self.fits
+            if query_and_kv_head_counts(fit) == query_and_kv_head_counts(sizes)
+        )
         return replace(self, fits=tuple(fitting))
 
     def layout_reading(self, sizes: Sizes, *, module: int = 0) -> LayoutReading:
@@ -67,7 +71,9 @@ class CandidateLayout:
 
     def is_same_map(self, other: CandidateLayout) -> bool:
         """True if both give the same matrices for every number of heads that fits."""
-        mine, theirs = ({head_counts(fit): fit for fit in c.fits} for c in (self, other))
+        mine, theirs = (
+            {query_and_kv_head_counts(fit): fit for fit in c.fits} for c in (self, other)
+        )
         return mine.keys() == theirs.keys() and all(
             is_same_reading(self.layout_reading(fit), other.layout_reading(theirs[heads]))
             for heads, fit in mine.items()
@@ -97,7 +103,7 @@ def _match_layout(
     layout: Layout, headers: Mapping[str, TensorHeader], counts: Mapping[str, int]
 ) -> CandidateLayout | None:
     modules = find_modules(layout, headers)
-    if not modules or any(find_unlisted_tensors(module, layout) for module in modules):
+    if not modules or any(find_unlisted_tensors_of_module(module, layout) for module in modules):
         return None
     module_fits = list(_list_module_sizes(modules, layout, headers, counts))
     fitting = [(module, fits) for module, fits in module_fits if fits]
@@ -190,13 +196,13 @@ def _possible_heads(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> li
         length
         for name, shape in shapes.items()
         for axis, length in zip(layout.patterns[name].axes, shape, strict=False)
-        if _has_whole_heads(axis)
+        if _axis_holds_whole_heads(axis)
     ]
     common = gcd(*lengths)  # 0 of none, which every number divides
     return [heads for heads in range(2, MOST_HEADS + 1) if common % heads == 0]
 
 
-def _has_whole_heads(axis: PatternAxis) -> bool:
+def _axis_holds_whole_heads(axis: PatternAxis) -> bool:
     parts = [block.names for block in axis.blocks] or [()]
     names = [{*axis.before, *part, *axis.after} for part in parts]
     return all("heads" in part or {"kv_heads", "group"} <= part for part in names)
@@ -213,7 +219,7 @@ def _solve_sizes(
     return None
 
 
-def head_counts(sizes: Sizes) -> tuple[int, int]:
+def query_and_kv_head_counts(sizes: Sizes) -> tuple[int, int]:
     """Return the numbers of query heads and of kv heads."""
     heads = sizes["heads"]
     return heads, sizes.get("kv_heads", heads)

@@ -240,7 +240,7 @@ class Comparison:
             probes=tuple(probe.name for probe in self.probes),
             seed=SEED,
             output_gap=explained.output_gap,
-            stages=explained.stages,
+            stages=explained.stage_names,
             parted=explained.parted_stages,
             causes=explained.causes,
             blind=blind,
@@ -311,9 +311,9 @@ class Comparison:
         if blind := explain_insensitivity_to_scores(self.model, calls, self.doubtful.dtype):
             return blind
         mine, theirs = self.first.model, self.second.model
-        if mine and theirs and _count_window_keys(mine) != _count_window_keys(theirs):
+        if mine and theirs and _window_length_of_model(mine) != _window_length_of_model(theirs):
             return describe_unseen_window(
-                _count_window_keys(mine), _count_window_keys(theirs), calls
+                _window_length_of_model(mine), _window_length_of_model(theirs), calls
             )
         is_doubtful = verdict is Verdict.OTHER_WEIGHTS or self._settings_differ()
         if is_doubtful and not self._outputs_agree_on_probes():
@@ -350,7 +350,7 @@ class Comparison:
         return first is not None and second is not None and first.is_equal(second)
 
 
-def _count_window_keys(model: AttentionModel) -> int | None:
+def _window_length_of_model(model: AttentionModel) -> int | None:
     """Return the number of keys in the window of a model, the query's own included."""
     window = model.settings.window
     return None if window is None or window[0] is None else window[0] + 1

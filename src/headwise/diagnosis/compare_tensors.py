@@ -132,7 +132,7 @@ def compare_tensors(
             `headwise.layouts.conversion_plan.plan_conversion`.
     """
     mine, theirs = layout(first_layout), layout(second_layout)
-    is_damaged = _is_damaged(first, mine, counts)
+    is_damaged = _only_some_modules_fit(first, mine, counts)
     if is_damaged and _all_modules_fit(second, theirs, counts):
         return _compare_converted(
             second, first, theirs, mine, counts, progress, names_heads=names_heads
@@ -161,7 +161,7 @@ def _require_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> None:
     plan_conversion(state, of, of, accept=(), form=AS_STORED, **counts)
 
 
-def _is_damaged(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
+def _only_some_modules_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
     """True if some modules fit and others do not."""
     return not _all_modules_fit(state, of, counts) and any(
         _all_modules_fit(

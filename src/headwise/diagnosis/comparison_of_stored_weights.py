@@ -39,11 +39,12 @@ def can_compare_as_weights(a: object, b: object) -> bool:
     """
     pairs = ((a, b), (b, a))
     return all(map(is_stored_weights, (a, b))) or any(
-        is_stored_weights(stored) and _has_named_weights(module, stored) for stored, module in pairs
+        is_stored_weights(stored) and _is_module_with_named_weights(module, stored)
+        for stored, module in pairs
     )
 
 
-def _has_named_weights(module: object, stored: object) -> TypeGuard[nn.Module]:
+def _is_module_with_named_weights(module: object, stored: object) -> TypeGuard[nn.Module]:
     has_config = isinstance(stored, Mapping) and hasattr(module, "config")
     return isinstance(module, NAMED_LAYERS) or (has_config and isinstance(module, nn.Module))
 

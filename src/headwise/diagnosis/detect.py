@@ -17,7 +17,11 @@ from headwise.checkpoints.config import Config, ConfigFields, merge_counts
 from headwise.checkpoints.open_checkpoint import open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.stored_description import COUNTS, Description, layout_of_description
-from headwise.diagnosis.candidate_layouts import CandidateLayout, LayoutGroup, head_counts
+from headwise.diagnosis.candidate_layouts import (
+    CandidateLayout,
+    LayoutGroup,
+    query_and_kv_head_counts,
+)
 from headwise.diagnosis.detection_result import Detection, narrow_detection
 from headwise.diagnosis.detection_result import detect_by_names_and_shapes as detect_by_names
 from headwise.errors import OptionError
@@ -26,7 +30,7 @@ from headwise.layouts.canonical_form import State
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.equality import describe_differing_part, list_differing_tensors
 from headwise.layouts.layout import Layout
-from headwise.support.cast_to_int64 import convert_to_count
+from headwise.support.cast_to_int64 import convert_to_int_or_none
 
 Given = str | Path | Mapping[str, Tensor]
 Counts = Mapping[str, int | None]
@@ -181,7 +185,7 @@ def _require_state_dict(given: object, title: str) -> Mapping[str, Tensor]:
 
 def require_whole_counts(counts: Counts) -> Counts:
     """Return the counts as Python's integers; NumPy's are accepted."""
-    whole = {name: None if n is None else convert_to_count(n) for name, n in counts.items()}
+    whole = {name: None if n is None else convert_to_int_or_none(n) for name, n in counts.items()}
     for name, count in counts.items():
         if count is not None and (isinstance(count, bool) or whole[name] is None):
             raise OptionError(
@@ -193,7 +197,7 @@ def require_whole_counts(counts: Counts) -> Counts:
     return whole
 
 
-def narrow_by_values(
+def narrow_by_reference_values(
     detection: Detection,
     state: Mapping[str, Tensor],
     reference: Detection,
@@ -211,9 +215,13 @@ def narrow_by_values(
     """
     groups: list[LayoutGroup] = []
     refuted = dict(detection.refuted)
-    references = [each for group in reference.candidates for each in _expand_sizes(group[0])]
+    references = [
+        each for group in reference.candidates for each in _split_candidate_by_sizes(group[0])
+    ]
     for group in detection.candidates:
-        match = _find_first_match(_expand_sizes(group[0]), state, references, other, called)
+        match = _find_first_match(
+            _split_candidate_by_sizes(group[0]), state, references, other, called
+        )
         if isinstance(match, CandidateLayout):
             groups.append(tuple(each.with_sizes(match.fits[0]) for each in group))
         else:
@@ -232,11 +240,11 @@ def _find_first_match(
     if not references:
         return f"{called} has no attention layer of a known layout"
     reasons = []
-    names_heads = len({head_counts(mine.fits[0]) for mine in candidates}) == 1
+    names_heads = len({query_and_kv_head_counts(mine.fits[0]) for mine in candidates}) == 1
     for mine in candidates:
         for theirs in references:
-            if head_counts(mine.fits[0]) == head_counts(theirs.fits[0]):
-                reason = _describe_first_difference(
+            if query_and_kv_head_counts(mine.fits[0]) == query_and_kv_head_counts(theirs.fits[0]):
+                reason = _describe_difference_from_reference(
                     mine, state, theirs, other, called, names_heads=names_heads
                 )
                 if reason is None:
@@ -245,7 +253,7 @@ def _find_first_match(
     return reasons[0] if reasons else f"no number of heads fits both it and {called}"
 
 
-def _expand_sizes(candidate: CandidateLayout) -> list[CandidateLayout]:
+def _split_candidate_by_sizes(candidate: CandidateLayout) -> list[CandidateLayout]:
     """Return a candidate for each of its sizes and for every rotary_width that it may have.
 
     The largest width comes first. Widths end at 4: the two pairings of two channels are the same.
@@ -261,7 +269,7 @@ def _expand_sizes(candidate: CandidateLayout) -> list[CandidateLayout]:
     return candidates
 
 
-def _describe_first_difference(
+def _describe_difference_from_reference(
     mine: CandidateLayout,
     state: Mapping[str, Tensor],
     theirs: CandidateLayout,
@@ -380,4 +388,4 @@ def _detect_by_values(
     if other is None:
         return detection
     theirs = other.detection(**{**shared, **given.known})
-    return narrow_by_values(detection, given.tensors, theirs, other.tensors)
+    return narrow_by_reference_values(detection, given.tensors, theirs, other.tensors)

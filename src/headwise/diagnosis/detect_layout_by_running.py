@@ -16,9 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.checkpoints.config import rotary_config
+from headwise.checkpoints.config import rotary_section_of_layer
 from headwise.checkpoints.config_check import attention_options, layout_in_layer
-from headwise.diagnosis.candidate_layouts import CandidateLayout, LayoutGroup, head_counts
+from headwise.diagnosis.candidate_layouts import (
+    CandidateLayout,
+    LayoutGroup,
+    query_and_kv_head_counts,
+)
 from headwise.diagnosis.detection_result import Detection, narrow_detection
 from headwise.error_budget.budget import Budget
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
@@ -78,7 +82,7 @@ def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[Firs
             module=call.module,
             name=call.layer,
             x=call.state,
-            scores=compute_raw_scores(call.matrix),
+            scores=compute_scaled_scores(call.matrix),
             values=call.values.double(),
             out_proj=call.out_proj,
             is_capped=call.matrix.softcap is not None,
@@ -91,7 +95,7 @@ def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[Firs
     return list(calls.values())
 
 
-def compute_raw_scores(matrix: AttentionMatrix) -> Tensor:
+def compute_scaled_scores(matrix: AttentionMatrix) -> Tensor:
     """Return scale * q.k in float64."""
     q, k = matrix.q.double(), matrix.k.double()
     return matrix.scale * q @ repeat_kv_heads(k, heads=q.shape[1]).mT
@@ -108,7 +112,7 @@ def pair_modules(
     """
     unpaired, waiting, pairs = list(calls), [], []
     for module in modules:
-        call = _find_most_similar_call([state[name] for name in module.tensors], unpaired)
+        call = _find_call_sharing_most_matrices([state[name] for name in module.tensors], unpaired)
         if call is None:
             waiting.append(module)
         else:
@@ -125,20 +129,22 @@ def pair_modules(
     return pairs
 
 
-def _find_most_similar_call(
+def _find_call_sharing_most_matrices(
     tensors: Iterable[Tensor], calls: Iterable[FirstCall]
 ) -> FirstCall | None:
     """Return the call whose module shares most matrices: some may be the same in all modules."""
     matrices = [x for x in tensors if x.dim() > 1]
     shared = {
-        call: sum(any(_is_equal(x, p) for p in call.module.parameters()) for x in matrices)
+        call: sum(
+            any(_is_equal_after_cast(x, p) for p in call.module.parameters()) for x in matrices
+        )
         for call in calls
     }
     most = max(shared.values(), default=0)
     return next((call for call, count in shared.items() if count == most), None) if most else None
 
 
-def _is_equal(x: Tensor, parameter: Tensor) -> bool:
+def _is_equal_after_cast(x: Tensor, parameter: Tensor) -> bool:
     if x.shape != parameter.shape:
         return False
     # Most matrices differ in the first row, so a large file is read as a whole only once.
@@ -185,8 +191,7 @@ def narrow_by_running(
         UndecidedError: no candidate agrees, and at least one could not be compared: none of its
             modules was captured, or headwise does not support the model's rotation.
     """
-    calls = record_first_calls(model, inputs)
-    if not calls:
+    if not (calls := record_first_calls(model, inputs)):
         raise OptionError(
             saw="a model in which no self-attention was seen",
             needed="a model whose attention headwise scan can capture",
@@ -203,7 +208,8 @@ def narrow_by_running(
         elif isinstance(verdict, str):
             refuted |= {each.layout.name: verdict for each in group}
         else:
-            groups.append(tuple(trial.add_reason(each.with_sizes(verdict)) for each in group))
+            sized = [each.with_sizes(verdict) for each in group]
+            groups.append(tuple(trial.with_comparison_as_reason(each) for each in sized))
     for group, why in uncompared:
         if not groups:
             raise UndecidedError(
@@ -250,7 +256,7 @@ class _Trial:
         uncompared = (each for each in differences if isinstance(each, NotComparedError))
         return next(uncompared, differences[0] if differences else f"the model has {heads} heads")
 
-    def add_reason(self, candidate: CandidateLayout) -> CandidateLayout:
+    def with_comparison_as_reason(self, candidate: CandidateLayout) -> CandidateLayout:
         """Return a candidate of the same map with the comparison as one more reason."""
         compared, total = len(self.pair_modules_with_calls), len(candidate.modules)
         reason = f"behaviour: {compared} of {total} modules compared, alike"
@@ -278,7 +284,7 @@ class _Trial:
         self, module: NamedModule, call: FirstCall, sizes: Sizes
     ) -> str | NotComparedError | None:
         layout = _layout_without_score_operations(self.candidate.layout, self.config, module.layer)
-        layer = self._build_layer(layout, module, _head_counts(call, sizes))
+        layer = self._build_layer(layout, module, _head_counts_of_call(call, sizes))
         part = _find_differing_stage(layer, self.candidate.layout.function, call)
         why = self._describe_unknown_rotation(layout, module) if part == SCORES else None
         if part is None or why is not None:
@@ -289,7 +295,8 @@ class _Trial:
         self, layout: Layout, module: NamedModule
     ) -> NotComparedError | None:
         """Return why different scores decide nothing, if the rotation of the model is unknown."""
-        rotary, rotation = layout.function.rotary, rotary_config(self.config, module.layer)
+        rotary = layout.function.rotary
+        rotation = rotary_section_of_layer(self.config, module.layer)
         if rotary is None:
             return NotComparedError(
                 saw="different scores: neither the layout nor the config says whether it rotates",
@@ -317,9 +324,9 @@ class _Trial:
         )
 
 
-def _head_counts(call: FirstCall, sizes: Sizes) -> Sizes:
+def _head_counts_of_call(call: FirstCall, sizes: Sizes) -> Sizes:
     """Return the head counts of a call: they may differ between towers of a model."""
-    call_heads, (heads, kv_heads) = call.scores.shape[1], head_counts(sizes)
+    call_heads, (heads, kv_heads) = call.scores.shape[1], query_and_kv_head_counts(sizes)
     return {"heads": call_heads, "kv_heads": max(1, kv_heads * call_heads // heads)}
 
 
@@ -349,14 +356,14 @@ def _find_differing_stage(layer: Attention, spec: AttentionSpec, call: FirstCall
         return layer if x.dtype == torch.float64 else rounded
 
     def scores(x: Tensor) -> Tensor:
-        return compute_raw_scores(in_dtype_of(x).matrix(x))
+        return compute_scaled_scores(in_dtype_of(x).matrix(x))
 
     def values(x: Tensor) -> Tensor:
         v = split_heads(in_dtype_of(x).v_proj(x), heads=layer.num_kv_heads)
         return repeat_kv_heads(v, heads=call.values.shape[1])  # some models repeat theirs first
 
     for stage, ours, theirs in ((SCORES, scores, call.scores), (VALUES, values, call.values)):
-        budget = Budget.of(ours, x)
+        budget = Budget.for_function(ours, x)
         if budget.exact.shape != theirs.shape or not budget.check(theirs):
             return stage
     return None

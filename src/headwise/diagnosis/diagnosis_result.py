@@ -132,7 +132,7 @@ class TensorComparison:
         return (
             self.same
             + len(self.differences)
-            + len(self._list_missing_tensors)
+            + len(self._list_missing_in_second)
             + len(self.only_second)
         )
 
@@ -154,7 +154,7 @@ class TensorComparison:
             for name, (mine, theirs) in self.conflicts.items()
         ]
         if self.unheld:
-            lines.append(f"{self._describe_narrow_side}: {self.unheld}")
+            lines.append(f"{self._describe_less_capable_layout}: {self.unheld}")
         in_first = []
         for name, missing in self.only_first.items():
             lack = f"; the second has no {_quote_names(missing)}" if {*missing} - {name} else ""
@@ -165,25 +165,25 @@ class TensorComparison:
         return lines
 
     @property
-    def _describe_narrow_side(self) -> str:
+    def _describe_less_capable_layout(self) -> str:
         other = "first" if self.narrow == "second" else "second"
         return f"the {self.narrow}'s layout cannot hold the {other}"
 
     @property
-    def _list_missing_tensors(self) -> list[str]:
+    def _list_missing_in_second(self) -> list[str]:
         """Tensors that the second lacks, by the names of its layout where it has them."""
         missing = (names or (name,) for name, names in self.only_first.items())
         return list(dict.fromkeys(name for names in missing for name in names))
 
     def __str__(self) -> str:
         if self.unheld:
-            return f"no tensor was compared: {self._describe_narrow_side}"
+            return f"no tensor was compared: {self._describe_less_capable_layout}"
         all_same = self.same == self.total
         parts = [f"{'all' if all_same else f'{self.same} of'} {self.total} tensors are equal"]
         parts += _describe_tensors(
             "differs", "differ", [(each.name, each.where) for each in self.differences]
         )
-        for which, names in (("first", self._list_missing_tensors), ("second", self.only_second)):
+        for which, names in (("first", self._list_missing_in_second), ("second", self.only_second)):
             alone = [(name, "") for name in names]
             parts += _describe_tensors(
                 f"is in the {which} alone", f"are in the {which} alone", alone
@@ -294,7 +294,7 @@ class Diagnosis(Displayed):
     def _answer_from_comparison(self, comparison: FunctionComparison | ModelComparison) -> str:
         if self.verdict is Verdict.UNKNOWN and self.function and self.function.gradients:
             return "Different in training alone: outputs agree, and gradients do not."
-        names, left = comparison.cause_names_with_equals, comparison.unexplained
+        names, left = comparison.cause_names_with_equals, comparison.unexplained_places
         causes = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
         rest = f"a part of it; nothing explains {', '.join(left)}" if left else "all of it"
         verb = "explain" if len(names) > 1 else "explains"

@@ -74,7 +74,7 @@ class ExplainedCalls:
         return measure_gaps(self.model, self.calls)
 
     @property
-    def stages(self) -> tuple[str, ...]:
+    def stage_names(self) -> tuple[str, ...]:
         """The stages that were recorded."""
         return tuple(s for s in STAGES if any(s in call.stages for call in self.calls))
 

@@ -59,10 +59,10 @@ class LayerPair:
         sides = ("second", "first") if self._known_attention is self.theirs else ("first", "second")
         known, explained = (
             ExplainedCalls(
-                self._known_model, [call], self._describe_probes, self.mine.stored, side=side
+                self._known_model, [call], self._list_input_names, self.mine.stored, side=side
             )
             for call, side in zip(
-                (self._known_attention.call, self._doubtful_call), sides, strict=True
+                (self._known_attention.call, self._call_to_explain), sides, strict=True
             )
         )
         known = replace(known, stored=self._known_attention.stored)
@@ -83,7 +83,7 @@ class LayerPair:
         return self._report_explained_calls(_explain_by_named_causes(explained, named), named)
 
     @property
-    def _describe_probes(self) -> list[str]:
+    def _list_input_names(self) -> list[str]:
         return [self.first.inputs]
 
     @property
@@ -96,7 +96,7 @@ class LayerPair:
         return self._known_attention.model
 
     @property
-    def _doubtful_call(self) -> RecordedCall:
+    def _call_to_explain(self) -> RecordedCall:
         """The call of the other, with the mask of the known one."""
         call = self.mine.call if self._known_attention is self.theirs else self.theirs.call
         known = self._known_attention.call.inputs
@@ -121,12 +121,12 @@ class LayerPair:
             return dropout
         if self.mine.window != self.theirs.window:
             return describe_unseen_window(
-                self.mine.window, self.theirs.window, [self._doubtful_call]
+                self.mine.window, self.theirs.window, [self._call_to_explain]
             )
         if self._known_model is None or (mine and theirs and mine.is_equal(theirs)):
             return ""
         return explain_insensitivity_to_scores(
-            self._known_model, [self._doubtful_call], self._doubtful_call.dtype
+            self._known_model, [self._call_to_explain], self._call_to_explain.dtype
         )
 
     def _find_exchanged_layer(self) -> str:
@@ -134,7 +134,7 @@ class LayerPair:
         for layer in self.second.layers:
             if layer is self.theirs or layer.model is None:
                 continue
-            if not measure_gaps(layer.model, [self._doubtful_call]).cells_beyond_rounding:
+            if not measure_gaps(layer.model, [self._call_to_explain]).cells_beyond_rounding:
                 return layer.name
         return ""
 
@@ -174,7 +174,7 @@ class LayerPair:
             self._make_empty_comparison(),
             blind=self._describe_blind_spot() if explained.outputs_agree else "",
             output_gap=explained.output_gap,
-            stages=explained.stages,
+            stages=explained.stage_names,
             parted=explained.parted_stages,
             causes=explained.causes,
             gaps=explained.stage_gaps,

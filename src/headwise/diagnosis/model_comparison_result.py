@@ -152,7 +152,7 @@ class ModelComparison:
         return [*dict.fromkeys(words)]
 
     @property
-    def unexplained(self) -> list[str]:
+    def unexplained_places(self) -> list[str]:
         """The layers that differ without a cause, and the place outside attention."""
         names = [f"`{layer.name}`" for layer in self.differing_layers if not layer.is_explained]
         return names + (

@@ -12,9 +12,9 @@ from headwise.diagnosis.simulation.gaps import (
     WHOLE,
     Cell,
     Gaps,
-    heads_agree_within_rounding,
+    all_heads_agree_within_rounding,
     measure_gaps,
-    replace_stage_in_heads,
+    replace_model_stage_in_heads,
 )
 from headwise.diagnosis.simulation.stages import STAGES
 
@@ -141,7 +141,7 @@ def _yield_explaining_variants(cause: Cause, evidence: Evidence) -> Iterator[Nam
 
 
 def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant]:
-    cells = evidence.parted_cells(*list_stages_showing_cause(cause, evidence))
+    cells = evidence.parted_calls_and_heads(*list_recorded_stages_of_cause(cause, evidence))
     if not cells:
         return
     for variant in cause.variants(evidence):
@@ -151,7 +151,7 @@ def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant
             yield nearest
 
 
-def list_stages_showing_cause(cause: Cause, evidence: Evidence) -> list[str]:
+def list_recorded_stages_of_cause(cause: Cause, evidence: Evidence) -> list[str]:
     """Return the recorded stages in which a cause shows: its own, or else the next after it."""
     recorded = [stage for stage in STAGES if any(stage in call.stages for call in evidence.calls)]
     shown = []
@@ -169,13 +169,13 @@ def _explain_cells_by_variant(
     A variant that must be kept from some heads explains nothing if it breaks the heads that it
     explains in another call.
     """
-    stages = list_stages_showing_cause(cause, evidence)
+    stages = list_recorded_stages_of_cause(cause, evidence)
     if not any(_explains_smallest_call(variant, evidence, stage) for stage in stages):
         return None
     after = measure_gaps(variant.model, evidence.calls, stages)
     cells: list[Cell] = []
     for stage in stages:
-        parted = evidence.parted_cells(stage)
+        parted = evidence.parted_calls_and_heads(stage)
         if all(_is_cell_explained(cell, after) for cell in parted):
             cells += parted
         elif cause.is_whole:
@@ -194,13 +194,13 @@ def _explain_cells_by_variant(
 
 def _explains_smallest_call(variant: Variant, evidence: Evidence, stage: str) -> bool:
     """True if the smallest call in which a stage parts is explained: most variants fail there."""
-    parted = evidence.parted_cells(stage)
+    parted = evidence.parted_calls_and_heads(stage)
     if not parted:
         return False
     sizes = {n: evidence.calls[n].stages[stage].numel() for _, n, _ in parted}
     number = min(sizes, key=sizes.__getitem__)
     heads = [head for _, n, head in parted if n == number]
-    return heads_agree_within_rounding(variant.model, evidence.calls[number], stage, heads)
+    return all_heads_agree_within_rounding(variant.model, evidence.calls[number], stage, heads)
 
 
 def _is_cell_explained(cell: Cell, after: Gaps) -> bool:
@@ -225,7 +225,7 @@ def _apply_variant_in_cells(
     for stage in explained:
         heads = sorted({head for s, _, head in cells if s == stage})
         some = any(cell[0] == stage for cell in broken)
-        model = replace_stage_in_heads(model, variant.model, stage, heads if some else None)
+        model = replace_model_stage_in_heads(model, variant.model, stage, heads if some else None)
     return model, True
 
 
@@ -235,7 +235,9 @@ def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCa
     One cause twice is no pair: that undoes what the first did, and is another name for anything.
     """
     stage = evidence.gaps.stages_beyond_rounding[0]
-    concerned = [cause for cause in causes if stage in list_stages_showing_cause(cause, evidence)]
+    concerned = [
+        cause for cause in causes if stage in list_recorded_stages_of_cause(cause, evidence)
+    ]
     before = evidence.gaps.totals_of_stage(stage)
     nearest: list[tuple[tuple[float, float], int, Cause, Variant]] = []
     for cause in concerned:
@@ -246,7 +248,9 @@ def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCa
                 nearest.append((size, len(nearest), cause, variant))
     pairs: list[tuple[tuple[bool, float, float, int], int, list[NamedCause]]] = []
     for _, _, cause, variant in sorted(nearest)[:BEAM]:
-        first = NamedCause(cause, variant, variant.model, tuple(evidence.parted_cells(stage)))
+        first = NamedCause(
+            cause, variant, variant.model, tuple(evidence.parted_calls_and_heads(stage))
+        )
         others = [each for each in concerned if each is not cause]
         for second in _find_best_single_cause(Evidence.of(variant.model, evidence.calls), others):
             if stage in second.stages:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 from headwise.checkpoints.config import Config
 from headwise.checkpoints.stored_description import COUNTS
-from headwise.diagnosis.candidate_layouts import CandidateLayout, head_counts
+from headwise.diagnosis.candidate_layouts import CandidateLayout, query_and_kv_head_counts
 from headwise.diagnosis.compare_tensors import (
     UNREADABLE,
     compare_outputs_of_layers,
     compare_tensors,
 )
 from headwise.diagnosis.config_differences import find_config_differences
-from headwise.diagnosis.detect import Given, GivenWeights, narrow_by_values, open_weights
+from headwise.diagnosis.detect import Given, GivenWeights, narrow_by_reference_values, open_weights
 from headwise.diagnosis.detection_result import Detection
 from headwise.diagnosis.diagnosis_result import Diagnosis, OutputComparison, Verdict
 from headwise.diagnosis.name_weight_moves import ModuleMoves, find_module_moves
@@ -93,7 +93,7 @@ class _Side:
     def has_open_heads(self, layout: Layout) -> bool:
         """True if several numbers of heads fit in ``layout``."""
         return any(
-            len({*map(head_counts, candidate.fits)}) > 1
+            len({*map(query_and_kv_head_counts, candidate.fits)}) > 1
             for group in self.detection.candidates or self.detection.damaged
             for candidate in group
             if candidate.layout == layout
@@ -102,7 +102,9 @@ class _Side:
     def candidates_matching(self, other: _Side, *, called: str) -> Detection:
         """Return the candidates in which the tensors are those of ``other``."""
         mine, theirs = self.weights.tensors, other.weights.tensors
-        return narrow_by_values(self.detection, mine, other.detection, theirs, called=called)
+        return narrow_by_reference_values(
+            self.detection, mine, other.detection, theirs, called=called
+        )
 
 
 Sides = tuple[_Side, _Side]

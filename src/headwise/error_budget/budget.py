@@ -57,7 +57,7 @@ class Budget:
     # ---- construction -----------------------------------------------------------------------
 
     @classmethod
-    def of(
+    def for_function(
         cls,
         function: Callable[..., Tensor],
         *inputs: Tensor,
@@ -77,7 +77,7 @@ class Budget:
             name: the quantity, for messages.
             axes: the names of the result's axes, for messages.
         """
-        (exact,), (plain,), (sensitivity,) = _errors_on_nearby_inputs(
+        (exact,), (plain,), (sensitivity,) = _compare_with_float64_on_nearby_inputs(
             lambda *x: (function(*x),), inputs
         )
         floor = torch.full_like(exact, sensitivity) if floor is None else floor.double()
@@ -99,7 +99,9 @@ class Budget:
         floor = rounding.product_floor(_row_rounding(q, k, options), _expand_to_all_heads(v, q))
         axes = (*MATRIX_AXES[:3], "value_dim")
         f = partial(_attention_product, options=options)
-        return cls.of(f, q, k, v, floor=floor, factor=factor, name="head outputs", axes=axes)
+        return cls.for_function(
+            f, q, k, v, floor=floor, factor=factor, name="head outputs", axes=axes
+        )
 
     @classmethod
     def for_transposed(
@@ -120,7 +122,7 @@ class Budget:
         def f(q: Tensor, k: Tensor, y: Tensor) -> Tensor:
             return reference.weights(q, k, **options).mT @ y
 
-        return cls.of(f, q, k, y, floor=floor, factor=factor, name="A.mT @ y", axes=axes)
+        return cls.for_function(f, q, k, y, floor=floor, factor=factor, name="A.mT @ y", axes=axes)
 
     @classmethod
     def for_weights(
@@ -150,7 +152,7 @@ class Budget:
         def f(q: Tensor, k: Tensor) -> Tensor:
             return read_weights(reference.weights(q, k, **options))
 
-        return cls.of(f, q, k, floor=floor, factor=factor, name="weights", axes=axes)
+        return cls.for_function(f, q, k, floor=floor, factor=factor, name="weights", axes=axes)
 
     @classmethod
     def for_logsumexp(
@@ -162,9 +164,9 @@ class Budget:
         **options: Unpack[AttentionOptions],
     ) -> Budget:
         """Make the budget of the logsumexp over keys and sink; -inf in an empty row."""
-        floor = rounding.logsumexp_floor(_row_rounding(q, k, options))
+        floor, axes = rounding.logsumexp_floor(_row_rounding(q, k, options)), MATRIX_AXES[:3]
         f = partial(_logsumexp_of_scores, options=options)
-        return cls.of(f, q, k, floor=floor, factor=factor, name="logsumexp", axes=MATRIX_AXES[:3])
+        return cls.for_function(f, q, k, floor=floor, factor=factor, name="logsumexp", axes=axes)
 
     @classmethod
     def for_entropy(
@@ -176,9 +178,9 @@ class Budget:
         **options: Unpack[AttentionOptions],
     ) -> Budget:
         """Make the budget of the entropy in nats over keys and sink; 0 in an empty row."""
-        floor = rounding.entropy_floor(_row_rounding(q, k, options))
+        floor, axes = rounding.entropy_floor(_row_rounding(q, k, options)), MATRIX_AXES[:3]
         f = partial(_entropy_of_scores, options=options)
-        return cls.of(f, q, k, floor=floor, factor=factor, name="entropy", axes=MATRIX_AXES[:3])
+        return cls.for_function(f, q, k, floor=floor, factor=factor, name="entropy", axes=axes)
 
     @classmethod
     def for_gradients(
@@ -213,7 +215,9 @@ class Budget:
         if (sink := options.get("sink")) is not None:
             leaves["sink"] = sink
         backward = partial(_compute_gradients, options=options, read=bias_gradient)
-        exact, plain, _ = _errors_on_nearby_inputs(backward, (grad_output, *leaves.values()))
+        exact, plain, _ = _compare_with_float64_on_nearby_inputs(
+            backward, (grad_output, *leaves.values())
+        )
         names = [*leaves, "score_bias"][: len(exact)]
         return {
             name: cls(
@@ -289,7 +293,7 @@ class _Family(NamedTuple):
     sensitivity: tuple[float, ...]  # change of exact results for one unit in the inputs' last place
 
 
-def _errors_on_nearby_inputs(
+def _compare_with_float64_on_nearby_inputs(
     function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
 ) -> _Family:
     """Run plain torch on a family of inputs, so that one lucky rounding does not count.

@@ -91,7 +91,7 @@ def build_matrix_and_values(
     for name, what in UNSUPPORTED.items():
         if options.get(name) is not None:
             _raise_unsupported(name, what, module)
-    query, key, value = _match_dtype_and_batch(query, key, value)
+    query, key, value = _match_qkv_dtypes_and_batches(query, key, value)
     scores = _read_mask_and_bias(module, query, key, attention_mask, options)
     matrix = AttentionMatrix(
         query,
@@ -178,7 +178,7 @@ def _add_leading_axes(tensor: Tensor) -> Tensor:
     return tensor[(None,) * (len(AXES.split()) - tensor.dim())]
 
 
-def _match_dtype_and_batch(
+def _match_qkv_dtypes_and_batches(
     query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Convert to autocast's dtype, as torch's operator does, and expand to a common batch."""

@@ -13,7 +13,7 @@ from headwise.huggingface import NAME, register_huggingface
 
 
 @contextmanager
-def use_headwise_attention(model: nn.Module) -> Iterator[None]:
+def using_headwise_attention(model: nn.Module) -> Iterator[None]:
     """Use `AttentionMatrix` in all modules of ``model`` with transformers' attention interface.
 
     Modules that compute attention in their own code do not change. On exit, every configuration

@@ -55,11 +55,13 @@ def make_transformers_mask(**call: Any) -> Tensor | None:
     tokens, device = _token_positions(call), _find_device(call)
     if tokens is not None:
         kind: Any = type(call.get("config"))
-        _require_attention_interface(kind)
+        _require_model_supports_attention_interface(kind)
     mask = None if tokens is None else _find_equivalent_mask(call, tokens)
     if tokens is None or mask is None:
         return _make_dense_mask(call)
-    if call.get("allow_is_bidirectional_skip") and _hides_nothing(mask, tokens, device):
+    if call.get("allow_is_bidirectional_skip") and _is_band_mask_hiding_nothing(
+        mask, tokens, device
+    ):
         return None
     sizes = {"batch": call["batch_size"], "queries": tokens.queries, "keys": tokens.keys}
     dtype = call.get("dtype", torch.float32) if _needs_float_mask(call) else torch.bool
@@ -123,7 +125,7 @@ def _token_positions(call: dict[str, Any]) -> TokenPositions | None:
     positions = call.get("cache_position")
     queries = call["q_length"] if positions is None else positions.shape[0]
     first: Any = call.get("q_offset", 0) if positions is None else positions[0]
-    if call.get("use_vmap") or not _is_eager(_find_device(call)):
+    if call.get("use_vmap") or not _is_neither_traced_nor_compiled(_find_device(call)):
         return None
     if isinstance(first, Tensor):
         # The offset of a static cache is a tensor, and its decoding step may be compiled.
@@ -134,7 +136,7 @@ def _token_positions(call: dict[str, Any]) -> TokenPositions | None:
 
 
 @cache
-def _require_attention_interface(config: type) -> None:
+def _require_model_supports_attention_interface(config: type) -> None:
     """Raise an error if a model does not use the interface, by transformers' own test."""
     for model in _models_of_config(config):
         if not model._can_set_attn_implementation():
@@ -156,7 +158,7 @@ def _find_device(call: dict[str, Any]) -> torch.device:
     return torch.device(call.get("device", "cpu") if positions is None else positions.device)
 
 
-def _is_eager(device: torch.device) -> bool:
+def _is_neither_traced_nor_compiled(device: torch.device) -> bool:
     """Check that new tensors are plain tensors, and that Python runs at every call.
 
     Also False if this torch has no wrapper tensors, which `LazyMask` needs.
@@ -208,7 +210,7 @@ def _real_keys_mask(padding: Tensor, mask: Mask, tokens: TokenPositions) -> Mask
     return Mask.starts(keys=starts) if torch.equal(real[:, start:stop], after_start) else by_key
 
 
-def _hides_nothing(mask: Mask, tokens: TokenPositions, device: torch.device) -> bool:
+def _is_band_mask_hiding_nothing(mask: Mask, tokens: TokenPositions, device: torch.device) -> bool:
     bound = (
         mask.bind(**_mask_sizes(tokens), batch=1, device=device) if _has_only_bands(mask) else None
     )

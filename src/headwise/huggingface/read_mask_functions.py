@@ -174,13 +174,13 @@ def _read_conjunction(node: _Node) -> Mask | None:
 # ---- checks of the readers -------------------------------------------------------------------
 
 
-def _as_cpu_tensor(values: list[Any]) -> Tensor:
+def _make_cpu_tensor(values: list[Any]) -> Tensor:
     return torch.tensor(values, device="cpu")  # independent of the default device
 
 
-_SEQUENCE_IDS = _as_cpu_tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 9 + [2]])
-_POSITIONS = _as_cpu_tensor([[*range(5), *range(3, 7), *range(3)], [*range(2), *range(9), 0]])
-_PADDING = _as_cpu_tensor([0, 3])
+_SEQUENCE_IDS = _make_cpu_tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 9 + [2]])
+_POSITIONS = _make_cpu_tensor([[*range(5), *range(3, 7), *range(3)], [*range(2), *range(9), 0]])
+_PADDING = _make_cpu_tensor([0, 3])
 _CACHED, _FULL = TokenPositions(7, 9, first_query=5, first_key=3), TokenPositions(12, 12)
 
 

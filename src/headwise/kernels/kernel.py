@@ -53,7 +53,7 @@ class Task:
         """Number of matrix entries in all tiles: those inside the bands, rounded up to tiles."""
         total = 0
         for tile in plan_tiles(self.problem):
-            batches, kv_heads, group, rows, columns = tile.size(self.problem.group)
+            batches, kv_heads, group, rows, columns = tile.axis_sizes(self.problem.group)
             total += batches * kv_heads * group * rows * columns
         return total
 

@@ -61,7 +61,7 @@ class ObservedTile:
     allowed: Tensor
 
 
-def observe_tiles(
+def yield_observed_tiles(
     problem: KernelInput, *, with_scores: bool = False, with_lowest: bool = False
 ) -> Iterator[ObservedTile]:
     """Yield every tile with an allowed key, in one pass over the matrix."""

@@ -164,7 +164,7 @@ def compute_exponentials(
 
 
 def _multiply_by_values(problem: KernelInput, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
-    batches, kv_heads, group, rows, columns = tile.size(problem.group)
+    batches, kv_heads, group, rows, columns = tile.axis_sizes(problem.group)
     values = cut_tile(v, tile, tile.columns, tile.kv_heads, e.dtype)
     out = torch.bmm(e.view(batches * kv_heads, group * rows, columns), values)
     return out.view(batches, kv_heads * group, rows, v.shape[-1])

@@ -196,7 +196,7 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
     return (*gradients[:5], *map(_make_none_gradient, packed[5:COUNT]), *gradients[COUNT:])
 
 
-def _disable_autocast(function: Callable[..., Packed]) -> Callable[..., Packed]:
+def _wrap_without_autocast(function: Callable[..., Packed]) -> Callable[..., Packed]:
     """Run tiles in their accumulation dtype, since autocast would round every product."""
 
     def without_autocast(*arguments: Any) -> Packed:
@@ -206,8 +206,8 @@ def _disable_autocast(function: Callable[..., Packed]) -> Callable[..., Packed]:
     return without_autocast
 
 
-_LIBRARY.impl("sweep", _disable_autocast(sweep), "CompositeExplicitAutograd")
-_LIBRARY.impl("sweep_backward", _disable_autocast(sweep_backward), "CompositeExplicitAutograd")
+_LIBRARY.impl("sweep", _wrap_without_autocast(sweep), "CompositeExplicitAutograd")
+_LIBRARY.impl("sweep_backward", _wrap_without_autocast(sweep_backward), "CompositeExplicitAutograd")
 torch.library.register_fake("headwise::sweep", _fake_sweep, lib=_LIBRARY)
 torch.library.register_fake("headwise::sweep_backward", _fake_sweep_backward, lib=_LIBRARY)
 torch.library.register_autograd(

@@ -33,7 +33,7 @@ class Tile:
     rows: slice
     columns: slice
 
-    def size(self, group: int) -> tuple[int, int, int, int, int]:
+    def axis_sizes(self, group: int) -> tuple[int, int, int, int, int]:
         """Return the sizes (batches, kv_heads, group, rows, columns)."""
         spans = (self.batches, self.kv_heads, self.rows, self.columns)
         batches, kv_heads, rows, columns = (part.stop - part.start for part in spans)
@@ -127,7 +127,7 @@ def cut_tile(tensor: Tensor, tile: Tile, rows: slice, heads: slice, dtype: torch
 def cut_tile_by_kv_head(tensor: Tensor, tile: Tile, group: int, dtype: torch.dtype) -> Tensor:
     """Concatenate the rows of each kv head's query heads: (kv lanes, group * rows, width)."""
     cut = tensor[tile.batches, tile.heads, tile.rows].to(dtype)
-    batches, kv_heads, _, rows, _ = tile.size(group)
+    batches, kv_heads, _, rows, _ = tile.axis_sizes(group)
     return cut.reshape(batches * kv_heads, group * rows, cut.shape[-1])
 
 
@@ -144,7 +144,7 @@ def tile_scores(
         scores (batches, heads, rows, columns) in scratch memory; the scaled queries
         (batches * kv_heads, group * rows, head_dim); and with ``slope`` the softcap's derivative.
     """
-    batches, kv_heads, group, rows, columns = tile.size(problem.group)
+    batches, kv_heads, group, rows, columns = tile.axis_sizes(problem.group)
     q = cut_tile_by_kv_head(problem.q, tile, group, problem.accumulation_dtype) * problem.scale
     out = scratch.view(batches * kv_heads, group * rows, columns)
     torch.bmm(q, keys.cut(tile), out=out)

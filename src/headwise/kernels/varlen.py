@@ -29,7 +29,7 @@ def split_into_rectangles(problem: KernelInput) -> BlockDiagonal | None:
     mask, (batch, heads, queries, head_dim) = problem.mask, problem.q.shape
     if not mask.clauses or torch.compiler.is_compiling():
         return None  # first, since a graph holds only for the sizes that it compares
-    cells, least = batch * queries * mask.sizes.keys, call_cost(problem.q.device)
+    cells, least = batch * queries * mask.sizes.keys, call_overhead(problem.q.device)
     if cells * heads * head_dim <= least:
         return None  # before the lengths are read, since reading waits for an accelerator
     division = mask.divide_into_rectangles()
@@ -40,7 +40,7 @@ def split_into_rectangles(problem: KernelInput) -> BlockDiagonal | None:
     return division if enough and division.rectangles else None
 
 
-def call_cost(device: torch.device) -> int:
+def call_overhead(device: torch.device) -> int:
     """Return the multiply-adds that cost as much as one more kernel call."""
     return CALL if device.type == "cpu" else CALL_OF_ACCELERATOR
 
@@ -112,9 +112,9 @@ def tasks_by_sequence(task: Task) -> Iterator[list[Task]]:
     rows = zip(problem.q.split(1), problem.k.split(1), _require_values(task).split(1), strict=True)
     for index, (q, k, values) in enumerate(rows):
         pieces = [piece for piece in division.rectangles if piece.batch == index]
-        parts_q = split_spans(q, [piece.queries for piece in pieces], dim=2)
+        parts_q = cut_tensor_into_spans(q, [piece.queries for piece in pieces], dim=2)
         keys = [piece.keys for piece in pieces]
-        parts_k, parts_v = (split_spans(t, keys, dim=2) for t in (k, values))
+        parts_k, parts_v = (cut_tensor_into_spans(t, keys, dim=2) for t in (k, values))
         yield [
             replace(task, problem=_restrict_to_rectangle(problem, piece, *parts), v=part_v)
             for piece, *parts, part_v in zip(pieces, parts_q, parts_k, parts_v, strict=True)
@@ -131,7 +131,7 @@ def _restrict_to_rectangle(
     return replace(problem, q=q, k=k, mask=mask, bias=bias)
 
 
-def split_spans(tensor: Tensor, spans: list[Span], *, dim: int) -> list[Tensor]:
+def cut_tensor_into_spans(tensor: Tensor, spans: list[Span], *, dim: int) -> list[Tensor]:
     """Return spans of an axis, which do not overlap, in the order of ``spans``.
 
     The function splits the tensor, since the gradient of a slice has the size of the whole tensor.

@@ -67,14 +67,14 @@ class HeadPart:
         if not mask.clauses:
             return mask
         mask.bind(**sizes, heads=self.num_heads, device=device)
-        return mask.of_heads(self._index_own_heads(device))
+        return mask.of_heads(self._indices_of_own_heads(device))
 
     def score_bias(self, bias: ScoreBias, *, device: torch.device, **sizes: int) -> ScoreBias:
         """Return the score bias of these heads; arguments and errors as in `mask`."""
         if not bias.all_tensors():
             return bias
         bias.check(**sizes, heads=self.num_heads, device=device)
-        return bias.of_heads(self._index_own_heads(device))
+        return bias.of_heads(self._indices_of_own_heads(device))
 
     def cut_channels(self, tensor: Tensor, *, dim: int) -> Tensor:
         """Return the channels of these heads of an axis that holds those of all heads."""
@@ -87,7 +87,7 @@ class HeadPart:
             return x
         return x.index_select(1, torch.tensor(self._kv_of_head, device=x.device))
 
-    def _index_own_heads(self, device: torch.device) -> Tensor:
+    def _indices_of_own_heads(self, device: torch.device) -> Tensor:
         return torch.arange(self.heads.start, self.heads.stop, device=device)
 
     # ---- as a value ---------------------------------------------------------------------------

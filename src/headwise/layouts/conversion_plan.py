@@ -29,7 +29,7 @@ from headwise.layouts.module_names import (
     NamedModule,
     NameForm,
     find_modules,
-    find_unlisted_tensors,
+    find_unlisted_tensors_of_module,
     template_fields,
 )
 from headwise.layouts.pattern import require_one_dtype
@@ -70,7 +70,7 @@ def plan_conversion(
             do="headwise detect tells which layout a file is in",
         )
     for module in modules:
-        _require_known_tensors(module, source, headers)
+        _require_tensors_listed_by_layout(module, source, headers)
     fitted = [(module, _solve_module_sizes(module, source, headers, known)) for module in modules]
     conflicts = _spec_conflicts_at_sizes([sizes for _, sizes in fitted], source, target)
     require_conflicts_accepted(conflicts, accept, between=f"{source.name} and {target.name}")
@@ -148,10 +148,10 @@ def _spec_conflicts_at_sizes(
     return conflicts
 
 
-def _require_known_tensors(
+def _require_tensors_listed_by_layout(
     module: NamedModule, layout: Layout, headers: Mapping[str, TensorHeader]
 ) -> None:
-    stray = find_unlisted_tensors(module, layout)
+    stray = find_unlisted_tensors_of_module(module, layout)
     if stray:
         raise OptionError(
             saw=f"{', '.join(stray[:4])}{' ...' if len(stray) > 4 else ''}, within {module.prefix}",

@@ -17,8 +17,8 @@ from headwise.layouts.pattern import (
     Pattern,
     Splits,
     canonical_shape,
-    find_leading_name,
-    names_by_axis,
+    find_axis_led_by,
+    names_by_canonical_axis,
     pack_tensors,
     parse_pattern,
     to_half_split,
@@ -92,7 +92,7 @@ class Layout(ShownInNotebook):
                         do="rewrite the pattern; Weight layouts in the docs lists the tensors",
                     )
                 pattern_names[tensor] = name
-                names_by_axis(tensor, pattern.names_of(tensor), self.all_splits)
+                names_by_canonical_axis(tensor, pattern.names_of(tensor), self.all_splits)
         if missing := [name for name in MATRICES if name not in pattern_names]:
             raise OptionError(
                 saw=f"{self.name} without {', '.join(missing)}",
@@ -109,7 +109,7 @@ class Layout(ShownInNotebook):
                     do='write it as where={"self": "layers.{layer}.attention."}',
                 )
         for text in (*self.tensors.values(), *self.outside.values()):
-            find_leading_name(parse_pattern(text), self.sharded)
+            find_axis_led_by(parse_pattern(text), self.sharded)
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
@@ -191,7 +191,7 @@ class Layout(ShownInNotebook):
         state = dict(canonical)
         if self.function.rotary == "interleaved":
             state = to_interleaved(state, width=self.rotary_width(sizes))
-        self._require_held_tensors(
+        self._require_places_for_tensors(
             name
             for name in state.keys() - self.holds
             if not (name in BIASES and is_positive_zero(state[name]))
@@ -299,7 +299,7 @@ class Layout(ShownInNotebook):
                         do="choose a layout that has these axes apart: headwise layouts lists "
                         "them. Nothing is repeated: one kv head does not become several",
                     )
-        self._require_held_tensors(shapes.keys() - {*BIASES})
+        self._require_places_for_tensors(shapes.keys() - {*BIASES})
 
     def canonical_shapes(self, stored: Iterable[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """The shapes of the canonical tensors that the stored tensors of these names hold."""
@@ -320,7 +320,7 @@ class Layout(ShownInNotebook):
         """The canonical tensors that have a place here."""
         return {tensor for pattern in self.patterns.values() for tensor in pattern.tensors}
 
-    def _require_held_tensors(self, tensors: Iterable[str]) -> None:
+    def _require_places_for_tensors(self, tensors: Iterable[str]) -> None:
         placeless = sorted({*tensors} - self.holds)
         if placeless:
             raise OptionError(

@@ -20,7 +20,7 @@ from headwise.layouts.attention_spec import CALLING, PAIRINGS
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical_form import AXES, WIDER
 from headwise.layouts.layout import Layout
-from headwise.layouts.pattern import names_by_axis
+from headwise.layouts.pattern import names_by_canonical_axis
 
 EXAMPLE: Sizes = {
     "heads": 4,
@@ -95,7 +95,7 @@ def equalise_indistinct_axes(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
     fitting = {**sizes, **layout.fixed}
     for pattern in layout.patterns.values():
         for tensor in pattern.tensors:
-            groups = names_by_axis(tensor, pattern.names_of(tensor), layout.all_splits)
+            groups = names_by_canonical_axis(tensor, pattern.names_of(tensor), layout.all_splits)
             for axis, group in zip(AXES[tensor], groups, strict=True):
                 wider = WIDER.get(axis)
                 if wider and group in ((wider,), layout.splits.get(wider)):

@@ -155,10 +155,10 @@ def _has_unlisted_attention_tensors(module: NamedModule, layout: Layout) -> bool
     False where a layout stores attention directly in the block, beside other tensors.
     """
     is_block = layout.where[module.place.role].endswith("{layer}.")
-    return not is_block and bool(find_unlisted_tensors(module, layout))
+    return not is_block and bool(find_unlisted_tensors_of_module(module, layout))
 
 
-def find_unlisted_tensors(module: NamedModule, layout: Layout) -> list[str]:
+def find_unlisted_tensors_of_module(module: NamedModule, layout: Layout) -> list[str]:
     """Return the tensors of a module that the layout does not list."""
     return [
         name

@@ -49,7 +49,7 @@ def unpack_tensor(
     canonical = {}
     for tensor, part in zip(pattern.tensors, parts, strict=True):
         names = pattern.names_of(tensor)
-        groups = names_by_axis(tensor, names, splits)
+        groups = names_by_canonical_axis(tensor, names, splits)
         opened = part.reshape([sizes[name] for name in names])
         order = [names.index(name) for group in groups for name in group]
         canonical[tensor] = opened.permute(order).reshape(
@@ -70,7 +70,7 @@ def pack_tensors(
     parts = []
     for tensor in pattern.tensors:
         names, whole = pattern.names_of(tensor), canonical[tensor]
-        groups = names_by_axis(tensor, names, splits)
+        groups = names_by_canonical_axis(tensor, names, splits)
         fitting = tuple(product_of_sizes(group, sizes) for group in groups)
         if tuple(whole.shape) != fitting:
             raise ShapeError(
@@ -108,10 +108,12 @@ def canonical_shape(
 ) -> tuple[int, ...]:
     """Return the shape of a canonical tensor that a stored one holds."""
     names = pattern.names_of(tensor)
-    return tuple(product_of_sizes(group, sizes) for group in names_by_axis(tensor, names, splits))
+    return tuple(
+        product_of_sizes(group, sizes) for group in names_by_canonical_axis(tensor, names, splits)
+    )
 
 
-def names_by_axis(
+def names_by_canonical_axis(
     tensor: str, names: tuple[str, ...], splits: Splits = GROUPED
 ) -> list[tuple[str, ...]]:
     """Return, for each canonical axis of a tensor, its names in a pattern.
@@ -253,7 +255,7 @@ class LeadingName:
     each_block: bool
 
 
-def find_leading_name(pattern: Pattern, names: Iterable[str]) -> LeadingName | None:
+def find_axis_led_by(pattern: Pattern, names: Iterable[str]) -> LeadingName | None:
     """Return the axis that begins with one of these names; None if no axis has any.
 
     Raises:

@@ -61,7 +61,7 @@ def output_projection(name: str, *, bias: bool = True, columns: bool = False) ->
     return {f"{name}.weight": text} | ({f"{name}.bias": "bo: out_dim"} if bias else {})
 
 
-def stacked_qkv_projection(
+def qkv_fused_by_projection(
     name: str, *, kv_heads: str = "heads", bias: bool = True, columns: bool = False
 ) -> Tensors:
     """Return one linear layer of all queries, then all keys, then all values.
@@ -69,22 +69,26 @@ def stacked_qkv_projection(
     ``kv_heads`` is "kv_heads" where keys and values have heads of their own number.
     """
     axis = f"([wq: heads head_dim | wk: {kv_heads} head_dim | wv: {kv_heads} head_dim])"
-    return fused_projection(name, axis, bias=bias, columns=columns)
+    return fused_projection_by_pattern(name, axis, bias=bias, columns=columns)
 
 
 def qkv_fused_by_head(name: str, *, bias: bool = True) -> Tensors:
     """Return one linear layer with query, key and value of each head side by side."""
-    return fused_projection(name, "(heads [wq: head_dim | wk: head_dim | wv: head_dim])", bias=bias)
+    return fused_projection_by_pattern(
+        name, "(heads [wq: head_dim | wk: head_dim | wv: head_dim])", bias=bias
+    )
 
 
 def qkv_fused_by_group(name: str, *, bias: bool = True) -> Tensors:
     """Return one linear layer with, for each kv head, its query heads, its key and its value."""
-    return fused_projection(
+    return fused_projection_by_pattern(
         name, "(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim])", bias=bias
     )
 
 
-def fused_projection(name: str, axis: str, *, bias: bool = True, columns: bool = False) -> Tensors:
+def fused_projection_by_pattern(
+    name: str, axis: str, *, bias: bool = True, columns: bool = False
+) -> Tensors:
     """Return one linear layer of several projections; its bias is in the order of its rows.
 
     ``axis`` is the pattern of its rows, such as "([wq: heads head_dim | wk: heads head_dim])"; with

@@ -25,7 +25,7 @@ from headwise.layouts.pattern import (
     LeadingName,
     Pattern,
     PatternAxis,
-    find_leading_name,
+    find_axis_led_by,
     parse_pattern,
     product_of_sizes,
 )
@@ -163,7 +163,7 @@ def derive_shard_map_from_whole(
         sizes = _solve_group_sizes(layout, group, wholes, known)
         for name, pattern in group.patterns.items():
             names = group.also[name] if also and name in group.also else layout.sharded
-            sharded = find_leading_name(pattern, names)
+            sharded = find_axis_led_by(pattern, names)
             if sharded is not None:
                 axes[name] = _sharded_axis_of_whole_tensor(name, pattern, sharded, count, sizes)
     return ShardMap(count, axes)
@@ -180,7 +180,7 @@ def find_share_and_whole_length(
     for module in find_modules(layout, shares):
         for name, local in module.tensors.items():
             pattern = layout.patterns[local]
-            sharded = find_leading_name(pattern, layout.sharded)
+            sharded = find_axis_led_by(pattern, layout.sharded)
             if sharded is None or (sharded.name == "kv_heads" and pattern.fused is None):
                 continue  # kv heads may be repeated
             axis = pattern.axes[sharded.dim]
@@ -262,7 +262,7 @@ def _sharded_axes_from_shares(
     known: Mapping[str, int],
     known_here: Mapping[str, int],
 ) -> dict[str, ShardedAxis]:
-    divided = {name: find_leading_name(p, layout.sharded) for name, p in group.patterns.items()}
+    divided = {name: find_axis_led_by(p, layout.sharded) for name, p in group.patterns.items()}
     has_blocks = any(each and each.each_block for each in divided.values())
     needs_sizes = has_blocks or not group.is_attention
     sizes = _solve_group_sizes(layout, group, shares, known_here) if needs_sizes else {}

@@ -18,12 +18,12 @@ class DistanceTable(Protocol):
     """The bias of each head as a function of the distance ``key - query``."""
 
     @property
-    def heads(self) -> int:
+    def num_heads(self) -> int:
         """The number of heads; 1 where one row serves all of them."""
         ...
 
     @property
-    def numbers(self) -> Tensor:
+    def given_tensor(self) -> Tensor:
         """The tensor that the caller gave."""
         ...
 
@@ -56,46 +56,50 @@ class ByDistance:
 # Values, not functions: a copy holds its own tensors, and a pickle holds them at all.
 @dataclass(frozen=True, eq=False)
 class AlibiTable:
-    """``-slope * |distance|``; ``numbers`` are the slopes, (heads,)."""
+    """``-slope * |distance|``; ``given_tensor`` holds the slopes, (heads,)."""
 
-    numbers: Tensor
+    given_tensor: Tensor
 
     @property
-    def heads(self) -> int:
-        """See `DistanceTable.heads`."""
-        return self.numbers.shape[0]
+    def num_heads(self) -> int:
+        """See `DistanceTable.num_heads`."""
+        return self.given_tensor.shape[0]
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
         """See `DistanceTable.map_tensors`."""
-        return replace(self, numbers=function(self.numbers))
+        return replace(self, given_tensor=function(self.given_tensor))
 
     def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:
         """See `DistanceTable.__call__`."""
         # In bfloat16 a slope times a distance is off by one part in 256: whole points of the score.
-        exact = torch.promote_types(torch.promote_types(self.numbers.dtype, dtype), torch.float32)
+        exact = torch.promote_types(
+            torch.promote_types(self.given_tensor.dtype, dtype), torch.float32
+        )
         limits = torch.finfo(exact)  # a penalty beyond them hides no key
-        return (-self.numbers.to(exact)[:, None] * distances.abs()).clamp(limits.min, limits.max)
+        return (-self.given_tensor.to(exact)[:, None] * distances.abs()).clamp(
+            limits.min, limits.max
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class RelativeTable:
     """One number for each distance from -reach to reach: (heads, 2 * reach + 1)."""
 
-    numbers: Tensor
+    given_tensor: Tensor
 
     @property
-    def heads(self) -> int:
-        """See `DistanceTable.heads`."""
-        return self.numbers.shape[0]
+    def num_heads(self) -> int:
+        """See `DistanceTable.num_heads`."""
+        return self.given_tensor.shape[0]
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
         """See `DistanceTable.map_tensors`."""
-        return replace(self, numbers=function(self.numbers))
+        return replace(self, given_tensor=function(self.given_tensor))
 
     def __call__(self, distances: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         """See `DistanceTable.__call__`."""
-        reach = self.numbers.shape[1] // 2
-        return self.numbers[:, distances.clamp(-reach, reach) + reach]
+        reach = self.given_tensor.shape[1] // 2
+        return self.given_tensor[:, distances.clamp(-reach, reach) + reach]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,14 +110,14 @@ class TableOfHeads:
     index: Tensor
 
     @property
-    def heads(self) -> int:
-        """See `DistanceTable.heads`."""
-        return 1 if self.table.heads == 1 else len(self.index)
+    def num_heads(self) -> int:
+        """See `DistanceTable.num_heads`."""
+        return 1 if self.table.num_heads == 1 else len(self.index)
 
     @property
-    def numbers(self) -> Tensor:
-        """See `DistanceTable.numbers`."""
-        return self.table.numbers
+    def given_tensor(self) -> Tensor:
+        """See `DistanceTable.given_tensor`."""
+        return self.table.given_tensor
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
         """See `DistanceTable.map_tensors`."""
@@ -133,14 +137,14 @@ class ShiftedTable:
     shift: int
 
     @property
-    def heads(self) -> int:
-        """See `DistanceTable.heads`."""
-        return self.table.heads
+    def num_heads(self) -> int:
+        """See `DistanceTable.num_heads`."""
+        return self.table.num_heads
 
     @property
-    def numbers(self) -> Tensor:
-        """See `DistanceTable.numbers`."""
-        return self.table.numbers
+    def given_tensor(self) -> Tensor:
+        """See `DistanceTable.given_tensor`."""
+        return self.table.given_tensor
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> DistanceTable:
         """See `DistanceTable.map_tensors`."""

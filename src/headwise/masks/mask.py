@@ -34,7 +34,7 @@ from headwise.masks.clauses.segments import (
     require_segment_ids,
 )
 from headwise.masks.conventions import require_bool, to_allowed_entries, to_allowed_matrix
-from headwise.support.cast_to_int64 import convert_to_count, convert_to_int64
+from headwise.support.cast_to_int64 import convert_to_int64, convert_to_int_or_none
 from headwise.support.display import ShownInNotebook
 from headwise.support.message_text import describe_value
 
@@ -294,7 +294,7 @@ class Mask(ShownInNotebook):
         if shape["batch"] == 0:
             return torch.zeros(0, 0, dtype=torch.bool)
         for name, index, size in (("batch", batch, shape["batch"]), ("head", head, shape["heads"])):
-            number = convert_to_count(index)
+            number = convert_to_int_or_none(index)
             if number is None or not -size <= number < size:
                 raise OptionError(
                     saw=f"draw({name}={describe_value(index)}) of a mask for {size}",
@@ -375,7 +375,7 @@ def _window_side_int(name: str, side: object) -> int:
     """Return one side of a window as Python's integer, or as the symbol of a compiled graph."""
     if side is None:
         return BOUNDLESS
-    count = convert_to_count(side)
+    count = convert_to_int_or_none(side)
     if isinstance(count, int) and count >= BOUNDLESS:
         return BOUNDLESS
     if count is not None and count >= 0:
@@ -389,7 +389,7 @@ def _window_side_int(name: str, side: object) -> int:
 
 
 def _require_drawing_size(name: str, size: object) -> int | None:
-    count = None if size is None else convert_to_count(size)
+    count = None if size is None else convert_to_int_or_none(size)
     if size is None or (count is not None and count >= 0):
         return count
     raise OptionError(

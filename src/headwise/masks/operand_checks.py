@@ -11,7 +11,11 @@ from headwise.errors import DeviceError, DTypeError, LimitError, OptionError, Sh
 from headwise.masks.mask import Mask, require_mask_type
 from headwise.masks.score_bias import ScoreBias, require_score_bias_type
 from headwise.support.arguments import ArgumentAdvice, is_number, require_tensors
-from headwise.support.cast_to_int64 import convert_to_count, convert_to_int64, is_integer
+from headwise.support.cast_to_int64 import (
+    convert_to_int64,
+    convert_to_int_or_none,
+    has_integer_dtype,
+)
 from headwise.support.message_text import describe_sizes, describe_value, human_bytes
 from headwise.support.tracing import may_check_values
 
@@ -102,7 +106,7 @@ def check_operand(name: str, tensor: Tensor, q: Tensor) -> None:
         )
 
 
-def check_score_options(
+def check_scale_softcap_and_sink(
     q: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None
 ) -> None:
     check_scale_and_softcap(scale, softcap, dtype=q.dtype)
@@ -181,7 +185,7 @@ def raise_operand_error(product: str, operand: Tensor, needed: str) -> None:
 def require_query_positions(index: Tensor, queries: int, *, call: str) -> Tensor:
     """Return positions of queries in int64, or raise OptionError."""
     wrong: str | None = None
-    if not isinstance(index, Tensor) or index.dim() != 1 or not is_integer(index):
+    if not isinstance(index, Tensor) or index.dim() != 1 or not has_integer_dtype(index):
         wrong = describe_value(index)
     elif (
         may_check_values(index := convert_to_int64(index, "rows"))
@@ -225,7 +229,7 @@ def check_probability(dropout_p: float) -> None:
 
 def require_diagonal_offset(offset: SupportsIndex, queries: int, keys: int) -> int:
     """Return the offset of a diagonal, or raise OptionError."""
-    count = convert_to_count(offset)  # NumPy's integers wrap
+    count = convert_to_int_or_none(offset)  # NumPy's integers wrap
     if count is None:
         raise OptionError(
             saw=f"A.diagonal({describe_value(offset)})",
@@ -235,9 +239,21 @@ def require_diagonal_offset(offset: SupportsIndex, queries: int, keys: int) -> i
     return max(-queries, min(keys, count))  # diagonals outside the matrix are empty
 
 
+def require_top_key_count(k: SupportsIndex, keys: int) -> int:
+    """Return the number of largest weights of a query, or raise OptionError."""
+    count = convert_to_int_or_none(k)
+    if count is None or not 0 <= count <= keys:
+        raise OptionError(
+            saw=f"topk({describe_value(k)}) over {keys} keys",
+            needed=f"k from 0 to {keys}",
+            do=f"topk({min(5, keys)})",
+        )
+    return count
+
+
 def require_block_count(axis: str, blocks: SupportsIndex, size: int) -> int:
     """Return the number of blocks of a pooled axis, or raise OptionError."""
-    count = convert_to_count(blocks)
+    count = convert_to_int_or_none(blocks)
     if count is None or not 1 <= count <= max(1, size):
         raise OptionError(
             saw=f"pool to {describe_value(blocks)} {axis} of a matrix with {size} {axis}",

@@ -30,7 +30,7 @@ from headwise.masks.distance_table import (
 )
 from headwise.support.arguments import require_tensors
 from headwise.support.cast_to_int64 import convert_to_int64
-from headwise.support.message_text import broadcasts_to, describe_value
+from headwise.support.message_text import axis_broadcasts_to, describe_value
 from headwise.support.tracing import may_check_values
 
 
@@ -117,7 +117,7 @@ class ScoreBias:
 
     def all_tensors(self) -> list[Tensor]:
         """Every tensor that the bias was made of."""
-        return [*self.tensors, *(part.table.numbers for part in self.by_distance)]
+        return [*self.tensors, *(part.table.given_tensor for part in self.by_distance)]
 
     def bind(
         self,
@@ -145,13 +145,13 @@ class ScoreBias:
         """
         for part in self.by_distance:
             resolve_align_to_offset(part.align, queries, keys, what=part.name_in_messages)
-            if not broadcasts_to(part.table.heads, heads):
+            if not axis_broadcasts_to(part.table.num_heads, heads):
                 raise MaskError(
-                    saw=f"a {part.name} bias for {part.table.heads} heads",
+                    saw=f"a {part.name} bias for {part.table.num_heads} heads",
                     needed=f"{heads} heads, or one row for all",
                     do="give one row for each head",
                 )
-            numbers = part.table.numbers
+            numbers = part.table.given_tensor
             # A slope of infinity would be NaN at distance 0.
             _check_device_and_values(numbers.abs() if part.name == "alibi" else numbers, device)
         for bias in self.tensors:
@@ -271,7 +271,7 @@ class BoundBias:
         return self.parts_of_block(WHOLE, WHOLE, rows, WHOLE)
 
 
-def cut_bias_to_part(bias: ScoreBias, place: MatrixPart, sizes: MatrixSizes) -> ScoreBias:
+def cut_score_bias_to_part(bias: ScoreBias, place: MatrixPart, sizes: MatrixSizes) -> ScoreBias:
     """Return the bias of one part of a matrix of these sizes, as a bias of that size."""
     tables = []
     for part in bias.by_distance:

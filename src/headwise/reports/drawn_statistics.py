@@ -147,7 +147,7 @@ def _make_scale(scan: HeadScan, definition: Definition, real: Tensor, middle: fl
     if not real.numel():
         return Scale("range", 0.0, 0.0)
     if definition.name == "entropy":
-        return Scale("range", 0.0, math.log(max(2, _longest_text_length(scan))))
+        return Scale("range", 0.0, math.log(max(2, _longest_sequence_length(scan))))
     low, high = float(real.min()), float(real.max())
     missing = LEAST_SPAN * abs(middle) - (high - low)
     if missing > 0:
@@ -155,7 +155,7 @@ def _make_scale(scan: HeadScan, definition: Definition, real: Tensor, middle: fl
     return Scale("range", low, high)
 
 
-def _longest_text_length(scan: HeadScan) -> int:
+def _longest_sequence_length(scan: HeadScan) -> int:
     """Return the largest number of tokens of a sequence, as far as it is known."""
     lengths = [length for text in scan.texts for length in text.lengths]
     return max(lengths, default=scan.tokens)

@@ -136,7 +136,7 @@ def _plot_map(
     scan: HeadScan, layer: int, head: int, name_of: Names | None, ax: Any, width: float
 ) -> Figure:
     record = scan.layer_scans[layer]
-    maps = viewer_blobs.head_maps(scan, record)
+    maps = viewer_blobs.head_map_arrays(scan, record)
     if maps is None:
         raise _missing_statistic_error(viewer_blobs.MAP)
     values = maps[record.heads.index(head)]
@@ -192,7 +192,7 @@ def _plot_offset_profile(scan: HeadScan, layer: int, head: int, ax: Any, width: 
     record = scan.layer_scans[layer]
     if viewer_blobs.OFFSETS not in record.summaries:
         raise _missing_statistic_error(viewer_blobs.OFFSETS)
-    *weights, inside = viewer_blobs.offset_profiles(record)[record.heads.index(head)].tolist()
+    *weights, inside = viewer_blobs.offset_profile_arrays(record)[record.heads.index(head)].tolist()
     reach = len(weights) // 2
     figure, axes = _make_axes(ax, width, PROFILE_HEIGHT)
     heights = np.nan_to_num(np.array(weights))

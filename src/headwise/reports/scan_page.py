@@ -76,7 +76,9 @@ def render_diff(
 def viewer_data(report: ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the words and the deflated blobs of a report, for the viewer."""
     scans = [report.scan] if report.second is None else [report.scan, report.second]
-    maps = [[viewer_blobs.head_maps(scan, layer) for layer in scan.layer_scans] for scan in scans]
+    maps = [
+        [viewer_blobs.head_map_arrays(scan, layer) for layer in scan.layer_scans] for scan in scans
+    ]
     # zlib releases the lock of the interpreter.
     with ThreadPoolExecutor() as pool:
         deflated = {

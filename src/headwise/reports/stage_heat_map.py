@@ -115,7 +115,9 @@ def layer_rows(model: ModelComparison) -> list[LayerRow]:
     rows = []
     for layer in model.layers:
         gaps = {gap.stage: gap for gap in layer.comparison.gaps}
-        cells = (_input_cell(gaps.get(stage), layer.name, (stage, 0)) for stage in stages)
+        cells = (
+            _cell_of_compared_call(gaps.get(stage), layer.name, (stage, 0)) for stage in stages
+        )
         causes = (
             (model.layer_exchange_cause,)
             if layer.exchanged_with
@@ -161,7 +163,7 @@ def stage_rows(function: FunctionComparison) -> list[StageRow]:
         rows.append(
             StageRow(
                 stage,
-                tuple(_input_cell(gaps.get(call), stage, call) for call in calls),
+                tuple(_cell_of_compared_call(gaps.get(call), stage, call) for call in calls),
                 tuple(_cells_by_head(list(gaps.values()), stage, heads)),
                 tuple(_make_position_cells(list(gaps.values()), stage)),
                 is_parted,
@@ -172,11 +174,11 @@ def stage_rows(function: FunctionComparison) -> list[StageRow]:
     return rows
 
 
-def _input_cell(gap: StageGaps | None, stage: str, call: tuple[str, int]) -> HeatCell:
+def _cell_of_compared_call(gap: StageGaps | None, stage: str, call: tuple[str, int]) -> HeatCell:
     name = f"{stage}, {call[0]}"
     if gap is None:
         return HeatCell(title=f"{name}: not compared")
-    return _difference_cell(name, gap.largest_head_difference, is_rounding=gap.is_rounding)
+    return _difference_cell(name, gap.largest_relative_difference, is_rounding=gap.is_rounding)
 
 
 def _cells_by_head(gaps: Sequence[StageGaps], stage: str, heads: int) -> Iterable[HeatCell]:

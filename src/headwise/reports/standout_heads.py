@@ -26,7 +26,7 @@ def standout_heads(scan: HeadScan) -> list[StandoutHead]:
         drawn_statistic(scan, name) for name in scan.characterising_scalars or scan.scalars
     ]
     heads = []
-    for statistic in _drop_duplicate_pictures(s for s in candidates if s.varies_enough):
+    for statistic in _drop_statistics_pictured_alike(s for s in candidates if s.varies_enough):
         definition = statistic.definition
         top = scan.top(statistic.name, 1)[0]
         if statistic.is_far_above(top.value):
@@ -38,15 +38,15 @@ def standout_heads(scan: HeadScan) -> list[StandoutHead]:
     return heads
 
 
-def _drop_duplicate_pictures(statistics: Iterable[DrawnStatistic]) -> list[DrawnStatistic]:
+def _drop_statistics_pictured_alike(statistics: Iterable[DrawnStatistic]) -> list[DrawnStatistic]:
     """Drop statistics with the same picture, as where the first token is the only special one."""
     distinct: dict[str, DrawnStatistic] = {}
     for statistic in statistics:
-        distinct.setdefault(str(_format_rows(statistic)), statistic)
+        distinct.setdefault(str(_format_head_values(statistic)), statistic)
     return list(distinct.values())
 
 
-def _format_rows(statistic: DrawnStatistic) -> list[list[str]]:
+def _format_head_values(statistic: DrawnStatistic) -> list[list[str]]:
     short = statistic.scale.format_short
     return [["" if value != value else short(value) for value in row] for row in statistic.rows]
 

@@ -56,7 +56,7 @@ def static_template_environment() -> jinja2.Environment:
     environment.filters |= {
         "css": png_images.css_colour,
         "ink": png_images.text_colour_on,
-        "image": lambda statistic: png_images.colour_grid_png(
+        "image": lambda statistic: png_images.colour_grid_data_uri(
             [[statistic.scale.position(value) for value in row] for row in statistic.rows]
         ),
     }
@@ -122,12 +122,12 @@ def map_images(scan: HeadScan, cards: list[HeadCard]) -> dict[tuple[int, int], s
     images = {}
     for index, layer in enumerate(scan.layer_scans):
         shown = [head for head in layer.heads if (index, head) in heads]
-        maps = viewer_blobs.head_maps(scan, layer, most=CELLS) if shown else None
+        maps = viewer_blobs.head_map_arrays(scan, layer, most=CELLS) if shown else None
         if maps is None:
             continue
         positions = np.sqrt(np.maximum(maps, 0))
         for head in shown:
-            images[index, head] = png_images.colour_grid_png(
+            images[index, head] = png_images.colour_grid_data_uri(
                 positions[layer.heads.index(head)], colours=MAP_COLOURS
             )
     return images
@@ -137,7 +137,7 @@ def _offset_weights(layer: LayerScan, head: int) -> tuple[list[tuple[int, float]
     """Return (offset, weight) of each offset with a weight, and the weight outside of them."""
     if viewer_blobs.OFFSETS not in layer.summaries:
         return [], 0.0
-    values = viewer_blobs.offset_profiles(layer)[layer.heads.index(head)].tolist()
+    values = viewer_blobs.offset_profile_arrays(layer)[layer.heads.index(head)].tolist()
     *profile, inside = values
     reach = len(profile) // 2
     weights = [(index - reach, x) for index, x in enumerate(profile) if x == x]

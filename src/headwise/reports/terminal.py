@@ -93,7 +93,7 @@ def print_statistic_grid(report: ScanReport, console: Console) -> None:
         _print_paragraph(
             console,
             "Every head: a row is a layer, a column a head, both counted from 0. In per cent, "
-            f"unless a unit is given. Layers: {_layer_names(report.scan.layers)}.",
+            f"unless a unit is given. Layers: {_layer_names_legend(report.scan.layers)}.",
         )
         console.print(draw_statistic(statistic, console.width))
         console.print()
@@ -101,7 +101,7 @@ def print_statistic_grid(report: ScanReport, console: Console) -> None:
         _print_paragraph(console, sentence, "dim")
 
 
-def _layer_names(layers: tuple[str, ...]) -> str:
+def _layer_names_legend(layers: tuple[str, ...]) -> str:
     """Return the rows and names of the first layers and of the last."""
     names = [f"{row} is {name}" for row, name in enumerate(layers)]
     skipped = ["..."] if len(names) > MOST_NAMES + 1 else []
@@ -199,10 +199,10 @@ def _answer_table(columns: Sequence[str], answer: Answer, console: Console) -> T
     if console.measure(table).minimum <= console.width - 2 * GAP:
         return table
     # Too many columns for this terminal: list each cell beside the name of its column.
-    return Group(*(_answer_row(columns, row) for row in answer.rows))
+    return Group(*(_table_row_as_list(columns, row) for row in answer.rows))
 
 
-def _answer_row(columns: Sequence[str], row: Sequence[str]) -> Table:
+def _table_row_as_list(columns: Sequence[str], row: Sequence[str]) -> Table:
     record = Table.grid(padding=(0, 2, 0, 0))
     record.add_row("", "")
     record.add_row(Text(columns[0], "dim"), Text(row[0], "bold"))

@@ -52,7 +52,7 @@ def scan_blobs(
     if OFFSETS in scan.measured:
         yield (
             f"{prefix}/profile",
-            b"".join(offset_profiles(layer).tobytes() for layer in scan.layer_scans),
+            b"".join(offset_profile_arrays(layer).tobytes() for layer in scan.layer_scans),
         )
     if RECEIVED in scan.measured:
         yield f"{prefix}/received", _received_weights_json(scan, name_of)
@@ -74,7 +74,7 @@ def quantise_square_roots(values: Array) -> bytes:
 # ---- maps ----------------------------------------------------------------------------------------
 
 
-def head_maps(scan: HeadScan, layer: LayerScan, *, most: int = MOST_CELLS) -> Array | None:
+def head_map_arrays(scan: HeadScan, layer: LayerScan, *, most: int = MOST_CELLS) -> Array | None:
     """Return (heads, rows, cols) of the weights of a layer in blocks, NaN for a head without.
 
     A single text of few tokens has a cell for each token. Otherwise the map is the finest in which
@@ -126,7 +126,7 @@ def _block_overlap(blocks: int) -> Array:
 # ---- offsets, and what receives most -------------------------------------------------------------
 
 
-def offset_profiles(layer: LayerScan) -> Array:
+def offset_profile_arrays(layer: LayerScan) -> Array:
     """Return float32 (heads, offsets + 1): the last entry is the weight inside all offsets."""
     summary = layer.summaries.get(OFFSETS)
     if summary is None:

@@ -60,7 +60,7 @@ def _scan_meta(scan: HeadScan, name: str, maps: Maps) -> dict[str, Any]:
             _layer_meta(scan, layer, its_maps)
             for layer, its_maps in zip(scan.layer_scans, maps, strict=True)
         ],
-        "ranks": _count_top_key_ranks(scan),
+        "ranks": _count_stored_top_keys(scan),
         "reach": viewer_blobs.OFFSET_REACH if viewer_blobs.OFFSETS in scan.measured else None,
         "received": viewer_blobs.RECEIVED in scan.measured,
         "statistics": [_statistic_meta(scan, statistic) for statistic in drawn],
@@ -94,7 +94,7 @@ def _layer_meta(
     }
 
 
-def _count_top_key_ranks(scan: HeadScan) -> int:
+def _count_stored_top_keys(scan: HeadScan) -> int:
     for layer in scan.layer_scans:
         if (summary := layer.summaries.get(viewer_blobs.TOP_KEYS)) is not None:
             return int(summary["key"].shape[-1])

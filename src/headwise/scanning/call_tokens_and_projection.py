@@ -233,7 +233,7 @@ class CallAwaitingProjection:
 
 def split_weight_by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
     """Return (heads, value_dim, embed_dim): each head's part of the weight of a module."""
-    matrix = _weight_matrix(module)
+    matrix = _weight_inputs_by_outputs(module)
     _, heads, _, value_dim = outputs.shape
     if matrix is None or matrix.shape[0] != heads * value_dim:
         return None
@@ -241,7 +241,7 @@ def split_weight_by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
     return parts
 
 
-def _weight_matrix(module: nn.Module) -> Tensor | None:
+def _weight_inputs_by_outputs(module: nn.Module) -> Tensor | None:
     """Return the floating-point weight (in, out) of a module, if it has one."""
     stored = getattr(module, "weight", None)
     weight = dequantize_weight(stored.detach()) if isinstance(stored, Tensor) else None
@@ -257,7 +257,7 @@ def _is_linear_output(module: nn.Module, inputs: Tensor, result: Tensor) -> bool
     The error may be n u (|x| |W|) from the sum of n products in the dtype of accumulation, and two
     roundings of the result (docs/budget.md).
     """
-    matrix = require_not_none(_weight_matrix(module))
+    matrix = require_not_none(_weight_inputs_by_outputs(module))
     x, w = inputs.double(), matrix.double()
     stored = getattr(module, "bias", None)
     bias = dequantize_weight(stored.detach()) if isinstance(stored, Tensor) else None

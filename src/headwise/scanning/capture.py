@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
-from headwise.huggingface.enable import use_headwise_attention
+from headwise.huggingface.enable import using_headwise_attention
 from headwise.huggingface.observed_attention import observe_attention
 from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.band import Band
@@ -316,7 +316,7 @@ def capture_attention(
         if keep_implementation:
             stack.enter_context(observe_attention())
         elif model is not None:
-            stack.enter_context(use_headwise_attention(model))
+            stack.enter_context(using_headwise_attention(model))
         stack.enter_context(capture.modules.attach_hooks())
         stack.enter_context(attention_hook(capture.record_attention))
         stack.enter_context(track_kernel_calls())

@@ -165,7 +165,7 @@ class CapturedCall:
                 )
 
     @classmethod
-    def of_self_attention(
+    def for_self_attention(
         cls,
         matrix: AttentionMatrix,
         *,

@@ -21,7 +21,7 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_file import (
     damaged_file_error,
     hash_nested_content,
-    read_scan_file,
+    read_scan_fields,
     write_scan_file,
 )
 from headwise.scanning.scan_schema import FieldError, check_value, shorten_for_message
@@ -179,7 +179,7 @@ class CorpusFolder:
                     do="leave this document out, or scan documents of its kind into another folder",
                 )
             write_scan_file(fresh, path, document=document)
-        fields, saved = read_scan_file(path, self._statistics, remedy=REMOVE)
+        fields, saved = read_scan_fields(path, self._statistics, remedy=REMOVE)
         if saved is None:
             raise _part_error(path, "a scan that scan_corpus did not write", "parts of a corpus")
         try:

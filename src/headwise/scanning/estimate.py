@@ -105,7 +105,7 @@ def estimate_scan(
     now.
     """
     statistics = tuple(statistics)
-    product, entry = speed or measure_speed(calls, statistics)
+    product, entry = speed or measure_seconds_per_operation(calls, statistics)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     products = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
     seconds = 0.0
@@ -148,7 +148,7 @@ def _logits_per_token(model: Any) -> int:
     return int(last.weight.shape[0])
 
 
-def measure_speed(
+def measure_seconds_per_operation(
     calls: Sequence[CallSizes], statistics: Sequence[TileStatistic]
 ) -> tuple[float, float]:
     """Measure the seconds of one multiply-add of a product, and of one weight in all statistics.
@@ -166,7 +166,7 @@ def measure_speed(
     matrix = AttentionMatrix(q, k, mask=Mask.causal() if is_causal else Mask())
     tokens = torch.randint(SAMPLE, (1, SAMPLE), generator=generator)
     chosen = tokens < SAMPLE // 16
-    call = CapturedCall.of_self_attention(
+    call = CapturedCall.for_self_attention(
         matrix, tokens=tokens, separators=chosen, specials=chosen, values=v, outputs=v
     )
     fitting = [s for s in statistics if s.reason_not_computable(call) is None]

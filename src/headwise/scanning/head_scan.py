@@ -12,7 +12,7 @@ from headwise.errors import OptionError
 from headwise.scanning import scan_file
 from headwise.scanning.layer_scan import LayerScan, ScanReadings, StandoutHead
 from headwise.scanning.scan_diff import ScanDiff
-from headwise.scanning.scanned_text import merge_texts
+from headwise.scanning.scanned_text import concatenate_texts_by_number
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.support.atomic_write import write_whole
 from headwise.support.display import Displayed, render_form
@@ -81,7 +81,7 @@ class HeadScan(Displayed, ScanReadings):
                 LayerScan.merged(layers, self.statistics)
                 for layers in zip(*(scan.layer_scans for scan in scans), strict=True)
             ),
-            texts=merge_texts([scan.texts for scan in scans]),
+            texts=concatenate_texts_by_number([scan.texts for scan in scans]),
         )
 
     def reason_not_mergeable(self, other: HeadScan) -> str | None:
@@ -240,7 +240,7 @@ class HeadScan(Displayed, ScanReadings):
             OptionError: a file that is damaged or was edited, comes from another program or a
                 later headwise, or has a statistic that is unknown or has another `Definition.id`.
         """
-        fields, _ = scan_file.read_scan_file(Path(path), statistics)
+        fields, _ = scan_file.read_scan_fields(Path(path), statistics)
         return cls(**fields)
 
 

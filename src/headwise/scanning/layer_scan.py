@@ -14,7 +14,7 @@ from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.scanned_text import ScannedText
 from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic_error
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
-from headwise.support.cast_to_int64 import convert_to_count
+from headwise.support.cast_to_int64 import convert_to_int_or_none
 from headwise.support.message_text import describe_value
 from headwise.support.optional_imports import require_package
 
@@ -258,7 +258,7 @@ class ScanReadings:
         statistic = self._find_statistic(name)
         heads = max((layer.num_heads for layer in self.layer_scans), default=0)
         results = {
-            index: _align_other_head_axis(statistic, layer, heads)
+            index: _expand_other_head_axis(statistic, layer, heads)
             for index, layer in enumerate(self.layer_scans)
             if name in layer.summaries
         }
@@ -339,7 +339,7 @@ class ScanReadings:
         return self[name]
 
 
-def _align_other_head_axis(statistic: Statistic, layer: LayerScan, heads: int) -> Tensor:
+def _expand_other_head_axis(statistic: Statistic, layer: LayerScan, heads: int) -> Tensor:
     """Return (scanned heads, *axes), with an axis "other_head" indexed by head number."""
     rows = statistic.result(layer.summaries[statistic.definition.name])
     for axis, name in enumerate(statistic.definition.axes, start=1):
@@ -356,7 +356,7 @@ def _comma_list(heads: tuple[int, ...]) -> str:
 
 def top_heads(layers: tuple[str, ...], values: Tensor, n: int, *, lowest: bool) -> list[HeadValue]:
     """Return the ``n`` largest of (layers, heads), or the smallest; NaN is left out."""
-    count = convert_to_count(n)
+    count = convert_to_int_or_none(n)
     if count is None or count < 0:
         raise OptionError(
             saw=f"n={describe_value(n)}",

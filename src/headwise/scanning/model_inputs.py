@@ -212,7 +212,7 @@ def run_model(model: Any, model_input: ModelInput) -> Any:
         OptionError: no arguments for a model that needs some; or token ids without a batch, which
             a layer of headwise refused.
     """
-    if not model_input.positional and not model_input.named and _needs_arguments(model):
+    if not model_input.positional and not model_input.named and _has_required_arguments(model):
         raise _no_inputs_error("an input without arguments")
     try:
         return model(*model_input.positional, **model_input.named)
@@ -223,7 +223,7 @@ def run_model(model: Any, model_input: ModelInput) -> Any:
         raise _no_batch_error(ids) from error
 
 
-def _needs_arguments(model: Any) -> bool:
+def _has_required_arguments(model: Any) -> bool:
     function = model.forward if isinstance(model, nn.Module) else model
     parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

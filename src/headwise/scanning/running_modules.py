@@ -210,14 +210,14 @@ def tensors_equal(a: Tensor, b: Tensor) -> bool:
 
 def _token_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     named = [value for name, value in kwargs.items() if name not in NO_TOKENS]
-    return [value for value in (*args, *named) if _is_tokens(value)]
+    return [value for value in (*args, *named) if _looks_like_token_ids(value)]
 
 
 def _is_float_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and torch.is_floating_point(value)
 
 
-def _is_tokens(value: Any) -> bool:
+def _looks_like_token_ids(value: Any) -> bool:
     integers = (torch.int32, torch.int64)
     return isinstance(value, Tensor) and value.dtype in integers and value.dim() == 2
 
@@ -263,7 +263,7 @@ def dequantize_weight(weight: Tensor) -> Tensor | None:
     return weight if weight.is_floating_point() else None
 
 
-def find_unembedding(model: Any) -> Tensor | None:
+def find_unembedding_weight(model: Any) -> Tensor | None:
     """Return the (vocabulary, embed_dim) weight of the last layer of a language model, if any."""
     getter = getattr(model, "get_output_embeddings", None)
     module = getter() if getter is not None else getattr(model, "unembedding", None)

@@ -24,7 +24,7 @@ from headwise.scanning.model_inputs import (
 )
 from headwise.scanning.running_modules import (
     class_name_without_fsdp,
-    find_unembedding,
+    find_unembedding_weight,
     unwrap_compiled,
 )
 from headwise.scanning.scanned_text import TextRecorder
@@ -33,7 +33,7 @@ from headwise.scanning.selection import (
     Numbers,
     SelectedLayers,
     Statistics,
-    normalise_token_ids,
+    normalise_token_ids_option,
     select_statistics,
 )
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
@@ -82,12 +82,12 @@ def scan(
             finite, or a model in which no attention was captured.
     """
     if isinstance(model, AttentionMatrix):
-        inputs, model = (model, inputs), _attend_with_hook
+        inputs, model = (model, inputs), _attend_and_call_hook
     model = unwrap_compiled(model)
     _require_callables(model, call=call, progress=progress)
     collector = _Collector(
-        separators=normalise_token_ids("separators", separators),
-        specials=normalise_token_ids("specials", specials),
+        separators=normalise_token_ids_option("separators", separators),
+        specials=normalise_token_ids_option("specials", specials),
         model=model,
         statistics=select_statistics(statistics),
         layers=SelectedLayers(layers, heads),
@@ -147,7 +147,7 @@ class _Collector:
         self._separators, self._specials = separators, specials
         # One that is divided over devices has to be gathered.
         is_needed = any("unembedding" in statistic.needs for statistic in self._statistics)
-        self._unembedding = find_unembedding(model) if is_needed else None
+        self._unembedding = find_unembedding_weight(model) if is_needed else None
         self._calls = self._sequences = self._tokens = 0
         self._first: str | None = None
         self._is_new = True
@@ -169,7 +169,7 @@ class _Collector:
             self._tokens += int(call.real_queries.sum())
             self._is_new = False
         texts = self._texts.record(call)
-        layer = self._layers.record_call(call)
+        layer = self._layers.record_call_and_find_layer(call)
         if layer is None:
             return
         if layer.calls == 1:
@@ -231,7 +231,7 @@ def _mark_chosen_tokens(tokens: Tensor, chosen: tuple[int, ...]) -> Tensor | Non
     return torch.isin(tokens, torch.tensor(chosen, device=tokens.device, dtype=tokens.dtype))
 
 
-def _attend_with_hook(matrix: AttentionMatrix, v: Tensor) -> Tensor:
+def _attend_and_call_hook(matrix: AttentionMatrix, v: Tensor) -> Tensor:
     return call_hook(matrix, v, matrix @ v)
 
 
@@ -240,6 +240,6 @@ def _model_name(model: Any) -> str:
         return class_name_without_fsdp(model)
     return (
         "AttentionMatrix"
-        if model is _attend_with_hook
+        if model is _attend_and_call_hook
         else getattr(model, "__name__", "a function")
     )

@@ -29,16 +29,16 @@ from headwise.scanning.layer_scan import ScanReadings
 from headwise.scanning.scan_schema import (
     WHOLE,
     FieldError,
-    check_fields,
+    check_scan_fields,
     check_value,
     describe_json,
     fields_of_layer,
     fields_of_statistic,
-    name_tensors,
     pop_texts,
     rebuild_layers,
     require_text_numbers_in_range,
     shorten_for_message,
+    tensors_of_scan,
 )
 from headwise.scanning.statistics import importance_statistics
 from headwise.scanning.statistics.catalogue import STANDARD
@@ -61,7 +61,7 @@ COPY_AGAIN = "copy it again from where it was saved, or scan again"
 def write_scan_file(
     scan: ScanReadings, path: Path, *, document: Mapping[str, Any] | None = None
 ) -> Path:
-    """Save a scan, and ``document`` with it, for `read_scan_file` to return.
+    """Save a scan, and ``document`` with it, for `read_scan_fields` to return.
 
     Raises:
         OptionError: nothing can be written there, or the scan could not be read again.
@@ -79,9 +79,9 @@ def write_scan_file(
     }
     if document is not None:
         about["document"] = dict(document)
-    tensors = name_tensors(scan)
+    tensors = tensors_of_scan(scan)
     try:
-        check_fields(about)
+        check_scan_fields(about)
         rest = dict(tensors)
         pop_texts(rest)
         rebuild_layers(about["layers"], rest, scan.statistics)
@@ -95,7 +95,7 @@ def write_scan_file(
     return write_whole(path, safetensors_of(tensors, metadata={KEY: _encode_json(about)}))
 
 
-def read_scan_file(
+def read_scan_fields(
     path: Path, statistics: Iterable[Statistic] = (), *, remedy: str = COPY_AGAIN
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the fields of the scan in a file, and the document that was saved with it.
@@ -121,7 +121,7 @@ def read_scan_file(
     known = {statistic.definition.name: statistic for statistic in (*shipped, *statistics)}
     try:
         about, tensors = _read_file(path)
-        check_fields(about)
+        check_scan_fields(about)
         in_file = tuple(
             _match_statistic(saved, known, path, about) for saved in about["statistics"]
         )

@@ -138,7 +138,7 @@ def fields_of_layer(layer: LayerScan) -> dict[str, Any]:
     return {**vars(layer), "heads": list(layer.heads), "summaries": summaries, **texts}
 
 
-def name_tensors(scan: ScanReadings) -> dict[str, Tensor]:
+def tensors_of_scan(scan: ScanReadings) -> dict[str, Tensor]:
     """Return every tensor of a scan by its name in a file."""
     texts = {
         f"texts/{number}/{part}": torch.as_tensor(value, dtype=torch.int32).clone()
@@ -157,7 +157,7 @@ def name_tensors(scan: ScanReadings) -> dict[str, Tensor]:
 # ---- read ---------------------------------------------------------------------------------------
 
 
-def check_fields(about: dict[str, Any]) -> None:
+def check_scan_fields(about: dict[str, Any]) -> None:
     """Raise FieldError for the first wrong field in the JSON of a scan.
 
     From format 2 on the JSON has a digest, and an id for each statistic; from format 3 on a layer

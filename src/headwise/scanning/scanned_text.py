@@ -27,7 +27,9 @@ class ScannedText(NamedTuple):
     lengths: tuple[int, ...]
 
 
-def merge_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[ScannedText, ...]:
+def concatenate_texts_by_number(
+    texts: Sequence[tuple[ScannedText, ...]],
+) -> tuple[ScannedText, ...]:
     """Return the texts of several scans of a model, one after another, up to `MOST_TOKENS`."""
     if len({len(each) for each in texts}) != 1:
         return ()
@@ -37,7 +39,9 @@ def merge_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[ScannedText, 
         for text, target in zip(each, merged, strict=True):
             start = 0
             for length in text.lengths:
-                room -= target.add_sequence_if_room(text.ids[start : start + length], room=room)
+                room -= target.add_sequence_and_count_tokens(
+                    text.ids[start : start + length], room=room
+                )
                 start += length
     return tuple(text.to_scanned_text for text in merged)
 
@@ -49,7 +53,7 @@ class _TextBuffer:
         self.sequences: list[Tensor] = []
         self.is_cut = False
 
-    def add_sequence_if_room(self, ids: Tensor, *, room: int) -> int:
+    def add_sequence_and_count_tokens(self, ids: Tensor, *, room: int) -> int:
         """Add a sequence if there is room, and return the number of tokens that were added."""
         self.is_cut = self.is_cut or len(ids) > room
         if self.is_cut:
@@ -106,7 +110,7 @@ class TextRecorder:
         if number == len(self._texts):
             self._texts.append(_TextBuffer())
         for ids in sequences:
-            self._room -= self._texts[number].add_sequence_if_room(ids, room=self._room)
+            self._room -= self._texts[number].add_sequence_and_count_tokens(ids, room=self._room)
         return number
 
     @property

@@ -16,7 +16,7 @@ from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.importance_statistics import Importance
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.support.cast_to_int64 import is_integer
+from headwise.support.cast_to_int64 import has_integer_dtype
 from headwise.support.message_text import describe_value
 
 STANDARD_SET = "standard"  # the name of all statistics of the standard set
@@ -68,7 +68,7 @@ def normalise_heads_option(heads: Numbers | None) -> tuple[int, ...] | None:
     return chosen
 
 
-def normalise_token_ids(name: str, tokens: Numbers) -> tuple[int, ...]:
+def normalise_token_ids_option(name: str, tokens: Numbers) -> tuple[int, ...]:
     """Return token ids.
 
     Raises:
@@ -134,7 +134,7 @@ class SelectedLayers:
         self._patterns, self._heads = normalise_layers_option(layers), normalise_heads_option(heads)
         self._seen: dict[str, LayerScan | None] = {}  # None for a layer that is not selected
 
-    def record_call(self, call: CapturedCall) -> LayerScan | None:
+    def record_call_and_find_layer(self, call: CapturedCall) -> LayerScan | None:
         """Count a call, and return its layer if that is selected."""
         if call.layer not in self._seen:
             is_chosen = self._patterns is None or any(
@@ -191,7 +191,7 @@ def _require_integers(name: str, numbers: Any, *, do: str) -> tuple[int, ...]:
 def _is_integer(number: Any) -> bool:
     """True for an integer or a scalar tensor of integers, never for a bool."""
     if isinstance(number, Tensor):
-        return number.dim() == 0 and is_integer(number)
+        return number.dim() == 0 and has_integer_dtype(number)
     is_scalar = isinstance(number, SupportsIndex) and not getattr(number, "shape", ())
     return is_scalar and not isinstance(number, bool)
 

@@ -212,7 +212,7 @@ class Transfer:
         return self._received
 
 
-def pass_around(
+def iterate_tensors_of_ranks(
     tensors: tuple[Tensor, ...], group: TokenGroup
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Yield the tensors of every rank with its number, this rank first; each goes to the next.

@@ -138,7 +138,7 @@ class _CollectiveCall:
         return bool(root == self._group.rank())
 
     @property
-    def bytes(self) -> int:
+    def given_bytes(self) -> int:
         return _count_tensor_bytes(self.given)
 
     @property
@@ -148,7 +148,7 @@ class _CollectiveCall:
         if self.arguments.get("input_split_sizes"):
             parts = parts.split(self.arguments["input_split_sizes"])
         if isinstance(parts, Tensor):
-            return self.bytes * (self.ranks - 1) // self.ranks
+            return self.given_bytes * (self.ranks - 1) // self.ranks
         if len(parts) == 1 and isinstance(parts[0], list):  # one list for each device of a rank
             parts = parts[0]
         return sum(_count_tensor_bytes(part) for index, part in enumerate(parts) if index != rank)
@@ -164,21 +164,21 @@ def _count_tensor_bytes(tensors: Any) -> int:
 def _point_to_point_bytes_sent(call: _CollectiveCall) -> int:
     kinds = call.arguments.get("op_list")
     if kinds is None:
-        return call.bytes
+        return call.given_bytes
     return sum(
         _count_tensor_bytes(t) for t, kind in zip(call.given, kinds, strict=True) if kind == "isend"
     )
 
 
 FORMULAS: dict[str, Callable[[_CollectiveCall], int]] = {
-    "all_gather": lambda call: call.bytes * (call.ranks - 1),
-    "reduce_scatter": lambda call: call.bytes * (call.ranks - 1) // call.ranks,
-    "all_reduce": lambda call: 2 * call.bytes * (call.ranks - 1) // call.ranks,
+    "all_gather": lambda call: call.given_bytes * (call.ranks - 1),
+    "reduce_scatter": lambda call: call.given_bytes * (call.ranks - 1) // call.ranks,
+    "all_reduce": lambda call: 2 * call.given_bytes * (call.ranks - 1) // call.ranks,
     "all_to_all": lambda call: call.bytes_for_others,
-    "broadcast": lambda call: call.bytes * (call.ranks - 1) if call.is_root else 0,
+    "broadcast": lambda call: call.given_bytes * (call.ranks - 1) if call.is_root else 0,
     "scatter": lambda call: call.bytes_for_others if call.is_root else 0,
-    "gather": lambda call: 0 if call.is_root else call.bytes,
-    "reduce": lambda call: 0 if call.is_root else call.bytes,
+    "gather": lambda call: 0 if call.is_root else call.given_bytes,
+    "reduce": lambda call: 0 if call.is_root else call.given_bytes,
     "send": _point_to_point_bytes_sent,
 }
 _OPERATORS = {

@@ -32,7 +32,9 @@ class SharedWeights:
     biases: tuple[Float[Tensor, " _"], ...] | None = None
 
     @classmethod
-    def of(cls, matrices: Iterable[Tensor], biases: Iterable[Tensor] = ()) -> SharedWeights:
+    def of_matrices(
+        cls, matrices: Iterable[Tensor], biases: Iterable[Tensor] = ()
+    ) -> SharedWeights:
         """Make the weights from four matrices, and four biases or none."""
         q, k, v, out = matrices
         return cls(q, k, v, out, tuple(biases) or None)
@@ -40,24 +42,28 @@ class SharedWeights:
     @classmethod
     def of_linears(cls, *linears: Any) -> SharedWeights:
         """Make the weights from the parameters of four linear layers, without a copy."""
-        return cls.of((x.weight for x in linears), (x.bias for x in linears if x.bias is not None))
+        return cls.of_matrices(
+            (x.weight for x in linears), (x.bias for x in linears if x.bias is not None)
+        )
 
     @classmethod
     def from_packed(
         cls, weight: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor
     ) -> SharedWeights:
         """Split packed weights as in `torch.nn.MultiheadAttention`: rows of q, of k, then of v."""
-        return cls.of((*weight.chunk(3), out), (*bias.chunk(3), out_bias))
+        return cls.of_matrices((*weight.chunk(3), out), (*bias.chunk(3), out_bias))
 
     @classmethod
     def random(cls, embed_dim: int, *, biased: bool = False) -> SharedWeights:
         """Draw normal weights that keep the variance of the input; biases have std 1/2."""
         matrices = [torch.randn(embed_dim, embed_dim) / math.sqrt(embed_dim) for _ in range(4)]
-        return cls.of(matrices, (torch.randn(embed_dim) / 2 for _ in range(4 if biased else 0)))
+        return cls.of_matrices(
+            matrices, (torch.randn(embed_dim) / 2 for _ in range(4 if biased else 0))
+        )
 
     def double(self) -> SharedWeights:
         """Return the weights in float64."""
-        return SharedWeights.of(
+        return SharedWeights.of_matrices(
             (matrix.double() for matrix in self.matrices), (b.double() for b in self.biases or ())
         )
 
@@ -140,5 +146,5 @@ class Implementation(nn.Module):
         """Compute the whole published class, with its residual and norm if it has any."""
         return self(x)
 
-    def attention_weights(self, x: Float[Tensor, "batch length embed_dim"]) -> Any:
+    def returned_attention_weights(self, x: Float[Tensor, "batch length embed_dim"]) -> Any:
         """Return the attention weights with the implementation's axes, or None if it has none."""

@@ -56,7 +56,7 @@ class Paper(Implementation):
 
     def stored_weights(self) -> SharedWeights:
         """See `Implementation.stored_weights`."""
-        return SharedWeights.of(
+        return SharedWeights.of_matrices(
             (*(w.flatten(0, 1) for w in (self.wq, self.wk, self.wv)), self.wo.mT)
         )
 
@@ -94,11 +94,11 @@ class Tensor2Tensor(Implementation):
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
         """Project, split the heads, attend, combine the heads, project."""
-        weights = F.dropout(self.attention_weights(x, mask), self.p, self.training)
+        weights = F.dropout(self.returned_attention_weights(x, mask), self.p, self.training)
         combined = (weights @ self._split_heads(x @ self.v)).transpose(1, 2).flatten(2)
         return combined @ self.output_transform
 
-    def attention_weights(self, x: Tensor, mask: Any = None) -> Tensor:
+    def returned_attention_weights(self, x: Tensor, mask: Any = None) -> Tensor:
         """Return the weights before dropout, as tensor2tensor's ``save_weights_to`` stores them."""
         q, k = (self._split_heads(x @ kernel) for kernel in (self.q, self.k))
         logits = (q * self.head_dim**-0.5) @ k.mT
@@ -141,7 +141,7 @@ class Annotated(Implementation):
         self.attn = self.dropout(scores.softmax(dim=-1))
         return last((self.attn @ v).transpose(1, 2).flatten(2))
 
-    def attention_weights(self, x: Tensor) -> Any:
+    def returned_attention_weights(self, x: Tensor) -> Any:
         """Call the layer and return ``attn``."""
         self(x)
         return self.attn
@@ -176,7 +176,7 @@ class EinopsPage(Implementation):
         """Compute the norm of the input plus the attention."""
         return self.layer_norm(self(x) + x)
 
-    def attention_weights(self, x: Tensor) -> Tensor:
+    def returned_attention_weights(self, x: Tensor) -> Tensor:
         """Return the second result of the example."""
         return self._attend(x, None)[1]
 
@@ -227,7 +227,7 @@ class TorchLayer(Implementation):
         mask = None if mask is None else mask.repeat_interleave(self.num_heads, dim=0)
         return self.inner(x, x, x, attn_mask=mask, need_weights=self.need_weights)[0]
 
-    def attention_weights(self, x: Tensor) -> Any:
+    def returned_attention_weights(self, x: Tensor) -> Any:
         """Return the weights that the layer returns by default."""
         return self.inner(x, x, x)[1]
 
@@ -248,7 +248,7 @@ class XTransformers(Implementation):
         """Pass the mask as ``attn_mask`` with an axis for heads."""
         return self.inner(x, attn_mask=None if mask is None else mask[:, None])
 
-    def attention_weights(self, x: Tensor) -> Any:
+    def returned_attention_weights(self, x: Tensor) -> Any:
         """Return the weights among the layer's intermediate results."""
         return self.inner(x, return_intermediates=True)[1].post_softmax_attn
 
@@ -277,7 +277,7 @@ class OfTransformers(Implementation):
             dtype=self.stored_weights().q.dtype,
         )[:, 0]
 
-    def attention_weights(self, x: Tensor) -> Any:
+    def returned_attention_weights(self, x: Tensor) -> Any:
         """Return the second result of the layer."""
         return self.inner(x)[1]
 
@@ -357,7 +357,7 @@ class DropIn(TorchLayer):
     layer = MultiheadAttention
 
 
-class Native(Implementation):
+class HeadwiseAttention(Implementation):
     """`headwise.Attention`."""
 
     name = "headwise.Attention"
@@ -375,7 +375,7 @@ class Native(Implementation):
         """Return a `Mask` with named axes."""
         return Mask.may_attend(may_attend, axes="batch queries keys")
 
-    def attention_weights(self, x: Tensor) -> Tensor:
+    def returned_attention_weights(self, x: Tensor) -> Tensor:
         """Return the dense weights of the attention matrix."""
         result: Tensor = self.inner.matrix(x).dense()
         return result
@@ -392,5 +392,9 @@ PEERS: Mapping[str, type[Implementation]] = {
     "bert": Bert,
     "x_transformers": XTransformers,
 }
-IMPLEMENTATIONS: Mapping[str, type[Implementation]] = {**PEERS, "drop_in": DropIn, "native": Native}
+IMPLEMENTATIONS: Mapping[str, type[Implementation]] = {
+    **PEERS,
+    "drop_in": DropIn,
+    "native": HeadwiseAttention,
+}
 REWRITTEN = (Paper, Tensor2Tensor, Annotated, EinopsPage)

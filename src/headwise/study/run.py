@@ -91,7 +91,7 @@ def select_ids(ids: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(name for name in IDS if not ids or name in ids)
 
 
-def run_study(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> Study:
+def answer_questions(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> Study:
     """Answer the questions with these ids, or all.
 
     Args:
@@ -124,7 +124,10 @@ def run_study(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> S
             left_out.append(LeftOut(name, question.asks, missing.saw, missing.do))
     progress("done", STEPS_PER_QUESTION * len(names), STEPS_PER_QUESTION * len(names))
     return Study(
-        tuple(answers), tuple(left_out), describe_setting(), trained_encoder.encoder_fallback()
+        tuple(answers),
+        tuple(left_out),
+        describe_setting(),
+        trained_encoder.reason_for_encoder_fallback(),
     )
 
 

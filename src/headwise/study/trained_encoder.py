@@ -49,6 +49,6 @@ def encoder_run(progress: Progress = no_progress) -> RecordedRun:
     return _cache[0][0]
 
 
-def encoder_fallback() -> Fallback | None:
+def reason_for_encoder_fallback() -> Fallback | None:
     """Return the reason why `encoder_run` used the small encoder, or None if it did not."""
     return _cache[0][1] if _cache else None

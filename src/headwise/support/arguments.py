@@ -101,7 +101,7 @@ def _refuse_name(
         )
     shown = describe_value(value)
     raise ArgumentError(
-        saw=f"{_name_in_call(function, owner)} has no argument {name!r}, got {name}={shown}",
+        saw=f"{_callee_name(function, owner)} has no argument {name!r}, got {name}={shown}",
         needed=answer.needed,
         do=answer.do.replace("{value}", shown if len(shown) < 20 else "..."),
     )
@@ -119,14 +119,14 @@ def _refuse_positions(
     if beyond is not None:
         answer = beyond(args[1:])
     raise ArgumentError(
-        saw=f"{_name_in_call(function, args[0])} takes {most - 1} arguments by position, "
+        saw=f"{_callee_name(function, args[0])} takes {most - 1} arguments by position, "
         f"got {len(args) - 1}",
         needed=answer.needed,
         do=answer.do,
     )
 
 
-def _name_in_call(function: Callable[..., Any], owner: object) -> str:
+def _callee_name(function: Callable[..., Any], owner: object) -> str:
     name = function.__name__
     owners = type(owner).__name__
     return owners if name in ("__init__", "forward") else f"{owners}.{name}"

@@ -23,7 +23,7 @@ def convert_to_int64(tensor: Tensor, name: str) -> Tensor:
         OptionError: not a tensor of integers, or uint64 numbers that int64 cannot hold (checked in
             eager mode on the CPU).
     """
-    if not isinstance(tensor, Tensor) or not is_integer(tensor):
+    if not isinstance(tensor, Tensor) or not has_integer_dtype(tensor):
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise OptionError(
             saw=f"{name} of type {kind}",
@@ -40,7 +40,7 @@ def convert_to_int64(tensor: Tensor, name: str) -> Tensor:
     return wide
 
 
-def convert_to_count(value: object) -> int | None:
+def convert_to_int_or_none(value: object) -> int | None:
     """Return an integer of any library as an int, or None if ``value`` is not an integer.
 
     A SymInt of a compiled graph is returned as it is.
@@ -52,7 +52,7 @@ def convert_to_count(value: object) -> int | None:
     return None
 
 
-def is_integer(tensor: Tensor) -> bool:
+def has_integer_dtype(tensor: Tensor) -> bool:
     """True for integer dtypes of any width, not for bool."""
     kinds = tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
     return not any(kinds)

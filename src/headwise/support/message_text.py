@@ -38,7 +38,7 @@ def describe_count(count: int, what: str) -> str:
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
-def broadcasts_to(size: int, wanted: int) -> bool:
+def axis_broadcasts_to(size: int, wanted: int) -> bool:
     """True if an axis of this size broadcasts to ``wanted``.
 
     Not ``size in (1, wanted)``: compiled, that is False where only one of both is symbolic.

@@ -45,7 +45,7 @@ def edited(rows: Rows, edit: Callable[[Tensor], Tensor], *roles: str) -> Rows:
 def refused(rows: Rows, edit: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> Rows:
     """Rows after q, k and v are one matrix, [q; k; v], and an edit makes three of it."""
     matrices, biases = dict(rows.matrices), dict(rows.biases)
-    fused = torch.cat([rows.flat_matrix(role) for role in "qkv"])
+    fused = torch.cat([rows.matrix_of_role(role) for role in "qkv"])
     bias = torch.cat([rows.biases[role].flatten() for role in "qkv"])[:, None]
     for role, weight, vector in zip("qkv", edit(fused), edit(bias), strict=True):
         matrices[role] = weight.reshape(matrices[role].shape)

@@ -79,7 +79,7 @@ def test_a_factor_is_measured(factor: float) -> None:
     a = edited(b, lambda x: x * factor, "q")
     [move] = find_moves(a, b).moves
     assert (move.cause, move.roles) == ("sign" if factor == -1 else "factor", ("q",))
-    assert move.parameters["factor"] == pytest.approx(factor, rel=1e-12)
+    assert move.cause_parameters["factor"] == pytest.approx(factor, rel=1e-12)
     a = edited(edited(b, pairs, "q", "k"), lambda x: x * factor, "q")
     first, second = find_moves(a, b).moves
     assert (first.cause, first.roles) == ("rotary permutation missing", ("q", "k"))
@@ -94,7 +94,7 @@ def test_a_factor_of_some_heads_or_channels_says_which() -> None:
     a.matrices["v"][:, 1::2] *= -1
     moves = {move.roles: move for move in find_moves(a, b).moves}
     assert moves["k",].cause == "factor"
-    assert moves["k",].parameters["heads"] == (2,)
+    assert moves["k",].cause_parameters["heads"] == (2,)
     assert moves["q",].name.text.endswith("the second half of each head")
     assert moves["v",].name.text.endswith("the odd channels of each head")
     assert {moves["q",].cause, moves["v",].cause} == {"sign"}
@@ -106,7 +106,7 @@ def test_rows_of_zeros_are_listed() -> None:
     a.matrices["k"][[1, 4]] = 0
     moves = {move.roles: move for move in find_moves(a, b).moves}
     assert {move.cause for move in moves.values()} == {"rows zero"}
-    assert moves["k",].parameters["heads"] == (1, 4)
+    assert moves["k",].cause_parameters["heads"] == (1, 4)
     assert moves["v",].name.text == "all"
     assert_same_rows(find_moves(a, b).apply(b), a)
 
@@ -124,7 +124,7 @@ def test_a_role_that_is_new_leaves_the_others_explained() -> None:
 def test_three_mistakes_of_separate_roles_are_all_named() -> None:
     b = without_biases(projections("square"))
     a = edited(edited(b, pairs, "q", "k"), by_channel, "v")
-    matrices = {**a.matrices, "o": b.flat_matrix("o").T.reshape(b.matrices["o"].shape)}
+    matrices = {**a.matrices, "o": b.matrix_of_role("o").T.reshape(b.matrices["o"].shape)}
     assert sorted(causes(Rows(matrices), b)) == [
         ("heads interleaved", ("v",)),
         ("rotary permutation missing", ("q", "k")),
@@ -138,7 +138,7 @@ def test_transposed_activations_are_recognised() -> None:
     x = torch.randn(64, 40, dtype=F64, generator=torch.Generator().manual_seed(2))
 
     def activations(*, transposed: bool) -> Rows:
-        flat = {role: weights.flat_matrix(role) for role in "qkv"}
+        flat = {role: weights.matrix_of_role(role) for role in "qkv"}
         made = {role: (w.T if transposed else w) @ x for role, w in flat.items()}
         return Rows({role: y.view(4, 16, -1) for role, y in made.items()})
 
@@ -198,4 +198,4 @@ def test_a_power_of_two_is_exact_in_single_precision(factor: float) -> None:
     b = without_biases(projections("gqa-of-4"))
     report = find_moves(edited(b, lambda x: x * factor, "v"), b)
     assert report.is_exact
-    assert report.moves[0].parameters["factor"] == factor
+    assert report.moves[0].cause_parameters["factor"] == factor

@@ -55,7 +55,7 @@ def in_groups(rows: Rows) -> Rows:
 
 def reordered(rows: Rows) -> Rows:
     """Stored [q; k; v], read [k; q; v]."""
-    q, k, v = (rows.flat_matrix(role).shape[0] for role in "qkv")
+    q, k, v = (rows.matrix_of_role(role).shape[0] for role in "qkv")
     return refused(rows, lambda x: [x.split([k, q, v])[i] for i in (1, 0, 2)])
 
 
@@ -66,7 +66,7 @@ def output_groups(x: torch.Tensor) -> torch.Tensor:
 def transposed(rows: Rows, *roles: str) -> Rows:
     matrices = dict(rows.matrices)
     for role in roles:
-        matrices[role] = rows.flat_matrix(role).T.reshape(matrices[role].shape)
+        matrices[role] = rows.matrix_of_role(role).T.reshape(matrices[role].shape)
     return replace(rows, matrices=matrices)
 
 
@@ -113,7 +113,7 @@ def test_the_number_of_heads_that_was_used_is_named(heads: int) -> None:
     a = edited(b, lambda x: halves(pairs(x).reshape(-1, 1, x.shape[2]), heads=heads), "k")
     [move] = find_moves(a, b).moves
     assert move.cause == "rotary permutation with a wrong number of heads"
-    assert (move.roles, move.parameters["heads"]) == (("k",), heads)
+    assert (move.roles, move.cause_parameters["heads"]) == (("k",), heads)
 
 
 @pytest.mark.parametrize("heads", [2, 4])
@@ -122,7 +122,7 @@ def test_the_number_of_heads_is_named_for_interleaved_pairs_too(heads: int) -> N
     a = edited(b, lambda x: pairs(halves(x).reshape(heads, -1, x.shape[2])), "k")
     [move] = find_moves(a, b, is_interleaved=True).moves
     assert move.cause == "rotary permutation with a wrong number of heads"
-    assert (move.roles, move.parameters["heads"]) == (("k",), heads)
+    assert (move.roles, move.cause_parameters["heads"]) == (("k",), heads)
 
 
 @pytest.mark.parametrize("width", [4, 8])
@@ -130,7 +130,7 @@ def test_only_the_rotated_channels_are_permuted(width: int) -> None:
     b = projections("mha")
     a = edited(b, lambda x: torch.cat([pairs(x[:, :width]).flatten(1, 2), x[:, width:]], 1), "q")
     [move] = find_moves(a, b, rotary_width=width).moves
-    assert (move.cause, move.parameters["width"]) == ("rotary permutation missing", width)
+    assert (move.cause, move.cause_parameters["width"]) == ("rotary permutation missing", width)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -141,7 +141,7 @@ def test_heads_in_any_order_are_found(geometry: str) -> None:
     a = edited(b, lambda x: x[order], "q", "o")
     [move] = find_moves(a, b).moves
     assert (move.cause, move.roles) == ("heads permuted", ("q", "o"))
-    assert move.parameters["order"] == tuple(order.tolist())
+    assert move.cause_parameters["order"] == tuple(order.tolist())
 
 
 def test_shards_that_cut_heads_are_joined_in_the_wrong_order() -> None:
@@ -149,7 +149,7 @@ def test_shards_that_cut_heads_are_joined_in_the_wrong_order() -> None:
     a = edited(b, lambda x: x.reshape(4, -1, x.shape[2])[[1, 0, 3, 2]], "v")
     [move] = find_moves(a, b).moves
     assert (move.cause, move.roles) == ("shards joined in the wrong order", ("v",))
-    assert move.parameters["order"] == (1, 0, 3, 2)
+    assert move.cause_parameters["order"] == (1, 0, 3, 2)
 
 
 def test_equal_rows_need_no_move() -> None:

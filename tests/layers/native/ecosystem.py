@@ -207,7 +207,7 @@ def budget_of(layer: Attention, read: Callable[..., Tensor], x: Tensor) -> Budge
     def function(x: Tensor, *values: Tensor) -> Tensor:
         return read_with(layer, dict(zip(names, values, strict=True)), read, x)
 
-    return Budget.of(function, x, *values)
+    return Budget.for_function(function, x, *values)
 
 
 def contributions(layer: Attention, x: Tensor, **options: Any) -> Tensor:

@@ -71,7 +71,7 @@ def budget_of_adapted(
             parameters[f"{name}.weight"] = weight + ALPHA / RANK * (b @ a)
         return read_with(plain, parameters, read, x)
 
-    return Budget.of(function, x, *values, *own)
+    return Budget.for_function(function, x, *values, *own)
 
 
 @pytest.mark.parametrize("targets", TARGETS, ids=", ".join)

@@ -86,7 +86,7 @@ def written_out(
 
 def budget(function: Callable[..., Tensor], given: list[Tensor], factor: float) -> Budget:
     """In float64 the reference rounds too: both at most what they round in float32, to scale."""
-    narrow = Budget.of(function, *(x.detach().float() for x in given), factor=factor)
+    narrow = Budget.for_function(function, *(x.detach().float() for x in given), factor=factor)
     if given[0].dtype == torch.float32:
         return narrow
     finer = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps

@@ -113,7 +113,7 @@ def test_it_is_its_formula(options: QKNorm, dtype: torch.dtype) -> None:
     # Float32 inside: the half types have one rounding to spare, which check adds.
     wide = [t.to(accumulation(dtype)) for t in (x, *parameters)]
     floor = rounding(options, *wide)
-    Budget.of(function, *wide, floor=floor, factor=0.0, name="norm").assert_holds(norm(x))
+    Budget.for_function(function, *wide, floor=floor, factor=0.0, name="norm").assert_holds(norm(x))
     assert norm(x).dtype == dtype
 
 
@@ -140,7 +140,7 @@ def test_gradients_against_float64(options: QKNorm) -> None:
     ours = [x.clone().requires_grad_(), *norm.parameters()]
     found = torch.autograd.grad(norm(ours[0]), ours, grad_output)
     for which, one in enumerate(found):
-        Budget.of(gradient(which), grad_output, *leaves, factor=3.0).assert_holds(one)
+        Budget.for_function(gradient(which), grad_output, *leaves, factor=3.0).assert_holds(one)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -246,7 +246,7 @@ def test_coheres_norm_where_its_rows_are_equal() -> None:
     options = QKNorm(kind="layer", eps=config.layer_norm_eps)
     ours = options.module(head_dim)
     ours.weight.data.copy_(weight)
-    budget = Budget.of(lambda x, weight: formula(options, x, weight), x, weight)
+    budget = Budget.for_function(lambda x, weight: formula(options, x, weight), x, weight)
     budget.assert_holds(ours(x))
     budget.assert_holds(layer.q_norm(x))
 

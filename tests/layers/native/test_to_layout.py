@@ -123,7 +123,7 @@ def test_every_layout_holds_the_function_or_is_refused(name: str) -> None:
     layer = made(options)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, LENGTH, HEADS * HEAD_DIM, generator=generator, dtype=torch.float64)
-    budget = Budget.of(lambda x: layer(x, mask=mask), x)
+    budget = Budget.for_function(lambda x: layer(x, mask=mask), x)
     holding = []
     for described in DISTINCT:
         try:

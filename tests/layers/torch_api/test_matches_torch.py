@@ -150,8 +150,8 @@ def test_every_path_is_within_the_error_budget(case: Case, dtype: torch.dtype) -
         options = {k: t.to(given[0].dtype) if t.is_floating_point() else t for k, t in call.items()}
         return layer(*(given[n] for n in order), **options)
 
-    output = Budget.of(lambda *x: plain(*x)[0], *distinct, name="output")
-    weights = Budget.of(lambda *x: plain(*x)[1], *distinct, name="weights")
+    output = Budget.for_function(lambda *x: plain(*x)[0], *distinct, name="output")
+    weights = Budget.for_function(lambda *x: plain(*x)[1], *distinct, name="weights")
     for need_weights, grad, training in itertools.product([False, True], repeat=3):
         with torch.set_grad_enabled(grad):
             found = ours.train(training)(*inputs, need_weights=need_weights, **call)

@@ -96,7 +96,7 @@ def test_a_bias_and_slots_of_another_dtype(
     for index, gradient in enumerate(gradients):
         assert gradient.dtype == other
         inputs = (q, k, *(bias.to(dtype) for bias in biases))
-        Budget.of(partial(plain, index), *inputs, factor=BACKWARD).assert_holds(gradient)
+        Budget.for_function(partial(plain, index), *inputs, factor=BACKWARD).assert_holds(gradient)
 
 
 def test_pruned_and_parametrized_projections() -> None:

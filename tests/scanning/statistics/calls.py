@@ -108,7 +108,7 @@ class Kind:
         tokens = torch.randint(0, VOCABULARY, (BATCH, self.keys), generator=generator)
         tokens = tokens.masked_fill(scattered(BATCH, self.keys, share=self.unknown), -1)[batch]
         real = self.real()
-        sequences = CapturedCall.of_self_attention(
+        sequences = CapturedCall.for_self_attention(
             matrix,
             real=None if real is None else real[batch],
             own_key=self.own_key,

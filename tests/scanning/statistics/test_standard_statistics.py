@@ -6,9 +6,9 @@ How far they may be off is not chosen but derived (docs/budget.md; u and growth 
             + (how far the exact result moves when all inputs move by one unit in the last place)
             + u * (2 growth(n) + 2 f + 2) * size
 
-The first two are `Budget.of`: what the errors of the scores, and of the outputs, do to the result.
-The third is the rounding after them. The weights of a row of n outcomes are off by u (2 f + 1 +
-growth(n)), relatively: two exp of error f u, the sum Z, a division
+The first two are `Budget.for_function`: what the errors of the scores, and of the outputs, do to
+the result. The third is the rounding after them. The weights of a row of n outcomes are off by
+u (2 f + 1 + growth(n)), relatively: two exp of error f u, the sum Z, a division
 (`RowRounding.relative_weight_error`). A statistic of a row is a sum of at most n of them, that
 is growth(n) u more, and the mean over rows, in float64, one rounding. It is relative to the size of
 what was summed: that of the result where terms are never negative, and at least 1 for the rest (a
@@ -27,7 +27,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.error_budget.budget import FORWARD, Budget, _errors_on_nearby_inputs, _numbered_axes
+from headwise.error_budget.budget import (
+    FORWARD,
+    Budget,
+    _compare_with_float64_on_nearby_inputs,
+    _numbered_axes,
+)
 from headwise.kernels import observe_tiles, tiles
 from headwise.kernels.kernel_input import accumulation_dtype
 from headwise.scanning import captured_call
@@ -80,8 +85,11 @@ def assert_as_dense(call: Call, found: dict[str, Tensor]) -> None:
         results = zip(found, reference(*inputs), strict=True)
         return tuple(number_of(name, result) for name, result in results)
 
-    # Budget.of for all statistics of one call, which share what is written down.
-    family = zip(*_errors_on_nearby_inputs(numbers, [x.to(wide) for x in call.inputs]), strict=True)
+    # Budget.for_function for all statistics of one call, which share what is written down.
+    family = zip(
+        *_compare_with_float64_on_nearby_inputs(numbers, [x.to(wide) for x in call.inputs]),
+        strict=True,
+    )
     exact_results = reference(*(x.double() for x in call.inputs))
     for (name, own), whole, (exact, plain, moved) in zip(
         found.items(), exact_results, family, strict=True

@@ -26,7 +26,7 @@ CERTAIN = 1000.0  # a score above the others by so much leaves them no weight
 
 
 def read(name: str, matrix: AttentionMatrix, **known: Any) -> Tensor:
-    observation = CapturedCall.of_self_attention(matrix, **known)
+    observation = CapturedCall.for_self_attention(matrix, **known)
     (statistic,) = find_standard_statistics([name])
     return statistic.result(compute_summaries(observation, [statistic])[name])
 
@@ -102,7 +102,7 @@ def test_the_last_key_does_not_win_by_the_one_query_that_sees_it() -> None:
 def test_a_key_of_a_short_sequence_does_not_win_by_its_few_queries() -> None:
     (one,) = find_standard_statistics(["most_received"])
     short, long = (
-        compute_summaries(CapturedCall.of_self_attention(m), [one])["most_received"]
+        compute_summaries(CapturedCall.for_self_attention(m), [one])["most_received"]
         for m in (even(mask=Mask.causal(), length=2), even(mask=Mask.causal()))
     )
     for order in ([short, long], [long, short]):
@@ -301,7 +301,7 @@ def test_heads_that_look_elsewhere() -> None:
 def test_a_pyramid_has_the_exact_map_at_every_size() -> None:
     matrix = even(mask=Mask.causal())
     (statistic,) = find_standard_statistics(["map"])
-    observation = CapturedCall.of_self_attention(matrix)
+    observation = CapturedCall.for_self_attention(matrix)
     maps = map_pyramid(compute_summaries(observation, [statistic])["map"])
     assert list(maps) == [64, 32, 16, 8, 4, 2, 1]
     for size, found in maps.items():

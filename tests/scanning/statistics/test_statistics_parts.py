@@ -22,7 +22,7 @@ from headwise.scanning.captured_call import CapturedCall, RepeatedTokens, evenly
 from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
 from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, compute_summaries
-from headwise.scanning.statistics.view_statistics import TopKeys, map_pyramid
+from headwise.scanning.statistics.view_statistics import TopKeysOfChosenQueries, map_pyramid
 from tests.honest import normal
 from tests.memory import LargestTensor
 from tests.scanning.statistics.calls import KINDS, assert_is
@@ -33,7 +33,7 @@ def bare(length: int = 12, **options: Any) -> CapturedCall:
     """Queries and keys, and nothing else that is known."""
     q = normal(1, 2, length, 4)
     matrix = AttentionMatrix(q, normal(1, 2, length, 4, seed=1), **options)
-    return CapturedCall.of_self_attention(matrix)
+    return CapturedCall.for_self_attention(matrix)
 
 
 # ---- the catalogue -----------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_statistics_by_name() -> None:
 @pytest.mark.parametrize("one", STANDARD, ids=lambda s: s.definition.name)
 def test_what_is_not_known_is_said(one: statistic.TileStatistic) -> None:
     matrix = bare().matrix
-    unknown = CapturedCall.of_self_attention(matrix, own_key=None)
+    unknown = CapturedCall.for_self_attention(matrix, own_key=None)
     reason = one.reason_not_computable(unknown)
     assert reason == (MISSING[one.needs[0]] if one.needs else None)
     if reason is not None:
@@ -91,7 +91,7 @@ def test_a_sweep_of_nothing_and_of_no_queries() -> None:
 def test_what_is_said_of_tokens_has_their_number() -> None:
     matrix = bare().matrix
     with pytest.raises(ShapeError, match="tokens"):
-        CapturedCall.of_self_attention(
+        CapturedCall.for_self_attention(
             matrix,
             tokens=torch.zeros(1, 5, dtype=torch.long),
         )
@@ -268,7 +268,7 @@ def test_padding_changes_no_sample(name: str, monkeypatch: pytest.MonkeyPatch) -
     matrix = AttentionMatrix(q, k, mask=mask)
     tokens = alone.tokens
     assert tokens is not None
-    padded = CapturedCall.of_self_attention(
+    padded = CapturedCall.for_self_attention(
         matrix,
         real=real,
         tokens=torch.nn.functional.pad(tokens, (4, 0), value=1),
@@ -301,7 +301,7 @@ def test_tokens_that_are_not_known_are_no_repeats() -> None:
 
 def test_top_keys_of_chosen_queries() -> None:
     call = KINDS["left padding"].call()
-    one = TopKeys(queries=(0, 5, -2))
+    one = TopKeysOfChosenQueries(queries=(0, 5, -2))
     found = one.result(compute_summaries(call.observation(), [one])["top_keys"])
     expected = top_keys((0, 5, -2))(call.seen(*(x.double() for x in call.inputs)))
     assert found.shape == (6, 3, 8, 3)
@@ -309,12 +309,12 @@ def test_top_keys_of_chosen_queries() -> None:
 
 
 def test_top_keys_of_a_query_that_does_not_exist() -> None:
-    one = TopKeys(queries=(50,))
+    one = TopKeysOfChosenQueries(queries=(50,))
     assert one.result(compute_summaries(bare(), [one])["top_keys"]).isnan().all()
 
 
 def test_top_keys_keep_the_first_sequence() -> None:
-    one = TopKeys()
+    one = TopKeysOfChosenQueries()
     a, b = (
         compute_summaries(KINDS[kind].call().observation(), [one])["top_keys"]
         for kind in ("none", "sink")
@@ -331,7 +331,7 @@ def test_equal_shares_are_told_apart_by_their_place() -> None:
     for tokens in ([4, 5, 6], [6, 5, 3]):
         zeros = torch.zeros(1, 2, 3, 4, dtype=torch.float64)
         matrix = AttentionMatrix(zeros, zeros)
-        call = CapturedCall.of_self_attention(matrix, tokens=torch.tensor([tokens]))
+        call = CapturedCall.for_self_attention(matrix, tokens=torch.tensor([tokens]))
         parts.append(compute_summaries(call, [one])["most_received"])
     expected = [[0, 4], [0, 6], [1, 5], [1, 5], [2, 3], [2, 6]]
     for order in (parts, parts[::-1]):
@@ -360,7 +360,7 @@ def test_memory_never_grows_with_queries_times_keys(monkeypatch: pytest.MonkeyPa
     q, k, v = (normal(1, 2, length, 8, seed=n, dtype=torch.float32) for n in range(3))
     matrix = AttentionMatrix(q, k, mask=Mask.causal())
     tokens = torch.randint(0, 300, (1, length))
-    observation = CapturedCall.of_self_attention(
+    observation = CapturedCall.for_self_attention(
         matrix,
         tokens=tokens,
         separators=tokens == 1,

@@ -127,7 +127,7 @@ def test_ranks_leave_together_and_rank_0_last(server: TCPStore) -> None:
     def close(mine: Job) -> None:
         time.sleep(0.3 * mine.rank)
         ended.append(mine.rank)
-        mine.leave()
+        mine.leave_when_all_done()
         assert sorted(ended) == [0, 1, 2]
         if mine.rank == 0:
             assert mine.add_to_counter("arrived/left", 0) == 3
@@ -161,7 +161,7 @@ def test_a_store_that_is_gone() -> None:
         mine.add_to_counter("document", 1)
     assert mine.record_failure("an error of this rank") is None
     with pytest.raises(LostProcessError, match="failed: Connection reset by peer\n"):
-        mine.leave()
+        mine.leave_when_all_done()
     mine.close()
 
 

@@ -16,7 +16,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import HeadwiseError
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.statistic import compute_summaries
-from headwise.scanning.statistics.view_statistics import TopKeys
+from headwise.scanning.statistics.view_statistics import TopKeysOfChosenQueries
 from headwise.sharding import SequenceLayout, SequenceMatrix, head_statistics
 from headwise.sharding.sequence.head_statistics import _choose_statistics
 from tests.sharding.ranks import ranks
@@ -30,12 +30,12 @@ QUERIES: dict[str, Callable[[Any], Tensor]] = {
     "maximum": lambda a: a.maximum(),
     "logsumexp": lambda a: a.logsumexp().nan_to_num(neginf=-99.0),
     "average": lambda a: a.head_average()[:, None],
-    "statistics": lambda a: a.statistics().entropy,
+    "statistics": lambda a: a.one_pass_statistics().entropy,
     "topk": lambda a: a.topk(1)[0],
 }
 KEYS: dict[str, Callable[[Any], Tensor]] = {
     "received": lambda a: a.received(),
-    "statistics received": lambda a: a.statistics().received,
+    "statistics received": lambda a: a.one_pass_statistics().received,
 }
 EVERYWHERE: dict[str, Callable[[Any], Tensor]] = {
     "pool": lambda a: a.pool(min(5, a.shape[2]), min(4, a.shape[3])),
@@ -172,7 +172,7 @@ def compare_statistics(length: int, kind: str) -> dict[str, float]:
         residual=layout.split(residual, rank),
         **shared,
     )
-    call = CapturedCall.of_self_attention(
+    call = CapturedCall.for_self_attention(
         whole, values=p.v, outputs=outputs, residual=residual, **shared
     )
     chosen = _choose_statistics(None, call)
@@ -204,7 +204,7 @@ def refuse_statistics() -> list[str]:
     messages = []
     for call in (
         lambda: head_statistics(cross),
-        lambda: head_statistics(own, [TopKeys()]),
+        lambda: head_statistics(own, [TopKeysOfChosenQueries()]),
         lambda: head_statistics(own, ["induction"]),
         lambda: head_statistics(own, ["inductions"]),
         lambda: own.mT @ p.q,

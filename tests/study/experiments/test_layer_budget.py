@@ -24,7 +24,7 @@ def drawn(
     matrices = [torch.randn(size, dtype=dtype) / size[1] ** 0.5 for size in sizes]
     biases = [torch.randn(size[0], dtype=dtype) for size in sizes]
     x, keys, values = (torch.randn(3, n, w, dtype=dtype) for n, w in ((5, 40), (9, 29), (9, 23)))
-    return x, keys, values, SharedWeights.of(matrices, biases)
+    return x, keys, values, SharedWeights.of_matrices(matrices, biases)
 
 
 @pytest.mark.parametrize("biased", [True, False])

@@ -19,7 +19,9 @@ from headwise.study.run import answer_question
 
 @pytest.fixture(autouse=True)
 def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(axis_order, "length_first_times", lambda kind: {"infer": 1.0, "train": 1.0})
+    monkeypatch.setattr(
+        axis_order, "length_first_relative_times", lambda kind: {"infer": 1.0, "train": 1.0}
+    )
 
 
 def asked() -> Answer:

@@ -15,7 +15,7 @@ from headwise.layers.native.attention import Attention
 from headwise.study import implementations
 from headwise.study.experiments.measures import layer_output
 from headwise.study.implementation_interface import Implementation, SharedWeights
-from headwise.study.implementations import Native
+from headwise.study.implementations import HeadwiseAttention
 from headwise.study.questions import diagram
 from headwise.study.run import answer_question
 from tests.study.asking import failing
@@ -117,12 +117,14 @@ def test_a_head_that_does_not_add_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_order_that_does_not_matter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def alike(self: Native, given: SharedWeights) -> Implementation:
+    def alike(self: HeadwiseAttention, given: SharedWeights) -> Implementation:
         first = given.out[:, :HEAD_DIM].repeat(1, HEADS)
-        return fill(self, SharedWeights.of((*given.matrices[:3], first), given.biases or ()))
+        return fill(
+            self, SharedWeights.of_matrices((*given.matrices[:3], first), given.biases or ())
+        )
 
-    fill = Native.load_weights
-    monkeypatch.setattr(Native, "load_weights", alike)
+    fill = HeadwiseAttention.load_weights
+    monkeypatch.setattr(HeadwiseAttention, "load_weights", alike)
     assert any("reverse order" in words for words in failing(answer_question(diagram.QUESTION)))
 
 

@@ -21,13 +21,17 @@ from headwise.study.implementations import (
     Bert,
     DropIn,
     EinopsPage,
-    Native,
+    HeadwiseAttention,
     Paper,
     Tensor2Tensor,
     TorchLayer,
     XTransformers,
 )
-from headwise.study.questions.implementations import QUESTION, describe_hidden_scores, short_number
+from headwise.study.questions.implementations import (
+    QUESTION,
+    describe_masked_score_values,
+    short_number,
+)
 from headwise.study.run import answer_question
 from tests.study.readings import small_reading
 
@@ -108,7 +112,7 @@ def test_an_implementation_that_is_filled_wrongly(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [Annotated, XTransformers, Native])
+@pytest.mark.parametrize("layer", [Annotated, XTransformers, HeadwiseAttention])
 def test_an_implementation_of_another_scale(
     layer: type[Implementation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,13 +156,13 @@ def test_an_encoder_that_gave_something_else(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_a_check_that_lets_anything_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    loose = same_weights.Budget.of
+    loose = same_weights.Budget.for_function
 
     def of(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Any:
         found = loose(function, *inputs, **options)
         return replace(found, allowed=found.allowed * 1e7)
 
-    monkeypatch.setattr(same_weights.Budget, "of", of)
+    monkeypatch.setattr(same_weights.Budget, "for_function", of)
     assert "misread" in failed()
 
 
@@ -257,10 +261,12 @@ def test_weights_with_the_same_axes(monkeypatch: pytest.MonkeyPatch) -> None:
         weights: Tensor = self.inner(x, x, x, average_attn_weights=False)[1]
         return weights
 
-    heads_first = EinopsPage.attention_weights
-    monkeypatch.setattr(TorchLayer, "attention_weights", of_each_head)
+    heads_first = EinopsPage.returned_attention_weights
+    monkeypatch.setattr(TorchLayer, "returned_attention_weights", of_each_head)
     monkeypatch.setattr(
-        EinopsPage, "attention_weights", lambda self, x: heads_first(self, x).transpose(0, 1)
+        EinopsPage,
+        "returned_attention_weights",
+        lambda self, x: heads_first(self, x).transpose(0, 1),
     )
     assert failed() == {"blocks"}
 
@@ -324,8 +330,8 @@ class Odd(Annotated):
     def compute_block(self, x: Tensor) -> Tensor:
         return x + self(x)
 
-    def attention_weights(self, x: Tensor) -> Tensor | None:
-        weights = super().attention_weights(x)
+    def returned_attention_weights(self, x: Tensor) -> Tensor | None:
+        weights = super().returned_attention_weights(x)
         return None if weights is None else weights.mT
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -363,4 +369,7 @@ def test_sizes_are_written_shortly() -> None:
 
 def test_hidden_scores_are_listed_with_who_uses_them() -> None:
     found = {"annotated": "−∞", "native": "–", "torch": "−1", "bert": "−∞"}
-    assert describe_hidden_scores(found) == "−∞ (Annotated Transformer, BERT), −1 (PyTorch's layer)"
+    assert (
+        describe_masked_score_values(found)
+        == "−∞ (Annotated Transformer, BERT), −1 (PyTorch's layer)"
+    )

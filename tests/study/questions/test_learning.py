@@ -84,7 +84,7 @@ def test_a_gate_that_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_heads_that_stay_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = learning.train_model
+    train = learning.run_training_steps
 
     def worse(model: Attention, *, steps: int) -> list[float]:
         found = train(model, steps=steps)
@@ -92,7 +92,7 @@ def test_two_heads_that_stay_behind(monkeypatch: pytest.MonkeyPatch) -> None:
             nn.init.normal_(model.out_proj.bias, std=0.4)
         return found
 
-    monkeypatch.setattr(learning, "train_model", worse)
+    monkeypatch.setattr(learning, "run_training_steps", worse)
     (fact,) = failed_facts(QUESTION)
     assert "median error is larger than with two heads" in fact
 

@@ -14,7 +14,7 @@ from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api import shared_forward
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.study.implementation_interface import Implementation, SharedWeights
-from headwise.study.implementations import GPT2, DropIn, Native
+from headwise.study.implementations import GPT2, DropIn, HeadwiseAttention
 from headwise.study.questions import packing
 from headwise.study.questions.packing import QUESTION, PackingForm
 from headwise.study.run import answer_question
@@ -35,7 +35,7 @@ def test_small_sizes_hold() -> None:
     assert failed_facts(QUESTION) == []
 
 
-@pytest.mark.parametrize("kind", [DropIn, Native, GPT2])
+@pytest.mark.parametrize("kind", [DropIn, HeadwiseAttention, GPT2])
 def test_a_layer_that_stores_rounded_weights(
     kind: type[Implementation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,7 +43,7 @@ def test_a_layer_that_stores_rounded_weights(
 
     def rounded(self: Implementation, given: SharedWeights) -> Implementation:
         matrices = (matrix.bfloat16().float() for matrix in given.matrices)
-        return fill(self, SharedWeights.of(matrices, given.biases or ()))
+        return fill(self, SharedWeights.of_matrices(matrices, given.biases or ()))
 
     monkeypatch.setattr(kind, "load_weights", rounded)
     found = failed_facts(QUESTION)

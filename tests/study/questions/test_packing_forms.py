@@ -52,7 +52,7 @@ def test_products_are_those_of_the_small_matrices(name: str) -> None:
     x, source = (torch.randn(2, length, EMBED, dtype=torch.float64) for length in (4, 4))
     source = x if len(form.sizes) == 1 else source
     found = form.split_outputs_into_heads(
-        form.project(x, source, form.pack(small), form.split_biases(bias))
+        form.project(x, source, form.pack(small), form.biases_of_stored_matrices(bias))
     )
     for part, (heads, tokens) in enumerate(zip(found, (x, source, source), strict=True)):
         for head in range(HEADS):

@@ -155,7 +155,7 @@ def _scan_and_print(options: ScanOptions, *, as_json: bool, job: Job | None = No
     from headwise.cli.output import print_result, stderr_console
 
     start = time.perf_counter()
-    report = scan_report(options, job)
+    report = run_scan_with_progress(options, job)
     if job is not None and job.rank != 0:
         return
     from rich.console import Console
@@ -176,7 +176,7 @@ def _scan_and_print(options: ScanOptions, *, as_json: bool, job: Job | None = No
         console.print(KEPT, str(options.out.absolute()), sep="\n", markup=False, soft_wrap=True)
 
 
-def scan_report(options: ScanOptions, job: Job | None = None) -> ScanReport:
+def run_scan_with_progress(options: ScanOptions, job: Job | None = None) -> ScanReport:
     """Run the scan, with the estimate and the progress on standard error.
 
     Args:

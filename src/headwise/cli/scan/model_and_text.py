@@ -63,7 +63,7 @@ class ModelToScan:
         parameters = list(self.model.parameters())
         count = sum(p.numel() for p in parameters)
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
-        size = f"{_count_in_words(count)} parameters in {' and '.join(kinds)}"
+        size = f"{_format_large_count(count)} parameters in {' and '.join(kinds)}"
         return f"{type(self.model).__name__}, {size}"
 
     @property
@@ -126,7 +126,7 @@ def load_model(options: ScanOptions) -> ModelToScan:
 
     def encode(text: str, most: int | None) -> list[int]:
         assert tokenizer is not None
-        return tokenizer.ids(text) if most is None else tokenizer.cut(text, most)
+        return tokenizer.ids(text) if most is None else tokenizer.first_ids(text, most)
 
     return ModelToScan(
         title=make_model_title(options.model_dir),
@@ -182,7 +182,7 @@ def _quote_name(name: str) -> str:
     return f"“{text}”" if len(text) < 3 else text
 
 
-def _count_in_words(count: int) -> str:
+def _format_large_count(count: int) -> str:
     for size, word in ((10**9, "billion"), (10**6, "million")):
         if count >= size:
             return f"{count / size:.1f} {word}"

@@ -147,7 +147,7 @@ class PreparedScan:
     @property
     def _count_done_texts(self) -> int:
         """Number of texts that are already in the folder; 0 without a folder."""
-        return _count_parts(self.options.out)
+        return _count_saved_texts(self.options.out)
 
     @property
     def _describe_texts(self) -> str:
@@ -206,12 +206,12 @@ def describe_interruption(out: Path | None, texts: int) -> str:
     if out is None:
         return "Interrupted; nothing is saved without --out."
     return (
-        f"Interrupted; {_count_parts(out)} of {describe_count(texts, 'text')} are in {out}. "
+        f"Interrupted; {_count_saved_texts(out)} of {describe_count(texts, 'text')} are in {out}. "
         "Run the same command again to resume."
     )
 
 
-def _count_parts(out: Path | None) -> int:
+def _count_saved_texts(out: Path | None) -> int:
     return len(list_parts(out)) if out else 0
 
 

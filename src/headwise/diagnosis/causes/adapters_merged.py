@@ -71,7 +71,7 @@ def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | 
     Some tokens must depend on others linearly: only they show that the stage changes linearly.
     """
     stage, weight = STAGE_OF[role], evidence.model.weights[f"w{role}"]
-    heads = {head for _, _, head in evidence.parted_cells(stage)}
+    heads = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
     every = {WHOLE} if role == "o" else set(range(len(weight)))
     tokens = collect_projection_tokens(evidence, role) if heads == every else None
     if tokens is None:

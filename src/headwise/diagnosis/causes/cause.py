@@ -31,7 +31,7 @@ class Evidence:
         """Return the evidence of calls against a model."""
         return cls(model, calls, measure_gaps(model, calls))
 
-    def parted_cells(self, *stages: str) -> list[Cell]:
+    def parted_calls_and_heads(self, *stages: str) -> list[Cell]:
         """Return the parted cells of these stages."""
         return [cell for cell in self.gaps.cells_beyond_rounding if cell[0] in stages]
 

@@ -34,7 +34,7 @@ def _stage_result_in_later_calls(
     return change(forced).usual_result() if forced.call.earlier else forced.usual_result()
 
 
-def change_positions(
+def change_call_positions(
     call: RecordedCall, position: Callable[[RecordedCall], Tensor | None]
 ) -> RecordedCall:
     """Return the call with other positions, also in those of its earlier calls that are later."""
@@ -43,5 +43,5 @@ def change_positions(
     return replace(
         call,
         inputs=replace(call.inputs, positions=position(call)),
-        earlier=tuple(change_positions(each, position) for each in call.earlier),
+        earlier=tuple(change_call_positions(each, position) for each in call.earlier),
     )

@@ -12,8 +12,8 @@ import torch
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.change_caller_mask import MaskChange, change_mask, has_masks
 from headwise.diagnosis.causes.change_later_calls import (
+    change_call_positions,
     change_model_in_later_calls,
-    change_positions,
     has_later_calls,
 )
 from headwise.diagnosis.simulation.attention_model import ForcedStage
@@ -73,4 +73,4 @@ class DecodingLeftPaddingCause(Cause):
 
 def _set_positions_by_cache_length(forced: ForcedStage) -> ForcedStage:
     """Return the stage with positions that count all keys of the cache."""
-    return replace(forced, call=change_positions(forced.call, lambda _: None))
+    return replace(forced, call=change_call_positions(forced.call, lambda _: None))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.change_later_calls import (
+    change_call_positions,
     change_model_in_later_calls,
-    change_positions,
     has_later_calls,
 )
 from headwise.diagnosis.simulation.attention_model import ForcedStage
@@ -66,4 +66,4 @@ def _shift_positions(offset: int | None, forced: ForcedStage) -> ForcedStage:
     def positions(call: RecordedCall) -> Tensor:
         return call.query_positions + (-call.past_key_count if offset is None else offset)
 
-    return replace(forced, call=change_positions(forced.call, positions))
+    return replace(forced, call=change_call_positions(forced.call, positions))

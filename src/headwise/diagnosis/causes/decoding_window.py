@@ -51,12 +51,12 @@ class DecodingWindowCause(Cause):
                     window=None if other is None else (other, right)
                 )
                 model = change_model_in_later_calls(
-                    evidence, self.stages, partial(_replace_model, changed)
+                    evidence, self.stages, partial(_replace_model_of_stage, changed)
                 )
                 keys = "all" if other is None else other + 1
                 repair = "no window" if left is None else f"window=({left}, 0) in every call"
                 yield Variant(model, {"window": keys}, repair)
 
 
-def _replace_model(model: AttentionModel, forced: ForcedStage) -> ForcedStage:
+def _replace_model_of_stage(model: AttentionModel, forced: ForcedStage) -> ForcedStage:
     return replace(forced, model=model)

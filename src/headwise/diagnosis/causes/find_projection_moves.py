@@ -19,7 +19,7 @@ from headwise.diagnosis.moves.move import Change, Move, Taken
 from headwise.diagnosis.moves.output_moves import (
     HeadsAndOutput,
     find_output_and_bias_factor,
-    find_output_moves,
+    yield_moves_explaining_outputs,
 )
 from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_changes import (
@@ -81,7 +81,7 @@ def _convert_to_weight_move(move: Move) -> Move:
 
 def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
     """Yield moves of q, k and v, with their biases or without."""
-    if not evidence.parted_cells("q", "k", "v"):
+    if not evidence.parted_calls_and_heads("q", "k", "v"):
         return
     model, calls = evidence.model, evidence.calls
     rows = _collect_stage_rows(model, calls)
@@ -122,7 +122,7 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
     """Yield moves of the output projection."""
     model, calls = evidence.model, evidence.calls
     recorded = [{"head outputs", "output"} <= set(call.stages) for call in calls]
-    if not evidence.parted_cells("output") or not all(recorded):
+    if not evidence.parted_calls_and_heads("output") or not all(recorded):
         return
     heads = [call.stages["head outputs"].transpose(1, 2).flatten(0, 1) for call in calls]
     outputs = [call.stages["output"].flatten(0, 1) for call in calls]
@@ -135,7 +135,7 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
     pair = HeadsAndOutput(
         torch.cat(heads), output if bias is None else output - bias, rows, tolerance
     )
-    yield from find_output_moves(pair)
+    yield from yield_moves_explaining_outputs(pair)
     if bias is not None:
         yield from find_output_and_bias_factor(pair, output, bias)
 
@@ -167,7 +167,7 @@ def _transpose_square_matrices(
     """Return the rows of b with each square matrix transposed, None where none is square."""
     weights = extract_rows(model.weights)
     square = [
-        r for r in roles if weights.flat_matrix(r).shape[0] == weights.flat_matrix(r).shape[1]
+        r for r in roles if weights.matrix_of_role(r).shape[0] == weights.matrix_of_role(r).shape[1]
     ]
     if not square:
         return None

@@ -35,7 +35,7 @@ class MissingBiasesCause(Cause):
         parted = {
             f"b{role}": stage
             for role, stage in STAGE_OF.items()
-            if evidence.parted_cells(stage) and f"b{role}" in evidence.model.weights
+            if evidence.parted_calls_and_heads(stage) and f"b{role}" in evidence.model.weights
         }
         for names in dict.fromkeys((tuple(parted), *((name,) for name in parted))):
             if names:

@@ -39,7 +39,9 @@ class MovedProjectionsCause(Cause):
                         is_step=not later.isdisjoint(move.roles),
                     )
 
-    def exchange_roles(self, model: AttentionModel, first: str, second: str) -> Iterator[Variant]:
+    def exchange_weights_of_roles(
+        self, model: AttentionModel, first: str, second: str
+    ) -> Iterator[Variant]:
         """Yield the model with the weights of two roles exchanged, if they have one shape.
 
         In cross attention the rows of queries are channels over other tokens than those of keys,

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.find_projection_moves import STAGE_OF
-from headwise.diagnosis.simulation.gaps import replace_stage_in_heads
+from headwise.diagnosis.simulation.gaps import replace_model_stage_in_heads
 
 
-class ProjectionNeverCalledCause(Cause):
+class ProjectionModuleBypassedCause(Cause):
     """The weights of a projection are used without a call of its module.
 
     A module may do more than multiply by its weights: hooks scale its output, and wrappers of
@@ -40,10 +40,12 @@ class ProjectionNeverCalledCause(Cause):
         of_weights = evidence.model.of_weights
         if of_weights is None:
             return
-        parted = tuple(role for role, stage in STAGE_OF.items() if evidence.parted_cells(stage))
+        parted = tuple(
+            role for role, stage in STAGE_OF.items() if evidence.parted_calls_and_heads(stage)
+        )
         for roles in dict.fromkeys((parted, *((role,) for role in parted))):
             model = evidence.model
             for role in roles:
-                model = replace_stage_in_heads(model, of_weights, STAGE_OF[role], None)
+                model = replace_model_stage_in_heads(model, of_weights, STAGE_OF[role], None)
             names = "".join(roles)
             yield Variant(model, {"roles": names}, f"call the modules of {', '.join(roles)}")

@@ -31,4 +31,4 @@ class QAndKExchangedCause(MovedProjectionsCause):
         """Return the moves of rows that have this name; in cross attention, other weights."""
         yield from super().variants(evidence)
         if any(call.inputs.source is not None for call in evidence.calls):
-            yield from self.exchange_roles(evidence.model, "q", "k")
+            yield from self.exchange_weights_of_roles(evidence.model, "q", "k")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.simulation.gaps import WHOLE, heads_agree_within_rounding
+from headwise.diagnosis.simulation.gaps import WHOLE, all_heads_agree_within_rounding
 
 MOST = 64
 OFFSETS = tuple(offset for offset in range(-MOST, MOST + 1) if offset)
@@ -41,7 +41,7 @@ class RotaryPositionOffsetCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return offsets of up to MOST tokens of queries and of keys, not the same for both."""
-        parted = [stage[0] for stage in self.stages if evidence.parted_cells(stage)]
+        parted = [stage[0] for stage in self.stages if evidence.parted_calls_and_heads(stage)]
         if evidence.model.settings.rotary is None or _has_equal_offsets(evidence):
             return
         for role in parted or ("q", "k"):
@@ -54,11 +54,11 @@ class RotaryPositionOffsetCause(Cause):
 def _has_equal_offsets(evidence: Evidence) -> bool:
     """True if queries and keys are off by the same number, which changes no score."""
     stages = ("q after rotary", "k after rotary")
-    if not all(evidence.parted_cells(stage) for stage in stages):
+    if not all(evidence.parted_calls_and_heads(stage) for stage in stages):
         return False
     call = min(evidence.calls, key=lambda call: call.inputs.x.shape[1])
     models = (evidence.model.with_rotary(q_offset=n, k_offset=n) for n in OFFSETS)
     return any(
-        all(heads_agree_within_rounding(model, call, stage, [WHOLE]) for stage in stages)
+        all(all_heads_agree_within_rounding(model, call, stage, [WHOLE]) for stage in stages)
         for model in models
     )

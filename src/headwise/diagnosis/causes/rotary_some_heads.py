@@ -44,7 +44,7 @@ class RotarySomeHeadsCause(Cause):
             return
         model, heads = evidence.model, {}
         for stage in self.stages:
-            parted = sorted({head for _, _, head in evidence.parted_cells(stage)})
+            parted = sorted({head for _, _, head in evidence.parted_calls_and_heads(stage)})
             count = evidence.model.weights[f"w{stage[0]}"].shape[0]
             if len(parted) == count or WHOLE in parted:
                 return

@@ -11,7 +11,7 @@ from headwise.diagnosis.moves.row_changes import ROUNDED, Rounded, format_dtype
 from headwise.diagnosis.moves.state_moves import extract_rows, replace_rows
 
 
-class RoundedProjectionsCause(Cause):
+class RoundedWeightsCause(Cause):
     """The weights were stored in another dtype once.
 
     A cast to bfloat16 keeps 8 bits of each weight. A cast back to float32 does not bring the others
@@ -34,7 +34,9 @@ class RoundedProjectionsCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the models after a rounding of the projections that parted."""
         rows = extract_rows(evidence.model.weights)
-        roles = tuple(role for role in rows.roles if evidence.parted_cells(STAGE_OF[role]))
+        roles = tuple(
+            role for role in rows.roles if evidence.parted_calls_and_heads(STAGE_OF[role])
+        )
         for dtype in ROUNDED:
             for parts in (("weights", "biases"), ("weights",)):
                 rounded = Rounded(roles, dtype, parts).apply(rows)

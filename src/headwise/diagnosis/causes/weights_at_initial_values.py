@@ -55,10 +55,11 @@ class InitialWeightsCause(Cause):
         """Return models whose weights make the recorded stage, where they look initialised."""
         rows = extract_rows(evidence.model.weights)
         shapes = {
-            r: (rows.flat_matrix(r).shape[0], rows.flat_matrix(r).shape[1]) for r in rows.roles
+            r: (rows.matrix_of_role(r).shape[0], rows.matrix_of_role(r).shape[1])
+            for r in rows.roles
         }
         for role, stage in STAGE_OF.items():
-            parted = {head for _, _, head in evidence.parted_cells(stage)}
+            parted = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
             if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
                 continue
             tokens = collect_projection_tokens(evidence, role)
@@ -85,12 +86,12 @@ def _is_freshly_initialised(evidence: Evidence, role: str, x: Tensor, products: 
     as well.
     """
     rows = extract_rows(evidence.model.weights)
-    all_parted = all(evidence.parted_cells(stage) for stage in ("q", "k", "v"))
+    all_parted = all(evidence.parted_calls_and_heads(stage) for stage in ("q", "k", "v"))
     if all_parted and recognise_initialisation(role, rows) is not None:
         return False
     roles = [role] if role == "o" else [each for each in rows.roles if each != "o"]
     for each in roles:
-        matrix = rows.flat_matrix(each)
+        matrix = rows.matrix_of_role(each)
         if matrix.shape[0 if role == "o" else 1] != x.shape[1]:
             continue
         right = _whiten_tokens(x, x @ (matrix if role == "o" else matrix.T).double())
@@ -111,7 +112,7 @@ def _has_permuted_entries(weights: Tensor, rows: Rows) -> bool:
     """True if the entries of the weights are those of a right projection, in another order."""
     ours = weights.flatten().sort().values
     for role in rows.roles:
-        theirs = rows.flat_matrix(role).double().flatten().sort().values
+        theirs = rows.matrix_of_role(role).double().flatten().sort().values
         apart = (ours - theirs).norm() / theirs.norm() if len(ours) == len(theirs) else torch.inf
         if apart * len(ours) ** 0.5 < MOVED:
             return True

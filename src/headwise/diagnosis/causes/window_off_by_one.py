@@ -57,7 +57,9 @@ class WindowOffByOneCause(Cause):
             model = evidence.model.with_settings(window=None, causal=False)
             yield Variant(model, {"window": "none"}, f"window=({left}, {right})")
         repair = f"window=({left}, {0 if settings.causal else right})"
-        for length in dict.fromkeys((None, *range(MOST), *_farthest_visible_distances(evidence))):
+        for length in dict.fromkeys(
+            (None, *range(MOST), *_largest_distances_before_and_after(evidence))
+        ):
             keys = "all" if length is None else length + 1
             if length != left:
                 far = length if right is not None and right == left else right
@@ -70,7 +72,7 @@ class WindowOffByOneCause(Cause):
 
 def _variants_of_windowed_masks(evidence: Evidence) -> Iterator[Variant]:
     """Return other windows of masks that hold one themselves, as those of transformers do."""
-    lefts = [_count_keys_to_the_left(call) for call in evidence.calls]
+    lefts = [_infer_left_window_from_mask(call) for call in evidence.calls]
     if None in lefts:
         return
     left = max(each for each in lefts if each is not None)
@@ -83,7 +85,7 @@ def _variants_of_windowed_masks(evidence: Evidence) -> Iterator[Variant]:
             yield Variant(model, {"window": keys}, f"sliding_window={left + 1}")
 
 
-def _count_keys_to_the_left(call: RecordedCall) -> int | None:
+def _infer_left_window_from_mask(call: RecordedCall) -> int | None:
     """Return the number of keys before the query in the window of a mask; None without one."""
     mask = call.inputs.mask
     if mask is None or not mask.any():
@@ -112,7 +114,7 @@ def _scores_with_window(length: int | None, forced: ForcedStage) -> Tensor:
     return replace(forced, call=replace(forced.call, inputs=inputs)).usual_result()
 
 
-def _farthest_visible_distances(evidence: Evidence) -> tuple[int, int]:
+def _largest_distances_before_and_after(evidence: Evidence) -> tuple[int, int]:
     """Return the largest distances at which recorded scores show a key before and after."""
     before, after = [0], [0]
     for call in evidence.calls:

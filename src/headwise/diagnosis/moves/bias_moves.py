@@ -84,7 +84,7 @@ def explain_biases(
         moves += _find_moves_of_biases_alone(wrong, a, apply_moves(moves, b))
         wrong = list_wrong_biases(moves, a, b, tolerance)
     for role in wrong:
-        moves += _find_bias_change(role, a, apply_moves(moves, b), tolerance)
+        moves += _find_bias_factor_or_rounding(role, a, apply_moves(moves, b), tolerance)
     return moves, list_wrong_biases(moves, a, b, tolerance)
 
 
@@ -157,7 +157,9 @@ def _label_biases(rows: Rows, sizes: RowSizes) -> Labelled:
     return Labelled(sizes, hash_rows(biases[:, None]))
 
 
-def _find_bias_change(role: str, a: Rows, b: Rows, tolerance: float) -> tuple[Move, ...]:
+def _find_bias_factor_or_rounding(
+    role: str, a: Rows, b: Rows, tolerance: float
+) -> tuple[Move, ...]:
     """Return a factor or a rounding of a bias; each head's bias counts as a row."""
     if role not in a.biases or role not in b.biases:
         return ()

@@ -125,7 +125,7 @@ def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
         if any(
             x.dtype != dtype and x.any() and have_same_bits(x, x.to(dtype).to(x.dtype))
             for rows in (a, b)
-            for x in (rows.flat_matrix(role)[:64] for role in rows.roles)
+            for x in (rows.matrix_of_role(role)[:64] for role in rows.roles)
         )
     ]
 

@@ -12,8 +12,8 @@ from headwise.diagnosis.moves.row_map import (
     TENSORS,
     Draft,
     MapName,
-    index_rows_by_role,
     lengths_of_pattern_names,
+    number_rows_by_role,
     order_rows_by_pattern,
     read_rows_by_pattern,
 )
@@ -29,7 +29,7 @@ EXCHANGED, BLOCKS, NESTED, GROUPS, BY_RANK, COPIED = 0, 100, 200, 300, 400, 900
 
 def draft_exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
     """Yield the exchanges of two roles, and one role in the place of another."""
-    indices = {role: index.flatten() for role, index in index_rows_by_role(sizes).items()}
+    indices = {role: index.flatten() for role, index in number_rows_by_role(sizes).items()}
     for first, second in (("q", "k"), ("k", "v"), ("q", "v")):
         if len(indices[first]) != len(indices[second]):
             continue

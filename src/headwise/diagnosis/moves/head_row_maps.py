@@ -12,7 +12,7 @@ from headwise.diagnosis.moves.projection_rows import ROLES, RowSizes
 from headwise.diagnosis.moves.row_map import (
     Draft,
     MapName,
-    index_rows_by_role,
+    number_rows_by_role,
     sizes_with_all_roles,
 )
 
@@ -33,7 +33,7 @@ INTERLEAVED, OUTPUT_GROUPS, TILED, QUERY_GROUPS, FIRST_SHARD = 110, 120, 130, 14
 
 def draft_interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
     """Yield rows stored channel by channel and read head by head, and the reverse."""
-    indices = index_rows_by_role(sizes)
+    indices = number_rows_by_role(sizes)
     for place, scope in enumerate(SCOPES):
         text = "head_dim heads read as heads head_dim"
         name = MapName("heads interleaved", text, (), INTERLEAVED + place // 6)
@@ -45,7 +45,7 @@ def draft_interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
 
 def draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
     """Yield heads in another order of groups."""
-    indices = index_rows_by_role(sizes)
+    indices = number_rows_by_role(sizes)
     for number in _list_nontrivial_divisors(sizes.heads):
         group = sizes.heads // number
         known = number == sizes.kv_heads or sizes.kv_heads == sizes.heads
@@ -74,7 +74,7 @@ def draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
 
 def draft_repeated_first_shards(sizes: RowSizes) -> Iterator[Draft]:
     """Yield roles that hold the first shard or the first head at every place."""
-    indices = index_rows_by_role(sizes)
+    indices = number_rows_by_role(sizes)
     for role in ROLES:
         rows = indices[role].flatten()
         for shards in sorted({*RANKS, sizes_with_all_roles(sizes).count_heads(role)}):

@@ -78,8 +78,10 @@ def list_initialisations(role: str, shapes: Mapping[str, tuple[int, int]]) -> li
 
 def recognise_initialisation(role: str, rows: Rows) -> Initialisation | None:
     """Return the initialisation whose statistics the weights of a role have, or None."""
-    shapes = {r: (rows.flat_matrix(r).shape[0], rows.flat_matrix(r).shape[1]) for r in rows.roles}
-    values = rows.flat_matrix(role).flatten().to(torch.float64)
+    shapes = {
+        r: (rows.matrix_of_role(r).shape[0], rows.matrix_of_role(r).shape[1]) for r in rows.roles
+    }
+    values = rows.matrix_of_role(role).flatten().to(torch.float64)
     if values.numel() < LEAST_ENTRIES:
         return None
     fitting = [

@@ -52,13 +52,13 @@ def label_rows_by_bits(
         matrices: True to label matrices that are read with exchanged axes as well.
         given: the rows with matrices transposed, if they cannot be computed.
     """
-    plain = torch.cat([hash_rows(rows.flat_matrix(role)) for role in sizes.roles])
+    plain = torch.cat([hash_rows(rows.matrix_of_role(role)) for role in sizes.roles])
     by_map = {}
     if given is not None:
-        by_map = {(role, False): hash_rows(given.flat_matrix(role)) for role in given.roles}
+        by_map = {(role, False): hash_rows(given.matrix_of_role(role)) for role in given.roles}
         return Labelled(sizes, plain, by_map)
     for role in sizes.roles if matrices else ():
-        matrix = rows.flat_matrix(role)
+        matrix = rows.matrix_of_role(role)
         for is_reversed in (False, True):
             if matrix.shape[0] == matrix.shape[1]:
                 by_map[role, is_reversed] = hash_columns(matrix)
@@ -78,7 +78,7 @@ def list_matrix_maps(rows: Rows, sizes: RowSizes, given: Rows | None = None) -> 
         given: the rows with matrices transposed, if they cannot be computed.
     """
     square = [
-        r for r in sizes.roles if rows.flat_matrix(r).shape[0] == rows.flat_matrix(r).shape[1]
+        r for r in sizes.roles if rows.matrix_of_role(r).shape[0] == rows.matrix_of_role(r).shape[1]
     ]
     if given is not None:
         square = [role for role in sizes.roles if role in given.roles]
@@ -88,6 +88,6 @@ def list_matrix_maps(rows: Rows, sizes: RowSizes, given: Rows | None = None) -> 
         for roles in combinations(square, count)
     ]
     for role in sizes.roles if given is None else ():
-        if role not in square and min(rows.flat_matrix(role).shape) > 1:
+        if role not in square and min(rows.matrix_of_role(role).shape) > 1:
             maps += [MatrixMap((role,), is_square=False, is_reversed=x) for x in (False, True)]
     return maps

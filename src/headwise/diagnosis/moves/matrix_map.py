@@ -57,7 +57,7 @@ class MatrixMap:
         matrices = dict(rows.matrices)
         for role in self.roles:
             matrices[role] = reread_with_exchanged_axes(
-                rows.flat_matrix(role), is_reversed=is_reversed
+                rows.matrix_of_role(role), is_reversed=is_reversed
             ).view_as(rows.matrices[role])
         return Rows(matrices, rows.biases)
 

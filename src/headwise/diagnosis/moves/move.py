@@ -69,7 +69,7 @@ class Move:
         return self.name.roles
 
     @property
-    def parameters(self) -> dict[str, Any]:
+    def cause_parameters(self) -> dict[str, Any]:
         """The parameters by name, such as the number of heads that was used."""
         return dict(self.name.parameters)
 

@@ -33,13 +33,13 @@ def label_near_rows(
     sides: list[dict[tuple[str, bool | None], Tensor]] = []
     for rows in (a, b):
         parts: dict[tuple[str, bool | None], Tensor] = {
-            (r, None): rows.flat_matrix(r) for r in sizes.roles
+            (r, None): rows.matrix_of_role(r) for r in sizes.roles
         }
         for ([role], is_reversed), matrix_map in asked.items():
             if rows is b:
-                parts[role, is_reversed] = matrix_map.apply(rows).flat_matrix(role)
+                parts[role, is_reversed] = matrix_map.apply(rows).matrix_of_role(role)
             elif matrix_map.given is None:
-                parts[role, not is_reversed] = matrix_map.undo(rows).flat_matrix(role)
+                parts[role, not is_reversed] = matrix_map.undo(rows).matrix_of_role(role)
         sides.append(parts)
     ours, theirs = sides
     labels_a, labels_b = _label_parts(ours, theirs)
@@ -65,7 +65,7 @@ def _label_parts(ours: _Parts, theirs: _Parts) -> tuple[_Parts, _Parts]:
     start = 0
     for width, keys in by_width.items():
         directions = [
-            _project_to_unit_directions([parts[key] for key in keys[side]], width)
+            _project_and_normalise_rows([parts[key] for key in keys[side]], width)
             for side, parts in enumerate((ours, theirs))
         ]
         nearest = label_nearest_directions(*directions, start=start)
@@ -76,7 +76,7 @@ def _label_parts(ours: _Parts, theirs: _Parts) -> tuple[_Parts, _Parts]:
     return labels
 
 
-def _project_to_unit_directions(parts: list[Tensor], columns: int) -> Tensor:
+def _project_and_normalise_rows(parts: list[Tensor], columns: int) -> Tensor:
     """Return rows of length 1 in at most 64 dimensions; rows of zeros stay zero."""
     if not parts:
         return torch.zeros(0, min(columns, DIMENSIONS), dtype=torch.float64)

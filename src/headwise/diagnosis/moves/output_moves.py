@@ -50,14 +50,16 @@ class HeadsAndOutput:
     rows: Rows
     tolerance: float
 
-    def fits_projection(self, projection: Tensor, tokens: int | None = None) -> bool:
+    def projection_makes_outputs(self, projection: Tensor, tokens: int | None = None) -> bool:
         """True if a projection (heads, value_dim, out_dim) makes the outputs."""
         ours = self.output[:tokens]
         apart = self.heads[:tokens].flatten(1) @ projection.flatten(0, 1) - ours
         return float(apart.abs().max()) <= self.tolerance * float(ours.square().mean().sqrt())
 
 
-def find_output_moves(pair: HeadsAndOutput, rotary_width: int | None = None) -> Iterator[Move]:
+def yield_moves_explaining_outputs(
+    pair: HeadsAndOutput, rotary_width: int | None = None
+) -> Iterator[Move]:
     """Yield the moves of the output projection that make the outputs."""
     for move in (
         *_yield_map_moves(pair, rotary_width),
@@ -65,7 +67,9 @@ def find_output_moves(pair: HeadsAndOutput, rotary_width: int | None = None) -> 
         *_yield_block_moves(pair),
     ):
         projection = move.apply(pair.rows).matrices["o"]
-        if pair.fits_projection(projection, FIRST_TOKENS) and pair.fits_projection(projection):
+        if pair.projection_makes_outputs(
+            projection, FIRST_TOKENS
+        ) and pair.projection_makes_outputs(projection):
             yield move
 
 
@@ -115,7 +119,7 @@ def _solve_block_coefficients(pair: HeadsAndOutput, blocks: int) -> Tensor:
     tokens, width = pair.output.shape
     wanted = min(tokens, max(FIRST_TOKENS, -(-EQUATIONS * blocks * blocks // width)))
     heads = pair.heads[:wanted].flatten(1).unflatten(1, (blocks, -1))
-    projection = pair.rows.flat_matrix("o").unflatten(0, (blocks, -1))
+    projection = pair.rows.matrix_of_role("o").unflatten(0, (blocks, -1))
     contributions = torch.einsum("tbv,cvo->tobc", heads, projection.double())
     shares = torch.linalg.lstsq(
         contributions.flatten(0, 1).flatten(1), pair.output[:wanted].reshape(-1, 1), driver="gelsd"
@@ -155,7 +159,7 @@ def find_output_and_bias_factor(
         output: (tokens, out_dim), with the bias.
         bias: (out_dim), the right one.
     """
-    right = pair.heads.flatten(1) @ pair.rows.flat_matrix("o") + bias
+    right = pair.heads.flatten(1) @ pair.rows.matrix_of_role("o") + bias
     factor = snap_to_power_of_two(float((right * output).sum() / right.square().sum()))
     apart = float((factor * right - output).abs().max())
     if factor != 1 and apart <= pair.tolerance * float(output.square().mean().sqrt()):

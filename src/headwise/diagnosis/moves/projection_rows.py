@@ -107,7 +107,7 @@ class Rows:
         """The roles that are there, in the order of `ROLES`."""
         return tuple(role for role in ROLES if role in self.matrices)
 
-    def flat_matrix(self, role: str) -> Tensor:
+    def matrix_of_role(self, role: str) -> Tensor:
         """Return the rows of a role as a matrix.
 
         Returns:
@@ -136,7 +136,7 @@ def take_rows(rows: Rows, index: Tensor, sizes: RowSizes, parts: tuple[str, ...]
         if torch.equal(taken, torch.arange(span.start, span.stop)):
             continue
         if "weights" in parts:
-            taken_rows = _take_rows_at(taken, {r: rows.flat_matrix(r) for r in spans}, spans)
+            taken_rows = _take_rows_at(taken, {r: rows.matrix_of_role(r) for r in spans}, spans)
             matrices[role] = taken_rows.view_as(rows.matrices[role])
         present = {r: rows.biases[r].flatten()[:, None] for r in spans if r in rows.biases}
         sources = {r for r, s in spans.items() if _index_reads_span(taken, s)}

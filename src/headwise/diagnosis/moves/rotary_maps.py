@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.moves.projection_rows import RowSizes
-from headwise.diagnosis.moves.row_map import Draft, MapName, index_rows_by_role
+from headwise.diagnosis.moves.row_map import Draft, MapName, number_rows_by_role
 from headwise.layouts.pattern import to_half_split, to_interleaved
 
 SCOPES = (("q", "k"), ("q",), ("k",))
@@ -126,5 +126,5 @@ def _list_rotary_widths(sizes: RowSizes) -> list[int]:
 
 def _map_each_role(scope: tuple[str, ...], sizes: RowSizes, moved: object) -> dict[str, Tensor]:
     assert callable(moved)
-    indices = index_rows_by_role(sizes)
+    indices = number_rows_by_role(sizes)
     return {role: torch.as_tensor(moved(indices[role])).flatten() for role in scope}

@@ -176,7 +176,7 @@ def _group_factors(
             ("the odd channels of each head", (factors[:, ::2], factors[:, 1::2])),
         ):
             if all(_are_factors_constant(part, tolerance) for part in parts):
-                return _factors_by_channel(text, parts, channels)
+                return _expand_two_factors_to_channels(text, parts, channels)
     if all(_are_factors_constant(row, tolerance) for row in factors):
         by_head = [snap_to_power_of_two(float(row.median())) for row in factors]
         changed = [head for head, factor in enumerate(by_head) if factor != 1]
@@ -188,7 +188,7 @@ def _group_factors(
     return None
 
 
-def _factors_by_channel(
+def _expand_two_factors_to_channels(
     text: str, parts: tuple[Tensor, Tensor], channels: int
 ) -> tuple[MapName, Tensor]:
     first, second = (snap_to_power_of_two(float(part.median())) for part in parts)

@@ -97,7 +97,7 @@ def lengths_of_pattern_names(sizes: RowSizes, **more: int) -> dict[str, int]:
     }
 
 
-def index_rows_by_role(sizes: RowSizes) -> dict[str, Tensor]:
+def number_rows_by_role(sizes: RowSizes) -> dict[str, Tensor]:
     """Return the index of each row of each role, as the canonical tensors of one column."""
     whole = sizes_with_all_roles(sizes)
     return {
@@ -112,7 +112,7 @@ def order_rows_by_pattern(
     pattern: str, sizes: RowSizes, lengths: Mapping[str, int], splits: Splits = GROUPED
 ) -> Tensor:
     """Return the indices of rows in the order of a pattern; (rows)."""
-    indices = {TENSORS[role]: index for role, index in index_rows_by_role(sizes).items()}
+    indices = {TENSORS[role]: index for role, index in number_rows_by_role(sizes).items()}
     return pack_tensors(parse_pattern(pattern), indices, lengths, splits).flatten()
 
 

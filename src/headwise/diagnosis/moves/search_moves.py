@@ -66,7 +66,7 @@ def search_steps(
             [b.plain, *b.plain[catalogue.indices], *(b.labels_after_map(m) for m in matrix_maps)]
         ),
     )
-    weights = _hash_multipliers_of_roles(a.sizes, roles)
+    weights = _zero_hash_multipliers_outside_roles(a.sizes, roles)
     wanted = int(hash_label_sequences(a.plain, weights))
     hashes = hash_label_sequences(forward.labels, weights).tolist()
     if hashes[0] == wanted:
@@ -89,7 +89,7 @@ def search_steps(
     return _select_shortest_sequences(double, roles)
 
 
-def _hash_multipliers_of_roles(sizes: RowSizes, roles: tuple[str, ...]) -> Tensor:
+def _zero_hash_multipliers_outside_roles(sizes: RowSizes, roles: tuple[str, ...]) -> Tensor:
     """Return random numbers for the rows of these roles, and 0 for the others."""
     weights = make_hash_multipliers(sizes.total_rows, seed=2)
     for role, span in sizes.spans().items():

@@ -67,7 +67,7 @@ class AttentionModel:
         before = self.replaced.get(stage)
 
         def applied(forced: ForcedStage) -> Tensor:
-            return function(forced if before is None else forced.with_usual_function(before))
+            return function(forced if before is None else forced.replace_usual_function(before))
 
         return replace(self, replaced={**self.replaced, stage: applied})
 
@@ -116,7 +116,7 @@ class ForcedStage:
         """The settings of the model."""
         return self.model.settings
 
-    def with_usual_function(self, function: StageFunction) -> ForcedStage:
+    def replace_usual_function(self, function: StageFunction) -> ForcedStage:
         """Return the stage with another function as the usual one."""
         return replace(self, substitute=function)
 
@@ -197,7 +197,7 @@ def _apply_norm_at_place(forced: ForcedStage, x: Tensor, place: str) -> Tensor:
     if weight is None:
         weight, bias = forced.weight(f"{role}_norms"), forced.weight(f"{role}_norms_bias")
         weight, bias = (None if each is None else each[:, None] for each in (weight, bias))
-    x = norm.normalise(x)
+    x = norm.normalise_without_weight(x)
     x = x if weight is None else x * (norm.weight_offset + weight)
     return x if bias is None else x + bias
 

@@ -107,18 +107,18 @@ def _has_model_heads(model: AttentionModel, call: RecordedCall, stage: str) -> b
 
 def _follows_misshapen_stage(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
     """True if a stage is computed from a recorded one that has other heads than the model."""
-    return not _earlier_batches_agree(call, stage) or any(
+    return not _earlier_stages_have_same_batch_size(call, stage) or any(
         not _has_model_heads(model, call, earlier) or _follows_misshapen_stage(model, call, earlier)
         for earlier in BEFORE[stage]
     )
 
 
-def _earlier_batches_agree(call: RecordedCall, stage: str) -> bool:
+def _earlier_stages_have_same_batch_size(call: RecordedCall, stage: str) -> bool:
     """True if the recorded stages before a stage have the same number of sequences."""
     return len({len(call.stages[each]) for each in BEFORE[stage] if each in call.stages}) < 2
 
 
-def heads_agree_within_rounding(
+def all_heads_agree_within_rounding(
     model: AttentionModel, call: RecordedCall, stage: str, heads: Sequence[int]
 ) -> bool:
     """True if rounding explains what is left between the model and these heads of a stage."""
@@ -198,7 +198,7 @@ def absolute_difference(predicted: Tensor, actual: Tensor) -> Tensor:
     return (predicted - actual).abs().nan_to_num(math.inf).masked_fill(equal, 0.0)
 
 
-def replace_stage_in_heads(
+def replace_model_stage_in_heads(
     base: AttentionModel, changed: AttentionModel, stage: str, heads: Sequence[int] | None
 ) -> AttentionModel:
     """Return ``base`` with a stage of ``changed``, in some heads alone (all for None)."""

@@ -140,7 +140,7 @@ class NormForm:
     weight_offset: float = 0.0
     eps: float = 1e-6
 
-    def normalise(self, x: Tensor) -> Tensor:
+    def normalise_without_weight(self, x: Tensor) -> Tensor:
         """Return (batch, heads, length, channels) with normalised channels, without a weight."""
         axes = (1, 3) if self.over == "width" else (3,)
         if self.kind == "layer":

@@ -160,7 +160,7 @@ class BlackBox(Subject):
             return self._run_on_arrays(given)
         copies = {name: x.clone() for name, x in given.items()}
         try:
-            return self._run_on(copies), copies
+            return self._pass_arguments_by_name(copies), copies
         except FAILURES as error:
             try:
                 ran = self._run_on_arrays(given)
@@ -171,9 +171,9 @@ class BlackBox(Subject):
 
     def _run_on_arrays(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
         copies = {name: x.detach().clone() for name, x in given.items()}
-        return self._run_on({name: x.numpy() for name, x in copies.items()}), copies
+        return self._pass_arguments_by_name({name: x.numpy() for name, x in copies.items()}), copies
 
-    def _run_on(self, arguments: Mapping[str, Any]) -> Any:
+    def _pass_arguments_by_name(self, arguments: Mapping[str, Any]) -> Any:
         named = {name: argument for name, argument in arguments.items() if name != "x"}
         return self.function(arguments["x"], **named)
 

@@ -277,7 +277,7 @@ def _make_layer_run(
     matrix = call.matrix
     batch, _, queries, _ = matrix.shape
     stages = {"q after rotary": matrix.q, "k after rotary": matrix.k}
-    stages |= {"weights": matrix.dense()} if _outputs_match_operands(call) else {}
+    stages |= {"weights": matrix.dense()} if _operands_reproduce_head_outputs(call) else {}
     stages |= {} if call.values is None else {"v": call.values}
     stages |= {} if call.outputs is None else {"head outputs": call.outputs}
     for role, heads in (("q", matrix.q.shape[1]), ("k", matrix.k.shape[1])):
@@ -289,7 +289,7 @@ def _make_layer_run(
             matrix.q, stages["q"], data.model.settings.scale
         )
     if data is not None and data.model is not None and "q" not in stages:
-        stages |= _infer_unrotated_projections(stages, data.model.settings)
+        stages |= _take_unrotated_heads_as_projections(stages, data.model.settings)
     output = outputs.get("o")
     if output is not None and output.shape[:-1] == (batch, queries):
         stages["output"] = output
@@ -309,7 +309,7 @@ def _make_layer_run(
     return LayerRun(call.layer, recorded, model, window=window)
 
 
-def _infer_unrotated_projections(
+def _take_unrotated_heads_as_projections(
     stages: Mapping[str, Tensor], settings: Settings
 ) -> dict[str, Tensor]:
     """Return queries and keys as projections, where nothing comes between them and the scores."""
@@ -324,7 +324,7 @@ def _undo_scale_in_queries(q: Tensor, projected: Tensor, scale: float) -> Tensor
     return projected if is_scaled else q
 
 
-def _outputs_match_operands(call: CapturedCall) -> bool:
+def _operands_reproduce_head_outputs(call: CapturedCall) -> bool:
     """True if the head outputs are those of the operands, so that the weights are known."""
     if call.values is None or call.outputs is None:
         return True

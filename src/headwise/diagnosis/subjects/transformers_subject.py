@@ -27,11 +27,11 @@ def is_transformers_attention(value: object) -> TypeGuard[nn.Module]:
         isinstance(value, nn.Module)
         and not hasattr(value, "get_input_embeddings")
         and type(value).__module__.startswith("transformers.")
-        and _find_attribute(value, "config") is not None
+        and _find_attribute_in_submodules(value, "config") is not None
     )
 
 
-def _find_attribute(module: nn.Module, name: str) -> Any:
+def _find_attribute_in_submodules(module: nn.Module, name: str) -> Any:
     """Return an attribute of a module or of the first part that has it; None if none has."""
     owners = (part for part in module.modules() if getattr(part, name, None) is not None)
     return next((getattr(owner, name) for owner in owners), None)
@@ -44,7 +44,7 @@ def layer_index(module: nn.Module) -> int:
 
 def stated_layer_index(module: nn.Module) -> int | None:
     """Return the number of the layer that an attention module states; None if it states none."""
-    index: int | None = _find_attribute(module, "layer_idx")
+    index: int | None = _find_attribute_in_submodules(module, "layer_idx")
     return index
 
 
@@ -86,8 +86,8 @@ class _OneModuleModel(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.config = _find_attribute(module, "config")
-        self.number = _find_attribute(module, "layer_idx") or 0
+        self.config = _find_attribute_in_submodules(module, "config")
+        self.number = _find_attribute_in_submodules(module, "layer_idx") or 0
         self.layers = nn.ModuleDict({str(self.number): module})
 
     def forward(self, inputs: Inputs, dtype: torch.dtype) -> Any:

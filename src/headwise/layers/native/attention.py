@@ -96,7 +96,7 @@ class Attention(HeadReadings):
         super().__init__()
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        option_checks.check_counts(embed_dim=embed_dim, num_heads=num_heads)
+        option_checks.check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
         self.head_dim = (
             option_checks.default_head_dim(embed_dim, num_heads) if head_dim is None else head_dim
         )
@@ -209,7 +209,7 @@ class Attention(HeadReadings):
             )
         )
         layout_conversion.require_same_function_as_source(source, layer, accept)
-        layer.load_state_dict(layout_conversion.pack_state(canonical, layer))
+        layer.load_state_dict(layout_conversion.pack_layer_state(canonical, layer))
         return layer
 
     def to_layout(self, target: str | Layout, *, accept: Iterable[str] = ()) -> dict[str, Tensor]:
@@ -228,7 +228,7 @@ class Attention(HeadReadings):
             ShapeError: numbers of heads that the layout cannot hold.
         """
         if self.part is not None:
-            layout_conversion.refuse_part(self)
+            layout_conversion.refuse_head_part(self)
         target = registry.layout(target)
         layout_conversion.require_same_function_as_target(target, self, accept)
         canonical = layout_conversion.canonical_state(self, self.state_dict())
@@ -249,7 +249,7 @@ class Attention(HeadReadings):
         Raises:
             OptionError: a batch or length below 1.
         """
-        option_checks.check_counts(batch=batch, length=length)
+        option_checks.check_positive_whole_numbers(batch=batch, length=length)
         left = None if self.window is None else self.window[0]
         evicts = left is not None and left < length
         slots = min(length, 2 * left + 1) if left is not None and evicts else length

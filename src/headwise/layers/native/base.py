@@ -77,7 +77,7 @@ class AttentionBase(nn.Module):
         elif self.source_dim != self.embed_dim:
             call_checks.refuse_missing_source(self.source_dim, self.embed_dim)
         if cache is not None:
-            call_checks.check_cache(cache, self.identity, crosses=source is not None)
+            call_checks.check_cache_owner(cache, self.identity, crosses=source is not None)
         mask, score_bias = require_mask_or_none(mask), require_score_bias_or_none(score_bias)
         if self.window is not None:
             mask = mask & Mask.window(*self.window)
@@ -125,9 +125,9 @@ class AttentionBase(nn.Module):
     def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split projections into heads."""
         heads, kv_heads = self._head_counts
-        call_checks.check_projection_width("q_proj", q, "heads", heads, self.head_dim)
-        call_checks.check_projection_width("k_proj", k, "kv_heads", kv_heads, self.head_dim)
-        call_checks.check_projection_width("v_proj", v, "kv_heads", kv_heads, self.value_dim)
+        call_checks.check_projection_output_width("q_proj", q, "heads", heads, self.head_dim)
+        call_checks.check_projection_output_width("k_proj", k, "kv_heads", kv_heads, self.head_dim)
+        call_checks.check_projection_output_width("v_proj", v, "kv_heads", kv_heads, self.value_dim)
         q, k = split_heads(q, heads=heads), split_heads(k, heads=kv_heads)
         return q, k, split_heads(v, heads=kv_heads)
 

@@ -103,7 +103,7 @@ def refuse_in_cross_attention(name: str, option: object, source: str) -> NoRetur
     )
 
 
-def check_cache(cache: Cache, identity: str, *, crosses: bool) -> None:
+def check_cache_owner(cache: Cache, identity: str, *, crosses: bool) -> None:
     """Raise OptionError for a cache of another layer, or in cross attention."""
     if not isinstance(cache, Cache):
         raise OptionError(
@@ -125,7 +125,7 @@ def check_cache(cache: Cache, identity: str, *, crosses: bool) -> None:
         )
 
 
-def check_projection_width(name: str, x: Tensor, axis: str, heads: int, width: int) -> None:
+def check_projection_output_width(name: str, x: Tensor, axis: str, heads: int, width: int) -> None:
     """Raise ShapeError unless a projection gives the channels of all heads of this module."""
     if x.shape[-1] != heads * width:
         raise ShapeError(

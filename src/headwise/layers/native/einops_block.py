@@ -16,7 +16,7 @@ from headwise.layers.hooks import call_hook
 from headwise.layers.native.base import Projection
 from headwise.layers.native.call_checks import check_tokens
 from headwise.layers.native.initialization import initialise_as_einops_page
-from headwise.layers.native.option_checks import check_counts
+from headwise.layers.native.option_checks import check_positive_whole_numbers
 from headwise.masks.mask import Mask
 from headwise.masks.operand_checks import check_probability
 from headwise.reference import split_heads
@@ -57,7 +57,7 @@ class EinopsPostNormBlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_counts(
+        check_positive_whole_numbers(
             embed_dim=embed_dim, num_heads=num_heads, head_dim=head_dim, value_dim=value_dim
         )
         check_probability(dropout)

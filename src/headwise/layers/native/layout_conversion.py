@@ -41,13 +41,13 @@ def unpack_state(
     rotary, sizes = options.get("rotary"), {k: n for k, n in heads.items() if n is not None}
     if rotary is not None:
         source.require_whole(state)
-        _require_rotary_width(rotary, source)
+        _require_stated_rotary_width(rotary, source)
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         sizes["rotary_width"] = rotary.width or source.sizes(shapes, sizes)["head_dim"]
     return source.unpack(state, **sizes)
 
 
-def _require_rotary_width(rotary: Rotary, source: Layout) -> None:
+def _require_stated_rotary_width(rotary: Rotary, source: Layout) -> None:
     if rotary.width is None and source.function.rotary_width is None:
         raise OptionError(
             saw=f"{rotary} without a width",
@@ -124,7 +124,7 @@ def _layout_of_layer(layer: AttentionBase) -> Layout:
     return layout("headwise-width-norm" if norm and norm.over == "width" else "headwise")
 
 
-def pack_state(canonical: State, layer: AttentionBase) -> dict[str, Tensor]:
+def pack_layer_state(canonical: State, layer: AttentionBase) -> dict[str, Tensor]:
     """Return the layer's state_dict from canonical tensors, head_dim in its rotation's order."""
     if layer.rotary is not None and layer.rotary.pairing != "half-split":
         width = layer.rotary.rotated_width(layer.head_dim)
@@ -138,7 +138,7 @@ def state_per_head(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
     return source.unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
 
 
-def refuse_part(layer: AttentionBase) -> NoReturn:
+def refuse_head_part(layer: AttentionBase) -> NoReturn:
     """Raise OptionError for a layer that holds the weights of a part of its heads."""
     raise OptionError(
         saw=f"to_layout of a layer that computes {layer.part} of {layer.num_heads}",
@@ -158,7 +158,7 @@ def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
 # ---- the function -------------------------------------------------------------------------------
 
 
-def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
+def function_settings_of_layer(layer: AttentionBase) -> AttentionSpec:
     """Return the layer's function in the terms of layouts.
 
     A window without a left bound counts as none, since callers pass such masks with each call.
@@ -183,7 +183,7 @@ def require_same_function_as_source(
     layout: Layout, layer: AttentionBase, accept: Iterable[str]
 ) -> None:
     """Raise OptionError if a layer made of a layout's weights computes another function."""
-    expected, actual = layout.function, spec_of_layer(layer)
+    expected, actual = layout.function, function_settings_of_layer(layer)
     has_user_bias = not isinstance(layer.score_bias, AlibiSlopes | T5BucketTable | None)
     if has_user_bias and expected.score_bias not in (None, *_SUPPORTED_BIASES):
         actual = replace(actual, score_bias=None)  # trust the user's class for the described bias
@@ -201,7 +201,7 @@ def require_same_function_as_target(
     layout: Layout, layer: AttentionBase, accept: Iterable[str]
 ) -> None:
     """Raise OptionError if modules of a layout compute another function than the layer."""
-    conflicts = spec_of_layer(layer).conflicts(layout.function)
+    conflicts = function_settings_of_layer(layer).conflicts(layout.function)
     require_conflicts_accepted(conflicts, accept, between=f"this layer and {layout.name}")
 
 

@@ -27,7 +27,7 @@ def default_head_dim(embed_dim: int, num_heads: int) -> int:
     return embed_dim // num_heads
 
 
-def check_counts(**counts: int) -> None:
+def check_positive_whole_numbers(**counts: int) -> None:
     """Raise OptionError unless every count is a whole number from 1."""
     for name, count in counts.items():
         if not isinstance(count, (int, torch.SymInt)) or count < 1:
@@ -47,7 +47,7 @@ def check_options(
 ) -> None:
     """Raise OptionError if sizes or options contradict each other."""
     counts = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "out_dim")
-    check_counts(**{name: getattr(layer, name) for name in (*counts, "source_dim")})
+    check_positive_whole_numbers(**{name: getattr(layer, name) for name in (*counts, "source_dim")})
     if layer.num_heads % layer.num_kv_heads:
         raise OptionError(
             saw=f"num_heads={layer.num_heads} and num_kv_heads={layer.num_kv_heads}",

@@ -156,7 +156,7 @@ def pack_real_tokens(call: CallInputs) -> Packed | None:
     """Return the real tokens alone, if the mask has padded queries and packing saves work."""
     x, source, mask = call.x, call.source, call.mask
     batch, queries, width = x.shape
-    least = varlen.call_cost(x.device)
+    least = varlen.call_overhead(x.device)
     if batch * queries * width * width <= least:
         return None  # before the lengths are read, since reading waits for an accelerator
     bound = mask.bind(batch=batch, heads=1, queries=queries, keys=source.shape[1], device=x.device)
@@ -202,7 +202,9 @@ def _pack_rows(x: Tensor, spans: list[tuple[int, Span]]) -> Tensor:
     """Concatenate spans (row, span) of a batch to (1, tokens, width)."""
     parts: list[Tensor] = []
     for index, row in enumerate(x.split(1)):
-        parts += varlen.split_spans(row, [span for of, span in spans if of == index], dim=1)
+        parts += varlen.cut_tensor_into_spans(
+            row, [span for of, span in spans if of == index], dim=1
+        )
     return torch.cat(parts, dim=1)
 
 

@@ -176,11 +176,11 @@ class Rotary:
         # Cast before the two uses: the gradient is then summed in cos.dtype and rounded once.
         leading = x[..., :width].to(cos.dtype)
         rotated = leading * cos
-        rotated += self._swap_pairs(leading) * sin
+        rotated += self._swap_pairs_keeping_signs(leading) * sin
         rotated = rotated.to(x.dtype)
         return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), -1)
 
-    def _swap_pairs(self, x: Tensor) -> Tensor:
+    def _swap_pairs_keeping_signs(self, x: Tensor) -> Tensor:
         """Swap the two channels of each pair."""
         if self.pairing == "half-split":
             return x.roll(x.shape[-1] // 2, -1)

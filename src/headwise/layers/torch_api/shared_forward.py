@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.kernels.linear import apply_linear
-from headwise.layers.explanation import LayerExplanation, product_line, projection_line
+from headwise.layers.explanation import LayerExplanation, matrix_product_line, projection_line
 from headwise.layers.hooks import call_hook
 from headwise.layers.torch_api import torch_checks
 from headwise.layers.torch_api.torch_masks import convert_masks
@@ -144,7 +144,11 @@ def _project_heads(
         v = torch_checks.split_static_heads("static_v", options.static_v, like=q)
     if k.shape[2] != v.shape[2]:
         torch_checks.refuse_unequal_static_lengths(k, v)
-    return q, torch_checks.match_dtype("keys", k, q), torch_checks.match_dtype("values", v, q)
+    return (
+        q,
+        torch_checks.cast_under_autocast_or_raise("keys", k, q),
+        torch_checks.cast_under_autocast_or_raise("values", v, q),
+    )
 
 
 def _project_packed(
@@ -158,14 +162,14 @@ def _project_packed(
     weight = torch_checks.require_present("in_proj_weight", layer.in_proj_weight, separate=False)
     torch_checks.require_fitting_weight("query", query, weight, 3 * width, packed=True)
     if key is value and query is key:
-        return _split_projection(apply_linear(query, weight, bias), 3, heads)
+        return _split_projected_parts_into_heads(apply_linear(query, weight, bias), 3, heads)
     torch_checks.require_fitting_weight("key", key, weight, 3 * width, packed=True)
     if key is value:
         sizes = [width, 2 * width]
         w_q, w_kv = weight.split(sizes)
         b_q, b_kv = (None, None) if bias is None else bias.split(sizes)
-        queries = _split_projection(apply_linear(query, w_q, b_q), 1, heads)
-        return *queries, *_split_projection(apply_linear(key, w_kv, b_kv), 2, heads)
+        queries = _split_projected_parts_into_heads(apply_linear(query, w_q, b_q), 1, heads)
+        return *queries, *_split_projected_parts_into_heads(apply_linear(key, w_kv, b_kv), 2, heads)
     torch_checks.require_fitting_weight("value", value, weight, 3 * width, packed=True)
     return _project_each((query, key, value), weight.chunk(3), bias, heads)
 
@@ -188,10 +192,13 @@ def _project_each(
 ) -> tuple[Tensor, ...]:
     biases = (None, None, None) if bias is None else bias.chunk(3)
     projected = zip(inputs, weights, biases, strict=True)
-    return tuple(_split_projection(apply_linear(*operands), 1, heads)[0] for operands in projected)
+    return tuple(
+        _split_projected_parts_into_heads(apply_linear(*operands), 1, heads)[0]
+        for operands in projected
+    )
 
 
-def _split_projection(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+def _split_projected_parts_into_heads(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
     """Return views of the ``parts`` of a projection: its leading axes, then (heads, head_dim)."""
     first, second, width = x.shape
     return x.view(first, second, parts, heads, width // (parts * heads)).unbind(2)
@@ -207,7 +214,7 @@ def _append_bias_and_zero_keys(
         if slot is not None:
             if torch.promote_types(slot.dtype, k.dtype) == k.dtype:
                 slot = slot.to(k.dtype)  # as torch.cat does
-            slot = torch_checks.match_dtype(name, slot, k)
+            slot = torch_checks.cast_under_autocast_or_raise(name, slot, k)
             rows.append(slot.view(1, heads, 1, head_dim).expand(batch, heads, 1, head_dim))
         if zeros:
             rows.append(k.new_zeros(batch, heads, 1, head_dim))
@@ -251,7 +258,9 @@ def explain_forward(
     if options.dropout_p > 0:
         tokens += "; dropout in training allocates queries x keys for A @ v"
     lines = tuple(
-        product_line(name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], rows))
+        matrix_product_line(
+            name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], rows)
+        )
         for name, x, rows in _list_input_projections(query, key, value, layer)
     )
     lines += (projection_line("out_proj", out_proj, query.shape[:-1].numel()),)

@@ -303,7 +303,7 @@ def _refuse_weight(name: str, x: Tensor, weight: Tensor, rows: int, *, packed: b
     )
 
 
-def match_dtype(name: str, x: Tensor, like: Tensor) -> Tensor:
+def cast_under_autocast_or_raise(name: str, x: Tensor, like: Tensor) -> Tensor:
     """Return ``x`` in the dtype of ``like``; under autocast it is cast.
 
     Raises:

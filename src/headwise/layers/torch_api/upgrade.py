@@ -180,7 +180,7 @@ def upgrade(model: nn.Module, *inputs: Any, **options: Any) -> Upgrade:
         for layer, (name, *_) in names.items():
             undo.callback(setattr, layer, "__class__", layer.__class__)
             layer.__class__ = _upgraded_class(layer)
-            layers[name] = _measure_change(layer)
+            layers[name] = _measure_layer_change(layer)
         switched_off = dict(_switch_off_fused_paths(model, undo))
         after = None if before is None else _run_in_eval_mode(model, inputs, options)
         undo.pop_all()  # nothing failed: keep the changes
@@ -214,13 +214,13 @@ def _reason_to_keep(module: nn.MultiheadAttention) -> str | None:
         return "already headwise's"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    kind = _original_class(module)
+    kind = _class_without_parametrization(module)
     if kind is not nn.MultiheadAttention:
         return f"{kind.__module__}.{kind.__qualname__} is a subclass, whose changes would be lost"
     return None
 
 
-def _original_class(module: nn.Module) -> type[nn.Module]:
+def _class_without_parametrization(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module below the subclass that parametrize creates."""
     kind = type(module)
     return kind.__bases__[0] if is_parametrized(module) else kind
@@ -268,7 +268,7 @@ def _format_entries(label: str, entries: list[str]) -> list[str]:
 # ---- the measured change -------------------------------------------------------------------------
 
 
-def _measure_change(layer: nn.MultiheadAttention) -> LayerChange:
+def _measure_layer_change(layer: nn.MultiheadAttention) -> LayerChange:
     """Compare torch's forward with the drop-in's, on the same layer and a seeded random input."""
     note = _note_on_out_proj(layer)
     like = next(layer.parameters())
@@ -356,9 +356,9 @@ def _layer_error_budget(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...]
 
     inputs = inputs[:1] if same else inputs
     if inputs[0].dtype != torch.float64:
-        return Budget.of(plain, *inputs, name="output")
+        return Budget.for_function(plain, *inputs, name="output")
     # In float64 plain torch is the reference itself, so scale the budget of float32.
-    single = Budget.of(plain, *(x.float() for x in inputs), name="output")
+    single = Budget.for_function(plain, *(x.float() for x in inputs), name="output")
     scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     allowed = single.allowed * scale
     return replace(single, dtype=torch.float64, exact=plain(*inputs), allowed=allowed)

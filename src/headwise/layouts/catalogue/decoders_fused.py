@@ -5,12 +5,12 @@ from __future__ import annotations
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
-    fused_projection,
+    fused_projection_by_pattern,
     head_norms,
     output_projection,
     qkv_fused_by_group,
     qkv_fused_by_head,
-    stacked_qkv_projection,
+    qkv_fused_by_projection,
     weights_outside_attention,
 )
 
@@ -47,7 +47,7 @@ _NEOX_OUTSIDE = weights_outside_attention(
 _GPT = (
     Layout(
         name="gpt2",
-        tensors=stacked_qkv_projection("c_attn", columns=True)
+        tensors=qkv_fused_by_projection("c_attn", columns=True)
         | output_projection("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
         outside=weights_outside_attention(GPT2, columns=True),
@@ -59,7 +59,7 @@ _GPT = (
     ),
     Layout(
         name="jais",
-        tensors=stacked_qkv_projection("c_attn", columns=True)
+        tensors=qkv_fused_by_projection("c_attn", columns=True)
         | output_projection("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
@@ -71,7 +71,7 @@ _GPT = (
     ),
     Layout(
         name="codegen",
-        tensors=fused_projection(
+        tensors=fused_projection_by_pattern(
             "qkv_proj",
             "(shard [wq: shard_heads head_dim | wv: shard_heads head_dim "
             "| wk: shard_heads head_dim])",
@@ -89,7 +89,8 @@ _GPT = (
     ),
     Layout(
         name="gpt-bigcode-mqa",
-        tensors=stacked_qkv_projection("c_attn", kv_heads="kv_heads") | output_projection("c_proj"),
+        tensors=qkv_fused_by_projection("c_attn", kv_heads="kv_heads")
+        | output_projection("c_proj"),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         fixed=_ONE_KV_HEAD,
@@ -107,7 +108,7 @@ _GPT = (
     ),
     Layout(
         name="qwen1",
-        tensors=stacked_qkv_projection("c_attn") | output_projection("c_proj", bias=False),
+        tensors=qkv_fused_by_projection("c_attn") | output_projection("c_proj", bias=False),
         where={"self": "h.{layer}.attn."},
         beside=(*_MASKS, *_ANGLES),
         function=_HALVES,
@@ -195,7 +196,7 @@ _GROUPED = (
     ),
     Layout(
         name="falcon-7b",
-        tensors=stacked_qkv_projection("query_key_value", kv_heads="kv_heads")
+        tensors=qkv_fused_by_projection("query_key_value", kv_heads="kv_heads")
         | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
@@ -224,7 +225,7 @@ _GROUPED = (
     ),
     Layout(
         name="mpt",
-        tensors=stacked_qkv_projection("Wqkv", bias=False)
+        tensors=qkv_fused_by_projection("Wqkv", bias=False)
         | output_projection("out_proj", bias=False),
         where={"self": "blocks.{layer}.attn."},
         function=AttentionSpec(score_bias="alibi", clip=None),
@@ -233,7 +234,7 @@ _GROUPED = (
     ),
     Layout(
         name="dbrx",
-        tensors=stacked_qkv_projection("Wqkv", kv_heads="kv_heads", bias=False)
+        tensors=qkv_fused_by_projection("Wqkv", kv_heads="kv_heads", bias=False)
         | output_projection("out_proj", bias=False),
         where={"self": "blocks.{layer}.norm_attn_norm.attn."},
         function=AttentionSpec(rotary="half-split", clip=None),
@@ -242,7 +243,7 @@ _GROUPED = (
     ),
     Layout(
         name="phi3",
-        tensors=stacked_qkv_projection("qkv_proj", kv_heads="kv_heads", bias=False)
+        tensors=qkv_fused_by_projection("qkv_proj", kv_heads="kv_heads", bias=False)
         | output_projection("o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
@@ -252,7 +253,7 @@ _GROUPED = (
     ),
     Layout(
         name="chatglm2",
-        tensors=stacked_qkv_projection("query_key_value", kv_heads="kv_heads")
+        tensors=qkv_fused_by_projection("query_key_value", kv_heads="kv_heads")
         | output_projection("dense"),
         where={"self": "encoder.layers.{layer}.self_attention."},
         function=AttentionSpec(rotary_width=None, rotary="interleaved"),
@@ -263,7 +264,7 @@ _GROUPED = (
     ),
     Layout(
         name="baichuan",
-        tensors=stacked_qkv_projection("W_pack", bias=False)
+        tensors=qkv_fused_by_projection("W_pack", bias=False)
         | output_projection("o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
@@ -274,7 +275,7 @@ _GROUPED = (
     ),
     Layout(
         name="olmo-native",
-        tensors=stacked_qkv_projection("att_proj", kv_heads="kv_heads")
+        tensors=qkv_fused_by_projection("att_proj", kv_heads="kv_heads")
         | output_projection("attn_out"),
         where={"self": "blocks.{layer}."},
         beside=("attn_norm.*", "ff_norm.*", "ff_proj.*", "ff_out.*"),

@@ -7,8 +7,8 @@ from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
     output_projection,
     qkv_fused_by_head,
+    qkv_fused_by_projection,
     separate_projections,
-    stacked_qkv_projection,
     weights_outside_attention,
 )
 
@@ -114,7 +114,7 @@ LAYOUTS = (
     ),
     Layout(
         name="modernbert",
-        tensors=stacked_qkv_projection("Wqkv") | output_projection("Wo"),
+        tensors=qkv_fused_by_projection("Wqkv") | output_projection("Wo"),
         where={"self": "layers.{layer}.attn."},
         outside=weights_outside_attention(
             tokens="embeddings.tok_embeddings.weight",

@@ -7,8 +7,8 @@ from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
     head_norms,
     output_projection,
+    qkv_fused_by_projection,
     separate_projections,
-    stacked_qkv_projection,
     weights_outside_attention,
 )
 
@@ -65,7 +65,7 @@ LAYOUTS = (
     ),
     Layout(
         name="gguf-fused",
-        tensors=stacked_qkv_projection("attn_qkv", kv_heads="kv_heads")
+        tensors=qkv_fused_by_projection("attn_qkv", kv_heads="kv_heads")
         | output_projection("attn_output"),
         where={"self": _BLOCK},
         outside=_GGUF,
@@ -80,7 +80,7 @@ LAYOUTS = (
         tensors={
             name.replace(".", "/"): pattern
             for name, pattern in (
-                stacked_qkv_projection("linear_0", kv_heads="kv_heads")
+                qkv_fused_by_projection("linear_0", kv_heads="kv_heads")
                 | output_projection("linear_1")
             ).items()
         },
@@ -97,7 +97,7 @@ LAYOUTS = (
     ),
     Layout(
         name="vllm",
-        tensors=stacked_qkv_projection("qkv_proj", kv_heads="kv_heads")
+        tensors=qkv_fused_by_projection("qkv_proj", kv_heads="kv_heads")
         | output_projection("o_proj")
         | head_norms("q_norm", "k_norm"),
         where={"self": "model.layers.{layer}.self_attn."},

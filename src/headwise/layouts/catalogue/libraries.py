@@ -9,8 +9,8 @@ from headwise.layouts.patterns_library import (
     head_norms,
     output_projection,
     qkv_fused_by_group,
+    qkv_fused_by_projection,
     separate_projections,
-    stacked_qkv_projection,
     weights_outside_attention,
 )
 
@@ -103,7 +103,8 @@ _FLASH_GPT = {"self": _FLASH_BLOCK + "mixer."}
 _FLASH_ATTN = (
     Layout(
         name="flash-attn",
-        tensors=stacked_qkv_projection("Wqkv", kv_heads="kv_heads") | output_projection("out_proj"),
+        tensors=qkv_fused_by_projection("Wqkv", kv_heads="kv_heads")
+        | output_projection("out_proj"),
         where=_FLASH_GPT,
         outside=weights_outside_attention(_FLASH_DECODER, up=_FLASH_BLOCK + "mlp.fc1.*"),
         beside=("rotary_emb.*",),
@@ -114,7 +115,8 @@ _FLASH_ATTN = (
     ),
     Layout(
         name="flash-attn-llama",
-        tensors=stacked_qkv_projection("Wqkv", kv_heads="kv_heads") | output_projection("out_proj"),
+        tensors=qkv_fused_by_projection("Wqkv", kv_heads="kv_heads")
+        | output_projection("out_proj"),
         where=_FLASH_GPT,
         outside=weights_outside_attention(_FLASH_DECODER)
         | {
@@ -128,7 +130,7 @@ _FLASH_ATTN = (
     ),
     Layout(
         name="flash-attn-bert",
-        tensors=stacked_qkv_projection("Wqkv") | output_projection("out_proj"),
+        tensors=qkv_fused_by_projection("Wqkv") | output_projection("out_proj"),
         where={"self": _FLASH_BERT_BLOCK + "mixer."},
         outside=weights_outside_attention(
             tokens="embeddings.word_embeddings.weight",
@@ -215,7 +217,9 @@ def _torchtune_layout(*, rotary: str) -> Layout:
 def _litgpt_layout(*, legacy: bool) -> Layout:
     block = "transformer.h.{layer}."
     fuse = (
-        qkv_fused_by_group("attn") if legacy else stacked_qkv_projection("qkv", kv_heads="kv_heads")
+        qkv_fused_by_group("attn")
+        if legacy
+        else qkv_fused_by_projection("qkv", kv_heads="kv_heads")
     )
     return Layout(
         name="litgpt-legacy" if legacy else "litgpt",
@@ -322,7 +326,7 @@ LAYOUTS = (
             ("", separate_projections("query", "key", "value"), "QkvMode.SEPARATE"),
             (
                 "-stacked",
-                stacked_qkv_projection("input", kv_heads="kv_heads"),
+                qkv_fused_by_projection("input", kv_heads="kv_heads"),
                 "QkvSplitGroupedByHead",
             ),
             (
@@ -348,7 +352,7 @@ LAYOUTS = (
     ),
     Layout(
         name="gpt-fast",
-        tensors=stacked_qkv_projection("wqkv", kv_heads="kv_heads", bias=False)
+        tensors=qkv_fused_by_projection("wqkv", kv_heads="kv_heads", bias=False)
         | output_projection("wo", bias=False),
         where={"self": "layers.{layer}.attention."},
         outside=META,

@@ -10,13 +10,13 @@ from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
     TENSOR_PARALLEL,
-    fused_projection,
+    fused_projection_by_pattern,
     head_norms,
     output_projection,
     qkv_fused_by_group,
     qkv_fused_by_head,
+    qkv_fused_by_projection,
     separate_projections,
-    stacked_qkv_projection,
     weights_outside_attention,
 )
 
@@ -82,7 +82,7 @@ _MEGATRON_CORE = (
     ),
     Layout(
         name="megatron-gated",
-        tensors=fused_projection(
+        tensors=fused_projection_by_pattern(
             "linear_qkv",
             "(kv_heads [wq: group head_dim | wg: group head_dim | wk: head_dim | wv: head_dim])",
             bias=False,
@@ -133,10 +133,10 @@ def _legacy_weights_outside_attention(blocks: str) -> dict[str, str]:
 def _legacy_megatron_layouts() -> tuple[Layout, ...]:
     """The three orders that Megatron-LM fused in, by its checkpoint_version."""
     orders = {
-        "v0": ("transformer.layers.{layer}.attention.", stacked_qkv_projection("query_key_value")),
+        "v0": ("transformer.layers.{layer}.attention.", qkv_fused_by_projection("query_key_value")),
         "v1": (
             "transformer.layers.{layer}.attention.",
-            fused_projection("query_key_value", "(heads head_dim [wq: | wk: | wv: ])"),
+            fused_projection_by_pattern("query_key_value", "(heads head_dim [wq: | wk: | wv: ])"),
         ),
         "v2": ("encoder.layers.{layer}.self_attention.", qkv_fused_by_head("query_key_value")),
     }
@@ -178,7 +178,7 @@ _ENGINE = (
     ),
     Layout(
         name="transformer-engine-stacked",
-        tensors=stacked_qkv_projection("qkv", kv_heads="kv_heads") | _TE_REST,
+        tensors=qkv_fused_by_projection("qkv", kv_heads="kv_heads") | _TE_REST,
         source=_TE_SOURCE,
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=False; "
         "same names and shapes as transformer-engine",
@@ -225,7 +225,7 @@ def _nanotron_layout(pairing: str) -> Layout:
     interleaved = pairing == "interleaved"
     return Layout(
         name="nanotron-interleaved" if interleaved else "nanotron",
-        tensors=stacked_qkv_projection("qkv_proj", kv_heads="kv_heads", bias=False)
+        tensors=qkv_fused_by_projection("qkv_proj", kv_heads="kv_heads", bias=False)
         | output_projection("o_proj", bias=False),
         where={"self": within + "attn."},
         outside=weights_outside_attention(
@@ -251,7 +251,7 @@ LAYOUTS = (
     *_ENGINE,
     Layout(
         name="neox-gqa",
-        tensors=stacked_qkv_projection("query_key_value", kv_heads="kv_heads")
+        tensors=qkv_fused_by_projection("query_key_value", kv_heads="kv_heads")
         | output_projection("dense"),
         beside=("*inv_freq",),
         function=AttentionSpec(

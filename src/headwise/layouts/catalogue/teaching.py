@@ -7,8 +7,8 @@ from headwise.layouts.catalogue.decoders_fused import GPT2
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
     output_projection,
+    qkv_fused_by_projection,
     separate_projections,
-    stacked_qkv_projection,
     weights_outside_attention,
 )
 
@@ -83,7 +83,7 @@ LAYOUTS = (
     ),
     Layout(
         name="nanogpt",
-        tensors=stacked_qkv_projection("c_attn") | output_projection("c_proj"),
+        tensors=qkv_fused_by_projection("c_attn") | output_projection("c_proj"),
         where={"self": "h.{layer}.attn."},
         outside=weights_outside_attention(GPT2),
         beside=("bias",),

@@ -6,15 +6,15 @@ from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
     output_projection,
+    qkv_fused_by_projection,
     separate_projections,
-    stacked_qkv_projection,
     weights_outside_attention,
 )
 
 _OUT = output_projection("out_proj")
 _PACKED = {
-    "in_proj_weight": stacked_qkv_projection("")[".weight"],
-    "in_proj_bias": stacked_qkv_projection("")[".bias"],
+    "in_proj_weight": qkv_fused_by_projection("")[".weight"],
+    "in_proj_bias": qkv_fused_by_projection("")[".bias"],
     **_OUT,
 }
 # add_bias_kv=True: one more key and value, after the projection.

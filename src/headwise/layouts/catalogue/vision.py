@@ -7,8 +7,8 @@ from headwise.layouts.layout import Layout
 from headwise.layouts.patterns_library import (
     Tensors,
     output_projection,
+    qkv_fused_by_projection,
     separate_projections,
-    stacked_qkv_projection,
     weights_outside_attention,
 )
 
@@ -48,7 +48,7 @@ LAYOUTS = (
     ),
     Layout(
         name="vit-timm",
-        tensors=stacked_qkv_projection("qkv") | output_projection("proj"),
+        tensors=qkv_fused_by_projection("qkv") | output_projection("proj"),
         where={"self": "blocks.{layer}.attn."},
         outside=_TIMM,
         beside=("rel_pos_h", "rel_pos_w"),
@@ -58,7 +58,7 @@ LAYOUTS = (
     ),
     Layout(
         name="vitdet",
-        tensors=stacked_qkv_projection("qkv") | output_projection("proj"),
+        tensors=qkv_fused_by_projection("qkv") | output_projection("proj"),
         where=_VIT_WHERE,
         outside=_norm_and_mlp_weights(
             "encoder.layer.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"
@@ -70,7 +70,7 @@ LAYOUTS = (
     Layout(
         name="beit",
         tensors={
-            "qkv.weight": stacked_qkv_projection("")[".weight"],
+            "qkv.weight": qkv_fused_by_projection("")[".weight"],
             "q_bias": "bq: (heads head_dim)",
             "v_bias": "bv: (heads head_dim)",
             **output_projection("proj"),
@@ -117,7 +117,7 @@ LAYOUTS = (
     ),
     Layout(
         name="swin-microsoft",
-        tensors=stacked_qkv_projection("qkv")
+        tensors=qkv_fused_by_projection("qkv")
         | output_projection("proj")
         | {"relative_position_bias_table": "distances: buckets heads"},
         where={"self": "layers.{stage}.blocks.{layer}.attn."},
@@ -156,7 +156,7 @@ LAYOUTS = (
     ),
     Layout(
         name="blip",
-        tensors=stacked_qkv_projection("qkv") | output_projection("projection"),
+        tensors=qkv_fused_by_projection("qkv") | output_projection("projection"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         outside=_CLIP,
         source="transformers, models/blip/modeling_blip.py",

@@ -18,7 +18,7 @@ from headwise.masks.clause import (
 )
 from headwise.support.message_text import (
     MATRIX_AXES,
-    broadcasts_to,
+    axis_broadcasts_to,
     describe_sizes,
     describe_value,
 )
@@ -95,7 +95,7 @@ def with_matrix_axes(tensor: Tensor, axes: str) -> Tensor:
 
 def require_broadcastable_to_matrix(tensor: Tensor, wanted: MatrixSizes, what: str) -> None:
     """Raise MaskError unless ``tensor`` broadcasts to (batch, heads, queries, keys)."""
-    if not all(broadcasts_to(n, want) for n, want in zip(tensor.shape, wanted, strict=True)):
+    if not all(axis_broadcasts_to(n, want) for n, want in zip(tensor.shape, wanted, strict=True)):
         raise MaskError(
             saw=f"{what} for {describe_sizes(tensor, MATRIX_AXES)}",
             needed=f"sizes that broadcast to (batch {wanted.batch}, heads {wanted.heads}, "

@@ -21,7 +21,7 @@ from headwise.masks.clause import (
     Span,
     positions_of_index,
 )
-from headwise.support.cast_to_int64 import convert_to_int64, is_integer
+from headwise.support.cast_to_int64 import convert_to_int64, has_integer_dtype
 from headwise.support.message_text import MATRIX_AXES, describe_value
 from headwise.support.tracing import may_check_values, may_read_values
 
@@ -40,7 +40,7 @@ class PaddingClause(IntervalClause):
     axis: int
 
     @abstractmethod
-    def real_positions(self, number: int) -> Span:
+    def real_span(self, number: int) -> Span:
         """The real positions of a sequence with this number."""
 
     @abstractmethod
@@ -102,9 +102,9 @@ class PaddingClause(IntervalClause):
         for batch, number in enumerate(self.numbers.tolist()):
             queries, keys = every
             if self.axis == QUERIES:
-                queries = queries.intersection(self.real_positions(number))
+                queries = queries.intersection(self.real_span(number))
             else:
-                keys = keys.intersection(self.real_positions(number))
+                keys = keys.intersection(self.real_span(number))
             rectangles.append([Rectangle(batch, queries, keys)])
         return rectangles
 
@@ -140,8 +140,8 @@ class Lengths(PaddingClause):
             return self
         return Starts(sizes[self.axis] - self.numbers, self.axis)
 
-    def real_positions(self, number: int) -> Span:
-        """See `PaddingClause.real_positions`."""
+    def real_span(self, number: int) -> Span:
+        """See `PaddingClause.real_span`."""
         return Span(0, number)
 
     def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
@@ -173,8 +173,8 @@ class Starts(PaddingClause):
 
     kind = "starts"
 
-    def real_positions(self, number: int) -> Span:
-        """See `PaddingClause.real_positions`."""
+    def real_span(self, number: int) -> Span:
+        """See `PaddingClause.real_span`."""
         return Span(number, BOUNDLESS)
 
     def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def require_lengths(lengths: object, axis: str, *, call: str = "lengths") -> Ten
             if isinstance(lengths, Tensor)
             else describe_value(lengths)
         )
-    elif not is_integer(lengths):
+    elif not has_integer_dtype(lengths):
         seen = f"of dtype {lengths.dtype}"
     else:
         return convert_to_int64(lengths, f"{call} of the {axis}")

@@ -11,7 +11,11 @@ from torch import Tensor
 from headwise.errors import MaskError, OptionError
 from headwise.masks.alignment import Align, resolve_align_to_offset
 from headwise.masks.clause import BOUNDLESS, IntervalClause, MatrixPart, MatrixSizes, Span
-from headwise.support.cast_to_int64 import convert_to_count, convert_to_int64, is_integer
+from headwise.support.cast_to_int64 import (
+    convert_to_int64,
+    convert_to_int_or_none,
+    has_integer_dtype,
+)
 from headwise.support.message_text import describe_value
 from headwise.support.tracing import may_check_values
 
@@ -104,14 +108,14 @@ class Prefix(IntervalClause):
 
 def make_prefix(lengths: object, align: Align | None) -> Prefix:
     """The clause for one number or one for each sequence, or OptionError."""
-    if isinstance(lengths, Tensor) and lengths.dim() == 1 and is_integer(lengths):
+    if isinstance(lengths, Tensor) and lengths.dim() == 1 and has_integer_dtype(lengths):
         wide = convert_to_int64(lengths, "prefix lengths")
         if not (may_check_values(wide) and wide.numel()):
             return Prefix(wide, BOUNDLESS, align=align)
         if int(wide.min()) >= 0:
             return Prefix(wide, int(wide.max()), align=align)
         lengths = int(wide.min())
-    count = convert_to_count(lengths)
+    count = convert_to_int_or_none(lengths)
     if count is not None and count >= 0:
         return Prefix(torch.tensor(count), count, align=align)
     raise OptionError(

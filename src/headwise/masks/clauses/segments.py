@@ -20,8 +20,8 @@ from headwise.masks.clause import (
     Span,
     index_axes,
 )
-from headwise.support.cast_to_int64 import convert_to_int64, is_integer
-from headwise.support.message_text import broadcasts_to
+from headwise.support.cast_to_int64 import convert_to_int64, has_integer_dtype
+from headwise.support.message_text import axis_broadcasts_to
 from headwise.support.tracing import may_check_values, may_read_values
 
 
@@ -42,7 +42,7 @@ class Segments(Clause):
         for (axis, size), ids in zip(axes, self.tensors(), strict=True):
             if (
                 ids.dim() != 2
-                or not broadcasts_to(ids.shape[0], sizes.batch)
+                or not axis_broadcasts_to(ids.shape[0], sizes.batch)
                 or ids.shape[1] != size
             ):
                 raise MaskError(
@@ -187,7 +187,7 @@ class PackedRow(IntervalClause):
 
 def require_segment_ids(ids: object, axis: str) -> Tensor:
     """Return segment ids in int64. Raise MaskError unless they are a tensor of integers."""
-    if isinstance(ids, Tensor) and (is_integer(ids) or ids.dtype == torch.bool):
+    if isinstance(ids, Tensor) and (has_integer_dtype(ids) or ids.dtype == torch.bool):
         return convert_to_int64(ids, "segment ids")
     raise MaskError(
         saw=f"segment ids of dtype {ids.dtype} for the {axis}"
@@ -201,7 +201,7 @@ def require_segment_ids(ids: object, axis: str) -> Tensor:
 def require_offsets(offsets: object, name: str) -> Tensor:
     """Return cumulative lengths in int64. Raise MaskError unless they are 1-D integers."""
     fits = isinstance(offsets, Tensor) and offsets.dim() == 1 and offsets.shape[0] > 0
-    if fits and isinstance(offsets, Tensor) and is_integer(offsets):
+    if fits and isinstance(offsets, Tensor) and has_integer_dtype(offsets):
         return convert_to_int64(offsets, name)
     description = type(offsets).__name__
     if isinstance(offsets, Tensor):

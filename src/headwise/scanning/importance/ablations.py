@@ -83,13 +83,13 @@ def ablations(
     chosen, before = SelectedLayers(layers, heads), 0
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(model_inputs)
-    replacement = _make_replacement(by, seed)
     statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
-    ablation = _HeadAblation(chosen, replacement, statistic, causal=loss is None)
+    ablation = _HeadAblation(chosen, _make_replacement(by, seed), statistic, causal=loss is None)
     with torch.no_grad(), evaluation_mode(model), capture_attention(model, ablation) as capture:
         for index, model_input in enumerate(model_inputs):
             report = partial(_report_progress, progress, before, len(model_inputs), index)
-            ablation.measure(partial(_compute_losses, model, model_input, capture, loss), report)
+            losses_of = partial(_compute_losses, model, model_input, capture, loss)
+            ablation.measure_one_input(losses_of, report)
     return ablation.make_head_scan(class_name_without_fsdp(model), capture.notes)
 
 
@@ -114,7 +114,7 @@ def mean_outputs(
     counts: Counter[str] = Counter()
 
     def watch(call: CapturedCall) -> None:
-        if chosen.record_call(call) is None or call.outputs is None:
+        if chosen.record_call_and_find_layer(call) is None or call.outputs is None:
             return
         real = call.real_queries
         # masked_fill, since infinite values at padding times 0 are NaN.
@@ -147,7 +147,7 @@ def _compute_losses(
     model: nn.Module, model_input: ModelInput, capture: AttentionCapture, loss: Loss | None
 ) -> Tensor:
     capture.begin_input()
-    return losses.sequence_losses(
+    return losses.apply_loss_per_sequence(
         model, capture, run_model(model, model_input), model_input.original, loss
     )
 
@@ -194,7 +194,7 @@ class _HeadAblation:
                 losses.require_causal(call)
             self._real_queries.append(call.real_queries)
             self._shapes[call.layer] = outputs.shape
-            self._layers.record_call(call)
+            self._layers.record_call_and_find_layer(call)
             return None
         layer, head = self._off
         if call.layer != layer.name:
@@ -205,7 +205,7 @@ class _HeadAblation:
         )
         return without
 
-    def measure(self, losses_of: Callable[[], Tensor], report: Progress) -> None:
+    def measure_one_input(self, losses_of: Callable[[], Tensor], report: Progress) -> None:
         """Run one input with all heads, and then once without each head."""
         self._real_queries.clear()
         self._shapes.clear()

@@ -76,13 +76,13 @@ def gradients(
         for model_input in model_inputs:
             capture.begin_input()
             output, original = run_model(model, model_input), model_input.original
-            gates.backward(losses.sequence_losses(model, capture, output, original, loss))
-    ignored = [f"{name}: the loss does not depend on its heads" for name in gates.ignored]
+            of_batch = losses.apply_loss_per_sequence(model, capture, output, original, loss)
+            gates.add_gradients_of_losses(of_batch)
     return HeadScan(
         model=class_name_without_fsdp(model),
         sequences=gates.sequences,
         tokens=gates.tokens,
-        notes=(*capture.notes, *ignored),
+        notes=(*capture.notes, *gates.notes),
         statistics=GRADIENTS,
         layer_scans=gates.layers.drop_incomplete_summaries(),
     )
@@ -98,7 +98,7 @@ class Gates:
 
     def __init__(self, layers: SelectedLayers, *, causal: bool) -> None:
         self.layers, self._causal = layers, causal
-        self.ignored: dict[str, None] = {}  # layers on which the loss does not depend
+        self.notes: dict[str, None] = {}  # on layers on which the loss does not depend
         self.sequences, self.tokens = 0, 0
         self._placed: list[tuple[LayerScan, Tensor]] = []
         self._tokens: int | None = None
@@ -121,7 +121,7 @@ class Gates:
             losses.require_causal(call)
         if self._tokens is None:
             self._tokens = int(call.real_queries.sum())
-        layer = self.layers.record_call(call)
+        layer = self.layers.record_call_and_find_layer(call)
         if layer is None:
             return None
         if not torch.is_grad_enabled():
@@ -135,7 +135,7 @@ class Gates:
         self._placed.append((layer, gate))
         return (outputs * gate[..., None]).to(outputs.dtype)
 
-    def backward(self, losses: Float[Tensor, " batch"]) -> None:
+    def add_gradients_of_losses(self, losses: Float[Tensor, " batch"]) -> None:
         """Add the gradients of the gates of one batch to the sums of their layers.
 
         Raises:
@@ -164,7 +164,7 @@ class Gates:
                 _mark_layer_missing(layer, f"a batch of {len(gate)} for {count} sequences")
                 continue
             if gradient is None:
-                self.ignored[layer.name] = None
+                self.notes[f"{layer.name}: the loss does not depend on its heads"] = None
                 gradient = torch.zeros_like(gate)
             by_layer.setdefault(layer.name, (layer, []))[1].append(gradient.double())
         for layer, of_gates in by_layer.values():

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.scanning.capture import AttentionCapture
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.running_modules import find_unembedding
+from headwise.scanning.running_modules import find_unembedding_weight
 from headwise.support.message_text import describe_value
 
 # (output of the model, its inputs) -> (batch,)
@@ -69,7 +69,7 @@ def next_token(
         )
     # Selected by index, since infinite values at padding times 0 are NaN.
     targets = ids[:, 1:][predicted]
-    _require_logits_of(targets, logits)
+    _require_tokens_within_vocabulary(targets, logits)
     chosen = logits[:, :-1][predicted]
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     each = F.cross_entropy(chosen, targets, reduction="none").double()
@@ -78,7 +78,7 @@ def next_token(
     return total / counts
 
 
-def _require_logits_of(targets: Tensor, logits: Tensor) -> None:
+def _require_tokens_within_vocabulary(targets: Tensor, logits: Tensor) -> None:
     """Raise ShapeError if a token has no logit."""
     lowest, highest = int(targets.min()), int(targets.max())
     if not 0 <= lowest <= highest < logits.shape[-1]:
@@ -89,7 +89,7 @@ def _require_logits_of(targets: Tensor, logits: Tensor) -> None:
         )
 
 
-def sequence_losses(
+def apply_loss_per_sequence(
     model: nn.Module, capture: AttentionCapture, output: Any, inputs: Any, loss: Loss | None
 ) -> Float[Tensor, " batch"]:
     """Return the loss, or the default loss, of each sequence in one run of a model.
@@ -105,7 +105,7 @@ def sequence_losses(
                 do="leave it out for the mean cross-entropy of each next token",
             )
         return check_losses(loss(output, inputs))
-    unembedding = find_unembedding(model)
+    unembedding = find_unembedding_weight(model)
     tables = capture.tables if unembedding is None else capture.tables | {tuple(unembedding.shape)}
     # A square table is left out: a state as wide as the vocabulary could be taken for logits.
     vocabularies = {rows for rows, width in tables if rows != width}

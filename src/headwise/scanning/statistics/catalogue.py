@@ -16,7 +16,12 @@ from headwise.scanning.statistics.output_statistics import (
     TotalVariation,
 )
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.scanning.statistics.view_statistics import Map, MostReceived, OffsetProfile, TopKeys
+from headwise.scanning.statistics.view_statistics import (
+    Map,
+    MostReceived,
+    OffsetProfile,
+    TopKeysOfChosenQueries,
+)
 from headwise.support.message_text import describe_value
 
 STANDARD: tuple[TileStatistic, ...] = (
@@ -34,7 +39,7 @@ STANDARD: tuple[TileStatistic, ...] = (
     OutputCosine(),
     CKA(),
     TotalVariation(),
-    TopKeys(),
+    TopKeysOfChosenQueries(),
     Map(),
 )
 # The order of pictures; all other statistics come after these.

@@ -77,7 +77,7 @@ CONTRIBUTED = (
         needs=("outputs", "out_proj", "residual"),
     ),
     RowStatistic(
-        lambda tile: tile.weight_on(tile.call.projected_value_norms),
+        lambda tile: tile.sum_weights_times_key_entries(tile.call.projected_value_norms),
         name="value_weighted",
         formula="mean over queries i of Σⱼ A[i, j] ‖vⱼ W_O‖",
         unit="of the residual; at least contribution_norm",
@@ -118,7 +118,7 @@ class EffectiveRank(TileStatistic):
     def update(self, gathered: Tensor, tile: WeightTile) -> None:
         gathered[tile.batches, tile.heads, tile.rows] = tile.is_counted_query
 
-    def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: Tensor, call: CapturedCall) -> Summary:
         """Return count, sum and sum of outer products, in float64."""
         outputs = require_not_none(call.outputs)
         _, heads, _, width = outputs.shape
@@ -184,9 +184,9 @@ class Copying(TileStatistic):
     parts = MEAN
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        tile.copy_samples()
+        tile.copy_samples_to_call()
 
-    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Return the sums over sequences, each with its tokens, one head after the other."""
         samples = call.sampled_rows
         for sequence in range(call.matrix.shape[0]):
@@ -200,7 +200,7 @@ class Copying(TileStatistic):
             counted = samples.counted[sequence] & samples.real[sequence] & raises
             gathered["sum"] += share.masked_fill(~counted, 0.0).sum(1)
             gathered["count"] += counted.sum(1)
-        return super().finish(gathered, call)
+        return super().make_summary(gathered, call)
 
 
 @dataclass(frozen=True)
@@ -270,9 +270,9 @@ class TotalVariation(TileStatistic):
     parts = PAIRS
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        tile.copy_samples()
+        tile.copy_samples_to_call()
 
-    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Return sums of similarities over rows, and the number of rows."""
         samples = call.sampled_rows
         heads, keys = samples.weights.shape[1], samples.weights.shape[3]
@@ -287,7 +287,7 @@ class TotalVariation(TileStatistic):
                 rows = torch.cat([some, share[..., None]], -1).transpose(0, 1).double()
                 alike = (1 - torch.cdist(rows, rows, p=1.0) / 2).permute(1, 2, 0)
                 gathered["sum"] += alike.masked_fill(~real, 0.0).sum(-1)
-        return super().finish(gathered, call)
+        return super().make_summary(gathered, call)
 
 
 class OutputCosine(TileStatistic):
@@ -305,7 +305,7 @@ class OutputCosine(TileStatistic):
     parts = PAIRS
     needs = ("outputs", "out_proj")
 
-    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Return sums of cosines over rows, and the number of rows."""
         outputs, out_proj = require_not_none(call.outputs), require_not_none(call.out_proj)
         exact = accumulation_dtype(outputs.dtype)
@@ -318,7 +318,7 @@ class OutputCosine(TileStatistic):
             written = written / norm.where(norm > 0, 1.0)
             gathered["sum"] += torch.bmm(written, written.mT).double().sum(0)
             gathered["count"] += some.mT @ some
-        return super().finish(gathered, call)
+        return super().make_summary(gathered, call)
 
 
 class CKA(TileStatistic):
@@ -341,9 +341,9 @@ class CKA(TileStatistic):
     needs = ("outputs",)
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        tile.copy_samples()
+        tile.copy_samples_to_call()
 
-    def finish(self, gathered: Summary, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Return sums of HSIC over sequences, which are small and can be merged exactly."""
         samples = call.sampled_rows
         for outputs, sampled, counted in zip(
@@ -353,7 +353,7 @@ class CKA(TileStatistic):
             if len(rows) >= FEWEST:
                 gathered["sum"] += _estimate_hsic(outputs[:, rows].double())
                 gathered["count"] += 1
-        return super().finish(gathered, call)
+        return super().make_summary(gathered, call)
 
     def result(self, summary: Summary) -> Tensor:
         """Return (heads, other_head); NaN where a head's outputs do not vary."""

@@ -309,7 +309,7 @@ REPEATED = (
 )
 MARKED = (
     RowStatistic(
-        lambda tile: tile.weight_on(require_not_none(tile.call.separators)),
+        lambda tile: tile.sum_weights_times_key_entries(require_not_none(tile.call.separators)),
         name="separator",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a separator",
         unit=SHARE,
@@ -320,7 +320,7 @@ MARKED = (
         needs=("separators",),
     ),
     RowStatistic(
-        lambda tile: tile.weight_on(require_not_none(tile.call.specials)),
+        lambda tile: tile.sum_weights_times_key_entries(require_not_none(tile.call.specials)),
         name="special",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a special token",
         unit=SHARE,

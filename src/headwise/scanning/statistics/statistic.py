@@ -1,10 +1,10 @@
 """Base classes of head statistics, whose summaries can be merged and saved.
 
-    start     allocate accumulators for one call
-    update    add one tile of the weights
-    finish    return the summary of the call: named tensors
-    merge     combine several summaries
-    result    return the number or numbers of each head
+    start           allocate accumulators for one call
+    update          add one tile of the weights
+    make_summary    return the summary of the call: named tensors
+    merge           combine several summaries
+    result          return the number or numbers of each head
 
 A statistic is stateless. To write one, derive from `RowMean` and return a value for each row:
 
@@ -269,9 +269,9 @@ class TileStatistic(Statistic):
     reads_lowest: bool = False  # True if tiles need `lowest`, the smallest score of each row
 
     def __init_subclass__(cls) -> None:
-        """Drop the parts of a base class if ``finish`` is overridden and ``parts`` is not."""
+        """Drop the parts of a base class if ``make_summary`` is overridden and ``parts`` is not."""
         super().__init_subclass__()
-        if "finish" in vars(cls) and "parts" not in vars(cls):
+        if "make_summary" in vars(cls) and "parts" not in vars(cls):
             cls.parts = None
 
     def reason_not_computable(self, call: CapturedCall) -> str | None:
@@ -303,7 +303,7 @@ class TileStatistic(Statistic):
     def update(self, gathered: Any, tile: WeightTile) -> None:
         """Add one tile to the accumulators; by default do nothing."""
 
-    def finish(self, gathered: Any, call: CapturedCall) -> Summary:  # noqa: ARG002
+    def make_summary(self, gathered: Any, call: CapturedCall) -> Summary:  # noqa: ARG002
         """Return the summary of the call, by default the accumulators.
 
         No tensor of a summary may grow with the number of tokens.
@@ -340,7 +340,7 @@ class RowMean(TileStatistic, ABC):
         values[at] = self.of_rows(tile).to(values.dtype)
         counted[at] = self.counted_rows(tile)
 
-    def finish(
+    def make_summary(
         self,
         gathered: tuple[Tensor, Tensor],
         call: CapturedCall,  # noqa: ARG002
@@ -395,6 +395,4 @@ def compute_summaries(
                 for statistic, sums in reading:
                     tile.reach = statistic.reach
                     statistic.update(sums, tile)
-        return {
-            statistic.definition.name: statistic.finish(sums, call) for statistic, sums in gathered
-        }
+        return {each.definition.name: each.make_summary(sums, call) for each, sums in gathered}

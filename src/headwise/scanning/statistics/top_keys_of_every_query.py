@@ -139,7 +139,7 @@ class TopKeysOfEveryQuery(TileStatistic):
             gathered.share[at] = share[counted].float().masked_fill(none, NOTHING)
             gathered.key[at] = key[counted].int().masked_fill(none, NOTHING)
 
-    def finish(self, gathered: _Rows, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: _Rows, call: CapturedCall) -> Summary:
         """Return each head's row of keys and shares (−1 if it was not chosen), and the lengths."""
         row = torch.full((call.matrix.shape[1],), NOTHING)
         row[gathered.heads] = torch.arange(len(gathered.heads))

@@ -173,7 +173,7 @@ class MostReceived(TileStatistic):
             tile.weight_by_query_block[1].double().sum(2)
         )
 
-    def finish(self, gathered: Tensor, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: Tensor, call: CapturedCall) -> Summary:
         """Return the largest sums of this call."""
         received = gathered.masked_fill(call.seen_by == 0, NOTHING)
         received = received.masked_fill(~call.real_keys[:, None], NOTHING)
@@ -225,7 +225,7 @@ class _ChosenQueries:
     largest: Summary
 
 
-class TopKeys(TileStatistic):
+class TopKeysOfChosenQueries(TileStatistic):
     """The keys with the largest weight, of chosen queries of the first sequence.
 
     ``queries`` counts the queries that are no padding, from the end where it is negative.
@@ -277,9 +277,9 @@ class TopKeys(TileStatistic):
             return
         for nth, row in enumerate(gathered.rows):
             if row is not None and tile.rows.start <= row < tile.rows.stop:
-                _store_top_keys(gathered, tile, nth=nth, row=row)
+                _store_top_keys_of_query(gathered, tile, nth=nth, row=row)
 
-    def finish(self, gathered: _ChosenQueries, call: CapturedCall) -> Summary:  # noqa: ARG002
+    def make_summary(self, gathered: _ChosenQueries, call: CapturedCall) -> Summary:  # noqa: ARG002
         """Return the largest weights, with ``seen`` 1 if there was a sequence."""
         return gathered.largest
 
@@ -293,7 +293,9 @@ class TopKeys(TileStatistic):
         return stack_key_token_weight(summary["share"], summary["key"], summary["token"])
 
 
-def _store_top_keys(chosen: _ChosenQueries, tile: WeightTile, *, nth: int, row: int) -> None:
+def _store_top_keys_of_query(
+    chosen: _ChosenQueries, tile: WeightTile, *, nth: int, row: int
+) -> None:
     """Store the largest weights of one query; of equal weights the earlier key comes first."""
     tokens, largest = tile.call.tokens, chosen.largest
     weights = tile.weights[chosen.sequence - tile.batches.start, :, row - tile.rows.start]

@@ -50,7 +50,7 @@ class WeightTile(ObservedTile):
         rows = torch.arange(self.rows.start, self.rows.stop, device=self.weights.device)
         return rows + require_not_none(self.call.own_key)
 
-    def weight_on(self, chosen: Tensor) -> Tensor:
+    def sum_weights_times_key_entries(self, chosen: Tensor) -> Tensor:
         """Return (batches, heads, rows): the weight on keys, each times its entry of ``chosen``.
 
         ``chosen`` is (batch, keys) or (batch, heads, keys), of numbers or bools.
@@ -134,7 +134,7 @@ class WeightTile(ObservedTile):
         norms: Tensor = torch.linalg.vector_norm(torch.matmul(z, factors), dim=-1)
         return norms
 
-    def copy_samples(self) -> None:
+    def copy_samples_to_call(self) -> None:
         """Copy the tile's sampled rows to the samples of the call, once."""
         if self._samples_copied:
             return

@@ -92,7 +92,7 @@ class ModelSizes:
         Raises:
             OptionError: the config states no attention, or one of another form.
         """
-        fields = _read_fields(model)
+        fields = _load_config_fields(model)
         sizes = text_config(fields)
         _require_plain_attention(fields, sizes)
         counts = read_stated_counts(fields)
@@ -132,7 +132,7 @@ class ModelSizes:
         )
 
 
-def _read_fields(model: Path | str | Config) -> ConfigFields:
+def _load_config_fields(model: Path | str | Config) -> ConfigFields:
     if not isinstance(model, str | Path):
         return ConfigFields.wrap(model)
     path = Path(model)

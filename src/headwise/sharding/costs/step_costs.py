@@ -124,7 +124,7 @@ class StepCosts:
         )
 
     @property
-    def _vocabulary_bytes(self) -> float:
+    def _vocabulary_weight_bytes(self) -> float:
         """Bytes of the embeddings, which stay gathered."""
         return self.layer.sizes.vocabulary_weights / self.way.heads * self.layer.itemsize
 
@@ -132,7 +132,7 @@ class StepCosts:
         """Return the bytes of gathered layers and embeddings; nothing is gathered on one rank."""
         if self.way.token_ranks == 1:
             return 0
-        return layers * self.layer.weight_bytes + self._vocabulary_bytes
+        return layers * self.layer.weight_bytes + self._vocabulary_weight_bytes
 
     @property
     def forward_bytes(self) -> float:

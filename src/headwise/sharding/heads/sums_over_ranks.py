@@ -50,7 +50,7 @@ class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return _all_reduce_by_dtype(tensors, group=group)
+        return _all_reduce_once_per_dtype(tensors, group=group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,7 +83,7 @@ class _GatherHeads(torch.autograd.Function):
         return None, gradient.narrow(-3, ctx.first, ctx.heads)
 
 
-def _all_reduce_by_dtype(
+def _all_reduce_once_per_dtype(
     tensors: Sequence[Tensor], *, group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
     """Return sums over ranks in new memory, by one call for each dtype among the tensors."""

@@ -78,7 +78,7 @@ def _write_share(job: Job, conversion: PlannedConversion, progress: Progress) ->
     job.barrier("journals read")  # before a rank writes into one
     steps = divide_steps(conversion, done, count=job.count)[job.rank]
     names = (name for number in steps for name in conversion.steps[number].outputs)
-    files = {file for name in names for file, _ in conversion.output.file_offsets(name)}
+    files = {file for name in names for file, _ in conversion.output.locate_tensor_in_files(name)}
     shown = _JobBytes(job, conversion, progress)
     with StagingShare(
         conversion.target, files, identity=conversion.identity, number=job.rank, done=done
@@ -106,7 +106,7 @@ def divide_steps(
     for number, step in enumerate(conversion.steps):
         if step.outputs:
             is_shared = conversion.output.division is not None
-            group = number if is_shared else conversion.output.file_of(step)
+            group = number if is_shared else conversion.output.file_of_step(step)
             groups.setdefault(group, []).append(number)
             size = 0 if number in done else _step_size(conversion, number)
             left[group] = left.get(group, 0) + size

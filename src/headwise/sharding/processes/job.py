@@ -79,13 +79,13 @@ class Job:
     ) -> None:
         try:
             if error is None:
-                self.leave()
+                self.leave_when_all_done()
             else:
                 self.record_failure(str(error) or type(error).__name__)
         finally:
             self.close()
 
-    def leave(self) -> None:
+    def leave_when_all_done(self) -> None:
         """Wait until every rank has done its work; rank 0, which may hold the store, leaves last.
 
         A rank that stops at its end would be missed by nobody if the others had left.

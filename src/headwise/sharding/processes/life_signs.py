@@ -66,7 +66,7 @@ class WatchedPeers:
                 error = (
                     None
                     if self.error
-                    else self._recorded_failure_error() or self._lost_peer_error()
+                    else self._find_recorded_failure_error() or self._find_lost_peer_error()
                 )
                 if error is not None:
                     self._report_lost(error)
@@ -79,7 +79,7 @@ class WatchedPeers:
         if self._on_lost is not None and not self._ended.is_set():
             self._on_lost(error)
 
-    def _recorded_failure_error(self) -> LostProcessError | None:
+    def _find_recorded_failure_error(self) -> LostProcessError | None:
         """Return the error for a failure that another rank has recorded."""
         if not self._store.check(["failure"]):
             return None
@@ -88,7 +88,7 @@ class WatchedPeers:
             return None
         return failed_rank_error(rank, self._count, text)
 
-    def _lost_peer_error(self) -> LostProcessError | None:
+    def _find_lost_peer_error(self) -> LostProcessError | None:
         """Look at the next rank, and return the error if it is lost."""
         if self._peer == self._rank:
             return None

@@ -108,7 +108,7 @@ def _make_captured_calls(
     first = 0
     for run, part in matrix.parts:
         rows = slice(first, first + run.size)
-        yield CapturedCall.of_self_attention(
+        yield CapturedCall.for_self_attention(
             part,
             real=real,
             own_key=run.first,

@@ -28,7 +28,7 @@ from headwise.kernels.kernel_input import KernelInput, accumulation_dtype
 from headwise.kernels.tiled import KernelResult, Requested, UpstreamGradients, softmax_shift
 from headwise.masks.clause import MatrixPart
 from headwise.masks.score_bias import BoundBias
-from headwise.sharding.collectives import Transfer, pass_around
+from headwise.sharding.collectives import Transfer, iterate_tensors_of_ranks
 from headwise.sharding.sequence.sequence_score_settings import SequenceScores
 from headwise.support.tracing import without_autocast
 
@@ -72,7 +72,7 @@ def _iterate_blocks(scores: SequenceScores, owner: int) -> Iterator[_Block]:
             if keys.size:
                 first = column + keys.first - run.first
                 yield _Block(
-                    scores.matrix_part(queries, keys),
+                    scores.matrix_part_bounds(queries, keys),
                     slice(row, row + queries.size),
                     slice(first, first + keys.size),
                 )
@@ -193,7 +193,7 @@ def _pass_keys_and_values_around(
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Yield keys and values of each rank with its number, (batch, kv_heads, keys, width)."""
     tokens_first = tuple(x.movedim(2, 0).contiguous() for x in (k, v))
-    for owner, parts in pass_around(tokens_first, scores.keys):
+    for owner, parts in iterate_tensors_of_ranks(tokens_first, scores.keys):
         keys, values = (x.movedim(0, 2) for x in parts)
         yield owner, (keys, values)
 

@@ -18,7 +18,7 @@ from headwise.masks.clause import Span
 from headwise.sharding.collectives import TokenGroup, gather_tokens
 from headwise.sharding.process_group_checks import require_mesh
 from headwise.support.arguments import require_tensors
-from headwise.support.cast_to_int64 import convert_to_count
+from headwise.support.cast_to_int64 import convert_to_int_or_none
 from headwise.support.message_text import describe_value
 
 TOKENS = -2  # axis of (batch, heads, tokens, head_dim) and of (batch, tokens, embed_dim)
@@ -70,7 +70,7 @@ class SequenceLayout:
         Raises:
             OptionError: lengths that are no numbers from 0.
         """
-        counts = [convert_to_count(length) for length in lengths]
+        counts = [convert_to_int_or_none(length) for length in lengths]
         numbers = [count for count in counts if count is not None and count >= 0]
         if len(numbers) != len(counts) or not counts:
             raise OptionError(
@@ -195,7 +195,7 @@ class SequenceLayout:
 
 
 def _require_counts(length: SupportsIndex, ranks: SupportsIndex) -> tuple[int, int]:
-    tokens, count = convert_to_count(length), convert_to_count(ranks)
+    tokens, count = convert_to_int_or_none(length), convert_to_int_or_none(ranks)
     if tokens is None or count is None or tokens < 0 or count < 1:
         raise OptionError(
             saw=f"a layout of {describe_value(length)} tokens over {describe_value(ranks)} ranks",

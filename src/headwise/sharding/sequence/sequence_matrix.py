@@ -41,8 +41,9 @@ class SequenceMatrix(LeftOperand):
     `positions`; those with an axis of keys all keys, but `received` and ``mT @ y``, which hold this
     rank's keys. `pool` returns the whole map on every rank.
 
-    The constructor, ``@ v``, ``mT @ y``, `received`, `statistics`, `pool` and every backward pass
-    are collectives: all ranks make the call. The readings are those of `headwise.AttentionMatrix`.
+    The constructor, ``@ v``, ``mT @ y``, `received`, `one_pass_statistics`, `pool` and every
+    backward pass are collectives: all ranks make the call. The readings are those of
+    `headwise.AttentionMatrix`.
 
     Args:
         q: the queries of this rank, (batch, heads, local queries, head_dim).
@@ -76,7 +77,7 @@ class SequenceMatrix(LeftOperand):
         sizes = [run.size for run in runs]
         whole = Span(0, scores.sizes.keys)
         self.parts: tuple[tuple[Span, AttentionMatrix], ...] = tuple(
-            (run, scores.matrix(part, keys, queries=run, keys=whole))
+            (run, scores.matrix_of_runs(part, keys, queries=run, keys=whole))
             for run, part in zip(runs, q.split(sizes, 2), strict=True)
         )
         """The runs of this rank's queries, each with its matrix over all keys."""
@@ -161,7 +162,7 @@ class SequenceMatrix(LeftOperand):
             OptionError: ``index`` is no 1-D integer tensor, or names a query that is not here.
         """
         index = checks.require_query_positions(index, self._group.local_tokens, call="rows(index)")
-        return self._read_chosen_queries(index, lambda matrix, some: (matrix.rows(some),))[0]
+        return self._apply_to_chosen_queries(index, lambda matrix, some: (matrix.rows(some),))[0]
 
     def topk(
         self, k: SupportsIndex, queries: Integer[Tensor, " rows"] | None = None
@@ -180,7 +181,7 @@ class SequenceMatrix(LeftOperand):
         queries = checks.require_query_positions(
             queries, self._group.local_tokens, call=f"topk({k}, queries=index)"
         )
-        weights, keys = self._read_chosen_queries(
+        weights, keys = self._apply_to_chosen_queries(
             queries, lambda matrix, some: matrix.topk(k, some)
         )
         return weights, keys
@@ -203,9 +204,9 @@ class SequenceMatrix(LeftOperand):
         """Return the weight that this rank's keys receive from all queries; a collective."""
         return self._sum_over_ranks_for_local_keys([matrix.received() for _, matrix in self.parts])
 
-    def statistics(self) -> Statistics:
+    def one_pass_statistics(self) -> Statistics:
         """Return logsumexp, entropy, maximum and received from one pass; a collective."""
-        parts = [matrix.statistics() for _, matrix in self.parts]
+        parts = [matrix.one_pass_statistics() for _, matrix in self.parts]
         *rows, received = zip(*parts, strict=True)
         logsumexp, entropy, maximum = (torch.cat(x, 2) for x in rows)
         return Statistics(
@@ -257,7 +258,7 @@ class SequenceMatrix(LeftOperand):
         )
         return summed.movedim(0, 2)
 
-    def _read_chosen_queries(self, index: Tensor, read: Any) -> tuple[Tensor, ...]:
+    def _apply_to_chosen_queries(self, index: Tensor, read: Any) -> tuple[Tensor, ...]:
         """Read some queries of each run, and return the results in the order of ``index``."""
         results, places, first = [], [], 0
         for run, matrix in self.parts:

@@ -16,7 +16,7 @@ from headwise.masks import operand_checks as checks
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import MatrixPart, MatrixSizes, Span
 from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias, cut_bias_to_part
+from headwise.masks.score_bias import ScoreBias, cut_score_bias_to_part
 from headwise.sharding.collectives import TokenGroup
 from headwise.sharding.process_group_checks import require_mesh
 from headwise.sharding.sequence.agreement import (
@@ -99,11 +99,11 @@ class SequenceScores:
         first, stop = self.mask.key_range(*run)
         return Span(first, min(stop, self.sizes.keys))
 
-    def matrix_part(self, queries: Span, keys: Span) -> MatrixPart:
+    def matrix_part_bounds(self, queries: Span, keys: Span) -> MatrixPart:
         """Return these queries and keys of all sequences of the batch."""
         return MatrixPart(Span(0, self.sizes.batch), queries, keys)
 
-    def matrix(self, q: Tensor, k: Tensor, *, queries: Span, keys: Span) -> AttentionMatrix:
+    def matrix_of_runs(self, q: Tensor, k: Tensor, *, queries: Span, keys: Span) -> AttentionMatrix:
         """Return the matrix of a run of queries and a run of keys, with its part of the mask.
 
         Args:
@@ -112,13 +112,13 @@ class SequenceScores:
             queries: the positions of the queries.
             keys: the positions of the keys.
         """
-        place, options = self.matrix_part(queries, keys), self.options
+        place, options = self.matrix_part_bounds(queries, keys), self.options
         clauses = self.mask.cut_to_part(place).clauses if queries.size else ()
         return AttentionMatrix(
             q,
             k,
             mask=Mask(clauses),
-            score_bias=cut_bias_to_part(options.score_bias, place, self.sizes),
+            score_bias=cut_score_bias_to_part(options.score_bias, place, self.sizes),
             scale=options.scale,
             softcap=options.softcap,
             sink=options.sink,
@@ -180,7 +180,7 @@ def _check_operands(operands: tuple[Tensor, ...], arguments: SequenceArguments) 
             )
     q, k, *values = operands
     checks.check_queries_and_keys(q, k)
-    checks.check_score_options(q, arguments.scale, arguments.softcap, arguments.sink)
+    checks.check_scale_softcap_and_sink(q, arguments.scale, arguments.softcap, arguments.sink)
     for v in values:
         if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
             raise ShapeError(

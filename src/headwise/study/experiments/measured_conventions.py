@@ -43,7 +43,9 @@ def measure_conventions(constructor: Constructor) -> dict[str, str | int | bool]
         "dropout_modules_called": called,
         "weights": attention_weight_axes(filled),
         "weights_in_training": weights_before_or_after_dropout(constructor),
-        "softmax_narrows": has_narrow_softmax(constructor(EMBED_DIM, NUM_HEADS).double()),
+        "softmax_narrows": softmax_is_narrower_than_float64(
+            constructor(EMBED_DIM, NUM_HEADS).double()
+        ),
         "block": block_extras(filled),
     }
 
@@ -125,7 +127,7 @@ def masked_score_value(implementation: Implementation) -> str:
     return "−∞" if min(lowest) == -math.inf else format_scientific(min(lowest)).replace("-", "−")
 
 
-def has_narrow_softmax(implementation: Implementation) -> bool:
+def softmax_is_narrower_than_float64(implementation: Implementation) -> bool:
     """Check whether a layer in float64 computes its softmax in a narrower dtype."""
     softmaxes = traced_softmaxes(implementation, random_tokens().double())
     return any(weights.dtype != torch.float64 for _, weights in softmaxes)
@@ -143,7 +145,7 @@ def output_without_keys(implementation: Implementation) -> str:
     if not output.any():
         return "zeros"
     stored = implementation.stored_weights()
-    even = Budget.of(
+    even = Budget.for_function(
         lambda x, v, out: F.linear(F.linear(x, v).mean(1), out),
         x,
         stored.v.clone(),
@@ -200,7 +202,7 @@ def attention_weight_axes(implementation: Implementation) -> str:
 
     The keys are the axis over which weights sum to 1.
     """
-    weights = implementation.attention_weights(random_tokens())
+    weights = implementation.returned_attention_weights(random_tokens())
     if weights is None:
         return UNSEEN
     last = "queries, keys" if not _differs_from_one(weights.sum(-1)) else "keys, queries"
@@ -212,7 +214,7 @@ def attention_weight_axes(implementation: Implementation) -> str:
 def weights_before_or_after_dropout(constructor: Constructor) -> str:
     """Return whether the weights returned in training are before or after dropout."""
     implementation = constructor(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).train()
-    weights = implementation.attention_weights(random_tokens())
+    weights = implementation.returned_attention_weights(random_tokens())
     if weights is None:
         return UNSEEN
     return "after dropout" if _differs_from_one(weights.sum(-1)) else "before dropout"
@@ -233,7 +235,7 @@ def block_extras(implementation: Implementation) -> str:
         return "nothing"
     if torch.equal(output, x):
         return "residual"
-    norm = Budget.of(lambda x: F.layer_norm(x, x.shape[-1:]), x)
+    norm = Budget.for_function(lambda x: F.layer_norm(x, x.shape[-1:]), x)
     return "residual, norm" if norm.check(output).within else "something else"
 
 

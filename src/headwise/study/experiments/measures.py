@@ -101,7 +101,7 @@ def layer_error_budget(
     tensors = tuple(t.detach() for t in weights.tensors)
     formula = partial(layer_output, num_heads=num_heads, mask=mask)
     floor = _rounding_floor((x, keys, values), tensors, num_heads, mask)
-    return Budget.of(formula, x, keys, values, *tensors, floor=floor, name="output")
+    return Budget.for_function(formula, x, keys, values, *tensors, floor=floor, name="output")
 
 
 def _rounding_floor(
@@ -197,7 +197,7 @@ def score_error_budget(projected: Projected) -> Budget:
     """Return the error budget of the scores of a single head."""
     q, k, _ = projected.split(1)
     floor = rounding.row_rounding(q, k, Roundoff.of(q.dtype)).score_error
-    return Budget.of(reference.scores, q, k, floor=floor, name="scores")
+    return Budget.for_function(reference.scores, q, k, floor=floor, name="scores")
 
 
 def error_budget_ratios(actual: Float[Tensor, "*shape"], budget: Budget) -> Float[Tensor, "*shape"]:

@@ -138,7 +138,7 @@ def has_axis_order(
     tensors: dict[str, Tensor], axes: dict[str, tuple[str, ...]], sizes: dict[str, int]
 ) -> bool:
     """Check that paired stages hold the same numbers in the order of their axis names."""
-    all_sizes = add_head_dim(sizes)
+    all_sizes = sizes_with_head_dim(sizes)
     (q, per_head), *rest = (
         [reshape_to_heads(tensors[key], axes[key], all_sizes) for key in pair]
         for pair in SAME_NUMBERS
@@ -147,14 +147,14 @@ def has_axis_order(
     return any(per_head.equal(x) for x in (q, scaled)) and all(a.equal(b) for a, b in rest)
 
 
-def add_head_dim(sizes: dict[str, int]) -> dict[str, int]:
+def sizes_with_head_dim(sizes: dict[str, int]) -> dict[str, int]:
     """Return the sizes with head_dim = embed_dim / heads added."""
     return sizes | {"head_dim": sizes["embed_dim"] // sizes["heads"]}
 
 
 def shapes_by_axes(sizes: dict[str, int]) -> dict[str, dict[str, list[int]]]:
     """Return the shapes that follow from the axis names."""
-    all_sizes = add_head_dim(sizes)
+    all_sizes = sizes_with_head_dim(sizes)
     return {
         layer: {
             stage: [math.prod(all_sizes[part] for part in axis.split("*")) for axis in axes]

@@ -111,7 +111,7 @@ def error_bound(
 ) -> Float[Tensor, "*batch out"]:
     """Return the largest possible error of each output, by the formula of this module."""
     weight, wide = projection.weight.detach().double(), x.double()
-    of_x, of_weight, of_output = _step_sizes(projection, x, stores_output)
+    of_x, of_weight, of_output = _input_weight_and_output_steps(projection, x, stores_output)
     ones = torch.ones_like
     by_inputs = of_x / 2 * nn.functional.linear(ones(wide), weight.abs())
     by_weights = of_weight / 2 * nn.functional.linear(wide.abs(), ones(weight))
@@ -128,13 +128,13 @@ def expected_error(
     The root mean square of one rounding is step / sqrt(12).
     """
     weight, wide = projection.weight.detach().double(), x.double()
-    of_x, of_weight, of_output = _step_sizes(projection, x, stores_output)
+    of_x, of_weight, of_output = _input_weight_and_output_steps(projection, x, stores_output)
     by_inputs = of_x**2 * float((weight**2).sum(1).mean())
     by_weights = of_weight**2 * float((wide**2).sum(-1).mean())
     return float(((by_inputs + by_weights + of_output**2) / 12) ** 0.5)
 
 
-def _step_sizes(
+def _input_weight_and_output_steps(
     projection: nn.Linear, x: Tensor, stores_output: bool
 ) -> tuple[float, float, float]:
     """Return the step sizes of inputs, weights and outputs."""

@@ -84,7 +84,7 @@ def all_pairs_agree(allowed: Budget, outputs: Mapping[str, Tensor]) -> bool:
     return all(bool(((a - b).abs() <= 2 * allowed.allowed).all()) for a, b in pairs)
 
 
-def misread_weights(weights: SharedWeights) -> dict[str, SharedWeights]:
+def make_misread_weights(weights: SharedWeights) -> dict[str, SharedWeights]:
     """Return the same numbers misread in four ways, as happens when weights are ported.
 
     All matrices are square, so no shape error shows the mistake.
@@ -94,7 +94,7 @@ def misread_weights(weights: SharedWeights) -> dict[str, SharedWeights]:
     return {
         "transposed": SharedWeights(q, k, v, out.mT),
         "exchanged": SharedWeights(k, q, v, out),
-        "interleaved": SharedWeights.of((*by_head, out)),
+        "interleaved": SharedWeights.of_matrices((*by_head, out)),
         "scale": SharedWeights(q / math.sqrt(NUM_HEADS), k, v, out),
     }
 
@@ -105,7 +105,7 @@ def named_causes_of_misread_weights(weights: SharedWeights) -> dict[str, str]:
     wrong = make_implementations(["torch"])["torch"]
     return {
         how: name_cause(wrong.load_weights(misread).inner, right)
-        for how, misread in misread_weights(weights).items()
+        for how, misread in make_misread_weights(weights).items()
     }
 
 
@@ -215,7 +215,7 @@ def compare_random_weights() -> dict[str, Any]:
     }
     wrong = {
         how: compute_outputs({"torch": implementations["torch"]}, x, weights)["torch"]
-        for how, weights in misread_weights(plain).items()
+        for how, weights in make_misread_weights(plain).items()
     }
     wide = {key: implementation.double() for key, implementation in implementations.items()}
     fine = error_budget_shares(

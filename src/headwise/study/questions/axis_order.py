@@ -76,7 +76,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         },
         "square": {name: run_square_batch(layer).as_dict for name, layer in wrong.items()},
         "timed": TIMED,
-        "times": {name: length_first_times(kind) for name, kind in LAYERS.items()},
+        "times": {name: length_first_relative_times(kind) for name, kind in LAYERS.items()},
         # 1 where an output token (row) depends on an input token (column).
         "maps": {order: (by_layer["torch"] > 0).int().tolist() for order, by_layer in maps.items()},
     }
@@ -207,7 +207,7 @@ def run_square_batch(layer: nn.Module) -> Outcome:
 # ---- time --------------------------------------------------------------------------------------
 
 
-def length_first_times(kind: Layer) -> dict[str, float]:
+def length_first_relative_times(kind: Layer) -> dict[str, float]:
     """Return the time of a length-first layer over a batch-first one: inference, training."""
     batch, length, embed_dim, heads = TIMED.values()
     layers = {first: kind(embed_dim, heads, batch_first=first) for first in (True, False)}

@@ -27,7 +27,7 @@ from headwise.study.charts import (
 )
 from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.experiments.same_weights import shared_weights_from_projections
-from headwise.study.implementations import Native
+from headwise.study.implementations import HeadwiseAttention
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress_callback import Progress
 
@@ -43,7 +43,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     sentence = " ".join(demo_text.read_opening_paragraphs()[0].split()[:WORDS])
     run = minilm.record_run(sentence, sentence, progress=progress)
     call = run.calls[0]
-    native = Native(call.x.shape[-1], run.num_heads).requires_grad_(False)
+    native = HeadwiseAttention(call.x.shape[-1], run.num_heads).requires_grad_(False)
     native.load_weights(shared_weights_from_projections(call.projections)).eval()
     layer, x = native.inner, call.x[:1]
     return {
@@ -129,7 +129,7 @@ def strongest_head_of_each_target(maps: Tensor, tokens: tuple[str, ...]) -> list
 
 
 def check_sum_of_contributions(
-    native: Native, x: Tensor, *, model_output: Tensor
+    native: HeadwiseAttention, x: Tensor, *, model_output: Tensor
 ) -> dict[str, Any]:
     """Compare the output with the sum of contributions, and with heads in reverse order."""
     layer, heads, bias = native.inner, native.num_heads, native.inner.out_proj.bias

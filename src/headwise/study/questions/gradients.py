@@ -67,7 +67,7 @@ def measure(progress: Progress) -> dict[str, Any]:
             float((single - other).norm() / (bounds[1][n] + bounds[many][n]).norm())
             for n, (single, other) in pairs.items()
         ),
-        **compare_training(state),
+        **compare_training_by_head_count(state),
     }
 
 
@@ -162,7 +162,7 @@ def score_ranks(layers: Mapping[int, Attention], x: Tensor) -> dict[str, list[in
     return ranks
 
 
-def compare_training(state: Mapping[str, Tensor]) -> dict[str, Any]:
+def compare_training_by_head_count(state: Mapping[str, Tensor]) -> dict[str, Any]:
     """Train with one head and with many, from the same weights, towards the same random targets.
 
     The distance of the weights, and the change by training, are relative to the weights of many
@@ -223,7 +223,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     above, below = parts
     _draw_score_dependencies(above.subplots(), n)
     left, right = below.subplots(1, 2, width_ratios=(1, 1.25), gridspec_kw={"wspace": 0.12})
-    _draw_cosines(left, n)
+    _draw_gradient_cosines(left, n)
     _draw_distances(right, n)
 
 
@@ -249,7 +249,7 @@ def _draw_score_dependencies(axes: Axes, n: Numbers) -> None:
     axes.set_axis_off()
 
 
-def _draw_cosines(axes: Axes, n: Numbers) -> None:
+def _draw_gradient_cosines(axes: Axes, n: Numbers) -> None:
     """Draw the cosine of the loss's gradients as a bar for each of the four weights."""
     names, cosines = [f"w{name}" for name in WEIGHTS], [n["cosine"][name] for name in WEIGHTS]
     bars = axes.bar(names, cosines, 0.6, color=SERIES[: len(WEIGHTS)])

@@ -80,7 +80,7 @@ def measure(progress: Progress) -> dict[str, Any]:
             what: {kind: join_names(k for k in CODE if each[k][what] == kind) for kind in kinds}
             for what, kinds in measured_conventions.KINDS.items()
         },
-        "fills": describe_hidden_scores({key: str(each[key]["fill"]) for key in CODE}),
+        "fills": describe_masked_score_values({key: str(each[key]["fill"]) for key in CODE}),
         "idle_dropout": join_names(
             k for k in CODE if each[k]["dropout_modules_called"] != each[k]["dropout_modules"]
         ),
@@ -102,7 +102,7 @@ def join_names(keys: Iterable[str]) -> str:
     return ", ".join(IMPLEMENTATIONS[key].name for key in keys) or "none"
 
 
-def describe_hidden_scores(scores: Mapping[str, str]) -> str:
+def describe_masked_score_values(scores: Mapping[str, str]) -> str:
     """Return each value of hidden scores, with the names of the implementations that use it."""
     kinds = [fill for fill in dict.fromkeys(scores.values()) if fill != measured_conventions.UNSEEN]
     return ", ".join(

@@ -90,7 +90,7 @@ def squared_errors_by_lookup(
     return (predicted - texts.values[:, :, : predicted.shape[2]]).square().mean(dim=(1, 3))
 
 
-def train_model(model: Attention, *, steps: int) -> list[float]:
+def run_training_steps(model: Attention, *, steps: int) -> list[float]:
     """Train with Adam on new texts at a falling rate, and return the error of each step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
@@ -141,7 +141,7 @@ def train_layer(seed: int, texts: LabelledTexts, **sizes: int) -> TrainingRun:
     """Train a layer from a seed, on the same texts as all layers from this seed."""
     torch.manual_seed(seed)
     model = make_layer(**sizes)
-    curve = train_model(model, steps=STEPS)
+    curve = run_training_steps(model, steps=STEPS)
     return TrainingRun(model, curve, squared_errors_by_lookup(model, texts).detach())
 
 

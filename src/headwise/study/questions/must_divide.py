@@ -66,7 +66,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         "parameters_of_torch": sorted(torch_counts),
         "refusal": make_torch_layer(HEADS)[1],
         **check_grid(x[:1], source[:1]),
-        **check_torch_widths(),
+        **check_torch_key_value_widths(),
     }
 
 
@@ -132,7 +132,7 @@ def make_torch_layer(heads: int) -> tuple[nn.MultiheadAttention | None, str]:
         return None, str(refusal)
 
 
-def check_torch_widths() -> dict[str, Any]:
+def check_torch_key_value_widths() -> dict[str, Any]:
     """Check torch's layer with separate widths for the inputs of keys and values."""
     layer = nn.MultiheadAttention(
         EMBED_DIM, TORCH_HEADS, kdim=KEY_WIDTH, vdim=VALUE_WIDTH, batch_first=True
@@ -140,7 +140,7 @@ def check_torch_widths() -> dict[str, Any]:
     x, keys = torch.randn(BATCH, QUERIES, EMBED_DIM), torch.randn(BATCH, KEYS, KEY_WIDTH)
     values = torch.randn(BATCH, KEYS, VALUE_WIDTH)
     rows = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight, layer.out_proj.weight]
-    weights = SharedWeights.of(rows, [*layer.in_proj_bias.chunk(3), layer.out_proj.bias])
+    weights = SharedWeights.of_matrices(rows, [*layer.in_proj_bias.chunk(3), layer.out_proj.bias])
     allowed = layer_error_budget(x, keys, values, weights, num_heads=TORCH_HEADS)
     native = Attention(EMBED_DIM, HEADS, head_dim=HEAD_DIM, source_dim=KEY_WIDTH)
     return {

@@ -24,7 +24,7 @@ from headwise.masks.mask import Mask
 from headwise.study.charts import SERIES, Figure, add_sheet, draw_block, write_heading, write_note
 from headwise.study.experiments.measures import layer_error_budget, relative_times
 from headwise.study.implementation_interface import SharedWeights
-from headwise.study.implementations import GPT2, DropIn, Native, TorchLayer
+from headwise.study.implementations import GPT2, DropIn, HeadwiseAttention, TorchLayer
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress_callback import Progress
 
@@ -67,7 +67,7 @@ class PackingForm:
             stored += size * head_dim * embed_dim
         return torch.stack(positions)
 
-    def split_biases(self, bias: Float[Tensor, " outputs"]) -> tuple[Tensor, ...]:
+    def biases_of_stored_matrices(self, bias: Float[Tensor, " outputs"]) -> tuple[Tensor, ...]:
         """Split the biases of all small matrices into the bias of each stored matrix."""
         head_dim = len(bias) // sum(self.sizes)
         parts: tuple[Tensor, ...] = bias.split([size * head_dim for size in self.sizes])
@@ -116,7 +116,7 @@ class PackedLayers(NamedTuple):
 
     torch: TorchLayer
     packed: DropIn
-    apart: Native
+    apart: HeadwiseAttention
     gpt2: GPT2
     weights: SharedWeights
     small: Tensor
@@ -126,7 +126,7 @@ class PackedLayers(NamedTuple):
 def random_layers() -> PackedLayers:
     """Make the layers with the weights of torch's initialisation and random biases."""
     sizes = EMBED_DIM, HEADS
-    layers = TorchLayer(*sizes), DropIn(*sizes), Native(*sizes), GPT2(*sizes)
+    layers = TorchLayer(*sizes), DropIn(*sizes), HeadwiseAttention(*sizes), GPT2(*sizes)
     inner = layers[0].inner
     # torch initialises biases to 0, which would hide their order.
     nn.init.normal_(inner.in_proj_bias, std=0.1)
@@ -160,7 +160,7 @@ def measure(progress: Progress) -> dict[str, Any]:
             ]
             for name, form in packing_forms(HEADS).items()
         },
-        "kept": check_packing(layers),
+        "kept": check_packing_round_trip(layers),
         "self_attention": largest_error_budget_share(layers, x, x),
         "cross_attention": largest_error_budget_share(layers, x, source),
         "wrong_order": misread_packed_weights(layers, x),
@@ -169,7 +169,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     }
 
 
-def check_packing(layers: PackedLayers) -> dict[str, bool]:
+def check_packing_round_trip(layers: PackedLayers) -> dict[str, bool]:
     """Check that every number comes back from each form by its index map, bit for bit."""
     small, forms = layers.small, packing_forms(HEADS)
     stored = {name: (form, form.pack(small)) for name, form in forms.items()} | {
@@ -210,7 +210,8 @@ def largest_error_budget_share(layers: PackedLayers, x: Tensor, source: Tensor) 
     ]
     for form in packing_forms(HEADS).values():
         if source is x or len(form.sizes) > 1:  # a single matrix has a single input
-            matrices, biases = form.pack(layers.small), form.split_biases(layers.biases)
+            matrices = form.pack(layers.small)
+            biases = form.biases_of_stored_matrices(layers.biases)
             products = form.project(x, source, matrices, biases)
             outputs.append(attend_and_project(layers, *form.split_outputs_into_heads(products)))
     return max(budget.check(output).ratio for output in outputs)
@@ -254,9 +255,9 @@ def compare_same_and_copied_inputs(layers: PackedLayers) -> dict[str, Any]:
 
 def projection_times(layers: PackedLayers) -> dict[str, float]:
     """Return the time of each form's projections relative to the packed form."""
-    x, small = torch.randn(1, TOKENS, EMBED_DIM), layers.small
+    x, small, biases = torch.randn(1, TOKENS, EMBED_DIM), layers.small, layers.biases
     functions = {
-        name: partial(form.project, x, x, form.pack(small), form.split_biases(layers.biases))
+        name: partial(form.project, x, x, form.pack(small), form.biases_of_stored_matrices(biases))
         for name, form in packing_forms(HEADS).items()
     }
     return relative_times(functions, against="packed", rounds=ROUNDS)

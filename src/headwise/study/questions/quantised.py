@@ -52,7 +52,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     """Replace the projections of a layer, and compare every stage with float64."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations are in the status
-        status = torch_support_status()
+        status = torch_quantisation_status()
         layer, x = Attention(EMBED_DIM, HEADS).eval(), torch.randn(BATCH, LENGTH, EMBED_DIM)
         compared = compare_forms(layer, x)
         projections = {name: form(layer.q_proj, x) for name, form in FORMS.items()}
@@ -153,7 +153,7 @@ def errors_against_bounds(
     }
 
 
-def torch_support_status() -> dict[str, str]:
+def torch_quantisation_status() -> dict[str, str]:
     """Return whether torch still supports each way to quantise, by trying each on small tensors.
 
     Raises:

@@ -105,7 +105,7 @@ def make_samples(kind: str, *factors: float) -> list[ConditionSample]:
 
     ``kind`` is "rand", "randn", or "own": torch's default initialisation, with tokens from randn.
     """
-    random = random_function_of_kind(kind)
+    random = choose_rand_or_randn(kind)
     projections: list[list[Tensor]] = [[] for _ in factors]
     for seed in range(SEEDS):
         torch.manual_seed(seed)
@@ -122,7 +122,7 @@ def make_samples(kind: str, *factors: float) -> list[ConditionSample]:
     ]
 
 
-def random_function_of_kind(kind: str) -> Callable[..., Tensor]:
+def choose_rand_or_randn(kind: str) -> Callable[..., Tensor]:
     """Return the function that draws the tokens, and matrices without torch's initialisation."""
     return torch.rand if kind == "rand" else torch.randn
 
@@ -132,7 +132,7 @@ def make_output_projection(kind: str) -> Tensor:
     torch.manual_seed(SEEDS)
     if kind == "own":
         return nn.MultiheadAttention(EMBED_DIM, HEADS).out_proj.weight.detach().mT
-    return random_function_of_kind(kind)(EMBED_DIM, EMBED_DIM)
+    return choose_rand_or_randn(kind)(EMBED_DIM, EMBED_DIM)
 
 
 def check_samples(sample: ConditionSample) -> tuple[dict[str, list[bool]], dict[str, float]]:
@@ -186,7 +186,7 @@ def least_error_budget_ratios(sample: ConditionSample) -> dict[str, float]:
     """Return the least difference over the seeds of one head and several, in error budgets."""
     p = sample.projected
     budget = Budget.for_head_outputs(*p.split(HEADS))
-    after = Budget.of(
+    after = Budget.for_function(
         lambda q, k, v, wo: Projected(q, k, v).outputs(HEADS) @ wo, p.q, p.k, p.v, sample.wo
     )
     ratios = {

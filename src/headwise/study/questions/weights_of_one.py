@@ -34,7 +34,7 @@ DIGITS = 3  # of the mean score size
 @torch.no_grad()
 def measure(progress: Progress) -> dict[str, Any]:
     """Compare one head with eight, with weights of one and with torch's initialisation."""
-    default, ones = make_layer(HEADS), make_layer(HEADS)
+    default, ones = make_torch_layer(HEADS), make_torch_layer(HEADS)
     set_weights_to_one(ones)
     x = torch.randn(BATCH, LENGTH, EMBED_DIM)
     tokens = {
@@ -46,7 +46,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     longer = QUIET * torch.randn(BATCH, LONGER, EMBED_DIM)
     quiet = project_tokens(ones, tokens["quiet"])
     larger = math.sqrt(HEADS) * quiet.scores(HEADS)
-    ratios, sweep = error_budget_ratios_by_sequence, compare_head_counts_over_token_sizes
+    ratios, sweep = error_budget_ratios_by_sequence, compare_head_counts_over_token_scales
     return {
         "heads": HEADS,
         "root": math.sqrt(HEADS),
@@ -90,7 +90,7 @@ def name_causes(layer: TorchLayer, tokens: Mapping[str, Tensor | None]) -> dict[
 # ---- the layers and their inputs -------------------------------------------------------
 
 
-def make_layer(heads: int) -> TorchLayer:
+def make_torch_layer(heads: int) -> TorchLayer:
     """Make torch.nn.MultiheadAttention with default options."""
     return TorchLayer(EMBED_DIM, heads)
 
@@ -104,14 +104,14 @@ def set_weights_to_one(layer: nn.Module) -> None:
 
 def single_head_layer(layer: TorchLayer) -> TorchLayer:
     """Make a layer of one head with the same parameters."""
-    single = make_layer(1)
+    single = make_torch_layer(1)
     single.load_weights(layer.stored_weights())
     return single
 
 
 def rescaled_single_head(layer: TorchLayer) -> TorchLayer:
     """Make a layer of one head whose queries are divided by the root of the number of heads."""
-    single, weights = make_layer(1), layer.stored_weights()
+    single, weights = make_torch_layer(1), layer.stored_weights()
     single.load_weights(replace(weights, q=weights.q / math.sqrt(layer.num_heads)))  # q has no bias
     return single
 
@@ -149,7 +149,7 @@ def normalised_entropy(weights: Tensor) -> float:
     return round(float(entropy) / math.log(weights.shape[-1]), 4)
 
 
-def compare_head_counts_over_token_sizes(layer: TorchLayer, x: Tensor) -> dict[str, list[float]]:
+def compare_head_counts_over_token_scales(layer: TorchLayer, x: Tensor) -> dict[str, list[float]]:
     """Compare one head with several for tokens of all sizes."""
     results = [compare_head_counts(layer, factor * x) for factor in FACTORS]
     return {name: [each[name] for each in results] for name in results[0]}

@@ -28,14 +28,14 @@ from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.experiments.operation_trace import (
     AXES,
     PROJECTED,
-    add_head_dim,
     has_axis_order,
     head_splits,
     shapes_by_axes,
+    sizes_with_head_dim,
     stage_tensors,
     trace_operations,
 )
-from headwise.study.implementations import Native, TorchLayer
+from headwise.study.implementations import HeadwiseAttention, TorchLayer
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress_callback import Progress
 
@@ -47,7 +47,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     """Trace both layers, find the inputs of q, and compare with splitting x first."""
     main, other = trace_layers(SIZES), trace_layers(OTHER_SIZES)
     return {
-        "asked": add_head_dim(SIZES),
+        "asked": sizes_with_head_dim(SIZES),
         "other": OTHER_SIZES,
         "shapes": main["shapes"],
         "by_axes": shapes_by_axes(SIZES),
@@ -70,7 +70,7 @@ def trace_layers(sizes: dict[str, int]) -> dict[str, Any]:
     """Trace torch's layer and the native one: shapes by stage, and the splits into heads."""
     embed_dim, heads = sizes["embed_dim"], sizes["heads"]
     x = torch.randn(sizes["batch"], sizes["length"], embed_dim)
-    torch_layer, native = TorchLayer(embed_dim, heads), Native(embed_dim, heads)
+    torch_layer, native = TorchLayer(embed_dim, heads), HeadwiseAttention(embed_dim, heads)
     native.load_weights(torch_layer.stored_weights())
     steps = {
         "torch": trace_operations(torch_layer, x, torch_layer),
@@ -110,7 +110,7 @@ def compare_split_first() -> dict[str, Any]:
     """Split x before the projection, and compare the inputs of q and the output."""
     embed_dim, heads = SIZES["embed_dim"], SIZES["heads"]
     # Frozen, so that the Jacobian by x does not compute gradients of the weights.
-    layer = Native(embed_dim, heads).requires_grad_(False)
+    layer = HeadwiseAttention(embed_dim, heads).requires_grad_(False)
     blocks = block_diagonal_copy(layer)
     counts = [
         sum(int(weight.count_nonzero()) for weight in each.stored_weights().matrices[:3])
@@ -143,7 +143,7 @@ def compare_split_first() -> dict[str, Any]:
     }
 
 
-def block_diagonal_copy(layer: Native) -> Native:
+def block_diagonal_copy(layer: HeadwiseAttention) -> HeadwiseAttention:
     """Copy a layer, and keep only the diagonal blocks of its projections of q, k and v."""
     copied = copy.deepcopy(layer)
     width = layer.embed_dim // layer.num_heads
@@ -168,7 +168,7 @@ def diagonal_blocks(weight: Tensor, heads: int) -> Tensor:
     return torch.stack([rows.chunk(heads, dim=1)[head] for head, rows in parts])
 
 
-def nonzero_derivatives(layer: Native, x: Tensor) -> Tensor:
+def nonzero_derivatives(layer: HeadwiseAttention, x: Tensor) -> Tensor:
     """Return where the Jacobian of the last token's q is not zero, bool (entries of q, inputs)."""
 
     def q(token: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def draw_q_dependencies(axes: Axes, n: Numbers, *, top: float) -> None:
         (4.2, "split_first", "Split, then project", "Another function", "weights_split_first"),
     ):
         write_heading(axes, left, top + 0.03, name)
-        draw_square(axes, n["reach_map"][key], left, top + 0.2, side)
+        draw_dependency_square(axes, n["reach_map"][key], left, top + 0.2, side)
         inputs = fill_template("{asked[embed_dim]} inputs", n)
         write_note(axes, left + side / 2, top + side + 0.33, inputs, align="center")
         entries = fill_template("{asked[embed_dim]} entries of q", n)
@@ -275,7 +275,7 @@ def draw_q_dependencies(axes: Axes, n: Numbers, *, top: float) -> None:
             write(axes, left + side + 0.14, top + 0.34 + 0.2 * line, fill_template(template, n))
 
 
-def draw_square(
+def draw_dependency_square(
     axes: Axes, shares: list[list[float]], left: float, top: float, side: float
 ) -> None:
     """Draw a row for each head in its colour, with the share as opacity."""
