@@ -247,7 +247,7 @@ DYNAMIC_IMPORTS = {
     "__init__.py": "the door, whose names are loaded when they are asked for",
     "layouts/registry.py": "families of layouts, loaded when one is named",
     "study": "questions, loaded when one is asked",
-    "support/display.py": "rich forms of results, drawn by rooms above theirs",
+    "support/rich_result_forms.py": "rich forms of results, drawn by rooms above theirs",
     "support/optional_imports.py": "packages that are not declared",
 }
 

@@ -27,14 +27,14 @@ from headwise.kernels.observe_tiles import (
     yield_observed_tiles,
 )
 from headwise.kernels.tiled import Requested
-from headwise.masks import operand_checks as checks
+from headwise.masks import attention_operand_checks as checks
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
-from headwise.support.arguments import explain_arguments, require_tensors
-from headwise.support.display import ShownInNotebook
+from headwise.support.explain_wrong_arguments import explain_arguments, require_tensors
 from headwise.support.left_operand import LeftOperand
 from headwise.support.message_text import MATRIX_AXES, axis_broadcasts_to, human_bytes
+from headwise.support.rich_result_forms import ShownInNotebook
 from headwise.support.tracing import is_jit_tracing, without_autocast
 
 SMALL_MAP = 64  # blocks of an axis: up to this many `pool` uses the fused kernel, above it tiles

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwise.masks.bias_dtype import cast_biases_for_sum
 from headwise.masks.bound_mask import BoundMask
+from headwise.masks.cast_biases import cast_biases_for_sum
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
 

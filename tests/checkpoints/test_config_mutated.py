@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headwise.checkpoints.config import layout_name, merge_counts, read_config
-from headwise.checkpoints.config_check import (
+from headwise.checkpoints.config_against_layout import (
     attention_options,
     find_config_contradiction,
     layout_in_layer,

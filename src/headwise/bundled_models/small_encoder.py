@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.bundled_models.recorded_run import AttentionCall, Projections, RecordedRun
-from headwise.support.progress_callback import Progress, no_progress
+from headwise.bundled_models.recorded_attention_calls import AttentionCall, Projections, RecordedRun
+from headwise.support.progress_callback_type import Progress, no_progress
 from headwise.support.thread_count import one_thread
 
 EMBED_DIM, NUM_HEADS, NUM_LAYERS = 64, 4, 2

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import config_check
+from headwise.checkpoints import config_against_layout
 from headwise.checkpoints.config import Config, attention_window, layout_name
 from headwise.checkpoints.open_checkpoint import Checkpoint, open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
@@ -70,7 +70,7 @@ def load_attention(
     module = _select_module(source, stored, modules, layer, prefix)
     shapes = {local: source.headers[name].shape for name, local in module.tensors.items()}
     sizes = stored.sizes(shapes, opened.known)
-    described = config_check.layout_in_layer(stored, stated, module.layer)
+    described = config_against_layout.layout_in_layer(stored, stated, module.layer)
     _require_fitting_config(module, source, described, stated, sizes, options)
     if described.function.window != "none" and "window" not in options:
         window = attention_window(stated, module.layer)
@@ -87,7 +87,7 @@ def _require_fitting_config(
     options: Mapping[str, Any],
 ) -> None:
     """Raise OptionError if the config contradicts the layout, or is missing and needed."""
-    problem = config_check.find_config_contradiction(config, layout.function, sizes)
+    problem = config_against_layout.find_config_contradiction(config, layout.function, sizes)
     if problem is not None:
         raise OptionError(
             saw=f"{module.prefix} in {source.path}: the layout has {problem}",
@@ -130,7 +130,7 @@ def attention_from_state(
         layout = _add_shared_distance_table(layout, module, modules, stored, state)
     if dtype is not None:
         stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
-    stated = config_check.attention_options(config, layout.function, layer=module.layer)
+    stated = config_against_layout.attention_options(config, layout.function, layer=module.layer)
     bias = stated.get("score_bias")
     if isinstance(bias, T5Bias) and module.place.role == "decoder":
         stated["score_bias"] = replace(bias, bidirectional=False)  # no later keys to tell apart

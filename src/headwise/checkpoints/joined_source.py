@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import Tensor
 
 from headwise.checkpoints.safetensors_file import StoredTensor, TensorFile
-from headwise.checkpoints.shard_files import find_numbered_files, order_files, require_count
 from headwise.checkpoints.source import (
     PART,
     SAFETENSORS,
@@ -18,6 +17,11 @@ from headwise.checkpoints.source import (
     read_file_state,
     read_tensor_file,
     require_inside,
+)
+from headwise.checkpoints.tensor_parallel_files import (
+    find_numbered_files,
+    order_files,
+    require_count,
 )
 from headwise.errors import CheckpointError, OptionError, ShapeError, UndecidedError
 from headwise.layouts.equality import same_bytes

@@ -13,12 +13,6 @@ from typing import Any, Literal, get_args
 
 from headwise.checkpoints import output_plan
 from headwise.checkpoints.config import layout_name
-from headwise.checkpoints.megatron_files import replace_with_megatron_files, require_megatron_layout
-from headwise.checkpoints.meta_files import (
-    divides_embedding_columns,
-    make_meta_params,
-    replace_with_meta_files,
-)
 from headwise.checkpoints.output_plan import OutputPlan
 from headwise.checkpoints.safetensors_file import KEY
 from headwise.checkpoints.source import SAFETENSORS, CheckpointSource
@@ -29,6 +23,15 @@ from headwise.checkpoints.stored_description import (
     layout_of_description,
     read_description,
     read_stored_config,
+)
+from headwise.checkpoints.write_megatron_files import (
+    replace_with_megatron_files,
+    require_megatron_layout,
+)
+from headwise.checkpoints.write_meta_files import (
+    divides_embedding_columns,
+    make_meta_params,
+    replace_with_meta_files,
 )
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts import convert

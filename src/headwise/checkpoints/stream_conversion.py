@@ -21,7 +21,7 @@ from headwise.checkpoints.staging import StagingDir, StagingShare
 from headwise.layouts import convert
 from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.layout import Layout
-from headwise.support.progress_callback import Progress, no_progress
+from headwise.support.progress_callback_type import Progress, no_progress
 
 FLUSH_SIZE = 256 * 2**20  # bytes between two flushes to the disk
 

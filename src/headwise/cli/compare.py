@@ -144,7 +144,7 @@ def _compare_files(first: Path, second: Path | None, options: Mapping[str, Any])
         counts: Counts = {name: options[name] for name in NAMES}
         layer, inputs = options["layer"], options["inputs"]
         if second is None:
-            from headwise.checkpoints.stored_model import load
+            from headwise.checkpoints.load_transformers_model import load
 
             model = load(options["against_model"]).model
             return compare_layers(first, model, _read_input_array(inputs))

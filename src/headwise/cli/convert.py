@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from headwise.checkpoints.planned_conversion import ConversionReport
     from headwise.diagnosis.detect import GivenWeights
-    from headwise.sharding.processes.job import Job
+    from headwise.sharding.processes.job_coordination import Job
 
 SHOWN = 4  # unchanged names
 PARTIAL = "Partial output is in {}. Repeat the command to resume."

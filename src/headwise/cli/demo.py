@@ -14,7 +14,7 @@ from headwise.errors import MissingExtraError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.reports.scan_report import ScanReport
+    from headwise.reports.scan_with_description import ScanReport
 
 PAGE = Path("headwise-demo/index.html")
 SMALL, TRAINED = "The small model that ships with headwise", "A trained encoder"
@@ -108,11 +108,11 @@ def _scan_and_compare_encoder(page: Path) -> ScanReport:
     from headwise.cli.progress_bar import progress_bar
     from headwise.cli.scan.command import run_scan_with_progress
     from headwise.cli.scan.scan_options import ScanOptions
-    from headwise.study import trained_encoder
+    from headwise.study import trained_encoder_run
     from headwise.study.experiments.same_weights import compare_with_model_layers
 
     with progress_bar(stderr_console(), "loading the trained encoder") as progress:
-        recorded = trained_encoder.run_minilm(progress)
+        recorded = trained_encoder_run.run_minilm(progress)
         same = compare_with_model_layers(recorded)
     report = run_scan_with_progress(ScanOptions(model_dir=minilm.model_folder(), page=page))
     return replace(report, title=recorded.model, same_function=same)

@@ -36,7 +36,7 @@ from headwise.diagnosis.comparison_of_stored_weights import (
     load_layer_of_same_number,
 )
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.explained_calls import ExplainedCalls
+from headwise.diagnosis.explain_recorded_calls import ExplainedCalls
 from headwise.diagnosis.gradient_comparison import compare_gradients
 from headwise.diagnosis.probe_inputs import SEED, NamedInputs
 from headwise.diagnosis.simulation.attention_model import AttentionModel
@@ -44,7 +44,7 @@ from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.black_box import BlackBox
 from headwise.diagnosis.subjects.model_run_result import ModelRun
-from headwise.diagnosis.subjects.module_subject import describe_dropout_difference
+from headwise.diagnosis.subjects.module_subject_base import describe_dropout_difference
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 from headwise.diagnosis.subjects.record_model_run import read_vocabulary_size, run_model
 from headwise.diagnosis.subjects.recording_file import Recording, is_recording

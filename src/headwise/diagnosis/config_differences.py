@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from headwise.checkpoints.config import Config, attention_window
-from headwise.checkpoints.config_check import attention_options, layout_in_layer
+from headwise.checkpoints.config_against_layout import attention_options, layout_in_layer
 from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
 

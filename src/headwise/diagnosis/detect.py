@@ -363,7 +363,7 @@ def _detect_by_running(
         )
     import torch
 
-    from headwise.checkpoints.stored_model import load
+    from headwise.checkpoints.load_transformers_model import load
     from headwise.diagnosis.detect_layout_by_running import USE_REFERENCE, narrow_by_running
     from headwise.scanning.model_inputs import explain_token_failure
 

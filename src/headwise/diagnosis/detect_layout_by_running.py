@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.checkpoints.config import rotary_section_of_layer
-from headwise.checkpoints.config_check import attention_options, layout_in_layer
+from headwise.checkpoints.config_against_layout import attention_options, layout_in_layer
 from headwise.diagnosis.candidate_layouts import (
     CandidateLayout,
     LayoutGroup,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.checkpoints.config import Config, layout_name, text_config
-from headwise.checkpoints.config_check import find_config_contradiction
+from headwise.checkpoints.config_against_layout import find_config_contradiction
 from headwise.diagnosis.candidate_layouts import (
     CandidateLayout,
     LayoutGroup,

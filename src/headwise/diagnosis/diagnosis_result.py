@@ -11,7 +11,7 @@ from headwise.diagnosis.attention_comparison_result import FunctionComparison
 from headwise.diagnosis.model_comparison_result import ModelComparison
 from headwise.diagnosis.name_weight_moves import ModuleMoves, describe_module_moves
 from headwise.layouts.layout import Layout
-from headwise.support.display import Displayed
+from headwise.support.rich_result_forms import Displayed
 
 NAMED = 3  # tensors, in the sentence about all of them
 SHOWN = 8  # differences of a kind; more are only counted

@@ -15,7 +15,7 @@ import torch
 from headwise.diagnosis.attention_comparison_result import FunctionComparison, PartedStage
 from headwise.diagnosis.blind_spots import describe_unseen_window, explain_insensitivity_to_scores
 from headwise.diagnosis.causes.cause import Cause
-from headwise.diagnosis.explained_calls import ExplainedCalls
+from headwise.diagnosis.explain_recorded_calls import ExplainedCalls
 from headwise.diagnosis.model_comparison_result import LayerComparison
 from headwise.diagnosis.probe_inputs import SEED
 from headwise.diagnosis.simulation.attention_model import AttentionModel
@@ -27,7 +27,7 @@ from headwise.diagnosis.subjects.model_run_result import (
     exceeds_rounding,
     relative_difference_norm,
 )
-from headwise.diagnosis.subjects.module_subject import describe_dropout_difference
+from headwise.diagnosis.subjects.module_subject_base import describe_dropout_difference
 
 NO_DATA = (
     "the settings of neither could be read (a class without a layout in the catalogue), and their "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from headwise.diagnosis.cause_of_layer_shifts import LOAD_BY_NUMBER, cause_of_layer_shifts
-from headwise.diagnosis.moves.state_moves import find_state_moves
+from headwise.diagnosis.moves.canonical_weight_moves import find_state_moves
 from headwise.diagnosis.repair_of_move import describe_repair, page_of_cause
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.canonical_form import State

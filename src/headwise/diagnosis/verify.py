@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from headwise.checkpoints.config import Config
 from headwise.checkpoints.stored_description import COUNTS
 from headwise.diagnosis.candidate_layouts import CandidateLayout, query_and_kv_head_counts
-from headwise.diagnosis.compare_tensors import (
+from headwise.diagnosis.compare_weights_byte_for_byte import (
     UNREADABLE,
     compare_outputs_of_layers,
     compare_tensors,
@@ -25,7 +25,7 @@ from headwise.diagnosis.name_weight_moves import ModuleMoves, find_module_moves
 from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import find_modules
-from headwise.support.progress_callback import Progress, no_progress
+from headwise.support.progress_callback_type import Progress, no_progress
 
 SIDES = ("first", "second")
 INFERRED_COUNTS = ("heads", "kv_heads", "rotary_width")  # by values, where no config has them

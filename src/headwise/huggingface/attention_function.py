@@ -22,11 +22,11 @@ from headwise.errors import OptionError
 from headwise.huggingface.lazy_mask import MEANING, LazyMask
 from headwise.huggingface.masks import file_has_no_sdpa
 from headwise.layers.hooks import call_hook
-from headwise.masks.additive_mask import split_additive_mask
-from headwise.masks.bias_dtype import cast_bias
+from headwise.masks.cast_biases import cast_bias
 from headwise.masks.clauses.segments import Segments
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
+from headwise.masks.split_additive_mask import split_additive_mask
 from headwise.support.tracing import cast_like_autocast
 
 AXES = "batch heads queries keys"

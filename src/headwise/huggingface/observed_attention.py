@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwise.layers.hooks import call_hook
-from headwise.support.kernel_calls import call_for_kernel
+from headwise.support.mark_kernel_calls import call_for_kernel
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 SDPA = "sdpa"

@@ -20,9 +20,9 @@ from headwise.kernels import tiles
 from headwise.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
 from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import KernelResult
-from headwise.masks.bias_dtype import cast_bias, cast_biases_for_sum
+from headwise.masks.cast_biases import cast_bias, cast_biases_for_sum
 from headwise.masks.clause import WHOLE
-from headwise.support.kernel_calls import call_for_kernel
+from headwise.support.mark_kernel_calls import call_for_kernel
 from headwise.support.tracing import is_recording_operators, may_check_values
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from headwise.kernels.kernel_input import KernelInput
-from headwise.masks.bias_dtype import cast_biases_for_sum
 from headwise.masks.bound_mask import BoundMask
+from headwise.masks.cast_biases import cast_biases_for_sum
 from headwise.masks.clause import Clause, Span
 
 # 8 MB of float32. On two cores, half of it took 13 % longer and twice of it 10 % (docs/log.md).

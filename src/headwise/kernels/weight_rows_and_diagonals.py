@@ -15,7 +15,7 @@ from headwise.kernels.kernel import Task
 from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import softmax_shift
 from headwise.kernels.tiled_op import pack_arguments, unpack_arguments
-from headwise.masks.bias_dtype import cast_biases_for_sum
+from headwise.masks.cast_biases import cast_biases_for_sum
 from headwise.support.tensor_containers import iterate_leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch, without_autocast
 

@@ -25,7 +25,7 @@ from headwise.layouts.pattern import (
     to_interleaved,
     unpack_tensor,
 )
-from headwise.support.display import ShownInNotebook
+from headwise.support.rich_result_forms import ShownInNotebook
 
 if TYPE_CHECKING:
     from torch import Tensor

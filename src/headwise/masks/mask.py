@@ -35,8 +35,8 @@ from headwise.masks.clauses.segments import (
 )
 from headwise.masks.conventions import require_bool, to_allowed_entries, to_allowed_matrix
 from headwise.support.cast_to_int64 import convert_to_int64, convert_to_int_or_none
-from headwise.support.display import ShownInNotebook
 from headwise.support.message_text import describe_value
+from headwise.support.rich_result_forms import ShownInNotebook
 
 OneKind = TypeVar("OneKind", bound=Clause)
 

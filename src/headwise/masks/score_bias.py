@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headwise.errors import DeviceError, MaskError
 from headwise.masks.alignment import Align, require_align, resolve_align_to_offset
-from headwise.masks.bias_dtype import cast_biases_for_sum
+from headwise.masks.cast_biases import cast_biases_for_sum
 from headwise.masks.clause import WHOLE, MatrixPart, MatrixSizes, index_axes, read_pairs
 from headwise.masks.clauses.dense_mask import require_broadcastable_to_matrix, with_matrix_axes
 from headwise.masks.distance_table import (
@@ -28,8 +28,8 @@ from headwise.masks.distance_table import (
     ShiftedTable,
     TableOfHeads,
 )
-from headwise.support.arguments import require_tensors
 from headwise.support.cast_to_int64 import convert_to_int64
+from headwise.support.explain_wrong_arguments import require_tensors
 from headwise.support.message_text import axis_broadcasts_to, describe_value
 from headwise.support.tracing import may_check_values
 

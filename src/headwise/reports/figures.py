@@ -215,7 +215,7 @@ def _require_matplotlib(module: str) -> Any:
 def _paper_text_style() -> Any:
     """Return a context in which text has the size of a paper, and stays text."""
     _require_matplotlib("figure")
-    from headwise.reports.paper_figure import paper_style
+    from headwise.reports.paper_figure_style import paper_style
 
     return paper_style()
 
@@ -224,7 +224,7 @@ def _make_axes(ax: Any, width: float, height: float) -> tuple[Figure, Axes]:
     """Return the axes to draw into; a new figure keeps no state of pyplot."""
     if ax is not None:
         return ax.figure, ax
-    from headwise.reports.paper_figure import PaperFigure
+    from headwise.reports.paper_figure_style import PaperFigure
 
     figure = PaperFigure(figsize=(width, height), layout="compressed")
     return figure, figure.add_subplot()

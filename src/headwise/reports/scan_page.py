@@ -16,7 +16,7 @@ from markupsafe import Markup
 from headwise.reports import viewer_blobs, viewer_meta
 from headwise.reports.base85 import encode_base85
 from headwise.reports.page_templates import secure_page
-from headwise.reports.scan_report import ScanReport
+from headwise.reports.scan_with_description import ScanReport
 from headwise.reports.static_scan_page import render_static_body, static_template_environment
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_diff import ScanDiff

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.reports import drawn_statistics, png_images, standout_heads, viewer_blobs
 from headwise.reports.page_templates import secure_page, template_environment
-from headwise.reports.scan_report import ScanReport
+from headwise.reports.scan_with_description import ScanReport
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan, StandoutHead
 from headwise.support.message_text import describe_count, escape_unprintable

@@ -13,8 +13,8 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from headwise.reports.page_templates import secure_page, template_environment
-from headwise.study import charts
-from headwise.study.charts import Figure
+from headwise.study import drawing_helpers
+from headwise.study.drawing_helpers import Figure
 from headwise.study.research_question import Answer
 from headwise.study.run import Study
 from headwise.support import optional_imports
@@ -24,29 +24,29 @@ HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
 
 # CSS variables by colour. Outside of a page that defines them, a picture keeps its own colours.
 CSS_VARIABLES = {
-    charts.INK: "--ink",
-    charts.SOFT: "--soft",
-    charts.LINE: "--line",
-    charts.CARD: "--card",
-    charts.BAD: "--bad",
-    **{colour: f"--series-{n}" for n, colour in enumerate(charts.SERIES)},
+    drawing_helpers.INK: "--ink",
+    drawing_helpers.SOFT: "--soft",
+    drawing_helpers.LINE: "--line",
+    drawing_helpers.CARD: "--card",
+    drawing_helpers.BAD: "--bad",
+    **{colour: f"--series-{n}" for n, colour in enumerate(drawing_helpers.SERIES)},
 }
 
 STYLE = {
     "font.family": "sans-serif",
     "font.size": 10,
     "svg.fonttype": "none",  # text stays text
-    "text.color": charts.INK,
+    "text.color": drawing_helpers.INK,
     "axes.facecolor": "none",
-    "axes.edgecolor": charts.LINE,
-    "axes.labelcolor": charts.SOFT,
-    "axes.titlecolor": charts.INK,
+    "axes.edgecolor": drawing_helpers.LINE,
+    "axes.labelcolor": drawing_helpers.SOFT,
+    "axes.titlecolor": drawing_helpers.INK,
     "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "xtick.color": charts.SOFT,
-    "ytick.color": charts.SOFT,
+    "xtick.color": drawing_helpers.SOFT,
+    "ytick.color": drawing_helpers.SOFT,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "xtick.minor.size": 0,
@@ -97,11 +97,11 @@ def answer_svg(answer: Answer) -> str:
 
     # The salt makes ids unique on a page and equal in every run.
     settings: dict[Any, Any] = STYLE | {
-        "axes.prop_cycle": cycler(color=charts.SERIES),
+        "axes.prop_cycle": cycler(color=drawing_helpers.SERIES),
         "svg.hashsalt": answer.question.id,
     }
     with mpl.rc_context(settings):
-        figure = Figure(figsize=(charts.WIDTH, HEIGHT), layout="constrained")
+        figure = Figure(figsize=(drawing_helpers.WIDTH, HEIGHT), layout="constrained")
         answer.question.draw(figure, answer.numbers)
         return _svg_element(figure, answer.fill(answer.question.caption))
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from headwise.reports.drawn_statistics import DrawnStatistic, Scale
 from headwise.reports.png_images import css_colour, text_colour_on
 from headwise.reports.scan_changes import most_changed_heads, most_changed_statistic
-from headwise.reports.scan_report import ScanReport
+from headwise.reports.scan_with_description import ScanReport
 from headwise.reports.standout_heads import RULE, clearest_statistic, standout_heads
 from headwise.support.message_text import describe_count
 

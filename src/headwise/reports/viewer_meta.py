@@ -8,7 +8,7 @@ from typing import Any
 
 from headwise.errors import MissingExtraError
 from headwise.reports import drawn_statistics, standout_heads, viewer_blobs
-from headwise.reports.scan_report import ScanReport
+from headwise.reports.scan_with_description import ScanReport
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.statistics.view_statistics import RANKS

@@ -34,7 +34,7 @@ from headwise.scanning.call_tokens_and_projection import (
     split_weight_by_head,
 )
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.divided_heads import find_divided_projection, join_divided_heads
+from headwise.scanning.join_divided_heads import find_divided_projection, join_divided_heads
 from headwise.scanning.running_modules import (
     ModuleCall,
     ModuleCalls,
@@ -44,7 +44,7 @@ from headwise.scanning.running_modules import (
     version_counter,
 )
 from headwise.scanning.torch_calls import TorchCalls
-from headwise.support.kernel_calls import track_kernel_calls
+from headwise.support.mark_kernel_calls import track_kernel_calls
 
 # A module whose class has one of these words in its name is expected to compute attention.
 ATTENTION_WORDS = ("attention", "attn")

@@ -15,8 +15,8 @@ from headwise.scanning.scan_diff import ScanDiff
 from headwise.scanning.scanned_text import concatenate_texts_by_number
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.support.atomic_write import write_whole
-from headwise.support.display import Displayed, render_form
 from headwise.support.message_text import describe_value
+from headwise.support.rich_result_forms import Displayed, render_form
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)

@@ -39,7 +39,7 @@ from headwise.scanning.selection import (
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.message_text import describe_value
 from headwise.support.module_modes import evaluation_mode
-from headwise.support.progress_callback import Progress, no_progress
+from headwise.support.progress_callback_type import Progress, no_progress
 
 Model = nn.Module | Callable[..., Any] | AttentionMatrix
 

@@ -37,8 +37,8 @@ from headwise.scanning.layer_scan import (
     top_heads,
 )
 from headwise.support.atomic_write import write_whole
-from headwise.support.display import Displayed, render_form
 from headwise.support.optional_imports import require_package
+from headwise.support.rich_result_forms import Displayed, render_form
 
 FIELD = "field"  # the axis of a statistic that names keys and tokens
 APART = "apart"  # the distance of two heads, among the columns of a table

@@ -21,10 +21,10 @@ from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.hooks import call_hook
 from headwise.layers.torch_api.functional_form import multi_head_attention_forward
-from headwise.masks.additive_mask import split_additive_mask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.support.kernel_calls import is_kernel_call
+from headwise.masks.split_additive_mask import split_additive_mask
+from headwise.support.mark_kernel_calls import is_kernel_call
 from headwise.support.tracing import cast_like_autocast
 
 AXES = "batch heads queries keys"

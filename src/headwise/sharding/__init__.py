@@ -17,7 +17,7 @@ from headwise.sharding.heads.parallel_style import Heads, heads_plan
 from headwise.sharding.heads.state_dicts import gather_state, load_state
 from headwise.sharding.processes.document_scan import scan_documents
 from headwise.sharding.processes.sharded_scan import scan_sharded
-from headwise.sharding.processes.watched_ranks import watch_ranks
+from headwise.sharding.processes.watch_other_ranks import watch_ranks
 from headwise.sharding.sequence.attend import attend, explain_attend
 from headwise.sharding.sequence.head_statistics import head_statistics
 from headwise.sharding.sequence.sequence_layout import SequenceLayout

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headwise.study.charts import Figure
-from headwise.support.progress_callback import Progress
+from headwise.study.drawing_helpers import Figure
+from headwise.support.progress_callback_type import Progress
 
 Numbers = Mapping[str, Any]  # bool, int, float, str, and lists and dicts of them
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from headwise import Attention, Mask, Rotary, convert
-from headwise.checkpoints.config_check import attention_options
+from headwise.checkpoints.config_against_layout import attention_options
 from headwise.errors import HeadwiseError, OptionError
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, LinearScaling, T5Bias

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headwise import Attention, AttentionMatrix, ScoreBias
 from headwise.huggingface.attention_function import attend
 from headwise.layers.torch_api import multi_head_attention_forward
-from headwise.masks.bias_dtype import cast_bias
+from headwise.masks.cast_biases import cast_bias
 from tests.honest import normal
 from tests.layers.torch_api.cases import BATCH, EMBED, HEADS, KEYS, QUERIES, pair
 

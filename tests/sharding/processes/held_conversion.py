@@ -21,7 +21,7 @@ from headwise.cli.output import LOST, PrintedErrors
 from headwise.cli.processes import CommandJob, launch_command, rank_count
 from headwise.layouts.convert import RoundTripError
 from headwise.sharding.processes.file_conversion import convert_in_job
-from headwise.support.progress_callback import no_progress
+from headwise.support.progress_callback_type import no_progress
 from tests.checkpoints import llamas
 
 STEPS = 3  # that a rank does before the fault

@@ -18,8 +18,8 @@ from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.cli.output import LOST, USAGE
 from headwise.errors import HeadwiseError
 from headwise.sharding.processes.file_conversion import convert_in_job, divide_steps
-from headwise.sharding.processes.job import open_group_job
-from headwise.support.progress_callback import no_progress
+from headwise.sharding.processes.job_coordination import open_group_job
+from headwise.support.progress_callback_type import no_progress
 from tests.checkpoints import llamas
 from tests.cli.test_convert import run
 from tests.sharding.processes.running_command import RunningCommand

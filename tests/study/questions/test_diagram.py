@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.bundled_models import minilm
-from headwise.bundled_models.recorded_run import AttentionCall, Projections, RecordedRun
+from headwise.bundled_models.recorded_attention_calls import AttentionCall, Projections, RecordedRun
 from headwise.layers.native.attention import Attention
 from headwise.study import implementations
 from headwise.study.experiments.measures import layer_output

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.native.attention import Attention
-from headwise.layers.native.einops_block import EinopsPostNormBlock
+from headwise.layers.native.einops_page_block import EinopsPostNormBlock
 from headwise.study.questions import must_divide
 from headwise.study.run import answer_question
 from tests.study.asking import failing

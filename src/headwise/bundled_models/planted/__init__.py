@@ -26,6 +26,10 @@ exactly. In float32 the weights are therefore exact: 0, 1, or 1 / n among n keys
 tokens.
 """
 
+from headwise.bundled_models.planted.expected_attention_by_rule import (
+    true_contributions,
+    true_weights,
+)
 from headwise.bundled_models.planted.network import (
     BEGIN,
     LONGEST,
@@ -35,7 +39,6 @@ from headwise.bundled_models.planted.network import (
     model,
 )
 from headwise.bundled_models.planted.plan import NAMES
-from headwise.bundled_models.planted.rules import true_contributions, true_weights
 
 __all__ = [
     "BEGIN",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.bundled_models.causal_mask import causal_padding_mask
+from headwise.bundled_models.causal_padding_mask import causal_padding_mask
 from headwise.bundled_models.planted.plan import (
     EMBED_DIM,
     LAYERS,

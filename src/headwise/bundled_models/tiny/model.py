@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.bundled_models.causal_mask import causal_padding_mask
+from headwise.bundled_models.causal_padding_mask import causal_padding_mask
 from headwise.bundled_models.tiny.symbols import VOCABULARY
 from headwise.layers.native.attention import Attention
 from headwise.layers.positions.rotary import Rotary

@@ -12,8 +12,8 @@ from headwise.cli.processes import TIMEOUT, Processes, Timeout, rank_count
 from headwise.cli.scan.scan_options import ScanOptions
 
 if TYPE_CHECKING:
-    from headwise.reports.scan_report import ScanReport
-    from headwise.sharding.processes.job import Job
+    from headwise.reports.scan_with_description import ScanReport
+    from headwise.sharding.processes.job_coordination import Job
 
 PAGE = Path("headwise-scan/index.html")
 

@@ -99,7 +99,7 @@ def require_room_for_model(options: ScanOptions, *, copies: int) -> None:
     """Raise OptionError if there is no model, or too little memory for ``copies`` of it."""
     if options.model_dir is None:
         return
-    from headwise.checkpoints.stored_model import measure_model_bytes
+    from headwise.checkpoints.load_transformers_model import measure_model_bytes
 
     size = measure_model_bytes(options.model_dir)
     if not options.force:
@@ -115,11 +115,11 @@ def load_model(options: ScanOptions) -> ModelToScan:
     """Load the model of the options.
 
     Raises:
-        HeadwiseError: as `headwise.checkpoints.stored_model.load`.
+        HeadwiseError: as `headwise.checkpoints.load_transformers_model.load`.
     """
     if options.model_dir is None:
         return load_tiny()
-    from headwise.checkpoints.stored_model import load
+    from headwise.checkpoints.load_transformers_model import load
 
     stored = load(options.model_dir, trust_remote_code=options.trust_remote_code)
     tokenizer = stored.tokenizer

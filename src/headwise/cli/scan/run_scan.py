@@ -24,7 +24,7 @@ from headwise.cli.scan.model_and_text import (
     require_room_for_model,
 )
 from headwise.cli.scan.scan_options import ScanOptions
-from headwise.reports.scan_report import ScanReport
+from headwise.reports.scan_with_description import ScanReport
 from headwise.scanning.corpus_scan import PARTS, SCAN, list_parts, scan_corpus
 from headwise.scanning.estimate import (
     Estimate,
@@ -40,10 +40,10 @@ from headwise.scanning.selection import Statistics
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.atomic_write import require_writable, write_whole
 from headwise.support.message_text import describe_count, escape_unprintable
-from headwise.support.progress_callback import Progress, no_progress
+from headwise.support.progress_callback_type import Progress, no_progress
 
 if TYPE_CHECKING:
-    from headwise.sharding.processes.job import Job
+    from headwise.sharding.processes.job_coordination import Job
 
 INSTEAD = "call headwise.scan(model, inputs) from Python, with all inputs of the model"
 TABLE = "table.csv"  # in the folder of a scan

@@ -33,7 +33,7 @@ from headwise.diagnosis.causes.output_heads_in_another_group_order import Output
 from headwise.diagnosis.causes.output_projection_reshaped import OutputReshapedCause
 from headwise.diagnosis.causes.padding_ignored import PaddingIgnoredCause
 from headwise.diagnosis.causes.padding_side import PaddingSideCause
-from headwise.diagnosis.causes.projection_never_called import ProjectionModuleBypassedCause
+from headwise.diagnosis.causes.projection_module_bypassed import ProjectionModuleBypassedCause
 from headwise.diagnosis.causes.q_and_k_exchanged import QAndKExchangedCause
 from headwise.diagnosis.causes.q_and_v_exchanged import QAndVExchangedCause
 from headwise.diagnosis.causes.qk_norm_kind import QKNormKindCause
@@ -56,7 +56,7 @@ from headwise.diagnosis.causes.rotary_scaling_kind import RotaryScalingKindCause
 from headwise.diagnosis.causes.rotary_some_heads import RotarySomeHeadsCause
 from headwise.diagnosis.causes.rotary_theta import RotaryThetaCause
 from headwise.diagnosis.causes.rotary_whole_head_pairs import RotaryWholeHeadPairsCause
-from headwise.diagnosis.causes.rounded_projections import RoundedWeightsCause
+from headwise.diagnosis.causes.rounded_weights import RoundedWeightsCause
 from headwise.diagnosis.causes.rows_without_keys import RowsWithoutKeysCause
 from headwise.diagnosis.causes.rows_zero import RowsZeroCause
 from headwise.diagnosis.causes.scale import ScaleCause

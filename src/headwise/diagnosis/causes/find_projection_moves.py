@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Evidence
+from headwise.diagnosis.moves.canonical_weight_moves import extract_rows, replace_rows
 from headwise.diagnosis.moves.find_moves import find_moves
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Change, Move, Taken
@@ -21,13 +22,12 @@ from headwise.diagnosis.moves.output_moves import (
     find_output_and_bias_factor,
     yield_moves_explaining_outputs,
 )
-from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_changes import (
     Multiplied,
     Rounded,
     default_tolerance,
 )
-from headwise.diagnosis.moves.state_moves import extract_rows, replace_rows
+from headwise.diagnosis.moves.rows_of_all_projections import Rows
 from headwise.diagnosis.moves.zero_rows import Zeroed
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import RecordedCall

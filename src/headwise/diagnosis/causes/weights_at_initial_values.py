@@ -11,14 +11,14 @@ from torch import Tensor
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.collect_projection_tokens import collect_projection_tokens
 from headwise.diagnosis.causes.find_projection_moves import STAGE_OF
+from headwise.diagnosis.moves.canonical_weight_moves import extract_rows
 from headwise.diagnosis.moves.initial_values import (
     Initialisation,
     is_drawn_from_initialisation,
     list_initialisations,
     recognise_initialisation,
 )
-from headwise.diagnosis.moves.projection_rows import Rows
-from headwise.diagnosis.moves.state_moves import extract_rows
+from headwise.diagnosis.moves.rows_of_all_projections import Rows
 from headwise.diagnosis.simulation.gaps import WHOLE
 
 LEAST_ENTRIES = 400

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.labelled_rows import Labelled
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, Taken
-from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
 from headwise.diagnosis.moves.row_changes import (
     Multiplied,
     Rounded,
@@ -20,8 +18,10 @@ from headwise.diagnosis.moves.row_changes import (
     largest_residual,
 )
 from headwise.diagnosis.moves.row_hashes import hash_rows
+from headwise.diagnosis.moves.row_labels_by_content import Labelled
 from headwise.diagnosis.moves.row_map import MapName
 from headwise.diagnosis.moves.row_map_catalogue import make_row_map_catalogue
+from headwise.diagnosis.moves.rows_of_all_projections import Rows, RowSizes
 from headwise.diagnosis.moves.search_moves import search_steps
 from headwise.diagnosis.moves.zero_rows import Zeroed
 

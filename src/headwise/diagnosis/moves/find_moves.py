@@ -8,12 +8,9 @@ from dataclasses import replace
 import torch
 
 from headwise.diagnosis.moves.bias_moves import apply_moves, explain_biases, list_wrong_biases
-from headwise.diagnosis.moves.explain_roles import RoleSteps, explain_roles
-from headwise.diagnosis.moves.labelled_rows import label_rows_by_bits, list_matrix_maps
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, MoveReport, Taken
 from headwise.diagnosis.moves.near_labels import label_near_rows
-from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
 from headwise.diagnosis.moves.row_changes import (
     ROUNDED,
     Multiplied,
@@ -22,8 +19,11 @@ from headwise.diagnosis.moves.row_changes import (
     find_row_change,
     have_same_bits,
 )
+from headwise.diagnosis.moves.row_labels_by_content import label_rows_by_bits, list_matrix_maps
 from headwise.diagnosis.moves.row_map_catalogue import make_row_map_catalogue
+from headwise.diagnosis.moves.rows_of_all_projections import Rows, RowSizes
 from headwise.diagnosis.moves.search_moves import Steps
+from headwise.diagnosis.moves.search_moves_by_role import RoleSteps, explain_roles
 from headwise.diagnosis.moves.zero_rows import find_zeroed_rows
 from headwise.errors import ShapeError
 

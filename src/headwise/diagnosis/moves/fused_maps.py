@@ -7,7 +7,6 @@ from itertools import permutations, product
 
 from torch import Tensor
 
-from headwise.diagnosis.moves.projection_rows import RowSizes
 from headwise.diagnosis.moves.row_map import (
     TENSORS,
     Draft,
@@ -17,6 +16,7 @@ from headwise.diagnosis.moves.row_map import (
     order_rows_by_pattern,
     read_rows_by_pattern,
 )
+from headwise.diagnosis.moves.rows_of_all_projections import RowSizes
 from headwise.layouts.pattern import GROUPED, Splits
 
 USUAL = ("q", "k", "v")

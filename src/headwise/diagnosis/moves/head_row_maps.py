@@ -8,13 +8,13 @@ from functools import partial
 from torch import Tensor
 
 from headwise.diagnosis.moves.fused_maps import RANKS
-from headwise.diagnosis.moves.projection_rows import ROLES, RowSizes
 from headwise.diagnosis.moves.row_map import (
     Draft,
     MapName,
     number_rows_by_role,
     sizes_with_all_roles,
 )
+from headwise.diagnosis.moves.rows_of_all_projections import ROLES, RowSizes
 
 SCOPES = (
     ("q", "k", "v", "o"),

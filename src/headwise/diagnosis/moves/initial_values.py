@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.projection_rows import Rows
+from headwise.diagnosis.moves.rows_of_all_projections import Rows
 
 CRITICAL = 1.95
 MOST_ENTRIES = 100_000

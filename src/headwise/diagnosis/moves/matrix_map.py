@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_map import MapName
+from headwise.diagnosis.moves.rows_of_all_projections import Rows
 
 TRANSPOSED_ORDER, RESHAPED_ORDER = 80, 700
 

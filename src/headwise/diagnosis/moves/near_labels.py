@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.labelled_rows import Labelled
 from headwise.diagnosis.moves.matrix_map import MatrixMap
-from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
+from headwise.diagnosis.moves.row_labels_by_content import Labelled
+from headwise.diagnosis.moves.rows_of_all_projections import Rows, RowSizes
 
 DIMENSIONS = 64
 LEAST_COSINE = 0.95

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.head_and_shard_orders import list_block_counts, make_block_map
-from headwise.diagnosis.moves.labelled_rows import list_matrix_maps
+from headwise.diagnosis.moves.find_head_and_shard_orders import list_block_counts, make_block_map
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Move, Taken
-from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_changes import (
     ROUNDED,
     Multiplied,
@@ -25,8 +23,10 @@ from headwise.diagnosis.moves.row_changes import (
     format_dtype,
     snap_to_power_of_two,
 )
+from headwise.diagnosis.moves.row_labels_by_content import list_matrix_maps
 from headwise.diagnosis.moves.row_map import MapName, RowMap
 from headwise.diagnosis.moves.row_map_catalogue import make_row_map_catalogue
+from headwise.diagnosis.moves.rows_of_all_projections import Rows
 
 FIRST_TOKENS = 4  # a map that fails on them is not tried on all
 MOST_BLOCKS = 64

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.projection_rows import RowSizes
 from headwise.diagnosis.moves.row_map import Draft, MapName, number_rows_by_role
+from headwise.diagnosis.moves.rows_of_all_projections import RowSizes
 from headwise.layouts.pattern import to_half_split, to_interleaved
 
 SCOPES = (("q", "k"), ("q",), ("k",))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.factor_formulas import find_factor_formula
 from headwise.diagnosis.moves.move import BOTH, Move
-from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_hashes import read_bits
 from headwise.diagnosis.moves.row_map import MapName
+from headwise.diagnosis.moves.rows_of_all_projections import Rows
 
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 WIDEST = 0.05  # the largest tolerance that a dtype has

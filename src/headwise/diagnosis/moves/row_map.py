@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.projection_rows import ROLES, RowSizes
+from headwise.diagnosis.moves.rows_of_all_projections import ROLES, RowSizes
 from headwise.layouts.pattern import GROUPED, Splits, pack_tensors, parse_pattern, unpack_tensor
 
 TENSORS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo"}

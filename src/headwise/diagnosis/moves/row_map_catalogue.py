@@ -19,9 +19,9 @@ from headwise.diagnosis.moves.head_row_maps import (
     draft_interleaved_heads,
     draft_repeated_first_shards,
 )
-from headwise.diagnosis.moves.projection_rows import RowSizes
 from headwise.diagnosis.moves.rotary_maps import draft_rotary_maps
 from headwise.diagnosis.moves.row_map import RowMap, make_distinct_maps
+from headwise.diagnosis.moves.rows_of_all_projections import RowSizes
 
 FAMILIES = (
     draft_exchanged_roles,

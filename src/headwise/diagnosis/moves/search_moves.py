@@ -13,16 +13,16 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.head_and_shard_orders import (
+from headwise.diagnosis.moves.find_head_and_shard_orders import (
     find_block_maps,
     mark_possible_block_permutations,
 )
-from headwise.diagnosis.moves.labelled_rows import Labelled
 from headwise.diagnosis.moves.matrix_map import MatrixMap
-from headwise.diagnosis.moves.projection_rows import RowSizes
 from headwise.diagnosis.moves.row_hashes import hash_label_sequences, make_hash_multipliers
+from headwise.diagnosis.moves.row_labels_by_content import Labelled
 from headwise.diagnosis.moves.row_map import RowMap
 from headwise.diagnosis.moves.row_map_catalogue import RowMapCatalogue
+from headwise.diagnosis.moves.rows_of_all_projections import RowSizes
 
 Step: TypeAlias = RowMap | MatrixMap
 Steps: TypeAlias = tuple[Step, ...]  # applied to b in this order

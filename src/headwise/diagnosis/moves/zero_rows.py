@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.moves.move import BOTH, Move
-from headwise.diagnosis.moves.projection_rows import Rows
 from headwise.diagnosis.moves.row_changes import largest_residual
 from headwise.diagnosis.moves.row_map import MapName
+from headwise.diagnosis.moves.rows_of_all_projections import Rows
 
 
 @dataclass(frozen=True, eq=False)

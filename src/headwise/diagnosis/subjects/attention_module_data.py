@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.attention_loading import attention_from_state
 from headwise.checkpoints.config import attention_window, layout_name, read_stated_counts
-from headwise.checkpoints.config_check import layout_in_layer
+from headwise.checkpoints.config_against_layout import layout_in_layer
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.subjects.native_subject import NativeSubject
 from headwise.diagnosis.subjects.torch_subject import TorchSubject

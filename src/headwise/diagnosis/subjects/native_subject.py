@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.settings import NormForm, RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.module_subject import ModuleSubject
+from headwise.diagnosis.subjects.module_subject_base import ModuleSubject
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 from headwise.layers.native.layout_conversion import state_per_head

@@ -22,7 +22,7 @@ from headwise.diagnosis.subjects.model_run_result import (
     ModelRun,
     relative_difference_norm,
 )
-from headwise.diagnosis.subjects.module_subject import read_training_dropout
+from headwise.diagnosis.subjects.module_subject_base import read_training_dropout
 from headwise.errors import HeadwiseError, OptionError
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.attention_module_data import read_attention_modules
-from headwise.diagnosis.subjects.module_subject import ModuleSubject
+from headwise.diagnosis.subjects.module_subject_base import ModuleSubject
 from headwise.diagnosis.subjects.record_model_run import find_main_tensor, record_layers
 from headwise.errors import OptionError
 

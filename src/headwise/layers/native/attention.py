@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from headwise.layers.hooks import call_hook
-from headwise.layers.native import argument_aliases, layout_conversion, option_checks
+from headwise.layers.native import foreign_argument_advice, layout_conversion, option_checks
 from headwise.layers.native.base import Projection
 from headwise.layers.native.cache import Cache
 from headwise.layers.native.call_checks import projection_parameter
@@ -26,7 +26,7 @@ from headwise.layouts import registry
 from headwise.layouts.layout import Layout
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.support.arguments import explain_arguments
+from headwise.support.explain_wrong_arguments import explain_arguments
 
 
 class Attention(HeadReadings):
@@ -64,8 +64,8 @@ class Attention(HeadReadings):
     """
 
     @explain_arguments(
-        argument_aliases.CONSTRUCTOR,
-        beyond=argument_aliases.advise_positional_constructor_arguments,
+        foreign_argument_advice.CONSTRUCTOR,
+        beyond=foreign_argument_advice.advise_positional_constructor_arguments,
     )
     def __init__(
         self,
@@ -128,7 +128,8 @@ class Attention(HeadReadings):
                 reset()
 
     @explain_arguments(
-        argument_aliases.CALL, beyond=argument_aliases.advise_positional_call_arguments
+        foreign_argument_advice.CALL,
+        beyond=foreign_argument_advice.advise_positional_call_arguments,
     )
     def forward(
         self,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.kernels.linear import apply_linear
+from headwise.kernels.linear_projection import apply_linear
 from headwise.layers.head_part import HeadPart
 from headwise.layers.native import call_checks
 from headwise.layers.native.cache import Cache
 from headwise.layers.native.padding import CallInputs, Unpacked, mask_hides_keys_from_all
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions.rotary import Rotary
+from headwise.masks.attention_operand_checks import require_mask_or_none, require_score_bias_or_none
 from headwise.masks.mask import Mask
-from headwise.masks.operand_checks import require_mask_or_none, require_score_bias_or_none
 from headwise.masks.score_bias import ScoreBias
 from headwise.reference import split_heads
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.explanation import LayerExplanation, projection_lines
-from headwise.layers.native import argument_aliases
+from headwise.layers.native import foreign_argument_advice
 from headwise.layers.native.base import AttentionBase
 from headwise.layers.native.padding import Packed, Unpacked, select_packing
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.support.arguments import explain_arguments
+from headwise.support.explain_wrong_arguments import explain_arguments
 
 
 class HeadReadings(AttentionBase):
@@ -23,7 +23,8 @@ class HeadReadings(AttentionBase):
     """
 
     @explain_arguments(
-        argument_aliases.CALL, beyond=argument_aliases.advise_positional_call_arguments
+        foreign_argument_advice.CALL,
+        beyond=foreign_argument_advice.advise_positional_call_arguments,
     )
     def matrix(
         self,
@@ -43,7 +44,8 @@ class HeadReadings(AttentionBase):
         return self._matrix_and_values(Unpacked.of(call), call)[0]
 
     @explain_arguments(
-        argument_aliases.CALL, beyond=argument_aliases.advise_positional_call_arguments
+        foreign_argument_advice.CALL,
+        beyond=foreign_argument_advice.advise_positional_call_arguments,
     )
     def head_outputs(
         self,
@@ -64,7 +66,8 @@ class HeadReadings(AttentionBase):
         return matrix @ v
 
     @explain_arguments(
-        argument_aliases.CALL, beyond=argument_aliases.advise_positional_call_arguments
+        foreign_argument_advice.CALL,
+        beyond=foreign_argument_advice.advise_positional_call_arguments,
     )
     def contributions(
         self,
@@ -95,7 +98,8 @@ class HeadReadings(AttentionBase):
         return torch.stack(parts, dim=1)
 
     @explain_arguments(
-        argument_aliases.CALL, beyond=argument_aliases.advise_positional_call_arguments
+        foreign_argument_advice.CALL,
+        beyond=foreign_argument_advice.advise_positional_call_arguments,
     )
     def explain(
         self,

@@ -10,9 +10,9 @@ from headwise.layers.native.call_checks import refuse_in_cross_attention
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import PositionBias
 from headwise.layers.positions.rotary import Rotary
+from headwise.masks.attention_operand_checks import check_probability, check_scale_and_softcap
 from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
-from headwise.masks.operand_checks import check_probability, check_scale_and_softcap
 from headwise.support.message_text import describe_value
 
 

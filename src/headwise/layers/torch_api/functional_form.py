@@ -11,7 +11,7 @@ from headwise.layers.torch_api.shared_forward import (
     ProjectionParameters,
     attend_before_out_proj,
 )
-from headwise.support.arguments import require_tensors
+from headwise.support.explain_wrong_arguments import require_tensors
 
 
 def multi_head_attention_forward(

@@ -29,7 +29,7 @@ from headwise.layers.torch_api.shared_forward import (
     explain_forward,
 )
 from headwise.layers.torch_api.torch_masks import fully_hidden_sequences
-from headwise.support.arguments import require_tensors
+from headwise.support.explain_wrong_arguments import require_tensors
 from headwise.support.tracing import may_check_values
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.kernels.linear import apply_linear
+from headwise.kernels.linear_projection import apply_linear
 from headwise.layers.explanation import LayerExplanation, matrix_product_line, projection_line
 from headwise.layers.hooks import call_hook
 from headwise.layers.torch_api import torch_checks

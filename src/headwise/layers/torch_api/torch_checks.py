@@ -23,7 +23,7 @@ from headwise.layers.torch_api.torch_errors import (
     RuntimeOptionError,
     RuntimeShapeError,
 )
-from headwise.support.arguments import is_number
+from headwise.support.explain_wrong_arguments import is_number
 from headwise.support.message_text import describe_value
 from headwise.support.tracing import is_autocast_enabled
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headwise.masks.bias_dtype import cast_bias
+from headwise.masks.cast_biases import cast_bias
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.support.tracing import may_read_values

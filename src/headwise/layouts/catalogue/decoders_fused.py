@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
-from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import (
+from headwise.layouts.common_tensor_patterns import (
     fused_projection_by_pattern,
     head_norms,
     output_projection,
@@ -13,6 +12,7 @@ from headwise.layouts.patterns_library import (
     qkv_fused_by_projection,
     weights_outside_attention,
 )
+from headwise.layouts.layout import Layout
 
 _HALVES = AttentionSpec(rotary="half-split")
 _SHARE = AttentionSpec(rotary="half-split", rotary_width=None)

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.layouts.attention_spec import AttentionSpec
-from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import (
+from headwise.layouts.common_tensor_patterns import (
     TENSOR_PARALLEL,
     head_norms,
     output_projection,
     separate_projections,
     weights_outside_attention,
 )
+from headwise.layouts.layout import Layout
 
 _TRANSFORMERS = "transformers, models/"
 _WHERE = {"self": "model.layers.{layer}.self_attn."}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
-from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import (
+from headwise.layouts.common_tensor_patterns import (
     head_norms,
     output_projection,
     qkv_fused_by_projection,
     separate_projections,
     weights_outside_attention,
 )
+from headwise.layouts.layout import Layout
 
 _GATE_AND_UP = "([gate: hidden_dim | up: hidden_dim]) embed_dim"
 _BLOCK = "blk.{layer}."

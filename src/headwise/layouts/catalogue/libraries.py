@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.catalogue.decoders_separate import META
-from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import (
+from headwise.layouts.common_tensor_patterns import (
     head_norms,
     output_projection,
     qkv_fused_by_group,
@@ -13,6 +12,7 @@ from headwise.layouts.patterns_library import (
     separate_projections,
     weights_outside_attention,
 )
+from headwise.layouts.layout import Layout
 
 _ON_REQUEST = "tested on request: pip install headwise[libraries]"
 _IN_ITS_OWN = "tested on request, in an environment of its own"

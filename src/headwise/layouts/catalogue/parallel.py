@@ -7,8 +7,7 @@ tensor-parallel processes are joined where a layout names the axes that they div
 from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
-from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import (
+from headwise.layouts.common_tensor_patterns import (
     TENSOR_PARALLEL,
     fused_projection_by_pattern,
     head_norms,
@@ -19,6 +18,7 @@ from headwise.layouts.patterns_library import (
     separate_projections,
     weights_outside_attention,
 )
+from headwise.layouts.layout import Layout
 
 _MEGATRON = AttentionSpec(
     rotary=None, qk_norm=None, window=None, mask="True hides", axes="length batch width"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.catalogue.decoders_fused import GPT2
-from headwise.layouts.layout import Layout
-from headwise.layouts.patterns_library import (
+from headwise.layouts.common_tensor_patterns import (
     output_projection,
     qkv_fused_by_projection,
     separate_projections,
     weights_outside_attention,
 )
+from headwise.layouts.layout import Layout
 
 LAYOUTS = (
     Layout(

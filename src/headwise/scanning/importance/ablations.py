@@ -35,7 +35,7 @@ from headwise.scanning.statistics.importance_statistics import ABLATIONS, Import
 from headwise.scanning.statistics.statistic import Summary
 from headwise.support.message_text import describe_value
 from headwise.support.module_modes import evaluation_mode
-from headwise.support.progress_callback import Progress, no_progress
+from headwise.support.progress_callback_type import Progress, no_progress
 
 # (heads, value_dim) of each layer, by its name
 Means = Mapping[str, Tensor]

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.statistics.statistic_ids import MEANINGS
+from headwise.scanning.statistics.statistic_ids_by_digest import MEANINGS
 from headwise.scanning.statistics.weight_tile import WeightTile
 from headwise.support.tracing import without_autocast
 

@@ -11,7 +11,7 @@ from headwise.layers.native.qk_norm import Norm
 from headwise.layers.positions.distance_bias import T5BucketTable
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.layers.torch_api.state_dict_forms import PACKED, SEPARATE
-from headwise.sharding.heads.divided_modules import (
+from headwise.sharding.heads.modules_of_divided_layer import (
     HeadsNorm,
     HeadsProjection,
     RankSummedOutputProjection,

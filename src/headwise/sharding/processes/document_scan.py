@@ -18,8 +18,8 @@ from headwise.scanning.corpus_scan import (
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_file import hash_nested_content
 from headwise.scanning.statistics.statistic import Statistic
-from headwise.sharding.processes.job import TIMEOUT, Job, open_group_job
-from headwise.support.progress_callback import Progress, no_progress
+from headwise.sharding.processes.job_coordination import TIMEOUT, Job, open_group_job
+from headwise.support.progress_callback_type import Progress, no_progress
 
 DONE = "documents done"  # the counter of a job
 

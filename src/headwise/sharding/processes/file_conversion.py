@@ -17,8 +17,8 @@ from headwise.checkpoints.staging import (
 )
 from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.errors import LostProcessError
-from headwise.sharding.processes.job import Job
-from headwise.support.progress_callback import Progress
+from headwise.sharding.processes.job_coordination import Job
+from headwise.support.progress_callback_type import Progress
 
 DONE = "bytes done"  # the counter of a job
 

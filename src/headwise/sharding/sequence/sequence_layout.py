@@ -17,8 +17,8 @@ from headwise.errors import OptionError, ShapeError
 from headwise.masks.clause import Span
 from headwise.sharding.collectives import TokenGroup, gather_tokens
 from headwise.sharding.process_group_checks import require_mesh
-from headwise.support.arguments import require_tensors
 from headwise.support.cast_to_int64 import convert_to_int_or_none
+from headwise.support.explain_wrong_arguments import require_tensors
 from headwise.support.message_text import describe_value
 
 TOKENS = -2  # axis of (batch, heads, tokens, head_dim) and of (batch, tokens, embed_dim)

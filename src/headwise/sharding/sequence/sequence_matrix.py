@@ -15,7 +15,7 @@ from headwise.attention_matrix import AttentionMatrix, Statistics
 from headwise.errors import ShapeError
 from headwise.kernels.explain import Explanation
 from headwise.kernels.kernel_input import accumulation_dtype
-from headwise.masks import operand_checks as checks
+from headwise.masks import attention_operand_checks as checks
 from headwise.masks.clause import Span
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
@@ -26,7 +26,7 @@ from headwise.sharding.sequence.sequence_score_settings import (
     SequenceArguments,
     agree_on_score_settings,
 )
-from headwise.support.arguments import require_tensors
+from headwise.support.explain_wrong_arguments import require_tensors
 from headwise.support.left_operand import LeftOperand
 from headwise.support.message_text import MATRIX_AXES
 

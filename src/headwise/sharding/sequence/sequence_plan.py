@@ -33,7 +33,7 @@ from headwise.errors import OptionError
 from headwise.masks.clause import MatrixSizes
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.sharding.sequence.sequence_score_settings import SequenceScores
-from headwise.support.arguments import is_number
+from headwise.support.explain_wrong_arguments import is_number
 from headwise.support.message_text import describe_value, human_bytes
 
 Way = Literal["heads", "gather", "ring"]

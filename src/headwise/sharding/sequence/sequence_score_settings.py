@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError, ShapeError
-from headwise.masks import operand_checks as checks
+from headwise.masks import attention_operand_checks as checks
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import MatrixPart, MatrixSizes, Span
 from headwise.masks.mask import Mask
@@ -27,7 +27,7 @@ from headwise.sharding.sequence.agreement import (
 )
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.support import private_torch
-from headwise.support.arguments import require_tensors
+from headwise.support.explain_wrong_arguments import require_tensors
 from headwise.support.message_text import describe_value
 
 

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headwise.bundled_models.recorded_run import Projections, RecordedRun
+from headwise.bundled_models.recorded_attention_calls import Projections, RecordedRun
 from headwise.error_budget.budget import Budget
 from headwise.masks.mask import Mask
+from headwise.study.experiments.compare_study_layers import name_cause
 from headwise.study.experiments.measures import layer_error_budget
-from headwise.study.experiments.named_causes import name_cause
 from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import IMPLEMENTATIONS, Bert, EinopsPage
 

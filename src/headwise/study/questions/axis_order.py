@@ -16,7 +16,7 @@ from headwise.errors import HeadwiseError
 from headwise.layers.native.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
-from headwise.study.charts import SERIES, SOFT, Axes, Figure
+from headwise.study.drawing_helpers import SERIES, SOFT, Axes, Figure
 from headwise.study.experiments.measures import (
     layer_error_budget,
     relative_difference,
@@ -24,7 +24,7 @@ from headwise.study.experiments.measures import (
 )
 from headwise.study.implementation_interface import SharedWeights
 from headwise.study.research_question import Fact, FactTable, Numbers, Question
-from headwise.support.progress_callback import Progress
+from headwise.support.progress_callback_type import Progress
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
 EMBED_DIM, HEADS = 32, 4

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from headwise import reference
 from headwise.bundled_models import demo_text, minilm
 from headwise.layers.native.attention import Attention
-from headwise.study.charts import (
+from headwise.study.drawing_helpers import (
     SERIES,
     WIDTH,
     Axes,
@@ -29,7 +29,7 @@ from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.experiments.same_weights import shared_weights_from_projections
 from headwise.study.implementations import HeadwiseAttention
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback import Progress
+from headwise.support.progress_callback_type import Progress
 
 WORDS = 9  # of the text: few enough for every map to be drawn whole
 EVERY = 4  # one of so many numbers along embed_dim is drawn

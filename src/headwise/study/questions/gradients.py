@@ -11,15 +11,15 @@ from torch.nn.functional import cosine_similarity
 
 from headwise import reference
 from headwise.layers.native.attention import Attention
-from headwise.study.charts import INK, SERIES, SOFT, Axes, Figure, style_axes
-from headwise.study.experiments.gradient_formulas import (
+from headwise.study.drawing_helpers import INK, SERIES, SOFT, Axes, Figure, style_axes
+from headwise.study.experiments.closed_form_gradients import (
     ForwardPass,
     WeightGradients,
     projection_gradients,
     rounding_bounds,
 )
 from headwise.study.research_question import Fact, FactTable, Numbers, Question
-from headwise.support.progress_callback import Progress
+from headwise.support.progress_callback_type import Progress
 from headwise.support.thread_count import one_thread
 
 EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last is "many"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headwise.study import trained_encoder
-from headwise.study.charts import CARD, INK, SOFT, Axes, Figure
+from headwise.study import trained_encoder_run
+from headwise.study.drawing_helpers import CARD, INK, SOFT, Axes, Figure
 from headwise.study.experiments import measured_conventions, same_weights
 from headwise.study.experiments.same_weights import EMBED_DIM, NUM_HEADS
 from headwise.study.implementations import IMPLEMENTATIONS, PEERS, REWRITTEN
@@ -18,7 +18,7 @@ from headwise.study.research_question import (
     fill_template,
     format_scientific,
 )
-from headwise.support.progress_callback import Progress
+from headwise.support.progress_callback_type import Progress
 
 CODE = tuple(
     key for key in IMPLEMENTATIONS if key != "paper"
@@ -51,7 +51,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     same = same_weights.compare_random_weights()
     same["blocks_are_sums"] = same_weights.blocks_add_residual_and_norm()
     progress("the weights of an encoder", 1, 3)
-    run = trained_encoder.encoder_run(progress)
+    run = trained_encoder_run.encoder_run(progress)
     shares = same_weights.error_budget_shares_over_layers(run)
     progress("conventions", 2, 3)
     each = {key: measured_conventions.measure_conventions(IMPLEMENTATIONS[key]) for key in CODE}

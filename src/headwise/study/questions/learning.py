@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwise.layers.native.attention import Attention
-from headwise.study.charts import (
+from headwise.study.drawing_helpers import (
     INK,
     SERIES,
     SOFT,
@@ -35,7 +35,7 @@ from headwise.study.charts import (
 )
 from headwise.study.experiments.measures import count_parameters
 from headwise.study.research_question import Fact, FactTable, Numbers, Question
-from headwise.support.progress_callback import Progress
+from headwise.support.progress_callback_type import Progress
 from headwise.support.thread_count import one_thread
 
 LENGTH = 16  # tokens, and so names, of a text

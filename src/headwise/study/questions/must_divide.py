@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from headwise.error_budget.budget import Budget
 from headwise.layers.native.attention import Attention
-from headwise.layers.native.einops_block import EinopsPostNormBlock
-from headwise.study.charts import (
+from headwise.layers.native.einops_page_block import EinopsPostNormBlock
+from headwise.study.drawing_helpers import (
     BAD,
     INK,
     SERIES,
@@ -28,7 +28,7 @@ from headwise.study.charts import (
 from headwise.study.experiments.measures import count_parameters, layer_error_budget
 from headwise.study.implementation_interface import SharedWeights
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback import Progress
+from headwise.support.progress_callback_type import Progress
 
 EMBED_DIM = 40
 HEADS, HEAD_DIM, VALUE_DIM = 6, 10, 7  # none of them divides the next, nor EMBED_DIM its heads

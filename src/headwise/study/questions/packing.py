@@ -21,12 +21,19 @@ from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import PolarityWarning
 from headwise.masks.mask import Mask
-from headwise.study.charts import SERIES, Figure, add_sheet, draw_block, write_heading, write_note
+from headwise.study.drawing_helpers import (
+    SERIES,
+    Figure,
+    add_sheet,
+    draw_block,
+    write_heading,
+    write_note,
+)
 from headwise.study.experiments.measures import layer_error_budget, relative_times
 from headwise.study.implementation_interface import SharedWeights
 from headwise.study.implementations import GPT2, DropIn, HeadwiseAttention, TorchLayer
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback import Progress
+from headwise.support.progress_callback_type import Progress
 
 PARTS = 3  # queries, keys, values
 EMBED_DIM, HEADS = 768, 12  # GPT-2's
@@ -90,11 +97,8 @@ class PackingForm:
 
     def split_outputs_into_heads(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Split the products into queries, keys and values, (batch, heads, length, head_dim)."""
-        single = [
-            product
-            for size, output in zip(self.sizes, outputs, strict=True)
-            for product in output.unflatten(-1, (size, -1)).unbind(-2)
-        ]
+        pairs = zip(self.sizes, outputs, strict=True)
+        single = [x for size, y in pairs for x in y.unflatten(-1, (size, -1)).unbind(-2)]
         count = len(single) // PARTS
         q, k, v = (torch.stack(single[n : n + count], dim=1) for n in range(0, len(single), count))
         return q, k, v
@@ -210,9 +214,8 @@ def largest_error_budget_share(layers: PackedLayers, x: Tensor, source: Tensor) 
     ]
     for form in packing_forms(HEADS).values():
         if source is x or len(form.sizes) > 1:  # a single matrix has a single input
-            matrices = form.pack(layers.small)
-            biases = form.biases_of_stored_matrices(layers.biases)
-            products = form.project(x, source, matrices, biases)
+            stored = form.pack(layers.small), form.biases_of_stored_matrices(layers.biases)
+            products = form.project(x, source, *stored)
             outputs.append(attend_and_project(layers, *form.split_outputs_into_heads(products)))
     return max(budget.check(output).ratio for output in outputs)
 
@@ -224,10 +227,8 @@ def misread_packed_weights(layers: PackedLayers, x: Tensor) -> dict[str, bool | 
     by_head = products[0].unflatten(-1, (HEADS, PARTS, -1)).movedim(1, 3)
     output = attend_and_project(layers, *by_head.unbind(2))
     budget = layer_error_budget(x, x, x, layers.weights, num_heads=HEADS)
-    return {
-        "within": budget.check(output).within,
-        "difference": float((output - budget.exact).norm() / budget.exact.norm()),
-    }
+    difference = float((output - budget.exact).norm() / budget.exact.norm())
+    return {"within": budget.check(output).within, "difference": difference}
 
 
 def compare_same_and_copied_inputs(layers: PackedLayers) -> dict[str, Any]:
@@ -289,7 +290,6 @@ TITLES = {
     ),
 }
 GAP, STRIP = 0.14, 0.03  # in units: between matrices, and between those that are small
-
 UNIT = 0.66  # inches: embed_dim
 CENTRES = (0.72, 1.98, 3.27, 4.42, 6.2)  # inches: of the forms
 TOP = 0.62  # inches

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise import reference
 from headwise.errors import MissingExtraError
 from headwise.layers.native.attention import Attention
-from headwise.study.charts import INK, SERIES, SOFT, Axes, Figure, label_point, style_axes
+from headwise.study.drawing_helpers import INK, SERIES, SOFT, Axes, Figure, label_point, style_axes
 from headwise.study.experiments.measures import layer_error_budget, relative_times
 from headwise.study.experiments.quantised_projections import (
     BFloat16Projection,
@@ -29,7 +29,7 @@ from headwise.study.experiments.quantised_projections import (
 )
 from headwise.study.implementation_interface import SharedWeights
 from headwise.study.research_question import Fact, FactTable, Numbers, Question
-from headwise.support.progress_callback import Progress
+from headwise.support.progress_callback_type import Progress
 
 EMBED_DIM, HEADS, BATCH, LENGTH = 512, 8, 2, 128
 TOKENS = {"one": 1, "many": 256}  # of the timing

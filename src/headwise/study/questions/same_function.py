@@ -12,10 +12,10 @@ from torch.nn.functional import linear
 
 from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
-from headwise.bundled_models.recorded_run import AttentionCall
+from headwise.bundled_models.recorded_attention_calls import AttentionCall
 from headwise.error_budget.budget import Budget
-from headwise.study import trained_encoder
-from headwise.study.charts import (
+from headwise.study import trained_encoder_run
+from headwise.study.drawing_helpers import (
     INK,
     SERIES,
     SOFT,
@@ -25,6 +25,7 @@ from headwise.study.charts import (
     label_point,
     style_axes,
 )
+from headwise.study.experiments.compare_study_layers import compare_published_check
 from headwise.study.experiments.measures import (
     Projected,
     equals_value_of_top_key,
@@ -33,9 +34,8 @@ from headwise.study.experiments.measures import (
     relative_difference,
     score_error_budget,
 )
-from headwise.study.experiments.named_causes import compare_published_check
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback import Progress
+from headwise.support.progress_callback_type import Progress
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH = 2, 10
@@ -67,7 +67,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     for name, sample in conditions.items():
         checks[name], cases[name] = check_samples(sample)
     example = next((seed for seed, equal in enumerate(checks["published"]["equal"]) if equal), 0)
-    run = trained_encoder.encoder_run(progress)
+    run = trained_encoder_run.encoder_run(progress)
     layers = [compare_merged_head(call, run.num_heads) for call in run.calls]
     apart = [[round(x, 4) for x in layer["apart"]] for layer in layers]
     sums = [score_sum_error(sample.projected, HEADS) for sample in (published, default)]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise.study.charts import INK, SERIES, Figure, label_point, style_axes
+from headwise.study.drawing_helpers import INK, SERIES, Figure, label_point, style_axes
+from headwise.study.experiments.compare_study_layers import name_cause
 from headwise.study.experiments.measures import (
     Projected,
     error_budget_ratios,
@@ -19,10 +20,9 @@ from headwise.study.experiments.measures import (
     relative_difference,
     score_error_budget,
 )
-from headwise.study.experiments.named_causes import name_cause
 from headwise.study.implementations import TorchLayer
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback import Progress
+from headwise.support.progress_callback_type import Progress
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH, LONGER = 40, 5, 50

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise import reference
-from headwise.study.charts import (
+from headwise.study.drawing_helpers import (
     INK,
     SERIES,
     SOFT,
@@ -37,7 +37,7 @@ from headwise.study.experiments.operation_trace import (
 )
 from headwise.study.implementations import HeadwiseAttention, TorchLayer
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback import Progress
+from headwise.support.progress_callback_type import Progress
 
 SIZES = {"batch": 1, "length": 12, "embed_dim": 512, "heads": 2}
 OTHER_SIZES = {"batch": 3, "length": 5, "embed_dim": 28, "heads": 4}  # no two products the same

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import has_torch_function
 
-from headwise.kernels import linear as kernel
-from headwise.kernels.linear import apply_linear
+from headwise.kernels import linear_projection as kernel
+from headwise.kernels.linear_projection import apply_linear
 from headwise.support import private_torch
 
 needs_onednn = pytest.mark.skipif(

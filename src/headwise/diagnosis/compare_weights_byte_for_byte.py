@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints.attention_loading import attention_from_state
-from headwise.checkpoints.config_check import layout_in_layer
+from headwise.checkpoints.config_against_layout import layout_in_layer
 from headwise.diagnosis.diagnosis_result import OutputComparison, TensorComparison, TensorEvidence
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layers.native.attention import Attention
@@ -33,7 +33,7 @@ from headwise.layouts.equality import (
 from headwise.layouts.layout import Layout, is_positive_zero
 from headwise.layouts.module_names import AS_STORED, NamedModule, NameForm, find_modules
 from headwise.layouts.registry import layout
-from headwise.support.progress_callback import Progress, no_progress
+from headwise.support.progress_callback_type import Progress, no_progress
 
 KINDS = ("apart", "infinite", "nan", "nan_bits", "zero_signs")  # of entries that differ
 PART = 1 << 20  # entries that are compared at a time

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.diagnosis.compare_tensors import compare_tensors as verify
+from headwise.diagnosis.compare_weights_byte_for_byte import compare_tensors as verify
 from headwise.diagnosis.diagnosis_result import TensorComparison
 from headwise.errors import OptionError
 from headwise.layouts.attention_spec import AttentionSpec

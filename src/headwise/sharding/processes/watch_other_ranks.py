@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from headwise.errors import LostProcessError
-from headwise.sharding.processes.job import TIMEOUT, Job, open_group_job
+from headwise.sharding.processes.job_coordination import TIMEOUT, Job, open_group_job
 from headwise.sharding.processes.life_signs import failed_rank_error
 
 LOST = 75  # EX_TEMPFAIL of sysexits.h, as the exit status of a command

@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.state_moves import extract_rows, find_state_moves, replace_rows
+from headwise.diagnosis.moves.canonical_weight_moves import (
+    extract_rows,
+    find_state_moves,
+    replace_rows,
+)
 from headwise.layouts.canonical_form import State
 from tests.diagnosis.moves.projections import GEOMETRIES, halves, projections
 

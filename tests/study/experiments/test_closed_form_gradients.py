@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise import reference
 from headwise.masks.mask import Mask
-from headwise.study.experiments.gradient_formulas import (
+from headwise.study.experiments.closed_form_gradients import (
     ForwardPass,
     projection_gradients,
     rounding_bounds,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headwise.checkpoints import safetensors_file, torch_file
 from headwise.checkpoints.safetensors_file import KEY
-from headwise.checkpoints.shard_files import RANK_FOLDER, TRACKER
+from headwise.checkpoints.tensor_parallel_files import RANK_FOLDER, TRACKER
 from headwise.errors import OptionError
 from headwise.layouts.layout import Layout
 from headwise.support.atomic_write import write_whole

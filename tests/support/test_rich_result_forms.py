@@ -12,7 +12,7 @@ from headwise.diagnosis.diagnosis_result import Diagnosis
 from headwise.layouts.layout import Layout
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_diff import ScanDiff
-from headwise.support.display import DRAWN_BY, Displayed, ShownInNotebook, render_form
+from headwise.support.rich_result_forms import DRAWN_BY, Displayed, ShownInNotebook, render_form
 from tests.scanning.scans import random_scan
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.kernels.linear import apply_linear
+from headwise.kernels.linear_projection import apply_linear
 from headwise.layers.native.base import Projection
 from headwise.layers.native.qk_norm import Norm, normalise
 from headwise.sharding.heads.rank_heads import RankHeads, local_part

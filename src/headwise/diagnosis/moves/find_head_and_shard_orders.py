@@ -7,13 +7,13 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.projection_rows import RowSizes
 from headwise.diagnosis.moves.row_hashes import (
     hash_label_sequences,
     make_hash_multipliers,
     mix_bits,
 )
 from headwise.diagnosis.moves.row_map import MapName, RowMap
+from headwise.diagnosis.moves.rows_of_all_projections import RowSizes
 
 SHARDS = (2, 4, 8)
 HEADS_ORDER, ROLLED_ORDER, SHARDS_ORDER = 1000, 990, 1010

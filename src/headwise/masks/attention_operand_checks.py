@@ -10,12 +10,12 @@ from torch import Tensor
 from headwise.errors import DeviceError, DTypeError, LimitError, OptionError, ShapeError
 from headwise.masks.mask import Mask, require_mask_type
 from headwise.masks.score_bias import ScoreBias, require_score_bias_type
-from headwise.support.arguments import ArgumentAdvice, is_number, require_tensors
 from headwise.support.cast_to_int64 import (
     convert_to_int64,
     convert_to_int_or_none,
     has_integer_dtype,
 )
+from headwise.support.explain_wrong_arguments import ArgumentAdvice, is_number, require_tensors
 from headwise.support.message_text import describe_sizes, describe_value, human_bytes
 from headwise.support.tracing import may_check_values
 

@@ -17,8 +17,8 @@ from headwise.layers.native.base import Projection
 from headwise.layers.native.call_checks import check_tokens
 from headwise.layers.native.initialization import initialise_as_einops_page
 from headwise.layers.native.option_checks import check_positive_whole_numbers
+from headwise.masks.attention_operand_checks import check_probability
 from headwise.masks.mask import Mask
-from headwise.masks.operand_checks import check_probability
 from headwise.reference import split_heads
 
 

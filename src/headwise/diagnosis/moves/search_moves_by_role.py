@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.labelled_rows import Labelled
 from headwise.diagnosis.moves.matrix_map import MatrixMap
-from headwise.diagnosis.moves.projection_rows import RowSizes
+from headwise.diagnosis.moves.row_labels_by_content import Labelled
 from headwise.diagnosis.moves.row_map import MapName, RowMap
 from headwise.diagnosis.moves.row_map_catalogue import RowMapCatalogue
+from headwise.diagnosis.moves.rows_of_all_projections import RowSizes
 from headwise.diagnosis.moves.search_moves import Step, Steps, search_steps
 
 

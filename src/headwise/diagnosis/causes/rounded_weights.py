@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.find_projection_moves import STAGE_OF
+from headwise.diagnosis.moves.canonical_weight_moves import extract_rows, replace_rows
 from headwise.diagnosis.moves.row_changes import ROUNDED, Rounded, format_dtype
-from headwise.diagnosis.moves.state_moves import extract_rows, replace_rows
 
 
 class RoundedWeightsCause(Cause):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.moves.matrix_map import MatrixMap, reread_with_exchanged_axes
-from headwise.diagnosis.moves.projection_rows import Rows, RowSizes
 from headwise.diagnosis.moves.row_hashes import hash_columns, hash_rows
+from headwise.diagnosis.moves.rows_of_all_projections import Rows, RowSizes
 
 
 @dataclass

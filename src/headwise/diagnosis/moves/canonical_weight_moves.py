@@ -10,9 +10,9 @@ from headwise.diagnosis.moves.bias_moves import BiasCleared
 from headwise.diagnosis.moves.find_moves import find_moves
 from headwise.diagnosis.moves.initial_values import recognise_initialisation
 from headwise.diagnosis.moves.move import Move, MoveReport
-from headwise.diagnosis.moves.projection_rows import ROLES, Rows
 from headwise.diagnosis.moves.row_changes import default_tolerance, largest_residual
 from headwise.diagnosis.moves.row_map import MapName
+from headwise.diagnosis.moves.rows_of_all_projections import ROLES, Rows
 from headwise.layouts.canonical_form import State
 
 OUTPUT_BIAS = "output bias"

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.support.arguments import ArgumentAdvice
+from headwise.support.explain_wrong_arguments import ArgumentAdvice
 from headwise.support.message_text import describe_value
 
 _DROP_IN = "headwise.MultiheadAttention has it"
