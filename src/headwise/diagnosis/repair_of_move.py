@@ -9,7 +9,7 @@ from headwise.diagnosis.causes.moved_projections_base import (
     MovedProjectionsCause,
     describe_undoing,
 )
-from headwise.diagnosis.causes.rounded_projections import RoundedProjectionsCause
+from headwise.diagnosis.causes.rounded_weights import RoundedWeightsCause
 from headwise.diagnosis.causes.weights_at_initial_values import InitialWeightsCause
 from headwise.diagnosis.moves.move import Move
 
@@ -25,7 +25,7 @@ def describe_repair(move: Move) -> str:
         return f"load the biases {', '.join(f'b{role}' for role in move.roles)}"
     if isinstance(cause, InitialWeightsCause):
         return f"load {', '.join(f'w{role}' for role in move.roles)}: not loaded, but initialised"
-    if isinstance(cause, RoundedProjectionsCause):
+    if isinstance(cause, RoundedWeightsCause):
         return f"load the weights in a wider dtype than {move.name.text}"
     return describe_undoing(move.name)
 
