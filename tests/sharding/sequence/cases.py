@@ -97,7 +97,7 @@ def with_leaves(p: Problem) -> tuple[Problem, list[Tensor]]:
     bias = p.score_bias
     if bias is not None:
         tables = tuple(
-            replace(part, table=replace(part.table, numbers=leaf(part.table.given_tensor)))
+            replace(part, table=replace(part.table, given_tensor=leaf(part.table.given_tensor)))
             for part in bias.by_distance
         )
         bias = ScoreBias(tables, tuple(map(leaf, bias.tensors)))

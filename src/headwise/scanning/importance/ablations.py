@@ -83,8 +83,9 @@ def ablations(
     chosen, before = SelectedLayers(layers, heads), 0
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(model_inputs)
+    replacement = _make_replacement(by, seed)
     statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
-    ablation = _HeadAblation(chosen, _make_replacement(by, seed), statistic, causal=loss is None)
+    ablation = _HeadAblation(chosen, replacement, statistic, causal=loss is None)
     with torch.no_grad(), evaluation_mode(model), capture_attention(model, ablation) as capture:
         for index, model_input in enumerate(model_inputs):
             report = partial(_report_progress, progress, before, len(model_inputs), index)
