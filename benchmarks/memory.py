@@ -34,7 +34,7 @@ def statistics_beyond_the_fused_forward() -> float:
     _warm_up(q, k, v)
     scaled_dot_product_attention(q, k, v, is_causal=True)
     before = peak_mb()
-    AttentionMatrix(q, k, mask=Mask.causal()).one_pass_statistics()
+    AttentionMatrix(q, k, mask=Mask.causal()).statistics()
     return peak_mb() - before
 
 
@@ -51,7 +51,7 @@ def product_beyond_its_output() -> float:
 def _warm_up(q: Tensor, k: Tensor, v: Tensor) -> None:
     """What the first call of a process loads is no cost of the reading."""
     q, k, v = (x[:, :, :64] for x in (q, k, v))
-    AttentionMatrix(q, k).one_pass_statistics()
+    AttentionMatrix(q, k).statistics()
     _ = AttentionMatrix(q, k) @ v
 
 

@@ -128,7 +128,7 @@ def test_products_are_within_the_budget(p: Problem) -> None:
 @given(problems(dtypes=DTYPES))
 def test_row_statistics_are_within_the_budget(p: Problem) -> None:
     matrix = matrix_of(p)
-    found = matrix.one_pass_statistics()
+    found = matrix.statistics()
     Budget.for_logsumexp(p.q, p.k, **p.kwargs).assert_holds(found.logsumexp)
     Budget.for_entropy(p.q, p.k, **p.kwargs).assert_holds(found.entropy)
     largest = Budget.for_weights(p.q, p.k, read=lambda w: w.amax(-1), **p.kwargs)
@@ -142,7 +142,7 @@ def test_row_statistics_are_within_the_budget(p: Problem) -> None:
 @given(problems(dtypes=DTYPES))
 def test_single_readings_are_those_of_the_one_pass(p: Problem) -> None:
     matrix = matrix_of(p)
-    together = matrix.one_pass_statistics()
+    together = matrix.statistics()
     assert torch.equal(matrix.entropy(), together.entropy)
     assert torch.equal(matrix.received(), together.received)
     Budget.for_logsumexp(p.q, p.k, **p.kwargs).assert_holds(matrix.logsumexp())
@@ -323,7 +323,7 @@ def test_an_empty_axis_gives_the_defined_result(empty: str) -> None:
     matrix = AttentionMatrix(q, k, sink=torch.ones(6, dtype=torch.float64))
     assert (matrix @ v).shape == (*q.shape[:3], 7)
     assert not (matrix @ v).any()
-    found = matrix.one_pass_statistics()
+    found = matrix.statistics()
     assert not found.entropy.any() or empty == "batch"
     assert found.received.shape == (*q.shape[:2], k.shape[2])
     if empty == "keys":

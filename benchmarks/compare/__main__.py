@@ -1,8 +1,9 @@
 """Print how often the cause of a fault is named: ``python -m benchmarks.compare --help``.
 
-A line for each fault says what was named in place of the truth. The table after all suites gives
-the precision and recall of each cause; a case of two faults counts for both of its causes. The
-second set runs only if it is named, ``--suite second``, so that no cause is adapted to it.
+A line for each fault says what was named in place of the truth, also by another name of it. The
+table after all suites gives the precision and recall of each cause; a case of two faults counts for
+both of its causes. The second set runs only if it is named, ``--suite second``, so that no cause is
+adapted to it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _print(suite: str, results: dict[str, list[Scored]], seconds: float) -> None:
     for fault, scores in results.items():
-        instead = Counter(each.answer for each in scores if not each.is_right)
+        instead = Counter(s.answer for s in scores if not s.is_right or s.by_other_name)
         others = ", ".join(f"{answer} ({n})" for answer, n in instead.most_common(MOST_ANSWERS))
         right = sum(each.is_right for each in scores)
         print(f"{right:4} of {len(scores):3}  {fault:46} {others}")

@@ -259,7 +259,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
 
     # ---- reductions -------------------------------------------------------------------------
 
-    def one_pass_statistics(self) -> Statistics:
+    def statistics(self) -> Statistics:
         """Return logsumexp, entropy, maximum and received from one pass over the matrix."""
         requested = Requested(entropy=True, received=True)
         result = run_kernel(Task(self._kernel_input(), statistics=requested))

@@ -37,7 +37,7 @@ def test_zero_weights_zero_outputs_finite_gradients(kind: str, softcap: float | 
     dense = matrix.dense()
     empty = (dense == 0).all(-1)
     assert bool(empty.any())  # or the test says nothing
-    found, out = matrix.one_pass_statistics(), matrix @ v
+    found, out = matrix.statistics(), matrix @ v
     assert not out[empty].any()
     assert bool((found.logsumexp[empty] == -torch.inf).all())
     assert not found.entropy[empty].any()

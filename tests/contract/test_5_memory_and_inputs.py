@@ -19,7 +19,7 @@ CALLS: dict[str, Callable[[AttentionMatrix, Tensor], object]] = {
     "product": lambda a, v: a @ v,
     "narrow product": lambda a, v: a @ v[..., :3],
     "transposed": lambda a, v: a.mT @ v,
-    "statistics": lambda a, v: a.one_pass_statistics(),
+    "statistics": lambda a, v: a.statistics(),
     "diagonal": lambda a, v: a.diagonal(-1),
     "rows": lambda a, v: a.rows(torch.tensor([1, 5, 1400])),
     "pool": lambda a, v: a.pool(16, 16),

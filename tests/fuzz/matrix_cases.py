@@ -219,7 +219,7 @@ def topk(p: Problem) -> None:
 
 
 def reductions(p: Problem) -> None:
-    found = p.matrix().one_pass_statistics()
+    found = p.matrix().statistics()
     alone = p.matrix()
     numbers = {
         "logsumexp": (Budget.for_logsumexp, p.truth.logsumexp(), alone.logsumexp()),

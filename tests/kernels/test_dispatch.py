@@ -217,7 +217,7 @@ def test_the_report_is_that_of_the_kernels_that_run(monkeypatch: pytest.MonkeyPa
     def read_all(v: Tensor) -> Tensor:
         told = kernels_told(matrix, v)
         ran.clear()
-        _ = matrix @ v, matrix.mT @ q, matrix.one_pass_statistics(), matrix.head_average()
+        _ = matrix @ v, matrix.mT @ q, matrix.statistics(), matrix.head_average()
         assert ran == [told[name] for name in list(told)[:4]]
         return v.sum()
 

@@ -26,7 +26,7 @@ def read(
         softcap=3.0,
         sink=sink,
     )
-    statistics = matrix.one_pass_statistics()
+    statistics = matrix.statistics()
     return matrix @ v, matrix.mT @ q, matrix.head_average(), *statistics
 
 

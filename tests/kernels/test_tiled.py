@@ -92,7 +92,7 @@ def test_a_tile_that_is_hidden_whole_still_gives_its_sink_a_gradient() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "TILE_ELEMENTS", 100)
         matrix = AttentionMatrix(q, k, mask=Mask.causal(align="bottom-right"), sink=sink)
-        found = matrix.one_pass_statistics()
+        found = matrix.statistics()
         # 298 queries see the sink alone: their logsumexp is the sink.
         (alone,) = torch.autograd.grad(found.logsumexp[:, :, :298].sum(), sink, retain_graph=True)
         (gradient,) = torch.autograd.grad(found.maximum.sum(), sink)
@@ -205,7 +205,7 @@ def test_finite_input_gives_no_nan(dtype: torch.dtype) -> None:
     q = torch.randn(2, 2, 9, 4).sign().mul(largest).to(dtype).requires_grad_()
     k = torch.randn(2, 2, 11, 4).sign().mul(largest).to(dtype).requires_grad_()
     matrix = AttentionMatrix(q, k, mask=Mask.lengths(keys=torch.tensor([0, 5])))
-    found = matrix.one_pass_statistics()
+    found = matrix.statistics()
     read = [matrix @ k, *found[1:], matrix.head_average(), matrix.diagonal(1)]
     assert not any(x.isnan().any() for x in read)
     torch.stack([x.float().sum() for x in read[1:]]).sum().backward()

@@ -156,7 +156,7 @@ def check_copied_matrix(how: Callable[[Any], Any], module: nn.Module, inputs: Ou
         with torch.set_grad_enabled(grad):
             matrix = module.matrix(*inputs[:2], *inputs[3:])
         assert same(how(matrix).dense(), matrix.dense())
-        assert same(how(matrix).one_pass_statistics(), matrix.one_pass_statistics())
+        assert same(how(matrix).statistics(), matrix.statistics())
 
 
 def seeded(call: Call, module: nn.Module, inputs: Outputs, *, backward: bool = True) -> Ran:

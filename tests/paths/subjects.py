@@ -102,7 +102,7 @@ class Statistics(Reading):
 
     def forward(self, q: Tensor, k: Tensor) -> Outputs:
         matrix = self.matrix(q, k)
-        return (*matrix.one_pass_statistics(), matrix.mT @ q)
+        return (*matrix.statistics(), matrix.mT @ q)
 
 
 class Parts(Reading):
@@ -304,7 +304,7 @@ SUBJECTS = (
     ),
     Subject(
         "statistics",
-        "`A.one_pass_statistics()` and `A.mT @ y`, causal, GQA.",
+        "`A.statistics()` and `A.mT @ y`, causal, GQA.",
         Statistics,
         lambda queries, keys: vectors(queries, keys)[:2],
         statistics_reference,

@@ -137,6 +137,7 @@ def test_a_pinned_token_lights_its_top_keys(opened: Opened, scan: HeadScan) -> N
     assert lit["exact"] == "top"
     answer = opened.page.locator(".summary")
     assert answer.evaluate("(p) => p.scrollWidth <= p.clientWidth")
+    assert answer.inner_text().startswith("1.0: ")
     seen = [(entry["first"], entry["weight"]) for entry in lit["entries"]]
     for (key, weight), (expected, share) in zip(seen, lit_keys(scan, 7), strict=True):
         assert key == expected

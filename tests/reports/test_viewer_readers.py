@@ -70,6 +70,37 @@ def test_every_way_in_is_in_sight(browser: Chromium, tmp_path: Path, width: int)
         assert opened.page.evaluate("document.documentElement.scrollHeight <= innerHeight")
 
 
+def test_the_chosen_sentence_is_in_sight_on_a_phone(browser: Chromium, tmp_path: Path) -> None:
+    """The sentences are one row there; a tap on the edge of one shows all of it."""
+    scan = viewer_scan()
+    for number, name in enumerate(SCALARS):
+        scan.layer_scans[0].summaries[name]["sum"][number] = 0.9 if "_" in name else 300.0
+    path = save_scan_page(tmp_path / "page.html", viewer_report(scan))
+    with browser.open(path, width=390, has_touch=True) as opened:
+        row, way = opened.page.locator(".ways"), opened.page.locator(".way").nth(1)
+        before, box = way.bounding_box(), row.bounding_box()
+        assert before is not None
+        assert box is not None
+        assert before["x"] + before["width"] > box["x"] + box["width"]
+        opened.page.touchscreen.tap(before["x"] + 10, before["y"] + 10)
+        opened.poll("document.querySelectorAll('.way')[1].ariaPressed === 'true'")
+        after = way.bounding_box()
+        assert after is not None
+        assert box["x"] <= after["x"]
+        assert after["x"] + after["width"] <= box["x"] + box["width"]
+
+
+def test_weight_beyond_the_offsets_is_said_first(browser: Chromium, tmp_path: Path) -> None:
+    scan = viewer_scan()
+    profile = scan.layer_scans[1].summaries["offset_profile"]
+    profile["sum"][2] *= 0.1 / (profile["sum"][2] / profile["count"][2]).sum()
+    path = save_scan_page(tmp_path / "page.html", viewer_report(scan))
+    with browser.open(path, address="#h=1.2") as opened:
+        opened.poll("headwise.app.loaded !== null")
+        text = opened.page.inner_text("[data-part=profile]")
+        assert "Most of the weight, 90 %, is farther away." in text
+
+
 def test_the_chosen_head_is_in_sight_and_its_column_is_named(
     browser: Chromium, tmp_path: Path
 ) -> None:

@@ -30,12 +30,12 @@ QUERIES: dict[str, Callable[[Any], Tensor]] = {
     "maximum": lambda a: a.maximum(),
     "logsumexp": lambda a: a.logsumexp().nan_to_num(neginf=-99.0),
     "average": lambda a: a.head_average()[:, None],
-    "statistics": lambda a: a.one_pass_statistics().entropy,
+    "statistics": lambda a: a.statistics().entropy,
     "topk": lambda a: a.topk(1)[0],
 }
 KEYS: dict[str, Callable[[Any], Tensor]] = {
     "received": lambda a: a.received(),
-    "statistics received": lambda a: a.one_pass_statistics().received,
+    "statistics received": lambda a: a.statistics().received,
 }
 EVERYWHERE: dict[str, Callable[[Any], Tensor]] = {
     "pool": lambda a: a.pool(min(5, a.shape[2]), min(4, a.shape[3])),

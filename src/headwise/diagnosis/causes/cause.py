@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from headwise.diagnosis.moves.row_map import MapName
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.stages import RecordedCall
@@ -93,3 +94,12 @@ class Cause(ABC):
     @abstractmethod
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the models that the layer in doubt would be, if this were the cause."""
+
+    def remedy(self, name: MapName) -> str:
+        """Return what makes weights right again that moved in this way."""
+        return describe_undoing(name)
+
+
+def describe_undoing(name: MapName) -> str:
+    """Return the repair of a move of weights that no cause describes."""
+    return f"undo it in {', '.join(f'w{role}' for role in name.roles)}: {name}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.find_projection_moves import STAGE_OF
+from headwise.diagnosis.moves.row_map import MapName
 
 
 class MissingBiasesCause(Cause):
@@ -41,4 +42,12 @@ class MissingBiasesCause(Cause):
             if names:
                 model = evidence.model.with_weights(**dict.fromkeys(names))
                 roles = "".join(name[1:] for name in names)
-                yield Variant(model, {"roles": roles}, f"load the biases {', '.join(names)}")
+                yield Variant(model, {"roles": roles}, _load_biases(roles))
+
+    def remedy(self, name: MapName) -> str:
+        """See `Cause.remedy`."""
+        return _load_biases(name.roles)
+
+
+def _load_biases(roles: Iterable[str]) -> str:
+    return f"load the biases {', '.join(f'b{role}' for role in roles)}"

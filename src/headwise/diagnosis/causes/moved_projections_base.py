@@ -62,16 +62,6 @@ class MovedProjectionsCause(Cause):
     def _matching_name(self, move: Move) -> MapName | None:
         return next((each for each in (move.name, *move.equals) if each.cause == self.name), None)
 
-    def remedy(self, name: MapName) -> str:
-        """Return what makes the layer in doubt equal again."""
-        return describe_undoing(name)
-
-
-def describe_undoing(name: MapName) -> str:
-    """Return the repair of a move that has no other one."""
-    where = ", ".join(f"w{role}" for role in name.roles)
-    return f"undo it in {where}: {name}"
-
 
 def _cause_parameters(name: MapName) -> dict[str, object]:
     return {"roles": "".join(name.roles), **dict(name.parameters)}

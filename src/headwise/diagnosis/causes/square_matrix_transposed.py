@@ -34,5 +34,5 @@ class MatrixTransposedCause(MovedProjectionsCause):
     cost: ClassVar[float] = 1.02
 
     def remedy(self, name: MapName) -> str:
-        """Return what makes the layer in doubt equal again."""
+        """See `Cause.remedy`."""
         return f"transpose {', '.join(f'w{role}' for role in name.roles)}: weight.mT"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from headwise.diagnosis.moves.initial_values import (
     list_initialisations,
     recognise_initialisation,
 )
+from headwise.diagnosis.moves.row_map import MapName
 from headwise.diagnosis.moves.rows_of_all_projections import Rows
 from headwise.diagnosis.simulation.gaps import WHOLE
 
@@ -76,6 +77,14 @@ class InitialWeightsCause(Cause):
             variant = _fit_weights_variant(evidence, role, x, y, kind)
             if not _has_permuted_entries(variant.model.weights[f"w{role}"], rows):
                 yield variant
+
+    def remedy(self, name: MapName) -> str:
+        """See `Cause.remedy`."""
+        return _load_initialised(name.roles)
+
+
+def _load_initialised(roles: Iterable[str]) -> str:
+    return f"load {', '.join(f'w{role}' for role in roles)}: not loaded, but initialised"
 
 
 def _is_freshly_initialised(evidence: Evidence, role: str, x: Tensor, products: Tensor) -> bool:
@@ -158,6 +167,4 @@ def _fit_weights_variant(
     if biased:
         changes[f"b{role}"] = solution[-1].reshape(weights[f"b{role}"].shape)
     parameters = {"role": role, "initialisation": kind.text, "bound": kind.width}
-    return Variant(
-        evidence.model.with_weights(**changes), parameters, f"load w{role}: it was initialised"
-    )
+    return Variant(evidence.model.with_weights(**changes), parameters, _load_initialised(role))

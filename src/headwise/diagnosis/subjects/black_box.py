@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.expected_exceptions import FAILURES, describe_error
+from headwise.diagnosis.subjects.expected_exceptions import (
+    FAILURES_OF_A_FUNCTION,
+    describe_error,
+)
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
 
@@ -161,10 +164,10 @@ class BlackBox(Subject):
         copies = {name: x.clone() for name, x in given.items()}
         try:
             return self._pass_arguments_by_name(copies), copies
-        except FAILURES as error:
+        except FAILURES_OF_A_FUNCTION as error:
             try:
                 ran = self._run_on_arrays(given)
-            except FAILURES as other:
+            except FAILURES_OF_A_FUNCTION as other:
                 raise self._make_failure_error(given, error, other) from error
             self.takes_arrays = True
             return ran

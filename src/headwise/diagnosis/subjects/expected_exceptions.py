@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-# The code of callers may raise errors of its own classes; each is shown, and kept as the cause.
-FAILURES: tuple[type[Exception], ...] = (Exception,)
+# An error of a model. headwise's own code runs beside it, so others are left as they are.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    Warning,  # where a filter makes errors of warnings
+)
+# An error of a caller's function, beside which nothing else runs: it may have a class of its own.
+# It is shown, and kept as the cause.
+FAILURES_OF_A_FUNCTION: tuple[type[Exception], ...] = (Exception,)
 
 
 def describe_error(error: Exception) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -31,7 +31,7 @@ from headwise.scanning.model_inputs import (
 )
 from headwise.scanning.running_modules import class_name_without_fsdp
 from headwise.scanning.selection import SelectedLayers
-from headwise.scanning.statistics.importance_statistics import ABLATIONS, Importance
+from headwise.scanning.statistics.importance_statistics import ABLATIONS
 from headwise.scanning.statistics.statistic import Summary
 from headwise.support.message_text import describe_value
 from headwise.support.module_modes import evaluation_mode
@@ -83,9 +83,7 @@ def ablations(
     chosen, before = SelectedLayers(layers, heads), 0
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(model_inputs)
-    replacement = _make_replacement(by, seed)
-    statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
-    ablation = _HeadAblation(chosen, replacement, statistic, causal=loss is None)
+    ablation = _HeadAblation(chosen, _make_replacement(by, seed), causal=loss is None)
     with torch.no_grad(), evaluation_mode(model), capture_attention(model, ablation) as capture:
         for index, model_input in enumerate(model_inputs):
             report = partial(_report_progress, progress, before, len(model_inputs), index)
@@ -141,7 +139,7 @@ def _make_replacement(by: str | Means, seed: int) -> Replacement:
             needed=f"one of {', '.join(ABLATIONS)}, or the result of mean_outputs",
             do='by="zero"',
         )
-    return Replacement() if by == "zero" else Resample(seed)
+    return Resample(seed) if by == Resample.by else Replacement()
 
 
 def _compute_losses(
@@ -166,20 +164,12 @@ class _HeadAblation:
     Args:
         layers: the selected layers and heads.
         replacement: the output of a head that is off.
-        statistic: the measure.
         causal: True if every call must be causal, as for the default loss.
     """
 
-    def __init__(
-        self,
-        layers: SelectedLayers,
-        replacement: Replacement,
-        statistic: Importance,
-        *,
-        causal: bool,
-    ) -> None:
-        self._layers, self._replacement = layers, replacement
-        self._statistic, self._causal = statistic, causal
+    def __init__(self, layers: SelectedLayers, replacement: Replacement, *, causal: bool) -> None:
+        self._layers, self._replacement, self._causal = layers, replacement, causal
+        self._statistic = ABLATIONS[replacement.by]
         self._off: tuple[LayerScan, int] | None = None
         self._call_index = 0  # of the next call in this pass
         self._real_queries: list[Tensor] = []  # of each call of this input, in order
@@ -260,7 +250,13 @@ class _HeadAblation:
 
 
 class Replacement:
-    """The output of a head that is off: zero by default."""
+    """The output of a head that is off: zero by default.
+
+    Attributes:
+        by: its name, which is that of the statistic.
+    """
+
+    by: ClassVar[str] = "zero"
 
     def begin_batch(self, batch: int) -> None:
         """Start another batch of so many sequences."""
@@ -280,6 +276,8 @@ class Replacement:
 
 class Mean(Replacement):
     """The mean output of the head, at every query."""
+
+    by: ClassVar[str] = "mean"
 
     def __init__(self, means: Means) -> None:
         self._means = means
@@ -317,6 +315,8 @@ class Resample(Replacement):
         seed: the seed of the draw, which is the same for every head and leaves the global
             generators alone.
     """
+
+    by: ClassVar[str] = "resample"
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)

@@ -41,7 +41,7 @@ class SequenceMatrix(LeftOperand):
     `positions`; those with an axis of keys all keys, but `received` and ``mT @ y``, which hold this
     rank's keys. `pool` returns the whole map on every rank.
 
-    The constructor, ``@ v``, ``mT @ y``, `received`, `one_pass_statistics`, `pool` and every
+    The constructor, ``@ v``, ``mT @ y``, `received`, `statistics`, `pool` and every
     backward pass are collectives: all ranks make the call. The readings are those of
     `headwise.AttentionMatrix`.
 
@@ -204,9 +204,9 @@ class SequenceMatrix(LeftOperand):
         """Return the weight that this rank's keys receive from all queries; a collective."""
         return self._sum_over_ranks_for_local_keys([matrix.received() for _, matrix in self.parts])
 
-    def one_pass_statistics(self) -> Statistics:
+    def statistics(self) -> Statistics:
         """Return logsumexp, entropy, maximum and received from one pass; a collective."""
-        parts = [matrix.one_pass_statistics() for _, matrix in self.parts]
+        parts = [matrix.statistics() for _, matrix in self.parts]
         *rows, received = zip(*parts, strict=True)
         logsumexp, entropy, maximum = (torch.cat(x, 2) for x in rows)
         return Statistics(
