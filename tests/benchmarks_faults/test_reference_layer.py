@@ -139,7 +139,7 @@ def test_real_weights_of_the_tiny_model_are_those_of_its_layers() -> None:
     from headwise.bundled_models import tiny
     from headwise.masks.mask import Mask
 
-    block = tiny.load().double().each_block()[2]
+    block = tiny.load().double().block_list()[2]
     x = Draw("tiny").normal(2, 11, 256)
     with torch.no_grad():
         expected = block.attention(x, mask=Mask.causal())

@@ -161,12 +161,12 @@ def test_forward_is_what_the_matrices_say(model: tiny.Tiny) -> None:
     ids, seen = windows(TEXT, 41)[:2], []
     handles = [
         block.attention.register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
-        for block in model.each_block()
+        for block in model.block_list()
     ]
     model(ids)
     for handle in handles:
         handle.remove()
-    for block, x, matrix in zip(model.each_block(), seen, model.matrices(ids), strict=True):
+    for block, x, matrix in zip(model.block_list(), seen, model.matrices(ids), strict=True):
         q = block.attention.q_proj(x).unflatten(-1, (block.attention.num_heads, -1))
         # Rotation keeps the length of each query.
         expected, found = q.transpose(1, 2).norm(dim=-1), matrix.q.norm(dim=-1)

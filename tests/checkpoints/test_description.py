@@ -27,8 +27,8 @@ from headwise.checkpoints.stored_description import (
 )
 from headwise.checkpoints.stream_conversion import convert_checkpoint
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.registry import layout, layouts
+from headwise.layouts.settings_outside_weights import AttentionSpec
 from tests.checkpoints import llamas
 from tests.diagnosis.test_detect import file_of
 from tests.layouts.examples import known_of

@@ -28,7 +28,7 @@ def found(mask: Mask, *, keys: int = KEYS, batch: int = BATCH) -> list[tuple[int
     bound = mask.bind(
         batch=batch, heads=HEADS, queries=QUERIES, keys=keys, device=torch.device("cpu")
     )
-    division = bound.divide_into_rectangles()
+    division = bound.rectangles_of_allowed_pairs()
     rectangles = () if division is None else division.rectangles
     return [(p.batch, tuple(p.queries), tuple(p.keys)) for p in rectangles]
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical_form import AXES, BIASES, State
 from headwise.layouts.convert import convert
@@ -22,6 +21,7 @@ from headwise.layouts.equality import list_differing_tensors, same_bytes
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import catalogue_by_family
 from headwise.layouts.registry import layout as by_name
+from headwise.layouts.settings_outside_weights import AttentionSpec
 from tests.layouts.examples import (
     ROTARY_WIDTH,
     SIZES,

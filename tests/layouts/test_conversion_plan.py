@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.conversion_plan import plan_conversion
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import NameForm
+from headwise.layouts.settings_outside_weights import AttentionSpec
 
 ROPE = AttentionSpec(rotary="half-split")
 APART = Layout(

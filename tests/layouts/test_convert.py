@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.convert import RoundTripError, convert
 from headwise.layouts.equality import same_bytes
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
+from headwise.layouts.settings_outside_weights import AttentionSpec
 from tests.layouts.examples import example
 from tests.layouts.test_conversion_plan import APART, FUSED
 

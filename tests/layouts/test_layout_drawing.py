@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from headwise.errors import ShapeError
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.canonical_form import AXES
 from headwise.layouts.layout import Layout
 from headwise.layouts.layout_drawing import (
@@ -20,6 +19,7 @@ from headwise.layouts.layout_drawing import (
     rotary_pairs,
 )
 from headwise.layouts.registry import catalogue_by_family, layout
+from headwise.layouts.settings_outside_weights import AttentionSpec
 from tools.layouts_picture import ROW, TOP, draw_panels, draw_rotary_pairs, make_panel
 
 NAMES = sorted(one.name for family in catalogue_by_family().values() for one in family)

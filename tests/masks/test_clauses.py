@@ -44,7 +44,7 @@ def test_a_packed_row_is_divided_without_ids() -> None:
     mask = Mask.packed(CU_SEQLENS, KEY_CU_SEQLENS) & Mask.causal(align="top-left")
     division = bind(
         mask & Mask.lengths(keys=torch.tensor([20])), (1, 6, 24, 29)
-    ).divide_into_rectangles()
+    ).rectangles_of_allowed_pairs()
     assert division is not None
     assert [(*r.queries, *r.keys) for r in division.rectangles] == [(2, 7, 0, 11), (7, 20, 15, 20)]
     assert [clause.kind for clause in division.rest.clauses] == ["band"]
@@ -56,7 +56,7 @@ def test_divided_rectangles_and_their_rest_are_the_mask(
 ) -> None:
     mask, shape, _ = drawn
     bound, whole = bind(mask, shape), allowed(mask, shape)
-    division = bound.divide_into_rectangles()
+    division = bound.rectangles_of_allowed_pairs()
     if division is None:
         return
     again = torch.zeros_like(whole)

@@ -19,7 +19,7 @@ from headwise.reports.diagnosis_page import (
     render_diagnosis_page,
     save_diagnosis_page,
 )
-from headwise.reports.stage_heat_map import (
+from headwise.reports.stage_difference_tables import (
     difference_percent_text,
     difference_scale_position,
     stage_rows,

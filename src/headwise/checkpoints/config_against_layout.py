@@ -22,9 +22,9 @@ from headwise.errors import OptionError
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import LinearScaling, Llama3Scaling, Scaling, T5Bias, YarnScaling
 from headwise.layers.positions.rotary import Rotary
-from headwise.layouts.attention_spec import PAIRINGS, USUAL_SCALE, AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.layout import Layout
+from headwise.layouts.settings_outside_weights import PAIRINGS, USUAL_SCALE, AttentionSpec
 from headwise.support.message_text import describe_value
 
 _MAX_LAYERS = 8  # layers that an error lists

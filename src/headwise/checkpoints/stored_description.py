@@ -28,13 +28,13 @@ from headwise.checkpoints.model_args import read_model_args
 from headwise.checkpoints.safetensors_file import KEY, unique_keys
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import CheckpointError, DTypeError, OptionError, ShapeError
-from headwise.layouts.attention_spec import FIELDS, AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.conversion_plan import plan_conversion
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import AS_STORED, NamedModule, find_modules
 from headwise.layouts.registry import layout, layouts
+from headwise.layouts.settings_outside_weights import FIELDS, AttentionSpec
 
 VERSION = 1
 COUNTS = ("heads", "kv_heads", "head_dim", "rotary_width")

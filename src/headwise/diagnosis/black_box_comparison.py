@@ -139,7 +139,7 @@ class BlackBoxComparison:
         """Return the output of the function, that of the model, and what rounding explains."""
         output = self.function.output(inputs)
         forced = self.model.prepare_stage("output", RecordedCall(inputs, {}, output.dtype))
-        return output.double(), forced.result(), allowed_difference(forced)
+        return output.double(), forced.compute_stage(), allowed_difference(forced)
 
 
 def _draw_token_vectors(batch: int, tokens: int, width: int, seed: int) -> Tensor:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.equality import LayoutReading, is_same_reading
@@ -22,6 +21,7 @@ from headwise.layouts.module_names import (
 )
 from headwise.layouts.pattern import PatternAxis
 from headwise.layouts.registry import layouts
+from headwise.layouts.settings_outside_weights import AttentionSpec
 
 NAMED = 3  # tensors, as an example
 LISTED = 6  # numbers of heads that fit

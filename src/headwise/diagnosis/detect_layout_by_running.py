@@ -27,10 +27,10 @@ from headwise.diagnosis.detection_result import Detection, narrow_detection
 from headwise.error_budget.budget import Budget
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.layers.native.attention import Attention
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.layout import Layout
 from headwise.layouts.module_names import NamedModule
+from headwise.layouts.settings_outside_weights import AttentionSpec
 from headwise.reference import repeat_kv_heads, split_heads
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall

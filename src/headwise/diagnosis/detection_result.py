@@ -20,10 +20,10 @@ from headwise.diagnosis.candidate_layouts import (
 )
 from headwise.diagnosis.diagnosis_result import shorten_lines
 from headwise.errors import CheckpointError, OptionError, UndecidedError
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
+from headwise.layouts.settings_outside_weights import AttentionSpec
 
 NAMED = 3  # of the sizes that fit
 SHOWN = 8  # tensors at fault, before the rest is counted

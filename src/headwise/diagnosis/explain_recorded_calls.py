@@ -217,7 +217,7 @@ class ExplainedCalls:
         last = [stage for stage in STAGES if stage in call.stages][-1]
         bare = replace(call, stages={})
         forced = self.model.prepare_stage(last, bare)
-        mine, theirs = call.stages[last], forced.result()
+        mine, theirs = call.stages[last], forced.compute_stage()
         if mine.shape != theirs.shape:
             return torch.inf, False
         apart = absolute_difference(theirs, mine)

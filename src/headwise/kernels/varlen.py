@@ -32,7 +32,7 @@ def split_into_rectangles(problem: KernelInput) -> BlockDiagonal | None:
     cells, least = batch * queries * mask.sizes.keys, call_overhead(problem.q.device)
     if cells * heads * head_dim <= least:
         return None  # before the lengths are read, since reading waits for an accelerator
-    division = mask.divide_into_rectangles()
+    division = mask.rectangles_of_allowed_pairs()
     if division is None:
         return None
     hidden = cells - sum(piece.cell_count for piece in division.rectangles)

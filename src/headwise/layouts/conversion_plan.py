@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts.attention_spec import require_conflicts_accepted
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical_form import ROTATED
 from headwise.layouts.conversion_steps import (
@@ -33,6 +32,7 @@ from headwise.layouts.module_names import (
     template_fields,
 )
 from headwise.layouts.pattern import require_one_dtype
+from headwise.layouts.settings_outside_weights import require_conflicts_accepted
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

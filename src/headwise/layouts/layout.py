@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes
 from headwise.layouts.canonical_form import AXES, BIASES, NORMS, OPTIONAL, State
 from headwise.layouts.pattern import (
@@ -25,6 +24,7 @@ from headwise.layouts.pattern import (
     to_interleaved,
     unpack_tensor,
 )
+from headwise.layouts.settings_outside_weights import AttentionSpec
 from headwise.support.rich_result_forms import ShownInNotebook
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.layouts.attention_spec import CALLING, PAIRINGS
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical_form import AXES, WIDER
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import names_by_canonical_axis
+from headwise.layouts.settings_outside_weights import CALLING, PAIRINGS
 
 EXAMPLE: Sizes = {
     "heads": 4,

@@ -132,7 +132,7 @@ class BoundMask:
 
     # ---- parts ------------------------------------------------------------------------------
 
-    def divide_into_rectangles(self) -> BlockDiagonal | None:
+    def rectangles_of_allowed_pairs(self) -> BlockDiagonal | None:
         """Return rectangles that hold every allowed pair; None where no clause has any."""
         parts = [(clause, clause.rectangles(self.sizes)) for clause in self.clauses]
         lists = [rectangles for _, rectangles in parts if rectangles is not None]

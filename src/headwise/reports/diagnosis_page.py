@@ -16,9 +16,9 @@ from headwise.diagnosis.cause_description import describe_cause
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.diagnosis.model_comparison_result import LayerComparison
-from headwise.reports import png_images, stage_heat_map
+from headwise.reports import png_images, stage_difference_tables
 from headwise.reports.page_templates import secure_page, template_environment
-from headwise.reports.stage_heat_map import StageTables
+from headwise.reports.stage_difference_tables import StageTables
 from headwise.support.atomic_write import write_whole
 from headwise.support.message_text import describe_count
 
@@ -63,7 +63,7 @@ class DiagnosisReport:
             return ""
         if not isfinite(comparison.output_gap):
             return "The outputs have other shapes."
-        size = stage_heat_map.difference_percent_text(comparison.output_gap)
+        size = stage_difference_tables.difference_percent_text(comparison.output_gap)
         return f"The outputs differ by {size} of their size at most."
 
     @property
@@ -94,9 +94,9 @@ class DiagnosisReport:
     def shown_stage_tables(self) -> list[StageTables]:
         """The tables of a single attention, or of the first of each group of layers."""
         if self.diagnosis.function is not None:
-            return [stage_heat_map.stage_tables(self.diagnosis.function)]
+            return [stage_difference_tables.stage_tables(self.diagnosis.function)]
         return [
-            stage_heat_map.stage_tables(function, layers[0].name)
+            stage_difference_tables.stage_tables(function, layers[0].name)
             for layers, function in self.differing_layer_groups[:MOST_GROUPS]
         ]
 
@@ -122,8 +122,8 @@ def render_diagnosis_page(report: DiagnosisReport) -> str:
         sides=report.compared_side_labels,
         function=report.diagnosis.function,
         model=model,
-        layers=[] if model is None else stage_heat_map.layer_rows(model),
-        stages=[] if model is None else stage_heat_map.compared_stages_of_model(model),
+        layers=[] if model is None else stage_difference_tables.layer_rows(model),
+        stages=[] if model is None else stage_difference_tables.compared_stages_of_model(model),
         cause_count=sum(len(function.causes) for _, function in report.differing_layer_groups),
         texts={cause.name: describe_cause(cause) for cause in CAUSES},
         page_of=cause_page_path,
@@ -131,8 +131,8 @@ def render_diagnosis_page(report: DiagnosisReport) -> str:
         most_names=MOST_NAMES,
         gradient=Markup(png_images.css_gradient()),
         ticks=[
-            (size, 100 * stage_heat_map.difference_scale_position(size))
-            for size in stage_heat_map.TICKS
+            (size, 100 * stage_difference_tables.difference_scale_position(size))
+            for size in stage_difference_tables.TICKS
         ],
         describe_count=describe_count,
     )

@@ -73,14 +73,14 @@ class Tiny(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new weights; every block starts as the identity."""
         nn.init.normal_(self.embedding.weight, std=0.05)
-        for block in self.each_block():
+        for block in self.block_list():
             for linear in (block.attention.q_proj, block.attention.k_proj, block.wide):
                 nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
             nn.init.normal_(block.attention.v_proj.weight, std=self.sizes.embed_dim**-0.5)
             for linear in (block.attention.out_proj, block.narrow):
                 nn.init.zeros_(linear.weight)
 
-    def each_block(self) -> list[Block]:
+    def block_list(self) -> list[Block]:
         """Return ``blocks`` as a typed list."""
         return [block for block in self.blocks if isinstance(block, Block)]
 
@@ -110,7 +110,7 @@ class Tiny(nn.Module):
     ) -> list[AttentionMatrix]:
         """Return the attention matrix of each layer for ``ids``."""
         mask, x, matrices = causal_padding_mask(lengths), self.embedding(ids), []
-        for block in self.each_block():
+        for block in self.block_list():
             matrices.append(block.attention.matrix(block.attention_norm(x), mask=mask))
             x = block(x, mask=mask)
         return matrices

@@ -34,6 +34,7 @@ from headwise.diagnosis.causes.output_projection_reshaped import OutputReshapedC
 from headwise.diagnosis.causes.padding_ignored import PaddingIgnoredCause
 from headwise.diagnosis.causes.padding_side import PaddingSideCause
 from headwise.diagnosis.causes.projection_module_bypassed import ProjectionModuleBypassedCause
+from headwise.diagnosis.causes.projection_rows_zero import ProjectionRowsZeroCause
 from headwise.diagnosis.causes.q_and_k_exchanged import QAndKExchangedCause
 from headwise.diagnosis.causes.q_and_v_exchanged import QAndVExchangedCause
 from headwise.diagnosis.causes.qk_norm_kind import QKNormKindCause
@@ -58,7 +59,6 @@ from headwise.diagnosis.causes.rotary_theta import RotaryThetaCause
 from headwise.diagnosis.causes.rotary_whole_head_pairs import RotaryWholeHeadPairsCause
 from headwise.diagnosis.causes.rounded_weights import RoundedWeightsCause
 from headwise.diagnosis.causes.rows_without_keys import RowsWithoutKeysCause
-from headwise.diagnosis.causes.rows_zero import RowsZeroCause
 from headwise.diagnosis.causes.scale import ScaleCause
 from headwise.diagnosis.causes.scale_twice import ScaleTwiceCause
 from headwise.diagnosis.causes.shards_in_the_wrong_order import ShardOrderCause
@@ -91,7 +91,7 @@ CAUSES: tuple[Cause, ...] = (
     ShardOrderCause(),
     ProjectionSignCause(),
     ProjectionFactorCause(),
-    RowsZeroCause(),
+    ProjectionRowsZeroCause(),
     RoundedWeightsCause(),
     MissingBiasesCause(),
     InitialWeightsCause(),

@@ -56,13 +56,13 @@ class MatrixMap:
     def _reread_rows(self, rows: Rows, *, is_reversed: bool) -> Rows:
         matrices = dict(rows.matrices)
         for role in self.roles:
-            matrices[role] = reread_with_exchanged_axes(
+            matrices[role] = transpose_into_same_shape(
                 rows.matrix_of_role(role), is_reversed=is_reversed
             ).view_as(rows.matrices[role])
         return Rows(matrices, rows.biases)
 
 
-def reread_with_exchanged_axes(matrix: Tensor, *, is_reversed: bool) -> Tensor:
+def transpose_into_same_shape(matrix: Tensor, *, is_reversed: bool) -> Tensor:
     """Return a matrix of the same shape whose entries were stored or read with exchanged axes.
 
     Args:

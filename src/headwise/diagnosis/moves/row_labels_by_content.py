@@ -9,7 +9,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.matrix_map import MatrixMap, reread_with_exchanged_axes
+from headwise.diagnosis.moves.matrix_map import MatrixMap, transpose_into_same_shape
 from headwise.diagnosis.moves.row_hashes import hash_columns, hash_rows
 from headwise.diagnosis.moves.rows_of_all_projections import Rows, RowSizes
 
@@ -64,7 +64,7 @@ def label_rows_by_bits(
                 by_map[role, is_reversed] = hash_columns(matrix)
             else:
                 by_map[role, is_reversed] = hash_rows(
-                    reread_with_exchanged_axes(matrix, is_reversed=is_reversed)
+                    transpose_into_same_shape(matrix, is_reversed=is_reversed)
                 )
     return Labelled(sizes, plain, by_map)
 

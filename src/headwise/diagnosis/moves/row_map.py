@@ -143,7 +143,7 @@ def make_distinct_maps(
     columns, are left out.
     """
     whole = sizes_with_all_roles(sizes)
-    spans, kept = whole.spans(), _index_present_rows(sizes)
+    spans, kept = whole.spans(), _row_numbers_without_absent_roles(sizes)
     width = {role: columns[sizes.roles.index(role)] for role in sizes.roles}
     still = torch.arange(sizes.total_rows)
     names: dict[bytes, list[MapName]] = {}
@@ -174,7 +174,7 @@ def make_distinct_maps(
     return tuple(sorted(maps, key=lambda row_map: row_map.names[0].order))
 
 
-def _index_present_rows(sizes: RowSizes) -> Tensor:
+def _row_numbers_without_absent_roles(sizes: RowSizes) -> Tensor:
     """Return, for each row of all four roles, its index among those that are there, or -1."""
     whole = sizes_with_all_roles(sizes)
     kept = torch.full((whole.total_rows,), -1)

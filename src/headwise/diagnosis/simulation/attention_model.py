@@ -84,7 +84,7 @@ class AttentionModel:
 
     def predict_stage(self, stage: str, call: RecordedCall) -> Tensor:
         """Return a stage of the call, computed from the recorded stages before it."""
-        return self.prepare_stage(stage, call).result()
+        return self.prepare_stage(stage, call).compute_stage()
 
     def prepare_stage(self, stage: str, call: RecordedCall) -> ForcedStage:
         """Return a stage of the call, to be computed from the recorded stages before it."""
@@ -120,12 +120,12 @@ class ForcedStage:
         """Return the stage with another function as the usual one."""
         return replace(self, substitute=function)
 
-    def result(self) -> Tensor:
+    def compute_stage(self) -> Tensor:
         """Return the stage, which is computed once."""
-        return self._compute_result
+        return self._computed_stage
 
     @cached_property
-    def _compute_result(self) -> Tensor:
+    def _computed_stage(self) -> Tensor:
         function = self.model.replaced.get(self.stage)
         return self.usual_result() if function is None else function(self)
 
@@ -139,7 +139,7 @@ class ForcedStage:
         """Return an earlier stage: as recorded, or else computed by the model."""
         if stage in self.call.stages:
             return self.call.stages[stage]
-        return ForcedStage(self.model, self.call, stage).result()
+        return ForcedStage(self.model, self.call, stage).compute_stage()
 
     def weight(self, name: str) -> Tensor | None:
         """Return a tensor of the weights, None where the model has none."""

@@ -125,7 +125,7 @@ def all_heads_agree_within_rounding(
     if _follows_misshapen_stage(model, call, stage):
         return False
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
-    predicted = forced.result()
+    predicted = forced.compute_stage()
     if predicted.shape != actual.shape:
         return False
     apart = absolute_difference(predicted, actual)
@@ -145,7 +145,7 @@ def _rounding_bound(forced: ForcedStage, actual: Tensor) -> Tensor:
 
 def _measure_gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str) -> dict[int, Gap]:
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
-    predicted = forced.result()
+    predicted = forced.compute_stage()
     if predicted.shape != actual.shape:
         return {WHOLE: Gap(math.inf, math.inf, math.inf)}
     apart, bound = absolute_difference(predicted, actual), _rounding_bound(forced, actual)
@@ -173,7 +173,7 @@ def measure_gaps_by_position(model: AttentionModel, call: RecordedCall, stage: s
     Nothing is returned for a stage of another shape.
     """
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
-    predicted = forced.result()
+    predicted = forced.compute_stage()
     if predicted.shape != actual.shape:
         return []
     axis = 1 if stage == "output" else 2
@@ -204,10 +204,10 @@ def replace_model_stage_in_heads(
     """Return ``base`` with a stage of ``changed``, in some heads alone (all for None)."""
 
     def stage_function(forced: ForcedStage) -> Tensor:
-        other = ForcedStage(changed, forced.call, stage).result()
+        other = ForcedStage(changed, forced.call, stage).compute_stage()
         if heads is None:
             return other
-        usual = ForcedStage(base, forced.call, stage).result()
+        usual = ForcedStage(base, forced.call, stage).compute_stage()
         chosen = torch.zeros(usual.shape[1], dtype=torch.bool)
         chosen[list(heads)] = True
         return torch.where(chosen[:, None, None], other, usual)

@@ -73,7 +73,7 @@ def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
         return False
     change = (
         _change_by_one_perturbation(forced, unit, 0).amax()
-        + _count_summed_terms(forced) * unit * forced.result().abs().amax()
+        + _count_summed_terms(forced) * unit * forced.compute_stage().abs().amax()
     )
     return bool(apart.amax() > FAR * SIDES * change)
 
@@ -84,7 +84,7 @@ def _largest_change_by_perturbation(forced: ForcedStage, unit: float) -> Tensor:
     Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
     (Higham 2002, section 3.1). Some draws of such factors stand for all.
     """
-    exact = forced.result()
+    exact = forced.compute_stage()
     largest = torch.stack(
         [_change_by_one_perturbation(forced, unit, draw).amax() for draw in range(DRAWS)]
     ).amax()
@@ -115,7 +115,7 @@ def _change_by_one_perturbation(forced: ForcedStage, unit: float, draw: int) -> 
     )
     near = replace(call, inputs=inputs, stages={n: moved(x, n) for n, x in call.stages.items()})
     other = replace(model, weights=weights, settings=_settings_with_float32_angles(model.settings))
-    change = other.predict_stage(stage, near) - forced.result()
+    change = other.predict_stage(stage, near) - forced.compute_stage()
     return change.abs().nan_to_num(0.0, posinf=0.0)
 
 
@@ -150,7 +150,7 @@ def _bound_projection(forced: ForcedStage, unit: float) -> Tensor:
 
 
 def _bound_norm(forced: ForcedStage, unit: float) -> Tensor:
-    x = forced.result()
+    x = forced.compute_stage()
     count = x.shape[1] * x.shape[3]
     # a mean that is subtracted cancels digits of the largest entry
     return (count + 8) * unit * x.abs().amax((1, 3), keepdim=True).expand_as(x)
@@ -162,7 +162,7 @@ def _bound_rotation(forced: ForcedStage, unit: float) -> Tensor:
     if form is None or not form.width:
         return bound
     role = forced.stage[0]
-    call, x = forced.call, forced.result()
+    call, x = forced.call, forced.compute_stage()
     positions = call.query_positions if role == "q" else call.new_key_positions
     largest = positions.abs().max() * form.frequencies().max()
     size = forced[f"{role} after norm"].abs().amax(3, keepdim=True)
@@ -173,7 +173,7 @@ def _bound_scores(forced: ForcedStage, unit: float) -> Tensor:
     q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
     sizes = q.abs() @ repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.scale)
     bound = (q.shape[-1] + 8) * unit * sizes
-    scores = forced.result()
+    scores = forced.compute_stage()
     if scores.shape == bound.shape:  # numbers that are added to products round at their size
         bound = bound + 8 * unit * scores.abs().nan_to_num(0.0, posinf=0.0)
     if settings.slopes is not None:
@@ -183,7 +183,7 @@ def _bound_scores(forced: ForcedStage, unit: float) -> Tensor:
 
 
 def _bound_softmax(forced: ForcedStage, unit: float) -> Tensor:
-    s, weights = forced["scores"], forced.result()
+    s, weights = forced["scores"], forced.compute_stage()
     seen = s.masked_fill(~s.isfinite(), 0.0)
     largest = seen.abs().amax(-1, keepdim=True)
     tiny = torch.finfo(forced.call.dtype).tiny

@@ -17,16 +17,16 @@ from headwise.layers.positions import Alibi, T5Bias
 from headwise.layers.positions.distance_bias import BIAS_MAX, AlibiSlopes, T5BucketTable
 from headwise.layers.positions.rotary import Rotary
 from headwise.layouts import pattern
-from headwise.layouts.attention_spec import (
+from headwise.layouts.canonical_form import State
+from headwise.layouts.layout import Layout
+from headwise.layouts.module_names import find_modules
+from headwise.layouts.registry import layout
+from headwise.layouts.settings_outside_weights import (
     SCALES,
     USUAL_SCALE,
     AttentionSpec,
     require_conflicts_accepted,
 )
-from headwise.layouts.canonical_form import State
-from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import find_modules
-from headwise.layouts.registry import layout
 
 # Score biases with a class of this library; layouts describe others in free text.
 _SUPPORTED_BIASES = ("none", "alibi", "t5")

@@ -160,7 +160,7 @@ def pack_real_tokens(call: CallInputs) -> Packed | None:
     if batch * queries * width * width <= least:
         return None  # before the lengths are read, since reading waits for an accelerator
     bound = mask.bind(batch=batch, heads=1, queries=queries, keys=source.shape[1], device=x.device)
-    division = bound.divide_into_rectangles()
+    division = bound.rectangles_of_allowed_pairs()
     if division is None or not all(clause.is_relative for clause in division.rest.clauses):
         return None
     pieces = division.rectangles

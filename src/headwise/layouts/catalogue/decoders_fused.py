@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.common_tensor_patterns import (
     fused_projection_by_pattern,
     head_norms,
@@ -13,6 +12,7 @@ from headwise.layouts.common_tensor_patterns import (
     weights_outside_attention,
 )
 from headwise.layouts.layout import Layout
+from headwise.layouts.settings_outside_weights import AttentionSpec
 
 _HALVES = AttentionSpec(rotary="half-split")
 _SHARE = AttentionSpec(rotary="half-split", rotary_width=None)

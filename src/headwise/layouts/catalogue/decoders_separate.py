@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.common_tensor_patterns import (
     TENSOR_PARALLEL,
     head_norms,
@@ -14,6 +13,7 @@ from headwise.layouts.common_tensor_patterns import (
     weights_outside_attention,
 )
 from headwise.layouts.layout import Layout
+from headwise.layouts.settings_outside_weights import AttentionSpec
 
 _TRANSFORMERS = "transformers, models/"
 _WHERE = {"self": "model.layers.{layer}.self_attn."}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.common_tensor_patterns import (
     output_projection,
     qkv_fused_by_head,
@@ -11,6 +10,7 @@ from headwise.layouts.common_tensor_patterns import (
     weights_outside_attention,
 )
 from headwise.layouts.layout import Layout
+from headwise.layouts.settings_outside_weights import AttentionSpec
 
 _BERT = weights_outside_attention(
     tokens="embeddings.word_embeddings.weight",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.canonical_form import AXES
 from headwise.layouts.layout import Layout
+from headwise.layouts.settings_outside_weights import AttentionSpec
 
 _TENSORS = {
     "q_proj.weight": "wq: (heads head_dim) embed_dim",

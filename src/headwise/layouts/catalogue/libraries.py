@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.catalogue.decoders_separate import META
 from headwise.layouts.common_tensor_patterns import (
     head_norms,
@@ -13,6 +12,7 @@ from headwise.layouts.common_tensor_patterns import (
     weights_outside_attention,
 )
 from headwise.layouts.layout import Layout
+from headwise.layouts.settings_outside_weights import AttentionSpec
 
 _ON_REQUEST = "tested on request: pip install headwise[libraries]"
 _IN_ITS_OWN = "tested on request, in an environment of its own"

@@ -6,7 +6,6 @@ tensor-parallel processes are joined where a layout names the axes that they div
 
 from __future__ import annotations
 
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.common_tensor_patterns import (
     TENSOR_PARALLEL,
     fused_projection_by_pattern,
@@ -19,6 +18,7 @@ from headwise.layouts.common_tensor_patterns import (
     weights_outside_attention,
 )
 from headwise.layouts.layout import Layout
+from headwise.layouts.settings_outside_weights import AttentionSpec
 
 _MEGATRON = AttentionSpec(
     rotary=None, qk_norm=None, window=None, mask="True hides", axes="length batch width"

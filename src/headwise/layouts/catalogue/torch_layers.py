@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headwise.layouts.attention_spec import AttentionSpec
 from headwise.layouts.common_tensor_patterns import (
     output_projection,
     qkv_fused_by_projection,
@@ -10,6 +9,7 @@ from headwise.layouts.common_tensor_patterns import (
     weights_outside_attention,
 )
 from headwise.layouts.layout import Layout
+from headwise.layouts.settings_outside_weights import AttentionSpec
 
 _OUT = output_projection("out_proj")
 _PACKED = {

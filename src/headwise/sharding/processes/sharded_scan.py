@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from headwise.errors import OptionError
+from headwise.scanning.calls_with_divided_heads import use_head_joiner
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.join_divided_heads import use_head_joiner
 from headwise.scanning.scan import scan
 from headwise.scanning.scan_file import hash_nested_content
 from headwise.sharding.processes.job_coordination import TIMEOUT, open_group_job

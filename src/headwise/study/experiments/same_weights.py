@@ -239,7 +239,7 @@ def compare_random_weights() -> dict[str, Any]:
 
 
 @torch.no_grad()
-def blocks_add_residual_and_norm() -> bool:
+def einops_and_bert_blocks_are_post_norm() -> bool:
     """Check that einops' and BERT's blocks are norm(attention + input), bit for bit."""
     x, weights = torch.randn(BATCH, LENGTH, EMBED_DIM), SharedWeights.random(EMBED_DIM, biased=True)
     einops, bert = EinopsPage(EMBED_DIM, NUM_HEADS), Bert(EMBED_DIM, NUM_HEADS)

@@ -49,7 +49,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     """Compare all implementations under the same weights, then measure their conventions."""
     progress("the same weights", 0, 3)
     same = same_weights.compare_random_weights()
-    same["blocks_are_sums"] = same_weights.blocks_add_residual_and_norm()
+    same["blocks_are_sums"] = same_weights.einops_and_bert_blocks_are_post_norm()
     progress("the weights of an encoder", 1, 3)
     run = trained_encoder_run.encoder_run(progress)
     shares = same_weights.error_budget_shares_over_layers(run)

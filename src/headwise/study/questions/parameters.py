@@ -45,7 +45,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         },
         "heads": EIGHT,
         "grouped": {str(kv): count_parameters(layer) for kv, layer in grouped.items()},
-        "one_of_a_head": shape_list(paper.wq[0]),
+        "one_of_a_head": shape_as_list(paper.wq[0]),
         "one_by_one": sum(w.numel() for w in of_each_head),
         "packed": eight.in_proj_weight.numel(),
     }
@@ -53,10 +53,10 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 def parameter_shapes(layer: nn.Module) -> dict[str, list[int]]:
     """Return the shape of each parameter by its name."""
-    return {name: shape_list(p) for name, p in layer.named_parameters()}
+    return {name: shape_as_list(p) for name, p in layer.named_parameters()}
 
 
-def shape_list(tensor: Tensor) -> list[int]:
+def shape_as_list(tensor: Tensor) -> list[int]:
     """Return the shape of a tensor as a list."""
     return list(tensor.shape)
 

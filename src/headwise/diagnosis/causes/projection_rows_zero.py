@@ -7,7 +7,7 @@ from typing import ClassVar
 from headwise.diagnosis.causes.moved_projections_base import MovedProjectionsCause
 
 
-class RowsZeroCause(MovedProjectionsCause):
+class ProjectionRowsZeroCause(MovedProjectionsCause):
     """Rows of a projection were never loaded, and are zero.
 
     A loader that makes empty tensors and finds no name for them leaves zeros. Shards that were not
