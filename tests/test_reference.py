@@ -219,7 +219,7 @@ def test_scores_at_chosen_queries_are_rows_of_the_scores(p: Problem) -> None:
     rows = torch.arange(queries).flip(0)[::2]
     bound = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
     device = p.q.device
-    some = reference.scores_at(
+    some = reference.scores_at_rows(
         p.q[:, :, rows],
         p.k,
         rows,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from headwise.attention_matrix import AttentionMatrix as AttentionMatrix
     from headwise.diagnosis.compare import compare as compare
     from headwise.diagnosis.detect import detect as detect
-    from headwise.diagnosis.verify import verify as verify
+    from headwise.diagnosis.verify_byte_for_byte import verify as verify
     from headwise.errors import HeadwiseError as HeadwiseError
     from headwise.huggingface import register_huggingface as register_huggingface
     from headwise.layers.native.attention import Attention as Attention
@@ -42,7 +42,7 @@ _HOME = {
     "register_huggingface": "headwise.huggingface",
     "scan": "headwise.scanning.scan",
     "upgrade": "headwise.layers.torch_api.upgrade",
-    "verify": "headwise.diagnosis.verify",
+    "verify": "headwise.diagnosis.verify_byte_for_byte",
 }
 
 __all__ = [

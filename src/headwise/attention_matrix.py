@@ -32,7 +32,7 @@ from headwise.masks.bound_mask import BoundMask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias
 from headwise.support.explain_wrong_arguments import explain_arguments, require_tensors
-from headwise.support.left_operand import LeftOperand
+from headwise.support.left_operand_of_matmul import LeftOperand
 from headwise.support.message_text import MATRIX_AXES, axis_broadcasts_to, human_bytes
 from headwise.support.rich_result_forms import ShownInNotebook
 from headwise.support.tracing import is_jit_tracing, without_autocast
@@ -170,7 +170,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         if is_jit_tracing() or self._needs_gradient(v):
             # Two forward passes: the fused kernel's faster backward outweighs the second pass.
             return self @ v, self.head_average()
-        if row := self._attend_one_query(v):
+        if row := self._outputs_and_average_of_single_query(v):
             return row
         task = Task(*self._kernel_input_and_values(v), statistics=Requested(average=True))
         result = run_kernel(task)
@@ -349,11 +349,11 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             checks.raise_operand_error(
                 "A @ v", v, f"(batch {batch}, kv_heads {kv_heads}, keys {keys}, value_dim)"
             )
-        checks.check_operand("v", v, self.q)
+        checks.check_operand_dtype_and_device("v", v, self.q)
         k = self.k if fits_kv_heads else reference.repeat_kv_heads(self.k, heads=heads)
         return replace(self._kernel_input(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
 
-    def _attend_one_query(self, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _outputs_and_average_of_single_query(self, v: Tensor) -> tuple[Tensor, Tensor] | None:
         return dense.attend_one_query(self.q, self.k, v, self.scale) if self._is_plain else None
 
     def _needs_gradient(self, v: Tensor) -> bool:
@@ -391,7 +391,7 @@ class TransposedMatrix(LeftOperand):
             checks.raise_operand_error(
                 "A.mT @ y", y, f"(batch {batch}, heads {heads}, queries {queries}, y_dim)"
             )
-        checks.check_operand("y", y, self.mT.q)
+        checks.check_operand_dtype_and_device("y", y, self.mT.q)
         y = y.expand(batch, heads, *y.shape[2:])
         return run_kernel(Task(self.mT._kernel_input(), y=y)).transposed
 

@@ -36,7 +36,7 @@ def scores(
     batch, heads, queries, _ = q.shape
     bound = {"batch": batch, "heads": heads, "queries": queries, "keys": k.shape[2]}
     rows = torch.arange(queries, device=q.device)
-    return scores_at(
+    return scores_at_rows(
         q,
         k,
         rows,
@@ -47,7 +47,7 @@ def scores(
     )
 
 
-def scores_at(
+def scores_at_rows(
     q: Float[Tensor, "batch heads rows head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     rows: Int[Tensor, " rows"],

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.bundled_models import demo_text, small_encoder
-from headwise.bundled_models.recorded_attention_calls import AttentionCall, RecordedRun
+from headwise.bundled_models.recorded_run_dataclasses import AttentionCall, RecordedRun
 from headwise.layers.torch_api.layer import MultiheadAttention
 
 pytestmark = pytest.mark.slow  # an encoder is trained

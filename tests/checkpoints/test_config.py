@@ -19,7 +19,7 @@ from headwise.checkpoints.config import (
     rotary_section_of_layer,
 )
 from headwise.errors import OptionError
-from headwise.layouts.registry import layouts
+from headwise.layouts.registry import layouts_by_name
 
 FALCONS = [
     ({"new_decoder_architecture": True, "num_kv_heads": 8, "multi_query": True}, "falcon-40b"),
@@ -30,7 +30,7 @@ BIGCODES = [({}, "gpt-bigcode-mqa"), ({"multi_query": False}, "gpt-bigcode-mha")
 
 
 def test_every_layout_that_a_config_names_is_there() -> None:
-    assert set(configs._LAYOUTS.values()) <= layouts().keys()
+    assert set(configs._LAYOUTS.values()) <= layouts_by_name().keys()
 
 
 @pytest.mark.parametrize("kind", configs._LAYOUTS)
@@ -42,13 +42,13 @@ def test_every_model_type_is_one_of_transformers(kind: str) -> None:
 @pytest.mark.parametrize(("said", "name"), FALCONS)
 def test_falcons_differ_by_two_switches(said: dict[str, Any], name: str) -> None:
     assert layout_name({"model_type": "falcon", **said}) == name
-    assert name in layouts()
+    assert name in layouts_by_name()
 
 
 @pytest.mark.parametrize(("said", "name"), BIGCODES)
 def test_big_codes_differ_by_one(said: dict[str, Any], name: str) -> None:
     assert layout_name({"model_type": "gpt_bigcode", **said}) == name
-    assert name in layouts()
+    assert name in layouts_by_name()
 
 
 def test_a_model_of_text_and_pictures_is_in_the_layout_of_its_text() -> None:

@@ -22,12 +22,12 @@ from headwise.checkpoints.stored_description import (
     KEY,
     Description,
     describe_target,
-    layout_of_description,
+    layout_with_described_function,
     read_description,
 )
 from headwise.checkpoints.stream_conversion import convert_checkpoint
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
-from headwise.layouts.registry import layout, layouts
+from headwise.layouts.registry import layout, layouts_by_name
 from headwise.layouts.settings_outside_weights import AttentionSpec
 from tests.checkpoints import llamas
 from tests.diagnosis.test_detect import file_of
@@ -102,7 +102,7 @@ def test_other_metadata_is_kept(tmp_path: Path) -> None:
     assert about == {"format": "pt", "by": "hand"}
 
 
-@pytest.mark.parametrize("name", sorted(layouts()))
+@pytest.mark.parametrize("name", sorted(layouts_by_name()))
 def test_a_description_is_read_back_and_fits(name: str, tmp_path: Path) -> None:
     of = layout(name)
     file, _ = file_of(of)
@@ -134,7 +134,7 @@ def test_a_description_is_read_back_and_fits(name: str, tmp_path: Path) -> None:
 def test_weights_keep_their_function_in_a_layout_that_says_another(
     source: str, target: str, rotary: str | None
 ) -> None:
-    before = layout(source).function if source in layouts() else AttentionSpec(rotary=None)
+    before = layout(source).function if source in layouts_by_name() else AttentionSpec(rotary=None)
     moved = before.after_conversion_to(layout(target).function)
     same = {"rotary": None, "mask": None, "axes": None}
     assert replace(moved, **same) == replace(before, **same)
@@ -149,7 +149,7 @@ def test_an_accepted_difference_is_not_forgotten(tmp_path: Path) -> None:
     described = read_description(open_source(jax))
     assert described is not None
     assert layout("maxtext").function.scale == "1"
-    assert layout_of_description("maxtext", described).function.scale == "1/sqrt(head_dim)"
+    assert layout_with_described_function("maxtext", described).function.scale == "1/sqrt(head_dim)"
     convert_checkpoint(open_source(jax), back, "maxtext", "llama", **counts)
     llamas.assert_same(llamas.read(back), llamas.weights())
     assert verify(jax, back)
@@ -328,4 +328,4 @@ def test_metadata_mutated_at_random_is_read_or_refused(meta: Path, seed: int) ->
         described.require_fit_to_headers(source.headers)
     except HeadwiseError:
         return
-    assert described.layout.name in layouts()
+    assert described.layout.name in layouts_by_name()

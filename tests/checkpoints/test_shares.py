@@ -24,7 +24,7 @@ from tests.checkpoints.shares import (
     write_megatron,
     write_shares,
 )
-from tests.checkpoints.test_write_meta_files import PLAIN, model
+from tests.checkpoints.test_write_meta_llama_files import PLAIN, model
 from tests.cli.alone import Alone
 
 COMMAND = Alone(convert)

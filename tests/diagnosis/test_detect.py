@@ -12,10 +12,10 @@ from headwise.errors import CheckpointError, HeadwiseError, OptionError, Undecid
 from headwise.layouts.canonical_form import State
 from headwise.layouts.equality import list_differing_tensors
 from headwise.layouts.layout import Layout
-from headwise.layouts.registry import layout, layouts
+from headwise.layouts.registry import layout, layouts_by_name
 from tests.layouts.examples import ROTARY_WIDTH, example, known_of, width_of
 
-NAMES = sorted(layouts())
+NAMES = sorted(layouts_by_name())
 LAYERS = 2
 UNCOUNTED = pytest.param(False, marks=pytest.mark.slow)  # every number of heads is tried
 
@@ -84,7 +84,7 @@ def test_a_reference_leaves_what_reads_the_same(name: str) -> None:
 def test_the_first_head_is_not_enough() -> None:
     """Rows of [q, k, v] and of each head's q, k, v begin alike."""
     of, other = layout("torch-packed"), layout("deberta")
-    state = {name: x for name, x in example(of).items() if name in other.holds}
+    state = {name: x for name, x in example(of).items() if name in other.canonical_tensor_names}
     packed = of.pack(state)["in_proj_weight"]
     by_head = other.pack(state)["self.in_proj.weight"]
     head_dim = state["wq"].shape[1]

@@ -109,7 +109,10 @@ def test_conversion_by_steps_gives_the_canonical_form_and_comes_back(layout: Lay
     turned = {"interleaved": "half-split"}.get(layout.function.rotary or "", layout.function.rotary)
     bare = Layout(
         name="bare",
-        tensors={tensor: f"{tensor}: {' '.join(AXES[tensor])}" for tensor in layout.holds},
+        tensors={
+            tensor: f"{tensor}: {' '.join(AXES[tensor])}"
+            for tensor in layout.canonical_tensor_names
+        },
         function=replace(layout.function, rotary=turned),
         source="headwise.layouts.canonical_form",
     )

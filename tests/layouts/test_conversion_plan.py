@@ -10,8 +10,8 @@ import torch
 
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.conversion_plan import plan_conversion
+from headwise.layouts.find_modules_by_tensor_names import NameForm
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NameForm
 from headwise.layouts.settings_outside_weights import AttentionSpec
 
 ROPE = AttentionSpec(rotary="half-split")

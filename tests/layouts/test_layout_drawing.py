@@ -83,7 +83,8 @@ def test_a_row_that_is_changed_changes_the_head_that_is_drawn_there(name: str) -
     one = layout(name)
     sizes = drawing_sizes(one, {})
     canonical = {
-        tensor: torch.zeros([sizes[axis] for axis in AXES[tensor]]) for tensor in one.holds
+        tensor: torch.zeros([sizes[axis] for axis in AXES[tensor]])
+        for tensor in one.canonical_tensor_names
     }
     for stored_name, found in draw_axis_strips(one, sizes).items():
         for strip in found:

@@ -12,17 +12,17 @@ from headwise.errors import OptionError, ShapeError
 from headwise.layouts.canonical_form import AXES
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import find_axis_led_by, parse_pattern
-from headwise.layouts.registry import layout, layouts
+from headwise.layouts.registry import layout, layouts_by_name
 from headwise.layouts.shard_map import (
     ShardedAxis,
     derive_shard_map_from_shares,
     derive_shard_map_from_whole,
-    find_share_and_whole_length,
+    find_tensor_of_known_whole_length,
 )
 from tests.layouts.examples import example, known_of, width_of
 from tests.refusals import refusals
 
-SHARDED = [each.name for each in layouts().values() if each.sharded]
+SHARDED = [each.name for each in layouts_by_name().values() if each.sharded]
 COUNT = 3  # of 12 heads and 3 kv heads
 
 
@@ -178,15 +178,17 @@ def test_fewer_kv_heads_than_shares_are_held_by_neighbours() -> None:
 
 def test_the_heads_of_the_model_tell_how_many_shares_there_are() -> None:
     known = {"heads": 6, "kv_heads": 2, "head_dim": 10}
-    name, share, whole = find_share_and_whole_length(
+    name, share, whole = find_tensor_of_known_whole_length(
         layout("llama-meta"), meta(3, 1, 28, (6, 60)), known
     )  # type: ignore[misc]
     assert (name, share, whole) == ("layers.0.attention.wq.weight", 30, 60)
     assert (
-        find_share_and_whole_length(layout("llama-meta"), meta(3, 1, 28, (6, 60)), {"heads": 6})
+        find_tensor_of_known_whole_length(
+            layout("llama-meta"), meta(3, 1, 28, (6, 60)), {"heads": 6}
+        )
         is None
     )
-    fused = find_share_and_whole_length(layout("megatron"), megatron(3, 1, 28, 17), known)
+    fused = find_tensor_of_known_whole_length(layout("megatron"), megatron(3, 1, 28, 17), known)
     assert fused == (f"{LAYER}self_attention.linear_qkv.weight", 50, 100)
 
 

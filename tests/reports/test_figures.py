@@ -16,9 +16,9 @@ from headwise import scan as scan_model
 from headwise.bundled_models import tiny
 from headwise.errors import MissingExtraError, OptionError
 from headwise.reports import drawn_statistics
-from headwise.reports.scan_changes import diverging_colour, most_changed_statistic
+from headwise.reports.largest_changes_between_scans import diverging_colour, most_changed_statistic
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.view_statistics import Map
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import Map
 from tests.reports.viewer_scans import viewer_scan
 from tests.root import ROOT
 

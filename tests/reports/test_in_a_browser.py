@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwise.reports import diagnosis_page, scan_page, static_scan_page
-from headwise.study.experiments.same_weights import SameFunction
+from headwise.study.experiments.compare_under_same_weights import SameFunction
 from tests.reports.browser import FAULTS, NO_FAULTS, Chromium, needs_a_browser
 from tests.reports.diagnoses import report_of_many_heads, report_of_model, report_of_weights
 from tests.reports.scans import made_up, report

@@ -49,7 +49,9 @@ def test_numbers_can_be_read_on_every_colour() -> None:
 
 def test_a_png_holds_its_pixels_from_the_top() -> None:
     image = pytest.importorskip("PIL.Image")
-    kind, data = png_images.colour_grid_data_uri([[0.0, 1.0, 0.5], [0.0, math.nan, 2.0]]).split(",")
+    kind, data = png_images.viridis_grid_data_uri([[0.0, 1.0, 0.5], [0.0, math.nan, 2.0]]).split(
+        ","
+    )
     assert kind == "data:image/png;base64"
     read = image.open(io.BytesIO(base64.b64decode(data)))
     assert (read.format, read.mode, read.size) == ("PNG", "P", (3, 2))
@@ -57,7 +59,7 @@ def test_a_png_holds_its_pixels_from_the_top() -> None:
     dark, bright = ((*png_images.viridis_colour(end), 255) for end in (0.0, 1.0))
     middle = (*png_images.viridis_colour(127 / 254), 255)
     assert pixels == [[dark, bright, middle], [dark, (0, 0, 0, 0), bright]]
-    few = png_images.colour_grid_data_uri([[0.0, 1.0, 0.4, math.nan]], colours=3)
+    few = png_images.viridis_grid_data_uri([[0.0, 1.0, 0.4, math.nan]], colours=3)
     read = image.open(io.BytesIO(base64.b64decode(few.split(",")[1]))).convert("RGBA")
     third = (*png_images.viridis_colour(0.5), 255)
     assert [read.getpixel((x, 0)) for x in range(4)] == [dark, bright, third, (0, 0, 0, 0)]

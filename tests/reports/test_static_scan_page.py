@@ -18,7 +18,7 @@ from headwise.reports.scan_with_description import ScanReport
 from headwise.reports.static_scan_page import render_static as render
 from headwise.reports.static_scan_page import standout_cards
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.view_statistics import map_pyramid
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import map_pyramid
 from headwise.support.message_text import escape_unprintable
 from tests.reports.html import Element, Tree, outside
 from tests.reports.scans import HEADS, LAYERS, LENGTH, made_up, report

@@ -14,7 +14,7 @@ from headwise.reports.page_templates import mark_identifiers_as_code
 from headwise.reports.study_page import render_study_page, save_study_page
 from headwise.study import drawing_helpers as style
 from headwise.study.run import LeftOut
-from headwise.study.trained_encoder_run import Fallback
+from headwise.study.run_pretrained_or_small_encoder import Fallback
 from tests.reports.html import Tree, everything, outside
 from tests.study.answers import answer, made_up
 

@@ -27,8 +27,8 @@ from headwise.reports.scan_page import (
 from headwise.reports.scan_with_description import ScanReport
 from headwise.reports.viewer_blobs import THUMB, head_map_arrays, pool_thumbnails
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import Map
 from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
-from headwise.scanning.statistics.view_statistics import Map
 from tests.reports.html import Tree, everything
 from tests.reports.viewer_scans import (
     HOSTILE,

@@ -16,7 +16,7 @@ from headwise.bundled_models import tiny
 from headwise.errors import OptionError
 from headwise.reports.scan_page import read_viewer_asset, viewer_data
 from headwise.reports.scan_with_description import ScanReport
-from headwise.scanning.exact_rows import ExactRows
+from headwise.scanning.exact_rows_on_request import ExactRows
 from headwise.scanning.head_scan import HeadScan
 from tests.reports.browser import Chromium, needs_a_browser
 

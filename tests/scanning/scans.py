@@ -15,18 +15,18 @@ from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.statistics.catalogue import find_standard_statistics
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import (
+    Map,
+    MostReceived,
+    OffsetProfile,
+    TopKeysOfChosenQueries,
+)
 from headwise.scanning.statistics.output_statistics import TotalVariation
 from headwise.scanning.statistics.statistic import (
     Definition,
     RowMean,
     TileStatistic,
     compute_summaries,
-)
-from headwise.scanning.statistics.view_statistics import (
-    Map,
-    MostReceived,
-    OffsetProfile,
-    TopKeysOfChosenQueries,
 )
 from headwise.scanning.statistics.weight_tile import WeightTile
 

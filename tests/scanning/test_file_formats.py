@@ -13,9 +13,9 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.scan_file import FORMAT_1_NOTE
 from headwise.scanning.statistics import importance_statistics
 from headwise.scanning.statistics.catalogue import STANDARD
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import MostReceived
 from headwise.scanning.statistics.statistic import Definition
 from headwise.scanning.statistics.statistic_ids_by_digest import MEANINGS
-from headwise.scanning.statistics.view_statistics import MostReceived
 from tests.scanning.edited import Edit, edit, fields_in
 from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan, standard
 

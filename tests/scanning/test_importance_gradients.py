@@ -189,7 +189,7 @@ def test_gates_change_no_bit() -> None:
             gated = model(x)
         assert torch.equal(plain, gated)
         gates.add_gradients_of_losses(squares(gated, x).double())
-        for layer in gates.layers.chosen():
+        for layer in gates.layers.selected_layers():
             assert torch.isfinite(layer.summaries["gate_gradient"]["sum"]).all()
 
 

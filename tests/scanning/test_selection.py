@@ -15,7 +15,7 @@ from headwise.bundled_models import tiny
 from headwise.errors import OptionError
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import ablations, gradients, mean_outputs
-from headwise.scanning.model_inputs import ModelInput, require_valid_token_ids
+from headwise.scanning.parse_given_model_inputs import ModelInput, require_valid_token_ids
 from headwise.scanning.scan import scan
 from headwise.scanning.selection import (
     normalise_heads_option,
@@ -24,7 +24,7 @@ from headwise.scanning.selection import (
     select_statistics,
 )
 from headwise.scanning.statistics.catalogue import find_standard_statistics
-from headwise.scanning.statistics.view_statistics import TopKeysOfChosenQueries
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import TopKeysOfChosenQueries
 from tests.scanning.models import BATCH, LENGTH, VOCABULARY, bert, own, tokens
 from tests.scanning.scans import standard
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from headwise import AttentionMatrix, Mask, scan
 from headwise.errors import OptionError
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import Map
 from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
-from headwise.scanning.statistics.view_statistics import Map
 from tests.scanning.models import BATCH, HEADS, LENGTH, SOURCE, bert, own, t5, text, tokens
 
 NAME = "top_keys_of_every_query"

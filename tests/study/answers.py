@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.study.research_question import Answer, Fact, FactTable, Numbers, Question
 from headwise.study.run import LeftOut, Study
-from headwise.study.trained_encoder_run import Fallback
+from headwise.study.run_pretrained_or_small_encoder import Fallback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

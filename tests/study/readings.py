@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headwise.bundled_models.recorded_attention_calls import AttentionCall, Projections, RecordedRun
+from headwise.bundled_models.recorded_run_dataclasses import AttentionCall, Projections, RecordedRun
 from headwise.masks.mask import Mask
 from headwise.study.experiments.measures import layer_output
 from headwise.study.implementation_interface import SharedWeights

@@ -63,7 +63,7 @@ def may_attend() -> Tensor:
 @each
 def test_what_is_filled_is_held(key: str) -> None:
     weights = given(key)
-    held = peer(key, given=weights).stored_weights()
+    held = peer(key, given=weights).as_shared_weights()
     assert len(held.tensors) == len(weights.tensors)
     for mine, theirs in zip(held.tensors, weights.tensors, strict=True):
         assert torch.equal(mine, theirs)
@@ -73,12 +73,12 @@ def test_what_is_filled_is_held(key: str) -> None:
 def test_what_is_held_is_what_computes(key: str) -> None:
     x, layer = torch.randn(BATCH, LENGTH, EMBED_DIM), peer(key, given=given(key))
     with torch.no_grad():
-        for tensor in layer.stored_weights().tensors:
+        for tensor in layer.as_shared_weights().tensors:
             before = layer(x)
             tensor.mul_(1.5)  # a view: the parameter itself
             # A bias of the keys moves all scores of a query alike.
             inert = tensor.dim() == 1 and torch.equal(
-                tensor, (layer.stored_weights().biases or ())[1]
+                tensor, (layer.as_shared_weights().biases or ())[1]
             )
             assert inert or not torch.allclose(layer(x), before, rtol=1e-3, atol=1e-3)
 
@@ -90,7 +90,7 @@ def test_biases_that_are_not_given_are_zero_or_refused(key: str) -> None:
         layer.load_weights(SharedWeights.random(EMBED_DIM, biased=True)).load_weights(
             SharedWeights.random(EMBED_DIM)
         )
-        assert not any(bias.any() for bias in layer.stored_weights().biases or ())
+        assert not any(bias.any() for bias in layer.as_shared_weights().biases or ())
     else:
         with pytest.raises(OptionError, match="its projections have none"):
             layer.load_weights(SharedWeights.random(EMBED_DIM, biased=True))

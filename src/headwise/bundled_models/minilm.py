@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from headwise.bundled_models.recorded_attention_calls import AttentionCall, Projections, RecordedRun
+from headwise.bundled_models.recorded_run_dataclasses import AttentionCall, Projections, RecordedRun
 from headwise.errors import MissingExtraError
 from headwise.support.optional_imports import require_package
 from headwise.support.progress_callback_type import Progress, no_progress

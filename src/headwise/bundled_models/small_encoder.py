@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.bundled_models.recorded_attention_calls import AttentionCall, Projections, RecordedRun
+from headwise.bundled_models.recorded_run_dataclasses import AttentionCall, Projections, RecordedRun
 from headwise.support.progress_callback_type import Progress, no_progress
 from headwise.support.thread_count import one_thread
 

@@ -14,15 +14,15 @@ from headwise.checkpoints import config_against_layout
 from headwise.checkpoints.config import Config, attention_window, layout_name
 from headwise.checkpoints.open_checkpoint import Checkpoint, open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
-from headwise.checkpoints.stored_description import COUNTS, layout_of_description
+from headwise.checkpoints.stored_description import COUNTS, layout_with_described_function
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 from headwise.layers.positions.distance_bias import T5Bias
 from headwise.layouts import registry
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical_form import State
+from headwise.layouts.find_modules_by_tensor_names import NamedModule, find_modules
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NamedModule, find_modules
 
 MAX_NAMES = 6  # modules that an error names
 
@@ -154,7 +154,7 @@ def attention_from_state(
 def _select_layout(opened: Checkpoint, layout: str | Layout | None) -> Layout:
     description = opened.description
     if layout is not None:
-        named = layout_of_description(layout, description)
+        named = layout_with_described_function(layout, description)
         if description is not None and description.layout.name != named.name:
             raise OptionError(
                 saw=f"layout {named.name}, but {description.origin} says {description.layout.name}",

@@ -26,11 +26,11 @@ from headwise.checkpoints.tensor_parallel_files import (
 from headwise.errors import CheckpointError, OptionError, ShapeError, UndecidedError
 from headwise.layouts.equality import same_bytes
 from headwise.layouts.layout import Layout
-from headwise.layouts.registry import layouts
+from headwise.layouts.registry import layouts_by_name
 from headwise.layouts.shard_map import (
     ShardMap,
     derive_shard_map_from_shares,
-    find_share_and_whole_length,
+    find_tensor_of_known_whole_length,
 )
 
 _MAP_ERRORS = (OptionError, ShapeError)
@@ -110,7 +110,7 @@ def join_shares(
     count = len(shares.shards)
     if stored is None:
         stored = _find_fitting_layout(shares, shapes, known)
-    if length := find_share_and_whole_length(stored, shapes, known):
+    if length := find_tensor_of_known_whole_length(stored, shapes, known):
         _require_shares_of_whole_length(shares, *length)
     division = derive_shard_map_from_shares(stored, shapes, count, known)
     return replace(shares, division=division, headers=_make_whole_headers(shares, division))
@@ -122,7 +122,7 @@ def require_all_shares(source: CheckpointSource, stored: Layout, known: Mapping[
     if not source.path.is_dir() or len(source.shards) > 1 or PART.fullmatch(file.stem) is None:
         return
     shapes = {name: header.shape for name, header in source.headers.items()}
-    length = find_share_and_whole_length(stored, shapes, known) if stored.sharded else None
+    length = find_tensor_of_known_whole_length(stored, shapes, known) if stored.sharded else None
     if length is not None and length[2] % length[1] == 0:
         require_count([file], length[2] // length[1])
 
@@ -146,7 +146,7 @@ def _find_fitting_layout(
 ) -> Layout:
     fitting: list[tuple[Layout, ShardMap]] = []
     count = len(shares.shards)
-    for each in layouts().values():
+    for each in layouts_by_name().values():
         try:
             division = (
                 derive_shard_map_from_shares(each, shapes, count, known) if each.sharded else None
@@ -156,7 +156,7 @@ def _find_fitting_layout(
         if division is not None:
             fitting.append((each, division))
     if not fitting:
-        divided = ", ".join(each.name for each in layouts().values() if each.sharded)
+        divided = ", ".join(each.name for each in layouts_by_name().values() if each.sharded)
         raise CheckpointError(
             saw=f"{shares.path} holds {count} shares of each tensor, in no layout that fits",
             needed=f"shares in one of the layouts {divided}",

@@ -24,7 +24,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from headwise.checkpoints.config import read_config
-from headwise.checkpoints.conversion_for_transformers import open_described_model
+from headwise.checkpoints.in_memory_conversion_for_transformers import open_described_model
 from headwise.checkpoints.torch_file import unreadable_error
 from headwise.errors import OptionError
 from headwise.support.optional_imports import require_package

@@ -17,8 +17,8 @@ from headwise.checkpoints.joined_source import (
 from headwise.checkpoints.source import CheckpointSource, open_source
 from headwise.checkpoints.stored_description import (
     Description,
+    read_config_file_or_description,
     read_description,
-    read_stored_config,
 )
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
@@ -64,7 +64,9 @@ def open_checkpoint(
     source = open_source(path) if shares is None else shares
     description = read_description(source)
     stated = (
-        read_stored_config(source, description) if config is None else ConfigFields.wrap(config)
+        read_config_file_or_description(source, description)
+        if config is None
+        else ConfigFields.wrap(config)
     )
     if shares is not None:
         source = _join_shares(shares, stored, description, stated, counts)

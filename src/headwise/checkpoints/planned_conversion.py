@@ -20,15 +20,15 @@ from headwise.checkpoints.staging import StagingDir, require_unused_name
 from headwise.checkpoints.stored_description import (
     Description,
     describe_target,
-    layout_of_description,
+    layout_with_described_function,
+    read_config_file_or_description,
     read_description,
-    read_stored_config,
 )
 from headwise.checkpoints.write_megatron_files import (
     replace_with_megatron_files,
     require_megatron_layout,
 )
-from headwise.checkpoints.write_meta_files import (
+from headwise.checkpoints.write_meta_llama_files import (
     divides_embedding_columns,
     make_meta_params,
     replace_with_meta_files,
@@ -37,8 +37,12 @@ from headwise.errors import CheckpointError, OptionError
 from headwise.layouts import convert
 from headwise.layouts.conversion_plan import find_spec_conflicts, plan_conversion
 from headwise.layouts.conversion_steps import ConversionStep
+from headwise.layouts.find_modules_by_tensor_names import (
+    NameForm,
+    find_modules,
+    locate_weight_outside_attention,
+)
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NameForm, find_modules, locate_weight_outside_attention
 from headwise.layouts.registry import layout
 from headwise.layouts.shard_map import derive_shard_map_from_whole
 from headwise.support.atomic_write import write_whole
@@ -88,7 +92,7 @@ def plan_checkpoint_conversion(
     """Check the arguments of `convert_checkpoint`, and return its steps and files."""
     _require_file_options(files, shards)
     target, accept = _require_usable_target(source, target, files), tuple(accept)
-    before = layout_of_description(source_layout, read_description(source))
+    before = layout_with_described_function(source_layout, read_description(source))
     after, form = layout(target_layout), NameForm(root=root)
     steps = plan_conversion(source.headers, before, after, accept=accept, form=form, **known)
     output = _plan_files(
@@ -141,7 +145,7 @@ class PlannedConversion:
         output = self.output
         self.source.require_unchanged()
         if output.division is not None:
-            _replace_with_process_files(staging.files_path, output)
+            _replace_safetensors_with_process_files(staging.files_path, output)
         if output.config is not None:
             write_whole(staging.files_path / "config.json", output.config)
         staging.finish(is_folder=self.source.is_folder or output.division is not None)
@@ -172,7 +176,7 @@ class PlannedConversion:
 def _make_target_description(
     source: CheckpointSource, before: Layout, after: Layout, known: Mapping[str, int]
 ) -> Description:
-    config = read_stored_config(source, read_description(source))
+    config = read_config_file_or_description(source, read_description(source))
     return describe_target(source.headers, before, after, known, config)
 
 
@@ -249,7 +253,7 @@ def _tensor_report_fields(
     }
 
 
-def _replace_with_process_files(folder: Path, output: OutputPlan) -> None:
+def _replace_safetensors_with_process_files(folder: Path, output: OutputPlan) -> None:
     """Replace the safetensors files of a folder by those of tensor-parallel processes."""
     names = [file.name for file in output.files]
     if output.params is None:
@@ -292,7 +296,7 @@ def _require_usable_target(source: CheckpointSource, target: Path, files: str) -
 
 def _hash_run_identity(source: CheckpointSource, output: OutputPlan, options: object) -> str:
     """Return the hash that equal conversions share: of version, source, options and headers."""
-    digest = hashlib.sha256(source.digest().encode("ascii"))
+    digest = hashlib.sha256(source.source_digest().encode("ascii"))
     digest.update(repr((metadata.version("headwise"), options)).encode("utf-8", "surrogateescape"))
     for file in output.files:
         digest.update(repr((file.name, file.head)).encode("utf-8", "surrogateescape"))

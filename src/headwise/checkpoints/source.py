@@ -264,7 +264,7 @@ class CheckpointSource(Mapping[str, Tensor]):
                     do="run the command again when the checkpoint is complete",
                 )
 
-    def digest(self) -> str:
+    def source_digest(self) -> str:
         """Return a hash of the files' paths, states and headers, which identifies the source."""
         digest = hashlib.sha256()
         for path, state in self.states.items():

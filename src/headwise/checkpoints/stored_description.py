@@ -31,9 +31,9 @@ from headwise.errors import CheckpointError, DTypeError, OptionError, ShapeError
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.conversion_plan import plan_conversion
 from headwise.layouts.conversion_steps import TensorHeader
+from headwise.layouts.find_modules_by_tensor_names import AS_STORED, NamedModule, find_modules
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import AS_STORED, NamedModule, find_modules
-from headwise.layouts.registry import layout, layouts
+from headwise.layouts.registry import layout, layouts_by_name
 from headwise.layouts.settings_outside_weights import FIELDS, AttentionSpec
 
 VERSION = 1
@@ -182,13 +182,15 @@ def read_description(source: CheckpointSource) -> Description | None:
     return Description(layout(args.layout), args.layers, counts, args.config, origin, args.removal)
 
 
-def read_stored_config(source: CheckpointSource, description: Description | None) -> ConfigFields:
+def read_config_file_or_description(
+    source: CheckpointSource, description: Description | None
+) -> ConfigFields:
     """Return the config.json beside a checkpoint, else the config in its description."""
     config = config_json.read_config(source.folder)
     return description.config if description is not None and not config else config
 
 
-def layout_of_description(name: str | Layout, description: Description | None) -> Layout:
+def layout_with_described_function(name: str | Layout, description: Description | None) -> Layout:
     """Return the layout of this name, with the function of the description if it has the name."""
     named = layout(name)
     is_described = description is not None and description.layout.name == named.name
@@ -208,7 +210,7 @@ def _decode_description(text: str, path: Path) -> Description:
     name, modules, counts, function, config = (
         stored.get(field) for field in ("layout", "modules", "counts", "function", "config")
     )
-    if not isinstance(name, str) or name not in layouts():
+    if not isinstance(name, str) or name not in layouts_by_name():
         raise _metadata_error(path, f"names the unknown layout {name!r:.60}")
     if not isinstance(modules, int) or not _is_count(modules):
         raise _metadata_error(path, f"has {modules!r:.60} modules, not a count")

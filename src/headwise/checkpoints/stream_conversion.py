@@ -171,9 +171,9 @@ class ConversionStream:
         if self._pending is not None:
             self._pending.result()
         copies, self._copies = self._copies, []
-        self._pending = self._flusher.submit(self._finish_copies, steps, copies)
+        self._pending = self._flusher.submit(self._finish_copies_and_record_steps, steps, copies)
 
-    def _finish_copies(self, steps: list[int], copies: list[Future[None]]) -> None:
+    def _finish_copies_and_record_steps(self, steps: list[int], copies: list[Future[None]]) -> None:
         for copying in copies:
             copying.result()
         self._staging.flush_and_record_steps(steps)

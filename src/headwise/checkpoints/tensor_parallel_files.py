@@ -34,7 +34,7 @@ def find_numbered_files(path: Path) -> dict[int, Path]:
     Raises:
         CheckpointError: the path holds no weights, or stages of a pipeline.
     """
-    folder = _find_rank_folder(path)
+    folder = _find_folder_of_rank_folders(path)
     if folder is not None:
         return _find_rank_files(folder)
     files = checkpoint_files(path)
@@ -70,7 +70,7 @@ def require_count(files: Sequence[Path], count: int) -> None:
         raise incomplete_error(_processes_folder(files[0]), held)
 
 
-def _find_rank_folder(path: Path) -> Path | None:
+def _find_folder_of_rank_folders(path: Path) -> Path | None:
     """Return the folder that holds mp_rank_00 and so on; None where there is none."""
     if not path.is_dir():
         return None

@@ -115,9 +115,9 @@ def _compare_and_report(
 ) -> Diagnosis:
     start = time.perf_counter()
     if page is not None:
-        from headwise.support.atomic_write import require_writable
+        from headwise.support.atomic_write import make_parent_and_require_writable
 
-        require_writable(page)
+        make_parent_and_require_writable(page)
     diagnosis = _compare_files(first, second, options)
     command = ""
     if second is not None and options["layer"] is None:
@@ -139,7 +139,7 @@ def _compare_files(first: Path, second: Path | None, options: Mapping[str, Any])
         from headwise.checkpoints.attention_loading import load_attention
         from headwise.diagnosis.compare import compare as compare_layers
         from headwise.diagnosis.subjects.recording_file import is_recording
-        from headwise.diagnosis.verify import verify
+        from headwise.diagnosis.verify_byte_for_byte import verify
 
         counts: Counts = {name: options[name] for name in NAMES}
         layer, inputs = options["layer"], options["inputs"]

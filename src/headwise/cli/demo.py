@@ -40,9 +40,9 @@ def demo(
     from headwise.cli.scan.command import run_scan_with_progress
     from headwise.cli.scan.scan_options import ScanOptions
     from headwise.reports.scan_page import save_scan_page
-    from headwise.support.atomic_write import require_writable
+    from headwise.support.atomic_write import make_parent_and_require_writable
 
-    require_writable(out)
+    make_parent_and_require_writable(out)
     start = time.perf_counter()
     tiny = run_scan_with_progress(ScanOptions(demo=True, page=out))
     try:
@@ -108,11 +108,11 @@ def _scan_and_compare_encoder(page: Path) -> ScanReport:
     from headwise.cli.progress_bar import progress_bar
     from headwise.cli.scan.command import run_scan_with_progress
     from headwise.cli.scan.scan_options import ScanOptions
-    from headwise.study import trained_encoder_run
-    from headwise.study.experiments.same_weights import compare_with_model_layers
+    from headwise.study import run_pretrained_or_small_encoder
+    from headwise.study.experiments.compare_under_same_weights import compare_with_model_layers
 
     with progress_bar(stderr_console(), "loading the trained encoder") as progress:
-        recorded = trained_encoder_run.run_minilm(progress)
+        recorded = run_pretrained_or_small_encoder.run_minilm(progress)
         same = compare_with_model_layers(recorded)
     report = run_scan_with_progress(ScanOptions(model_dir=minilm.model_folder(), page=page))
     return replace(report, title=recorded.model, same_function=same)

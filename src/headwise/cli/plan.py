@@ -133,7 +133,7 @@ def _print_plan(costs: CostPlan, model: Path, console: Console, *, checkpointing
     for line in _yield_fastest_ways(costs, checkpointing=checkpointing):
         console.print(line, style="bold", markup=False)
     console.print(_attention_cost_table(costs))
-    console.print(_format_operations(costs), markup=False)
+    console.print(_format_attention_and_projection_teraflops(costs), markup=False)
     console.print(_model_cost_table(costs))
     for line in _list_notes(costs):
         console.print(line, style="dim", markup=False)
@@ -240,7 +240,7 @@ def _make_cost_table(
     return table
 
 
-def _format_operations(costs: CostPlan) -> str:
+def _format_attention_and_projection_teraflops(costs: CostPlan) -> str:
     def text(values: Callable[[StepCosts], float]) -> str:
         low, high = (
             min(map(values, costs.best_step_of_each_kind)),

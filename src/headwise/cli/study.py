@@ -42,7 +42,7 @@ def _run_study(questions: list[str], out: Path, *, as_json: bool) -> None:
 
     from headwise.cli.output import print_result, stderr_console
     from headwise.cli.progress_bar import progress_bar
-    from headwise.support.atomic_write import require_writable
+    from headwise.support.atomic_write import make_parent_and_require_writable
 
     start = time.perf_counter()
     with progress_bar(stderr_console(), "loading torch") as progress:
@@ -52,7 +52,7 @@ def _run_study(questions: list[str], out: Path, *, as_json: bool) -> None:
         # Everything that can be refused is refused before the work and before a folder is made.
         select_ids(questions)
         require_matplotlib()
-        require_writable(out)
+        make_parent_and_require_writable(out)
         result = answer_questions(questions, progress=progress)
         page = save_study_page(result, out)
     from headwise.reports.terminal import show_study

@@ -65,7 +65,7 @@ def verify(
             raise typer.BadParameter(
                 "Leave out the options of layouts, counts and outputs: digests need none."
             )
-        status = YES if second is None else _verify_digests(first, second)
+        status = YES if second is None else _verify_digests_and_print(first, second)
     else:
         status = _run_verification(first, second, layouts, counts, outputs=outputs)
     if write_digests is not None and not status:
@@ -81,7 +81,7 @@ def _is_digests(path: Path) -> bool:
 
 def _require_new(path: Path) -> None:
     from headwise.checkpoints.staging import require_unused_name
-    from headwise.support.atomic_write import require_writable
+    from headwise.support.atomic_write import make_parent_and_require_writable
 
     if not _is_digests(path):
         raise typer.BadParameter(
@@ -89,7 +89,7 @@ def _require_new(path: Path) -> None:
             "digests by that ending."
         )
     require_unused_name(path)
-    require_writable(path)
+    make_parent_and_require_writable(path)
 
 
 def _write_digests_file(weights: Path, path: Path, made_folder: str) -> None:
@@ -102,7 +102,7 @@ def _write_digests_file(weights: Path, path: Path, made_folder: str) -> None:
     typer.echo(f"{len(digests)} digests: {write_digests(path, digests)}")
 
 
-def _verify_digests(weights: Path, path: Path) -> int:
+def _verify_digests_and_print(weights: Path, path: Path) -> int:
     from headwise.checkpoints.digests import compute_digests, read_digests
     from headwise.checkpoints.source import open_source
 
@@ -133,7 +133,7 @@ def _run_verification(
     with progress_bar(stderr_console(), "loading torch") as progress:
         from rich.console import Console
 
-        from headwise.diagnosis.verify import verify as compare_weights
+        from headwise.diagnosis.verify_byte_for_byte import verify as compare_weights
 
         named = dict(zip(("first_layout", "second_layout"), layouts, strict=True))
         settings = {**counts, **named, "outputs": outputs, "progress": progress}

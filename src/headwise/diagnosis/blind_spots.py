@@ -31,12 +31,12 @@ def explain_insensitivity_to_scores(
     if any(_is_sensitive_to_scores(model, call) for call in calls):
         return ""
     return (
-        describe_degenerate_weights(model, calls)
+        describe_degenerate_attention(model, calls)
         or "another scale of the scores does not change the output on these inputs"
     )
 
 
-def describe_degenerate_weights(model: AttentionModel, calls: Sequence[RecordedCall]) -> str:
+def describe_degenerate_attention(model: AttentionModel, calls: Sequence[RecordedCall]) -> str:
     """Return the reason why these inputs hide most changes of the scores; "" for none."""
     bare = [replace(call, stages={}) for call in calls]
     keys = max(call.inputs.key_source.shape[1] for call in calls)

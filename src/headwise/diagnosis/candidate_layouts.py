@@ -11,16 +11,16 @@ from headwise.errors import OptionError, ShapeError
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.equality import LayoutReading, is_same_reading
-from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import (
+from headwise.layouts.find_modules_by_tensor_names import (
     NamedModule,
     find_modules,
     find_unlisted_tensors_of_module,
     locate_weight_outside_attention,
-    prefix_template,
+    replace_numbers_with_layer_slots,
 )
+from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import PatternAxis
-from headwise.layouts.registry import layouts
+from headwise.layouts.registry import layouts_by_name
 from headwise.layouts.settings_outside_weights import AttentionSpec
 
 NAMED = 3  # tensors, as an example
@@ -92,7 +92,7 @@ def find_candidates(
     If no layout does, return those with the fewest faults among the layouts in which some modules
     are whole. ``described`` replaces the registered layout of its name: its function may differ.
     """
-    registered = layouts() | ({} if described is None else {described.name: described})
+    registered = layouts_by_name() | ({} if described is None else {described.name: described})
     matches = [_match_layout(layout, headers, counts) for layout in registered.values()]
     candidates = sorted(filter(None, matches), key=lambda candidate: -candidate.around)
     fewest = min((len(candidate.faults) for candidate in candidates), default=0)
@@ -135,12 +135,12 @@ def _list_module_sizes(
 ) -> Iterator[ModuleFit]:
     """Yield each module with its possible sizes; ``counts`` are of the first module's kind."""
     sizes_by_shapes: dict[object, tuple[Sizes, ...]] = {}
-    kind = prefix_template(modules[0].prefix)
+    kind = replace_numbers_with_layer_slots(modules[0].prefix)
     for module in modules:
         if not layout.required <= {*module.tensors.values()}:
             yield module, ()
             continue
-        is_like = prefix_template(module.prefix) == kind
+        is_like = replace_numbers_with_layer_slots(module.prefix) == kind
         shapes = {local: tuple(headers[name].shape) for name, local in module.tensors.items()}
         key = is_like, tuple(sorted(shapes.items()))
         if key not in sizes_by_shapes:
@@ -196,13 +196,13 @@ def _possible_heads(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> li
         length
         for name, shape in shapes.items()
         for axis, length in zip(layout.patterns[name].axes, shape, strict=False)
-        if _axis_holds_whole_heads(axis)
+        if _has_heads_in_axis_pattern(axis)
     ]
     common = gcd(*lengths)  # 0 of none, which every number divides
     return [heads for heads in range(2, MOST_HEADS + 1) if common % heads == 0]
 
 
-def _axis_holds_whole_heads(axis: PatternAxis) -> bool:
+def _has_heads_in_axis_pattern(axis: PatternAxis) -> bool:
     parts = [block.names for block in axis.blocks] or [()]
     names = [{*axis.before, *part, *axis.after} for part in parts]
     return all("heads" in part or {"kv_heads", "group"} <= part for part in names)

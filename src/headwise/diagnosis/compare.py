@@ -14,7 +14,7 @@ from headwise.diagnosis.attention_comparison_result import FunctionComparison
 from headwise.diagnosis.attention_model_as_run import build_attention_model_as_run
 from headwise.diagnosis.black_box_comparison import BlackBoxComparison
 from headwise.diagnosis.blind_spots import (
-    describe_degenerate_weights,
+    describe_degenerate_attention,
     describe_unseen_window,
     explain_insensitivity_to_scores,
     find_unseen_setting_changes,
@@ -36,9 +36,9 @@ from headwise.diagnosis.comparison_of_stored_weights import (
     load_layer_of_same_number,
 )
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.explain_recorded_calls import ExplainedCalls
 from headwise.diagnosis.gradient_comparison import compare_gradients
 from headwise.diagnosis.probe_inputs import SEED, NamedInputs
+from headwise.diagnosis.search_causes_in_recorded_calls import ExplainedCalls
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
@@ -318,7 +318,7 @@ class Comparison:
         is_doubtful = verdict is Verdict.OTHER_WEIGHTS or self._settings_differ()
         if is_doubtful and not self._outputs_agree_on_probes():
             elsewhere = "outputs agree on these inputs and differ on those that headwise makes"
-            reason = describe_degenerate_weights(self.model, calls)
+            reason = describe_degenerate_attention(self.model, calls)
             return "; ".join(filter(None, [reason, elsewhere]))
         return ""
 

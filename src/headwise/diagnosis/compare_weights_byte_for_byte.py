@@ -30,8 +30,13 @@ from headwise.layouts.equality import (
     mark_differing_entries,
     same_bytes,
 )
+from headwise.layouts.find_modules_by_tensor_names import (
+    AS_STORED,
+    NamedModule,
+    NameForm,
+    find_modules,
+)
 from headwise.layouts.layout import Layout, is_positive_zero
-from headwise.layouts.module_names import AS_STORED, NamedModule, NameForm, find_modules
 from headwise.layouts.registry import layout
 from headwise.support.progress_callback_type import Progress, no_progress
 
@@ -259,7 +264,7 @@ class _StepwiseTensorEvidence:
             self._attention_names.isdisjoint(step.inputs)
             and self.second.keys().isdisjoint(step.outputs)
             and self.second.keys() >= {*step.inputs}
-            and self._step_output_names.isdisjoint(step.inputs)
+            and self._output_names_of_all_steps.isdisjoint(step.inputs)
         )
 
     def _is_zero_bias(self, name: str, tensor: Tensor) -> bool:
@@ -311,14 +316,14 @@ class _StepwiseTensorEvidence:
         return {n for module in find_modules(self.source, self.first) for n in module.tensors}
 
     @cached_property
-    def _step_output_names(self) -> set[str]:
+    def _output_names_of_all_steps(self) -> set[str]:
         return {name for step in self.steps for name in step.outputs}
 
     @cached_property
     def _attention_bias_names(self) -> set[str]:
         """Names of attention's biases in the second's layout, with or without a tensor."""
         return _list_bias_names(
-            find_modules(self.target, self._step_output_names), self.target
+            find_modules(self.target, self._output_names_of_all_steps), self.target
         ) | _list_bias_names(self._second_modules, self.target)
 
 

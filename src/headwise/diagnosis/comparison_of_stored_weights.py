@@ -18,10 +18,10 @@ from headwise.diagnosis.subjects.transformers_subject import (
     layer_index,
     stated_layer_index,
 )
-from headwise.diagnosis.verify import verify
+from headwise.diagnosis.verify_byte_for_byte import verify
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
-from headwise.layouts.module_names import NamedModule
+from headwise.layouts.find_modules_by_tensor_names import NamedModule
 
 WEIGHTS = (str, os.PathLike, Mapping)
 NAMED_LAYERS = (Attention, nn.MultiheadAttention)
@@ -70,7 +70,7 @@ def _take_layer_like(module: nn.Module | None, stored: Any) -> Any:
         OptionError: one layer beside several, and it does not say which of them it is.
     """
     is_layer = isinstance(module, NAMED_LAYERS) or is_transformers_attention(module)
-    modules = matching = _find_attentions(stored) if is_layer else ()
+    modules = matching = _find_stored_attention_modules(stored) if is_layer else ()
     if len(modules) > 1:
         number = stated_layer_index(module) if is_transformers_attention(module) else None
         matching = tuple(each for each in modules if each.layer == number)
@@ -90,7 +90,7 @@ def _take_layer_like(module: nn.Module | None, stored: Any) -> Any:
     )
 
 
-def _find_attentions(stored: Any) -> tuple[NamedModule, ...]:
+def _find_stored_attention_modules(stored: Any) -> tuple[NamedModule, ...]:
     """Return the attention modules of stored weights, in the layout that finds most."""
     detection = open_weights(stored, {}).detection()
     groups = (*detection.candidates, *detection.damaged)

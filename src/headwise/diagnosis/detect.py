@@ -16,7 +16,11 @@ from torch import Tensor
 from headwise.checkpoints.config import Config, ConfigFields, merge_counts
 from headwise.checkpoints.open_checkpoint import open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
-from headwise.checkpoints.stored_description import COUNTS, Description, layout_of_description
+from headwise.checkpoints.stored_description import (
+    COUNTS,
+    Description,
+    layout_with_described_function,
+)
 from headwise.diagnosis.candidate_layouts import (
     CandidateLayout,
     LayoutGroup,
@@ -65,7 +69,7 @@ class GivenWeights:
         counts = {**counts, **self.known}
         return detect_by_names(self.headers, described=described, config=self.config, **counts)
 
-    def require_fit(self, detection: Detection, **counts: int) -> None:
+    def require_fitting_counts(self, detection: Detection, **counts: int) -> None:
         """Check that the counts fit a layout.
 
         Raises:
@@ -84,13 +88,13 @@ class GivenWeights:
                 do="give the model's own counts, in its config.json or in the call",
             )
 
-    def require_layout(self, name: str | Layout, parameter: str) -> Layout:
+    def require_uncontradicted_layout(self, name: str | Layout, parameter: str) -> Layout:
         """Return the layout of this name, unless the metadata or the config contradict it.
 
         Raises:
             OptionError: no layout has this name, or the weights are in another layout.
         """
-        layout, detection = layout_of_description(name, self.description), self.detection()
+        layout, detection = layout_with_described_function(name, self.description), self.detection()
         why = detection.refuted.get(layout.name)
         fitting = {each.layout.name for group in detection.candidates for each in group}
         if self.description is not None and layout.name not in fitting:
@@ -114,9 +118,9 @@ class GivenWeights:
             UndecidedError: no layout fits, or several do.
         """
         if name is not None:
-            return self.require_layout(name, parameter)
+            return self.require_uncontradicted_layout(name, parameter)
         detection = self.detection()
-        self.require_fit(detection)
+        self.require_fitting_counts(detection)
         return detection.require_only_layout(file=self.title, parameter=parameter)
 
 
@@ -365,7 +369,7 @@ def _detect_by_running(
 
     from headwise.checkpoints.load_transformers_model import load
     from headwise.diagnosis.detect_layout_by_running import USE_REFERENCE, narrow_by_running
-    from headwise.scanning.model_inputs import explain_token_failure
+    from headwise.scanning.parse_given_model_inputs import explain_failure_on_token_ids
 
     stored = load(Path(against))
     # The same weights have the same counts, so the counts of the model hold for both files.
@@ -374,7 +378,10 @@ def _detect_by_running(
     length = min(LENGTH, stored.positions or LENGTH)
     ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     inputs = stored.inputs(ids)
-    with explain_token_failure(str(against), length, do=USE_REFERENCE), torch.no_grad():
+    with (
+        explain_failure_on_token_ids(str(against), length, do=USE_REFERENCE),
+        torch.no_grad(),
+    ):
         stored.model(**inputs)
     return narrow_by_running(detection, given.tensors, stored.model, inputs, stored.config)
 
@@ -384,7 +391,7 @@ def _detect_by_values(
 ) -> Detection:
     shared = known if other is None else known | other.known
     detection = given.detection(**shared)
-    given.require_fit(detection, **shared)
+    given.require_fitting_counts(detection, **shared)
     if other is None:
         return detection
     theirs = other.detection(**{**shared, **given.known})

@@ -28,8 +28,8 @@ from headwise.error_budget.budget import Budget
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.layers.native.attention import Attention
 from headwise.layouts.axis_sizes import Sizes
+from headwise.layouts.find_modules_by_tensor_names import NamedModule
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NamedModule
 from headwise.layouts.settings_outside_weights import AttentionSpec
 from headwise.reference import repeat_kv_heads, split_heads
 from headwise.scanning.capture import capture_attention
@@ -283,7 +283,9 @@ class _Trial:
     def _find_difference(
         self, module: NamedModule, call: FirstCall, sizes: Sizes
     ) -> str | NotComparedError | None:
-        layout = _layout_without_score_operations(self.candidate.layout, self.config, module.layer)
+        layout = _layout_without_bias_cap_and_window(
+            self.candidate.layout, self.config, module.layer
+        )
         layer = self._build_layer(layout, module, _head_counts_of_call(call, sizes))
         part = _find_differing_stage(layer, self.candidate.layout.function, call)
         why = self._describe_unknown_rotation(layout, module) if part == SCORES else None
@@ -314,7 +316,7 @@ class _Trial:
             {
                 local: self.state[name].double()
                 for name, local in module.tensors.items()
-                # A distance bias is added to the scores: see _layout_without_score_operations.
+                # A distance bias is added to the scores: see _layout_without_bias_cap_and_window.
                 if layout.patterns[local].tensors != ("distances",)
             },
             layout=layout,
@@ -330,7 +332,7 @@ def _head_counts_of_call(call: FirstCall, sizes: Sizes) -> Sizes:
     return {"heads": call_heads, "kv_heads": max(1, kv_heads * call_heads // heads)}
 
 
-def _layout_without_score_operations(
+def _layout_without_bias_cap_and_window(
     layout: Layout, config: Mapping[str, Any], number: int
 ) -> Layout:
     """Return the layout of one layer, without the operations on finished scores."""

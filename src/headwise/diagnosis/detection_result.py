@@ -242,7 +242,7 @@ def describe_detection(detection: Detection, *, title: str) -> list[str]:
             lines += [f"  {name}"] if len(names) > 1 else []
             lines += [f"{indent}{line}" for line in shorten_lines(group[0].faults, SHOWN)]
     elif detection.candidates:
-        lines.append(_describe_undecided(detection, title))
+        lines.append(_explain_why_undecided(detection, title))
         for group, name in zip(detection.candidates, names, strict=True):
             lines += [f"  {name}", *(f"    {reason}" for reason in group[0].reasons)]
     elif detection.refuted:
@@ -257,7 +257,7 @@ def _join_names_of_equal_layouts(groups: Iterable[LayoutGroup]) -> list[str]:
     return [" = ".join(each.layout.name for each in group) for group in groups]
 
 
-def _describe_undecided(detection: Detection, title: str) -> str:
+def _explain_why_undecided(detection: Detection, title: str) -> str:
     if (against := detection.contradiction) is not None and not detection.has_seen_values:
         return f"{title} contradicts its config: {against}. Its names and shapes fit:"
     if (kind := detection.unknown) is not None:

@@ -15,9 +15,9 @@ import torch
 from headwise.diagnosis.attention_comparison_result import FunctionComparison, PartedStage
 from headwise.diagnosis.blind_spots import describe_unseen_window, explain_insensitivity_to_scores
 from headwise.diagnosis.causes.cause import Cause
-from headwise.diagnosis.explain_recorded_calls import ExplainedCalls
 from headwise.diagnosis.model_comparison_result import LayerComparison
 from headwise.diagnosis.probe_inputs import SEED
+from headwise.diagnosis.search_causes_in_recorded_calls import ExplainedCalls
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
@@ -59,7 +59,11 @@ class LayerPair:
         sides = ("second", "first") if self._known_attention is self.theirs else ("first", "second")
         known, explained = (
             ExplainedCalls(
-                self._known_model, [call], self._list_input_names, self.mine.stored, side=side
+                self._known_model,
+                [call],
+                self._names_of_compared_inputs,
+                self.mine.stored,
+                side=side,
             )
             for call, side in zip(
                 (self._known_attention.call, self._call_to_explain), sides, strict=True
@@ -83,7 +87,7 @@ class LayerPair:
         return self._report_explained_calls(_explain_by_named_causes(explained, named), named)
 
     @property
-    def _list_input_names(self) -> list[str]:
+    def _names_of_compared_inputs(self) -> list[str]:
         return [self.first.inputs]
 
     @property

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from headwise.diagnosis.attention_comparison_result import FunctionComparison, cause_page_path
-from headwise.diagnosis.cause_of_layer_shifts import LOAD_BY_NUMBER, cause_of_layer_shifts
+from headwise.diagnosis.cause_name_for_layer_shifts import LOAD_BY_NUMBER, cause_of_layer_shifts
 
 MOST_NAMES = 6
 

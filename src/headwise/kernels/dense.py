@@ -107,7 +107,7 @@ def dense_weights(problem: KernelInput) -> Tensor:
 
 
 def _dense_scores(problem: KernelInput) -> Tensor:
-    return reference.scores_at(
+    return reference.scores_at_rows(
         problem.q.to(problem.accumulation_dtype),
         problem.k.to(problem.accumulation_dtype),
         torch.arange(problem.q.shape[2], device=problem.q.device),

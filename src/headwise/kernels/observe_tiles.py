@@ -19,9 +19,9 @@ from headwise.kernels.tiles import (
     KeysByColumn,
     Scratch,
     Tile,
-    parts_outside,
     plan_tiles,
     tile_scores,
+    yield_subranges_outside_span,
 )
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import Span
@@ -73,8 +73,8 @@ def yield_observed_tiles(
         with without_autocast(problem.q):
             s, _, _ = tile_scores(problem, tile, keys, scratch)
             scores = third.view(*s.shape).copy_(s) if with_scores else None
-            lowest = _lowest_scores(mask, tile, s, second) if with_lowest else None
-            allowed = _count_allowed(mask, tile, s)
+            lowest = _lowest_visible_score_per_row(mask, tile, s, second) if with_lowest else None
+            allowed = _count_keys_allowed_to_each_query(mask, tile, s)
             peak = s.amax(-1)
             sink = None if problem.sink is None else problem.sink[tile.heads]
             shift = tiled.softmax_shift(peak, sink)
@@ -141,7 +141,9 @@ def _row_numbers(rows: slice, like: Tensor) -> Tensor:
     return torch.arange(rows.start, rows.stop, device=like.device)
 
 
-def _lowest_scores(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch) -> Tensor:
+def _lowest_visible_score_per_row(
+    mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch
+) -> Tensor:
     """Return the smallest score of each row that is not hidden, or inf.
 
     Hidden keys: see `_mask_if_bias_hides_nothing`.
@@ -153,7 +155,7 @@ def _lowest_scores(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch
     lowest = s.new_full(s.shape[:3], torch.inf)
     if opened.size:
         lowest = s[..., opened.first - start : opened.stop - start].amin(-1)
-    for edge in parts_outside(tile.columns, opened):
+    for edge in yield_subranges_outside_span(tile.columns, opened):
         scores = s[..., edge.start - start : edge.stop - start]
         finite = spare.view(*scores.shape)
         torch.nan_to_num(scores, torch.nan, neginf=torch.inf, posinf=torch.inf, out=finite)
@@ -161,7 +163,7 @@ def _lowest_scores(mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch
     return lowest
 
 
-def _count_allowed(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
+def _count_keys_allowed_to_each_query(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
     """Count the keys that each query may attend to, (batches, heads, rows)."""
     interval = (
         None

@@ -56,7 +56,7 @@ class BlockMap:
 
 def add_tile(cells: Tensor, problem: KernelInput, tile: Tile, p: Tensor) -> None:
     """Add the weights of one tile to their cells, (batch, heads, query blocks, key blocks)."""
-    rows, columns = _blocks_of_tile(cells, problem, tile)
+    rows, columns = _block_maps_of_tile(cells, problem, tile)
     if rows.touched_block_count != p.shape[2]:
         summed = p.new_zeros(*p.shape[:2], rows.touched_block_count, p.shape[3])
         p = summed.index_add_(2, rows.index(p), p)
@@ -72,7 +72,7 @@ def add_tile(cells: Tensor, problem: KernelInput, tile: Tile, p: Tensor) -> None
 
 def expand_to_tile(cells: Tensor, problem: KernelInput, tile: Tile) -> Tensor:
     """Return for each entry of a tile the value of its cell: the gradient of `add_tile`."""
-    rows, columns = _blocks_of_tile(cells, problem, tile)
+    rows, columns = _block_maps_of_tile(cells, problem, tile)
     cut = cells[tile.batches, tile.heads, rows.touched_blocks, columns.touched_blocks]
     return cut.index_select(3, columns.index(cut)).index_select(2, rows.index(cut))
 
@@ -90,6 +90,8 @@ def block_sizes(length: int, blocks: int, like: Tensor) -> Tensor:
     return (edges[1:] - edges[:-1]).clamp(min=1).to(like.dtype)
 
 
-def _blocks_of_tile(cells: Tensor, problem: KernelInput, tile: Tile) -> tuple[BlockMap, BlockMap]:
+def _block_maps_of_tile(
+    cells: Tensor, problem: KernelInput, tile: Tile
+) -> tuple[BlockMap, BlockMap]:
     rows = BlockMap(tile.rows, problem.q.shape[2], cells.shape[2])
     return rows, BlockMap(tile.columns, problem.k.shape[2], cells.shape[3])

@@ -157,13 +157,13 @@ def _run_sweep_backward(ctx: Any, *upstream: Tensor | None) -> Packed:
     return (
         *(q, k, if_present(sink, 2), table if ctx.table_needed else None),
         [g if needed else None for g, needed in zip(biases, ctx.biases_needed, strict=True)],
-        *map(_make_none_gradient, arguments[5:COUNT]),
+        *map(_replace_tensors_by_none, arguments[5:COUNT]),
         *(if_present(v, COUNT), if_present(y, COUNT + 1)),
         *([None] * len(arguments[COUNT + 2 :])),
     )
 
 
-def _make_none_gradient(argument: Any) -> list[None] | None:
+def _replace_tensors_by_none(argument: Any) -> list[None] | None:
     """Return None, or a list of None for a list of tensors, also an empty one."""
     is_list = isinstance(argument, list) and all(isinstance(x, Tensor) for x in argument)
     return [None] * len(argument) if is_list else None
@@ -193,7 +193,7 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
     )
     each = iter(flat)
     gradients: Packed = map_leaves(lambda x: next(each) if needs_gradient(x) else None, packed)
-    return (*gradients[:5], *map(_make_none_gradient, packed[5:COUNT]), *gradients[COUNT:])
+    return (*gradients[:5], *map(_replace_tensors_by_none, packed[5:COUNT]), *gradients[COUNT:])
 
 
 def _wrap_without_autocast(function: Callable[..., Packed]) -> Callable[..., Packed]:

@@ -180,7 +180,7 @@ def _apply_mask(problem: KernelInput, tile: Tile, s: Tensor) -> None:
         if open_range is None:
             without_range.append(clause)
             continue
-        for columns in parts_outside(whole, open_range):
+        for columns in yield_subranges_outside_span(whole, open_range):
             _hide_by_clauses(s, mask, tile, columns, (clause,))
     if without_range:
         _hide_by_clauses(s, mask, tile, whole, without_range)
@@ -196,7 +196,7 @@ def _hide_by_clauses(
     s[..., columns.start - first : columns.stop - first].masked_fill_(~allowed, -torch.inf)
 
 
-def parts_outside(whole: slice, inside: Span) -> Iterator[slice]:
+def yield_subranges_outside_span(whole: slice, inside: Span) -> Iterator[slice]:
     """Yield the nonempty parts of a range before and after another range."""
     left = min(max(inside.first, whole.start), whole.stop)
     right = min(max(inside.stop, left), whole.stop)

@@ -71,7 +71,7 @@ class VarlenKernel(Kernel):
     def run(self, task: Task) -> KernelResult:
         """See `Kernel.run`."""
         problem, division, rows = task.problem, _require_division(task), []
-        for row, tasks in enumerate(tasks_by_sequence(task)):
+        for row, tasks in enumerate(yield_task_lists_by_batch_row(task)):
             outputs = [self._choose(piece)[0].run(piece).out for piece in tasks]
             spans = [piece.queries for piece in division.rectangles if piece.batch == row]
             rows.append(_fill_gaps(outputs, spans, problem.q, _require_values(task).shape[-1]))
@@ -79,7 +79,7 @@ class VarlenKernel(Kernel):
 
     def cost(self, task: Task) -> Cost:
         """Return all operations, and the memory of the largest rectangle, as they run in turn."""
-        pieces = [piece for row in tasks_by_sequence(task) for piece in row]
+        pieces = [piece for row in yield_task_lists_by_batch_row(task) for piece in row]
         costs = [self._choose(piece)[0].cost(piece) for piece in pieces]
         return Cost(sum(c.operations for c in costs), max((c.memory for c in costs), default=0))
 
@@ -105,7 +105,7 @@ def _require_values(task: Task) -> Tensor:
     return task.values_if_only_product
 
 
-def tasks_by_sequence(task: Task) -> Iterator[list[Task]]:
+def yield_task_lists_by_batch_row(task: Task) -> Iterator[list[Task]]:
     """Yield the rectangles of each sequence of the batch, as tasks."""
     division = _require_division(task)
     problem = replace(task.problem, mask=division.rest)

@@ -24,7 +24,7 @@ def weights_of_queries(problem: KernelInput, index: Tensor) -> Tensor:
     """Return the weights of the queries in ``index``, (batch, heads, rows, keys)."""
     exact = problem.accumulation_dtype
     with without_autocast(problem.q):
-        s = reference.scores_at(
+        s = reference.scores_at_rows(
             problem.q.index_select(2, index).to(exact),
             problem.k.to(exact),
             index,
@@ -65,12 +65,14 @@ def largest_weights(problem: KernelInput, count: int, index: Tensor) -> tuple[Te
     step = max(1, tiles.TILE_ELEMENTS // max(1, batch * heads * problem.k.shape[2]))
     # ONNX cannot split at a length that varies, and its graph is dense in any case.
     blocks = (index,) if torch.onnx.is_in_onnx_export() else torch.split(index, step)
-    pairs = [_largest_of_block(problem, count, block) for block in blocks]
+    pairs = [_largest_weights_of_query_block(problem, count, block) for block in blocks]
     values, indices = zip(*pairs, strict=True)
     return torch.cat(values, 2), torch.cat(indices, 2)
 
 
-def _largest_of_block(problem: KernelInput, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
+def _largest_weights_of_query_block(
+    problem: KernelInput, count: int, index: Tensor
+) -> tuple[Tensor, Tensor]:
     # torch.func does not support checkpoint.
     if not torch.is_grad_enabled() or needs_plain_torch():
         values, indices = weights_of_queries(problem, index).topk(count, dim=-1)

@@ -39,7 +39,7 @@ def projection_lines(layer: nn.Module, tokens: Mapping[str, int]) -> tuple[str, 
     return tuple(projection_line(name, layer.get_submodule(name), n) for name, n in tokens.items())
 
 
-def matrix_product_line(name: str, kind: str, *, tokens: int, widths: tuple[int, int]) -> str:
+def linear_product_line(name: str, kind: str, *, tokens: int, widths: tuple[int, int]) -> str:
     """Return the line of a matrix product over ``tokens``, from one width to another."""
     cost = f"{2 * tokens * widths[0] * widths[1] / 1e9:.2g} GFLOP"
     return f"{name:<22} {kind:<10} {cost:<12} {widths[0]} to {widths[1]}"
@@ -53,4 +53,4 @@ def projection_line(name: str, projection: nn.Module, tokens: int) -> str:
         return f"{name:<22} {kind}"
     # A module that computes a part of its widths has these in an attribute.
     widths = getattr(projection, "computed_widths", (inner, outer))
-    return matrix_product_line(name, kind, tokens=tokens, widths=widths)
+    return linear_product_line(name, kind, tokens=tokens, widths=widths)

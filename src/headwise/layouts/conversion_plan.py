@@ -22,8 +22,7 @@ from headwise.layouts.conversion_steps import (
     make_copy_step,
     steps_outside_attention,
 )
-from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import (
+from headwise.layouts.find_modules_by_tensor_names import (
     AS_STORED,
     NamedModule,
     NameForm,
@@ -31,6 +30,7 @@ from headwise.layouts.module_names import (
     find_unlisted_tensors_of_module,
     template_fields,
 )
+from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import require_one_dtype
 from headwise.layouts.settings_outside_weights import require_conflicts_accepted
 
@@ -72,9 +72,9 @@ def plan_conversion(
     for module in modules:
         _require_tensors_listed_by_layout(module, source, headers)
     fitted = [(module, _solve_module_sizes(module, source, headers, known)) for module in modules]
-    conflicts = _spec_conflicts_at_sizes([sizes for _, sizes in fitted], source, target)
+    conflicts = _conflicting_function_settings([sizes for _, sizes in fitted], source, target)
     require_conflicts_accepted(conflicts, accept, between=f"{source.name} and {target.name}")
-    _require_one_head_dim(fitted, known)
+    _require_same_head_dim_across_modules(fitted, known)
     if form.base is None and any(module.place.is_base for module in modules):
         form = replace(form, base=True)  # so an unembedding gets its name without the base as well
     steps: list[ConversionStep] = []
@@ -134,12 +134,12 @@ def find_spec_conflicts(
         OptionError, ShapeError: the modules cannot be read in the source's layout.
     """
     modules = find_modules(source, headers)
-    return _spec_conflicts_at_sizes(
+    return _conflicting_function_settings(
         [_solve_module_sizes(module, source, headers, known) for module in modules], source, target
     )
 
 
-def _spec_conflicts_at_sizes(
+def _conflicting_function_settings(
     sizes: Iterable[Sizes], source: Layout, target: Layout
 ) -> dict[str, tuple[str, str]]:
     conflicts = source.function.conflicts(target.function)
@@ -168,7 +168,7 @@ def _require_tensors_listed_by_layout(
             )
 
 
-def _require_one_head_dim(
+def _require_same_head_dim_across_modules(
     fitted: Iterable[tuple[NamedModule, Sizes]], known: Mapping[str, int]
 ) -> None:
     """Raise ShapeError if one count of heads gives the modules different head_dims."""
@@ -251,7 +251,7 @@ def _is_stored_alike(source: Layout, target: Layout, stored: list[str], written:
     is_turned = len(pairings) == 2 and "interleaved" in pairings
     return (
         (mine.axes, mine.tensors) == (theirs.axes, theirs.tensors)
-        and source.all_splits == target.all_splits
+        and source.axis_splits_with_defaults == target.axis_splits_with_defaults
         and not (is_turned and not {*ROTATED}.isdisjoint(mine.tensors))
     )
 

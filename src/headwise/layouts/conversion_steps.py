@@ -14,13 +14,13 @@ from torch import Tensor
 
 from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes
 from headwise.layouts.canonical_form import State
-from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import (
+from headwise.layouts.find_modules_by_tensor_names import (
     NamedPosition,
     NameForm,
     locate_weight_outside_attention,
     template_fields,
 )
+from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import (
     Pattern,
     pack_tensors,

@@ -92,7 +92,9 @@ class Layout(ShownInNotebook):
                         do="rewrite the pattern; Weight layouts in the docs lists the tensors",
                     )
                 pattern_names[tensor] = name
-                names_by_canonical_axis(tensor, pattern.names_of(tensor), self.all_splits)
+                names_by_canonical_axis(
+                    tensor, pattern.names_of(tensor), self.axis_splits_with_defaults
+                )
         if missing := [name for name in MATRICES if name not in pattern_names]:
             raise OptionError(
                 saw=f"{self.name} without {', '.join(missing)}",
@@ -181,7 +183,9 @@ class Layout(ShownInNotebook):
         patterns = self.patterns
         canonical: State = {}
         for name, tensor in stored.items():
-            canonical |= unpack_tensor(patterns[name], tensor, sizes, self.all_splits)
+            canonical |= unpack_tensor(
+                patterns[name], tensor, sizes, self.axis_splits_with_defaults
+            )
         if self.function.rotary == "interleaved":
             return to_half_split(canonical, width=self.rotary_width(sizes))
         return canonical
@@ -193,7 +197,7 @@ class Layout(ShownInNotebook):
             state = to_interleaved(state, width=self.rotary_width(sizes))
         self._require_places_for_tensors(
             name
-            for name in state.keys() - self.holds
+            for name in state.keys() - self.canonical_tensor_names
             if not (name in BIASES and is_positive_zero(state[name]))
         )
         stored: State = {}
@@ -212,7 +216,7 @@ class Layout(ShownInNotebook):
             for tensor in absent:  # a missing bias, fused with others that are present
                 like = next(state[other] for other in pattern.tensors if other in state)
                 state[tensor] = like.new_zeros(shapes[tensor])
-            stored[name] = pack_tensors(pattern, state, sizes, self.all_splits)
+            stored[name] = pack_tensors(pattern, state, sizes, self.axis_splits_with_defaults)
         return stored
 
     def canonical_sizes(
@@ -246,7 +250,7 @@ class Layout(ShownInNotebook):
                     needed=f"{name} {size}: {self.name} has no other",
                     do="give the counts that the model has, or the layout that it is in",
                 )
-        sizes = solve_axis_sizes(shapes, {**known, **self.fixed}, self.all_splits)
+        sizes = solve_axis_sizes(shapes, {**known, **self.fixed}, self.axis_splits_with_defaults)
         if self.function.rotary == "interleaved" and "rotary_width" in sizes:
             self.rotary_width(sizes)  # raises before any tensor is converted
         return sizes
@@ -255,7 +259,11 @@ class Layout(ShownInNotebook):
     def _allowed_count_names(self) -> frozenset[str]:
         """Names that a count may have in this layout."""
         names = {name for pattern in self.patterns.values() for name in pattern.names()}
-        names |= {name for whole, parts in self.all_splits.items() for name in (whole, *parts)}
+        names |= {
+            name
+            for whole, parts in self.axis_splits_with_defaults.items()
+            for name in (whole, *parts)
+        }
         return frozenset(
             {*names, "rotary_width", *(axis for axes in AXES.values() for axis in axes)}
         )
@@ -305,27 +313,27 @@ class Layout(ShownInNotebook):
         """The shapes of the canonical tensors that the stored tensors of these names hold."""
         patterns = self.patterns
         return {
-            tensor: canonical_shape(patterns[name], tensor, sizes, self.all_splits)
+            tensor: canonical_shape(patterns[name], tensor, sizes, self.axis_splits_with_defaults)
             for name in stored
             for tensor in patterns[name].tensors
         }
 
     @cached_property
-    def all_splits(self) -> Splits:
+    def axis_splits_with_defaults(self) -> Splits:
         """``splits``, with that of heads into kv_heads and group unless it says another."""
         return {**GROUPED, **self.splits}
 
     @property
-    def holds(self) -> set[str]:
+    def canonical_tensor_names(self) -> set[str]:
         """The canonical tensors that have a place here."""
         return {tensor for pattern in self.patterns.values() for tensor in pattern.tensors}
 
     def _require_places_for_tensors(self, tensors: Iterable[str]) -> None:
-        placeless = sorted({*tensors} - self.holds)
+        placeless = sorted({*tensors} - self.canonical_tensor_names)
         if placeless:
             raise OptionError(
                 saw=f"{', '.join(placeless)}, which {self.name} has no tensor for",
-                needed=f"tensors among {', '.join(sorted(self.holds))}",
+                needed=f"tensors among {', '.join(sorted(self.canonical_tensor_names))}",
                 do="choose a layout that holds it; headwise layouts lists them",
             )
 

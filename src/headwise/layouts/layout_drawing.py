@@ -95,7 +95,9 @@ def equalise_indistinct_axes(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
     fitting = {**sizes, **layout.fixed}
     for pattern in layout.patterns.values():
         for tensor in pattern.tensors:
-            groups = names_by_canonical_axis(tensor, pattern.names_of(tensor), layout.all_splits)
+            groups = names_by_canonical_axis(
+                tensor, pattern.names_of(tensor), layout.axis_splits_with_defaults
+            )
             for axis, group in zip(AXES[tensor], groups, strict=True):
                 wider = WIDER.get(axis)
                 if wider and group in ((wider,), layout.splits.get(wider)):
@@ -147,7 +149,7 @@ def draw_axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip
         if name in EXAMPLE
     }
     stored = layout.write(
-        {tensor: _labelled_tensor(tensor, narrow) for tensor in layout.holds},
+        {tensor: _labelled_tensor(tensor, narrow) for tensor in layout.canonical_tensor_names},
         sizes=layout.canonical_sizes(
             _canonical_shapes(layout, narrow), _rotary_width_or_head_dim(sizes)
         ),
@@ -209,7 +211,10 @@ def rotary_pairs(rotary: str, width: int) -> list[tuple[int, int]]:
 
 
 def _canonical_shapes(layout: Layout, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    return {tensor: tuple(sizes[axis] for axis in AXES[tensor]) for tensor in layout.holds}
+    return {
+        tensor: tuple(sizes[axis] for axis in AXES[tensor])
+        for tensor in layout.canonical_tensor_names
+    }
 
 
 def _rotary_width_or_head_dim(sizes: Mapping[str, int]) -> Sizes:
@@ -271,7 +276,7 @@ def _strip_lines(strip: DrawnStrip, axes: int) -> Iterator[str]:
         return
     words = {1: ("entries",), 2: ("rows", "columns")}
     word = words[axes][strip.axis] if axes in words else f"axis {strip.axis}"
-    yield f"{word}: {_describe_lengths(strip.cells)}"
+    yield f"{word}: {_describe_cell_lengths(strip.cells)}"
     rows = list(_wrap_cells_into_lines(strip.cells))
     left = len(str(rows[-1][0].start))
     lines = [f"  {cells[0].start:>{left}}  {_cell_names(cells)}" for cells in rows]
@@ -281,7 +286,7 @@ def _strip_lines(strip: DrawnStrip, axes: int) -> Iterator[str]:
     yield from lines
 
 
-def _describe_lengths(cells: Sequence[DrawnCell]) -> str:
+def _describe_cell_lengths(cells: Sequence[DrawnCell]) -> str:
     by_length: dict[int, list[str]] = {}
     for cell in cells:
         names = by_length.setdefault(cell.length, [])

@@ -124,7 +124,7 @@ def names_by_canonical_axis(
         OptionError: names are missing, left over, or written twice.
     """
     axes = AXES.get(tensor) or tuple(sorted(names))
-    groups = [_resolve_axis_names(axis, names, splits) for axis in axes]
+    groups = [_find_names_of_canonical_axis(axis, names, splits) for axis in axes]
     used = [name for group in groups for name in group or ()]
     if None in groups or sorted(used) != sorted(names):
         raise OptionError(
@@ -136,7 +136,7 @@ def names_by_canonical_axis(
     return [group for group in groups if group is not None]
 
 
-def _resolve_axis_names(
+def _find_names_of_canonical_axis(
     axis: str, names: tuple[str, ...], splits: Splits
 ) -> tuple[str, ...] | None:
     for spelling in (axis, WIDER.get(axis)):

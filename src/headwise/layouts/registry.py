@@ -16,7 +16,7 @@ from headwise.support.message_text import describe_value
 _registered: dict[str, Layout] = {}
 
 
-def layouts() -> dict[str, Layout]:
+def layouts_by_name() -> dict[str, Layout]:
     """Return all layouts by name; those of the catalogue first."""
     return {member.name: member for family in layouts_by_family().values() for member in family}
 
@@ -35,7 +35,7 @@ def layout(name: str | Layout) -> Layout:
     """
     if isinstance(name, Layout):
         return name
-    known = layouts()
+    known = layouts_by_name()
     if name not in known:
         near = [other for other in known if name.lower() in other]
         similar = get_close_matches(name.lower(), known, n=4, cutoff=0.5)
@@ -56,7 +56,7 @@ def register(new: Layout) -> Layout:
     Raises:
         OptionError: the name is taken, or not in kebab case.
     """
-    if new.name in layouts() or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", new.name):
+    if new.name in layouts_by_name() or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", new.name):
         raise OptionError(
             saw=f"the name {new.name!r}",
             needed="a name in kebab case that no layout has yet",

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes, solve_products
-from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import (
+from headwise.layouts.find_modules_by_tensor_names import (
     NamedPosition,
     find_modules,
     locate_weight_outside_attention,
 )
+from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import (
     LeadingName,
     Pattern,
@@ -169,14 +169,14 @@ def derive_shard_map_from_whole(
     return ShardMap(count, axes)
 
 
-def find_share_and_whole_length(
+def find_tensor_of_known_whole_length(
     layout: Layout, shares: Shapes, known: Mapping[str, int]
 ) -> tuple[str, int, int] | None:
     """Return a tensor whose length is known: its name, the length in a share, and the whole one.
 
     None where the known counts do not give any. The number of shares is the quotient.
     """
-    sizes = solve_products(dict(known), layout.all_splits)
+    sizes = solve_products(dict(known), layout.axis_splits_with_defaults)
     for module in find_modules(layout, shares):
         for name, local in module.tensors.items():
             pattern = layout.patterns[local]
@@ -295,7 +295,7 @@ def _solve_group_sizes(
 ) -> Sizes:
     stored = {name: (pattern, shapes[name]) for name, pattern in group.patterns.items()}
     if group.is_attention:
-        return solve_axis_sizes(stored, known, layout.all_splits)
+        return solve_axis_sizes(stored, known, layout.axis_splits_with_defaults)
     return solve_axis_sizes(stored, {}, {})
 
 

@@ -77,7 +77,7 @@ def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
             do=f"use a number of kv_heads that divides {heads}, and check the order of the axes: "
             "(batch, heads, length, width)",
         )
-    check_operand("k", k, q)
+    check_operand_dtype_and_device("k", k, q)
 
 
 def _refuse_dtensor(name: str, tensor: Tensor) -> None:
@@ -90,7 +90,7 @@ def _refuse_dtensor(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_operand(name: str, tensor: Tensor, q: Tensor) -> None:
+def check_operand_dtype_and_device(name: str, tensor: Tensor, q: Tensor) -> None:
     _refuse_dtensor(name, tensor)
     if tensor.dtype != q.dtype or q.dtype not in DTYPES:
         raise DTypeError(
@@ -120,7 +120,7 @@ def check_scale_softcap_and_sink(
             do="e.g. torch.zeros(heads)",
         )
     if sink.device != q.device:
-        check_operand("sink", sink.to(q.dtype), q)
+        check_operand_dtype_and_device("sink", sink.to(q.dtype), q)
     if too_large := _find_unrepresentable_entry(sink, q.dtype):
         raise OptionError(
             saw=f"a sink that holds {too_large}, with queries of dtype {q.dtype}",

@@ -103,7 +103,7 @@ class Mask(ShownInNotebook):
         return cls(
             tuple(
                 Lengths(require_lengths(numbers, name), axis, side)
-                for name, axis, numbers in _given_lengths(keys, queries)
+                for name, axis, numbers in _iterate_given_key_and_query_lengths(keys, queries)
             )
         )
 
@@ -121,7 +121,7 @@ class Mask(ShownInNotebook):
         return cls(
             tuple(
                 Starts(require_lengths(numbers, name, call="starts"), axis)
-                for name, axis, numbers in _given_lengths(keys, queries)
+                for name, axis, numbers in _iterate_given_key_and_query_lengths(keys, queries)
             )
         )
 
@@ -289,7 +289,8 @@ class Mask(ShownInNotebook):
     ) -> Bool[Tensor, "_queries _keys"]:
         """Return which queries of a sequence may attend to which keys, as `draw` shows it."""
         shape = self.known_sizes(
-            _require_drawing_size("queries", queries), _require_drawing_size("keys", keys)
+            _require_whole_number_or_none("queries", queries),
+            _require_whole_number_or_none("keys", keys),
         )
         if shape["batch"] == 0:
             return torch.zeros(0, 0, dtype=torch.bool)
@@ -362,7 +363,7 @@ def require_mask_type(value: object, call: str) -> Mask:
     )
 
 
-def _given_lengths(
+def _iterate_given_key_and_query_lengths(
     keys: Tensor | None, queries: Tensor | None
 ) -> Iterator[tuple[str, int, Tensor]]:
     if keys is not None:
@@ -388,7 +389,7 @@ def _window_side_int(name: str, side: object) -> int:
     )
 
 
-def _require_drawing_size(name: str, size: object) -> int | None:
+def _require_whole_number_or_none(name: str, size: object) -> int | None:
     count = None if size is None else convert_to_int_or_none(size)
     if size is None or (count is not None and count >= 0):
         return count

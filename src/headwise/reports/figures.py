@@ -10,7 +10,11 @@ import numpy as np
 
 from headwise.errors import OptionError
 from headwise.reports import drawn_statistics, standout_heads, viewer_blobs
-from headwise.reports.scan_changes import change_scale_end, diverging_colour, most_changed_statistic
+from headwise.reports.largest_changes_between_scans import (
+    change_scale_end,
+    diverging_colour,
+    most_changed_statistic,
+)
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.scan_diff import ScanDiff
@@ -48,7 +52,7 @@ def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -
     steps = np.linspace(-1, 1, 255)
     scale = colours.ListedColormap([np.array(diverging_colour(step)) / 255 for step in steps])
     label = f"change of {diff.before.definition(name).label}"
-    with _paper_text_style():
+    with _paper_text_style_context():
         return _draw_grid(diff[name].numpy(), label, ax, width, cmap=scale, vmin=-end, vmax=end)
 
 
@@ -70,7 +74,7 @@ def plot_scan(
             needed=f"one of {', '.join(map(repr, KINDS))}",
             do='scan.plot("map", layer=1, head=0)',
         )
-    with _paper_text_style():
+    with _paper_text_style_context():
         if kind == "grid":
             return _plot_grid(scan, statistic, ax, width)
         layer, head = _choose_head(scan, layer, head)
@@ -142,7 +146,7 @@ def _plot_map(
     values = maps[record.heads.index(head)]
     figure, axes = _make_axes(ax, width, width * 0.86)
     texts = (record.key_text, record.query_text)
-    lengths = [viewer_blobs.sequence_lengths(scan, text) for text in texts]
+    lengths = [viewer_blobs.sequence_lengths_of_text(scan, text) for text in texts]
     # Texts of several lengths have no token in common at a place of the map.
     ends = [max(each) if len(set(each)) == 1 else 1 for each in lengths]
     extent = (-0.5, ends[0] - 0.5, ends[1] - 0.5, -0.5) if min(ends) > 1 else (0, 1, 1, 0)
@@ -212,7 +216,7 @@ def _require_matplotlib(module: str) -> Any:
     return require_package(f"matplotlib.{module}", purpose="which draws figures", pip="matplotlib")
 
 
-def _paper_text_style() -> Any:
+def _paper_text_style_context() -> Any:
     """Return a context in which text has the size of a paper, and stays text."""
     _require_matplotlib("figure")
     from headwise.reports.paper_figure_style import paper_style

@@ -9,7 +9,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.layouts.layout import Layout
 from headwise.masks.mask import Mask
 from headwise.reports import png_images
-from headwise.reports.scan_changes import (
+from headwise.reports.largest_changes_between_scans import (
     change_scale_end,
     diverging_colour,
     most_changed_heads,
@@ -116,7 +116,7 @@ def _table_cell_html(value: float, end: float) -> str:
 
 
 def _image_html(rows: list[list[float]], words: str, *, shape: tuple[int, int]) -> str:
-    image = png_images.colour_grid_data_uri(rows) if rows and rows[0] else ""
+    image = png_images.viridis_grid_data_uri(rows) if rows and rows[0] else ""
     height, width = (max(LEAST_PIXELS, round(PIXELS * size / max(*shape, 1))) for size in shape)
     size = f"width:{width}px;height:{height}px;image-rendering:pixelated;margin-right:4px"
     return f'<img src="{image}" alt="{escape(words)}" style="{size}">'

@@ -59,7 +59,7 @@ def css_gradient() -> str:
     )
 
 
-def colour_grid_data_uri(
+def viridis_grid_data_uri(
     positions: Sequence[Sequence[float]] | np.ndarray[Any, np.dtype[Any]], *, colours: int = COLOURS
 ) -> str:
     """Return a grid of positions on the colour scale as a PNG data URI; NaN is transparent.

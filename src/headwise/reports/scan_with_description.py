@@ -14,7 +14,7 @@ from headwise.scanning.scan_schema import fields_of_statistic
 from headwise.support.message_text import describe_count
 
 if TYPE_CHECKING:
-    from headwise.study.experiments.same_weights import SameFunction
+    from headwise.study.experiments.compare_under_same_weights import SameFunction
 
 LIBRARIES = ("headwise", "torch")
 

@@ -42,11 +42,11 @@ def _drop_statistics_pictured_alike(statistics: Iterable[DrawnStatistic]) -> lis
     """Drop statistics with the same picture, as where the first token is the only special one."""
     distinct: dict[str, DrawnStatistic] = {}
     for statistic in statistics:
-        distinct.setdefault(str(_format_head_values(statistic)), statistic)
+        distinct.setdefault(str(_format_values_of_all_heads(statistic)), statistic)
     return list(distinct.values())
 
 
-def _format_head_values(statistic: DrawnStatistic) -> list[list[str]]:
+def _format_values_of_all_heads(statistic: DrawnStatistic) -> list[list[str]]:
     short = statistic.scale.format_short
     return [["" if value != value else short(value) for value in row] for row in statistic.rows]
 

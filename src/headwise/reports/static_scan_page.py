@@ -56,7 +56,7 @@ def static_template_environment() -> jinja2.Environment:
     environment.filters |= {
         "css": png_images.css_colour,
         "ink": png_images.text_colour_on,
-        "image": lambda statistic: png_images.colour_grid_data_uri(
+        "image": lambda statistic: png_images.viridis_grid_data_uri(
             [[statistic.scale.position(value) for value in row] for row in statistic.rows]
         ),
     }
@@ -127,7 +127,7 @@ def map_images(scan: HeadScan, cards: list[HeadCard]) -> dict[tuple[int, int], s
             continue
         positions = np.sqrt(np.maximum(maps, 0))
         for head in shown:
-            images[index, head] = png_images.colour_grid_data_uri(
+            images[index, head] = png_images.viridis_grid_data_uri(
                 positions[layer.heads.index(head)], colours=MAP_COLOURS
             )
     return images

@@ -14,8 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.reports.drawn_statistics import DrawnStatistic, Scale
+from headwise.reports.largest_changes_between_scans import (
+    most_changed_heads,
+    most_changed_statistic,
+)
 from headwise.reports.png_images import css_colour, text_colour_on
-from headwise.reports.scan_changes import most_changed_heads, most_changed_statistic
 from headwise.reports.scan_with_description import ScanReport
 from headwise.reports.standout_heads import RULE, clearest_statistic, standout_heads
 from headwise.support.message_text import describe_count
@@ -72,7 +75,7 @@ def print_input_and_standouts(report: ScanReport, console: Console) -> None:
     _print_paragraph(console, f"{report.title}: {report.about}; {report.sizes_text}.")
     _print_paragraph(console, f"Input: {report.read}. {report.chosen}")
     if same := report.same_function:
-        _print_paragraph(console, same.summary, "green" if same.holds else "bold red")
+        _print_paragraph(console, same.summary_sentences, "green" if same.holds else "bold red")
     for note in report.all_notes:
         _print_paragraph(console, f"Note: {note}.", "bold red")
     if heads := standout_heads(report.scan):

@@ -17,7 +17,7 @@ from torch import Tensor
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
 from headwise.scanning.scanned_text import ScannedText
-from headwise.scanning.statistics.view_statistics import OffsetProfile
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import OffsetProfile
 
 MAP, OFFSETS, RECEIVED = "map", "offset_profile", "most_received"
 TOP_KEYS = "top_keys_of_every_query"
@@ -89,7 +89,9 @@ def head_map_arrays(scan: HeadScan, layer: LayerScan, *, most: int = MOST_CELLS)
     if summary is None:
         return None
     cells = summary["count"].shape[-1]
-    queries, keys = (sequence_lengths(scan, text) for text in (layer.query_text, layer.key_text))
+    queries, keys = (
+        sequence_lengths_of_text(scan, text) for text in (layer.query_text, layer.key_text)
+    )
     if len(queries) == len(keys) == 1 and 0 < max(*queries, *keys) <= min(cells, most):
         total, count = summary["sum"], summary["count"]
         rows, cols = (torch.arange(n) * cells // n for n in (*queries, *keys))
@@ -164,7 +166,7 @@ def has_known_tokens(text: ScannedText) -> bool:
     return bool((text.ids >= 0).all()) and len(text.ids) > 0
 
 
-def sequence_lengths(scan: HeadScan, text: int | None) -> tuple[int, ...]:
+def sequence_lengths_of_text(scan: HeadScan, text: int | None) -> tuple[int, ...]:
     """Return the lengths of the sequences of a text; none if it is unknown."""
     return () if text is None else scan.texts[text].lengths
 
@@ -178,9 +180,9 @@ def _token_words_json(text: ScannedText, name_of: Names | None) -> bytes:
 def heads_with_top_keys(scan: HeadScan, layer: LayerScan) -> list[int]:
     """Return the numbers of the heads of which a page can show every query's top keys."""
     summary = layer.summaries.get(TOP_KEYS)
-    if summary is None or not sequence_lengths(scan, layer.query_text):
+    if summary is None or not sequence_lengths_of_text(scan, layer.query_text):
         return []
-    kept = sequence_lengths(scan, layer.query_text)
+    kept = sequence_lengths_of_text(scan, layer.query_text)
     if tuple(summary["lengths"].tolist()[: len(kept)]) != kept:
         return []
     rows = summary["row"].tolist()
@@ -191,10 +193,12 @@ def _top_key_planes(scan: HeadScan, layer: LayerScan, head: int) -> bytes:
     """Return the planes of the keys, low bytes first, and the plane of the shares."""
     summary = layer.summaries[TOP_KEYS]
     row = int(summary["row"][layer.heads.index(head)])
-    queries = sum(sequence_lengths(scan, layer.query_text))
+    queries = sum(sequence_lengths_of_text(scan, layer.query_text))
     share = summary["share"][row, :queries].numpy()
     key = summary["key"][row, :queries].clamp(min=0).numpy().astype("<u4")
-    planes = 4 if max(sequence_lengths(scan, layer.key_text), default=0) > MANY_TOKENS else 2
+    planes = (
+        4 if max(sequence_lengths_of_text(scan, layer.key_text), default=0) > MANY_TOKENS else 2
+    )
     by_byte = key.reshape(-1, 1).view(np.uint8)
     keys = b"".join(np.ascontiguousarray(by_byte[:, plane]).tobytes() for plane in range(planes))
     return keys + quantise_square_roots(share)

@@ -11,7 +11,7 @@ from headwise.reports import drawn_statistics, standout_heads, viewer_blobs
 from headwise.reports.scan_with_description import ScanReport
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.layer_scan import LayerScan
-from headwise.scanning.statistics.view_statistics import RANKS
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import RANKS
 
 VERSION = 1  # of the data; viewer/src/contract.ts has the same
 FIRST = ("previous_token", "induction", "first_token", "effective_keys", "separator")
@@ -31,7 +31,7 @@ def report_meta(report: ScanReport, maps: Sequence[Maps]) -> dict[str, Any]:
         "about": f"{report.about}: {report.sizes_text}.",
         "read": report.read,
         "chosen": report.chosen,
-        "same": report.same_function.summary if report.same_function else "",
+        "same": report.same_function.summary_sentences if report.same_function else "",
         "notes": list(report.all_notes),
         "missing": report.not_measured_sentences,
         "rule": f"{standout_heads.RULE} {drawn_statistics.WEIGHTS}",

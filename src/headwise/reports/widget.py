@@ -11,7 +11,7 @@ from headwise.errors import OptionError
 from headwise.reports import standout_heads
 from headwise.reports.scan_page import read_viewer_asset, viewer_data
 from headwise.reports.scan_with_description import ScanReport
-from headwise.scanning.exact_rows import ExactRows
+from headwise.scanning.exact_rows_on_request import ExactRows
 from headwise.scanning.head_scan import HeadScan
 from headwise.support.message_text import describe_value
 from headwise.support.optional_imports import require_package

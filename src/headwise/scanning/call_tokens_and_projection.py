@@ -213,7 +213,7 @@ class CallAwaitingProjection:
             fitting = [
                 weight
                 for weight, projected in self._inside
-                if result is not None and _same_first_token(projected, result)
+                if result is not None and _first_token_vectors_are_equal(projected, result)
             ]
             self.call.out_proj = fitting[0] if fitting else None
             self.is_complete = bool(self._inside)
@@ -278,7 +278,7 @@ def _is_concatenated_heads(state: Tensor, outputs: Tensor) -> bool:
     return torch.equal(tokens[0], first) and torch.equal(tokens[-1], last)
 
 
-def _same_first_token(a: Tensor, b: Tensor) -> bool:
+def _first_token_vectors_are_equal(a: Tensor, b: Tensor) -> bool:
     """True if the first tokens of two tensors are equal."""
     return a.shape[-1] == b.shape[-1] and torch.equal(
         a.reshape(-1, a.shape[-1])[0], b.reshape(-1, b.shape[-1])[0]

@@ -33,11 +33,11 @@ from headwise.scanning.call_tokens_and_projection import (
     TokenStreams,
     split_weight_by_head,
 )
-from headwise.scanning.calls_with_divided_heads import (
+from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.join_divided_heads_of_calls import (
     find_divided_projection,
     join_divided_heads,
 )
-from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.running_modules import (
     ModuleCall,
     ModuleCalls,

@@ -66,7 +66,7 @@ def scan_corpus(
         OptionError: no documents; a part of other content, made with other values, or of no
             document; scans that cannot be merged; a folder that holds a scan without parts.
     """
-    folder = CorpusFolder(out, hash_values(made_with), tuple(statistics))
+    folder = CorpusFolder(out, hash_each_value(made_with), tuple(statistics))
     return folder.scan_all(scan_one, documents, progress)
 
 
@@ -77,7 +77,7 @@ def list_parts(out: Path) -> list[tuple[int, Path]]:
     return [(int(number), path) for number, path in numbered if re.fullmatch("[0-9]+", number)]
 
 
-def hash_values(made_with: Mapping[str, Any]) -> dict[str, str]:
+def hash_each_value(made_with: Mapping[str, Any]) -> dict[str, str]:
     """Return the digest of each value that a scan depends on."""
     return {name: hash_nested_content(value) for name, value in made_with.items()}
 

@@ -63,7 +63,7 @@ class Estimate:
         """``about 40 s, 1.9 GB``."""
         return f"about {_format_seconds(self.seconds)}, {human_bytes(self.total_bytes)}"
 
-    def divided_over_processes(self, processes: int, *, of: int) -> Estimate:
+    def for_several_processes(self, processes: int, *, of: int) -> Estimate:
         """Return the estimate where so many processes share this number of sequences."""
         return Estimate(
             self.seconds / min(processes, of),
@@ -215,7 +215,7 @@ def available_memory(root: Path = ROOT) -> int:
 
     psutil covers the machine only; in a container the limit of the group is lower.
     """
-    return min((int(psutil.virtual_memory().available), *_cgroup_memory_left(root)))
+    return min((int(psutil.virtual_memory().available), *_iterate_free_bytes_of_cgroups(root)))
 
 
 def process_memory() -> int:
@@ -223,7 +223,7 @@ def process_memory() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _cgroup_memory_left(root: Path) -> Iterator[int]:
+def _iterate_free_bytes_of_cgroups(root: Path) -> Iterator[int]:
     """Yield the free bytes of each control group of the process and of the groups around it."""
     for line in _read_lines_if_readable(root / "proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)

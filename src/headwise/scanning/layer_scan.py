@@ -297,7 +297,7 @@ class ScanReadings:
         A row holds layer (the name), layer_index, head and the statistics of `scalars`; NaN where
         a layer lacks a statistic.
         """
-        return head_table(self.heads, {name: self[name] for name in self.scalars})
+        return make_table_rows_by_head(self.heads, {name: self[name] for name in self.scalars})
 
     def to_pandas(self) -> Any:
         """Return the `table` as a pandas.DataFrame.
@@ -374,7 +374,9 @@ def top_heads(layers: tuple[str, ...], values: Tensor, n: int, *, lowest: bool) 
     return heads
 
 
-def head_table(heads: Iterable[tuple[str, int, int]], columns: Mapping[str, Tensor]) -> list[Row]:
+def make_table_rows_by_head(
+    heads: Iterable[tuple[str, int, int]], columns: Mapping[str, Tensor]
+) -> list[Row]:
     """Return a row for each head, with its entry of each column (layers, heads)."""
     lists = {name: column.tolist() for name, column in columns.items()}
     return [

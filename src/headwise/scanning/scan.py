@@ -14,13 +14,13 @@ from headwise.layers.hooks import call_hook
 from headwise.scanning.capture import AttentionCapture, capture_attention
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.model_inputs import (
+from headwise.scanning.parse_given_model_inputs import (
     ModelInput,
+    call_model_on_input,
     check_tokens_and_limit_outputs,
     list_inputs,
     not_a_model_error,
     require_finite_parameters,
-    run_model,
 )
 from headwise.scanning.running_modules import (
     class_name_without_fsdp,
@@ -82,7 +82,7 @@ def scan(
             finite, or a model in which no attention was captured.
     """
     if isinstance(model, AttentionMatrix):
-        inputs, model = (model, inputs), _attend_and_call_hook
+        inputs, model = (model, inputs), _compute_outputs_and_call_hook
     model = unwrap_compiled(model)
     _require_callables(model, call=call, progress=progress)
     collector = _Collector(
@@ -109,7 +109,7 @@ def _run_scan(
             for original, shortened in zip(inputs, prepared, strict=True):
                 collector.begin_input(capture)
                 if call is None:
-                    run_model(model, shortened)
+                    call_model_on_input(model, shortened)
                 else:
                     call(model, *original.positional, **original.named)
         return collector.result(_model_name(model), capture)
@@ -206,7 +206,7 @@ class _Collector:
                 has a statistic that was requested by name.
         """
         capture.require_any_captured(model)
-        layers = self._layers.chosen()
+        layers = self._layers.selected_layers()
         for name in self._named:
             if not any(name in layer.summaries for layer in layers):
                 raise OptionError(
@@ -231,7 +231,7 @@ def _mark_chosen_tokens(tokens: Tensor, chosen: tuple[int, ...]) -> Tensor | Non
     return torch.isin(tokens, torch.tensor(chosen, device=tokens.device, dtype=tokens.dtype))
 
 
-def _attend_and_call_hook(matrix: AttentionMatrix, v: Tensor) -> Tensor:
+def _compute_outputs_and_call_hook(matrix: AttentionMatrix, v: Tensor) -> Tensor:
     return call_hook(matrix, v, matrix @ v)
 
 
@@ -240,6 +240,6 @@ def _model_name(model: Any) -> str:
         return class_name_without_fsdp(model)
     return (
         "AttentionMatrix"
-        if model is _attend_and_call_hook
+        if model is _compute_outputs_and_call_hook
         else getattr(model, "__name__", "a function")
     )

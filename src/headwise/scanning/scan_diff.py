@@ -33,7 +33,7 @@ from headwise.scanning.layer_scan import (
     HeadValue,
     Row,
     ScanReadings,
-    head_table,
+    make_table_rows_by_head,
     top_heads,
 )
 from headwise.support.atomic_write import write_whole
@@ -222,7 +222,9 @@ class ScanDiff(Displayed):
         for index, layer in enumerate(self.before.layer_scans):
             partners[index, list(layer.heads)] = torch.tensor(self.assignment[index])
         changes = {name: self[name] for name in self.scalars}
-        return head_table(self.before.heads, {"after": partners, APART: self.apart, **changes})
+        return make_table_rows_by_head(
+            self.before.heads, {"after": partners, APART: self.apart, **changes}
+        )
 
 
 def _require_same_heads(before: ScanReadings, after: ScanReadings) -> None:

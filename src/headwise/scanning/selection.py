@@ -146,10 +146,10 @@ class SelectedLayers:
         layer = self._seen[call.layer]
         if layer is not None:
             layer.calls += 1
-            call.layer_index = self.chosen().index(layer)
+            call.layer_index = self.selected_layers().index(layer)
         return layer
 
-    def chosen(self) -> tuple[LayerScan, ...]:
+    def selected_layers(self) -> tuple[LayerScan, ...]:
         """Return the selected layers, in call order.
 
         Raises:
@@ -171,10 +171,10 @@ class SelectedLayers:
 
     def drop_incomplete_summaries(self) -> tuple[LayerScan, ...]:
         """Return the selected layers, without summaries of layers that some input left out."""
-        for layer in self.chosen():
+        for layer in self.selected_layers():
             if layer.missing:
                 layer.summaries.clear()
-        return self.chosen()
+        return self.selected_layers()
 
 
 def _require_integers(name: str, numbers: Any, *, do: str) -> tuple[int, ...]:

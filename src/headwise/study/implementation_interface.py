@@ -103,7 +103,7 @@ class Implementation(nn.Module):
         """Make the library's layer; a rewritten implementation makes its parameters here."""
         raise NotImplementedError
 
-    def stored_weights(self) -> SharedWeights:
+    def as_shared_weights(self) -> SharedWeights:
         """Return the parameters as views: writing to them changes the layer."""
         return SharedWeights.of_linears(*map(self.get_submodule, self.projections))
 
@@ -114,7 +114,7 @@ class Implementation(nn.Module):
         Raises:
             OptionError: ``weights`` has biases and the layer has none.
         """
-        stored, zero = self.stored_weights(), torch.zeros(())
+        stored, zero = self.as_shared_weights(), torch.zeros(())
         if weights.biases is not None and stored.biases is None:
             raise OptionError(
                 saw=f"biases for {self.name}",

@@ -54,8 +54,8 @@ class Paper(Implementation):
         )
         self.wo = nn.Parameter(torch.zeros(heads * width, self.embed_dim))
 
-    def stored_weights(self) -> SharedWeights:
-        """See `Implementation.stored_weights`."""
+    def as_shared_weights(self) -> SharedWeights:
+        """See `Implementation.as_shared_weights`."""
         return SharedWeights.of_matrices(
             (*(w.flatten(0, 1) for w in (self.wq, self.wk, self.wv)), self.wo.mT)
         )
@@ -88,8 +88,8 @@ class Tensor2Tensor(Implementation):
             for _ in range(4)
         )
 
-    def stored_weights(self) -> SharedWeights:
-        """See `Implementation.stored_weights`."""
+    def as_shared_weights(self) -> SharedWeights:
+        """See `Implementation.as_shared_weights`."""
         return SharedWeights(self.q.mT, self.k.mT, self.v.mT, self.output_transform.mT)
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
@@ -215,8 +215,8 @@ class TorchLayer(Implementation):
         """See `Implementation.build`."""
         return self.layer(self.embed_dim, self.num_heads, dropout=self.p, batch_first=True)
 
-    def stored_weights(self) -> SharedWeights:
-        """See `Implementation.stored_weights`."""
+    def as_shared_weights(self) -> SharedWeights:
+        """See `Implementation.as_shared_weights`."""
         inner, out = self.inner, self.inner.out_proj
         return SharedWeights.from_packed(
             inner.in_proj_weight, inner.in_proj_bias, out.weight, out.bias
@@ -274,7 +274,7 @@ class OfTransformers(Implementation):
             kv_length=keys,
             mask_function=lambda sequence, _head, query, key: may_attend[sequence, query, key],
             allow_is_causal_skip=False,
-            dtype=self.stored_weights().q.dtype,
+            dtype=self.as_shared_weights().q.dtype,
         )[:, 0]
 
     def returned_attention_weights(self, x: Tensor) -> Any:
@@ -340,7 +340,7 @@ class GPT2(OfTransformers):
         )
         return gpt2.GPT2Model(config).h[0].attn
 
-    def stored_weights(self) -> SharedWeights:
+    def as_shared_weights(self) -> SharedWeights:
         """Return the transposed matrices, since Conv1D stores (in, out)."""
         fused, out = self.inner.c_attn, self.inner.c_proj
         return SharedWeights.from_packed(fused.weight.mT, fused.bias, out.weight.mT, out.bias)

@@ -9,7 +9,7 @@ from pathlib import Path
 from headwise.errors import OptionError
 
 
-def require_writable(path: Path) -> Path:
+def make_parent_and_require_writable(path: Path) -> Path:
     """Make the parent folders of ``path``, and return it as an absolute path.
 
     Raises:
@@ -49,9 +49,10 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     Parent folders are made.
 
     Raises:
-        OptionError: as `require_writable`, or the disk is full; an existing file stays unchanged.
+        OptionError: as `make_parent_and_require_writable`, or the disk is full; an existing file
+            stays unchanged.
     """
-    path = require_writable(path)
+    path = make_parent_and_require_writable(path)
     try:
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     except OSError as error:  # a name that is too long

@@ -17,7 +17,7 @@ from headwise.errors import HeadwiseError, OptionError
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, LinearScaling, T5Bias
 from headwise.layouts.layout import Layout
-from headwise.layouts.registry import layout, layouts
+from headwise.layouts.registry import layout, layouts_by_name
 from headwise.masks.score_bias import ScoreBias
 from headwise.testing import Budget
 
@@ -72,9 +72,9 @@ LAYERS: dict[str, dict[str, Any]] = {
 def distinct() -> list[Layout]:
     """One layout for each function and each set of tensors; the other tests compare axis maps."""
     found: dict[object, Layout] = {}
-    for described in layouts().values():
+    for described in layouts_by_name().values():
         function = replace(described.function, mask=None, axes=None)
-        bare = frozenset(described.holds - {"bq", "bk", "bv", "bo"})
+        bare = frozenset(described.canonical_tensor_names - {"bq", "bk", "bv", "bo"})
         shared = "kv_heads" in {name for p in described.patterns.values() for name in p.names()}
         found.setdefault((function, bare, frozenset(described.fixed), shared), described)
     return list(found.values())

@@ -21,8 +21,11 @@ from headwise.scanning import captured_call
 from headwise.scanning.captured_call import CapturedCall, RepeatedTokens, evenly_spaced_positions
 from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import (
+    TopKeysOfChosenQueries,
+    map_pyramid,
+)
 from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, compute_summaries
-from headwise.scanning.statistics.view_statistics import TopKeysOfChosenQueries, map_pyramid
 from tests.honest import normal
 from tests.memory import LargestTensor
 from tests.scanning.statistics.calls import KINDS, assert_is

@@ -51,7 +51,11 @@ def run_layer(layer: Attention, x: Tensor, mesh: DeviceMesh | None, by: Any) -> 
         return layer(x, mask=Mask.causal())
     part, heads, kv_heads = layer.part, HEADS, KV_HEADS
     if part is not None:
-        x, heads, kv_heads = part.prepare_inputs({"x": x})["x"], len(part.heads), len(part.kv_heads)
+        x, heads, kv_heads = (
+            part.check_inputs_and_sum_gradients({"x": x})["x"],
+            len(part.heads),
+            len(part.kv_heads),
+        )
     layout = SequenceLayout.zigzag(tokens_of(dist.get_world_size()), mesh.size())
     q = reference.split_heads(layer.q_proj(x), heads=heads)
     k, v = (reference.split_heads(p(x), heads=kv_heads) for p in (layer.k_proj, layer.v_proj))

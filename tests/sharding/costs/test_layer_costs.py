@@ -107,12 +107,12 @@ def test_attended_pairs_are_counted(window: int | None, causal: bool) -> None:
         for key in range(24)
         if abs(query - key) < width and (key <= query or not causal)
     ]
-    assert layer.attended_pairs_of_all_ranks() == 3 * len(pairs)
+    assert layer.total_attended_pairs() == 3 * len(pairs)
 
 
 def test_operations_are_divided_over_all_ranks() -> None:
     whole, shared = costs(), costs(heads=2, all_to_all=3, ring=4)
-    assert whole.attention_operations()[0] == 2 * 2 * whole.attended_pairs_of_all_ranks() * 60
+    assert whole.attention_operations()[0] == 2 * 2 * whole.total_attended_pairs() * 60
     assert whole.attention_operations()[1] == 2.5 * whole.attention_operations()[0]
     for before, after in zip(
         whole.attention_operations(), shared.attention_operations(), strict=True

@@ -25,7 +25,7 @@ def attend_over_sequence(
     """The forward pass of a layer for this rank's heads and tokens."""
     part = layer.part
     assert part is not None
-    x = part.prepare_inputs({"x": x})["x"]
+    x = part.check_inputs_and_sum_gradients({"x": x})["x"]
     q = reference.split_heads(layer.q_proj(x), heads=len(part.heads))
     k, v = (
         reference.split_heads(projection(x), heads=len(part.kv_heads))

@@ -23,7 +23,7 @@ from headwise.errors import HeadwiseError
 from headwise.layers.positions import Alibi
 from headwise.scanning.head_scan import HeadScan
 from headwise.sharding import heads_plan, scan_sharded
-from headwise.sharding.processes.sharded_scan import _gather_heads
+from headwise.sharding.processes.sharded_scan import _gather_tensor_heads_from_ranks
 from tests.sharding.ranks import ranks
 
 pytestmark = pytest.mark.slow
@@ -225,7 +225,7 @@ def scan_of_heads_and_fsdp() -> tuple[str | None, float, str]:
     fully_shard(model, mesh=mesh["data"])
     scan = scan_sharded(model, x)
     weight: Any = distribute_tensor(torch.randn(5, 8), mesh, [Shard(1), Shard(1)])
-    refusal = message_of(_gather_heads, torch.randn(1, 2, 3, 4), weight)
+    refusal = message_of(_gather_tensor_heads_from_ranks, torch.randn(1, 2, 3, 4), weight)
     return whole.reason_not_mergeable(scan), max(worst(scan, whole).values(), default=0.0), refusal
 
 

@@ -161,7 +161,10 @@ def test_an_outcome_is_what_was_returned_or_what_the_error_asks_for() -> None:
     def refuse() -> None:
         raise ShapeError(saw="a tensor", needed="another", do="pass it")
 
-    accepted, refused = axis_order.outcome_of(lambda: (1, 2)), axis_order.outcome_of(refuse)
+    accepted, refused = (
+        axis_order.result_or_error(lambda: (1, 2)),
+        axis_order.result_or_error(refuse),
+    )
     assert accepted.result == (1, 2)
     assert accepted.as_dict == {"refused": False, "answer": "accepted"}
     assert refused.message == "needed: another"
@@ -173,7 +176,7 @@ def test_reach_counts_tokens_of_its_own_sequence_and_of_others() -> None:
     found = torch.eye(tokens)
     found[0, 1] = found[0, -1] = found[0, -2] = 0.5
     found[0, axis_order.LENGTH] = 0.5
-    assert axis_order.count_dependencies(found) == {
+    assert axis_order.least_and_most_dependencies_per_output(found) == {
         "own": [1, 2],
         "others": [0, 3],
         "position": [1, 2],

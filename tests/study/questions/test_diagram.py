@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.bundled_models import minilm
-from headwise.bundled_models.recorded_attention_calls import AttentionCall, Projections, RecordedRun
+from headwise.bundled_models.recorded_run_dataclasses import AttentionCall, Projections, RecordedRun
 from headwise.layers.native.attention import Attention
 from headwise.study import implementations
 from headwise.study.experiments.measures import layer_output
@@ -55,7 +55,7 @@ def test_the_small_model_would_do() -> None:
     assert answer.holds, answer.verdict
     assert answer.numbers["length"] == LENGTH
     assert answer.numbers["layers"] == 2
-    assert answer.numbers["strips"]["x"] == diagram.scale_to_clipped_per_cent(
+    assert answer.numbers["strips"]["x"] == diagram.per_cent_of_quantile(
         call(0).x
     )  # the first layer's
 

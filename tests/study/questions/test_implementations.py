@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.study import trained_encoder_run
-from headwise.study.experiments import measured_conventions, same_weights
+from headwise.study import run_pretrained_or_small_encoder
+from headwise.study.experiments import compare_under_same_weights, measured_conventions
 from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import (
     GPT2,
@@ -51,20 +51,22 @@ FACTS = {
 }
 
 
-misread_causes = same_weights.named_causes_of_misread_weights
+misread_causes = compare_under_same_weights.named_causes_of_misread_weights
 
 
 @pytest.fixture(scope="module")
 def causes() -> dict[str, str]:
     """The answers of `compare`, which are the same for all that most tests change."""
-    return misread_causes(SharedWeights.random(same_weights.EMBED_DIM))
+    return misread_causes(SharedWeights.random(compare_under_same_weights.EMBED_DIM))
 
 
 @pytest.fixture(autouse=True)
 def _small(causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     reading = small_reading()
-    monkeypatch.setattr(trained_encoder_run, "encoder_run", lambda *_: reading)
-    monkeypatch.setattr(same_weights, "named_causes_of_misread_weights", lambda _: causes)
+    monkeypatch.setattr(run_pretrained_or_small_encoder, "encoder_run", lambda *_: reading)
+    monkeypatch.setattr(
+        compare_under_same_weights, "named_causes_of_misread_weights", lambda _: causes
+    )
 
 
 def failed() -> set[str]:
@@ -87,7 +89,7 @@ def held_as(
     """A ``held`` that takes the parameters for others."""
 
     def wrap(layer: type[Implementation]) -> Any:
-        right = layer.stored_weights
+        right = layer.as_shared_weights
         return lambda self: change(right(self))
 
     return wrap
@@ -107,7 +109,7 @@ def test_an_implementation_that_is_filled_wrongly(
     change: Callable[[SharedWeights], SharedWeights],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layer, "stored_weights", held_as(change)(layer))
+    monkeypatch.setattr(layer, "as_shared_weights", held_as(change)(layer))
     assert "random" in failed()
 
 
@@ -142,7 +144,7 @@ def test_biases_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v, out = w.biases
         return replace(w, biases=(q, v, k, out))
 
-    monkeypatch.setattr(Bert, "stored_weights", held_as(swapped)(Bert))
+    monkeypatch.setattr(Bert, "as_shared_weights", held_as(swapped)(Bert))
     assert failed() == {"biased"}
 
 
@@ -151,40 +153,46 @@ def test_an_encoder_that_gave_something_else(monkeypatch: pytest.MonkeyPatch) ->
     reading = small_reading()
     call = replace(reading.calls[0], output=reading.calls[0].output * (1 + 1e-4))
     monkeypatch.setattr(
-        trained_encoder_run, "encoder_run", lambda *_: replace(reading, calls=(call,))
+        run_pretrained_or_small_encoder, "encoder_run", lambda *_: replace(reading, calls=(call,))
     )
     assert failed() == {"biased"}
 
 
 @pytest.mark.slow
 def test_a_check_that_lets_anything_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    loose = same_weights.Budget.for_function
+    loose = compare_under_same_weights.Budget.for_function
 
     def of(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Any:
         found = loose(function, *inputs, **options)
         return replace(found, allowed=found.allowed * 1e7)
 
-    monkeypatch.setattr(same_weights.Budget, "for_function", of)
+    monkeypatch.setattr(compare_under_same_weights.Budget, "for_function", of)
     assert "misread" in failed()
 
 
 def test_weights_that_cannot_be_misread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_weights, "named_causes_of_misread_weights", misread_causes)
-    one = torch.eye(same_weights.EMBED_DIM)
+    monkeypatch.setattr(
+        compare_under_same_weights, "named_causes_of_misread_weights", misread_causes
+    )
+    one = torch.eye(compare_under_same_weights.EMBED_DIM)
     monkeypatch.setattr(
         SharedWeights, "random", lambda _, *, biased=False: SharedWeights(one, one, one, one)
     )
     monkeypatch.setattr(
-        same_weights, "make_implementations", lambda *_, **__: {"torch": made("torch")}
+        compare_under_same_weights,
+        "make_implementations",
+        lambda *_, **__: {"torch": made("torch")},
     )
-    found = same_weights.compare_random_weights()
+    found = compare_under_same_weights.compare_random_weights()
     assert found["misread_share"]["transposed"] <= 1
     assert not QUESTION.facts[FACTS["misread"]].holds(found)
     assert not QUESTION.facts[FACTS["named"]].holds(found)
 
 
 def made(key: str) -> Implementation:
-    return IMPLEMENTATIONS[key](same_weights.EMBED_DIM, same_weights.NUM_HEADS).eval()
+    return IMPLEMENTATIONS[key](
+        compare_under_same_weights.EMBED_DIM, compare_under_same_weights.NUM_HEADS
+    ).eval()
 
 
 @pytest.mark.slow
@@ -199,13 +207,13 @@ def test_a_layer_that_rounds_what_is_wider(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_two_that_are_off_to_either_side() -> None:
-    allowed = same_weights.output_error_budget(
+    allowed = compare_under_same_weights.output_error_budget(
         torch.randn(3, 4, 12), SharedWeights.random(12), num_heads=3
     )
     off = {"a": allowed.exact + 0.9 * allowed.allowed, "b": allowed.exact - 0.9 * allowed.allowed}
-    assert same_weights.all_pairs_agree(allowed, off)
+    assert compare_under_same_weights.all_pairs_agree(allowed, off)
     off["b"] -= 0.3 * allowed.allowed
-    assert not same_weights.all_pairs_agree(allowed, off)
+    assert not compare_under_same_weights.all_pairs_agree(allowed, off)
 
 
 # ---- one convention for all --------------------------------------------------------------------

@@ -145,7 +145,10 @@ def test_one_mean_leaves_what_the_formula_says() -> None:
 
 def test_heads_are_counted_by_what_they_attend_to() -> None:
     look = torch.tensor([[0.9, 0.5, 0.0, 0.2], [0.0, 0.5, 0.6, 0.7]])
-    assert learning.count_roles(look) == {"before": 1, "named": 2}  # one has as much on both
+    assert learning.count_heads_preferring_each_lookup(look) == {
+        "before": 1,
+        "named": 2,
+    }  # one has as much on both
     blend = {"more": pytest.approx(2.7 / 4), "less": pytest.approx(0.7 / 4)}
     assert learning.mean_weight_by_preference(look) == blend
 

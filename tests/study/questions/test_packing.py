@@ -60,7 +60,7 @@ def test_a_gpt2_that_does_not_transpose(monkeypatch: pytest.MonkeyPatch) -> None
         biases = (*fused.bias.chunk(3), out.bias)
         return SharedWeights(*packed.chunk(3), out.weight.mT, biases)
 
-    monkeypatch.setattr(GPT2, "stored_weights", by_rows)
+    monkeypatch.setattr(GPT2, "as_shared_weights", by_rows)
     kept, output = failed_facts(QUESTION)
     assert "GPT-2's layer" in kept
     assert "in self-attention the outputs" in output

@@ -132,13 +132,13 @@ def test_evenness_is_the_share_of_the_largest_entropy() -> None:
 
 
 def test_a_single_head_has_the_parameters_of_several() -> None:
-    several = weights_of_one.make_torch_layer(4)
+    several = weights_of_one.make_default_torch_layer(4)
     one, rescaled = (
-        weights_of_one.single_head_layer(several),
+        weights_of_one.copy_as_single_head_layer(several),
         weights_of_one.rescaled_single_head(several),
     )
     assert one.num_heads == rescaled.num_heads == 1
-    mine = [layer.stored_weights().tensors for layer in (several, one, rescaled)]
+    mine = [layer.as_shared_weights().tensors for layer in (several, one, rescaled)]
     for number, (a, b, c) in enumerate(zip(*mine, strict=True)):
         assert torch.equal(a, b)
         assert a.data_ptr() != b.data_ptr()

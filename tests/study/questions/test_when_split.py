@@ -19,7 +19,7 @@ from headwise.study.experiments.operation_trace import (
     OUTPUT,
     PROJECTED,
     head_splits,
-    reshape_to_heads,
+    rearrange_to_common_axes,
     stage_tensors,
     trace_operations,
 )
@@ -214,10 +214,10 @@ def test_stages_of_a_trace() -> None:
 def test_an_axis_that_holds_two() -> None:
     sizes = {"batch": 2, "length": 3, "heads": 4, "head_dim": 5}
     x = torch.arange(120.0).view(8, 3, 5)
-    apart = reshape_to_heads(x, ("batch*heads", "length", "head_dim"), sizes)
+    apart = rearrange_to_common_axes(x, ("batch*heads", "length", "head_dim"), sizes)
     assert apart.shape == (2, 3, 4, 5)
     assert apart[1, 2, 3].equal(x[1 * 4 + 3, 2])
-    merged = reshape_to_heads(x.view(6, 20), ("length*batch", "embed_dim"), sizes)
+    merged = rearrange_to_common_axes(x.view(6, 20), ("length*batch", "embed_dim"), sizes)
     assert merged[1, 2, 3].equal(x.view(6, 20)[2 * 2 + 1, 15:])
 
 

@@ -67,7 +67,7 @@ class Planted(nn.Module):
         return [
             layer.matrix(x, mask=mask)
             for layer, x in zip(
-                self.each_layer(), self._residual_states(ids, lengths), strict=False
+                self.layer_list(), self._residual_states(ids, lengths), strict=False
             )
         ]
 
@@ -79,7 +79,7 @@ class Planted(nn.Module):
         return [
             layer.contributions(x, mask=mask)
             for layer, x in zip(
-                self.each_layer(), self._residual_states(ids, lengths), strict=False
+                self.layer_list(), self._residual_states(ids, lengths), strict=False
             )
         ]
 
@@ -108,7 +108,7 @@ class Planted(nn.Module):
             x[..., SECTIONS[name]] = part
         return x.to(self.unembedding.dtype)
 
-    def each_layer(self) -> list[Attention]:
+    def layer_list(self) -> list[Attention]:
         """Return ``layers`` as a typed list."""
         return [layer for layer in self.layers if isinstance(layer, Attention)]
 

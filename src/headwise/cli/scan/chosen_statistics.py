@@ -10,9 +10,9 @@ from headwise.cli.scan.scan_options import ScanOptions
 from headwise.errors import OptionError
 from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.statistics import catalogue
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import Map
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
-from headwise.scanning.statistics.view_statistics import Map
 
 ALL, NONE = "all", "none"
 # Without --top-keys, every head has them up to so many rows of weights: some megabytes of a page.

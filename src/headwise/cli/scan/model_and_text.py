@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise.cli.scan.scan_options import ScanOptions
 from headwise.errors import OptionError
 from headwise.scanning.estimate import require_memory
-from headwise.scanning.model_inputs import CHECK_TOKENIZER
+from headwise.scanning.parse_given_model_inputs import CHECK_TOKENIZER
 from headwise.support.message_text import describe_count, escape_unprintable
 
 MOST_NAMES = 6  # special tokens that are named; some models have hundreds

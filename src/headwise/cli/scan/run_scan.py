@@ -34,11 +34,15 @@ from headwise.scanning.estimate import (
     require_memory,
 )
 from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.model_inputs import explain_token_failure, list_inputs, run_model
+from headwise.scanning.parse_given_model_inputs import (
+    call_model_on_input,
+    explain_failure_on_token_ids,
+    list_inputs,
+)
 from headwise.scanning.scan import scan
 from headwise.scanning.selection import Statistics
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.support.atomic_write import require_writable, write_whole
+from headwise.support.atomic_write import make_parent_and_require_writable, write_whole
 from headwise.support.message_text import describe_count, escape_unprintable
 from headwise.support.progress_callback_type import Progress, no_progress
 
@@ -97,7 +101,7 @@ class PreparedScan:
             self.options,
             self.subject,
             statistics=self.statistics,
-            progress=steps.report_attention_call,
+            progress=steps.update_after_attention_call,
         )
         is_saved = self.options.out is not None
         return ScanReport(
@@ -116,7 +120,7 @@ class PreparedScan:
     ) -> HeadScan:
         options, subject = self.options, self.subject
         assert options.out is not None
-        merged = self._corpus_function(
+        merged = self._function_that_scans_all_texts(
             scan_one,
             [(text.name, text.ids) for text in self.texts],
             options.out,
@@ -137,7 +141,7 @@ class PreparedScan:
         return merged
 
     @property
-    def _corpus_function(self) -> Callable[..., HeadScan]:
+    def _function_that_scans_all_texts(self) -> Callable[..., HeadScan]:
         if self.job is None:
             return scan_corpus
         from headwise.sharding.processes.document_scan import scan_in_job
@@ -169,9 +173,9 @@ class _AttentionCallProgress:
     def report_document(self, name: str, done: int, _total: int) -> None:
         """Report that a document begins or is done."""
         self._name, self._done = name, done
-        self.report_attention_call(name, 0, 0)
+        self.update_after_attention_call(name, 0, 0)
 
-    def report_attention_call(self, layer: str, seen: int, _total: int) -> None:
+    def update_after_attention_call(self, layer: str, seen: int, _total: int) -> None:
         """Report an attention call of a layer."""
         done = min(self._total, self._done * self._calls + seen)
         self._progress((self._name or layer)[-26:], done, self._total)
@@ -194,7 +198,7 @@ class _JobProgress:
         self._name = name or "waiting for other ranks"
         self._progress(self._name[-26:], done, self._total)
 
-    def report_attention_call(self, _layer: str, _seen: int, _all: int) -> None:
+    def update_after_attention_call(self, _layer: str, _seen: int, _all: int) -> None:
         """Report the documents of the other ranks, after an attention call of this one."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_UP_INTERVAL
@@ -221,7 +225,7 @@ def prepare_scan(options: ScanOptions, job: Job | None = None) -> PreparedScan:
     Raises:
         HeadwiseError: a failure that can be known before the work.
     """
-    require_writable(options.page)
+    make_parent_and_require_writable(options.page)
     copies = 1 if job is None else local_rank_count()
     require_room_for_model(options, copies=copies)
     if job is not None:
@@ -231,16 +235,16 @@ def prepare_scan(options: ScanOptions, job: Job | None = None) -> PreparedScan:
     for text in texts:
         subject.require_tokens_in_vocabulary(text.ids)
     trial = texts[0].ids[:, :TRIAL]
-    with explain_token_failure(subject.title, trial.shape[1], do=INSTEAD):
+    with explain_failure_on_token_ids(subject.title, trial.shape[1], do=INSTEAD):
         tried = _scan_text(options, subject, trial, statistics=options.stats)
         (once,) = list_inputs(subject.inputs(trial))
-        calls = record_call_sizes(subject.model, lambda: run_model(subject.model, once))
+        calls = record_call_sizes(subject.model, lambda: call_model_on_input(subject.model, once))
     lengths = [text.ids.shape[1] for text in texts]
     statistics = choose_statistics(options, tried, max(lengths))
     expected = estimate_scan(subject.model, calls, statistics, lengths, held_bytes=process_memory())
     if job is not None:
         job.barrier("model loaded")
-        expected = expected.divided_over_processes(job.count, of=len(texts))
+        expected = expected.for_several_processes(job.count, of=len(texts))
     if not options.force:
         times = f"{copies} times " if copies > 1 else ""
         require_memory(

@@ -43,13 +43,13 @@ class DistanceBiasSlopeRuleCause(Cause):
         slopes = evidence.model.settings.slopes
         if slopes is None:
             return
-        for rule, other in _slopes_by_rule(len(slopes)).items():
+        for rule, other in _slopes_of_every_rule(len(slopes)).items():
             if not torch.equal(other, slopes):
                 model = evidence.model.with_settings(slopes=other)
                 yield Variant(model, {"rule": rule}, "alibi_slopes(num_heads)")
 
 
-def _slopes_by_rule(heads: int) -> dict[str, Tensor]:
+def _slopes_of_every_rule(heads: int) -> dict[str, Tensor]:
     """Return slopes by the name of their rule."""
     index = torch.arange(heads, dtype=torch.float64)
     lower = 2 ** math.floor(math.log2(heads))

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.moves.canonical_weight_moves import extract_rows, replace_rows
 from headwise.diagnosis.moves.find_moves import find_moves
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Change, Move, Taken
+from headwise.diagnosis.moves.moves_between_canonical_weights import extract_rows, replace_rows
 from headwise.diagnosis.moves.output_moves import (
     HeadsAndOutput,
-    find_output_and_bias_factor,
     yield_moves_explaining_outputs,
+    yield_output_and_bias_factor_moves,
 )
 from headwise.diagnosis.moves.row_changes import (
     Multiplied,
@@ -89,7 +89,7 @@ def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
         return
     rotary, biases = model.settings.rotary, extract_rows(model.weights).biases
     tolerance = max(default_tolerance(call.dtype) for call in calls)
-    transposed = _transpose_square_matrices(model, calls, rows[0].roles)
+    transposed = _predict_with_transposed_square_matrices(model, calls, rows[0].roles)
     for moved in ("weights", "biases") if biases else ("weights",):
         a, b, turned = rows[0], rows[1], transposed
         if moved == "biases":
@@ -137,7 +137,7 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
     )
     yield from yield_moves_explaining_outputs(pair)
     if bias is not None:
-        yield from find_output_and_bias_factor(pair, output, bias)
+        yield from yield_output_and_bias_factor_moves(pair, output, bias)
 
 
 def _collect_stage_rows(
@@ -161,7 +161,7 @@ def _channels_by_head(stages: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.permute(1, 3, 0, 2).flatten(2) for x in stages], 2)
 
 
-def _transpose_square_matrices(
+def _predict_with_transposed_square_matrices(
     model: AttentionModel, calls: Sequence[RecordedCall], roles: Sequence[str]
 ) -> Rows | None:
     """Return the rows of b with each square matrix transposed, None where none is square."""

@@ -42,12 +42,12 @@ class MissingBiasesCause(Cause):
             if names:
                 model = evidence.model.with_weights(**dict.fromkeys(names))
                 roles = "".join(name[1:] for name in names)
-                yield Variant(model, {"roles": roles}, _load_biases(roles))
+                yield Variant(model, {"roles": roles}, _bias_loading_advice(roles))
 
     def remedy(self, name: MapName) -> str:
         """See `Cause.remedy`."""
-        return _load_biases(name.roles)
+        return _bias_loading_advice(name.roles)
 
 
-def _load_biases(roles: Iterable[str]) -> str:
+def _bias_loading_advice(roles: Iterable[str]) -> str:
     return f"load the biases {', '.join(f'b{role}' for role in roles)}"

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.find_projection_moves import STAGE_OF
-from headwise.diagnosis.moves.canonical_weight_moves import extract_rows, replace_rows
+from headwise.diagnosis.moves.moves_between_canonical_weights import extract_rows, replace_rows
 from headwise.diagnosis.moves.row_changes import ROUNDED, Rounded, format_dtype
 from headwise.diagnosis.moves.row_map import MapName
 
@@ -47,13 +47,13 @@ class RoundedWeightsCause(Cause):
                 yield Variant(
                     evidence.model.with_weights(**weights),
                     {"roles": "".join(roles), "dtype": str(dtype)},
-                    _load_wider(format_dtype(dtype)),
+                    _wider_dtype_advice(format_dtype(dtype)),
                 )
 
     def remedy(self, name: MapName) -> str:
         """See `Cause.remedy`."""
-        return _load_wider(name.text)
+        return _wider_dtype_advice(name.text)
 
 
-def _load_wider(dtype: str) -> str:
+def _wider_dtype_advice(dtype: str) -> str:
     return f"load the weights in a wider dtype than {dtype}"

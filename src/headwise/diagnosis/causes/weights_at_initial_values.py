@@ -11,13 +11,13 @@ from torch import Tensor
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.collect_projection_tokens import collect_projection_tokens
 from headwise.diagnosis.causes.find_projection_moves import STAGE_OF
-from headwise.diagnosis.moves.canonical_weight_moves import extract_rows
 from headwise.diagnosis.moves.initial_values import (
     Initialisation,
     is_drawn_from_initialisation,
     list_initialisations,
     recognise_initialisation,
 )
+from headwise.diagnosis.moves.moves_between_canonical_weights import extract_rows
 from headwise.diagnosis.moves.row_map import MapName
 from headwise.diagnosis.moves.rows_of_all_projections import Rows
 from headwise.diagnosis.simulation.gaps import WHOLE
@@ -68,7 +68,7 @@ class InitialWeightsCause(Cause):
                 continue
             x, y = tokens
             whitened = _whiten_tokens(x, y)
-            if whitened is None or not _is_freshly_initialised(evidence, role, x, whitened):
+            if whitened is None or not _has_no_trace_of_right_weights(evidence, role, x, whitened):
                 continue
             kinds = list_initialisations(role, shapes)
             kind = next((each for each in kinds if _is_drawn_from(whitened, each)), None)
@@ -80,14 +80,16 @@ class InitialWeightsCause(Cause):
 
     def remedy(self, name: MapName) -> str:
         """See `Cause.remedy`."""
-        return _load_initialised(name.roles)
+        return _weight_loading_advice(name.roles)
 
 
-def _load_initialised(roles: Iterable[str]) -> str:
+def _weight_loading_advice(roles: Iterable[str]) -> str:
     return f"load {', '.join(f'w{role}' for role in roles)}: not loaded, but initialised"
 
 
-def _is_freshly_initialised(evidence: Evidence, role: str, x: Tensor, products: Tensor) -> bool:
+def _has_no_trace_of_right_weights(
+    evidence: Evidence, role: str, x: Tensor, products: Tensor
+) -> bool:
     """True if nothing of the right weights is in the products.
 
     The products do not correlate with those of the right weights of any projection, which may be
@@ -167,4 +169,4 @@ def _fit_weights_variant(
     if biased:
         changes[f"b{role}"] = solution[-1].reshape(weights[f"b{role}"].shape)
     parameters = {"role": role, "initialisation": kind.text, "bound": kind.width}
-    return Variant(evidence.model.with_weights(**changes), parameters, _load_initialised(role))
+    return Variant(evidence.model.with_weights(**changes), parameters, _weight_loading_advice(role))

@@ -23,7 +23,7 @@ from headwise.diagnosis.moves.row_labels_by_content import label_rows_by_bits, l
 from headwise.diagnosis.moves.row_map_catalogue import make_row_map_catalogue
 from headwise.diagnosis.moves.rows_of_all_projections import Rows, RowSizes
 from headwise.diagnosis.moves.search_moves import Steps
-from headwise.diagnosis.moves.search_moves_by_role import RoleSteps, explain_roles
+from headwise.diagnosis.moves.search_moves_shared_by_roles import RoleSteps, explain_roles
 from headwise.diagnosis.moves.zero_rows import find_zeroed_rows
 from headwise.errors import ShapeError
 

@@ -149,7 +149,7 @@ def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
     yield Move(MapName(cause, text, ("o",), 0, parameters), change, parts=("weights",))
 
 
-def find_output_and_bias_factor(
+def yield_output_and_bias_factor_moves(
     pair: HeadsAndOutput, output: Tensor, bias: Tensor
 ) -> Iterator[Move]:
     """Yield a factor of the output projection and of its bias.

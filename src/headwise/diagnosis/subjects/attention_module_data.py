@@ -18,8 +18,8 @@ from headwise.diagnosis.subjects.torch_subject import TorchSubject
 from headwise.errors import HeadwiseError
 from headwise.layers.native.attention import Attention
 from headwise.layouts import registry
+from headwise.layouts.find_modules_by_tensor_names import NamedModule, find_modules
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import NamedModule, find_modules
 
 
 @dataclass(frozen=True, eq=False)

@@ -163,7 +163,7 @@ class BlackBox(Subject):
             return self._run_on_arrays(given)
         copies = {name: x.clone() for name, x in given.items()}
         try:
-            return self._pass_arguments_by_name(copies), copies
+            return self._call_with_named_arguments(copies), copies
         except FAILURES_OF_A_FUNCTION as error:
             try:
                 ran = self._run_on_arrays(given)
@@ -174,9 +174,11 @@ class BlackBox(Subject):
 
     def _run_on_arrays(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
         copies = {name: x.detach().clone() for name, x in given.items()}
-        return self._pass_arguments_by_name({name: x.numpy() for name, x in copies.items()}), copies
+        return self._call_with_named_arguments(
+            {name: x.numpy() for name, x in copies.items()}
+        ), copies
 
-    def _pass_arguments_by_name(self, arguments: Mapping[str, Any]) -> Any:
+    def _call_with_named_arguments(self, arguments: Mapping[str, Any]) -> Any:
         named = {name: argument for name, argument in arguments.items() if name != "x"}
         return self.function(arguments["x"], **named)
 

@@ -18,7 +18,7 @@ from headwise.layers.native.cache import Cache
 from headwise.layers.native.call_checks import projection_parameter
 from headwise.layers.native.head_readings import HeadReadings
 from headwise.layers.native.initialization import Source, initialise_projections
-from headwise.layers.native.padding import select_packing
+from headwise.layers.native.pack_or_left_pad_tokens import select_packing
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import PositionBias
 from headwise.layers.positions.rotary import Rotary
@@ -65,7 +65,7 @@ class Attention(HeadReadings):
 
     @explain_arguments(
         foreign_argument_advice.CONSTRUCTOR,
-        beyond=foreign_argument_advice.advise_positional_constructor_arguments,
+        beyond=foreign_argument_advice.advice_on_positional_constructor_arguments,
     )
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Attention(HeadReadings):
 
     @explain_arguments(
         foreign_argument_advice.CALL,
-        beyond=foreign_argument_advice.advise_positional_call_arguments,
+        beyond=foreign_argument_advice.advice_on_positional_call_arguments,
     )
     def forward(
         self,
@@ -210,7 +210,7 @@ class Attention(HeadReadings):
             )
         )
         layout_conversion.require_same_function_as_source(source, layer, accept)
-        layer.load_state_dict(layout_conversion.pack_layer_state(canonical, layer))
+        layer.load_state_dict(layout_conversion.layer_state_dict_from_canonical(canonical, layer))
         return layer
 
     def to_layout(self, target: str | Layout, *, accept: Iterable[str] = ()) -> dict[str, Tensor]:

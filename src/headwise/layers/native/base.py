@@ -6,10 +6,14 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.kernels.linear_projection import apply_linear
-from headwise.layers.head_part import HeadPart
+from headwise.layers.compute_some_heads import HeadPart
 from headwise.layers.native import call_checks
 from headwise.layers.native.cache import Cache
-from headwise.layers.native.padding import CallInputs, Unpacked, mask_hides_keys_from_all
+from headwise.layers.native.pack_or_left_pad_tokens import (
+    CallInputs,
+    Unpacked,
+    has_key_hidden_from_all_queries,
+)
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions.rotary import Rotary
 from headwise.masks.attention_operand_checks import require_mask_or_none, require_score_bias_or_none
@@ -88,7 +92,7 @@ class AttentionBase(nn.Module):
         if gate is not None:
             call_checks.check_gate(gate, x, self.num_heads)
         call = CallInputs(x, x if source is None else source, mask, score_bias, cache, gate)
-        return call if self.part is None else call.of_part(self.part)
+        return call if self.part is None else call.prepare_tensors_for_part(self.part)
 
     def _matrix_and_values(
         self, tokens: Unpacked, call: CallInputs
@@ -110,7 +114,7 @@ class AttentionBase(nn.Module):
             keys = call.cache.key_count_after(k.shape[2])
             call_checks.check_mask_and_bias(call, heads=self.num_heads, keys=keys)
             k, v, starts = call.cache.append(k, v, lengths=tokens.lengths)
-            call.cache.needs_mask |= mask_hides_keys_from_all(call)
+            call.cache.needs_mask |= has_key_hidden_from_all_queries(call)
             mask = tokens.mask_with_cache(starts)
         score_bias, sink, part = call.score_bias, self.sink, self.part
         if part is not None:

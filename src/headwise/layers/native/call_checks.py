@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.layers.native.cache import Cache
-from headwise.layers.native.padding import CallInputs
+from headwise.layers.native.pack_or_left_pad_tokens import CallInputs
 from headwise.masks.clauses.lengths import PaddingClause
 from headwise.support.message_text import describe_sizes, describe_value
 

@@ -115,7 +115,7 @@ CALL = {
 }
 
 
-def advise_positional_constructor_arguments(values: tuple[Any, ...]) -> ArgumentAdvice:
+def advice_on_positional_constructor_arguments(values: tuple[Any, ...]) -> ArgumentAdvice:
     """Return the advice for positional arguments as in torch, where the third is dropout."""
     dropout = describe_value(values[2])
     return ArgumentAdvice(
@@ -123,7 +123,7 @@ def advise_positional_constructor_arguments(values: tuple[Any, ...]) -> Argument
     )
 
 
-def advise_positional_call_arguments(values: tuple[Any, ...]) -> ArgumentAdvice:
+def advice_on_positional_call_arguments(values: tuple[Any, ...]) -> ArgumentAdvice:
     """Return the advice for ``layer(query, key, value, ...)``."""
     query, key, value = values[:3]
     if len(values) > 3 or not isinstance(value, Tensor):

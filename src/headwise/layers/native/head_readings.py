@@ -10,7 +10,7 @@ from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.explanation import LayerExplanation, projection_lines
 from headwise.layers.native import foreign_argument_advice
 from headwise.layers.native.base import AttentionBase
-from headwise.layers.native.padding import Packed, Unpacked, select_packing
+from headwise.layers.native.pack_or_left_pad_tokens import Packed, Unpacked, select_packing
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.support.explain_wrong_arguments import explain_arguments
@@ -24,7 +24,7 @@ class HeadReadings(AttentionBase):
 
     @explain_arguments(
         foreign_argument_advice.CALL,
-        beyond=foreign_argument_advice.advise_positional_call_arguments,
+        beyond=foreign_argument_advice.advice_on_positional_call_arguments,
     )
     def matrix(
         self,
@@ -45,7 +45,7 @@ class HeadReadings(AttentionBase):
 
     @explain_arguments(
         foreign_argument_advice.CALL,
-        beyond=foreign_argument_advice.advise_positional_call_arguments,
+        beyond=foreign_argument_advice.advice_on_positional_call_arguments,
     )
     def head_outputs(
         self,
@@ -67,7 +67,7 @@ class HeadReadings(AttentionBase):
 
     @explain_arguments(
         foreign_argument_advice.CALL,
-        beyond=foreign_argument_advice.advise_positional_call_arguments,
+        beyond=foreign_argument_advice.advice_on_positional_call_arguments,
     )
     def contributions(
         self,
@@ -99,7 +99,7 @@ class HeadReadings(AttentionBase):
 
     @explain_arguments(
         foreign_argument_advice.CALL,
-        beyond=foreign_argument_advice.advise_positional_call_arguments,
+        beyond=foreign_argument_advice.advice_on_positional_call_arguments,
     )
     def explain(
         self,

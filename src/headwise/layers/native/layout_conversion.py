@@ -18,8 +18,8 @@ from headwise.layers.positions.distance_bias import BIAS_MAX, AlibiSlopes, T5Buc
 from headwise.layers.positions.rotary import Rotary
 from headwise.layouts import pattern
 from headwise.layouts.canonical_form import State
+from headwise.layouts.find_modules_by_tensor_names import find_modules
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import find_modules
 from headwise.layouts.registry import layout
 from headwise.layouts.settings_outside_weights import (
     SCALES,
@@ -124,7 +124,7 @@ def _layout_of_layer(layer: AttentionBase) -> Layout:
     return layout("headwise-width-norm" if norm and norm.over == "width" else "headwise")
 
 
-def pack_layer_state(canonical: State, layer: AttentionBase) -> dict[str, Tensor]:
+def layer_state_dict_from_canonical(canonical: State, layer: AttentionBase) -> dict[str, Tensor]:
     """Return the layer's state_dict from canonical tensors, head_dim in its rotation's order."""
     if layer.rotary is not None and layer.rotary.pairing != "half-split":
         width = layer.rotary.rotated_width(layer.head_dim)

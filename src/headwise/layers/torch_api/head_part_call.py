@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from headwise.layers.head_part import HeadPart
+from headwise.layers.compute_some_heads import HeadPart
 from headwise.layers.torch_api import torch_checks
 from headwise.layers.torch_api.shared_forward import (
     CallOptions,
@@ -25,12 +25,14 @@ class HeadPartCall(NamedTuple):
     options: CallOptions
 
 
-def attend_head_part(call: HeadPartCall, *, part: HeadPart) -> tuple[Tensor, Tensor | None]:
+def attend_head_part_before_out_proj(
+    call: HeadPartCall, *, part: HeadPart
+) -> tuple[Tensor, Tensor | None]:
     """Return the part's input of the output projection, and the weights of all heads or None."""
     heads, weights = attend_before_out_proj(*call)
     if weights is None:
         return heads, None
-    return heads, part.head_mean_from_own_heads(
+    return heads, part.mean_over_heads_from_own_mean(
         weights
     ) if call.options.average else part.collect_returned_weights(weights)
 
@@ -59,7 +61,7 @@ def make_head_part_call(
         given["key"] = key
     if value is not key:
         given["value"] = value
-    inputs = part.prepare_inputs(given)
+    inputs = part.check_inputs_and_sum_gradients(given)
     query = inputs["query"]
     key = inputs.get("key", query)
     attn_mask = inputs.get("attn_mask", options.attn_mask)

@@ -19,16 +19,19 @@ import torch
 from torch import Tensor
 
 from headwise.errors import PolarityWarning
+from headwise.layers.compute_some_heads import HeadPart
 from headwise.layers.explanation import LayerExplanation
-from headwise.layers.head_part import HeadPart
 from headwise.layers.torch_api import state_dict_forms, torch_checks
-from headwise.layers.torch_api.head_part_call import attend_head_part, make_head_part_call
+from headwise.layers.torch_api.head_part_call import (
+    attend_head_part_before_out_proj,
+    make_head_part_call,
+)
 from headwise.layers.torch_api.shared_forward import (
     CallOptions,
     attend_before_out_proj,
     explain_forward,
 )
-from headwise.layers.torch_api.torch_masks import fully_hidden_sequences
+from headwise.layers.torch_api.torch_masks import indices_of_fully_hidden_sequences
 from headwise.support.explain_wrong_arguments import require_tensors
 from headwise.support.tracing import may_check_values
 
@@ -120,7 +123,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             if self.part is not None:
-                torch_checks.refuse_nested(f"a layer with {self.part} of {self.num_heads}")
+                torch_checks.raise_nested_tensor_error(
+                    f"a layer with {self.part} of {self.num_heads}"
+                )
             # torch computes nested tensors, with its own conditions and messages.
             return super().forward(
                 query,
@@ -161,7 +166,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         require_tensors(query=query, key=key, value=value)
         torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
-            torch_checks.refuse_nested("explain")
+            torch_checks.raise_nested_tensor_error("explain")
         masks = (key_padding_mask, attn_mask, is_causal)
         options = self._make_call_options(*masks, need_weights, average_attn_weights)
         if self.part is None:
@@ -187,13 +192,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if self.part is None:
             return attend_before_out_proj(query, key, value, self, options)
         call = make_head_part_call(query, key, value, self, options, part=self.part)
-        return attend_head_part(call, part=self.part)
+        return attend_head_part_before_out_proj(call, part=self.part)
 
     def _warn_of_hidden_sequences(self, padding: Tensor) -> None:
         """Warn once for each layer of padding that may have the reverse polarity."""
         if not may_check_values(padding) or self._has_warned:
             return
-        if hidden := fully_hidden_sequences(padding):
+        if hidden := indices_of_fully_hidden_sequences(padding):
             self._has_warned = True
             message = f"""\
 key_padding_mask of shape {tuple(padding.shape)} hides every key of sequence {hidden[0]}, \

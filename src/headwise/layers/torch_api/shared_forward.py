@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.kernels.linear_projection import apply_linear
-from headwise.layers.explanation import LayerExplanation, matrix_product_line, projection_line
+from headwise.layers.explanation import (
+    LayerExplanation,
+    linear_product_line,
+    projection_line,
+)
 from headwise.layers.hooks import call_hook
 from headwise.layers.torch_api import torch_checks
 from headwise.layers.torch_api.torch_masks import convert_masks
@@ -143,7 +147,7 @@ def _project_heads(
     if options.static_v is not None:
         v = torch_checks.split_static_heads("static_v", options.static_v, like=q)
     if k.shape[2] != v.shape[2]:
-        torch_checks.refuse_unequal_static_lengths(k, v)
+        torch_checks.raise_unequal_static_lengths_error(k, v)
     return (
         q,
         torch_checks.cast_under_autocast_or_raise("keys", k, q),
@@ -258,7 +262,7 @@ def explain_forward(
     if options.dropout_p > 0:
         tokens += "; dropout in training allocates queries x keys for A @ v"
     lines = tuple(
-        matrix_product_line(
+        linear_product_line(
             name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], rows)
         )
         for name, x, rows in _list_input_projections(query, key, value, layer)
@@ -291,7 +295,7 @@ def _describe_returned_weights(matrix: AttentionMatrix, v: Tensor, options: Call
         return "all heads, in queries x keys memory; need_weights=False saves it"
     if options.dropout_p > 0 or matrix._needs_gradient(v):
         return "mean over heads, in a second pass; need_weights=False saves it"
-    if matrix._attend_one_query(v):
+    if matrix._outputs_and_average_of_single_query(v):
         return "mean over heads, from the single row of weights, which also replaces A @ v below"
     return (
         "mean over heads, in one tiled pass that also computes A @ v, instead of the kernel below; "

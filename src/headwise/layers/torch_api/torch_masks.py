@@ -70,7 +70,7 @@ def _convert_mask(
     return None, ScoreBias.dense(cast_bias(mask, dtype), axes=axes)
 
 
-def fully_hidden_sequences(padding: Tensor) -> list[int]:
+def indices_of_fully_hidden_sequences(padding: Tensor) -> list[int]:
     """Return the sequences whose keys are all hidden; none if that holds for every sequence."""
     if padding.dim() != 2:
         return []  # one sequence, without a batch axis

@@ -22,12 +22,12 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.layer_scan import LayerScan
-from headwise.scanning.model_inputs import (
+from headwise.scanning.parse_given_model_inputs import (
     ModelInput,
+    call_model_on_input,
     check_tokens_and_limit_outputs,
     list_inputs,
     require_module,
-    run_model,
 )
 from headwise.scanning.running_modules import class_name_without_fsdp
 from headwise.scanning.selection import SelectedLayers
@@ -126,8 +126,8 @@ def mean_outputs(
             model, list_inputs(inputs), with_logits=True
         ):
             capture.begin_input()
-            run_model(model, model_input)
-    return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.chosen()}
+            call_model_on_input(model, model_input)
+    return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.selected_layers()}
 
 
 def _make_replacement(by: str | Means, seed: int) -> Replacement:
@@ -147,7 +147,7 @@ def _compute_losses(
 ) -> Tensor:
     capture.begin_input()
     return losses.apply_loss_per_sequence(
-        model, capture, run_model(model, model_input), model_input.original, loss
+        model, capture, call_model_on_input(model, model_input), model_input.original, loss
     )
 
 
@@ -205,7 +205,9 @@ class _HeadAblation:
         self._sequences += count
         self._tokens += int(self._real_queries[0].sum()) if self._real_queries else 0
         self._replacement.begin_batch(count)
-        chosen = [layer for layer in self._layers.chosen() if self._is_possible(layer, count)]
+        chosen = [
+            layer for layer in self._layers.selected_layers() if self._is_possible(layer, count)
+        ]
         off = [(layer, head) for layer in chosen for head in layer.heads]
         report("all heads", 1, 1 + len(off))
         effects: dict[str, list[Tensor]] = {layer.name: [] for layer in chosen}
@@ -216,7 +218,7 @@ class _HeadAblation:
         for layer in chosen:
             total = torch.stack(effects[layer.name]).cpu()
             counted = {"sum": total, "count": torch.full_like(total, count)}
-            extra_summary = self._replacement.extra_summary(layer.name, layer.heads)
+            extra_summary = self._replacement.extra_tensors_to_save(layer.name, layer.heads)
             layer.add_summary(self._statistic, {**counted, **extra_summary})
 
     def make_head_scan(self, model: str, notes: tuple[str, ...]) -> HeadScan:
@@ -265,7 +267,7 @@ class Replacement:
         """Return why head outputs of this shape cannot be replaced, or None if they can."""
         return None
 
-    def extra_summary(self, layer: str, heads: tuple[int, ...]) -> Summary:  # noqa: ARG002
+    def extra_tensors_to_save(self, layer: str, heads: tuple[int, ...]) -> Summary:  # noqa: ARG002
         """Return tensors to save with the sums of a layer, with a row for each head."""
         return {}
 
@@ -282,7 +284,7 @@ class Mean(Replacement):
     def __init__(self, means: Means) -> None:
         self._means = means
 
-    def extra_summary(self, layer: str, heads: tuple[int, ...]) -> Summary:
+    def extra_tensors_to_save(self, layer: str, heads: tuple[int, ...]) -> Summary:
         """Return the means, since only effects of equal means can be merged."""
         return {"stood_in": self._means[layer][list(heads)].double().cpu()}
 

@@ -22,11 +22,11 @@ from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.layer_scan import LayerScan
-from headwise.scanning.model_inputs import (
+from headwise.scanning.parse_given_model_inputs import (
+    call_model_on_input,
     check_tokens_and_limit_outputs,
     list_inputs,
     require_module,
-    run_model,
 )
 from headwise.scanning.running_modules import class_name_without_fsdp
 from headwise.scanning.selection import SelectedLayers
@@ -75,7 +75,7 @@ def gradients(
     ):
         for model_input in model_inputs:
             capture.begin_input()
-            output, original = run_model(model, model_input), model_input.original
+            output, original = call_model_on_input(model, model_input), model_input.original
             of_batch = losses.apply_loss_per_sequence(model, capture, output, original, loss)
             gates.add_gradients_of_losses(of_batch)
     return HeadScan(
@@ -144,7 +144,7 @@ class Gates:
         """
         placed, self._placed = self._placed, []
         tokens, self._tokens = self._tokens, None
-        self.layers.chosen()
+        self.layers.selected_layers()
         count = len(losses)
         if placed and not any(len(gate) == count for _, gate in placed):
             layer, gate = placed[0]

@@ -10,5 +10,6 @@ The standard set, with formulas, sources, units and exclusions:
 
     row_statistics.py            means over queries: how widely a head attends, and where
     output_statistics.py         head outputs: norm, rank, copying, similarity of heads
-    view_statistics.py           views of one head: weights by offset, a map, the largest weights
+    maps_offsets_and_largest_weights.py
+                                 views of one head: weights by offset, a map, the largest weights
 """

@@ -7,6 +7,12 @@ from difflib import get_close_matches
 
 from headwise.errors import OptionError
 from headwise.scanning.statistics import row_statistics
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import (
+    Map,
+    MostReceived,
+    OffsetProfile,
+    TopKeysOfChosenQueries,
+)
 from headwise.scanning.statistics.output_statistics import (
     CKA,
     CONTRIBUTED,
@@ -16,12 +22,6 @@ from headwise.scanning.statistics.output_statistics import (
     TotalVariation,
 )
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.scanning.statistics.view_statistics import (
-    Map,
-    MostReceived,
-    OffsetProfile,
-    TopKeysOfChosenQueries,
-)
 from headwise.support.message_text import describe_value
 
 STANDARD: tuple[TileStatistic, ...] = (

@@ -184,7 +184,7 @@ class Copying(TileStatistic):
     parts = MEAN
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        tile.copy_samples_to_call()
+        tile.copy_sampled_rows_to_call()
 
     def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Return the sums over sequences, each with its tokens, one head after the other."""
@@ -270,7 +270,7 @@ class TotalVariation(TileStatistic):
     parts = PAIRS
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        tile.copy_samples_to_call()
+        tile.copy_sampled_rows_to_call()
 
     def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Return sums of similarities over rows, and the number of rows."""
@@ -341,7 +341,7 @@ class CKA(TileStatistic):
     needs = ("outputs",)
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
-        tile.copy_samples_to_call()
+        tile.copy_sampled_rows_to_call()
 
     def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
         """Return sums of HSIC over sequences, which are small and can be merged exactly."""

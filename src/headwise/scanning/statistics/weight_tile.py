@@ -63,7 +63,7 @@ class WeightTile(ObservedTile):
 
     def diagonal(self, offset: int) -> Tensor:
         """Return (batches, heads, rows): the weight on the key ``offset`` after the query's."""
-        self._require_reach(abs(offset), call_text=f"diagonal({offset})")
+        self._require_distance_within_reach(abs(offset), call_text=f"diagonal({offset})")
         return self._widest_band[..., self._widest + offset]
 
     def weight_within(self, reach: int) -> Tensor:
@@ -72,10 +72,10 @@ class WeightTile(ObservedTile):
 
     def band(self, reach: int) -> Tensor:
         """Return (batches, heads, rows, 2 * reach + 1): the weight on keys around the query's."""
-        self._require_reach(reach, call_text=f"band({reach})")
+        self._require_distance_within_reach(reach, call_text=f"band({reach})")
         return self._widest_band[..., self._widest - reach : self._widest + reach + 1]
 
-    def _require_reach(self, distance: int, *, call_text: str) -> None:
+    def _require_distance_within_reach(self, distance: int, *, call_text: str) -> None:
         # The reach of this statistic counts: it must not depend on the others in the same pass.
         if not 0 <= distance <= self.reach:
             raise OptionError(
@@ -134,7 +134,7 @@ class WeightTile(ObservedTile):
         norms: Tensor = torch.linalg.vector_norm(torch.matmul(z, factors), dim=-1)
         return norms
 
-    def copy_samples_to_call(self) -> None:
+    def copy_sampled_rows_to_call(self) -> None:
         """Copy the tile's sampled rows to the samples of the call, once."""
         if self._samples_copied:
             return

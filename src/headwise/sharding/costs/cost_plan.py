@@ -127,7 +127,7 @@ def plan_costs(
     """
     _require_options(dtype, gpus=gpus, context=context, batch=batch)
     machine = machine or Machine()
-    _require_machine(machine)
+    _require_positive_machine_numbers(machine)
     sizes = ModelSizes.of(model)
     refused, possible = dict[str, str](), list[StepCosts]()
     fixed: dict[str, Any] = {
@@ -208,7 +208,7 @@ def _require_options(dtype: str, **counts: int) -> None:
             )
 
 
-def _require_machine(machine: Machine) -> None:
+def _require_positive_machine_numbers(machine: Machine) -> None:
     for name, value in asdict(machine).items():
         if not 0 < value < float("inf"):
             raise OptionError(

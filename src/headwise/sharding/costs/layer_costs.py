@@ -133,7 +133,7 @@ class LayerCosts:
 
     # Operations
 
-    def attended_pairs_of_all_ranks(self) -> float:
+    def total_attended_pairs(self) -> float:
         """Return the pairs of a query and a key that it attends to, in all sequences."""
         length, window = self.context, min(self.window or self.context, self.context)
         if self.causal:
@@ -143,7 +143,7 @@ class LayerCosts:
     def attention_operations(self) -> tuple[float, float]:
         """Return the operations of a rank in products of queries x keys, forward and backward."""
         heads = self.sizes.heads / self.way.gpus
-        product = 2 * self.attended_pairs_of_all_ranks() * heads * self.sizes.head_dim
+        product = 2 * self.total_attended_pairs() * heads * self.sizes.head_dim
         return FORWARD_PRODUCTS * product, BACKWARD_PRODUCTS * product
 
     def projection_operations(self) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from headwise.errors import OptionError
-from headwise.layers.head_part import HeadPart
+from headwise.layers.compute_some_heads import HeadPart
 from headwise.sharding.heads.sums_over_ranks import gather_heads_of_ranks, sum_backward, sum_forward
 from headwise.sharding.process_group_checks import require_same_on_every_rank
 from headwise.support.tracing import may_read_values
@@ -45,7 +45,7 @@ class RankHeads(HeadPart):
         """The process group of the ranks."""
         return self.mesh.get_group()
 
-    def prepare_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def check_inputs_and_sum_gradients(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs; their gradients are summed over ranks."""
         for name, tensor in inputs.items():
             if isinstance(tensor, DTensor):
@@ -65,9 +65,9 @@ class RankHeads(HeadPart):
         """Return what this rank holds; the gradient of what all hold is summed over ranks."""
         return local_part(parameter, heads_of_this_rank=True)
 
-    def head_mean_from_own_heads(self, weights: Tensor) -> Tensor:
+    def mean_over_heads_from_own_mean(self, weights: Tensor) -> Tensor:
         """Return the mean over all heads, from the mean over those of this rank."""
-        return sum_forward(super().head_mean_from_own_heads(weights), group=self.group)
+        return sum_forward(super().mean_over_heads_from_own_mean(weights), group=self.group)
 
     def collect_returned_weights(self, weights: Tensor) -> Tensor:
         """Return the weights of all heads."""

@@ -11,7 +11,7 @@ from headwise.errors import OptionError
 from headwise.scanning.corpus_scan import (
     SCAN,
     CorpusFolder,
-    hash_values,
+    hash_each_value,
     list_parts,
     no_documents_error,
 )
@@ -86,7 +86,7 @@ def scan_in_job(
     """Scan documents over the ranks of a job; see `scan_documents`."""
     if not documents:
         raise no_documents_error()
-    digests = hash_values(made_with)
+    digests = hash_each_value(made_with)
     everything = [[name, hash_nested_content(inputs)] for name, inputs in documents]
     job.require_same({**digests, "documents": hash_nested_content(everything)})
     folder = CorpusFolder(out, digests, statistics)

@@ -55,14 +55,14 @@ def convert_in_job(
                 staging.begin(conversion.identity)
                 _write_share(job, conversion, progress)
             except LostProcessError:
-                if _is_resumable(job, lost_status):
+                if _is_resumable_after_failure(job, lost_status):
                     staging.keep()
                 raise
             conversion.complete(staging)
     return conversion.report(staging.earlier_run)
 
 
-def _is_resumable(job: Job, lost_status: int) -> bool:
+def _is_resumable_after_failure(job: Job, lost_status: int) -> bool:
     """True unless a rank has recorded a failure that would come again."""
     try:
         failure = job.first_failure()

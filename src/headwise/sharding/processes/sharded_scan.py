@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from headwise.errors import OptionError
-from headwise.scanning.calls_with_divided_heads import use_head_joiner
 from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.join_divided_heads_of_calls import use_head_joiner
 from headwise.scanning.scan import scan
 from headwise.scanning.scan_file import hash_nested_content
 from headwise.sharding.processes.job_coordination import TIMEOUT, open_group_job
@@ -42,11 +42,11 @@ def scan_sharded(
     """
     with open_group_job("scan_sharded(...)", timeout=timeout) as job:
         job.require_same({"inputs": hash_nested_content(inputs)})
-        with use_head_joiner(_gather_heads):
+        with use_head_joiner(_gather_tensor_heads_from_ranks):
             return scan(model, inputs, **options)
 
 
-def _gather_heads(part: Tensor, weight: DTensor) -> Tensor:
+def _gather_tensor_heads_from_ranks(part: Tensor, weight: DTensor) -> Tensor:
     """Return a tensor with the heads of all ranks on axis 1, in the order of the weight's inputs.
 
     Args:

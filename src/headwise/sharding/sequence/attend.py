@@ -11,7 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.sharding.sequence.heads_and_gather import attend_by_gather, attend_by_heads
+from headwise.sharding.sequence.exchange_heads_or_gather_keys import (
+    attend_by_gather,
+    attend_by_heads,
+)
 from headwise.sharding.sequence.ring import attend_by_ring
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.sharding.sequence.sequence_plan import (

@@ -13,6 +13,7 @@ from torch import Tensor
 from headwise.errors import OptionError
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
+from headwise.scanning.statistics.maps_offsets_and_largest_weights import Map, OffsetProfile
 from headwise.scanning.statistics.output_statistics import EffectiveRank, OutputCosine
 from headwise.scanning.statistics.statistic import (
     RowMean,
@@ -20,8 +21,7 @@ from headwise.scanning.statistics.statistic import (
     TileStatistic,
     compute_summaries,
 )
-from headwise.scanning.statistics.view_statistics import Map, OffsetProfile
-from headwise.sharding.sequence.heads_and_gather import gather_keys_or_values
+from headwise.sharding.sequence.exchange_heads_or_gather_keys import gather_keys_or_values
 from headwise.sharding.sequence.sequence_matrix import SequenceMatrix
 
 # Statistics that are sums over queries, so that those of some queries add up to those of all. The

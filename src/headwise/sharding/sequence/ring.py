@@ -72,7 +72,7 @@ def _iterate_blocks(scores: SequenceScores, owner: int) -> Iterator[_Block]:
             if keys.size:
                 first = column + keys.first - run.first
                 yield _Block(
-                    scores.matrix_part_bounds(queries, keys),
+                    scores.matrix_part_of_all_sequences(queries, keys),
                     slice(row, row + queries.size),
                     slice(first, first + keys.size),
                 )

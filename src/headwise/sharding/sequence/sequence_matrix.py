@@ -20,14 +20,14 @@ from headwise.masks.clause import Span
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.sharding.collectives import reduce_scatter_tokens, sum_ranks
-from headwise.sharding.sequence.heads_and_gather import gather_keys_or_values
+from headwise.sharding.sequence.exchange_heads_or_gather_keys import gather_keys_or_values
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.sharding.sequence.sequence_score_settings import (
     SequenceArguments,
     agree_on_score_settings,
 )
 from headwise.support.explain_wrong_arguments import require_tensors
-from headwise.support.left_operand import LeftOperand
+from headwise.support.left_operand_of_matmul import LeftOperand
 from headwise.support.message_text import MATRIX_AXES
 
 CALL = "SequenceMatrix(q, k, mesh)"
@@ -77,7 +77,7 @@ class SequenceMatrix(LeftOperand):
         sizes = [run.size for run in runs]
         whole = Span(0, scores.sizes.keys)
         self.parts: tuple[tuple[Span, AttentionMatrix], ...] = tuple(
-            (run, scores.matrix_of_runs(part, keys, queries=run, keys=whole))
+            (run, scores.matrix_of_query_and_key_run(part, keys, queries=run, keys=whole))
             for run, part in zip(runs, q.split(sizes, 2), strict=True)
         )
         """The runs of this rank's queries, each with its matrix over all keys."""

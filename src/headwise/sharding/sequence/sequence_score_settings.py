@@ -99,11 +99,13 @@ class SequenceScores:
         first, stop = self.mask.key_range(*run)
         return Span(first, min(stop, self.sizes.keys))
 
-    def matrix_part_bounds(self, queries: Span, keys: Span) -> MatrixPart:
+    def matrix_part_of_all_sequences(self, queries: Span, keys: Span) -> MatrixPart:
         """Return these queries and keys of all sequences of the batch."""
         return MatrixPart(Span(0, self.sizes.batch), queries, keys)
 
-    def matrix_of_runs(self, q: Tensor, k: Tensor, *, queries: Span, keys: Span) -> AttentionMatrix:
+    def matrix_of_query_and_key_run(
+        self, q: Tensor, k: Tensor, *, queries: Span, keys: Span
+    ) -> AttentionMatrix:
         """Return the matrix of a run of queries and a run of keys, with its part of the mask.
 
         Args:
@@ -112,7 +114,7 @@ class SequenceScores:
             queries: the positions of the queries.
             keys: the positions of the keys.
         """
-        place, options = self.matrix_part_bounds(queries, keys), self.options
+        place, options = self.matrix_part_of_all_sequences(queries, keys), self.options
         clauses = self.mask.cut_to_part(place).clauses if queries.size else ()
         return AttentionMatrix(
             q,
@@ -188,7 +190,7 @@ def _check_operands(operands: tuple[Tensor, ...], arguments: SequenceArguments) 
                 needed="v (batch, kv_heads, local keys, value_dim) for the same keys as k",
                 do="split keys and values by the same layout",
             )
-        checks.check_operand("v", v, q)
+        checks.check_operand_dtype_and_device("v", v, q)
 
 
 def _check_layouts(arguments: SequenceArguments, ranks: int) -> None:

@@ -144,7 +144,7 @@ def output_without_keys(implementation: Implementation) -> str:
         return "NaN"
     if not output.any():
         return "zeros"
-    stored = implementation.stored_weights()
+    stored = implementation.as_shared_weights()
     even = Budget.for_function(
         lambda x, v, out: F.linear(F.linear(x, v).mean(1), out),
         x,
@@ -226,8 +226,8 @@ def block_extras(implementation: Implementation) -> str:
 
     The input is large, so that the epsilon of a norm makes no difference.
     """
-    implementation.stored_weights().out.zero_()
-    for bias in implementation.stored_weights().biases or ():
+    implementation.as_shared_weights().out.zero_()
+    for bias in implementation.as_shared_weights().biases or ():
         bias.zero_()
     x = 1e6 * random_tokens()
     output = implementation.compute_block(x)
@@ -248,9 +248,15 @@ def initial_output_projection_std(
     """
     torch.manual_seed(0)
     implementation = constructor(embed_dim, num_heads)
-    copies = torch.equal(implementation.stored_weights().q, implementation.stored_weights().k)
+    copies = torch.equal(
+        implementation.as_shared_weights().q,
+        implementation.as_shared_weights().k,
+    )
     implementation.initialize()
-    return {"out": float(implementation.stored_weights().out.detach().std()), "copies": copies}
+    return {
+        "out": float(implementation.as_shared_weights().out.detach().std()),
+        "copies": copies,
+    }
 
 
 def conventions_by_path() -> dict[str, Any]:

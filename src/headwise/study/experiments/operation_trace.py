@@ -140,7 +140,7 @@ def has_axis_order(
     """Check that paired stages hold the same numbers in the order of their axis names."""
     all_sizes = sizes_with_head_dim(sizes)
     (q, per_head), *rest = (
-        [reshape_to_heads(tensors[key], axes[key], all_sizes) for key in pair]
+        [rearrange_to_common_axes(tensors[key], axes[key], all_sizes) for key in pair]
         for pair in SAME_NUMBERS
     )
     scaled = q * math.sqrt(1 / all_sizes["head_dim"])  # torch's layer scales q, not the scores
@@ -152,7 +152,7 @@ def sizes_with_head_dim(sizes: dict[str, int]) -> dict[str, int]:
     return sizes | {"head_dim": sizes["embed_dim"] // sizes["heads"]}
 
 
-def shapes_by_axes(sizes: dict[str, int]) -> dict[str, dict[str, list[int]]]:
+def expected_shapes_from_axis_names(sizes: dict[str, int]) -> dict[str, dict[str, list[int]]]:
     """Return the shapes that follow from the axis names."""
     all_sizes = sizes_with_head_dim(sizes)
     return {
@@ -164,7 +164,7 @@ def shapes_by_axes(sizes: dict[str, int]) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def reshape_to_heads(x: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
+def rearrange_to_common_axes(x: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
     """Return a tensor as (batch, length, heads, head_dim), from the names of its axes.
 
     Args:

@@ -61,9 +61,12 @@ def measure(progress: Progress) -> dict[str, Any]:
         "weights": {
             order: output_shapes(layers["torch"], x)[1] for order, layers in orders.items()
         },
-        "apart": output_difference(wrong["torch"], right["torch"], x),
+        "apart": relative_difference_due_to_wrong_order(wrong["torch"], right["torch"], x),
         "reach": {
-            order: {name: count_dependencies(sizes) for name, sizes in by_layer.items()}
+            order: {
+                name: least_and_most_dependencies_per_output(sizes)
+                for name, sizes in by_layer.items()
+            }
             for order, by_layer in maps.items()
         },
         "told": {
@@ -99,7 +102,7 @@ class Outcome:
         return {"refused": refused, "answer": "error" if refused else "accepted"}
 
 
-def outcome_of(call: Callable[[], object]) -> Outcome:
+def result_or_error(call: Callable[[], object]) -> Outcome:
     """Return the outcome of a call that may raise an error."""
     try:
         return Outcome(call())
@@ -110,7 +113,10 @@ def outcome_of(call: Callable[[], object]) -> Outcome:
 
 def output_shapes(layer: nn.Module, x: Tensor) -> list[list[int]]:
     """Return the shapes of output and attention weights; empty shapes after an error."""
-    outputs = outcome_of(lambda: layer(x, x, x)).result or (torch.empty(0), torch.empty(0))
+    outputs = result_or_error(lambda: layer(x, x, x)).result or (
+        torch.empty(0),
+        torch.empty(0),
+    )
     return [list(each.shape) for each in outputs]
 
 
@@ -128,14 +134,14 @@ def measure_influence(layer: nn.Module, x: Tensor) -> Tensor:
         result: Tensor = layer(x, x, x, need_weights=False)[0]
         return result
 
-    derivatives = outcome_of(lambda: jacobian(output, x, vectorize=True)).result
+    derivatives = result_or_error(lambda: jacobian(output, x, vectorize=True)).result
     if derivatives is None:
         return torch.zeros(2 * (x.shape[:2].numel(),))
     sizes: Tensor = torch.linalg.vector_norm(derivatives, dim=(2, 5))
     return sizes.flatten(2, 3).flatten(0, 1)
 
 
-def count_dependencies(sizes: Tensor) -> dict[str, list[int]]:
+def least_and_most_dependencies_per_output(sizes: Tensor) -> dict[str, list[int]]:
     """Count the input tokens that an output token depends on, as [least, most].
 
     Counts are for tokens of its own sequence, of others, and at its own position in any.
@@ -148,10 +154,13 @@ def count_dependencies(sizes: Tensor) -> dict[str, list[int]]:
     return {name: [int(count.min()), int(count.max())] for name, count in counts.items()}
 
 
-def output_difference(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
+def relative_difference_due_to_wrong_order(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
     """Return the relative difference of the outputs in wrong and right order; 1 after an error."""
     reference = right(x, x, x)[0]
-    actual, _ = outcome_of(lambda: wrong(x, x, x)).result or (torch.zeros_like(reference), None)
+    actual, _ = result_or_error(lambda: wrong(x, x, x)).result or (
+        torch.zeros_like(reference),
+        None,
+    )
     return float(relative_difference(actual[None], reference[None])[0])
 
 
@@ -185,14 +194,14 @@ def run_wrong_order(wrong: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict
         "source": lambda layer: layer(x, source, source),
     }
     outcomes = {
-        name: {call: outcome_of(partial(give, layer)) for call, give in calls.items()}
+        name: {call: result_or_error(partial(give, layer)) for call, give in calls.items()}
         for name, layer in wrong.items()
     }
     native, turned = Attention(EMBED_DIM, HEADS), x.transpose(0, 1)
     lengths = Mask.lengths(keys=torch.full((batch,), length - 1))
     masks = {"alone": None, "padding": lengths, "causal": Mask.causal()}
     outcomes["native"] = {
-        call: outcome_of(partial(native, turned, mask=mask)) for call, mask in masks.items()
+        call: result_or_error(partial(native, turned, mask=mask)) for call, mask in masks.items()
     }
     return outcomes
 
@@ -201,7 +210,7 @@ def run_square_batch(layer: nn.Module) -> Outcome:
     """Call with as many sequences as tokens, so that every mask has a valid shape."""
     x = torch.randn(LENGTH, LENGTH, EMBED_DIM)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    return outcome_of(lambda: layer(x, x, x, key_padding_mask=mask & False, attn_mask=mask))
+    return result_or_error(lambda: layer(x, x, x, key_padding_mask=mask & False, attn_mask=mask))
 
 
 # ---- time --------------------------------------------------------------------------------------

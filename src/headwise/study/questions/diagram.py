@@ -25,8 +25,8 @@ from headwise.study.drawing_helpers import (
     write_heading,
     write_note,
 )
+from headwise.study.experiments.compare_under_same_weights import shared_weights_from_projections
 from headwise.study.experiments.measures import layer_error_budget
-from headwise.study.experiments.same_weights import shared_weights_from_projections
 from headwise.study.implementations import HeadwiseAttention
 from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
 from headwise.support.progress_callback_type import Progress
@@ -102,11 +102,11 @@ def trace_forward(layer: Attention, x: Tensor) -> dict[str, Any]:
         # Each weight is a term over a rounded sum: n - 1 additions and a division.
         "row_bound": maps.shape[-1] * torch.finfo(maps.dtype).eps,
         "maps": [[[round(w, 4) for w in row] for row in head] for head in maps[0].tolist()],
-        "strips": {name: scale_to_clipped_per_cent(values) for name, values in drawn.items()},
+        "strips": {name: per_cent_of_quantile(values) for name, values in drawn.items()},
     }
 
 
-def scale_to_clipped_per_cent(values: Tensor) -> list[list[int]]:
+def per_cent_of_quantile(values: Tensor) -> list[list[int]]:
     """Return every `EVERY`-th number in per cent of the quantile `NEARLY_ALL`, clipped to 100."""
     shown = values[0, :, ::EVERY]
     return (shown / shown.abs().quantile(NEARLY_ALL) * 100).clamp(-100, 100).round().int().tolist()
@@ -133,7 +133,7 @@ def check_sum_of_contributions(
 ) -> dict[str, Any]:
     """Compare the output with the sum of contributions, and with heads in reverse order."""
     layer, heads, bias = native.inner, native.num_heads, native.inner.out_proj.bias
-    allowed = layer_error_budget(x, x, x, native.stored_weights(), num_heads=heads)
+    allowed = layer_error_budget(x, x, x, native.as_shared_weights(), num_heads=heads)
     output, reversed_heads = layer(x), reference.merge_heads(layer.head_outputs(x).flip(1))
     rows = layer.out_proj.weight.unflatten(1, (heads, -1)).flip(1).flatten(1)
     swapped = layer.out_proj(reversed_heads)

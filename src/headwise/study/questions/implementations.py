@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headwise.study import trained_encoder_run
+from headwise.study import run_pretrained_or_small_encoder
 from headwise.study.drawing_helpers import CARD, INK, SOFT, Axes, Figure
-from headwise.study.experiments import measured_conventions, same_weights
-from headwise.study.experiments.same_weights import EMBED_DIM, NUM_HEADS
+from headwise.study.experiments import compare_under_same_weights, measured_conventions
+from headwise.study.experiments.compare_under_same_weights import EMBED_DIM, NUM_HEADS
 from headwise.study.implementations import IMPLEMENTATIONS, PEERS, REWRITTEN
 from headwise.study.research_question import (
     Fact,
@@ -48,11 +48,11 @@ TABLE = {
 def measure(progress: Progress) -> dict[str, Any]:
     """Compare all implementations under the same weights, then measure their conventions."""
     progress("the same weights", 0, 3)
-    same = same_weights.compare_random_weights()
-    same["blocks_are_sums"] = same_weights.einops_and_bert_blocks_are_post_norm()
+    same = compare_under_same_weights.compare_random_weights()
+    same["blocks_are_sums"] = compare_under_same_weights.einops_and_bert_blocks_are_post_norm()
     progress("the weights of an encoder", 1, 3)
-    run = trained_encoder_run.encoder_run(progress)
-    shares = same_weights.error_budget_shares_over_layers(run)
+    run = run_pretrained_or_small_encoder.encoder_run(progress)
+    shares = compare_under_same_weights.error_budget_shares_over_layers(run)
     progress("conventions", 2, 3)
     each = {key: measured_conventions.measure_conventions(IMPLEMENTATIONS[key]) for key in CODE}
     sizes = {"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS}

@@ -166,7 +166,7 @@ def collect_numbers(runs: dict[str, list[TrainingRun]], texts: LabelledTexts) ->
         "own": check_dedicated_heads(looks["2"]),
         "closed": errors_without_head([run.model for run in runs["2"]], looks["2"], texts),
         "looks": {name: [round_matrix(look.mT) for look in looks[name]] for name in counts},
-        "roles": {name: count_roles(look) for name, look in of_all.items()},
+        "roles": {name: count_heads_preferring_each_lookup(look) for name, look in of_all.items()},
         "blend": {name: mean_weight_by_preference(look) for name, look in of_all.items()},
         # The maps of the first text.
         "maps": {
@@ -212,7 +212,7 @@ def errors_without_head(
     return {"own": min(lost), "other": max(others)}
 
 
-def count_roles(look: Tensor) -> dict[str, int]:
+def count_heads_preferring_each_lookup(look: Tensor) -> dict[str, int]:
     """Count the heads that put more weight on one lookup than on the other."""
     return dict(zip(LOOKUPS, (look > look.flip(0)).sum(1).tolist(), strict=True))
 

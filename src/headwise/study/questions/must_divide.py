@@ -45,7 +45,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     page = EinopsPostNormBlock(
         EMBED_DIM, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, dropout=0.0
     )
-    accepted = {heads: make_torch_layer(heads)[0] for heads in range(1, EMBED_DIM + 1)}
+    accepted = {heads: torch_layer_or_error(heads)[0] for heads in range(1, EMBED_DIM + 1)}
     torch_counts = {count_parameters(layer) for layer in accepted.values() if layer is not None}
     return {
         "sizes": {
@@ -58,14 +58,14 @@ def measure(progress: Progress) -> dict[str, Any]:
         "q_weight": list(free.q_proj.weight.shape),
         "v_weight": list(free.v_proj.weight.shape),
         "out_weight": list(free.out_proj.weight.shape),
-        "free": check_layer(free, x, source),
-        "page": check_einops_block(page, x, source),
+        "free": check_layer_against_formula(free, x, source),
+        "page": check_einops_against_formula(page, x, source),
         "heads_torch_takes": [heads for heads, layer in accepted.items() if layer],
         "heads_that_divide": [heads for heads in accepted if EMBED_DIM % heads == 0],
         "heads_tried": len(accepted),
         "parameters_of_torch": sorted(torch_counts),
-        "refusal": make_torch_layer(HEADS)[1],
-        **check_grid(x[:1], source[:1]),
+        "refusal": torch_layer_or_error(HEADS)[1],
+        **check_sizes_against_formula(x[:1], source[:1]),
         **check_torch_key_value_widths(),
     }
 
@@ -73,7 +73,7 @@ def measure(progress: Progress) -> dict[str, Any]:
 # ---- layers of free widths ---------------------------------------------------------------------
 
 
-def check_layer(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
+def check_layer_against_formula(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
     """Check a layer's output against the paper's formula."""
     weights = SharedWeights.of_linears(layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
     budget = layer_error_budget(x, source, source, weights, num_heads=layer.num_heads)
@@ -81,7 +81,9 @@ def check_layer(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
         return check_output(layer(x, source), budget)
 
 
-def check_einops_block(block: EinopsPostNormBlock, x: Tensor, source: Tensor) -> dict[str, Any]:
+def check_einops_against_formula(
+    block: EinopsPostNormBlock, x: Tensor, source: Tensor
+) -> dict[str, Any]:
     """Check the attention of einops' block, before its residual and norm."""
     weights = SharedWeights.of_linears(block.w_qs, block.w_ks, block.w_vs, block.fc)
     budget = layer_error_budget(x, source, source, weights, num_heads=block.num_heads)
@@ -100,7 +102,7 @@ def check_output(output: Tensor, allowed: Budget) -> dict[str, Any]:
     return {"output": list(output.shape), "within": allowed.check(output).within}
 
 
-def check_grid(x: Tensor, source: Tensor) -> dict[str, Any]:
+def check_sizes_against_formula(x: Tensor, source: Tensor) -> dict[str, Any]:
     """Check the output and count the parameters for many pairs of heads and head_dim."""
     right: list[list[bool]] = []
     counts: dict[int, set[int]] = {}
@@ -108,7 +110,7 @@ def check_grid(x: Tensor, source: Tensor) -> dict[str, Any]:
         right.append([])
         for heads in GRID_HEADS:
             layer = Attention(EMBED_DIM, heads, head_dim=head_dim, source_dim=EMBED_DIM)
-            right[-1].append(check_layer(layer, x, source)["within"])
+            right[-1].append(check_layer_against_formula(layer, x, source)["within"])
             counts.setdefault(heads * head_dim, set()).add(count_parameters(layer))
     return {
         "grid_heads": list(GRID_HEADS),
@@ -124,7 +126,7 @@ def check_grid(x: Tensor, source: Tensor) -> dict[str, Any]:
 # ---- torch's layer ---------------------------------------------------------------------------
 
 
-def make_torch_layer(heads: int) -> tuple[nn.MultiheadAttention | None, str]:
+def torch_layer_or_error(heads: int) -> tuple[nn.MultiheadAttention | None, str]:
     """Make torch's layer with this number of heads, or return None and the error message."""
     try:
         return nn.MultiheadAttention(EMBED_DIM, heads), ""
@@ -152,7 +154,7 @@ def check_torch_key_value_widths() -> dict[str, Any]:
         "k_weight_of_torch": list(layer.k_proj_weight.shape),
         "v_weight_of_torch": list(layer.v_proj_weight.shape),
         "torch_crossed": check_output(layer(x, keys, values)[0].detach(), allowed),
-        "crossed": check_layer(native, x, keys),
+        "crossed": check_layer_against_formula(native, x, keys),
     }
 
 

@@ -12,9 +12,9 @@ from torch.nn.functional import linear
 
 from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
-from headwise.bundled_models.recorded_attention_calls import AttentionCall
+from headwise.bundled_models.recorded_run_dataclasses import AttentionCall
 from headwise.error_budget.budget import Budget
-from headwise.study import trained_encoder_run
+from headwise.study import run_pretrained_or_small_encoder
 from headwise.study.drawing_helpers import (
     INK,
     SERIES,
@@ -25,7 +25,7 @@ from headwise.study.drawing_helpers import (
     label_point,
     style_axes,
 )
-from headwise.study.experiments.compare_study_layers import compare_published_check
+from headwise.study.experiments.causes_named_by_compare import compare_published_check
 from headwise.study.experiments.measures import (
     Projected,
     equals_value_of_top_key,
@@ -53,7 +53,7 @@ class ConditionSample:
     projected: Projected
     wo: Tensor
 
-    def group_by_seed(self, rows: Tensor) -> Tensor:
+    def one_row_per_seed(self, rows: Tensor) -> Tensor:
         """Collect the values of each seed in one row."""
         return rows.reshape(len(rows) // BATCH, -1)
 
@@ -67,7 +67,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     for name, sample in conditions.items():
         checks[name], cases[name] = check_samples(sample)
     example = next((seed for seed, equal in enumerate(checks["published"]["equal"]) if equal), 0)
-    run = trained_encoder_run.encoder_run(progress)
+    run = run_pretrained_or_small_encoder.encoder_run(progress)
     layers = [compare_merged_head(call, run.num_heads) for call in run.calls]
     apart = [[round(x, 4) for x in layer["apart"]] for layer in layers]
     sums = [score_sum_error(sample.projected, HEADS) for sample in (published, default)]
@@ -157,11 +157,11 @@ def check_samples(sample: ConditionSample) -> tuple[dict[str, list[bool]], dict[
         "one_key": float(read.float().mean()),
         "same_key": float(checks["same_key"].float().mean()),
     } | {
-        name: float(relative_difference(*map(sample.group_by_seed, pair)).mean())
+        name: float(relative_difference(*map(sample.one_row_per_seed, pair)).mean())
         for name, pair in pairs.items()
     }
     return {
-        name: sample.group_by_seed(rows).all(1).tolist() for name, rows in checks.items()
+        name: sample.one_row_per_seed(rows).all(1).tolist() for name, rows in checks.items()
     }, means
 
 
@@ -193,7 +193,7 @@ def least_error_budget_ratios(sample: ConditionSample) -> dict[str, float]:
         "outputs": error_budget_ratios(reference.split_heads(p.outputs(1), heads=HEADS), budget),
         "projected": error_budget_ratios(p.outputs(1) @ sample.wo, after),
     }
-    return {name: float(sample.group_by_seed(x).amax(1).min()) for name, x in ratios.items()}
+    return {name: float(sample.one_row_per_seed(x).amax(1).min()) for name, x in ratios.items()}
 
 
 def compare_merged_head(call: AttentionCall, heads: int) -> dict[str, Any]:

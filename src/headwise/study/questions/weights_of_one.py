@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from headwise.study.drawing_helpers import INK, SERIES, Figure, label_point, style_axes
-from headwise.study.experiments.compare_study_layers import name_cause
+from headwise.study.experiments.causes_named_by_compare import name_cause
 from headwise.study.experiments.measures import (
     Projected,
     error_budget_ratios,
@@ -34,7 +34,7 @@ DIGITS = 3  # of the mean score size
 @torch.no_grad()
 def measure(progress: Progress) -> dict[str, Any]:
     """Compare one head with eight, with weights of one and with torch's initialisation."""
-    default, ones = make_torch_layer(HEADS), make_torch_layer(HEADS)
+    default, ones = make_default_torch_layer(HEADS), make_default_torch_layer(HEADS)
     set_weights_to_one(ones)
     x = torch.randn(BATCH, LENGTH, EMBED_DIM)
     tokens = {
@@ -63,16 +63,16 @@ def measure(progress: Progress) -> dict[str, Any]:
         "longer_apart": compare_head_counts(ones, longer)["apart"],
         # The number of sequences whose outputs are equal by ``==``.
         "equal": {
-            name: int((single_head_layer(ones)(x) == ones(x)).flatten(1).all(1).sum())
+            name: int((copy_as_single_head_layer(ones)(x) == ones(x)).flatten(1).all(1).sum())
             for name, x in tokens.items()
         },
         "rounding": {
             # A narrow head's scores, times the root of the number of heads, and the single head's.
             "scores": float(error_budget_ratios(larger, score_error_budget(quiet)).max()),
             "rescaled": float(ratios(rescaled_single_head(ones), ones, tokens["quiet"]).max()),
-            "same": float(ratios(single_head_layer(ones), ones, tokens["same"]).max()),
-            "quiet": float(ratios(single_head_layer(ones), ones, tokens["quiet"]).min()),
-            "own": float(ratios(single_head_layer(default), default, x).min()),
+            "same": float(ratios(copy_as_single_head_layer(ones), ones, tokens["same"]).max()),
+            "quiet": float(ratios(copy_as_single_head_layer(ones), ones, tokens["quiet"]).min()),
+            "own": float(ratios(copy_as_single_head_layer(default), default, x).min()),
         },
         "compared": name_causes(ones, tokens | {"elsewhere": None}),
         "factors": list(FACTORS),
@@ -83,14 +83,14 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 def name_causes(layer: TorchLayer, tokens: Mapping[str, Tensor | None]) -> dict[str, str]:
     """Return what `headwise.compare` says of a layer and a single head, for each input."""
-    single = single_head_layer(layer).inner
+    single = copy_as_single_head_layer(layer).inner
     return {name: name_cause(layer.inner, single, x) for name, x in tokens.items()}
 
 
 # ---- the layers and their inputs -------------------------------------------------------
 
 
-def make_torch_layer(heads: int) -> TorchLayer:
+def make_default_torch_layer(heads: int) -> TorchLayer:
     """Make torch.nn.MultiheadAttention with default options."""
     return TorchLayer(EMBED_DIM, heads)
 
@@ -102,16 +102,16 @@ def set_weights_to_one(layer: nn.Module) -> None:
             nn.init.ones_(parameter)
 
 
-def single_head_layer(layer: TorchLayer) -> TorchLayer:
+def copy_as_single_head_layer(layer: TorchLayer) -> TorchLayer:
     """Make a layer of one head with the same parameters."""
-    single = make_torch_layer(1)
-    single.load_weights(layer.stored_weights())
+    single = make_default_torch_layer(1)
+    single.load_weights(layer.as_shared_weights())
     return single
 
 
 def rescaled_single_head(layer: TorchLayer) -> TorchLayer:
     """Make a layer of one head whose queries are divided by the root of the number of heads."""
-    single, weights = make_torch_layer(1), layer.stored_weights()
+    single, weights = make_default_torch_layer(1), layer.as_shared_weights()
     single.load_weights(replace(weights, q=weights.q / math.sqrt(layer.num_heads)))  # q has no bias
     return single
 
@@ -134,7 +134,7 @@ def compare_head_counts(layer: TorchLayer, x: Tensor) -> dict[str, float]:
     """Compare the outputs of one head and of several, and the entropy of their weights."""
     (single, single_weights), (several, several_weights) = (
         each.inner(x, x, x, average_attn_weights=False)
-        for each in (single_head_layer(layer), layer)
+        for each in (copy_as_single_head_layer(layer), layer)
     )
     return {
         "apart": float(relative_difference(single, several).median()),
@@ -158,7 +158,7 @@ def compare_head_counts_over_token_scales(layer: TorchLayer, x: Tensor) -> dict[
 def error_budget_ratios_by_sequence(single: TorchLayer, layer: TorchLayer, x: Tensor) -> Tensor:
     """Return the largest difference of two layers' outputs over both error budgets."""
     budgets = [
-        layer_error_budget(x, x, x, each.stored_weights(), num_heads=each.num_heads)
+        layer_error_budget(x, x, x, each.as_shared_weights(), num_heads=each.num_heads)
         for each in (single, layer)
     ]
     allowed = budgets[0].allowed + budgets[1].allowed

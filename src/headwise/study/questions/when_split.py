@@ -28,9 +28,9 @@ from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.experiments.operation_trace import (
     AXES,
     PROJECTED,
+    expected_shapes_from_axis_names,
     has_axis_order,
     head_splits,
-    shapes_by_axes,
     sizes_with_head_dim,
     stage_tensors,
     trace_operations,
@@ -50,9 +50,9 @@ def measure(progress: Progress) -> dict[str, Any]:
         "asked": sizes_with_head_dim(SIZES),
         "other": OTHER_SIZES,
         "shapes": main["shapes"],
-        "by_axes": shapes_by_axes(SIZES),
+        "by_axes": expected_shapes_from_axis_names(SIZES),
         "other_shapes": other["shapes"],
-        "other_by_axes": shapes_by_axes(OTHER_SIZES),
+        "other_by_axes": expected_shapes_from_axis_names(OTHER_SIZES),
         "in_order": other["in_order"],
         "right": main["right"] and other["right"],
         "fused": main["fused"],
@@ -71,7 +71,7 @@ def trace_layers(sizes: dict[str, int]) -> dict[str, Any]:
     embed_dim, heads = sizes["embed_dim"], sizes["heads"]
     x = torch.randn(sizes["batch"], sizes["length"], embed_dim)
     torch_layer, native = TorchLayer(embed_dim, heads), HeadwiseAttention(embed_dim, heads)
-    native.load_weights(torch_layer.stored_weights())
+    native.load_weights(torch_layer.as_shared_weights())
     steps = {
         "torch": trace_operations(torch_layer, x, torch_layer),
         "native": trace_operations(native, x, native),
@@ -85,8 +85,8 @@ def trace_layers(sizes: dict[str, int]) -> dict[str, Any]:
     fused = [name for name, by_stage in shapes.items() if "weights" not in by_stage]
     for name in fused:  # the fused kernel returns no weights
         shapes[name]["weights"] = list(native.inner.matrix(x).dense().shape)
-    as_called = shapes == shapes_by_axes(sizes)
-    allowed = layer_error_budget(x, x, x, torch_layer.stored_weights(), num_heads=heads)
+    as_called = shapes == expected_shapes_from_axis_names(sizes)
+    allowed = layer_error_budget(x, x, x, torch_layer.as_shared_weights(), num_heads=heads)
     splits = [s for traced in steps.values() for s in head_splits(traced, head_dim=head_dim)]
     return {
         "shapes": shapes,
@@ -113,7 +113,7 @@ def compare_split_first() -> dict[str, Any]:
     layer = HeadwiseAttention(embed_dim, heads).requires_grad_(False)
     blocks = block_diagonal_copy(layer)
     counts = [
-        sum(int(weight.count_nonzero()) for weight in each.stored_weights().matrices[:3])
+        sum(int(weight.count_nonzero()) for weight in each.as_shared_weights().matrices[:3])
         for each in (layer, blocks)
     ]
     x = torch.randn(SIZES["batch"], SIZES["length"], embed_dim)
@@ -124,10 +124,10 @@ def compare_split_first() -> dict[str, Any]:
     head = slice(embed_dim // heads)  # the entries of q in head 0
     output, first = (
         layer(x),
-        attend_with_split_first(x, *layer.stored_weights().matrices, heads=heads),
+        attend_with_split_first(x, *layer.as_shared_weights().matrices, heads=heads),
     )
     whole, parted = (
-        layer_error_budget(x, x, x, each.stored_weights(), num_heads=heads)
+        layer_error_budget(x, x, x, each.as_shared_weights(), num_heads=heads)
         for each in (layer, blocks)
     )
     return {
@@ -148,7 +148,7 @@ def block_diagonal_copy(layer: HeadwiseAttention) -> HeadwiseAttention:
     copied = copy.deepcopy(layer)
     width = layer.embed_dim // layer.num_heads
     mask = torch.block_diag(*torch.ones(layer.num_heads, width, width))
-    for weight in copied.stored_weights().matrices[:3]:
+    for weight in copied.as_shared_weights().matrices[:3]:
         weight.mul_(mask)
     return copied
 
@@ -216,7 +216,7 @@ def draw(figure: Figure, n: Numbers) -> None:
         top = TOP + PITCH * row
         middle = top + THICK / 2
         axes.text(LEFT - 0.12, middle, name, color=INK, fontsize=9, ha="right", va="center")
-        draw_stage(axes, n, top, form)
+        draw_blocks_of_stage(axes, n, top, form)
         for layer, x in COLUMNS.items():
             shape = fill_template(f"{{shapes[{layer}][{stage}]:shape}}", n)
             axes.text(x, middle, shape, color=INK, fontsize=9, ha="center", va="center")
@@ -233,7 +233,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     draw_q_dependencies(axes, n, top=4.78)
 
 
-def draw_stage(axes: Axes, n: Numbers, top: float, form: str) -> None:
+def draw_blocks_of_stage(axes: Axes, n: Numbers, top: float, form: str) -> None:
     """Draw a stage as one block, or as one block for each head in the head's colour."""
     if form == "whole":
         draw_block(

@@ -12,13 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from headwise.checkpoints.conversion_for_transformers import open_described_model
+from headwise.checkpoints.in_memory_conversion_for_transformers import open_described_model
 from headwise.checkpoints.load_transformers_model import load, measure_model_bytes
 from headwise.cli.convert import convert
 from headwise.errors import CheckpointError, OptionError
 from tests.checkpoints.test_description import metadata
 from tests.checkpoints.test_model_args import GPT, ckpt
-from tests.checkpoints.test_write_meta_files import model as llama
+from tests.checkpoints.test_write_meta_llama_files import model as llama
 from tests.cli import scan_command
 from tests.cli.alone import Alone
 from tests.huggingface.stored import bert, gpt2, stored

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headwise.bundled_models.recorded_attention_calls import Projections, RecordedRun
+from headwise.bundled_models.recorded_run_dataclasses import Projections, RecordedRun
 from headwise.error_budget.budget import Budget
 from headwise.masks.mask import Mask
-from headwise.study.experiments.compare_study_layers import name_cause
+from headwise.study.experiments.causes_named_by_compare import name_cause
 from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.implementation_interface import Implementation, SharedWeights
 from headwise.study.implementations import IMPLEMENTATIONS, Bert, EinopsPage
@@ -66,7 +66,7 @@ def compute_outputs(
     }
 
 
-def error_budget_shares(allowed: Budget, outputs: Mapping[str, Tensor]) -> dict[str, float]:
+def budget_share_of_each_output(allowed: Budget, outputs: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the largest error of each output as a share of the error budget."""
     return {key: allowed.check(output).ratio for key, output in outputs.items()}
 
@@ -137,7 +137,7 @@ def error_budget_shares_over_layers(
         allowed = output_error_budget(
             call.x, weights, num_heads=run.num_heads, may_attend=may_attend
         )
-        for key, share in error_budget_shares(allowed, outputs).items():
+        for key, share in budget_share_of_each_output(allowed, outputs).items():
             largest[key] = max(share, largest.get(key, 0.0))
     return largest
 
@@ -163,7 +163,7 @@ class SameFunction:
         return max(self.shares.values()) <= 1
 
     @property
-    def summary(self) -> str:
+    def summary_sentences(self) -> str:
         """The result and its figures, in three sentences."""
         *layers, encoder = self.shares
         verdict = (
@@ -203,12 +203,12 @@ def compare_random_weights() -> dict[str, Any]:
     outputs = compute_outputs(implementations, x, plain)
     allowed = output_error_budget(x, plain)
     share = {
-        "plain": error_budget_shares(allowed, outputs),
-        "masked": error_budget_shares(
+        "plain": budget_share_of_each_output(allowed, outputs),
+        "masked": budget_share_of_each_output(
             output_error_budget(x, plain, may_attend=mask),
             compute_outputs(implementations, x, plain, mask),
         ),
-        "biased": error_budget_shares(
+        "biased": budget_share_of_each_output(
             output_error_budget(x, biased, may_attend=mask),
             compute_outputs(make_implementations(biased=True), x, biased, mask),
         ),
@@ -218,7 +218,7 @@ def compare_random_weights() -> dict[str, Any]:
         for how, weights in make_misread_weights(plain).items()
     }
     wide = {key: implementation.double() for key, implementation in implementations.items()}
-    fine = error_budget_shares(
+    fine = budget_share_of_each_output(
         output_error_budget(x.double(), plain.double()), compute_outputs(wide, x.double(), plain)
     )
     pairs = largest_differences(outputs, outputs)
@@ -232,7 +232,7 @@ def compare_random_weights() -> dict[str, Any]:
         "largest_share": {name: max(each.values()) for name, each in share.items()},
         "misread_causes": named_causes_of_misread_weights(plain),
         "misread_pairs": largest_differences(wrong, outputs),
-        "misread_share": (misread_share := error_budget_shares(allowed, wrong)),
+        "misread_share": (misread_share := budget_share_of_each_output(allowed, wrong)),
         "least_misread_share": min(misread_share.values()),
         "outside_in_float64": [key for key, used in fine.items() if used > 1],
     }

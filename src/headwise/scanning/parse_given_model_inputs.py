@@ -205,7 +205,7 @@ def token_ids(model_input: ModelInput) -> Tensor | None:
     return ids if is_ids else None
 
 
-def run_model(model: Any, model_input: ModelInput) -> Any:
+def call_model_on_input(model: Any, model_input: ModelInput) -> Any:
     """Run a model on one input, and return its output.
 
     Raises:
@@ -250,7 +250,7 @@ def _find_embedding(model: nn.Module) -> Any:
 
 
 @contextmanager
-def explain_token_failure(title: str, count: int, *, do: str) -> Iterator[None]:
+def explain_failure_on_token_ids(title: str, count: int, *, do: str) -> Iterator[None]:
     """Raise OptionError where a model fails in the block, which passes it only token ids.
 
     Args:

@@ -175,7 +175,7 @@ def _find_modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModul
             if name == local or name.endswith((f".{local}", f"/{local}")):
                 modules.setdefault(name.removesuffix(local), {})[name] = local
     whole = {
-        prefix_template(prefix)
+        replace_numbers_with_layer_slots(prefix)
         for prefix, tensors in modules.items()
         if layout.required <= {*tensors.values()}
     }
@@ -187,11 +187,11 @@ def _find_modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModul
             tuple(name for name in names if name.startswith(prefix) and name not in tensors),
         )
         for prefix, tensors in modules.items()
-        if prefix_template(prefix) in whole
+        if replace_numbers_with_layer_slots(prefix) in whole
     ]
 
 
-def prefix_template(prefix: str) -> str:
+def replace_numbers_with_layer_slots(prefix: str) -> str:
     """Return a prefix with {layer} for each number, the same for the modules of all layers."""
     return re.sub(r"\d+", "{layer}", prefix)
 

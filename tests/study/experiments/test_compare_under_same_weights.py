@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headwise.errors import MissingExtraError
-from headwise.study import trained_encoder_run
-from headwise.study.experiments.same_weights import compare_with_model_layers
+from headwise.study import run_pretrained_or_small_encoder
+from headwise.study.experiments.compare_under_same_weights import compare_with_model_layers
 from tests.study.readings import small_reading
 
 
@@ -19,24 +19,26 @@ def test_the_layers_with_the_models_weights_are_the_same_function() -> None:
     ]
     assert same.holds
     assert 0 < max(same.shares.values()) <= 1
-    assert same.summary.startswith("The same function. In all 1 layers headwise.MultiheadAttention")
-    assert f"headwise.Attention {same.shares['headwise.Attention']:.2f}" in same.summary
+    assert same.summary_sentences.startswith(
+        "The same function. In all 1 layers headwise.MultiheadAttention"
+    )
+    assert f"headwise.Attention {same.shares['headwise.Attention']:.2f}" in same.summary_sentences
 
 
 def test_a_model_that_computes_with_other_weights_is_not() -> None:
     same = compare_with_model_layers(small_reading(exchanged=True))
     assert not same.holds
     assert same.shares["headwise.Attention"] <= 1 < same.shares["the model's own layers"]
-    assert same.summary.startswith("Not the same function.")
+    assert same.summary_sentences.startswith("Not the same function.")
 
 
 @pytest.mark.slow
 def test_every_layer_of_the_trained_encoder() -> None:
     try:
-        reading = trained_encoder_run.run_minilm()
+        reading = run_pretrained_or_small_encoder.run_minilm()
     except MissingExtraError as missing:
         pytest.skip(str(missing))
     assert 200 <= len(reading.tokens) <= 400
     same = compare_with_model_layers(reading)
     assert (same.model, same.layers) == ("all-MiniLM-L6-v2", 6)
-    assert same.holds, same.summary
+    assert same.holds, same.summary_sentences

@@ -40,7 +40,7 @@ class HeadPart:
         is_even = used == tuple(head // each for head in range(len(heads)))
         self._kv_of_head = None if is_even else used
 
-    def prepare_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def check_inputs_and_sum_gradients(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the float inputs of a call, by name, as the part computes with them."""
         return dict(inputs)
 
@@ -48,7 +48,7 @@ class HeadPart:
         """Return the part's share of a parameter."""
         return parameter
 
-    def head_mean_from_own_heads(self, weights: Tensor) -> Tensor:
+    def mean_over_heads_from_own_mean(self, weights: Tensor) -> Tensor:
         """Return the part's share of the mean over all heads, from the mean over its own."""
         return weights * (len(self.heads) / self.num_heads)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, Mask, MultiheadAttention, Rotary, ScoreBias
 from headwise.errors import MaskError, OptionError, ShapeError
-from headwise.layers.head_part import HeadPart
+from headwise.layers.compute_some_heads import HeadPart
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, T5Bias
 

@@ -73,7 +73,7 @@ def find_state_moves(
     report = find_moves(ours, theirs, rotary_width=rotary_width, tolerance=tolerance)
     fresh: dict[str, list[str]] = {}
     for role in report.unexplained:
-        if role not in ours.roles or not _is_drawn_anew(role, ours, theirs):
+        if role not in ours.roles or not _has_few_equal_entries(role, ours, theirs):
             continue
         if initialisation := recognise_initialisation(role, ours):
             fresh.setdefault(initialisation.text, []).append(role)
@@ -98,7 +98,7 @@ def find_state_moves(
     )
 
 
-def _is_drawn_anew(role: str, a: Rows, b: Rows) -> bool:
+def _has_few_equal_entries(role: str, a: Rows, b: Rows) -> bool:
     """True if so few entries agree that the matrix may be another draw."""
     if role not in b.roles or a.matrices[role].shape != b.matrices[role].shape:
         return True

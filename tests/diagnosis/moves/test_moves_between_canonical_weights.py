@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.canonical_weight_moves import (
+from headwise.diagnosis.moves.moves_between_canonical_weights import (
     extract_rows,
     find_state_moves,
     replace_rows,

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import (
+from headwise.layouts.find_modules_by_tensor_names import (
     NamedPosition,
     NameForm,
     find_modules,
@@ -15,6 +14,7 @@ from headwise.layouts.module_names import (
     locate_weight_outside_attention,
     template_fields,
 )
+from headwise.layouts.layout import Layout
 from headwise.layouts.registry import catalogue_by_family
 
 PUBLISHED = {one.name: one for family in catalogue_by_family().values() for one in family}

@@ -23,8 +23,8 @@ from headwise.diagnosis.detection_result import Detection
 from headwise.diagnosis.diagnosis_result import Diagnosis, OutputComparison, Verdict
 from headwise.diagnosis.name_weight_moves import ModuleMoves, find_module_moves
 from headwise.errors import OptionError
+from headwise.layouts.find_modules_by_tensor_names import find_modules
 from headwise.layouts.layout import Layout
-from headwise.layouts.module_names import find_modules
 from headwise.support.progress_callback_type import Progress, no_progress
 
 SIDES = ("first", "second")
@@ -146,7 +146,7 @@ def choose_layouts(first: GivenWeights, second: GivenWeights, named: LayoutNames
         return _choose_layouts_of_damaged(sides, counts)
     for side, parameter in zip(sides, parameters, strict=True):
         if side.layout is None and not all(each.detection.candidates for each in sides):
-            side.weights.require_fit(side.detection, **counts)
+            side.weights.require_fitting_counts(side.detection, **counts)
             side.detection.require_only_layout(file=side.weights.title, parameter=parameter)
     return _choose_layouts_by_values(sides, 0 if mine.layout is None else 1, counts)
 
@@ -161,7 +161,7 @@ def _make_side(
         has_other_counts = not fits and bool(alone.candidates)
         detection = alone if has_other_counts else detection
         return _Side(weights, detection, detection.layout, has_other_counts)
-    layout = weights.require_layout(name, parameter)
+    layout = weights.require_uncontradicted_layout(name, parameter)
     candidates, damaged = (
         tuple((candidate,) for group in groups for candidate in group if candidate.layout == layout)
         for groups in (detection.candidates, detection.damaged)

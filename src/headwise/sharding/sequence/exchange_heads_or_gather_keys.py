@@ -63,5 +63,7 @@ def attend_by_gather(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) ->
     for run, part in zip(runs, q.split([run.size for run in runs], 2), strict=True):
         first, stop = seen = scores.visible_key_span(run)
         keys, values = (x[:, :, first:stop] for x in (k, v))
-        outputs.append(scores.matrix_of_runs(part, keys, queries=run, keys=seen) @ values)
+        outputs.append(
+            scores.matrix_of_query_and_key_run(part, keys, queries=run, keys=seen) @ values
+        )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)

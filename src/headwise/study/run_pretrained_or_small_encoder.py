@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headwise.bundled_models import demo_text, minilm, small_encoder
-from headwise.bundled_models.recorded_attention_calls import RecordedRun
+from headwise.bundled_models.recorded_run_dataclasses import RecordedRun
 from headwise.errors import MissingExtraError
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.support.progress_callback_type import Progress, no_progress

@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.model_inputs import check_tokens_and_limit_outputs, list_inputs, run_model
+from headwise.scanning.parse_given_model_inputs import (
+    call_model_on_input,
+    check_tokens_and_limit_outputs,
+    list_inputs,
+)
 from headwise.scanning.running_modules import unwrap_compiled
 from headwise.support.module_modes import evaluation_mode
 
@@ -86,5 +90,5 @@ class ExactRows:
         ):
             for each in prepared:
                 capture.begin_input()
-                run_model(self._model, each)
+                call_model_on_input(self._model, each)
         return calls

@@ -61,9 +61,9 @@ class ExplainedCalls:
         stored weights, if that leaves nothing.
         """
         named = search_causes(Evidence(self.model, self.calls, self.gaps), self.candidates)
-        if named.left.cells_beyond_rounding and self._has_narrower_stored_dtype:
+        if named.left.cells_beyond_rounding and self._has_weights_in_narrower_dtype:
             coarse = search_causes(
-                Evidence.of(self.model, self._calls_in_stored_dtype), self.candidates
+                Evidence.of(self.model, self._calls_in_dtype_of_weights), self.candidates
             )
             return named if coarse.left.cells_beyond_rounding else coarse
         return named
@@ -146,21 +146,21 @@ class ExplainedCalls:
             return True
         has_other_weights = not PROJECTED.isdisjoint(self.gaps.stages_beyond_rounding)
         stored = (
-            self._calls_in_stored_dtype
-            if has_other_weights and self._has_narrower_stored_dtype
+            self._calls_in_dtype_of_weights
+            if has_other_weights and self._has_weights_in_narrower_dtype
             else ()
         )
         return bool(stored) and all(self._measure_output_gap(call)[1] for call in stored)
 
     @property
-    def _has_narrower_stored_dtype(self) -> bool:
+    def _has_weights_in_narrower_dtype(self) -> bool:
         """True if the weights are stored in a narrower dtype than the calls were computed in."""
         return any(
             torch.finfo(self.stored).eps > torch.finfo(call.dtype).eps for call in self.calls
         )
 
     @property
-    def _calls_in_stored_dtype(self) -> list[RecordedCall]:
+    def _calls_in_dtype_of_weights(self) -> list[RecordedCall]:
         return [replace(call, dtype=self.stored) for call in self.calls]
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headwise.errors import MaskError
 from headwise.kernels import varlen
-from headwise.layers.head_part import HeadPart
+from headwise.layers.compute_some_heads import HeadPart
 from headwise.layers.hooks import has_attention_hook
 from headwise.layers.native.cache import Cache
 from headwise.masks.clause import Clause, Rectangle, Span
@@ -41,7 +41,7 @@ class CallInputs(NamedTuple):
     cache: Cache | None
     gate: Tensor | None = None
 
-    def of_part(self, part: HeadPart) -> CallInputs:
+    def prepare_tensors_for_part(self, part: HeadPart) -> CallInputs:
         """Return the inputs as a part of the heads uses them; mask and bias stay those of all."""
         biases = {
             f"score_bias {i}": tensor for i, tensor in enumerate(self.score_bias.all_tensors())
@@ -51,7 +51,7 @@ class CallInputs(NamedTuple):
             inputs["source"] = self.source
         if self.gate is not None:
             inputs["gate"] = self.gate
-        inputs = part.prepare_inputs(inputs)
+        inputs = part.check_inputs_and_sum_gradients(inputs)
         names = iter(biases)
         return self._replace(
             x=inputs["x"],
@@ -232,7 +232,7 @@ class LeftPadded(Unpacked):
 
     def mask_with_cache(self, starts: Tensor | None) -> Mask:
         """Return the mask over a cache's keys, without padded queries and padded keys."""
-        _, gap = _positions_and_gaps(self.x, self.lengths)
+        _, gap = _row_positions_and_padding_counts(self.x, self.lengths)
         return self.mask & Mask.starts(queries=gap[:, 0], keys=starts)
 
     def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
@@ -240,7 +240,7 @@ class LeftPadded(Unpacked):
         output: Tensor = projection(merged)
         if self.end_together:
             return output
-        position, gap = _positions_and_gaps(output, self.lengths)
+        position, gap = _row_positions_and_padding_counts(output, self.lengths)
         index = (position + gap).masked_fill(position >= position.shape[0] - gap, 0)
         return _gather_tokens(output, index)
 
@@ -253,12 +253,12 @@ def left_pad_tokens(call: CallInputs, cache: Cache) -> Unpacked:
             top-left alignment after the first step; no mask for keys that an earlier one hid.
     """
     x, mask = call.x, call.mask
-    _check_alignment(call, cache)
-    _check_hidden_keys(call, cache)
+    _check_mask_positions_fit_cache(call, cache)
+    _require_mask_for_hidden_cached_keys(call, cache)
     if not mask.clauses_of_kind(PaddingClause):
         return Unpacked(x, x, mask, cache.seen, cache.padding)
-    lengths, end_together = _lengths_of_call(call)
-    position, gap = _positions_and_gaps(x, lengths)
+    lengths, end_together = _real_token_counts_and_padding_side(call)
+    position, gap = _row_positions_and_padding_counts(x, lengths)
     if not end_together:
         x = _gather_tokens(x, (position - gap).clamp(min=0))
     padding = gap[:, 0] if cache.padding is None else gap[:, 0] + cache.padding
@@ -267,7 +267,7 @@ def left_pad_tokens(call: CallInputs, cache: Cache) -> Unpacked:
     )
 
 
-def _check_alignment(call: CallInputs, cache: Cache) -> None:
+def _check_mask_positions_fit_cache(call: CallInputs, cache: Cache) -> None:
     named = [clause.named_align for clause in call.mask.clauses]
     named += [part.align for part in call.score_bias.by_distance]
     if cache.seen and "top-left" in named:
@@ -289,7 +289,7 @@ def _check_alignment(call: CallInputs, cache: Cache) -> None:
         )
 
 
-def _check_hidden_keys(call: CallInputs, cache: Cache) -> None:
+def _require_mask_for_hidden_cached_keys(call: CallInputs, cache: Cache) -> None:
     if cache.needs_mask and not call.mask.clauses_of_kind(Dense):
         keys = cache.key_count_after(call.x.shape[1])
         raise MaskError(
@@ -300,7 +300,7 @@ def _check_hidden_keys(call: CallInputs, cache: Cache) -> None:
         )
 
 
-def mask_hides_keys_from_all(call: CallInputs) -> bool:
+def has_key_hidden_from_all_queries(call: CallInputs) -> bool:
     """True if a boolean mask hides a key from all of several queries, as padding is hidden."""
     if call.x.shape[1] == 1 or not may_read_values(call.x):
         return False
@@ -314,7 +314,7 @@ def _depends_on_absolute_position(clause: Clause) -> bool:
     return not (clause.is_relative or clause.names_every_key or isinstance(clause, PaddingClause))
 
 
-def _lengths_of_call(call: CallInputs) -> tuple[Tensor, bool]:
+def _real_token_counts_and_padding_side(call: CallInputs) -> tuple[Tensor, bool]:
     """Return the number of real new tokens, (batch,), and whether they come last.
 
     Lengths move the sequences of a cache, so clauses by position are refused beside them.
@@ -371,7 +371,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     return a is b or not may_check_values(a) or torch.equal(a, b)
 
 
-def _positions_and_gaps(x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def _row_positions_and_padding_counts(x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the positions of a row, (length,), and its padding tokens, (batch, 1)."""
     assert lengths is not None
     length = x.shape[1]
