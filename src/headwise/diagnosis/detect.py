@@ -378,10 +378,7 @@ def _detect_by_running(
     length = min(LENGTH, stored.positions or LENGTH)
     ids = torch.randint(stored.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     inputs = stored.inputs(ids)
-    with (
-        explain_failure_on_token_ids(str(against), length, do=USE_REFERENCE),
-        torch.no_grad(),
-    ):
+    with explain_failure_on_token_ids(str(against), length, do=USE_REFERENCE), torch.no_grad():
         stored.model(**inputs)
     return narrow_by_running(detection, given.tensors, stored.model, inputs, stored.config)
 

@@ -40,7 +40,7 @@ def test_where_one_number_goes() -> None:
 def test_the_index_map_says_where(name: str) -> None:
     form = packing_forms(HEADS)[name]
     flat = torch.cat([matrix.flatten() for matrix in form.pack(SMALL)])
-    places = form.stored_positions_of_entries(embed_dim=EMBED, head_dim=HEAD_DIM)
+    places = form.stored_positions(embed_dim=EMBED, head_dim=HEAD_DIM)
     assert torch.equal(flat[places], SMALL)
     assert torch.equal(places.flatten().sort()[0], torch.arange(SMALL.numel()))
 

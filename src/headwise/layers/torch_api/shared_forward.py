@@ -15,11 +15,7 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.kernels.linear_projection import apply_linear
-from headwise.layers.explanation import (
-    LayerExplanation,
-    linear_product_line,
-    projection_line,
-)
+from headwise.layers.explanation import LayerExplanation, linear_product_line, projection_line
 from headwise.layers.hooks import call_hook
 from headwise.layers.torch_api import torch_checks
 from headwise.layers.torch_api.torch_masks import convert_masks

@@ -248,15 +248,9 @@ def initial_output_projection_std(
     """
     torch.manual_seed(0)
     implementation = constructor(embed_dim, num_heads)
-    copies = torch.equal(
-        implementation.as_shared_weights().q,
-        implementation.as_shared_weights().k,
-    )
+    copies = torch.equal(implementation.as_shared_weights().q, implementation.as_shared_weights().k)
     implementation.initialize()
-    return {
-        "out": float(implementation.as_shared_weights().out.detach().std()),
-        "copies": copies,
-    }
+    return {"out": float(implementation.as_shared_weights().out.detach().std()), "copies": copies}
 
 
 def conventions_by_path() -> dict[str, Any]:

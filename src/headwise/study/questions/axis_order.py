@@ -113,10 +113,7 @@ def result_or_error(call: Callable[[], object]) -> Outcome:
 
 def output_shapes(layer: nn.Module, x: Tensor) -> list[list[int]]:
     """Return the shapes of output and attention weights; empty shapes after an error."""
-    outputs = result_or_error(lambda: layer(x, x, x)).result or (
-        torch.empty(0),
-        torch.empty(0),
-    )
+    outputs = result_or_error(lambda: layer(x, x, x)).result or (torch.empty(0), torch.empty(0))
     return [list(each.shape) for each in outputs]
 
 

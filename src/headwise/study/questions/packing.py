@@ -60,7 +60,7 @@ class PackingForm:
         wide = [torch.cat(list(group), dim=1) for group in small.split(self.sizes)]
         return [w.mT.contiguous() if self.by_rows else w for w in wide]
 
-    def stored_positions_of_entries(
+    def stored_positions(
         self, *, embed_dim: int, head_dim: int
     ) -> Int[Tensor, "matrices {embed_dim} {head_dim}"]:
         """Return the position of each number of a small matrix in the flattened stored matrices."""
@@ -178,16 +178,13 @@ def check_packing_round_trip(layers: PackedLayers) -> dict[str, bool]:
     small, forms = layers.small, packing_forms(HEADS)
     stored = {name: (form, form.pack(small)) for name, form in forms.items()} | {
         "MultiheadAttention": (forms["packed"], [layers.packed.inner.in_proj_weight]),
-        "Attention": (
-            forms["separate"],
-            layers.apart.as_shared_weights().matrices[:3],
-        ),
+        "Attention": (forms["separate"], layers.apart.as_shared_weights().matrices[:3]),
         "GPT-2": (forms["transposed"], [layers.gpt2.inner.c_attn.weight]),
     }
     intact = {}
     for name, (form, matrices) in stored.items():
         flat = torch.cat([matrix.flatten() for matrix in matrices])
-        index = form.stored_positions_of_entries(embed_dim=EMBED_DIM, head_dim=EMBED_DIM // HEADS)
+        index = form.stored_positions(embed_dim=EMBED_DIM, head_dim=EMBED_DIM // HEADS)
         packed = torch.empty_like(flat).scatter(0, index.flatten(), small.flatten())
         is_permutation = torch.equal(index.flatten().sort()[0], torch.arange(len(flat)))
         same = has_same_bits(flat[index], small) and has_same_bits(packed, flat)
