@@ -50,7 +50,7 @@ def test_fused_axes() -> None:
         (PatternAxis(("kv_heads",), blocks), PatternAxis(("embed_dim",))), ("wq", "wk", "wv"), 0
     )
     assert pattern.shape(SIZES) == (2 * (3 + 2) * 10, 40)
-    assert pattern.names() == {"kv_heads", "group", "head_dim", "embed_dim"}
+    assert pattern.axis_names() == {"kv_heads", "group", "head_dim", "embed_dim"}
     assert pattern.names_of("wq") == ("kv_heads", "group", "head_dim", "embed_dim")
     assert pattern.names_of("wv") == ("kv_heads", "head_dim", "embed_dim")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.bundled_models import minilm, small_encoder
+from headwise.bundled_models import encoder_trained_on_the_spot, minilm
 from headwise.study import run_pretrained_or_small_encoder
 
 
@@ -13,7 +13,7 @@ def test_what_was_read_is_kept_and_says_why_it_is_not_the_trained_encoder(
 ) -> None:
     monkeypatch.setattr(run_pretrained_or_small_encoder, "_cache", [])
     monkeypatch.setattr(minilm, "MODULE", "a_module_that_is_not_there")
-    monkeypatch.setattr(small_encoder, "STEPS", 10)
+    monkeypatch.setattr(encoder_trained_on_the_spot, "STEPS", 10)
     assert run_pretrained_or_small_encoder.reason_for_encoder_fallback() is None
     steps: list[str] = []
     first = run_pretrained_or_small_encoder.encoder_run(lambda stage, *_: steps.append(stage))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.checkpoint_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
+from headwise.cli.head_count_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
 from headwise.cli.output import NO, UNDECIDED, YES, stderr_console
 
 

@@ -176,7 +176,7 @@ def _possible_sizes(
     layout: Layout, shapes: Mapping[str, tuple[int, ...]], counts: Mapping[str, int]
 ) -> Iterator[Sizes]:
     """Yield the sizes that a module may have; try every number of heads if it is open."""
-    axes = {name for pattern in layout.patterns.values() for name in pattern.names()}
+    axes = {name for pattern in layout.patterns.values() for name in pattern.axis_names()}
     if (sizes := _solve_sizes(layout, shapes, counts)) is not None:
         yield sizes
         return

@@ -65,13 +65,13 @@ def compare_outputs_of_layers(
         OptionError: the config lacks what the layouts leave to it, or outputs are not finite.
     """
     layers = (
-        _load_attention_layers(first, first_layout, config, counts),
-        _load_attention_layers(second, second_layout, config, counts),
+        _build_float64_layers(first, first_layout, config, counts),
+        _build_float64_layers(second, second_layout, config, counts),
     )
     return [_run_both(*pair) for pair in zip(*layers, strict=True)]
 
 
-def _load_attention_layers(
+def _build_float64_layers(
     state: Stored, layout: Layout, config: Mapping[str, Any], counts: Mapping[str, int]
 ) -> Iterator[tuple[str, Attention]]:
     modules = find_modules(layout, state)

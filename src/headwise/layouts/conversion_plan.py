@@ -208,7 +208,7 @@ def _module_steps(
     shapes = source.canonical_shapes(module.tensors.values(), sizes)
     known = {name: n for name, n in sizes.items() if name == "rotary_width"}
     target_sizes = target.canonical_sizes(shapes, known)
-    target.require_fit(shapes, target_sizes)
+    target.require_can_store(shapes, target_sizes)
     if "interleaved" in (source.function.rotary, target.function.rotary):
         for either in (source, target):
             either.rotary_width(sizes)  # raises where the width is unknown or odd

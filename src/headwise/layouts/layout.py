@@ -258,7 +258,7 @@ class Layout(ShownInNotebook):
     @cached_property
     def _allowed_count_names(self) -> frozenset[str]:
         """Names that a count may have in this layout."""
-        names = {name for pattern in self.patterns.values() for name in pattern.names()}
+        names = {name for pattern in self.patterns.values() for name in pattern.axis_names()}
         names |= {
             name
             for whole, parts in self.axis_splits_with_defaults.items()
@@ -294,7 +294,7 @@ class Layout(ShownInNotebook):
             )
         return width
 
-    def require_fit(self, shapes: Mapping[str, tuple[int, ...]], sizes: Sizes) -> None:
+    def require_can_store(self, shapes: Mapping[str, tuple[int, ...]], sizes: Sizes) -> None:
         """Raise unless canonical tensors of these shapes can be written; a bias may be +0."""
         for name, pattern in self.patterns.items():
             if shapes.keys().isdisjoint(pattern.tensors):

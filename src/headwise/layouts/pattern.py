@@ -241,7 +241,7 @@ class Pattern:
         """Return the names of all axes of a tensor, in stored order."""
         return tuple(name for axis in self.axes for name in axis.names_of(tensor))
 
-    def names(self) -> set[str]:
+    def axis_names(self) -> set[str]:
         """Return every name of every axis."""
         return {name for tensor in self.tensors for name in self.names_of(tensor)}
 

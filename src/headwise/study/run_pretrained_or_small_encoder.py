@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise.bundled_models import demo_text, minilm, small_encoder
+from headwise.bundled_models import demo_text, encoder_trained_on_the_spot, minilm
 from headwise.bundled_models.recorded_run_dataclasses import RecordedRun
 from headwise.errors import MissingExtraError
 from headwise.layers.torch_api.layer import MultiheadAttention
@@ -42,7 +42,7 @@ def encoder_run(progress: Progress = no_progress) -> RecordedRun:
             _cache.append((run_minilm(progress), None))
         except MissingExtraError as missing:
             whole = " ".join(demo_text.read_opening_paragraphs())
-            small = small_encoder.train_and_record_run(
+            small = encoder_trained_on_the_spot.train_and_record_run(
                 whole, attention=MultiheadAttention, progress=progress
             )
             _cache.append((small, Fallback(missing.saw, missing.do)))

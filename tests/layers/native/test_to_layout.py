@@ -75,7 +75,9 @@ def distinct() -> list[Layout]:
     for described in layouts_by_name().values():
         function = replace(described.function, mask=None, axes=None)
         bare = frozenset(described.canonical_tensor_names - {"bq", "bk", "bv", "bo"})
-        shared = "kv_heads" in {name for p in described.patterns.values() for name in p.names()}
+        shared = "kv_heads" in {
+            name for p in described.patterns.values() for name in p.axis_names()
+        }
         found.setdefault((function, bare, frozenset(described.fixed), shared), described)
     return list(found.values())
 

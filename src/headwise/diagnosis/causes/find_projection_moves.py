@@ -17,7 +17,7 @@ from headwise.diagnosis.moves.find_moves import find_moves
 from headwise.diagnosis.moves.matrix_map import MatrixMap
 from headwise.diagnosis.moves.move import Change, Move, Taken
 from headwise.diagnosis.moves.moves_between_canonical_weights import extract_rows, replace_rows
-from headwise.diagnosis.moves.output_moves import (
+from headwise.diagnosis.moves.output_projection_moves_from_outputs import (
     HeadsAndOutput,
     yield_moves_explaining_outputs,
     yield_output_and_bias_factor_moves,

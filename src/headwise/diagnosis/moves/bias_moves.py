@@ -138,7 +138,7 @@ def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tup
     roles = tuple(role for role in a.roles if role in a.biases and role in b.biases)
     if not set(wrong) <= set(roles):
         return ()
-    sizes = replace(b.sizes(), roles=roles)
+    sizes = replace(b.head_counts_and_dims(), roles=roles)
     ours, theirs = (_label_biases(rows, sizes) for rows in (a, b))
     sequences = search_steps(
         ours, theirs, make_row_map_catalogue(sizes, (1,) * len(roles)), (), roles

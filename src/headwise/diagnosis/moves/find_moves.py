@@ -80,7 +80,7 @@ def _common_sizes(a: Rows, b: Rows, rotary_width: int | None) -> RowSizes:
             needed="the same roles and shapes on both sides",
             do="compare the roles that both have, with heads and channels of the same sizes",
         )
-    return b.sizes(rotary_width)
+    return b.head_counts_and_dims(rotary_width)
 
 
 def _cast_to_common_dtype(rows: Rows, dtypes: list[torch.dtype]) -> Rows:

@@ -36,7 +36,7 @@ class Taken:
         """Return the rows in their new places."""
         if isinstance(self.step, MatrixMap):
             return self.step.apply(rows)
-        sizes = rows.sizes()
+        sizes = rows.head_counts_and_dims()
         moved = take_rows(rows, self.step.index_over_roles(sizes), sizes, self.parts)
         kept = {role: rows.biases[role] for role in self.still if role in rows.biases}
         return Rows(moved.matrices, {**moved.biases, **kept})

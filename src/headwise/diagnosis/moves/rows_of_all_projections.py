@@ -77,7 +77,7 @@ class Rows:
     matrices: Mapping[str, Tensor]
     biases: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def sizes(self, rotary_width: int | None = None) -> RowSizes:
+    def head_counts_and_dims(self, rotary_width: int | None = None) -> RowSizes:
         """Return the sizes of these projections; an absent role has those of its partner.
 
         Raises:

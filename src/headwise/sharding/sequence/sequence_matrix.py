@@ -162,7 +162,7 @@ class SequenceMatrix(LeftOperand):
             OptionError: ``index`` is no 1-D integer tensor, or names a query that is not here.
         """
         index = checks.require_query_positions(index, self._group.local_tokens, call="rows(index)")
-        return self._apply_to_chosen_queries(index, lambda matrix, some: (matrix.rows(some),))[0]
+        return self._read_chosen_queries(index, lambda matrix, some: (matrix.rows(some),))[0]
 
     def topk(
         self, k: SupportsIndex, queries: Integer[Tensor, " rows"] | None = None
@@ -181,7 +181,7 @@ class SequenceMatrix(LeftOperand):
         queries = checks.require_query_positions(
             queries, self._group.local_tokens, call=f"topk({k}, queries=index)"
         )
-        weights, keys = self._apply_to_chosen_queries(
+        weights, keys = self._read_chosen_queries(
             queries, lambda matrix, some: matrix.topk(k, some)
         )
         return weights, keys
@@ -258,7 +258,7 @@ class SequenceMatrix(LeftOperand):
         )
         return summed.movedim(0, 2)
 
-    def _apply_to_chosen_queries(self, index: Tensor, read: Any) -> tuple[Tensor, ...]:
+    def _read_chosen_queries(self, index: Tensor, read: Any) -> tuple[Tensor, ...]:
         """Read some queries of each run, and return the results in the order of ``index``."""
         results, places, first = [], [], 0
         for run, matrix in self.parts:

@@ -74,7 +74,7 @@ def yield_moves_explaining_outputs(
 
 
 def _yield_map_moves(pair: HeadsAndOutput, rotary_width: int | None) -> Iterator[Move]:
-    sizes = pair.rows.sizes(rotary_width)
+    sizes = pair.rows.head_counts_and_dims(rotary_width)
     steps: list[RowMap | MatrixMap] = [
         row_map
         for row_map in make_row_map_catalogue(sizes, pair.rows.column_counts()).maps
@@ -94,7 +94,7 @@ def _yield_rounding_moves() -> Iterator[Move]:
 
 def _yield_block_moves(pair: HeadsAndOutput) -> Iterator[Move]:
     """Yield orders of heads and shards, and factors of heads."""
-    sizes = pair.rows.sizes()
+    sizes = pair.rows.head_counts_and_dims()
     for blocks in list_block_counts("o", sizes):
         if blocks > MOST_BLOCKS:
             continue

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.bundled_models import demo_text, small_encoder
+from headwise.bundled_models import demo_text, encoder_trained_on_the_spot
 from headwise.bundled_models.recorded_run_dataclasses import AttentionCall, RecordedRun
 from headwise.layers.torch_api.layer import MultiheadAttention
 
@@ -18,14 +18,16 @@ WHOLE = " ".join(demo_text.read_opening_paragraphs())
 
 @pytest.fixture(scope="module")
 def reading() -> RecordedRun:
-    return small_encoder.train_and_record_run(WHOLE)
+    return encoder_trained_on_the_spot.train_and_record_run(WHOLE)
 
 
 def weights(call: AttentionCall) -> Tensor:
     """What each head attends to in the whole text, which has no padding."""
     p = call.projections
     q, k, _ = F.linear(call.x[0], p.in_proj_weight, p.in_proj_bias).chunk(3, -1)
-    q, k = (x.unflatten(-1, (small_encoder.NUM_HEADS, -1)).transpose(0, 1) for x in (q, k))
+    q, k = (
+        x.unflatten(-1, (encoder_trained_on_the_spot.NUM_HEADS, -1)).transpose(0, 1) for x in (q, k)
+    )
     return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1)
 
 
@@ -37,15 +39,18 @@ def test_heads_of_the_first_layer_look_at_both_neighbours(reading: RecordedRun) 
 
 
 def test_what_was_read(reading: RecordedRun) -> None:
-    assert "".join(reading.tokens) == WHOLE[: small_encoder.LENGTH]
-    assert reading.real.sum(-1).tolist() == [small_encoder.LENGTH, small_encoder.SHORTER]
-    assert len(reading.calls) == small_encoder.NUM_LAYERS
+    assert "".join(reading.tokens) == WHOLE[: encoder_trained_on_the_spot.LENGTH]
+    assert reading.real.sum(-1).tolist() == [
+        encoder_trained_on_the_spot.LENGTH,
+        encoder_trained_on_the_spot.SHORTER,
+    ]
+    assert len(reading.calls) == encoder_trained_on_the_spot.NUM_LAYERS
 
 
 def test_it_can_be_trained_with_the_drop_in_and_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(small_encoder, "STEPS", 20)
+    monkeypatch.setattr(encoder_trained_on_the_spot, "STEPS", 20)
     steps: list[tuple[str, int, int]] = []
     seen: list[type] = []
 
@@ -58,14 +63,16 @@ def test_it_can_be_trained_with_the_drop_in_and_leaves_no_trace(
     expected = torch.rand(3)
     torch.manual_seed(7)
     threads = torch.get_num_threads()
-    first = small_encoder.train_and_record_run(
+    first = encoder_trained_on_the_spot.train_and_record_run(
         WHOLE, attention=Watched, progress=lambda *step: steps.append(step)
     )
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == threads
-    assert seen == [Watched] * (20 * small_encoder.NUM_LAYERS)
+    assert seen == [Watched] * (20 * encoder_trained_on_the_spot.NUM_LAYERS)
     assert steps[-1][1:] == (20, 20)
     # The training is the same with torch's layer, but for rounding: gradients are right.
-    second = small_encoder.train_and_record_run(WHOLE, attention=nn.MultiheadAttention)
+    second = encoder_trained_on_the_spot.train_and_record_run(
+        WHOLE, attention=nn.MultiheadAttention
+    )
     for ours, theirs in zip(first.calls, second.calls, strict=True):
         torch.testing.assert_close(ours.output, theirs.output, atol=2e-2, rtol=0)
