@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from headwise.layouts.canonical_form import BIASES
+from headwise.layouts.canonical_tensor_axes import BIASES
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import catalogue_by_family, layout
 from headwise.layouts.settings_outside_weights import CALLING, AttentionSpec

@@ -20,7 +20,7 @@ from headwise.checkpoints import load_attention
 from headwise.cli import output
 from headwise.cli.output import CRASHED, INTERRUPTED, LOST, NO, UNDECIDED, USAGE, YES
 from headwise.errors import LostProcessError, ShapeError, UndecidedError
-from headwise.layouts.canonical_form import State
+from headwise.layouts.canonical_tensor_axes import State
 from headwise.study import run as studies
 from headwise.study.research_question import Answer
 from tests.checkpoints import llamas

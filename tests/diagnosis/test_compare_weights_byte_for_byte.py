@@ -10,7 +10,7 @@ import torch
 from headwise.diagnosis.compare_weights_byte_for_byte import compare_tensors as verify
 from headwise.diagnosis.diagnosis_result import TensorComparison
 from headwise.errors import OptionError
-from headwise.layouts.canonical_form import State
+from headwise.layouts.canonical_tensor_axes import State
 from headwise.layouts.convert import convert
 from headwise.layouts.registry import layout
 from headwise.layouts.settings_outside_weights import AttentionSpec

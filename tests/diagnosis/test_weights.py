@@ -15,7 +15,7 @@ import headwise
 from headwise.diagnosis.diagnosis_result import Verdict
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.layouts import registry
-from headwise.layouts.canonical_form import State
+from headwise.layouts.canonical_tensor_axes import State
 
 CONFIG = {"model_type": "gpt2", "n_head": 6}
 LAST = "transformer.h.1.attn.c_proj.weight"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical_form import AXES, BIASES, State
+from headwise.layouts.canonical_tensor_axes import AXES, BIASES, State
 from headwise.layouts.layout import Layout
 from headwise.layouts.layout_drawing import equalise_indistinct_axes
 

@@ -15,7 +15,7 @@ import torch
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical_form import AXES, BIASES, State
+from headwise.layouts.canonical_tensor_axes import AXES, BIASES, State
 from headwise.layouts.convert import convert
 from headwise.layouts.equality import list_differing_tensors, same_bytes
 from headwise.layouts.layout import Layout
@@ -114,7 +114,7 @@ def test_conversion_by_steps_gives_the_canonical_form_and_comes_back(layout: Lay
             for tensor in layout.canonical_tensor_names
         },
         function=replace(layout.function, rotary=turned),
-        source="headwise.layouts.canonical_form",
+        source="headwise.layouts.canonical_tensor_axes",
     )
     canonical = example(layout, dtype=torch.float32)
     stored = layout.pack(canonical, **width_of(layout))

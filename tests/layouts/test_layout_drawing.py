@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headwise.errors import ShapeError
-from headwise.layouts.canonical_form import AXES
+from headwise.layouts.canonical_tensor_axes import AXES
 from headwise.layouts.layout import Layout
 from headwise.layouts.layout_drawing import (
     DrawnCell,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.layouts.canonical_form import AXES, ROTATED
+from headwise.layouts.canonical_tensor_axes import AXES, ROTATED
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import to_half_split, to_interleaved
 from headwise.layouts.settings_outside_weights import AttentionSpec

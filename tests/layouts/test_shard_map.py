@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.canonical_form import AXES
+from headwise.layouts.canonical_tensor_axes import AXES
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import find_axis_led_by, parse_pattern
 from headwise.layouts.registry import layout, layouts_by_name

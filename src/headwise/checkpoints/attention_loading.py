@@ -20,7 +20,7 @@ from headwise.layers.native.attention import Attention
 from headwise.layers.positions.distance_bias import T5Bias
 from headwise.layouts import registry
 from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical_form import State
+from headwise.layouts.canonical_tensor_axes import State
 from headwise.layouts.find_modules_by_tensor_names import NamedModule, find_modules
 from headwise.layouts.layout import Layout
 

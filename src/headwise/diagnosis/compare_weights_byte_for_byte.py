@@ -17,7 +17,7 @@ from headwise.checkpoints.config_against_layout import layout_in_layer
 from headwise.diagnosis.diagnosis_result import OutputComparison, TensorComparison, TensorEvidence
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layers.native.attention import Attention
-from headwise.layouts.canonical_form import BIASES
+from headwise.layouts.canonical_tensor_axes import BIASES
 from headwise.layouts.conversion_plan import (
     find_spec_conflicts,
     plan_conversion,

@@ -30,7 +30,7 @@ from headwise.diagnosis.detection_result import Detection, narrow_detection
 from headwise.diagnosis.detection_result import detect_by_names_and_shapes as detect_by_names
 from headwise.errors import OptionError
 from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical_form import State
+from headwise.layouts.canonical_tensor_axes import State
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.equality import describe_differing_part, list_differing_tensors
 from headwise.layouts.layout import Layout

@@ -12,7 +12,7 @@ from headwise.diagnosis.cause_name_for_layer_shifts import LOAD_BY_NUMBER, cause
 from headwise.diagnosis.describe_repair_of_move import describe_repair, page_of_cause
 from headwise.diagnosis.moves.moves_between_canonical_weights import find_state_moves
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts.canonical_form import State
+from headwise.layouts.canonical_tensor_axes import State
 from headwise.layouts.equality import list_differing_tensors
 from headwise.layouts.find_modules_by_tensor_names import NamedModule, find_modules
 from headwise.layouts.layout import Layout

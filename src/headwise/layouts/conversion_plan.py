@@ -13,7 +13,7 @@ import torch
 
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical_form import ROTATED
+from headwise.layouts.canonical_tensor_axes import ROTATED
 from headwise.layouts.conversion_steps import (
     ConversionStep,
     ModuleTensors,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes
-from headwise.layouts.canonical_form import State
+from headwise.layouts.canonical_tensor_axes import State
 from headwise.layouts.find_modules_by_tensor_names import (
     NamedPosition,
     NameForm,

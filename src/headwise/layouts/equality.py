@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical_form import AXES, State
+from headwise.layouts.canonical_tensor_axes import AXES, State
 from headwise.layouts.layout import Layout, is_positive_zero
 
 # Tensors are compared as integers: NaNs then equal themselves, and -0 differs from 0.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.axis_sizes import Sizes, solve_axis_sizes
-from headwise.layouts.canonical_form import AXES, BIASES, NORMS, OPTIONAL, State
+from headwise.layouts.canonical_tensor_axes import AXES, BIASES, NORMS, OPTIONAL, State
 from headwise.layouts.pattern import (
     GROUPED,
     Pattern,
@@ -161,7 +161,7 @@ class Layout(ShownInNotebook):
         tensor for is left out only if every entry is +0.
 
         Args:
-            canonical: see `headwise.layouts.canonical_form`.
+            canonical: see `headwise.layouts.canonical_tensor_axes`.
             known: the rotary_width of heads that are rotated in part.
 
         Raises:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical_form import AXES, WIDER
+from headwise.layouts.canonical_tensor_axes import AXES, WIDER
 from headwise.layouts.layout import Layout
 from headwise.layouts.pattern import names_by_canonical_axis
 from headwise.layouts.settings_outside_weights import CALLING, PAIRINGS

@@ -13,7 +13,7 @@ from headwise.diagnosis.moves.moves_between_canonical_weights import (
     find_state_moves,
     replace_rows,
 )
-from headwise.layouts.canonical_form import State
+from headwise.layouts.canonical_tensor_axes import State
 from tests.diagnosis.moves.projections import GEOMETRIES, halves, projections
 
 FRESH = "weights at their initial values"

@@ -13,7 +13,7 @@ from headwise.diagnosis.moves.move import Move, MoveReport
 from headwise.diagnosis.moves.row_changes import default_tolerance, largest_residual
 from headwise.diagnosis.moves.row_map import MapName
 from headwise.diagnosis.moves.rows_of_all_projections import ROLES, Rows
-from headwise.layouts.canonical_form import State
+from headwise.layouts.canonical_tensor_axes import State
 
 OUTPUT_BIAS = "output bias"
 # Two independent draws in bfloat16 agree in less than this share of their entries.
@@ -61,7 +61,7 @@ def find_state_moves(
     Fewer kv heads are repeated where the other side has more.
 
     Args:
-        a: canonical tensors (`headwise.layouts.canonical_form`) to explain.
+        a: canonical tensors (`headwise.layouts.canonical_tensor_axes`) to explain.
         b: the right ones.
         rotary_width: rotated channels of a head, if they are known.
         tolerance: see `headwise.diagnosis.moves.find_moves.find_moves`.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
-from headwise.layouts.canonical_form import State
+from headwise.layouts.canonical_tensor_axes import State
 from headwise.reference import repeat_kv_heads
 
 StageFunction = Callable[["ForcedStage"], Tensor]
@@ -37,7 +37,7 @@ class AttentionModel:
 
     Attributes:
         settings: sizes, scale, rotation and other settings.
-        weights: canonical tensors in float64 (`headwise.layouts.canonical_form`).
+        weights: canonical tensors in float64 (`headwise.layouts.canonical_tensor_axes`).
         replaced: stage name -> the function that computes it in place of the usual one. It takes
             the `ForcedStage` stage, whose ``usual()`` is the usual result.
         of_weights: the model of the stored weights, where the modules of a layer do more than

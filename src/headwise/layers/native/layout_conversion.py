@@ -17,7 +17,7 @@ from headwise.layers.positions import Alibi, T5Bias
 from headwise.layers.positions.distance_bias import BIAS_MAX, AlibiSlopes, T5BucketTable
 from headwise.layers.positions.rotary import Rotary
 from headwise.layouts import pattern
-from headwise.layouts.canonical_form import State
+from headwise.layouts.canonical_tensor_axes import State
 from headwise.layouts.find_modules_by_tensor_names import find_modules
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout

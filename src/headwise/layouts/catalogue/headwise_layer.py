@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.layouts.canonical_form import AXES
+from headwise.layouts.canonical_tensor_axes import AXES
 from headwise.layouts.layout import Layout
 from headwise.layouts.settings_outside_weights import AttentionSpec
 
@@ -57,7 +57,7 @@ LAYOUTS = (
         tensors={name: f"{name}: {' '.join(axes)}" for name, axes in AXES.items()},
         function=_FUNCTION,
         optional=tuple(name for name in AXES if name not in ("wq", "wk", "wv", "wo")),
-        source="headwise, src/headwise/layouts/canonical_form.py",
+        source="headwise, src/headwise/layouts/canonical_tensor_axes.py",
         note="the form between all layouts: a matrix for each head, and no fused axis",
     ),
 )
