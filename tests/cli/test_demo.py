@@ -89,7 +89,7 @@ def test_both_scans_are_printed_and_the_page_shows_both(
         ScanOptions(model_dir=Path("the model"), page=page),
     ]
     assert lines[-2:] == ["The page:", str(page)]
-    assert sum(line.endswith(" s. The page:") for line in lines) == 1
+    assert sum(line.endswith(" s in all. The page:") for line in lines) == 1
     assert titles(page) == [MAIN_TITLE, SCAN_TITLE]
     assert [p.name for p in sorted(page.parent.iterdir())] == ["page.html"]
     assert max(len(line) for line in lines if line != str(page)) <= 80
@@ -135,7 +135,7 @@ def test_without_the_encoder_the_scan_is_all(no_encoder: None, tmp_path: Path) -
     out, err = run("--out", str(page))
     lines = out.splitlines()
     assert "MiniLM" not in err
-    (at,) = (n for n, line in enumerate(lines) if line.endswith(" s. The page:"))
+    (at,) = (n for n, line in enumerate(lines) if line.endswith(" s in all. The page:"))
     assert lines[at + 1] == lines[-1] == str(page)
     assert titles(page) == [SCAN_TITLE]
     assert list(tmp_path.iterdir()) == [page]

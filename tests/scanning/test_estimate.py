@@ -13,15 +13,17 @@ from headwise.errors import OptionError
 from headwise.scanning import estimate as module
 from headwise.scanning.estimate import (
     CallSizes,
+    Speed,
     estimate_memory,
     estimate_scan,
+    measure_speed,
     record_call_sizes,
     require_memory,
 )
 from headwise.scanning.statistics.catalogue import STANDARD
 from tests.huggingface.stored import bert, gpt2, masked_lm
 
-SPEED = (1e-10, 1e-8)  # of a product, and of a weight under statistics
+SPEED = Speed(1e-10, ((5, 1e-6), (20, 4e-6)))
 
 
 def test_entries_by_hand() -> None:
@@ -45,10 +47,29 @@ def test_the_calls_of_a_model() -> None:
 def test_seconds_by_hand() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(60, 48), torch.nn.Linear(48, 50))
     call = CallSizes(6, 16, is_causal=False, span=None)
-    found = estimate_scan(model, [call], (), [10, 20], held_bytes=0, speed=SPEED)
-    entries = 6 * (10 * 10 + 20 * 20)
-    products = 48 * 50 * 30 + 16 * entries
-    assert found.seconds == pytest.approx(1e-10 * products + 1e-8 * entries)
+    found = estimate_scan(model, [call], (), [10, 20], held_bytes=0, trial_seconds=0.5, speed=SPEED)
+    products = 48 * 50 * 30 + 16 * 6 * (10 * 10 + 20 * 20)
+    rows = 6 * (10 * 2e-6 + 20 * 4e-6)
+    assert found.seconds == pytest.approx(2 * 0.5 + 1e-10 * products + rows)
+
+
+def test_seconds_of_a_row_between_and_beyond_the_measured_ones() -> None:
+    assert [SPEED.row(keys) for keys in (1, 5, 8, 20, 50)] == pytest.approx(
+        [1e-6, 1e-6, 1.6e-6, 4e-6, 1e-5]
+    )
+
+
+def test_rows_are_measured_with_the_keys_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MEASURED_SECONDS", 0)
+    plain = CallSizes(6, 16, is_causal=True, span=None)
+    windowed = CallSizes(6, 16, is_causal=True, span=8)
+    speed = measure_speed([plain, windowed], (), 90)
+    assert [keys for keys, _ in speed.rows] == [8, 11, 45]
+    assert speed.product > 0
+    assert all(seconds > 0 for _, seconds in speed.rows)
+    assert [keys for keys, _ in measure_speed([windowed], (), 90).rows] == [2, 8]
+    both = CallSizes(6, 16, is_causal=False, span=None)
+    assert [keys for keys, _ in measure_speed([both], (), 90).rows] == [22, 90]
 
 
 def test_what_is_held_counts() -> None:

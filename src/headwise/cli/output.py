@@ -131,7 +131,7 @@ def print_result(
         show(console)
     text = f"The {'page' if len(pages) == 1 else 'pages'}:"
     if pages:
-        _print_lines(console, f"{seconds:.1f} s. {text}", *map(str, pages))
+        _print_lines(console, f"{seconds:.1f} s in all. {text}", *map(str, pages))
     if details is not None and as_json is None:
         console.print()
         details(console)

@@ -1,8 +1,8 @@
 """Estimate of the time and memory of a scan, made before the scan starts.
 
-The time is that of the model's matrix products and of one pass over the weights of each head, at
-the speed measured on a small problem of each kind. The memory is that of the process now, plus the
-largest tensors that a layer holds at once.
+The time is that of a short trial, of the model's matrix products, and of one pass over the weights
+of each head, at the speed measured on problems of the length of the texts. The memory is that of
+the process now, plus the largest tensors that a layer holds at once.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -29,7 +31,8 @@ from headwise.support.message_text import human_bytes
 
 TILES_AT_ONCE = 8  # scores, weights, and temporary tensors of statistics
 STATES_AT_ONCE = 6  # tensors of the model's width: residuals, normalised ones, inputs of a product
-SAMPLE = 256  # queries and keys of the timed problem
+LONGEST_SAMPLE = 16_384  # tokens of a timed problem
+SAMPLE_ROWS = 8192  # queries times heads of a timed problem, unless it has one head
 MEASURED_SECONDS = 0.15  # of each timed problem: several turns of a busy processor
 FLOAT = 4  # bytes
 ROOT = Path("/")
@@ -44,11 +47,38 @@ class CallSizes:
     is_causal: bool
     span: int | None  # keys that a query may attend to, under a window
 
+    def mean_visible_keys(self, length: int) -> float:
+        """Return the number of keys that a query may attend to, as a mean over the queries."""
+        if self.span is not None and self.span < length:
+            return float(self.span)
+        return length / (2 if self.is_causal else 1)
+
     def count_weights_read(self, length: int) -> float:
         """Return the number of weights that the statistics read."""
-        if self.span is not None and self.span < length:
-            return float(self.heads * length * self.span)
-        return self.heads * length * length / (2 if self.is_causal else 1)
+        return self.heads * length * self.mean_visible_keys(length)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What operations of a scan take on this machine.
+
+    Attributes:
+        product: seconds of one multiply-add of a matrix product.
+        rows: pairs of a number of keys, and the seconds of all statistics for one query of one head
+            that may attend to so many; sorted.
+    """
+
+    product: float
+    rows: tuple[tuple[float, float], ...]
+
+    def row(self, keys: float) -> float:
+        """Return the seconds of all statistics for one query of one head with so many keys.
+
+        Between measured numbers of keys it is interpolated, and beyond the largest proportional.
+        """
+        numbers = [number for number, _ in self.rows]
+        within = float(np.interp(keys, numbers, [seconds for _, seconds in self.rows]))
+        return within * max(1.0, keys / numbers[-1])
 
 
 @dataclass(frozen=True)
@@ -97,22 +127,31 @@ def estimate_scan(
     lengths: Sequence[int],
     *,
     held_bytes: int,
-    speed: tuple[float, float] | None = None,
+    trial_seconds: float = 0.0,
+    speed: Speed | None = None,
 ) -> Estimate:
     """Estimate a scan of sequences of these lengths, one after the other.
 
-    ``held_bytes`` is the memory of the process with the model. If ``speed`` is None, it is measured
-    now.
+    Args:
+        model: the model.
+        calls: the sizes of its attention calls.
+        statistics: the statistics.
+        lengths: tokens of each sequence.
+        held_bytes: the memory of the process with the model.
+        trial_seconds: duration of the scan of a few tokens: what each sequence takes at least.
+        speed: the speed of this machine; measured now if None.
     """
     statistics = tuple(statistics)
-    product, entry = speed or measure_seconds_per_operation(calls, statistics)
+    speed = speed or measure_speed(calls, statistics, max(lengths))
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     products = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
-    seconds = 0.0
+    seconds = trial_seconds * len(lengths)
     for length in lengths:
-        entries = sum(call.count_weights_read(length) for call in calls)
         attended = sum(call.count_weights_read(length) * call.width for call in calls)
-        seconds += product * (length * products + attended) + entry * entries
+        seconds += speed.product * (length * products + attended)
+        seconds += sum(
+            call.heads * length * speed.row(call.mean_visible_keys(length)) for call in calls
+        )
     extra_bytes = estimate_memory(model, calls, statistics, max(lengths))
     return Estimate(seconds, extra_bytes, held_bytes + extra_bytes)
 
@@ -148,31 +187,54 @@ def _logits_per_token(model: Any) -> int:
     return int(last.weight.shape[0])
 
 
-def measure_seconds_per_operation(
-    calls: Sequence[CallSizes], statistics: Sequence[TileStatistic]
-) -> tuple[float, float]:
-    """Measure the seconds of one multiply-add of a product, and of one weight in all statistics.
+def measure_speed(
+    calls: Sequence[CallSizes], statistics: Sequence[TileStatistic], length: int
+) -> Speed:
+    """Measure matrix products, and the statistics of rows with as many keys as those of the calls.
 
-    Small problems run for a fraction of a second, and their mean counts: on a busy machine the
-    best run would be faster than a scan can be.
+    A problem of a quarter of the length is for shorter sequences. Long problems have few heads.
+    Each runs for a fraction of a second, and the mean counts: on a busy machine the best run would
+    be faster than a scan can be.
     """
-    heads = min(8, max((call.heads for call in calls), default=1))
-    width = max(1, max((call.width for call in calls), default=2) // 2)
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(512, 512, generator=generator) for _ in range(2))
+    _ = x @ w
     product = _measure_mean_seconds(lambda: x @ w) / 512**3
-    q, k, v = (torch.randn(1, heads, SAMPLE, width, generator=generator) for _ in range(3))
     is_causal = all(call.is_causal for call in calls)
+    keys_of_token = 0.5 if is_causal else 1.0  # those of a mean query, for each token
+    needed = {round(call.mean_visible_keys(length) / keys_of_token) for call in calls}
+    lengths = {max(1, min(tokens, LONGEST_SAMPLE)) for tokens in needed}
+    lengths.add(max(1, max(lengths) // 4))
+    rows: list[tuple[float, float]] = []
+    for tokens in sorted(lengths):
+        call, fitting = _sample_call(calls, statistics, tokens, is_causal=is_causal)
+        if not rows:
+            compute_summaries(call, fitting)  # loads what the first run loads
+        seconds = _measure_mean_seconds(partial(compute_summaries, call, fitting))
+        rows.append((tokens * keys_of_token, seconds / (call.matrix.shape[1] * tokens)))
+    return Speed(product, tuple(rows))
+
+
+def _sample_call(
+    calls: Sequence[CallSizes],
+    statistics: Sequence[TileStatistic],
+    tokens: int,
+    *,
+    is_causal: bool,
+) -> tuple[CapturedCall, list[TileStatistic]]:
+    """Return a random call of so many tokens, and the statistics that can be computed of it."""
+    most = max((call.heads for call in calls), default=1)
+    heads = max(1, min(most, SAMPLE_ROWS // tokens))
+    width = max(1, max((call.width for call in calls), default=2) // 2)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, tokens, width, generator=generator) for _ in range(3))
     matrix = AttentionMatrix(q, k, mask=Mask.causal() if is_causal else Mask())
-    tokens = torch.randint(SAMPLE, (1, SAMPLE), generator=generator)
-    chosen = tokens < SAMPLE // 16
+    ids = torch.randint(tokens, (1, tokens), generator=generator)
+    chosen = ids < tokens // 16
     call = CapturedCall.for_self_attention(
-        matrix, tokens=tokens, separators=chosen, specials=chosen, values=v, outputs=v
+        matrix, tokens=ids, separators=chosen, specials=chosen, values=v, outputs=v
     )
-    fitting = [s for s in statistics if s.reason_not_computable(call) is None]
-    entries = heads * SAMPLE**2 / (2 if is_causal else 1)
-    entry = _measure_mean_seconds(lambda: compute_summaries(call, fitting)) / entries
-    return product, entry
+    return call, [s for s in statistics if s.reason_not_computable(call) is None]
 
 
 def require_memory(needed: int, *, what: str, do: str) -> None:
@@ -190,8 +252,7 @@ def require_memory(needed: int, *, what: str, do: str) -> None:
 
 
 def _measure_mean_seconds(run: Callable[[], Any]) -> float:
-    """Return the mean duration of several runs, after one that does not count."""
-    run()
+    """Return the mean duration of several runs."""
     runs, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < MEASURED_SECONDS or not runs:
         run()

@@ -236,12 +236,21 @@ def prepare_scan(options: ScanOptions, job: Job | None = None) -> PreparedScan:
         subject.require_tokens_in_vocabulary(text.ids)
     trial = texts[0].ids[:, :TRIAL]
     with explain_failure_on_token_ids(subject.title, trial.shape[1], do=INSTEAD):
-        tried = _scan_text(options, subject, trial, statistics=options.stats)
         (once,) = list_inputs(subject.inputs(trial))
         calls = record_call_sizes(subject.model, lambda: call_model_on_input(subject.model, once))
+        start = time.perf_counter()
+        tried = _scan_text(options, subject, trial, statistics=options.stats)
+        trial_seconds = time.perf_counter() - start
     lengths = [text.ids.shape[1] for text in texts]
     statistics = choose_statistics(options, tried, max(lengths))
-    expected = estimate_scan(subject.model, calls, statistics, lengths, held_bytes=process_memory())
+    expected = estimate_scan(
+        subject.model,
+        calls,
+        statistics,
+        lengths,
+        held_bytes=process_memory(),
+        trial_seconds=trial_seconds,
+    )
     if job is not None:
         job.barrier("model loaded")
         expected = expected.for_several_processes(job.count, of=len(texts))

@@ -123,9 +123,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             if self.part is not None:
-                torch_checks.raise_nested_tensor_error(
-                    f"a layer with {self.part} of {self.num_heads}"
-                )
+                torch_checks.raise_nested_error(f"a layer with {self.part} of {self.num_heads}")
             # torch computes nested tensors, with its own conditions and messages.
             return super().forward(
                 query,
@@ -166,7 +164,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         require_tensors(query=query, key=key, value=value)
         torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
-            torch_checks.raise_nested_tensor_error("explain")
+            torch_checks.raise_nested_error("explain")
         masks = (key_padding_mask, attn_mask, is_causal)
         options = self._make_call_options(*masks, need_weights, average_attn_weights)
         if self.part is None:

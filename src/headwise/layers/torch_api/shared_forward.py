@@ -143,7 +143,7 @@ def _project_heads(
     if options.static_v is not None:
         v = torch_checks.split_static_heads("static_v", options.static_v, like=q)
     if k.shape[2] != v.shape[2]:
-        torch_checks.raise_unequal_static_lengths_error(k, v)
+        torch_checks.raise_unequal_lengths_error(k, v)
     return (
         q,
         torch_checks.cast_under_autocast_or_raise("keys", k, q),

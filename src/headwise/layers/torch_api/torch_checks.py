@@ -51,7 +51,7 @@ def require_divisible_embed_dim(embed_dim: int, num_heads: int) -> None:
         )
 
 
-def raise_nested_tensor_error(what: str) -> NoReturn:
+def raise_nested_error(what: str) -> NoReturn:
     """Raise OptionError for nested tensors, where torch's own code cannot serve."""
     raise OptionError(
         saw=f"{what} with nested tensors",
@@ -249,7 +249,7 @@ def split_static_heads(name: str, static: Tensor, *, like: Tensor) -> Tensor:
     return static.view(batch, heads, *static.shape[1:])
 
 
-def raise_unequal_static_lengths_error(k: Tensor, v: Tensor) -> NoReturn:
+def raise_unequal_lengths_error(k: Tensor, v: Tensor) -> NoReturn:
     """Raise for different numbers of static keys and values."""
     raise RuntimeShapeError(
         saw=f"static_k and static_v: Expected size for first two dimensions of batch2 tensor"
