@@ -283,9 +283,10 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         return row_largest_weight(self.sink, run_kernel(Task(self._kernel_input())))
 
     def received(self) -> Float[Tensor, "batch heads keys"]:
-        """Return the weight that each key receives, in queries: from 0 to their number.
+        """Return the sum over all queries of the weight that they give each key.
 
-        2.0 is all the weight of two queries. A row gives less than 1 with a sink, 0 without keys.
+        The unit is one query: 2.0 is all the weight of two queries, and the most is the number of
+        queries. A query gives 1 in all; less with a sink, and 0 if it sees no key.
         """
         return run_kernel(Task(self._kernel_input(), statistics=Requested(received=True))).received
 

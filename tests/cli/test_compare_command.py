@@ -77,7 +77,7 @@ def test_weights_are_compared_with_a_running_model(folders: tuple[Path, Path]) -
     done = run(ported, "--against-model", original)
     assert done.exit_code == 1, done.exception
     assert "`layer 1 of ported copy` parts by its own doing; its input is the same" in done.stdout
-    assert "sign: roles k, factor -1 in the first" in done.stdout
+    assert "sign: projection k, factor -1 in the first" in done.stdout
     assert "`layer 0 of" not in done.stdout
     assert run(original, "--against-model", original).exit_code == 0
 
@@ -113,7 +113,7 @@ def test_recorded_activations_are_compared_with_a_stored_layer(
     assert run(path, original, "--layer", 1).exit_code == 0
     done = run(path, ported, "--layer", 1)
     assert done.exit_code == 1, done.exception
-    assert "sign: roles k, factor -1 in the first" in done.stdout
+    assert "sign: projection k, factor -1 in the first" in done.stdout
     refused = run(path, original)
     assert refused.exit_code == 2
     assert "--layer N names the layer" in refused.stderr
@@ -126,7 +126,7 @@ def test_inputs_of_a_running_model_are_token_ids(
     np.save(tmp_path / "ids.npy", np.array([[1, 5, 2, 8, 3]]))
     done = run(ported, "--against-model", original, "--inputs", tmp_path / "ids.npy")
     assert done.exit_code == 1, done.exception
-    assert "sign: roles k" in done.stdout
+    assert "sign: projection k" in done.stdout
     np.save(tmp_path / "one.npy", np.array([[1]]))
     done = run(ported, "--against-model", original, "--inputs", tmp_path / "one.npy")
     assert done.exit_code == 3, done.stdout
@@ -145,5 +145,5 @@ def test_a_model_is_compared_with_a_state_dict_and_its_attention_with_a_folder(
     assert compare_attentions(model.layers[1].self_attn, original)
     diagnosis = compare_attentions(ported, model.layers[1].self_attn)
     assert diagnosis.verdict is Verdict.DIFFERENT
-    assert "sign: roles k" in str(diagnosis)
+    assert "sign: projection k" in str(diagnosis)
     assert compare_attentions(ported, model.layers[0].self_attn)

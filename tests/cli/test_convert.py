@@ -107,8 +107,8 @@ def test_a_run_that_was_interrupted(
 @pytest.mark.parametrize(
     ("options", "saw"),
     [
-        (("--to", "lama"), "a layout named 'lama'"),
-        (("--from", "lama", "--to", "llama"), "a layout named 'lama'"),
+        (("--to", "lama"), "no layout is named 'lama'"),
+        (("--from", "lama", "--to", "llama"), "no layout is named 'lama'"),
         (("--to", "llama-meta", "--heads", 3), "heads 3, where the config in "),
         (("--to", "llama-meta", "--kv-heads", 0), "kv_heads 0"),
         (("--to", "llama-meta", "--accept", "pairing"), "accept pairing"),
@@ -171,9 +171,10 @@ def test_counts_that_fit_no_layout(tmp_path: Path) -> None:
 
 def test_unchanged_names_are_listed(folder: Path, tmp_path: Path) -> None:
     out, _ = run(folder, tmp_path / "c", "--to", "cohere")
-    (line,) = [line for line in out.splitlines() if line.startswith("Unchanged")]
+    (line,) = [line for line in out.splitlines() if line.startswith("Names as before")]
     assert line == (
-        "Unchanged names, since cohere has no others (13): model.embed_tokens.weight, "
+        "Names as before, since the layout cohere does not describe these tensors (13): "
+        "model.embed_tokens.weight, "
         "model.layers.{n}.mlp.gate_proj.weight, model.layers.{n}.mlp.up_proj.weight, "
         "model.layers.{n}.input_layernorm.weight ..."
     )

@@ -89,7 +89,15 @@ def test_one_tensor_that_is_wrong_is_named_with_its_heads(state: State, folder: 
 def test_the_outputs_are_compared_as_well(state: State) -> None:
     found = headwise.verify(state, with_one_wrong(state), config=CONFIG, outputs=True)
     assert [layer.is_same for layer in found.outputs] == [True, False]
-    assert "`transformer.h.1.attn.` and `transformer.h.1.attn.`: OTHER OUTPUTS" in str(found)
+    assert "`transformer.h.1.attn`: OTHER OUTPUTS; the difference is " in str(found)
+
+
+def test_weights_that_do_not_state_their_heads_ask_for_them(state: State) -> None:
+    layer = torch.nn.MultiheadAttention(30, 5)
+    with pytest.raises(OptionError, match="the sizes of head_dim, heads") as refused:
+        headwise.compare(layer.state_dict(), layer.state_dict())
+    assert refused.value.do.startswith("call headwise.verify(a, b, heads=...)")
+    assert headwise.verify(layer.state_dict(), layer.state_dict(), heads=5)
 
 
 def test_layouts_that_are_named(state: State) -> None:

@@ -235,7 +235,8 @@ def _describe_conversion(
         kinds = list(dict.fromkeys(re.sub(r"\d+", "{n}", name) for name in report.unchanged_names))
         more = " ..." if len(kinds) > SHOWN else ""
         yield (
-            f"Unchanged names, since {names[1]} has no others ({len(report.unchanged_names)}): "
+            f"Names as before, since the layout {names[1]} does not describe these tensors "
+            f"({len(report.unchanged_names)}): "
             f"{', '.join(kinds[:SHOWN])}{more}"
         )
     if weights.known:

@@ -118,7 +118,8 @@ class FoundCause:
     def parameters_in_words(self) -> str:
         """The parameters in words: ``theta 10000``."""
         return ", ".join(
-            f"{name} {_format_parameter(value)}" for name, value in self.parameters.items()
+            _format_roles(value) if name == "roles" else f"{name} {_format_parameter(value)}"
+            for name, value in self.parameters.items()
         )
 
     @property
@@ -285,6 +286,13 @@ def _format_noun_with_numbers(noun: str, numbers: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, numbers[:MOST_NUMBERS]))
     more = len(numbers) - MOST_NUMBERS
     return f"{noun}s {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _format_roles(roles: str) -> str:
+    """Return ``projections q and k`` for "qk"."""
+    if len(roles) == 1:
+        return f"projection {roles}"
+    return f"projections {', '.join(roles[:-1])} and {roles[-1]}"
 
 
 def _format_parameter(value: Any) -> str:

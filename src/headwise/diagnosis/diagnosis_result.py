@@ -215,10 +215,11 @@ class OutputComparison:
         return self.apart <= self.allowed
 
     def __str__(self) -> str:
-        word = "the same outputs" if self.is_same else "OTHER OUTPUTS"
+        names = dict.fromkeys(f"`{name.rstrip('.')}`" for name in (self.first, self.second))
+        word = "the same outputs to rounding" if self.is_same else "OTHER OUTPUTS"
         return (
-            f"`{self.first}` and `{self.second}`: {word}; they differ by {self.apart:.1e} of the "
-            f"largest output, of which rounding explains {self.allowed:.1e}"
+            f"{' and '.join(names)}: {word}; the difference is {self.apart:.1e} of the largest "
+            f"output, and rounding explains {self.allowed:.1e}"
         )
 
 

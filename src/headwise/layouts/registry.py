@@ -41,7 +41,7 @@ def layout(name: str | Layout) -> Layout:
         similar = get_close_matches(name.lower(), known, n=4, cutoff=0.5)
         near += [other for other in similar if other not in near]
         raise OptionError(
-            saw=f"a layout named {describe_value(name)}",
+            saw=f"no layout is named {describe_value(name)}",
             needed=f"one of {len(known)}" + (f"; near are {', '.join(near)}" if near else ""),
             do="headwise layouts lists them; register adds one",
         )

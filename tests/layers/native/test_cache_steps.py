@@ -130,7 +130,7 @@ def test_lengths_of_two_kinds_with_a_cache_are_refused() -> None:
         Mask.lengths(queries=n, keys=n) & Mask.starts(keys=10 - n),
         Mask.starts(keys=n),
     ):
-        with pytest.raises(MaskError, match="one length for each sequence"):
+        with pytest.raises(MaskError, match="with the same lengths"):
             layer(x[:, :10], mask=mask, cache=layer.cache(batch=BATCH, length=30))
 
 

@@ -164,7 +164,7 @@ CALLS: dict[str, tuple[Call, type[HeadwiseError], tuple[str, ...]]] = {
     "cache and two lengths": (
         lambda: LAYER(X, mask=Mask.lengths(keys=LENGTHS, queries=LENGTHS // 2), cache=fresh()),
         MaskError,
-        ("lengths(keys) & lengths(queries)", "one length for each sequence"),
+        ("lengths(keys) & lengths(queries)", "with the same lengths"),
     ),
     "cache and lengths so far": (
         lambda: LAYER(X, mask=Mask.lengths(keys=LENGTHS + 24, queries=LENGTHS), cache=fresh()),

@@ -30,4 +30,5 @@ class KAndVExchangedCause(MovedProjectionsCause):
     symptom: ClassVar[str] = (
         "Ported weights load without an error, and every output is wrong: keys and values swapped"
     )
+    stages: ClassVar[tuple[str, ...]] = ("k", "v")
     cost: ClassVar[float] = 1.0

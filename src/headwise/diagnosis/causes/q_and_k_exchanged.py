@@ -25,10 +25,11 @@ class QAndKExchangedCause(MovedProjectionsCause):
 
     name: ClassVar[str] = "q and k exchanged"
     symptom: ClassVar[str] = "The attention map looks transposed: queries and keys are swapped"
+    stages: ClassVar[tuple[str, ...]] = ("q", "k")
     cost: ClassVar[float] = 1.0
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the moves of rows that have this name; in cross attention, other weights."""
+        """Return the moves of rows with this name; in cross attention, the exchanged weights."""
         yield from super().variants(evidence)
         if any(call.inputs.source is not None for call in evidence.calls):
             yield from self.exchange_weights_of_roles(evidence.model, "q", "k")

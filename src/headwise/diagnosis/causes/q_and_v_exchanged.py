@@ -26,10 +26,11 @@ class QAndVExchangedCause(MovedProjectionsCause):
     symptom: ClassVar[str] = (
         "Ported weights load, and only the keys agree: queries and values swapped"
     )
+    stages: ClassVar[tuple[str, ...]] = ("q", "v")
     cost: ClassVar[float] = 1.0
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the moves of rows that have this name; in cross attention, other weights."""
+        """Return the moves of rows with this name; in cross attention, the exchanged weights."""
         yield from super().variants(evidence)
         if any(call.inputs.source is not None for call in evidence.calls):
             yield from self.exchange_weights_of_roles(evidence.model, "q", "v")

@@ -330,7 +330,8 @@ def _real_token_counts_and_padding_side(call: CallInputs) -> tuple[Tensor, bool]
     if len(by_axis) > 2 or queries is None or keys is None or not _are_equal(queries, keys):
         raise MaskError(
             saw=f"a cache with {mask}",
-            needed="one length for each sequence: how many of this call's tokens are real",
+            needed="queries= and keys= with the same lengths: how many of this call's tokens are "
+            "real in each sequence",
             do='Mask.lengths(queries=n, keys=n), with side="left" where padding stands before them',
         )
     others = mask.without_kind(PaddingClause).clauses
