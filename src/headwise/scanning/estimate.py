@@ -60,7 +60,7 @@ class CallSizes:
 
 @dataclass(frozen=True)
 class Speed:
-    """What operations of a scan take on this machine.
+    """Seconds of the operations of a scan on this machine.
 
     Attributes:
         product: seconds of one multiply-add of a matrix product.
