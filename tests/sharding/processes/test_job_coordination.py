@@ -16,7 +16,7 @@ from headwise.errors import HeadwiseError, LostProcessError, OptionError
 from headwise.sharding.processes.job_coordination import Job
 from headwise.sharding.processes.store_calls import StoreCalls
 
-LONG, SHORT = 30.0, 0.1  # timeouts
+LONG, SHORT = 30.0, 1.0  # timeouts; a store may need 0.1 s on a busy machine
 
 
 @pytest.fixture
