@@ -10,7 +10,7 @@ from headwise.diagnosis.detect import narrow_by_reference_values
 from headwise.diagnosis.detection_result import Detection, detect_by_names_and_shapes
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.layouts.canonical_tensor_axes import State
-from headwise.layouts.equality import list_differing_tensors
+from headwise.layouts.canonical_tensor_equality import list_differing_tensors
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout, layouts_by_name
 from tests.layouts.examples import ROTARY_WIDTH, example, known_of, width_of

@@ -16,8 +16,8 @@ import torch
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical_tensor_axes import AXES, BIASES, State
+from headwise.layouts.canonical_tensor_equality import list_differing_tensors, same_bytes
 from headwise.layouts.convert import convert
-from headwise.layouts.equality import list_differing_tensors, same_bytes
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import catalogue_by_family
 from headwise.layouts.registry import layout as by_name

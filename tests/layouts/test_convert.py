@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
+from headwise.layouts.canonical_tensor_equality import same_bytes
 from headwise.layouts.convert import RoundTripError, convert
-from headwise.layouts.equality import same_bytes
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
 from headwise.layouts.settings_outside_weights import AttentionSpec

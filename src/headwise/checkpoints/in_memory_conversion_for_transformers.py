@@ -48,7 +48,7 @@ class DescribedModel:
         values = dict(self.checkpoint.config)
         return type(transformers.AutoConfig.for_model(values["model_type"])).from_dict(values)
 
-    def state(self) -> dict[str, Tensor]:
+    def state_in_model_layout(self) -> dict[str, Tensor]:
         """Return the tensors in the layout of the model."""
         source, known = self.checkpoint.source, self.checkpoint.known
         return convert(source, self.stored, self.target, accept=(), root=None, **known)

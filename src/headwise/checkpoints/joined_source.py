@@ -24,7 +24,7 @@ from headwise.checkpoints.tensor_parallel_files import (
     require_count,
 )
 from headwise.errors import CheckpointError, OptionError, ShapeError, UndecidedError
-from headwise.layouts.equality import same_bytes
+from headwise.layouts.canonical_tensor_equality import same_bytes
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layouts_by_name
 from headwise.layouts.shard_map import (

@@ -163,7 +163,10 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
         else:
             config = described.config(transformers)
             kind = _concrete_class(transformers, config)
-            weights = {"pretrained_model_name_or_path": None, "state_dict": described.state()}
+            weights = {
+                "pretrained_model_name_or_path": None,
+                "state_dict": described.state_in_model_layout(),
+            }
         model, info = kind.from_pretrained(
             config=config, dtype="auto", output_loading_info=True, **weights
         )

@@ -16,9 +16,9 @@ from torch import Tensor
 from headwise.checkpoints.safetensors_file import Shape, encode_header
 from headwise.checkpoints.source import INDEX, SAFETENSORS, CheckpointSource, encode_index
 from headwise.errors import CheckpointError
+from headwise.layouts.canonical_tensor_equality import same_bytes
 from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.convert import RoundTripError
-from headwise.layouts.equality import same_bytes
 from headwise.layouts.shard_map import ShardMap
 
 CHUNK = 8 * 2**20  # bytes

@@ -9,8 +9,8 @@ from math import gcd
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.axis_sizes import Sizes
+from headwise.layouts.canonical_tensor_equality import LayoutReading, is_same_reading
 from headwise.layouts.conversion_steps import TensorHeader
-from headwise.layouts.equality import LayoutReading, is_same_reading
 from headwise.layouts.find_modules_by_tensor_names import (
     NamedModule,
     find_modules,

@@ -18,18 +18,18 @@ from headwise.diagnosis.diagnosis_result import OutputComparison, TensorComparis
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layers.native.attention import Attention
 from headwise.layouts.canonical_tensor_axes import BIASES
+from headwise.layouts.canonical_tensor_equality import (
+    describe_differing_part,
+    list_differing_tensors,
+    mark_differing_entries,
+    same_bytes,
+)
 from headwise.layouts.conversion_plan import (
     find_spec_conflicts,
     plan_conversion,
     plan_renaming_within_layout,
 )
 from headwise.layouts.conversion_steps import ConversionStep
-from headwise.layouts.equality import (
-    describe_differing_part,
-    list_differing_tensors,
-    mark_differing_entries,
-    same_bytes,
-)
 from headwise.layouts.find_modules_by_tensor_names import (
     AS_STORED,
     NamedModule,

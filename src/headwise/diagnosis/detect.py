@@ -31,8 +31,11 @@ from headwise.diagnosis.detection_result import detect_by_names_and_shapes as de
 from headwise.errors import OptionError
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical_tensor_axes import State
+from headwise.layouts.canonical_tensor_equality import (
+    describe_differing_part,
+    list_differing_tensors,
+)
 from headwise.layouts.conversion_steps import TensorHeader
-from headwise.layouts.equality import describe_differing_part, list_differing_tensors
 from headwise.layouts.layout import Layout
 from headwise.support.cast_to_int64 import convert_to_int_or_none
 

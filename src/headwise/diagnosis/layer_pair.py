@@ -56,7 +56,7 @@ class LayerPair:
         """Compare the two; ``named`` has the causes of earlier layers, and gets those of this."""
         if self._known_model is None:
             return self._compare_stages_directly(NO_DATA)
-        sides = ("second", "first") if self._known_attention is self.theirs else ("first", "second")
+        sides = ("second", "first") if self._known_side_run is self.theirs else ("first", "second")
         known, explained = (
             ExplainedCalls(
                 self._known_model,
@@ -66,14 +66,14 @@ class LayerPair:
                 side=side,
             )
             for call, side in zip(
-                (self._known_attention.call, self._call_to_explain), sides, strict=True
+                (self._known_side_run.call, self._call_to_explain), sides, strict=True
             )
         )
-        known = replace(known, stored=self._known_attention.stored)
+        known = replace(known, stored=self._known_side_run.stored)
         if known.gaps.cells_beyond_rounding and explained.gaps.cells_beyond_rounding:
             return self._compare_stages_directly(NOT_AS_STATED)
         if known.gaps.cells_beyond_rounding:
-            is_of_second = self._known_attention is self.theirs
+            is_of_second = self._known_side_run is self.theirs
             return self._report_explained_calls(
                 _explain_by_named_causes(known, named), named, is_of_second=is_of_second
             )
@@ -91,19 +91,19 @@ class LayerPair:
         return [self.first.inputs]
 
     @property
-    def _known_attention(self) -> LayerRun:
+    def _known_side_run(self) -> LayerRun:
         """The attention that is known as data, that of the second if both are."""
         return self.theirs if self.theirs.model else self.mine
 
     @property
     def _known_model(self) -> AttentionModel | None:
-        return self._known_attention.model
+        return self._known_side_run.model
 
     @property
     def _call_to_explain(self) -> RecordedCall:
         """The call of the other, with the mask of the known one."""
-        call = self.mine.call if self._known_attention is self.theirs else self.theirs.call
-        known = self._known_attention.call.inputs
+        call = self.mine.call if self._known_side_run is self.theirs else self.theirs.call
+        known = self._known_side_run.call.inputs
         if known.x.shape[:2] == call.inputs.x.shape[:2]:
             call = replace(call, inputs=replace(call.inputs, mask=known.mask))
         return call

@@ -13,7 +13,7 @@ from headwise.diagnosis.describe_repair_of_move import describe_repair, page_of_
 from headwise.diagnosis.moves.moves_between_canonical_weights import find_state_moves
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.canonical_tensor_axes import State
-from headwise.layouts.equality import list_differing_tensors
+from headwise.layouts.canonical_tensor_equality import list_differing_tensors
 from headwise.layouts.find_modules_by_tensor_names import NamedModule, find_modules
 from headwise.layouts.layout import Layout
 

@@ -139,7 +139,7 @@ def choose_layouts(first: GivenWeights, second: GivenWeights, named: LayoutNames
     if mine.layout and theirs.layout:
         pairs = zip(SIDES, sides, strict=True) if any(s.has_other_counts for s in sides) else ()
         notes = tuple(f"the {which} is {side.description}" for which, side in pairs)
-        notes += _list_faults(sides, (mine.layout, theirs.layout))
+        notes += _describe_incomplete_sides(sides, (mine.layout, theirs.layout))
         return LayoutPair((mine.layout, theirs.layout), counts, notes, can_run=not notes)
     is_damaged = any(side.layout is None and side.faults(None) for side in sides)
     if is_damaged and mine.fitting_layouts_and_counts and theirs.fitting_layouts_and_counts:
@@ -191,7 +191,7 @@ def _choose_layouts_of_damaged(sides: Sides, counts: dict[str, int]) -> LayoutPa
     return LayoutPair(
         layouts,
         chosen,
-        _list_faults(sides, layouts),
+        _describe_incomplete_sides(sides, layouts),
         can_run=False,
         names_heads=_heads_are_known(sides, layouts),
     )
@@ -201,7 +201,7 @@ def _heads_are_known(sides: Sides, layouts: tuple[Layout, Layout]) -> bool:
     return not any(side.has_open_heads(layout) for side, layout in zip(sides, layouts, strict=True))
 
 
-def _list_faults(sides: Sides, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
+def _describe_incomplete_sides(sides: Sides, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
     return tuple(
         f"the {which} is not whole: {fault}"
         for which, side, layout in zip(SIDES, sides, layouts, strict=True)

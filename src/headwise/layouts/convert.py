@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
+from headwise.layouts.canonical_tensor_equality import same_bytes
 from headwise.layouts.conversion_plan import plan_conversion
 from headwise.layouts.conversion_steps import ConversionStep
-from headwise.layouts.equality import same_bytes
 from headwise.layouts.find_modules_by_tensor_names import NameForm
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout

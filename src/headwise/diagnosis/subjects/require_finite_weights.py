@@ -6,7 +6,7 @@ from torch import Tensor
 
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
-from headwise.layouts.equality import PARTS
+from headwise.layouts.canonical_tensor_equality import PARTS
 
 
 def require_finite_weights(name: str, subject: Subject) -> None:

@@ -201,7 +201,7 @@ class Attention(HeadReadings):
             ShapeError: shapes that do not fit the numbers of heads.
         """
         source = registry.layout(layout)
-        canonical = layout_conversion.unpack_state(
+        canonical = layout_conversion.canonical_tensors_of_module(
             state, source, options, heads=num_heads, kv_heads=num_kv_heads
         )
         layer = cls(

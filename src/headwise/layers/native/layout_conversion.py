@@ -33,7 +33,7 @@ _SUPPORTED_BIASES = ("none", "alibi", "t5")
 _ROUNDING = 4 * sys.float_info.epsilon  # relative error of a scale computed in another order
 
 
-def unpack_state(
+def canonical_tensors_of_module(
     state: Mapping[str, Tensor], source: Layout, options: Mapping[str, Any], **heads: int | None
 ) -> State:
     """Return the canonical tensors of a module; ``heads`` are known numbers of heads, or None."""

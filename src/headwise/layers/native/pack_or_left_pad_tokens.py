@@ -327,7 +327,12 @@ def _real_token_counts_and_padding_side(call: CallInputs) -> tuple[Tensor, bool]
     by_axis = {(c.kind, c.axis): c.numbers for c in padding.clauses if isinstance(c, PaddingClause)}
     kind = padding.clauses[0].kind
     queries, keys = by_axis.get((kind, QUERIES)), by_axis.get((kind, KEYS))
-    if len(by_axis) > 2 or queries is None or keys is None or not _are_equal(queries, keys):
+    if (
+        len(by_axis) > 2
+        or queries is None
+        or keys is None
+        or not _are_equal_or_unchecked(queries, keys)
+    ):
         raise MaskError(
             saw=f"a cache with {mask}",
             needed="queries= and keys= with the same lengths: how many of this call's tokens are "
@@ -368,7 +373,7 @@ def _left_padding(call: CallInputs) -> Tensor | None:
     return Mask(clauses).bind(**sizes, device=call.x.device).first_real_keys()
 
 
-def _are_equal(a: Tensor, b: Tensor) -> bool:
+def _are_equal_or_unchecked(a: Tensor, b: Tensor) -> bool:
     return a is b or not may_check_values(a) or torch.equal(a, b)
 
 
