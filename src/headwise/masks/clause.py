@@ -202,9 +202,10 @@ class Clause(ABC):
         return tuple(getattr(self, name) for name in self.tensor_fields)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Clause:
-        """The clause with ``function`` of each of its tensors."""
-        changed = {name: function(getattr(self, name)) for name in self.tensor_fields}
-        return replace(self, **changed)
+        """The clause with ``function`` of each of its tensors, once where two fields share one."""
+        tensors = {name: getattr(self, name) for name in self.tensor_fields}
+        changed = {id(tensor): function(tensor) for tensor in tensors.values()}
+        return replace(self, **{name: changed[id(tensor)] for name, tensor in tensors.items()})
 
     def lower_for_operator(self) -> LoweredClause:
         """Return a bound clause as values that an operator accepts."""

@@ -150,7 +150,8 @@ class Mask(ShownInNotebook):
         """Sequences one after the other in one row, told by their cumulative lengths.
 
         Sequence s has the queries from ``cu_seqlens[s]`` up to ``cu_seqlens[s + 1]``, and sees the
-        keys of the same sequence alone. Positions behind the last offset attend to nothing.
+        keys of the same sequence alone. Positions behind the last offset attend to nothing. With a
+        cache, ``key_cu_seqlens`` counts all keys, the cached ones and those of the call.
 
         Raises:
             MaskError: no integers, or another number of sequences for the keys.
@@ -188,7 +189,8 @@ class Mask(ShownInNotebook):
         Args:
             function: given four integer tensors (batch, head, query, key) that broadcast, it
                 returns a bool tensor that broadcasts to the same shape. It is called in eager mode
-                alone, and more than once.
+                alone, and more than once. With a cache, queries and keys are counted from the first
+                token of the cache.
         """
         if not callable(function):
             raise MaskError(

@@ -114,7 +114,7 @@ class AttentionBase(nn.Module):
             keys = call.cache.key_count_after(k.shape[2])
             call_checks.check_mask_and_bias(call, heads=self.num_heads, keys=keys)
             k, v, starts = call.cache.append(k, v, lengths=tokens.lengths)
-            call.cache.needs_mask |= has_key_hidden_from_all_queries(call)
+            call.cache.needs_mask |= has_key_hidden_from_all_queries(call, keys)
             mask = tokens.mask_with_cache(starts)
         score_bias, sink, part = call.score_bias, self.sink, self.part
         if part is not None:

@@ -40,9 +40,9 @@ class Cache:
         length: slots in use.
         dropped: tokens that were dropped, since they are older than the window.
         padding: (batch,), padding tokens before each sequence's first token; None for none.
-        needs_mask: True if a boolean mask hid cached keys from every query. The cache stores no
-            such mask, so each later call needs one. It stays False under torch.compile, where no
-            value can be read.
+        needs_mask: True if a boolean mask, segments or offsets hid cached keys from every query.
+            The cache stores no such mask, so each later call needs one. It stays False under
+            torch.compile, where no value can be read.
     """
 
     def __init__(self, k: Tensor, v: Tensor, *, window: int | None = None, owner: str = "") -> None:

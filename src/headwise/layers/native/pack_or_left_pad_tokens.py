@@ -21,7 +21,7 @@ from headwise.kernels import varlen
 from headwise.layers.compute_some_heads import HeadPart
 from headwise.layers.hooks import has_attention_hook
 from headwise.layers.native.cache import Cache
-from headwise.masks.clause import Clause, Rectangle, Span
+from headwise.masks.clause import Clause, MatrixSizes, Rectangle, Span
 from headwise.masks.clauses.dense_mask import Dense
 from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, PaddingClause, Starts
 from headwise.masks.clauses.segments import PackedRow
@@ -287,26 +287,43 @@ def _check_mask_positions_fit_cache(call: CallInputs, cache: Cache) -> None:
             needed="a mask that depends on distances alone, or one bool for each cached key",
             do="use Mask.may_attend, or a layer without a window",
         )
+    if by_position and cache.padding is not None:
+        raise MaskError(
+            saw=f"{by_position[0]} with a cache in which lengths have moved sequences",
+            needed="a mask that depends on distances alone, or one bool for each cached key: "
+            "padding stands before the tokens of a shorter sequence",
+            do='Mask.may_attend(m, axes="batch queries keys")',
+        )
+    for packed in call.mask.clauses_of_kind(PackedRow):
+        if cache.seen and packed.key_offsets is packed.query_offsets:
+            raise MaskError(
+                saw=f"{packed} without key_cu_seqlens, with a cache that holds {cache.seen} tokens",
+                needed=f"offsets of the {describe_count(new, 'new token')} and offsets of all "
+                f"{cache.key_count_after(new)} keys",
+                do="Mask.packed(cu_seqlens, key_cu_seqlens)",
+            )
 
 
 def _require_mask_for_hidden_cached_keys(call: CallInputs, cache: Cache) -> None:
-    if cache.needs_mask and not call.mask.clauses_of_kind(Dense):
+    if cache.needs_mask and not any(clause.names_every_key for clause in call.mask.clauses):
         keys = cache.key_count_after(call.x.shape[1])
         raise MaskError(
             saw=f"a cache with {call.mask}, after a mask that hid cached keys from every query",
-            needed=f"a boolean mask over all {keys} keys in each call: a cache stores lengths only",
+            needed=f"a boolean mask over all {keys} keys in each call, or segments or offsets of "
+            "them: a cache stores lengths only",
             do='Mask.lengths(queries=n, keys=n, side="left") in the first call, and none after it; '
             'or Mask.may_attend(m, axes="batch keys") in every call',
         )
 
 
-def has_key_hidden_from_all_queries(call: CallInputs) -> bool:
-    """True if a boolean mask hides a key from all of several queries, as padding is hidden."""
-    if call.x.shape[1] == 1 or not may_read_values(call.x):
+def has_key_hidden_from_all_queries(call: CallInputs, keys: int) -> bool:
+    """True if a mask that names every key hides one from all of several queries, as padding is."""
+    (batch, new, _), clauses = call.x.shape, call.mask.clauses
+    if new == 1 or not may_read_values(call.x):
         return False
-    return any(
-        not bool(mask.allowed.amax((1, 2)).all()) for mask in call.mask.clauses_of_kind(Dense)
-    )
+    sizes = MatrixSizes(batch, 1, new, keys)
+    real = (clause.real_keys(sizes) for clause in clauses if clause.names_every_key)
+    return any(part is not None and not bool(part.all()) for part in real)
 
 
 def _depends_on_absolute_position(clause: Clause) -> bool:

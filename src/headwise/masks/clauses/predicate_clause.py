@@ -31,7 +31,8 @@ Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class PredicateClause(Clause):
     """True where the function says so of (batch, head, query, key).
 
-    ``first`` is the place of this matrix in the one that the function knows.
+    ``first`` is the place of this matrix in the one that the function knows. Unbound, the first
+    query has number 0, unless ``align`` is "bottom-right": then the last has that of the last key.
     """
 
     kind = "where"
@@ -40,8 +41,9 @@ class PredicateClause(Clause):
     function: Predicate
     heads: tuple[int, ...] | None = None  # chosen heads; None: all of them
     first: tuple[int, int, int] = (0, 0, 0)  # batch, query, key
+    align: str | None = None  # None once bound
 
-    def bind(self, sizes: MatrixSizes) -> PredicateClause:  # noqa: ARG002
+    def bind(self, sizes: MatrixSizes) -> PredicateClause:
         """See `Clause.bind`."""
         if torch.compiler.is_compiling() or is_jit_tracing() or torch.onnx.is_in_onnx_export():
             # A compiler does not show the error, but why it could not go on.
@@ -53,7 +55,9 @@ class PredicateClause(Clause):
                 needed="a mask that is data: a graph cannot call a function for each tile",
                 do=WAY_ON,
             )
-        return self
+        batch, query, key = self.first
+        shift = sizes.keys - sizes.queries if self.align == "bottom-right" else 0
+        return replace(self, first=(batch, query + shift, key), align=None)
 
     def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         """See `Clause.evaluate_block`."""
@@ -102,6 +106,10 @@ class PredicateClause(Clause):
     def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
         """See `Clause.broadcast_shape`."""
         return sizes
+
+    def aligned(self, align: str) -> PredicateClause:
+        """See `Clause.aligned`."""
+        return replace(self, align=align)
 
     def of_heads(self, index: Tensor) -> PredicateClause:
         """See `Clause.of_heads`."""

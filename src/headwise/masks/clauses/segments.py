@@ -119,7 +119,7 @@ class PackedRow(IntervalClause):
     names_every_key = True
 
     query_offsets: Tensor  # (sequences + 1,)
-    key_offsets: Tensor  # (sequences + 1,)
+    key_offsets: Tensor  # (sequences + 1,); the same object where the caller gave none for keys
 
     def bind(self, sizes: MatrixSizes) -> PackedRow:
         """See `Clause.bind`."""
