@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.memory import peak_mb
 from headwise import AttentionMatrix, Mask
-from headwise.sharding import SequenceLayout, attend, counted_bytes, explain_attend
+from headwise.sharding import SequenceLayout, attend, explain_attend
+from tests.sharding.counted_bytes import counted_bytes
 
 PROCESSES, ROUNDS = 2, 5
 ONE, HALVES = "one process", "halves alone"

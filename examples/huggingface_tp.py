@@ -1,5 +1,6 @@
 """Run and scan a Hugging Face model under transformers' own tensor-parallel plan.
 
+    pip install 'headwise[huggingface]'
     torchrun --nproc-per-node=2 examples/huggingface_tp.py
 
 Each process holds half of the heads. The weights are random, and nothing is downloaded. The output

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from headwise import AttentionMatrix, Mask
-from headwise.sharding import SequenceLayout, SequenceMatrix, attend, counted_bytes, explain_attend
+from headwise.sharding import SequenceLayout, SequenceMatrix, attend, explain_attend
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM, WINDOW, SAMPLES = 65_536, 2, 2, 32, 256, 64
 SIZES = (HEADS, KV_HEADS, KV_HEADS)
@@ -30,15 +30,14 @@ def main() -> None:
     q, k, v = (draw(layout.positions(rank), heads, seed) for seed, heads in enumerate(SIZES))
 
     before = memory_mb("VmRSS")
-    with counted_bytes() as sent:
-        out = attend(q, k, v, mesh, layout=layout, mask=mask)
-        out.square().sum().backward()
+    out = attend(q, k, v, mesh, layout=layout, mask=mask)
+    out.square().sum().backward()
     dense = HEADS * TOKENS * TOKENS * 4 / 1e9
     say(rank, f"{explain_attend(q, k, v, mesh, layout=layout, mask=mask)}")
     say(
         rank,
         f"peak memory of both passes: {memory_mb('VmHWM') - before:.0f} MB on rank {rank}, "
-        f"where the weights would be {dense:.0f} GB; sent {sent.total / 1e6:.1f} MB",
+        f"where the weights would be {dense:.0f} GB",
     )
 
     matrix = SequenceMatrix(q.detach(), k.detach(), mesh, layout=layout, mask=mask)

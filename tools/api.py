@@ -197,8 +197,6 @@ def _json() -> dict[str, Any]:
             _printed("detect", f"{folder}/{name}.safetensors", "--json", "--heads", "3")
             for name in ("layer", "open")
         ]
-    config = str(ROOT / "examples" / "configs" / "llama-3.1-8b.json")
-    plan = _printed("plan", config, "--gpus", "8", "--context", "99", "--json")
     # docs/study.json is output of the command; a test compares it with a new run.
     study = json.loads(PAGE.with_name("study.json").read_text("utf-8"))
     numbers = {answer["id"]: sorted(answer.pop("numbers")) for answer in study["questions"]}
@@ -208,7 +206,6 @@ def _json() -> dict[str, Any]:
             "encoder": {"all else": "as headwise scan", "same_function": _fields(SameFunction)},
         },
         "headwise detect": _keys(detections[0], detections[1]),
-        "headwise plan": _keys({**plan, "refused": {}}),
         "headwise scan": _keys({**scan, "missing": {}, "versions": {}}),
         "headwise study": {**_keys(study), "numbers": numbers},
     }

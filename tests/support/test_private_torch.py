@@ -27,7 +27,6 @@ PRIVATE = (
     "_interpreter_stack",
     "_dispatch_modes",
     "_make_wrapper",
-    "_process_group_named",
 )
 
 
@@ -87,8 +86,6 @@ def test_what_is_assumed_of_a_torch_that_does_not_answer() -> None:
     assert seen(is_in_forward_mode, forward_mode)  # by public functions, at some cost
     with pytest.raises(ImportError, match="TorchDispatchMode"):
         private_torch._NoDispatchMode()
-    with pytest.raises(ImportError, match="process group"):
-        private_torch.process_group_named("0")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")

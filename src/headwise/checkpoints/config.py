@@ -200,23 +200,6 @@ def read_config(path: Path) -> ConfigFields:
     path = (path if path.is_dir() else path.parent) / "config.json"
     if not path.is_file():
         return ConfigFields({}, origin=str(path))
-    remedy = "repair or remove the file, and give {heads} and {kv_heads}"
-    return read_config_file(path, do=remedy, parameter={"heads": (), "kv_heads": ()})
-
-
-def read_config_file(
-    path: Path, *, do: str = "repair the file", parameter: Mapping[str, Any] | None = None
-) -> ConfigFields:
-    """Return the config in a file of any name.
-
-    Args:
-        path: the file.
-        do: the remedy of the error.
-        parameter: the arguments that ``do`` names.
-
-    Raises:
-        OptionError: the file holds no JSON object.
-    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         problem = f"holds a {type(config).__name__}"
@@ -228,8 +211,8 @@ def read_config_file(
         raise OptionError(
             saw=f"{path} {problem}",
             needed="the config of a model: a JSON object",
-            do=do,
-            parameter=parameter or {},
+            do="repair or remove the file, and give {heads} and {kv_heads}",
+            parameter={"heads": (), "kv_heads": ()},
         )
     return ConfigFields(config, origin=str(path))
 

@@ -16,7 +16,6 @@ from headwise.cli.demo import demo
 from headwise.cli.detect import detect
 from headwise.cli.layouts import layouts
 from headwise.cli.output import PrintedErrors, exit_status_help
-from headwise.cli.plan import plan
 from headwise.cli.scan.command import scan
 from headwise.cli.study import study
 from headwise.cli.verify import verify
@@ -52,9 +51,6 @@ app.command(
 )(compare)
 app.command(epilog=exit_status_help(yes="one layout", no="none", undecided="several may be meant"))(
     detect
-)
-app.command(epilog=exit_status_help(yes="a forward pass fits in some way", no="it fits in none"))(
-    plan
 )
 app.add_typer(layouts, name="layouts", epilog=exit_status_help(yes="done"))
 

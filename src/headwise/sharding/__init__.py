@@ -6,12 +6,6 @@ caller.
 
 from __future__ import annotations
 
-from headwise.sharding.costs.cost_plan import CostPlan, plan_costs
-from headwise.sharding.costs.layer_costs import LayerCosts
-from headwise.sharding.costs.model_sizes import ModelSizes
-from headwise.sharding.costs.sharding_way import ShardingWay
-from headwise.sharding.costs.step_costs import Machine, StepCosts
-from headwise.sharding.counted_bytes import SentBytes, counted_bytes
 from headwise.sharding.heads.gradient_clipping import clip_gradients
 from headwise.sharding.heads.parallel_style import Heads, heads_plan
 from headwise.sharding.heads.state_dicts import gather_state, load_state
@@ -25,26 +19,17 @@ from headwise.sharding.sequence.sequence_matrix import SequenceMatrix
 from headwise.sharding.sequence.sequence_plan import SequencePlan
 
 __all__ = [
-    "CostPlan",
     "Heads",
-    "LayerCosts",
-    "Machine",
-    "ModelSizes",
-    "SentBytes",
     "SequenceLayout",
     "SequenceMatrix",
     "SequencePlan",
-    "ShardingWay",
-    "StepCosts",
     "attend",
     "clip_gradients",
-    "counted_bytes",
     "explain_attend",
     "gather_state",
     "head_statistics",
     "heads_plan",
     "load_state",
-    "plan_costs",
     "scan_documents",
     "scan_sharded",
     "watch_ranks",

@@ -12,9 +12,7 @@ speed, memory or a check of values is lost:
 | `_C._len_torch_dispatch_stack` | `is_in_dispatch_mode` answers yes: values are not checked |
 | `Tensor._make_wrapper_subclass` | masks of transformers' models are written |
 | `_C._disabled_torch_function_impl` | the same |
-| `utils._python_dispatch.TorchDispatchMode` | operators and bytes are not counted: ImportError |
-| `_ops.OpOverload._schema` | bytes that a rank sends cannot be counted |
-| `_C._distributed_c10d._resolve_process_group` | the same, for functional collectives |
+| `utils._python_dispatch.TorchDispatchMode` | operators are not counted: ImportError |
 | `utils._python_dispatch.is_traceable_wrapper_subclass` | `is_wrapper` asks the tensor itself |
 """
 
@@ -41,7 +39,6 @@ _interpreter_stack = find_torch_attribute("_C._functorch.peek_interpreter_stack"
 _dispatch_modes = find_torch_attribute("_C._len_torch_dispatch_stack")
 _make_wrapper = find_torch_attribute("Tensor._make_wrapper_subclass")
 _is_wrapper = find_torch_attribute("utils._python_dispatch.is_traceable_wrapper_subclass")
-_process_group_named = find_torch_attribute("_C._distributed_c10d._resolve_process_group")
 no_torch_function = find_torch_attribute("_C._disabled_torch_function_impl")
 
 # (x, weight, bias) -> x @ weight.T + bias by oneDNN's product, where `HAS_ONEDNN_LINEAR`.
@@ -99,28 +96,13 @@ class _NoDispatchMode:
     def __init__(self) -> None:
         raise ImportError(
             f"torch {torch.__version__} has no TorchDispatchMode, by which headwise counts the"
-            " operators and the bytes of a call. Install another version of torch to count them."
+            " operators of a call. Install another version of torch to count them."
         )
 
 
 DispatchMode: Any = (
     find_torch_attribute("utils._python_dispatch.TorchDispatchMode") or _NoDispatchMode
 )
-
-
-def argument_names(operator: Any) -> list[str]:
-    """Return the names of the arguments of an operator, as a dispatch mode gets it."""
-    return [argument.name for argument in operator._schema.arguments]
-
-
-def process_group_named(name: str) -> Any:
-    """Return the process group to which functional collectives refer by this name."""
-    if _process_group_named is None:
-        raise ImportError(
-            f"torch {torch.__version__} does not say which process group a functional collective"
-            " uses. Install another version of torch to count its bytes."
-        )
-    return _process_group_named(name)
 
 
 def break_compiled_graph(why: str) -> None:

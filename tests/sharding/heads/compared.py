@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from headwise import Attention
 from headwise.layers.torch_api.state_dict_forms import PACKED, SEPARATE
-from headwise.sharding import Heads, counted_bytes
+from headwise.sharding import Heads
+from tests.sharding.counted_bytes import counted_bytes
 
 HEADS = 12  # divisible by 2 and by 4
 # A call of a layer with the leaves in the place of its inputs.

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from headwise.masks.mask import Mask
-from headwise.sharding import SequenceLayout, attend, counted_bytes, explain_attend
+from headwise.sharding import SequenceLayout, attend, explain_attend
+from tests.sharding.counted_bytes import counted_bytes
 from tests.sharding.ranks import ranks
 
 pytestmark = pytest.mark.slow

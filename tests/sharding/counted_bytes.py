@@ -29,9 +29,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwise.errors import OptionError
-from headwise.support import private_torch
 from headwise.support.message_text import human_bytes
 
 
@@ -76,9 +76,9 @@ def counted_bytes() -> Iterator[SentBytes]:
         yield sent
 
 
-class _CollectiveCounter(private_torch.DispatchMode):  # type: ignore[misc]
+class _CollectiveCounter(TorchDispatchMode):
     def __init__(self, sent: SentBytes) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sent = sent
 
     def __torch_dispatch__(
@@ -87,17 +87,13 @@ class _CollectiveCounter(private_torch.DispatchMode):  # type: ignore[misc]
         namespace, _, name = func.name().partition("::")
         operator = name.split(".")[0].rstrip("_")
         if namespace in NAMESPACES and operator not in SILENT:
-            names = private_torch.argument_names(func)
+            names = [argument.name for argument in func._schema.arguments]
             self._count_call(operator, {**dict(zip(names, args, strict=False)), **(kwargs or {})})
         return func(*args, **(kwargs or {}))
 
     def _count_call(self, operator: str, arguments: dict[str, Any]) -> None:
         if operator not in KINDS:
-            raise OptionError(
-                saw=f"the collective {operator} inside counted_bytes()",
-                needed=f"one of {', '.join(sorted(KINDS))}",
-                do="leave this call out of the context",
-            )
+            raise NotImplementedError(f"the collective {operator} inside counted_bytes()")
         kind = KINDS[operator]
         self._sent.by_kind[kind] += FORMULAS[kind](_CollectiveCall(arguments))
         self._sent.calls[kind] += 1
@@ -124,7 +120,7 @@ class _CollectiveCall:
     def _group(self) -> dist.ProcessGroup:
         group: Any = self.arguments.get("process_group", self.arguments.get("group_name"))
         if isinstance(group, str):
-            group = private_torch.process_group_named(group)
+            group = _resolve_process_group(group)  # type: ignore[arg-type]
         return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
     @property

@@ -1,1 +1,0 @@
-"""Computed costs of attention over many GPUs: memory, operations, bytes on the wire and time."""
