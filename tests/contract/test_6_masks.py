@@ -12,6 +12,7 @@ from headwise.errors import HeadwiseError
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from tests.contract.layers import identity_layer, inputs
+from tests.honest import hides_a_whole_sequence
 
 
 def test_the_two_conventions_of_torch_are_opposite_and_each_is_named() -> None:
@@ -27,6 +28,7 @@ def test_the_two_conventions_of_torch_are_opposite_and_each_is_named() -> None:
     assert not AttentionMatrix(q, k, mask=Mask.from_torch(marked)).dense()[..., marked].any()
 
 
+@hides_a_whole_sequence
 def test_minus_infinity_masks_and_the_lowest_number_does_not() -> None:
     layer, x = identity_layer(torch.float32), inputs(torch.float32)
     low = torch.finfo(torch.float32).min

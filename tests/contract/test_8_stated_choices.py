@@ -9,6 +9,7 @@ from hypothesis import given
 from headwise import MultiheadAttention
 from headwise.attention_matrix import AttentionMatrix
 from tests.contract.layers import identity_layer, inputs
+from tests.honest import hides_a_whole_sequence
 from tests.strategies import Problem, problems
 
 
@@ -41,6 +42,7 @@ def test_the_hint_alone_is_refused_on_every_path(training: bool, grad: bool) -> 
         layer(x, x, x, is_causal=True)
 
 
+@hides_a_whole_sequence
 @pytest.mark.parametrize("slots", [{"add_bias_kv": True}, {"add_zero_attn": True}])
 def test_appended_slots_may_always_be_attended(slots: dict[str, bool]) -> None:
     layer = MultiheadAttention(24, 4, batch_first=True, **slots).double()  # type: ignore[arg-type]

@@ -90,6 +90,12 @@ TRACE_IS_FIXED = Note(
     "A trace is for the lengths it was made at. At others it raises or is wrong, as torch warns "
     "while tracing (TracerWarning). torch.export has lengths that vary.",
 )
+NO_SCRIPT = Note(
+    "script",
+    "NotSupportedError: TorchScript compiles the source of a layer, and lacks parts of Python that "
+    "headwise uses. The same layers script as torch's classes: script before `upgrade`, or use "
+    "torch.export or torch.compile.",
+)
 
 NOTES = {
     note.key: note
@@ -106,6 +112,7 @@ NOTES = {
         REGISTERED,
         DENSE_ONNX,
         TRACE_IS_FIXED,
+        NO_SCRIPT,
     )
 }
 

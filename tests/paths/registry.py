@@ -119,4 +119,5 @@ PATHS = (
         traces=True,
     ),
     Path("jit", "torch.jit.trace, saved and loaded", RUNNING, traced.jit_traced, traces=True),
+    Path("jit-script", "torch.jit.script", UNSEEN, traced.jit_scripted),
 )

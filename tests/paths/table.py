@@ -23,8 +23,8 @@ which fail when this page is not what they find. `python -m tests.paths --write`
   budget of the float64 reference, or the same bits as in eager mode. Where lengths can vary, one
   graph served short and long ones.
 - **raises**: it does not work; the note says what was raised and what to do.
-- **–**: not run, since it would say nothing new: dropout where nothing trains, and the graphs of
-  torch.compile that inductor would compile a second time.
+- **–**: not run, since it would say nothing new: dropout where nothing trains, the graphs of
+  torch.compile that inductor would compile a second time, and TorchScript of what is no layer.
 - A number is a note below. It is there only while it is true.
 
 No queries x keys is written ([clause 5](contract.md#5-memory-and-inputs)) unless a note says so.

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.export import Dim
+from torch.jit.frontend import NotSupportedError
 
+from headwise import MultiheadAttention
 from tests.paths.in_eager import hint_needed, judge
 from tests.paths.measure import (
     LENGTHS,
@@ -34,12 +36,14 @@ from tests.paths.measure import (
 )
 from tests.paths.outcomes import (
     BLOCKS,
+    NO_SCRIPT,
     NOT_RUN,
     REGISTERED,
     TRACE_IS_FIXED,
     Note,
     Outcome,
     dense_notes,
+    raises,
     refused,
     works,
 )
@@ -274,6 +278,26 @@ def jit_traced(subject: Subject) -> Outcome:
         fixed = is_fixed(subject, module, call)
     assert any(issubclass(w.category, torch.jit.TracerWarning) for w in caught)
     return works(*notes, *((TRACE_IS_FIXED,) if fixed else ()))
+
+
+def jit_scripted(subject: Subject) -> Outcome:
+    """Layers alone: the same modules script as torch's classes."""
+    module = getattr(subject.module(), "inner", None)
+    if module is None:
+        return NOT_RUN
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that scripting is to go
+        try:
+            torch.jit.script(module)
+        except (NotSupportedError, RuntimeError):  # the second after a class has failed once
+            pass
+        else:
+            return works()
+        for part in module.modules():
+            if isinstance(part, MultiheadAttention):
+                part.__class__ = nn.MultiheadAttention
+        torch.jit.script(module)
+    return raises(NO_SCRIPT)
 
 
 def is_fixed(subject: Subject, module: nn.Module, call: Call) -> bool:

@@ -33,7 +33,7 @@ def test_a_graph_warns_of_no_polarity_and_does_not_depend_on_the_warning() -> No
     inputs, options = randn(), CALLS["padding"]
     with torch.no_grad():
         compiled(inputs, inputs, inputs, **options)  # a warning would be an error here
-        assert not ours._has_warned
+        assert not ours._warned
         with pytest.warns(PolarityWarning) as found:
             expected = ours(inputs, inputs, inputs, **options)
         assert found[0].filename == __file__

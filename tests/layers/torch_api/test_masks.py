@@ -77,6 +77,7 @@ def test_recognised_or_not_it_is_the_same_output(dtype: torch.dtype | None, hint
     torch.testing.assert_close(ours(x, x, x, **options), theirs(x, x, x, **options))
 
 
+@hides_a_whole_sequence
 @pytest.mark.parametrize("where", ["attn_mask", "key_padding_mask"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_finfo_min_does_not_mask_and_infinity_does(dtype: torch.dtype, where: str) -> None:

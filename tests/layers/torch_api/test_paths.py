@@ -114,6 +114,7 @@ def test_meta_device() -> None:
             layer(inputs.double(), inputs, inputs)
 
 
+@hides_a_whole_sequence
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", ["plain", "padding"])
 @pytest.mark.parametrize("need_weights", [True, False])

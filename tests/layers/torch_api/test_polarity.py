@@ -1,4 +1,4 @@
-"""A padding mask of the reverse polarity: the drop-in warns where a whole sequence is hidden."""
+"""Masks of the reverse polarity: the drop-in warns, and its warning mends the call."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, AttentionMatrix, Mask, MultiheadAttention, upgrade
 from headwise.errors import PolarityWarning
+from headwise.layers.torch_api import multi_head_attention_forward
 
 BATCH, LENGTH, EMBED, HEADS = 3, 7, 12, 4
 X = torch.randn(BATCH, LENGTH, EMBED)
@@ -76,15 +77,117 @@ def test_a_copy_has_warned_where_its_original_has(
     assert original.state_dict().keys() == before.state_dict().keys()
 
 
+TRIL = torch.ones(LENGTH, LENGTH).tril()
+ALL, LOWER = TRIL >= 0, TRIL == 1
+EVERY_KEY = "hides every key of every"
+EARLIER = "hides the key of each query and all before it, and so all of the last query"
+ADDED = "holds 0 and 1 in torch."
+HIDDEN = torch.ones(BATCH, LENGTH).bool()
+
+
+def infinite(hidden: Tensor) -> Tensor:
+    return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("mask", "sign", "mend"),
+    [
+        ({"key_padding_mask": HIDDEN}, EVERY_KEY, {"key_padding_mask": ~HIDDEN}),
+        ({"key_padding_mask": infinite(HIDDEN)}, EVERY_KEY, {"key_padding_mask": ~HIDDEN}),
+        ({"key_padding_mask": REVERSED.float()}, ADDED, {"key_padding_mask": ~REVERSED}),
+        ({"key_padding_mask": REVERSED.bfloat16()}, ADDED, {"key_padding_mask": ~REVERSED}),
+        ({"attn_mask": LOWER}, EARLIER, {"attn_mask": ~LOWER}),
+        ({"attn_mask": infinite(LOWER)}, EARLIER, {"attn_mask": ~LOWER}),
+        ({"attn_mask": LOWER.repeat(BATCH * HEADS, 1, 1)}, EARLIER, {"attn_mask": ~LOWER}),
+        ({"attn_mask": TRIL}, ADDED, {"attn_mask": ~LOWER}),
+        ({"attn_mask": TRIL.repeat(BATCH * HEADS, 1, 1)}, ADDED, {"attn_mask": ~LOWER}),
+        ({"attn_mask": ALL}, EVERY_KEY, {"attn_mask": None}),
+        ({"attn_mask": infinite(ALL)}, EVERY_KEY, {"attn_mask": None}),
+    ],
+)  # fmt: skip
+def test_each_sign_is_found_once_and_its_line_mends_it(
+    mask: dict[str, Tensor], sign: str, mend: dict[str, Tensor | None]
+) -> None:
+    ours, (name,) = layer(), mask
+    with pytest.warns(PolarityWarning) as found:
+        ours(X, X, X, **mask)
+    assert len(found) == 1
+    saw, _, do = str(found[0].message).splitlines()
+    assert saw.startswith(f"{name} of shape {tuple(mask[name].shape)} {sign}")
+    assert found[0].filename == __file__
+    assert warned(lambda: ours(X, X, X, **mask)) == []
+    # The line of Python of the third line, up to its condition, is run as it stands.
+    code = do.removeprefix("  do:     ").split(";")[0].split(",")[0].split(" if ")[0]
+    given = {"attention_mask": torch.ones(BATCH, LENGTH)} | mask
+    options = eval(f"dict({code})", {}, given)
+    fresh = layer()
+    fresh.load_state_dict(ours.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(fresh(X, X, X, **options), fresh(X, X, X, **mend))
+
+
+def test_the_reverse_of_a_mask_for_more_keys_than_queries() -> None:
+    mask = torch.ones(4, LENGTH).tril(LENGTH - 4).bool()
+    assert len(warned(lambda: layer()(X[:, :4], X, X, attn_mask=mask))) == 1
+    assert warned(lambda: layer()(X[:, :4], X, X, attn_mask=~mask)) == []
+
+
+def test_each_sign_has_its_own_warning() -> None:
+    ours = layer()
+    assert len(warned(lambda: ours(X, X, X, key_padding_mask=HIDDEN, attn_mask=LOWER))) == 2
+    assert len(warned(attend(ours, REVERSED))) == 1
+    assert len(warned(attend(ours, REVERSED.float()))) == 1
+    assert warned(lambda: ours(X, X, X, key_padding_mask=REVERSED.float(), attn_mask=LOWER)) == []
+
+
+def test_long_masks_are_read_to_their_end() -> None:
+    x, mask = torch.randn(1, 600, EMBED), torch.ones(600, 600).tril().bool()
+    assert len(warned(lambda: layer()(x, x, x, attn_mask=mask))) == 1
+    mask[300, 20] = False  # within the third block, and on no edge
+    assert warned(lambda: layer()(x, x, x, attn_mask=mask)) == []
+    zeros_and_ones = (~mask).float()
+    zeros_and_ones[300, 20] = 0.5
+    assert warned(lambda: layer()(x, x, x, attn_mask=zeros_and_ones)) == []
+
+
+def test_the_functional_form_warns_in_each_call() -> None:
+    ours = layer()
+    options = {"in_proj_weight": ours.in_proj_weight, "in_proj_bias": ours.in_proj_bias}
+    options |= {"bias_k": None, "bias_v": None, "add_zero_attn": False, "dropout_p": 0.0}
+    options |= {"out_proj_weight": ours.out_proj.weight, "out_proj_bias": None}
+    x = X.transpose(0, 1)
+    for _ in range(2):
+        with pytest.warns(PolarityWarning, match=EARLIER) as found:
+            multi_head_attention_forward(x, x, x, EMBED, HEADS, **options, attn_mask=LOWER)
+        assert found[0].filename == __file__
+
+
 def test_what_is_no_sign_of_it() -> None:
-    hidden, ours = torch.ones(BATCH, LENGTH, dtype=torch.bool), layer()
+    ours = layer()
     assert warned(attend(ours, ATTENTION_MASK == 0)) == []
-    assert warned(attend(ours, hidden)) == []  # all are hidden: of a batch without tokens
-    assert warned(attend(ours, ~hidden)) == []
-    assert warned(attend(ours, hidden[0], X[0])) == []  # one sequence, without a batch
-    assert warned(attend(ours, hidden.float().masked_fill(hidden, -1e9))) == []  # a number
-    assert warned(attend(ours.to("meta"), REVERSED.to("meta"), X.to("meta"))) == []  # no values
-    assert not ours._has_warned
+    assert warned(attend(ours, ~HIDDEN)) == []
+    assert warned(attend(ours, HIDDEN.float().masked_fill(HIDDEN, -1e9))) == []  # a number
+    meta = layer().to("meta")
+    assert warned(attend(meta, REVERSED.to("meta"), X.to("meta"))) == []  # no values
+    masks = [
+        LOWER.logical_not(),  # causal
+        torch.eye(LENGTH).bool(),  # no query sees itself
+        torch.ones(LENGTH, LENGTH).tril(-1).bool(),  # a query sees itself and later keys
+        torch.zeros(LENGTH, LENGTH),
+        TRIL.clone().requires_grad_(),  # a learned bias
+        2 * TRIL,
+        infinite(~LOWER),
+        torch.zeros(LENGTH, LENGTH).masked_fill(TRIL == 0, -1e9),
+    ]
+    for mask in masks:
+        assert warned(lambda mask=mask: ours(X, X, X, attn_mask=mask)) == []
+    assert not ours._warned
+
+
+def test_a_sequence_without_a_batch_axis() -> None:
+    assert len(warned(attend(layer(), HIDDEN[0], X[0]))) == 1
+    assert warned(attend(layer(), ~HIDDEN[0], X[0])) == []
 
 
 def test_lengths_of_zero_are_meant() -> None:

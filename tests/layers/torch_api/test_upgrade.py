@@ -51,6 +51,12 @@ def pickled(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 
 
+def test_the_report_says_what_fails_from_now_on() -> None:
+    report = str(upgrade(nn.MultiheadAttention(EMBED, HEADS)))
+    assert "fails now    torch.jit.script of a swapped layer; use torch.export" in report
+    assert "torch.jit.script" not in str(upgrade(nn.Linear(2, 3)))
+
+
 # ---- really called ----------------------------------------------------------------------------
 
 

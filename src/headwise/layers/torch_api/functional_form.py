@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from headwise.layers.torch_api import torch_checks
+from headwise.layers.torch_api.polarity import warn_of_polarity
 from headwise.layers.torch_api.shared_forward import (
     CallOptions,
     ProjectionParameters,
@@ -61,4 +62,5 @@ def multi_head_attention_forward(
     dropout = dropout_p if training else 0.0
     options = CallOptions(*masks, *returned, dropout, static_k=static_k, static_v=static_v)
     heads, attention = attend_before_out_proj(query, key, value, parameters, options)
+    warn_of_polarity(key_padding_mask, attn_mask, stacklevel=2)
     return linear(heads, out_proj_weight, out_proj_bias), attention

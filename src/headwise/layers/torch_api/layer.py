@@ -11,14 +11,12 @@ Signature, parameters and conventions are torch's. docs/contract.md lists the di
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.errors import PolarityWarning
 from headwise.layers.compute_some_heads import HeadPart
 from headwise.layers.explanation import LayerExplanation
 from headwise.layers.torch_api import state_dict_forms, torch_checks
@@ -26,14 +24,13 @@ from headwise.layers.torch_api.head_part_call import (
     attend_head_part_before_out_proj,
     make_head_part_call,
 )
+from headwise.layers.torch_api.polarity import warn_of_polarity
 from headwise.layers.torch_api.shared_forward import (
     CallOptions,
     attend_before_out_proj,
     explain_forward,
 )
-from headwise.layers.torch_api.torch_masks import indices_of_fully_hidden_sequences
 from headwise.support.explain_wrong_arguments import require_tensors
-from headwise.support.tracing import may_check_values
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -44,9 +41,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ``attn_mask`` and never changes the output. Every query may attend to the slots of
     ``add_bias_kv`` and ``add_zero_attn``.
 
-    The layer warns once (`PolarityWarning`, in eager mode on the CPU) when a ``key_padding_mask``
-    hides all keys of some sequences but not of others: Hugging Face's ``attention_mask`` (1 = real)
-    passed as ``key_padding_mask`` does that.
+    The layer warns (`PolarityWarning`, in eager mode on the CPU) of masks that may have the reverse
+    polarity, once for each sign: a ``key_padding_mask`` that hides all keys of a sequence, as
+    Hugging Face's ``attention_mask`` (1 = real) does; an ``attn_mask`` that hides everything, or
+    each query's own key and all before it; and a float mask of 0 and 1, which hides nothing.
 
     torch's encoder layers do not call this layer in eval under no_grad: their fused path reads its
     weights. ``headwise.upgrade(model)`` switches that path off.
@@ -59,7 +57,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     """
 
     # Class attributes, since `upgrade` does not call __init__.
-    _has_warned = False
+    _warned: frozenset[str] = frozenset()  # the signs of the reverse polarity that were found
     part: HeadPart | None = None  # the heads that this module computes, if not all
 
     def __init__(
@@ -138,8 +136,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         masks = (key_padding_mask, attn_mask, is_causal)
         options = self._make_call_options(*masks, need_weights, average_attn_weights)
         heads, weights = self._attend(query, key, value, options)
-        if key_padding_mask is not None:
-            self._warn_of_hidden_sequences(key_padding_mask)
+        self._warn_of_polarity(key_padding_mask, attn_mask)
         return self.out_proj(heads), weights
 
     def explain(
@@ -192,19 +189,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         call = make_head_part_call(query, key, value, self, options, part=self.part)
         return attend_head_part_before_out_proj(call, part=self.part)
 
-    def _warn_of_hidden_sequences(self, padding: Tensor) -> None:
-        """Warn once for each layer of padding that may have the reverse polarity."""
-        if not may_check_values(padding) or self._has_warned:
+    def _warn_of_polarity(self, padding: Tensor | None, attn_mask: Tensor | None) -> None:
+        # A graph that reads `_warned` would be compiled again after a warning.
+        if (padding is None and attn_mask is None) or torch.compiler.is_compiling():
             return
-        if hidden := indices_of_fully_hidden_sequences(padding):
-            self._has_warned = True
-            message = f"""\
-key_padding_mask of shape {tuple(padding.shape)} hides every key of sequence {hidden[0]}, \
-but not of every sequence
-  needed: True (or -inf) where a key is hidden; attention_mask of Hugging Face is the reverse
-  do:     key_padding_mask=attention_mask == 0; ignore this if sequence {hidden[0]} is empty"""
-            # Frames up to the layer's caller: this one, forward, and two of Module.__call__.
-            warnings.warn(message, PolarityWarning, stacklevel=5)
+        # Frames up to the layer's caller: this one, forward, and two of Module.__call__.
+        signs = warn_of_polarity(padding, attn_mask, self._warned, stacklevel=5)
+        if signs != self._warned:
+            self._warned = signs
 
     def _load_from_state_dict(
         self,

@@ -70,15 +70,6 @@ def _convert_mask(
     return None, ScoreBias.dense(cast_bias(mask, dtype), axes=axes)
 
 
-def indices_of_fully_hidden_sequences(padding: Tensor) -> list[int]:
-    """Return the sequences whose keys are all hidden; none if that holds for every sequence."""
-    if padding.dim() != 2:
-        return []  # one sequence, without a batch axis
-    hides = padding if padding.dtype == torch.bool else padding == -torch.inf
-    hidden: list[bool] = hides.all(-1).tolist()
-    return [] if all(hidden) else [index for index, is_hidden in enumerate(hidden) if is_hidden]
-
-
 def is_causal(mask: Tensor, *, hinted: bool) -> bool:
     """True if a 2-D mask hides exactly the later keys, so that the causal kernel can be used.
 

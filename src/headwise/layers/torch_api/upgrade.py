@@ -27,6 +27,7 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.support.module_modes import evaluation_mode
 from headwise.support.tensor_containers import iterate_leaves
 
+SCRIPTING = "torch.jit.script of a swapped layer; use torch.export, or script the model before"
 PRINTED = 4  # entries of each printed list
 BATCH, LENGTH, SEED = 3, 17, 0  # of the input on which a layer is measured
 
@@ -140,6 +141,7 @@ class Upgrade:
                 f"{_display_name(name)}: {a}" for name, a in self.switched_off.items()
             ],
             "change": str(self.change).splitlines() if self.swapped else [],
+            "fails now": [SCRIPTING] if self.swapped else [],
         }
         if any(a.startswith("use_nested_tensor") for a in self.switched_off.values()):
             cause = "padded positions are now computed; torch's nested path returned zeros there"
@@ -161,6 +163,9 @@ def upgrade(model: nn.Module, *inputs: Any, **options: Any) -> Upgrade:
     `upgrade` measures the change of each layer's output on a seeded random input, in eval mode
     under no_grad. With example ``inputs`` and ``options`` it also runs the whole model before and
     after. Modes and random state are restored; hooks run during these runs.
+
+    `torch.jit.script` of a swapped layer fails, where torch's layer scripts; the report says so.
+    Use torch.export or torch.compile, or script the model before.
 
     Subclasses of torch's layer, and layers whose ``forward`` was replaced on the instance, are not
     swapped, since their changes would be lost.
