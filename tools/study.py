@@ -58,16 +58,24 @@ def record_as_text(record: dict[str, Any]) -> str:
 def render_page(record: dict[str, Any]) -> str:
     """Return the text of docs/study.md."""
     setting = ", ".join(f"{name} {value}" for name, value in record["setting"].items())
-    return "\n".join([HEAD.format(setting=setting), *map(render_section, answers_of(record))])
+    answers = answers_of(record)
+    contents = [
+        f"{count}. [{each.question.asks}](#{each.question.id}) {each.short_verdict}"
+        for count, each in enumerate(answers, 1)
+    ]
+    return "\n".join([HEAD.format(setting=setting), *contents, "", *map(render_section, answers)])
 
 
 def render_section(answer: Answer) -> str:
-    """Return the section of a question: verdict, picture, reason, facts and figures."""
+    """Return the section of a question: verdict, picture, reason, facts and figures.
+
+    The picture's caption is text below it, so its alternative text does not repeat the caption.
+    """
     question = answer.question
     parts = [
-        f"## {question.asks}",
+        f'<a id="{question.id}"></a>\n\n## {question.asks}',
         f"**{answer.verdict}**",
-        f"![{answer.fill(question.caption)}](images/study/{question.id}.svg)",
+        f"![The picture that the next paragraph describes](images/study/{question.id}.svg)",
         f"*{answer.fill(question.caption)}*",
         answer.fill(question.why),
         f"`headwise study {question.id}` measured:",

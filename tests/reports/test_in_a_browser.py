@@ -42,6 +42,24 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return page
 
 
+def test_the_first_screen_of_the_study_has_every_answer_beside_its_question(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    page = tmp_path / "study.html"
+    page.write_text(recorded_study(), "utf-8")
+    with browser.open(page, width=1280, height=720, script=False) as opened:
+        rows = opened.page.locator("#questions li")
+        assert rows.count() == 12
+        for row in rows.all():
+            question, answer = row.locator("a").bounding_box(), row.locator("span").bounding_box()
+            assert question is not None
+            assert answer is not None
+            assert question["x"] + question["width"] <= answer["x"]
+            assert abs(question["y"] - answer["y"]) < 5
+            assert answer["y"] + answer["height"] <= 720
+            assert len(row.locator("span").inner_text()) > 10
+
+
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (900, True), (390, False)])
 def test_every_picture_is_drawn_and_nothing_overflows(
     browser: Chromium, path: Path, width: int, dark: bool

@@ -28,6 +28,9 @@ def test_everything_that_is_said_is_on_the_page() -> None:
     (section,) = page.all("section", id="made-up")
     assert section.all("h2")[0].text == 'Are two and two <four> & "more"?'
     assert section.all("div", class_="status")[0].text == "Yes: the sum <is> 4."
+    assert [li.text for li in page.all("li")[:1]] == [
+        'Are two and two <four> & "more"? Yes: the sum <is> 4.'
+    ]
     assert section.all("figcaption")[0].text == 'Two "bars", 1.0 and 2.5.'
     assert "Because 4 & nothing else." in section.text
     assert "They are four." in section.text

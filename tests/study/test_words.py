@@ -32,7 +32,7 @@ def test_a_number_that_was_not_measured_is_an_error() -> None:
         ("sci", -0.03, "-3.0 × 10⁻²"),
         ("sci", 0, "0"),
         ("percent", 0.337, "34 %"),
-        ("percent", 0.0123, "1 %"),
+        ("percent", 0.0123, "1.2 %"),
         ("percent", 0.00123, "0.12 %"),
         ("percent", 0.0, "0 %"),
         ("shape", [2, 12, 256], "(2, 12, 256)"),

@@ -103,6 +103,11 @@ class Answer:
         return f"The experiment did not confirm the claim. These facts do not hold: {failed}."
 
     @property
+    def short_verdict(self) -> str:
+        """The first sentence of the answer, for lists of questions."""
+        return re.split(r"(?<=\.)\s+(?=[A-Z])", self.verdict, maxsplit=1)[0]
+
+    @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows of the table with their numbers; empty if there is no table."""
         table = self.question.table
@@ -158,8 +163,8 @@ def round_numbers_for_json(value: Any) -> Any:
 def fill_template(template: str, numbers: Mapping[str, Any]) -> str:
     """Replace ``{key}``, ``{key[inner]}`` and ``{key[0]}`` by the numbers.
 
-    The format after a colon is one of Python's, or ``sci`` (1.9 × 10⁻⁶), ``percent`` (34 %; 0.12 %
-    below 1 %), ``shape`` ((2, 12, 256)), ``list`` (1, 2, 4) or ``yesno``.
+    The format after a colon is one of Python's, or ``sci`` (1.9 × 10⁻⁶), ``percent`` (34 %; 1.2 %
+    below 10 %), ``shape`` ((2, 12, 256)), ``list`` (1, 2, 4) or ``yesno``.
     """
     return _Template().vformat(template, (), numbers)
 
@@ -190,7 +195,7 @@ class _Template(string.Formatter):
             case "sci":
                 return format_scientific(float(value))
             case "percent":
-                small = 0 < abs(value) < 0.01
+                small = 0 < abs(value) < 0.1
                 return f"{100 * value:{'.2g' if small else '.0f'}}\u00a0%"
             case "shape":
                 inner = ", ".join(map(str, value))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise import reference
 from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.native.attention import Attention
 from headwise.study.questions import gradients
@@ -36,6 +37,23 @@ def test_a_layer_with_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionMatrix, "__matmul__", loud)
     (words,) = failed_facts(QUESTION)
     assert words.startswith("the closed formulas")
+
+
+def test_a_softmax_step_without_its_row_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "softmax_gradient", torch.mul)
+    words = failed_facts(QUESTION)
+    assert words[0].startswith("the formula of the softmax's step")
+
+
+def test_one_softmax_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then dS of the single head is the sum of the heads' too."""
+
+    def even(s: Tensor, sink: Tensor | None = None) -> Tensor:
+        return 0 * s + 1 / s.shape[-1]
+
+    monkeypatch.setattr(reference, "weights_from_scores", even)
+    found = failed_facts(QUESTION)
+    assert any(words.startswith("up to this step one head has the sums") for words in found)
 
 
 def test_heads_whose_queries_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,25 @@ def test_an_encoder_with_one_head_has_nothing_to_merge(monkeypatch: pytest.Monke
     assert_fails(asked(), 5)
 
 
+def test_positive_tokens_are_a_condition_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With default initialisation the difference depends on the tokens."""
+    answer = asked()
+    cases = answer.numbers["cases"]
+    assert cases["own"]["apart"] > 10 * cases["positive"]["apart"] > 0
+    assert "for tokens from torch.randn and" in answer.verdict
+    # Signed tokens in the place of the positive ones.
+    make = same_function.make_samples
+    monkeypatch.setattr(
+        same_function,
+        "make_samples",
+        lambda tokens, matrices, *factors: make(
+            "randn" if matrices == "own" else tokens, matrices, *factors
+        ),
+    )
+    cases = asked().numbers["cases"]
+    assert cases["own"]["apart"] == cases["positive"]["apart"]
+
+
 # ---- what it measures with -----------------------------------------------------------------------
 
 
@@ -158,7 +177,7 @@ def test_seeds_are_explained_where_they_are_equal_for_the_reason() -> None:
 
 
 def test_all_seeds_have_the_output_projection_of_one_more() -> None:
-    (own,) = same_function.make_samples("own", 1.0)
+    (own,) = same_function.make_samples("randn", "own", 1.0)
     torch.manual_seed(same_function.SEEDS)
     layer = nn.MultiheadAttention(same_function.EMBED_DIM, same_function.HEADS)
     assert torch.equal(own.wo, layer.out_proj.weight.mT)

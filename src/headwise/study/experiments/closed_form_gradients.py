@@ -9,12 +9,13 @@ gradient of the loss. Then, summed over the batch,
 
     dL/dWo = G.T o
     dL/dWv = (P.T dO).T source                        dO = G Wo
-    dL/dWq = scale * (dS k).T x                       dS = P * (dO v.T - D)
-    dL/dWk = scale * (dS.T q).T source                D = sum over the keys of P * (dO v.T)
+    dL/dWq = scale * (dS k).T x                       dP = dO v.T
+    dL/dWk = scale * (dS.T q).T source                dS = P * (dP - rowsum(P * dP))
 
-dS is the gradient of the scores. The derivative of weight p_j by score s_i is
-p_j * ((i == j) - p_i), so a score's gradient depends on how far its key exceeds D, the average over
-the row. Only G depends on the other heads.
+dP is the gradient of the weights, and dS that of the scores. The step from dP to dS is the
+softmax's: the derivative of weight p_j by score s_i is p_j * ((i == j) - p_i), so a score's
+gradient depends on how far its key exceeds the average of dP over the row. All other steps are
+matrix products. Only G depends on the other heads.
 """
 
 from __future__ import annotations
@@ -70,14 +71,26 @@ def projection_gradients(forward: ForwardPass) -> WeightGradients:
     scale = reference.default_scale(q) if scale is None else scale
     weights = reference.weights(q, k, mask=mask, scale=scale)
     of_outputs = upstream[:, None] @ wo
-    of_weights = of_outputs @ v.mT
-    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+    of_scores = softmax_gradient(weights, of_outputs @ v.mT)
     return WeightGradients(
         wq=_sum_gradient_over_tokens(scale * (of_scores @ k), x),
         wk=_sum_gradient_over_tokens(scale * (of_scores.mT @ q), source),
         wv=_sum_gradient_over_tokens(weights.mT @ of_outputs, source),
         wo=_sum_gradient_over_tokens(weights @ v, upstream).mT,
     )
+
+
+def softmax_gradient(
+    weights: Float[Tensor, "batch heads queries keys"],
+    of_weights: Float[Tensor, "batch heads queries keys"],
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Compute dS = P * (dP - rowsum(P * dP)), the gradient of the scores from that of the weights.
+
+    Args:
+        weights: P, the softmax of the scores over the keys.
+        of_weights: dP, the gradient of the weights.
+    """
+    return weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
 
 
 def rounding_bounds(forward: ForwardPass) -> WeightGradients:
@@ -99,7 +112,7 @@ def rounding_bounds(forward: ForwardPass) -> WeightGradients:
     )
     floors = rounding.gradient_floors(rows, q, k, v, of_outputs, scale=scale, bias_gradient=None)
     of_weights, weights_error = of_outputs @ v.mT, error @ v.abs().mT
-    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+    of_scores = softmax_gradient(weights, of_weights)
     scores_error = weights * (weights_error + (weights * weights_error).sum(-1, keepdim=True))
     outputs_error = rounding.product_floor(rows, v)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from headwise import reference
+from headwise.error_budget import rounding
+from headwise.error_budget.rounding import Roundoff, sum_error_bound
 from headwise.layers.native.attention import Attention
 from headwise.study.drawing_helpers import INK, SERIES, SOFT, Axes, Figure, style_axes
 from headwise.study.experiments.closed_form_gradients import (
@@ -17,6 +19,7 @@ from headwise.study.experiments.closed_form_gradients import (
     WeightGradients,
     projection_gradients,
     rounding_bounds,
+    softmax_gradient,
 )
 from headwise.study.research_question import Fact, FactTable, Numbers, Question
 from headwise.support.progress_callback_type import Progress
@@ -41,6 +44,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         bounds[heads] = join_head_gradients(rounding_bounds(forward))
         formulas[heads] = join_head_gradients(projection_gradients(forward))
     pairs = {n: (gradients_of[1][n], gradients_of[many][n]) for n in WEIGHTS}
+    steps = {heads: softmax_step(forward_pass(layers[heads], x, upstream)) for heads in (1, many)}
     return {
         "length": LENGTH,
         "many": many,
@@ -54,6 +58,11 @@ def measure(progress: Progress) -> dict[str, Any]:
             max(relative_differences(gradients_of[heads], formulas[heads]).values())
             for heads in COUNTS
         ),
+        "softmax_share": max(
+            float(((step.tensors["dS"] - step.by_autograd).abs() / step.rounding["dS"]).max())
+            for step in steps.values()
+        ),
+        "merged": compare_with_merged_heads(steps[1], steps[many]),
         "reach": {
             str(heads): score_gradient_pattern(layers[heads], x, blocks=many) for heads in (1, many)
         },
@@ -114,6 +123,67 @@ def join_head_gradients(of_heads: WeightGradients) -> dict[str, Tensor]:
 
 
 # ---- what is measured ------------------------------------------------------------------------
+
+
+class SoftmaxStep(NamedTuple):
+    """The softmax of every head of a layer, forward and backward.
+
+    Attributes:
+        tensors: scores; dP, the gradient of the weights; dS, that of the scores, by the formula.
+        rounding: the largest error that rounding makes in each of ``tensors``.
+        by_autograd: dS as autograd computes it.
+    """
+
+    tensors: dict[str, Tensor]
+    rounding: dict[str, Tensor]
+    by_autograd: Tensor
+
+
+def softmax_step(forward: ForwardPass) -> SoftmaxStep:
+    """Compute the softmax's step of a layer, with its gradient by the formula and by autograd."""
+    q, k, v, scale = forward.q, forward.k, forward.v, reference.default_scale(forward.q)
+    scores = reference.scores(q, k, scale=scale).requires_grad_()
+    weights = reference.weights_from_scores(scores)
+    of_outputs = forward.upstream[:, None] @ forward.wo
+    (by_autograd,) = torch.autograd.grad(weights @ v, scores, of_outputs)
+    of_weights = of_outputs @ v.mT
+    r = Roundoff.of(q.dtype)
+    rows = rounding.row_rounding(q, k, r, mask=None, scale=scale)
+    floors = rounding.gradient_floors(
+        rows, q, k, v, of_outputs, scale=scale, bias_gradient=lambda gradient: gradient
+    )
+    # Of a sum of products, of its factor, and of a sum over heads.
+    error = r.u * (sum_error_bound(EMBED_DIM) + 4)
+    return SoftmaxStep(
+        {
+            "scores": scores.detach(),
+            "dP": of_weights,
+            "dS": softmax_gradient(weights.detach(), of_weights),
+        },
+        {
+            "scores": error * scale * (q.abs() @ k.abs().mT),
+            "dP": error * (of_outputs.abs() @ v.abs().mT),
+            "dS": floors["score_bias"],
+        },
+        by_autograd,
+    )
+
+
+def compare_with_merged_heads(single: SoftmaxStep, many: SoftmaxStep) -> dict[str, float]:
+    """Compare the tensors of a single head with those of many heads, added up over the heads.
+
+    The sum of scores is divided by the root of the number of heads. "scores", "dP" and "dS" are
+    the largest differences, over the largest that rounding allows; "apart" is the relative
+    difference of dS.
+    """
+    root = many.by_autograd.shape[1] ** 0.5
+    factors = {"scores": 1 / root, "dP": 1.0, "dS": 1.0}
+    ratios, gap = {}, torch.empty(0)
+    for name, factor in factors.items():
+        gap = single.tensors[name][:, 0] - factor * many.tensors[name].sum(1)
+        allowed = single.rounding[name][:, 0] + factor * many.rounding[name].sum(1)
+        ratios[name] = float((gap.abs() / allowed).max())
+    return ratios | {"apart": float(gap.norm() / single.tensors["dS"].norm())}
 
 
 def relative_differences(
@@ -299,6 +369,19 @@ QUESTION = Question(
             lambda n: n["formula_share"] <= 1,
         ),
         Fact(
+            "the formula of the softmax's step, dS = P * (dP - rowsum(P * dP)), gives autograd's "
+            "gradient of the scores: the largest difference is {softmax_share:sci} of what "
+            "rounding allows",
+            lambda n: n["softmax_share"] <= 1,
+        ),
+        Fact(
+            "up to this step one head has the sums of the {many} heads, within rounding. Its dP is "
+            "the sum of theirs; its scores are the sum of theirs divided by the root of {many}. "
+            "After this step dS of the one head and the sum of dS of {many} heads have a "
+            "relative difference of {merged[apart]:percent}",
+            lambda n: max(n["merged"]["scores"], n["merged"]["dP"]) <= 1 < n["merged"]["dS"],
+        ),
+        Fact(
             "the scores of each of {many} heads have a gradient in the head's own rows of wq and "
             "wk, and exactly zero in all other weights. The scores of a single head have a "
             "gradient in all rows of both",
@@ -350,12 +433,17 @@ QUESTION = Question(
     "single softmax determines the gradient of every row; with {many} heads each softmax "
     "determines only its head's rows. The cosine of the two gradients is {cosine[q]:.2f} in wq but "
     "{cosine[v]:.2f} in wv.",
-    why="wq and wk act only through the scores; wv and wo act on the heads' averages, and their "
-    "gradients differ less. Narrower heads also have scores of lower rank: over {length} tokens "
-    "the rank is {ranks[1][0]} with one head, {ranks[2][0]} with two and {ranks[8][0]} with "
-    "{many}, which is head_dim. In the table's formulas x is the input, P a head's attention "
-    "weights and o = P v its output. G is the loss's gradient by the layer's output, and dS the "
-    "gradient by the head's scores.",
+    why="The softmax's step is the only place where one head and {many} differ. Backward it is "
+    "dS = P * (dP - rowsum(P * dP)), separately in each head. P are the head's attention weights, "
+    "dP = G wo vᵀ their gradient, dS the gradient of the scores; * multiplies entry by entry, and "
+    "rowsum adds up a query's keys. "
+    "G is the gradient of the layer's output. Every other step is a matrix product of the same "
+    "numbers: up to the softmax's step the scores and dP of one head are sums of those of {many}. "
+    "But one head has one P and one dS for all its columns, and {many} heads have one each for "
+    "their own columns. Both wq and wk get their gradients through dS alone; wv and wo get theirs "
+    "through P, and differ less. Narrower heads also have scores of lower rank: over {length} "
+    "tokens the rank is {ranks[1][0]} with one head, {ranks[2][0]} with two and {ranks[8][0]} with "
+    "{many}, which is head_dim. In the table x is the input and o = P v a head's output.",
     caption="Above: the columns are parts of the four weight matrices (of wq, wk and wv the rows "
     "that belong to one of {many} heads, of wo the columns). Coloured: the head's scores have a "
     "gradient there; grey: the gradient is exactly zero. Below, left: the cosine between the "
@@ -367,20 +455,25 @@ QUESTION = Question(
     draw=draw,
     table=FactTable(
         columns=("matrix", "gradient per head", "cosine", "difference, first step", "last step"),
-        rows=tuple(
-            (
-                f"w{name} ({word})",
-                formula,
-                f"{{cosine[{name}]:.2f}}",
-                f"{{distance[{name}][1]:percent}}",
-                f"{{distance[{name}][-1]:percent}}",
-            )
-            for (name, word), formula in zip(
-                WEIGHTS.items(),
-                ("scale × (dS k)ᵀ x", "scale × (dSᵀ q)ᵀ x", "(Pᵀ G wo)ᵀ x", "Gᵀ o"),
-                strict=True,
-            )
+        rows=(
+            *(
+                (
+                    f"w{name} ({word})",
+                    formula,
+                    f"{{cosine[{name}]:.2f}}",
+                    f"{{distance[{name}][1]:percent}}",
+                    f"{{distance[{name}][-1]:percent}}",
+                )
+                for (name, word), formula in zip(
+                    WEIGHTS.items(),
+                    ("scale × (dS k)ᵀ x", "scale × (dSᵀ q)ᵀ x", "(Pᵀ G wo)ᵀ x", "Gᵀ o"),
+                    strict=True,
+                )
+            ),
+            ("(the softmax)", "dS = P * (dP - rowsum(P * dP))", "–", "–", "–"),
         ),
     ),
-    varies=frozenset({"formula_share", "formula_difference", "roundings", "rounding"}),
+    varies=frozenset(
+        {"formula_share", "formula_difference", "softmax_share", "merged", "roundings", "rounding"}
+    ),
 )
