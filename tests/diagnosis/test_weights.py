@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,13 @@ def test_the_outputs_are_compared_as_well(state: State) -> None:
     assert "`transformer.h.1.attn`: OTHER OUTPUTS; the difference is " in str(found)
 
 
-def test_weights_that_do_not_state_their_heads_ask_for_them(state: State) -> None:
-    layer = torch.nn.MultiheadAttention(30, 5)
-    with pytest.raises(OptionError, match="the sizes of head_dim, heads") as refused:
-        headwise.compare(layer.state_dict(), layer.state_dict())
-    assert refused.value.do.startswith("call headwise.verify(a, b, heads=...)")
-    assert headwise.verify(layer.state_dict(), layer.state_dict(), heads=5)
+def test_counts_that_change_no_verdict_are_not_needed(state: State) -> None:
+    stored = torch.nn.MultiheadAttention(30, 5).state_dict()
+    assert headwise.verify(stored, stored).verdict is Verdict.SAME
+    assert headwise.compare(stored, headwise.convert(stored, "torch-packed", "gpt2", heads=5))
+    with pytest.raises(OptionError, match="outputs, where neither the call nor a config"):
+        headwise.verify(stored, stored, outputs=True)
+    assert headwise.verify(stored, stored, outputs=True, heads=5)
 
 
 def test_layouts_that_are_named(state: State) -> None:
@@ -206,10 +208,57 @@ def test_two_models_are_not_the_same_and_each_is_named(
         assert "the second is " in str(found)
 
 
-def test_most_tensors_are_not_called_equal_where_none_is(llama: State) -> None:
+def test_other_weights_are_different_in_every_layout(llama: State) -> None:
     other = {name: x + 1 for name, x in llama.items()}
     found = headwise.verify(llama, other, heads=4, kv_heads=2)
-    assert "  read as llama and llama\n" in str(found)
+    assert found.verdict is Verdict.DIFFERENT
+    assert "read as llama and llama; no other of " in str(found)
+
+
+def in_metas_names(state: State) -> State:
+    """Llama's tensors under the names of Meta's code; the rows stay where they are."""
+    words = (("model.", ""), ("self_attn.", "attention.w"), ("_proj", ""))
+    return {
+        functools.reduce(lambda name, pair: name.replace(*pair), words, name): x
+        for name, x in state.items()
+    }
+
+
+def test_rows_that_were_not_permuted_are_not_called_the_same(llama: State) -> None:
+    """In Meta's names rotary pairs are neighbours; in Llama's names they may be, in Cohere."""
+    wrong = in_metas_names(llama)
+    right = headwise.convert(llama, "llama", "llama-meta", heads=4, kv_heads=2)
+    named: dict[str, Any] = {"first_layout": "llama-meta", "second_layout": "llama"}
+    for first, verdict in ((wrong, Verdict.DIFFERENT), (right, Verdict.SAME)):
+        for counts in ({"heads": 4, "kv_heads": 2}, {}):
+            found = headwise.verify(first, llama, **counts)
+            assert found.verdict is Verdict.INCONCLUSIVE, str(found)
+            assert found.layouts is None
+            assert "read as llama-meta and llama" in str(found)
+            assert str(found).count("read as llama-meta and ") > 1
+        assert headwise.verify(first, llama, heads=4, kv_heads=2, **named).verdict is verdict
+
+
+def test_numbers_of_heads_are_not_inferred_from_agreement(llama: State) -> None:
+    """The permutation of rows depends on the heads: equal rows do not show that 4 are right."""
+    meta = headwise.convert(llama, "llama", "llama-meta", heads=4, kv_heads=2)
+    named: dict[str, Any] = {"first_layout": "llama-meta", "second_layout": "llama"}
+    found = headwise.verify(meta, llama, **named)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "heads 4, kv_heads 2: attention is equal" in str(found)
+    assert "heads 2 or 8, kv_heads 1 or 4: `model.layers.0.self_attn.` differs" in str(found)
+    assert headwise.verify(meta, llama, heads=4, kv_heads=2, **named)
+    assert headwise.verify(meta, llama, config=LLAMA)
+
+
+def test_the_same_names_and_bytes_are_the_same_in_every_layout(llama: State) -> None:
+    found = headwise.verify(llama, {**llama})
+    assert found.verdict is Verdict.SAME
+    other = headwise.convert(llama, "llama", "cohere", heads=4, kv_heads=2)
+    found = headwise.verify(llama, other, heads=4, kv_heads=2)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "read as llama and cohere" in str(found)
+    assert headwise.verify(llama, other, config=LLAMA).verdict is Verdict.DIFFERENT
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

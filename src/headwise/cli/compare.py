@@ -12,9 +12,7 @@ import typer
 
 from headwise.cli.head_count_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
 from headwise.cli.output import (
-    NO,
-    UNDECIDED,
-    YES,
+    exit_status_of_diagnosis,
     option_text,
     print_result,
     stderr_console,
@@ -87,7 +85,7 @@ def compare(
     options = {"layer": layer, "inputs": inputs, "against_model": against_model, **counts}
     _require_options_that_agree(second, options)
     diagnosis = _compare_and_report(first, second, options, page, as_json=as_json)
-    raise typer.Exit(_exit_status(diagnosis))
+    raise typer.Exit(exit_status_of_diagnosis(diagnosis))
 
 
 def _require_options_that_agree(second: Path | None, options: Mapping[str, Any]) -> None:
@@ -200,11 +198,3 @@ def _print_diagnosis(diagnosis: Diagnosis, console: Console, command: str) -> No
     lines = diagnosis.lines + ([command] if command else [])
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
-
-
-def _exit_status(diagnosis: Diagnosis) -> int:
-    from headwise.diagnosis.diagnosis_result import Verdict
-
-    if diagnosis.verdict is Verdict.INCONCLUSIVE:
-        return UNDECIDED
-    return YES if diagnosis else NO

@@ -38,14 +38,26 @@ INTERRUPTED = 130  # 128 and the number of the signal that Ctrl-C sends
 def suggest_comparison(diagnosis: Diagnosis, first: Path, second: Path) -> str:
     """Return a line with the command that runs a layer of two checkpoints that are not the same.
 
-    It is empty for the same ones, and where a checkpoint lacks tensors, so that no layer may load.
+    It is empty for the same ones, and where a checkpoint lacks tensors or its layout is not known,
+    so that no layer may load.
     """
     tensors = diagnosis.tensors
-    if diagnosis or (tensors is not None and (tensors.only_first or tensors.only_second)):
+    if exit_status_of_diagnosis(diagnosis) != NO or (
+        tensors is not None and (tensors.only_first or tensors.only_second)
+    ):
         return ""
     layer = diagnosis.moves[0].layer if diagnosis.moves else 0
     words = ["headwise", "compare", str(first), str(second), "--layer", str(layer)]
     return f"To run both: {shlex.join(words)}"
+
+
+def exit_status_of_diagnosis(diagnosis: Diagnosis) -> int:
+    """Return the exit status of a verdict."""
+    from headwise.diagnosis.diagnosis_result import Verdict
+
+    if diagnosis.verdict is Verdict.INCONCLUSIVE:
+        return UNDECIDED
+    return YES if diagnosis else NO
 
 
 def exit_status_help(*, yes: str, no: str = "", undecided: str = "") -> str:

@@ -12,6 +12,7 @@ from headwise.cli.output import (
     NO,
     YES,
     created_folder_note,
+    exit_status_of_diagnosis,
     stderr_console,
     suggest_comparison,
 )
@@ -142,4 +143,4 @@ def _run_verification(
         Console(highlight=False, soft_wrap=True).print(line, markup=False)
     if command := suggest_comparison(diagnosis, first, second):
         typer.echo(command)
-    return YES if diagnosis else NO
+    return exit_status_of_diagnosis(diagnosis)

@@ -223,11 +223,11 @@ def narrow_by_reference_values(
     groups: list[LayoutGroup] = []
     refuted = dict(detection.refuted)
     references = [
-        each for group in reference.candidates for each in _split_candidate_by_sizes(group[0])
+        each for group in reference.candidates for each in split_candidate_by_sizes(group[0])
     ]
     for group in detection.candidates:
         match = _find_first_match(
-            _split_candidate_by_sizes(group[0]), state, references, other, called
+            split_candidate_by_sizes(group[0]), state, references, other, called
         )
         if isinstance(match, CandidateLayout):
             groups.append(tuple(each.with_sizes(match.fits[0]) for each in group))
@@ -251,7 +251,7 @@ def _find_first_match(
     for mine in candidates:
         for theirs in references:
             if query_and_kv_head_counts(mine.fits[0]) == query_and_kv_head_counts(theirs.fits[0]):
-                reason = _describe_difference_from_reference(
+                reason = describe_difference_from_reference(
                     mine, state, theirs, other, called, names_heads=names_heads
                 )
                 if reason is None:
@@ -260,7 +260,7 @@ def _find_first_match(
     return reasons[0] if reasons else f"no number of heads fits both it and {called}"
 
 
-def _split_candidate_by_sizes(candidate: CandidateLayout) -> list[CandidateLayout]:
+def split_candidate_by_sizes(candidate: CandidateLayout) -> list[CandidateLayout]:
     """Return a candidate for each of its sizes and for every rotary_width that it may have.
 
     The largest width comes first. Widths end at 4: the two pairings of two channels are the same.
@@ -276,7 +276,7 @@ def _split_candidate_by_sizes(candidate: CandidateLayout) -> list[CandidateLayou
     return candidates
 
 
-def _describe_difference_from_reference(
+def describe_difference_from_reference(
     mine: CandidateLayout,
     state: Mapping[str, Tensor],
     theirs: CandidateLayout,
@@ -285,6 +285,7 @@ def _describe_difference_from_reference(
     *,
     names_heads: bool,
 ) -> str | None:
+    """Return the first difference in attention of two readings, each of one size; None if equal."""
     if len(mine.modules) != len(theirs.modules):
         return f"it has {len(mine.modules)} modules, {called} {len(theirs.modules)}"
     conflicts = mine.layout.function.conflicts(theirs.layout.function)
@@ -292,8 +293,8 @@ def _describe_difference_from_reference(
         return f"{name}: {a}; {theirs.layout.name}, {called}'s layout, has {b}"
     for number, module in enumerate(mine.modules):
         x, y = (
-            _read_canonical_state(mine, number, state),
-            _read_canonical_state(theirs, number, other),
+            read_canonical_state(mine, number, state),
+            read_canonical_state(theirs, number, other),
         )
         if names := list_differing_tensors(x, y):
             parts = "; ".join(
@@ -306,9 +307,10 @@ def _describe_difference_from_reference(
     return None
 
 
-def _read_canonical_state(
+def read_canonical_state(
     candidate: CandidateLayout, number: int, state: Mapping[str, Tensor]
 ) -> State:
+    """Return the canonical tensors of a module, read with the first sizes that fit."""
     reading = candidate.layout_reading(candidate.fits[0], module=number)
     return reading.read({name: state[name] for name in reading.names})
 

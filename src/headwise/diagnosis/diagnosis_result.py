@@ -20,7 +20,7 @@ SHOWN = 8  # differences of a kind; more are only counted
 class Verdict(StrEnum):
     """Results of comparing two attentions as functions.
 
-    `verify`, which compares weights, returns SAME or DIFFERENT; the others need a run.
+    `verify`, which compares weights, returns SAME, DIFFERENT or INCONCLUSIVE; the others need runs.
     """
 
     SAME = "same"
@@ -229,7 +229,8 @@ class Diagnosis(Displayed):
 
     Attributes:
         verdict: the result.
-        layouts: those in which the weights were read; None if their configs contradict each other.
+        layouts: those in which the weights were read; None if their configs contradict each other,
+            or if other layouts that fit have another verdict.
         notes: the evidence for these layouts, or the reasons why the two are not the same.
         tensors: the comparison of the weights; None where ``layouts`` is.
         outputs: the comparison of each layer's outputs; empty without `verify(outputs=True)`.
@@ -280,6 +281,11 @@ class Diagnosis(Displayed):
         comparison = self.function or self.model
         if comparison is not None:
             return self._answer_from_comparison(comparison)
+        if self.verdict is Verdict.INCONCLUSIVE:
+            return (
+                "Inconclusive: the weights are equal in some of these readings, and not in all. "
+                "Name the layout of each side and the number of heads."
+            )
         if self.tensors is None:
             return "Not the same: the configs contradict each other; no tensor was compared."
         if self:

@@ -1,13 +1,15 @@
 """`verify`: byte-for-byte comparison of two sets of weights.
 
-Where names and shapes fit several layouts, the values of the other set decide between them.
+Where names and shapes fit several layouts or numbers of heads, the weights are read in each. The
+answer is theirs if they agree: equal values do not show which of them is right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, product
 
 from headwise.checkpoints.config import Config
 from headwise.checkpoints.stored_description import COUNTS
@@ -18,17 +20,27 @@ from headwise.diagnosis.compare_weights_byte_for_byte import (
     compare_tensors,
 )
 from headwise.diagnosis.config_differences import find_config_differences
-from headwise.diagnosis.detect import Given, GivenWeights, narrow_by_reference_values, open_weights
+from headwise.diagnosis.detect import (
+    Given,
+    GivenWeights,
+    describe_difference_from_reference,
+    open_weights,
+    read_canonical_state,
+    split_candidate_by_sizes,
+)
 from headwise.diagnosis.detection_result import Detection
-from headwise.diagnosis.diagnosis_result import Diagnosis, OutputComparison, Verdict
+from headwise.diagnosis.diagnosis_result import Diagnosis, OutputComparison, Verdict, shorten_lines
 from headwise.diagnosis.name_weight_moves import ModuleMoves, find_module_moves
 from headwise.errors import OptionError
+from headwise.layouts.canonical_tensor_axes import AXES
+from headwise.layouts.canonical_tensor_equality import list_differing_tensors
 from headwise.layouts.find_modules_by_tensor_names import find_modules
 from headwise.layouts.layout import Layout
 from headwise.support.progress_callback_type import Progress, no_progress
 
 SIDES = ("first", "second")
-INFERRED_COUNTS = ("heads", "kv_heads", "rotary_width")  # by values, where no config has them
+NAMED = 4  # layouts, or counts, of one result
+COUNTED = ("heads", "kv_heads", "rotary_width")  # that shapes may leave open
 LayoutNames = tuple[str | Layout | None, str | Layout | None]
 
 
@@ -38,10 +50,11 @@ class LayoutPair:
 
     Attributes:
         layouts: of the first and of the second; None where their configs contradict each other.
-        counts: heads, and other counts of the configs, the caller or the values.
+        counts: heads, and other counts: of the configs, of the caller, or some that fit.
         lines: the evidence for these layouts, or the reasons why the weights are not the same.
         can_run: True if the layers of both can be run.
         names_heads: True if the number of heads is known, so that heads can be named.
+        is_decided: False if other layouts or counts that fit make the weights different.
     """
 
     layouts: tuple[Layout, Layout] | None
@@ -49,14 +62,15 @@ class LayoutPair:
     lines: tuple[str, ...]
     can_run: bool = True
     names_heads: bool = True
+    is_decided: bool = True
 
 
 @dataclass(frozen=True)
 class _Side:
     """One of the two sets of weights.
 
-    ``layout`` is None if only the other side can decide it. ``has_other_counts`` is True if the
-    weights fit a layout with their own counts and none with the counts of both.
+    ``layout`` is None if nothing decides it. ``has_other_counts`` is True if the weights fit a
+    layout with their own counts and none with the counts of both.
     """
 
     weights: GivenWeights
@@ -65,57 +79,191 @@ class _Side:
     has_other_counts: bool = False
 
     @property
-    def fitting_layouts_and_counts(self) -> list[tuple[Layout, dict[str, int]]]:
-        """The layouts that fit, with the most heads that fit."""
+    def candidates(self) -> list[CandidateLayout]:
+        """A layout of each map and function that fits."""
         groups = self.detection.candidates or self.detection.damaged
-        fitting = [(group[0].layout, group[0].fits[-1]) for group in groups]
-        return fitting if self.layout is None else [*fitting, (self.layout, {})][:1]
+        return [group[0] for group in groups][: 1 if self.layout else None]
 
     @property
     def description(self) -> str:
         """The name of the layout, with its counts."""
-        candidate = next(_yield_candidates(self.detection), None)
+        candidate = next(iter(self.candidates), None)
         if candidate is None:
             return ""
         sizes = candidate.fits[0] if len(candidate.fits) == 1 else {}
-        counts = ", ".join(f"{name} {sizes[name]}" for name in INFERRED_COUNTS if name in sizes)
+        counts = ", ".join(f"{name} {sizes[name]}" for name in COUNTED if name in sizes)
         return candidate.layout.name + (f", with {counts}" if counts else "")
 
-    def faults(self, layout: Layout | None) -> list[str]:
-        """Return the missing and misfitting tensors in ``layout``, or in any layout if None."""
+    def faults(self, layout: Layout) -> list[str]:
+        """Return the missing and misfitting tensors in ``layout``."""
         return [
             fault
             for group in self.detection.damaged
-            if layout is None or any(candidate.layout == layout for candidate in group)
+            if any(candidate.layout == layout for candidate in group)
             for fault in group[0].faults
         ]
 
-    def has_open_heads(self, layout: Layout) -> bool:
-        """True if several numbers of heads fit in ``layout``."""
-        return any(
-            len({*map(query_and_kv_head_counts, candidate.fits)}) > 1
-            for group in self.detection.candidates or self.detection.damaged
-            for candidate in group
-            if candidate.layout == layout
-        )
-
-    def candidates_matching(self, other: _Side, *, called: str) -> Detection:
-        """Return the candidates in which the tensors are those of ``other``."""
-        mine, theirs = self.weights.tensors, other.weights.tensors
-        return narrow_by_reference_values(
-            self.detection, mine, other.detection, theirs, called=called
-        )
-
 
 Sides = tuple[_Side, _Side]
-Trial = tuple[tuple[Layout, Layout], dict[str, int]]  # layouts and counts
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Layouts and counts that fit both sets.
+
+    Attributes:
+        pair: the two layouts, each with sizes that fit.
+        counts: heads, and other counts that are known or fit.
+        effects: the counts that nothing states, each with the values of the same effect.
+    """
+
+    pair: tuple[CandidateLayout, CandidateLayout]
+    counts: dict[str, int]
+    effects: dict[str, tuple[int, ...]]
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        return self.pair[0].layout, self.pair[1].layout
+
+    def find_difference(self, sides: Sides, at: int) -> str | None:
+        """Return the first difference in attention, as one of side ``at``; None if it is equal."""
+        mine, theirs = self.pair[at], self.pair[1 - at]
+        states = sides[at].weights.tensors, sides[1 - at].weights.tensors
+        called, names_heads = f"the {SIDES[1 - at]}", "heads" not in self.effects
+        return describe_difference_from_reference(
+            mine, states[0], theirs, states[1], called, names_heads=names_heads
+        )
+
+    def is_same(self, sides: Sides) -> bool:
+        """True if all tensors are equal, those outside of attention too."""
+        first, second = (side.weights.tensors for side in sides)
+        with suppress(*UNREADABLE):
+            mine, theirs = self.layouts
+            compared = compare_tensors(
+                first, second, mine, theirs, progress=no_progress, names_heads=False, **self.counts
+            )
+            return bool(compared)
+        return False
+
+    def count_differing_tensors(self, sides: Sides) -> int:
+        """Return how many canonical tensors of the first module differ."""
+        if not all(candidate.modules for candidate in self.pair):
+            return len(AXES)
+        first, second = (
+            read_canonical_state(candidate, 0, side.weights.tensors)
+            for candidate, side in zip(self.pair, sides, strict=True)
+        )
+        return len(list_differing_tensors(first, second))
+
+
+def _list_readings(sides: Sides, known: Mapping[str, int]) -> list[_Reading]:
+    """Return the layouts and counts that fit both sets, each effect once; likeliest first.
+
+    If no counts fit both, those of each side are paired: then only the first is converted.
+    """
+    split = [[split_candidate_by_sizes(c) for c in side.candidates] for side in sides]
+    fits = [[each.fits[0] for each in tried] for candidates in split for tried in candidates]
+    open_counts = [n for n in COUNTED if any(len({fit.get(n) for fit in f}) > 1 for f in fits)]
+    pairs = list(product(*(chain.from_iterable(candidates) for candidates in split)))
+    readings: dict[object, _Reading] = {}
+    for mine, theirs in [pair for pair in pairs if _have_same_counts(*pair)] or pairs:
+        a, b = mine.fits[0], theirs.fits[0]
+        sizes = a | b if mine.faults else b | a  # those of the whole side
+        counts = {name: sizes[name] for name in open_counts if name in sizes}
+        key = _effect_of_conversion(mine, theirs)
+        reading = readings.setdefault(key, _Reading((mine, theirs), counts | {**known}, {}))
+        for name, count in counts.items():
+            reading.effects[name] = tuple(sorted({*reading.effects.get(name, ()), count}))
+    return sorted(
+        readings.values(),
+        key=lambda each: (each.layouts[0] != each.layouts[1], -sum(c.around for c in each.pair)),
+    )
+
+
+def _have_same_counts(mine: CandidateLayout, theirs: CandidateLayout) -> bool:
+    a, b = mine.fits[0], theirs.fits[0]
+    widths = {fit["rotary_width"] for fit in (a, b) if "rotary_width" in fit}
+    return query_and_kv_head_counts(a) == query_and_kv_head_counts(b) and len(widths) < 2
+
+
+def _effect_of_conversion(mine: CandidateLayout, theirs: CandidateLayout) -> object:
+    """Return a key that is equal for counts with which the same rows move to the same places."""
+    names = mine.layout.name, theirs.layout.name
+    if mine.layout == theirs.layout:
+        return names
+    first, second = (each.layout_reading(each.fits[0]) for each in (mine, theirs))
+    with suppress(*UNREADABLE):
+        return names, first.number_entries_converted_to(second)
+    return names, tuple(first.sizes.items())
+
+
+def _choose_reading(sides: Sides, readings: list[_Reading]) -> LayoutPair:
+    """Choose the reading that shows the verdict; undecided if verdicts differ.
+
+    Weights with the same names that are equal in one layout are the same in every layout.
+    """
+    at = 0 if sides[0].layout is None else 1
+    why = [each.find_difference(sides, at) if len(readings) > 1 else None for each in readings]
+    equal = [each for each, reason in zip(readings, why, strict=True) if reason is None]
+    if not equal:
+        chosen = min(readings, key=lambda each: each.count_differing_tensors(sides))
+    elif len(equal) == 1:
+        chosen = equal[0]
+    else:  # some may differ in the names outside of attention
+        chosen = next((each for each in equal if each.is_same(sides)), equal[0])
+    is_decided = len(equal) in (0, len(readings)) or chosen.layouts[0] == chosen.layouts[1]
+    faults = _describe_incomplete_sides(sides, chosen.layouts)
+    others = any(side.has_other_counts for side in sides)
+    lines = [*faults]
+    if others:
+        lines += [
+            f"the {which} is {side.description}" for which, side in zip(SIDES, sides, strict=True)
+        ]
+    if not is_decided:
+        lines += _describe_readings(readings, why)
+    elif len(readings) > 1:
+        words = f"read as {' and '.join(layout.name for layout in chosen.layouts)}"
+        rest = "" if equal else f"; no other of {len(readings)} ways to read them makes them equal"
+        lines.append(words + rest)
+    return LayoutPair(
+        chosen.layouts,
+        chosen.counts,
+        tuple(lines),
+        can_run=not (others or faults),
+        names_heads="heads" not in chosen.effects,
+        is_decided=is_decided,
+    )
+
+
+def _describe_readings(readings: list[_Reading], why: list[str | None]) -> list[str]:
+    """Return a line for each result: the layouts and counts, and the first difference."""
+    results: dict[str | None, dict[str, dict[str, set[int]]]] = {}
+    for reading, reason in zip(readings, why, strict=True):
+        names = " and ".join(layout.name for layout in reading.layouts)
+        counts = results.setdefault(reason, {}).setdefault(names, {})
+        for name, values in reading.effects.items():
+            counts.setdefault(name, set()).update(values)
+    lines = []
+    for reason, layouts in sorted(results.items(), key=lambda each: each[0] is not None):
+        ways = [
+            ", ".join([names, *(f"{n} {_list_counts(values)}" for n, values in counts.items())])
+            for names, counts in layouts.items()
+        ]
+        shown = "; ".join(shorten_lines(ways, NAMED))
+        lines.append(f"read as {shown}: {reason or 'attention is equal'}")
+    return lines
+
+
+def _list_counts(values: set[int]) -> str:
+    *most, last = shorten_lines(map(str, sorted(values)), NAMED)
+    return f"{', '.join(most)} {'' if last.startswith('and') else 'or '}{last}" if most else last
 
 
 def choose_layouts(first: GivenWeights, second: GivenWeights, named: LayoutNames) -> LayoutPair:
     """Choose the layouts in which two sets of weights are compared.
 
-    Where the values of the two agree in no candidate, or a set lacks tensors, the layouts with the
-    most equal tensors are chosen.
+    Agreement of the values decides nothing: where layouts or counts that fit have other verdicts,
+    the result is not decided.
 
     Raises:
         OptionError: a named layout is contradicted, or counts fit no layout.
@@ -130,25 +278,21 @@ def choose_layouts(first: GivenWeights, second: GivenWeights, named: LayoutNames
         return LayoutPair(None, {}, tuple(contradictions))
     counts = first.known | second.known  # one config may stand for both
     parameters = [f"{which}_layout" for which in SIDES]
-    mine, theirs = sides = (
+    sides = (
         _make_side(first, named[0], parameters[0], counts),
         _make_side(second, named[1], parameters[1], counts),
     )
-    if mine.has_other_counts:  # only the first is converted
-        counts = _pick_inferred_counts(mine.fitting_layouts_and_counts[0][1], {}) | first.known
-    if mine.layout and theirs.layout:
-        pairs = zip(SIDES, sides, strict=True) if any(s.has_other_counts for s in sides) else ()
-        notes = tuple(f"the {which} is {side.description}" for which, side in pairs)
-        notes += _describe_incomplete_sides(sides, (mine.layout, theirs.layout))
-        return LayoutPair((mine.layout, theirs.layout), counts, notes, can_run=not notes)
-    is_damaged = any(side.layout is None and side.faults(None) for side in sides)
-    if is_damaged and mine.fitting_layouts_and_counts and theirs.fitting_layouts_and_counts:
-        return _choose_layouts_of_damaged(sides, counts)
     for side, parameter in zip(sides, parameters, strict=True):
-        if side.layout is None and not all(each.detection.candidates for each in sides):
+        if not side.candidates and side.layout is None:
             side.weights.require_fitting_counts(side.detection, **counts)
             side.detection.require_only_layout(file=side.weights.title, parameter=parameter)
-    return _choose_layouts_by_values(sides, 0 if mine.layout is None else 1, counts)
+    if sides[0].has_other_counts:  # only the first is converted
+        counts = first.known
+    readings = _list_readings(sides, counts)
+    if not readings:  # a layout that is named does not fit: the comparison says why
+        layouts = [side.layout or side.candidates[0].layout for side in sides]
+        return LayoutPair((layouts[0], layouts[1]), counts, ())
+    return _choose_reading(sides, readings)
 
 
 def _make_side(
@@ -169,115 +313,12 @@ def _make_side(
     return _Side(weights, Detection(candidates, {}, damaged=damaged), layout)
 
 
-def _pick_inferred_counts(sizes: dict[str, int], counts: dict[str, int]) -> dict[str, int]:
-    return {n: sizes[n] for n in INFERRED_COUNTS if n in sizes and n not in counts}
-
-
-def _choose_layouts_of_damaged(sides: Sides, counts: dict[str, int]) -> LayoutPair:
-    """Choose layouts where a side lacks tensors: the same layout for both if one fits both."""
-    first, second = sides
-    pairs = [
-        (mine, theirs)
-        for mine in first.fitting_layouts_and_counts
-        for theirs in second.fitting_layouts_and_counts
-    ]
-    pairs = [(mine, theirs) for mine, theirs in pairs if mine[0] == theirs[0]] or pairs
-    trials = []
-    for (mine, sizes), (theirs, others) in pairs:
-        # the counts of the side without faults
-        both = sizes | others if first.faults(mine) else others | sizes
-        trials.append(((mine, theirs), counts | _pick_inferred_counts(both, counts)))
-    (layouts, chosen), _ = _find_trial_with_most_equal(sides, trials)
-    return LayoutPair(
-        layouts,
-        chosen,
-        _describe_incomplete_sides(sides, layouts),
-        can_run=False,
-        names_heads=_heads_are_known(sides, layouts),
-    )
-
-
-def _heads_are_known(sides: Sides, layouts: tuple[Layout, Layout]) -> bool:
-    return not any(side.has_open_heads(layout) for side, layout in zip(sides, layouts, strict=True))
-
-
 def _describe_incomplete_sides(sides: Sides, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
     return tuple(
         f"the {which} is not whole: {fault}"
         for which, side, layout in zip(SIDES, sides, layouts, strict=True)
         for fault in side.faults(layout)
     )
-
-
-def _choose_layouts_by_values(sides: Sides, at: int, counts: dict[str, int]) -> LayoutPair:
-    """Choose layouts by values, where several fit ``sides[at]``."""
-    undecided, other = sides[at], sides[1 - at]
-    detection = undecided.candidates_matching(other, called=f"the {SIDES[1 - at]}")
-    if not detection.candidates:
-        return _choose_nearest_layouts(sides, at, detection, counts)
-    mine = _likeliest_candidate(detection, other.layout)
-    theirs = other.layout
-    if theirs is None:
-        chosen = _Side(undecided.weights, Detection(((mine,),), {}), mine.layout)
-        matching = other.candidates_matching(chosen, called=f"the {SIDES[at]}")
-        theirs = _likeliest_candidate(matching, mine.layout).layout
-    inferred = _pick_inferred_counts(mine.fits[0], counts)
-    words = "".join(f", {name} {count}" for name, count in inferred.items())
-    layouts = (mine.layout, theirs) if at == 0 else (theirs, mine.layout)
-    line = f"read as {layouts[0].name} and {layouts[1].name}{words}: their values agree"
-    return LayoutPair(layouts, counts | inferred, (line,))
-
-
-def _choose_nearest_layouts(
-    sides: Sides, at: int, detection: Detection, counts: dict[str, int]
-) -> LayoutPair:
-    """Choose the layouts with the most equal tensors, where values agree in no candidate."""
-    undecided, other = sides[at], sides[1 - at]
-    theirs = other.layout or _likeliest_candidate(other.detection, None).layout
-    candidates, trials = list(_yield_candidates(undecided.detection)), []
-    for mine in candidates:
-        layouts = (mine.layout, theirs) if at == 0 else (theirs, mine.layout)
-        trials.append((layouts, counts | _pick_inferred_counts(mine.fits[-1], counts)))
-    (layouts, chosen), equal = _find_trial_with_most_equal(sides, trials)
-    line = f"read as {' and '.join(layout.name for layout in layouts)}"
-    if 2 * equal > max(len(side.weights.tensors) for side in sides):
-        line += ", where most tensors are equal"
-    names = [candidate.layout.name for candidate in candidates]
-    lines = (
-        f"the {SIDES[at]} fits {len(trials)} layouts; in none of them are its values those of the "
-        f"{SIDES[1 - at]}",
-        line,
-        *(f"not {name}: {detection.refuted[name]}" for name in names),
-    )
-    can_run = not any(side.has_other_counts for side in sides)
-    names_heads = _heads_are_known(sides, layouts)
-    return LayoutPair(layouts, chosen, lines, can_run=can_run, names_heads=names_heads)
-
-
-def _find_trial_with_most_equal(sides: Sides, trials: list[Trial]) -> tuple[Trial, int]:
-    """Return the trial with the most equal tensors, and their number; -1 if none can be read."""
-    first, second = (side.weights.tensors for side in sides)
-    equal = [-1] * len(trials)
-    for number, ((mine, theirs), counts) in enumerate(trials):
-        with suppress(*UNREADABLE):
-            compared = compare_tensors(
-                first, second, mine, theirs, progress=no_progress, names_heads=False, **counts
-            )
-            equal[number] = compared.same
-    most = max(equal)
-    return trials[equal.index(most)], most
-
-
-def _likeliest_candidate(detection: Detection, other: Layout | None) -> CandidateLayout:
-    """Return the candidate in the layout ``other``, or else the one that names most tensors."""
-    name = None if other is None else other.name
-    return min(
-        _yield_candidates(detection), key=lambda each: (each.layout.name != name, -each.around)
-    )
-
-
-def _yield_candidates(detection: Detection) -> Iterator[CandidateLayout]:
-    return (candidate for group in detection.candidates for candidate in group)
 
 
 def verify(
@@ -297,8 +338,9 @@ def verify(
     """Compare two sets of weights byte for byte, in the same layout or in two layouts.
 
     The first is converted to the layout of the second, tensor by tensor. Where names and shapes fit
-    several layouts, the values of the other set decide. The result is true if both are the same
-    function; printed, it lists the tensors, projections and heads that differ.
+    several layouts or numbers of heads, all are tried; the verdict is INCONCLUSIVE if it depends on
+    them. The result is true if both are the same function; printed, it lists the tensors,
+    projections and heads that differ.
 
     Args:
         first: a file of weights, a folder with them, or a state dict.
@@ -350,7 +392,8 @@ def _make_diagnosis(
     conflicts = find_config_differences(first.config, second.config, pair.layouts, layers)
     tensors = replace(tensors, conflicts={**tensors.conflicts, **conflicts})
     runs: list[OutputComparison] = []
-    if outputs and pair.can_run and not tensors.unheld:
+    if outputs and pair.can_run and pair.is_decided and not tensors.unheld:
+        _require_known_heads(pair)
         config = first.config or second.config
         runs = compare_outputs_of_layers(
             first.tensors, second.tensors, mine, theirs, config, **counts
@@ -360,6 +403,8 @@ def _make_diagnosis(
         differing = [tensor.name for tensor in tensors.differences]
         moves = find_module_moves(first.tensors, second.tensors, pair.layouts, differing, counts)
     is_same = bool(tensors) and all(layer.is_same for layer in runs)
+    if is_same and not pair.is_decided:
+        return Diagnosis(verdict=Verdict.INCONCLUSIVE, notes=pair.lines)
     return Diagnosis(
         verdict=Verdict.SAME if is_same else Verdict.DIFFERENT,
         layouts=pair.layouts,
@@ -368,6 +413,16 @@ def _make_diagnosis(
         outputs=tuple(runs),
         moves=tuple(moves),
     )
+
+
+def _require_known_heads(pair: LayoutPair) -> None:
+    if not pair.names_heads:
+        raise OptionError(
+            saw="{outputs}, where neither the call nor a config has the number of heads",
+            needed="the number of heads, on which the outputs depend",
+            do="give {heads}, and {kv_heads} where they are fewer, or leave out {outputs}",
+            parameter={"outputs": (), "heads": (), "kv_heads": ()},
+        )
 
 
 def _require_types(layouts: Mapping[str, object], progress: object) -> None:

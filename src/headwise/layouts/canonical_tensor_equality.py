@@ -115,6 +115,12 @@ class LayoutReading:
         shapes = {name: patterns[local].shape(narrow) for name, local in self.names.items()}
         return {name: torch.arange(1, prod(n) + 1).reshape(n) for name, n in shapes.items()}
 
+    def number_entries_converted_to(self, other: LayoutReading) -> bytes:
+        """Return where each entry of a narrower model goes in the layout of ``other``."""
+        narrow = {**other.sizes, **{name: n for name, n in _NARROW.items() if name in other.sizes}}
+        converted = other.layout.write(self.read(self.make_numbered_tensors()), sizes=narrow)
+        return b"".join(converted[name].numpy().tobytes() for name in sorted(converted))
+
     def read(self, stored: State) -> State:
         """Return the canonical form of the tensors."""
         known = {k: self.sizes[k] for k in ("heads", "kv_heads", "rotary_width") if k in self.sizes}
