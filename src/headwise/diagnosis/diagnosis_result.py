@@ -284,7 +284,7 @@ class Diagnosis(Displayed):
         if self.verdict is Verdict.INCONCLUSIVE:
             return (
                 "Inconclusive: the weights are equal in some of these readings, and not in all. "
-                "Name the layout of each side and the number of heads."
+                "verify takes the layout of each side and the number of heads."
             )
         if self.tensors is None:
             return "Not the same: the configs contradict each other; no tensor was compared."
