@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,14 +31,18 @@ from headwise.errors import OptionError
 from headwise.support.optional_imports import require_package
 
 CONFIG = "config.json"
+MODEL = "the model"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
 PURPOSE = "which loads stored models"
 SEPARATORS = (".", "\n")
+# Names of a model in DistributedDataParallel and torch.compile begin with these words.
+WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod)\.)+")
 _UNREADABLE = (
     ArithmeticError,
     AssertionError,
     AttributeError,
+    ImportError,
     LookupError,
     OSError,
     RuntimeError,
@@ -155,7 +160,7 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
     described = open_described_model(folder)
     if described is None:
         _require_trusted_code(folder, transformers, trusted=trust_remote_code)
-    with _silence_transformers(transformers), _explain_load_errors(folder, "the model"):
+    with _silence_transformers(transformers), _explain_load_errors(folder, MODEL):
         if described is None:
             config = transformers.AutoConfig.from_pretrained(folder, **options)
             kind = _model_class(transformers, config, trusted=trust_remote_code)
@@ -167,9 +172,8 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
                 "pretrained_model_name_or_path": None,
                 "state_dict": described.state_in_model_layout(),
             }
-        model, info = kind.from_pretrained(
-            config=config, dtype="auto", output_loading_info=True, **weights
-        )
+        model, info = _load_weights(kind, config=config, **weights)
+    _require_fitting_weights(folder, info, model)
     if "input_ids" not in inspect.signature(model.forward).parameters:
         argument = next(iter(inspect.signature(model.forward).parameters), "no argument")
         raise OptionError(
@@ -190,6 +194,16 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
         start=_read_decoder_start_token(config),
         notes=_describe_missing_weights(info, model),
     )
+
+
+def _load_weights(kind: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a model, and which weights transformers did not find, place or fit."""
+    options |= {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = kind.from_pretrained(**options)
+    unplaced = info["unexpected_keys"]
+    if unplaced and info["missing_keys"] and all(map(WRAPPERS.match, unplaced)):
+        model, info = kind.from_pretrained(**options, key_mapping={WRAPPERS.pattern: ""})
+    return model, info
 
 
 def _require_trusted_code(folder: Path, transformers: Any, *, trusted: bool) -> None:
@@ -268,16 +282,74 @@ def _read_decoder_start_token(config: Any) -> int | None:
     return 0
 
 
-def _describe_missing_weights(info: dict[str, Any], model: nn.Module) -> tuple[str, ...]:
+def _require_fitting_weights(folder: Path, info: dict[str, Any], model: Any) -> None:
+    """Raise OptionError for weights that the model cannot be made of.
+
+    They have other shapes or other names than the model's, or are quantised and were not read so.
+    """
+    kind = type(model).__name__
+    missing, unplaced = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    unfit = [
+        f"{name} is {tuple(stored)} in the file and {tuple(wanted)} in {kind}"
+        for name, stored, wanted in sorted(info["mismatched_keys"])
+    ]
+    if not unfit and not unplaced:
+        return
+    if (method := _quantisation_method(folder)) is not None:
+        reason = unfit[0] if unfit else f"{kind} has no place for {unplaced[0]}"
+        raise _quantised_error(folder, method, reason)
+    if unfit:
+        raise OptionError(
+            saw=f"{folder}: {unfit[0]}",
+            needed=f"weights of the sizes in {CONFIG}",
+            do=f"copy the {CONFIG} that belongs to the weights beside them",
+        )
     state = model.state_dict()
-    missing = sorted(name for name in info["missing_keys"] if _is_random(state.get(name)))
-    if not missing:
-        return ()
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return (
-        f"the file lacks {', '.join(missing[:3])}{more}: these weights are random, and results "
-        "that depend on them are meaningless",
+    random = {state[name].data_ptr() for name in missing if name in state}
+    if random.issuperset(tensor.data_ptr() for tensor in state.values()):  # tied weights once
+        raise OptionError(
+            saw=f"{folder}: no stored name fits {kind}: {unplaced[0]}, where it has {missing[0]}",
+            needed="weights under the names of transformers",
+            do="headwise detect DIR names their layout; headwise convert DIR NEW_DIR --to LAYOUT "
+            "changes it",
+        )
+
+
+def _quantisation_method(folder: Path) -> str | None:
+    """Return the quantisation that a folder's config names; None without one."""
+    stated = read_config(folder).get("quantization_config")
+    if stated is None:
+        return None
+    return str(stated.get("quant_method") if isinstance(stated, Mapping) else stated)
+
+
+def _quantised_error(folder: Path, method: str, reason: str) -> OptionError:
+    return OptionError(
+        saw=f"{folder} holds weights quantised by {method[:40]}, which were not read: {reason}",
+        needed="weights in floating point, or the package and the device that these need",
+        do="name a folder with the weights before quantisation",
     )
+
+
+def _describe_missing_weights(info: dict[str, Any], model: nn.Module) -> tuple[str, ...]:
+    """Return a note on the weights that the file lacks, and one on those the model does."""
+    state, notes = model.state_dict(), []
+    if missing := sorted(name for name in info["missing_keys"] if _is_random(state.get(name))):
+        notes.append(
+            f"the file lacks {_list_names(missing)}: these weights are random, and results "
+            "that depend on them are meaningless"
+        )
+    if unplaced := sorted(info["unexpected_keys"]):
+        notes.append(
+            f"{type(model).__name__} has no place for {_list_names(unplaced)} of the file: results "
+            "are those of a model without them"
+        )
+    return tuple(notes)
+
+
+def _list_names(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _is_random(tensor: Tensor | None) -> bool:
@@ -304,11 +376,16 @@ def _explain_load_errors(folder: Path, part: str) -> Iterator[None]:
         if "weights_only" in str(error):
             raise unreadable_error(folder, str(error)) from None
         reason = " ".join(str(error).split())
+        if part == MODEL and (method := _quantisation_method(folder)) is not None:
+            raise _quantised_error(folder, method, reason[:200]) from error
+        needed = (
+            "a complete folder from save_pretrained, with a model type of the installed transformers"
+        )
+        do = "copy the folder again; check that it opens with transformers alone"
+        if isinstance(error, ImportError):
+            needed, do = "the packages that it is made of", "install the package that is missing"
         raise OptionError(
-            saw=f"{folder}: {part} cannot be read: {reason[:200]}",
-            needed="a complete folder from save_pretrained, with a model type of the installed "
-            "transformers",
-            do="copy the folder again; check that it opens with transformers alone",
+            saw=f"{folder}: {part} cannot be read: {reason[:200]}", needed=needed, do=do
         ) from error
 
 
