@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -303,6 +304,40 @@ def test_options_that_do_not_fit(options: dict[str, Any], said: str) -> None:
 def test_induction_needs_tokens() -> None:
     with pytest.raises(OptionError, match=r"induction.*tokens are unknown"):
         scan(callers(), (torch.randn(BATCH, LENGTH, 40).double(),), statistics=["induction"])
+
+
+TABLES = {"vocab_size": 61, "hidden_size": 42, "num_hidden_layers": 1, "num_attention_heads": 6}
+POSITIONS = {
+    "gpt2": (transformers.GPT2Config(n_embd=42, n_head=6, n_layer=1, n_positions=27), 27),
+    "bert": (transformers.BertConfig(**TABLES, max_position_embeddings=27), 27),
+    "roberta": (
+        transformers.RobertaConfig(**TABLES, max_position_embeddings=29, pad_token_id=1),
+        27,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_more_tokens_than_positions(name: str) -> None:
+    config, most = POSITIONS[name]
+    model = transformers.AutoModel.from_config(config).eval()
+    ids = torch.randint(2, 60, (3, most + 1))
+    scan(model, ids[:, :most], statistics=["entropy"])
+    for given in (ids, {"input_ids": ids}):
+        with pytest.raises(
+            OptionError, match=rf"token ids of shape \(3, {most + 1}\), at which"
+        ) as e:
+            scan(model, given, statistics=["entropy"])
+        assert f"at most {most} tokens, the number of positions" in str(e.value)
+        assert f"ids[:, :{most}]" in str(e.value)
+
+
+def test_more_tokens_than_a_rotary_model_was_trained_on() -> None:
+    """Rotary has a rotation for every position, so the number in the config is no limit."""
+    sizes = {**TABLES, "hidden_size": 60, "intermediate_size": 56}
+    config = transformers.LlamaConfig(**sizes, max_position_embeddings=27)
+    found = scan(transformers.LlamaModel(config).eval(), torch.randint(60, (2, 29)))
+    assert found["entropy"].isfinite().all()
 
 
 def test_tokens_outside_the_vocabulary_are_seen_before_the_model_runs() -> None:

@@ -189,7 +189,7 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
         config=config.to_dict(),
         tokenizer=tokenizer,
         vocabulary=_read_vocabulary_size(model),
-        positions=_read_longest_input(model),
+        positions=read_longest_input(model),
         begin=tokenizer.begin if tokenizer is not None else begin,
         start=_read_decoder_start_token(config),
         notes=_describe_missing_weights(info, model),
@@ -263,8 +263,11 @@ def _read_vocabulary_size(model: Any) -> int:
     return int(rows or model.config.get_text_config().vocab_size)
 
 
-def _read_longest_input(model: Any) -> int | None:
-    """Return the longest input; RoBERTa's positions start after the padding index."""
+def read_longest_input(model: Any) -> int | None:
+    """Return the most tokens that a model of transformers takes; None where it states none.
+
+    RoBERTa's positions start after the padding index.
+    """
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
@@ -378,9 +381,7 @@ def _explain_load_errors(folder: Path, part: str) -> Iterator[None]:
         reason = " ".join(str(error).split())
         if part == MODEL and (method := _quantisation_method(folder)) is not None:
             raise _quantised_error(folder, method, reason[:200]) from error
-        needed = (
-            "a complete folder from save_pretrained, with a model type of the installed transformers"
-        )
+        needed = "a complete folder from save_pretrained, of a model type that transformers has"
         do = "copy the folder again; check that it opens with transformers alone"
         if isinstance(error, ImportError):
             needed, do = "the packages that it is made of", "install the package that is missing"

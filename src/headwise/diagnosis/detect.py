@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from headwise.checkpoints.config import Config, ConfigFields, merge_counts
@@ -38,8 +39,9 @@ from headwise.layouts.canonical_tensor_equality import (
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.layout import Layout
 from headwise.support.cast_to_int64 import convert_to_int_or_none
+from headwise.support.tensor_containers import tensors_of_arrays
 
-Given = str | Path | Mapping[str, Tensor]
+Given = str | Path | Mapping[str, Tensor | np.ndarray]
 Counts = Mapping[str, int | None]
 
 
@@ -174,6 +176,7 @@ def _require_state_dict(given: object, title: str) -> Mapping[str, Tensor]:
             needed="a path, or a state dict: names and tensors",
             do="give model.state_dict(), or the path of a file or a folder",
         )
+    given = tensors_of_arrays(given)
     for name, tensor in given.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise OptionError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
@@ -13,6 +14,7 @@ from headwise.layouts.conversion_steps import ConversionStep
 from headwise.layouts.find_modules_by_tensor_names import NameForm
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
+from headwise.support.tensor_containers import tensors_of_arrays
 
 
 class RoundTripError(HeadwiseError, RuntimeError):
@@ -20,7 +22,7 @@ class RoundTripError(HeadwiseError, RuntimeError):
 
 
 def convert(
-    state: Mapping[str, Tensor],
+    state: Mapping[str, Tensor | np.ndarray],
     source: str | Layout,
     target: str | Layout,
     *,
@@ -36,7 +38,7 @@ def convert(
     ``state``.
 
     Args:
-        state: name -> tensor; as from ``state_dict()`` or a file.
+        state: name -> tensor or NumPy array; as from ``state_dict()`` or a file.
         source: the layout they are in, or its name.
         target: the wanted one.
         accept: fields of `AttentionSpec` that may differ.
@@ -49,11 +51,11 @@ def convert(
         RoundTripError: the way back does not lead to the same bytes.
     """
     converted: dict[str, Tensor] = {}
-    form = NameForm(root=root)
+    stored, form = tensors_of_arrays(state), NameForm(root=root)
     for step in plan_conversion(
-        state, layout(source), layout(target), accept=accept, form=form, **known
+        stored, layout(source), layout(target), accept=accept, form=form, **known
     ):
-        tensors = run_round_trip_checked_step(step, {name: state[name] for name in step.inputs})
+        tensors = run_round_trip_checked_step(step, {name: stored[name] for name in step.inputs})
         converted |= {name: x.clone() for name, x in tensors.items()} if step.is_copy else tensors
     return converted
 

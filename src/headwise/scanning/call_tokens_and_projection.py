@@ -21,7 +21,16 @@ from torch.nn.functional import pad
 
 from headwise.kernels.kernel_input import accumulation_dtype
 from headwise.scanning.captured_call import CapturedCall, require_not_none
-from headwise.scanning.running_modules import ModuleCall, dequantize_weight, version_counter
+from headwise.scanning.running_modules import (
+    ModuleCall,
+    dequantize_weight,
+    find_unembedding_module,
+    find_unembedding_weight,
+    is_divided_over_devices,
+    version_counter,
+)
+
+COLUMNS = 4096  # of a weight that are compared at once
 
 # ---- tokens -------------------------------------------------------------------------------------
 
@@ -194,16 +203,19 @@ class CallAwaitingProjection:
         self._whole_outputs = require_not_none(call.outputs)
         self.is_complete = False
         self.was_read = False  # True once a module received the unchanged head outputs
-        # True for a consumer of the head outputs that is inside the attention module.
-        self._consumers: dict[ModuleCall, bool] = {}
+        # A consumer of the head outputs: True if it is inside the attention module, and the number
+        # of consumers behind that module that had ended when it began.
+        self._consumers: dict[ModuleCall, tuple[bool, int]] = {}
         self._inside: list[tuple[Tensor, Tensor]] = []  # projections there, and their outputs
+        self._behind: list[Tensor | None] = []  # weights, None for more than a product with it
 
     def note_module_start(self, module_call: ModuleCall, outer_modules: list[nn.Module]) -> None:
         """Note a module that is about to run inside ``outer_modules``."""
         if module_call.state is not None and _is_concatenated_heads(
             module_call.state, self.outputs
         ):
-            self._consumers[module_call] = self.call.module in outer_modules
+            is_inside = self.call.module in outer_modules
+            self._consumers[module_call] = is_inside, len(self._behind)
             self.was_read = True
 
     def note_module_output(self, module_call: ModuleCall, output: Any) -> None:
@@ -218,17 +230,21 @@ class CallAwaitingProjection:
             self.call.out_proj = fitting[0] if fitting else None
             self.is_complete = bool(self._inside)
             return
-        is_inside = self._consumers.pop(module_call, None)
+        is_inside, before = self._consumers.pop(module_call, (None, 0))
         if is_inside is None or result is None:
             return
-        weight = split_weight_by_head(module_call.module, self._whole_outputs)
+        module = module_call.module
+        weight = split_weight_by_head(module, self._whole_outputs)
         inputs = self._whole_outputs[0, :, 0].flatten()  # of which the module received its part
-        if weight is None or not _is_linear_output(module_call.module, inputs, result):
-            return
+        is_linear = weight is not None and _is_linear_output(module, inputs, result)
         if is_inside:
-            self._inside.append((weight, result))
-        else:
-            self.call.out_proj, self.is_complete = weight, True
+            self._inside += [(weight, result)] if weight is not None and is_linear else []
+            return
+        if weight is not None or _has_own_matrix(module):
+            self._behind[before:] = [weight if is_linear else None]  # in place of those within it
+        self.call.out_proj = self._behind[0] if len(self._behind) == 1 else None
+        is_open = any(not inside for inside, _ in self._consumers.values())
+        self.is_complete = bool(self._behind) and not is_open
 
 
 def split_weight_by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
@@ -239,6 +255,11 @@ def split_weight_by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
         return None
     parts: Tensor = matrix.detach().unflatten(0, (heads, value_dim))
     return parts
+
+
+def _has_own_matrix(module: nn.Module) -> bool:
+    """True if a module multiplies by more than its submodules do, such as an adapter's."""
+    return any(p is not None and p.dim() == 2 for p in module._parameters.values())
 
 
 def _weight_inputs_by_outputs(module: nn.Module) -> Tensor | None:
@@ -258,15 +279,42 @@ def _is_linear_output(module: nn.Module, inputs: Tensor, result: Tensor) -> bool
     roundings of the result (docs/budget.md).
     """
     matrix = require_not_none(_weight_inputs_by_outputs(module))
-    x, w = inputs.double(), matrix.double()
     stored = getattr(module, "bias", None)
     bias = dequantize_weight(stored.detach()) if isinstance(stored, Tensor) else None
-    exact = x @ w + (0.0 if bias is None else bias.double())
-    if result.shape[-1] != len(exact):
+    if result.shape[-1] != matrix.shape[1]:
         return False
+    x, first = inputs.double(), result.reshape(-1, matrix.shape[1])[0]
     unit = torch.finfo(accumulation_dtype(result.dtype)).eps
-    allowed = len(x) * unit * (x.abs() @ w.abs()) + 2 * torch.finfo(result.dtype).eps * exact.abs()
-    return bool(((result.reshape(-1, len(exact))[0].double() - exact).abs() <= allowed).all())
+    for start in range(0, matrix.shape[1], COLUMNS):  # of a vocabulary, all are large in float64
+        part = slice(start, start + COLUMNS)
+        w = matrix[:, part].double()
+        exact = x @ w + (0.0 if bias is None else bias[part].double())
+        allowed = len(x) * unit * (x.abs() @ w.abs())
+        allowed += 2 * torch.finfo(result.dtype).eps * exact.abs()
+        if not bool(((first[part].double() - exact).abs() <= allowed).all()):
+            return False
+    return True
+
+
+def find_plain_unembedding(model: Any) -> Tensor | None:
+    """Return the (vocabulary, embed_dim) weight that maps a state to logits.
+
+    None if the last layer of the model is more than a product with its weight, such as an adapter
+    around it: it is run on one state. A layer that is divided over devices cannot run alone; it
+    only has to own its weight, which an adapter does not.
+    """
+    module, weight = find_unembedding_module(model), find_unembedding_weight(model)
+    # A tensor, and the table of an embedding, are multiplied by a function.
+    if weight is None or isinstance(module, (Tensor, nn.Embedding)):
+        return weight
+    if is_divided_over_devices(module.weight):
+        return weight if "weight" in module._parameters else None
+    if weight.is_meta:
+        return None
+    state = torch.linspace(0.5, 1.5, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    with torch.no_grad():
+        result = module(state[None, None])
+    return weight if _is_linear_output(module, state, result) else None
 
 
 def _is_concatenated_heads(state: Tensor, outputs: Tensor) -> bool:

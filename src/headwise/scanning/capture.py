@@ -26,6 +26,7 @@ from headwise.errors import OptionError
 from headwise.huggingface.enable import using_headwise_attention
 from headwise.huggingface.observed_attention import observe_attention
 from headwise.layers.hooks import attention_hook
+from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.clauses.band import Band
 from headwise.scanning.call_tokens_and_projection import (
     CallAwaitingProjection,
@@ -154,8 +155,9 @@ class AttentionCapture:
         changed = None if self._watch is None else self._watch(call)
         if self._on_complete is not None:
             self._pending = CallAwaitingProjection(call, block, computed)
-            if isinstance(call.module, nn.MultiheadAttention):
-                # Its projection is applied by a function.
+            is_drop_in = isinstance(call.module, MultiheadAttention)
+            if isinstance(call.module, nn.MultiheadAttention) and not is_drop_in:
+                # Its projection is applied by a function; the drop-in calls it.
                 call.out_proj = split_weight_by_head(call.module.out_proj, outputs)
                 self.complete_call()
         return computed if changed is None else changed

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.checkpoints.load_transformers_model import read_longest_input
 from headwise.errors import HeadwiseError, OptionError, ShapeError
 from headwise.scanning.running_modules import (
     is_divided_over_devices,
@@ -209,8 +210,8 @@ def call_model_on_input(model: Any, model_input: ModelInput) -> Any:
     """Run a model on one input, and return its output.
 
     Raises:
-        OptionError: no arguments for a model that needs some; or token ids without a batch, which
-            a layer of headwise refused.
+        OptionError: no arguments for a model that needs some; token ids without a batch, which
+            a layer of headwise refused; or more tokens than positions, at which the model failed.
     """
     if not model_input.positional and not model_input.named and _has_required_arguments(model):
         raise _no_inputs_error("an input without arguments")
@@ -221,6 +222,25 @@ def call_model_on_input(model: Any, model_input: ModelInput) -> Any:
         if ids is None or ids.dim() > 1:
             raise
         raise _no_batch_error(ids) from error
+    except (IndexError, RuntimeError) as error:
+        ids, most = token_ids(model_input), None
+        if hasattr(getattr(model, "config", None), "get_text_config"):
+            most = read_longest_input(model)
+        if ids is None or most is None or ids.shape[-1] <= most:
+            raise
+        raise _too_many_tokens_error(model, ids, most, error) from error
+
+
+def _too_many_tokens_error(
+    model: nn.Module, ids: Tensor, most: int, error: Exception
+) -> OptionError:
+    kind = type(model).__name__
+    return OptionError(
+        saw=f"token ids of shape {tuple(ids.shape)}, at which {kind} fails: "
+        f"{' '.join(str(error).split())[:200]}",
+        needed=f"at most {most:,} tokens, the number of positions of {kind}",
+        do=f"ids[:, :{most}]; or tokenizer(text, truncation=True, max_length={most})",
+    )
 
 
 def _has_required_arguments(model: Any) -> bool:

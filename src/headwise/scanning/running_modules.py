@@ -263,10 +263,15 @@ def dequantize_weight(weight: Tensor) -> Tensor | None:
     return weight if weight.is_floating_point() else None
 
 
+def find_unembedding_module(model: Any) -> Any:
+    """Return the last layer of a language model, or its weight; None if there is none."""
+    getter = getattr(model, "get_output_embeddings", None)
+    return unwrap_compiled(getter() if getter is not None else getattr(model, "unembedding", None))
+
+
 def find_unembedding_weight(model: Any) -> Tensor | None:
     """Return the (vocabulary, embed_dim) weight of the last layer of a language model, if any."""
-    getter = getattr(model, "get_output_embeddings", None)
-    module = getter() if getter is not None else getattr(model, "unembedding", None)
+    module = find_unembedding_module(model)
     weight = module if isinstance(module, Tensor) else getattr(module, "weight", None)
     weight = dequantize_weight(weight.detach()) if isinstance(weight, Tensor) else None
     return weight if weight is not None and weight.dim() == 2 else None

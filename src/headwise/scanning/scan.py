@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
 from headwise.layers.hooks import call_hook
+from headwise.scanning.call_tokens_and_projection import find_plain_unembedding
 from headwise.scanning.capture import AttentionCapture, capture_attention
 from headwise.scanning.captured_call import CapturedCall
 from headwise.scanning.head_scan import HeadScan
@@ -24,7 +25,6 @@ from headwise.scanning.parse_given_model_inputs import (
 )
 from headwise.scanning.running_modules import (
     class_name_without_fsdp,
-    find_unembedding_weight,
     unwrap_compiled,
 )
 from headwise.scanning.scanned_text import TextRecorder
@@ -147,7 +147,7 @@ class _Collector:
         self._separators, self._specials = separators, specials
         # One that is divided over devices has to be gathered.
         is_needed = any("unembedding" in statistic.needs for statistic in self._statistics)
-        self._unembedding = find_unembedding_weight(model) if is_needed else None
+        self._unembedding = find_plain_unembedding(model) if is_needed else None
         self._calls = self._sequences = self._tokens = 0
         self._first: str | None = None
         self._is_new = True

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from headwise.layouts.layout import Layout
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.support.explain_wrong_arguments import explain_arguments
+from headwise.support.tensor_containers import tensors_of_arrays
 
 
 class Attention(HeadReadings):
@@ -174,7 +176,7 @@ class Attention(HeadReadings):
     @classmethod
     def from_layout(
         cls,
-        state: Mapping[str, Tensor],
+        state: Mapping[str, Tensor | np.ndarray],
         *,
         layout: str | Layout,
         num_heads: int,
@@ -188,7 +190,7 @@ class Attention(HeadReadings):
         of the constructor: for example ``rotary`` or ``softcap``.
 
         Args:
-            state: the tensors of one module, by their names within it.
+            state: the tensors or NumPy arrays of one module, by their names within it.
             layout: the layout of these tensors, or its name; ``headwise layouts`` lists them.
             num_heads: number of query heads, which shapes do not determine.
             num_kv_heads: number of kv heads, where shapes do not determine it.
@@ -202,7 +204,7 @@ class Attention(HeadReadings):
         """
         source = registry.layout(layout)
         canonical = layout_conversion.canonical_tensors_of_module(
-            state, source, options, heads=num_heads, kv_heads=num_kv_heads
+            tensors_of_arrays(state), source, options, heads=num_heads, kv_heads=num_kv_heads
         )
         layer = cls(
             **layout_conversion.constructor_arguments_from_weights(

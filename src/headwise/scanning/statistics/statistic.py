@@ -62,9 +62,9 @@ MISSING: dict[Need, str] = {
     "sink": "the layer has no learned sink",
     "values": "the values are unknown",
     "outputs": "the head outputs are unknown",
-    "out_proj": "no output projection was observed",
+    "out_proj": "no output projection was observed that is a product with its weight alone",
     "residual": "the residual was not observed",
-    "unembedding": "the model has no known unembedding",
+    "unembedding": "no unembedding is known that is a product with its weight alone",
 }
 
 
