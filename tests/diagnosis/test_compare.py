@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -171,6 +172,58 @@ def test_dropout_in_training_is_inconclusive() -> None:
     assert diagnosis.verdict is Verdict.INCONCLUSIVE
     assert "dropout is 0.2 in the first and 0 in the second" in str(diagnosis)
     assert compare(a.eval(), b.eval()).verdict is Verdict.SAME
+
+
+@pytest.mark.parametrize("make", [torch_pair, lambda: pair({"dropout": 0.5}, {"dropout": 0.5})])
+def test_a_layer_in_training_is_not_its_twin_in_evaluation(
+    make: Callable[[], tuple[nn.Module, nn.Module]],
+) -> None:
+    a, _ = make()
+    a.dropout = 0.5  # type: ignore[assignment] (of both kinds of layers)
+    b = copy.deepcopy(a).eval()
+    diagnosis = compare(a.train(), b)
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "dropout is 0.5 in the first and 0 in the second" in str(diagnosis)
+    assert compare(b, a).verdict is Verdict.INCONCLUSIVE
+    assert compare(a.eval(), b).verdict is Verdict.SAME
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "words"),
+    [
+        ({"num_heads": 6, "head_dim": 8}, {"num_heads": 5}, "q has 6 heads against 5"),
+        (
+            {"num_heads": 6, "head_dim": 7},
+            {"num_heads": 3, "head_dim": 10},
+            "q has 6 heads of 7 channels against 3 of 10",
+        ),
+        (
+            {"num_heads": 5, "value_dim": 7},
+            {"num_heads": 5},
+            "v has 5 heads of 7 channels against 5 of 8",
+        ),
+        ({"num_heads": 5, "out_dim": 24}, {"num_heads": 5}, "output has 24 channels against 40"),
+    ],
+)
+def test_layers_of_other_sizes_are_told_by_their_sizes(
+    mine: dict[str, int], theirs: dict[str, int], words: str
+) -> None:
+    """No weight of one fits the other, as in every pruned layer."""
+    a, b = Attention(WIDTH, **mine), Attention(WIDTH, **theirs)
+    diagnosis = compare(a, b)
+    assert diagnosis.verdict is Verdict.DIFFERENT
+    assert diagnosis.answer == f"Different: {words}."
+    stage, _, first = words.partition(" has ")
+    numbers = first.split(" against ")
+    swapped = compare(b, a)
+    assert swapped.verdict is Verdict.DIFFERENT
+    assert all(number.split()[0] in swapped.answer for number in numbers)
+    assert f"{stage} has {numbers[1].split()[0]}" in swapped.answer
+
+
+def test_other_numbers_of_kv_heads_are_told() -> None:
+    a, b = Attention(WIDTH, 4, num_kv_heads=2), Attention(WIDTH, 4, num_kv_heads=4)
+    assert "k: 2 heads against 4" in str(compare(a, b))
 
 
 def test_what_the_inputs_could_not_have_shown_is_listed() -> None:

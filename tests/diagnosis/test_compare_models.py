@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AlbertConfig,
+    AlbertModel,
     BartConfig,
     BartModel,
     BertConfig,
@@ -299,6 +301,67 @@ def test_a_dropout_shows_in_training_alone() -> None:
     assert "dropout is 0.2 in the first and 0 in the second" in str(diagnosis)
     diagnosis, _ = compared(first.eval(), second.eval())
     assert diagnosis.verdict is Verdict.SAME
+
+
+def test_a_model_in_training_is_not_its_twin_in_evaluation() -> None:
+    first = mistral(30, dropout=0.2).train()
+    diagnosis, _ = compared(first, copy.deepcopy(first).eval())
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "dropout is 0.2 in the first and 0 in the second" in str(diagnosis)
+
+
+def albert() -> AlbertModel:
+    torch.manual_seed(0)
+    return AlbertModel(AlbertConfig(**SIZES, embedding_size=40)).eval()
+
+
+def test_a_module_that_attends_in_every_layer() -> None:
+    """ALBERT runs one module three times; each run is compared with its own input."""
+    first, second = albert(), albert()
+    diagnosis, comparison = compared(first, second)
+    assert diagnosis.verdict is Verdict.SAME
+    assert [each.name.partition(" ")[2] for each in comparison.layers] == ["", "(2)", "(3)"]
+    [attention] = [m for n, m in second.named_modules() if n.endswith("layers.0.attention")]
+    with torch.no_grad():
+        attention.query.weight[:8].mul_(3)
+    assert not compared(first, second)[0].verdict.is_same
+
+
+class Decoder(nn.Module):
+    """Two layers that decode with caches, in three calls of one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(97, 48)
+        self.layers = nn.ModuleList(
+            Attention(48, 6, num_kv_heads=2, rotary=rotary) for rotary in (Rotary(), None)
+        )
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            assert isinstance(layer, Attention)
+            cache = layer.cache(batch=len(tokens), length=12)
+            x = x + torch.cat([layer(part, cache=cache) for part in x.split((5, 4, 3), 1)], 1)
+        return x
+
+
+def test_a_module_that_decodes_with_a_cache_in_one_run() -> None:
+    first, second = Decoder(), Decoder()
+    tokens = torch.randint(97, (2, 12), generator=torch.Generator().manual_seed(1))
+    diagnosis = compare(first, second, tokens)
+    assert diagnosis.verdict is Verdict.SAME
+    assert diagnosis.model is not None
+    assert len(diagnosis.model.layers) == 6
+    with torch.no_grad():
+        second.layers[1].v_proj.weight[:8].mul_(3)
+    diagnosis = compare(first, second, tokens)
+    assert diagnosis.verdict is Verdict.DIFFERENT
+    assert diagnosis.model is not None
+    assert names(diagnosis.model) == {f"layers.1{n}": ["factor"] for n in ("", " (2)", " (3)")}
 
 
 def test_tokens_are_those_that_both_models_know() -> None:

@@ -23,6 +23,7 @@ class PartedStage:
         probes: the inputs on which it parts.
         is_explained: True if the named causes explain it.
         positions: of the tokens at which it parts; None for all.
+        shapes: the heads and channels of the first against those of the second; "" for equal ones.
     """
 
     stage: str
@@ -31,6 +32,7 @@ class PartedStage:
     probes: tuple[str, ...]
     is_explained: bool = False
     positions: tuple[int, ...] | None = None
+    shapes: str = ""
 
     def __str__(self) -> str:
         heads = "" if self.heads is None else f", {_format_noun_with_numbers('head', self.heads)}"
@@ -39,7 +41,7 @@ class PartedStage:
         apart = (
             f"apart by {self.size:.2g} of its size"
             if isfinite(self.size)
-            else "of another shape, or not finite in one of the two"
+            else self.shapes or "of another shape, or not finite in one of the two"
         )
         return f"{self.stage}: {apart}{heads}; {mark}"
 
@@ -239,6 +241,11 @@ class FunctionComparison:
     def cause_names_with_equals(self) -> list[str]:
         """The names of the causes, each with those that look the same."""
         return [cause.name_with_equals for cause in self.causes]
+
+    @property
+    def shapes(self) -> str:
+        """The first stage with other heads or channels, in words; "" where all are equal."""
+        return next((f"{each.stage} has {each.shapes}" for each in self.parted if each.shapes), "")
 
     @property
     def unexplained_places(self) -> list[str]:

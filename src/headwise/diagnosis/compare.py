@@ -245,7 +245,7 @@ class Comparison:
             causes=explained.causes,
             blind=blind,
             isolated=self._probe_parts_of_function(side) if verdict is Verdict.UNKNOWN else (),
-            tried=len(self.candidates),
+            tried=0 if explained.has_other_rows else len(self.candidates),
             unseen=find_unseen_setting_changes(self.model, calls, self.doubtful.dtype)
             if hidden
             else (),

@@ -162,6 +162,7 @@ class LayerPair:
             self._make_empty_comparison(),
             stages=common,
             parted=parted,
+            blind="" if parted else self._describe_blind_spot(),
             output_gap=gaps[common[-1]] if common else torch.nan,
         )
         return self._make_layer_comparison(report, outputs_agree=not parted)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from headwise.diagnosis.attention_comparison_result import (
     FoundCause,
@@ -60,6 +61,8 @@ class ExplainedCalls:
         What they do not explain to the rounding of the run is explained to the rounding of the
         stored weights, if that leaves nothing.
         """
+        if self.has_other_rows:  # which no cause changes
+            return CauseSearchResult((), self.gaps)
         named = search_causes(Evidence(self.model, self.calls, self.gaps), self.candidates)
         if named.left.cells_beyond_rounding and self._has_weights_in_narrower_dtype:
             coarse = search_causes(
@@ -67,6 +70,32 @@ class ExplainedCalls:
             )
             return named if coarse.left.cells_beyond_rounding else coarse
         return named
+
+    @cached_property
+    def has_other_rows(self) -> bool:
+        """True if queries, values or outputs have another number of channels than the model's."""
+        return any(
+            stage in call.stages and _count_rows(call.stages[stage]) != rows
+            for call in self.calls
+            for stage, rows in _count_rows_of_model(self.model).items()
+        )
+
+    def _describe_shapes(self, stage: str) -> str:
+        """Return the heads and channels of a stage in the first and in the second; "" for equal."""
+        call = next(call for call in self.calls if stage in call.stages)
+        recorded, weights = call.stages[stage].shape, self.model.weights
+        owner = f"w{stage[0] if stage[0] in 'qkv' else 'o'}"
+        axes, noun = ((1,), "heads") if stage in ("scores", "weights") else ((1, 3), "heads")
+        expected = weights[owner].shape[: len(axes)]
+        if stage == "output":
+            axes, noun, expected = (2,), "channels", weights["wo"].shape[2:]
+        pair = [tuple(recorded[axis] for axis in axes), tuple(expected)]
+        if pair[0] == pair[1]:
+            return ""
+        first, second = pair if self.side == "first" else pair[::-1]
+        if first[1:] == second[1:]:
+            return f"{first[0]} {noun} against {second[0]}"
+        return f"{first[0]} heads of {first[1]} channels against {second[0]} of {second[1]}"
 
     @cached_property
     def gaps(self) -> Gaps:
@@ -168,7 +197,7 @@ class ExplainedCalls:
         """The verdict, for a check that could have failed and outputs that may not be bitwise."""
         if self.outputs_agree:
             return Verdict.OTHER_WEIGHTS if self.gaps.cells_beyond_rounding else Verdict.TO_ROUNDING
-        return Verdict.DIFFERENT if self.search.causes else Verdict.UNKNOWN
+        return Verdict.DIFFERENT if self.search.causes or self.has_other_rows else Verdict.UNKNOWN
 
     @property
     def parted_stages(self) -> tuple[PartedStage, ...]:
@@ -186,6 +215,7 @@ class ExplainedCalls:
                     probes=tuple(dict.fromkeys(self.names[n] for _, n, _ in cells)),
                     is_explained=left.isdisjoint(cells),
                     positions=self._parted_positions(stage),
+                    shapes=self._describe_shapes(stage),
                 )
             )
         return tuple(parted)
@@ -224,6 +254,17 @@ class ExplainedCalls:
         size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
         is_rounding = bool(((apart == 0) | (apart <= allowed_difference(forced))).all())
         return float(apart.norm() / size), is_rounding
+
+
+def _count_rows(stage: Tensor) -> int:
+    """Return heads * channels of a stage, or the channels of the output."""
+    return stage.shape[2] if stage.dim() == 3 else stage.shape[1] * stage.shape[3]
+
+
+def _count_rows_of_model(model: AttentionModel) -> dict[str, int]:
+    wq, wo = model.weights["wq"], model.weights["wo"]
+    heads, value_dim, out_dim = wo.shape
+    return {"q": wq.shape[0] * wq.shape[1], "head outputs": heads * value_dim, "output": out_dim}
 
 
 def _make_found_cause(named: NamedCause, side: str) -> FoundCause:

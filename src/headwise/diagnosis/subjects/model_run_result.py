@@ -25,8 +25,7 @@ class LayerRun:
         stored: dtype of the weights.
         roundings: the relative difference that a run in float32 makes in each stage.
         window: the number of keys in its window by the config; None for none.
-        dropout: of its weights in training; None where it is not known, or the model is in eval
-            mode.
+        dropout: of its weights as the model was given: 0 in eval mode, None where not known.
     """
 
     name: str

@@ -21,12 +21,12 @@ class ModuleSubject(Subject):
 
     Attributes:
         module: the copy, in the dtype of its weights.
-        dropout: of the weights in training; None in eval mode, or where it is not known.
+        dropout: of the weights as the module was given: 0 in eval mode, None where not known.
     """
 
     def __init__(self, module: nn.Module, kind: str) -> None:
         self.kind = kind
-        self.dropout = read_training_dropout(module)
+        self.dropout = read_dropout(module)
         self.module = copy.deepcopy(module).eval()
         self.dtype = next(module.parameters()).dtype
 
@@ -63,10 +63,10 @@ class ModuleSubject(Subject):
         return gradients | ({} if model is None else dict(model.weights))
 
 
-def read_training_dropout(module: nn.Module) -> float | None:
-    """Return the dropout of a module's weights; None in eval mode, or where it is not known."""
+def read_dropout(module: nn.Module) -> float | None:
+    """Return the dropout of a module's weights: 0 in eval mode, None where it is not known."""
     if not module.training:
-        return None
+        return 0.0
     for name in DROPOUTS:
         value = getattr(module, name, None)
         value = value.p if isinstance(value, nn.Dropout) else value
@@ -76,7 +76,7 @@ def read_training_dropout(module: nn.Module) -> float | None:
 
 
 def describe_dropout_difference(first: float | None, second: float | None) -> str:
-    """Return the sentence on two dropouts that differ, which no run_module in eval mode shows."""
+    """Return the sentence on two dropouts that differ, which no run in eval mode shows."""
     if first is None or second is None or first == second:
         return ""
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from headwise.diagnosis.subjects.model_run_result import (
     ModelRun,
     relative_difference_norm,
 )
-from headwise.diagnosis.subjects.module_subject_base import read_training_dropout
+from headwise.diagnosis.subjects.module_subject_base import read_dropout
 from headwise.errors import HeadwiseError, OptionError
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
@@ -63,7 +63,6 @@ def run_model(
         replace(
             layer,
             stored=stored,
-            dropout=read_training_dropout(model.get_submodule(layer.name)),
             input_rounding=relative_difference_norm(narrow.call.inputs.x, layer.call.inputs.x),
             roundings={
                 stage: relative_difference_norm(narrow.call.stages[stage], x)
@@ -127,6 +126,7 @@ def record_layers(
     """
     calls: list[CapturedCall] = []
     projected = _ProjectionRecorder(model, read_attention_modules(model))
+    dropouts = {name: read_dropout(module) for name, module in model.named_modules()}
     with torch.no_grad(), evaluation_mode(model), projected.recording_context():
         with capture_attention(
             model, on_complete=calls.append, keep_implementation=True
@@ -137,7 +137,14 @@ def record_layers(
     # transformers computes rotations and norms in float32, whatever the dtype of the model is.
     is_single = hasattr(model, "config")
     dtype = torch.float32 if is_single else next(model.parameters()).dtype
-    return [_make_layer_run(call, projected, dtype) for call in calls], list_output_tensors(output)
+    runs: dict[nn.Module | None, list[LayerRun]] = {}  # of each module, which may attend again
+    layers = []
+    for call in calls:
+        before = runs.setdefault(call.module, [])
+        layer = _make_layer_run(call, projected, dtype, [run.call for run in before])
+        before.append(replace(layer, dropout=dropouts.get(projected.name_module(call))))
+        layers.append(before[-1])
+    return layers, list_output_tensors(output)
 
 
 def _cast_tensors(value: Any, dtype: torch.dtype) -> Any:
@@ -225,13 +232,14 @@ def _random_tokens(model: nn.Module, vocabulary: int | None) -> dict[str, Tensor
 
 
 class _ProjectionRecorder:
-    """Inputs and outputs of the projections of a model, recorded by hooks."""
+    """Inputs and outputs of the projections of a model, recorded by hooks in every run of each."""
 
     def __init__(self, model: nn.Module, modules: list[ModuleData]) -> None:
         self.model, self.modules = model, modules
-        self.inputs: dict[str, Tensor] = {}
-        self.outputs: dict[str, Tensor] = {}
-        self.sources: dict[str, Tensor] = {}  # of layers of torch, which take keys as an argument
+        self.names = {module: name for name, module in model.named_modules()}
+        self.inputs: dict[str, list[Tensor]] = {}
+        self.outputs: dict[str, list[Tensor]] = {}
+        self.sources: dict[str, list[Tensor]] = {}  # of layers of torch: keys are an argument
 
     def recording_context(self) -> ExitStack:
         """Return a context in which the projections are recorded."""
@@ -246,17 +254,26 @@ class _ProjectionRecorder:
             if isinstance(module, nn.MultiheadAttention):
                 arguments = tuple(_put_batch_first(module, x) for x in arguments[:2])
                 output = _put_batch_first(module, output[0])
-                self.sources.setdefault(name, arguments[-1])
-            # Of a module that runs several times, the first run.
+                self.sources.setdefault(name, []).append(arguments[-1])
             if isinstance(output, Tensor) and arguments and isinstance(arguments[0], Tensor):
-                self.inputs.setdefault(name, arguments[0])
-                self.outputs.setdefault(name, output)
+                self.inputs.setdefault(name, []).append(arguments[0])
+                self.outputs.setdefault(name, []).append(output)
 
         return keep
 
-    def find_module_data(self, layer: str) -> ModuleData | None:
+    def find_module_data(self, call: CapturedCall) -> ModuleData | None:
         """Return the module of a captured call as data."""
-        return next((data for data in self.modules if data.covers_module(layer)), None)
+        name = self.name_module(call)
+        return next((data for data in self.modules if data.covers_module(name)), None)
+
+    def name_module(self, call: CapturedCall) -> str:
+        """Return the name of the module of a call, without the number of its run."""
+        return call.layer if call.module is None else self.names[call.module]
+
+
+def _take_run(runs: Mapping[str, list[Tensor]], name: str, turn: int) -> Tensor | None:
+    """Return what was recorded in a turn of a projection; None where it did not run again."""
+    return dict(enumerate(runs.get(name, ()))).get(turn)
 
 
 def _put_batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
@@ -264,22 +281,26 @@ def _put_batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
 
 
 def _make_layer_run(
-    call: CapturedCall, projected: _ProjectionRecorder, dtype: torch.dtype
+    call: CapturedCall,
+    projected: _ProjectionRecorder,
+    dtype: torch.dtype,
+    before: Sequence[RecordedCall],
 ) -> LayerRun:
-    data = projected.find_module_data(call.layer)
+    """Return a captured call as data; ``before`` has the earlier calls of its module."""
+    data = projected.find_module_data(call)
     names = {} if data is None else data.projections
-    inputs = {role: projected.inputs.get(name) for role, name in names.items()}
-    outputs = {role: projected.outputs.get(name) for role, name in names.items()}
-    of_torch = projected.sources.get(names.get("o", ""))
+    turn = len(before)
+    inputs = {role: _take_run(projected.inputs, name, turn) for role, name in names.items()}
+    outputs = {role: _take_run(projected.outputs, name, turn) for role, name in names.items()}
+    of_torch = _take_run(projected.sources, names.get("o", ""), turn)
     x = inputs.get("q") if of_torch is None else inputs["o"]
     x = call.state if x is None else x
     source = (inputs.get("k") if of_torch is None else of_torch) if call.is_cross else None
     matrix = call.matrix
-    batch, _, queries, _ = matrix.shape
-    stages = {"q after rotary": matrix.q, "k after rotary": matrix.k}
-    stages |= {"weights": matrix.dense()} if _operands_reproduce_head_outputs(call) else {}
-    stages |= {} if call.values is None else {"v": call.values}
-    stages |= {} if call.outputs is None else {"head outputs": call.outputs}
+    batch, _, queries, keys = matrix.shape
+    past = 0 if call.is_cross else max(0, keys - queries)
+    earlier = _find_calls_of_cached_keys(before, past)
+    stages = _stages_of_operands(call, past)
     for role, heads in (("q", matrix.q.shape[1]), ("k", matrix.k.shape[1])):
         projected_rows = outputs.get(role)
         if projected_rows is not None and len({*names.values()}) == len(names):
@@ -297,6 +318,7 @@ def _make_layer_run(
         x is not None
         and x.shape[:-1] == (batch, queries)
         and (source is not None or not call.is_cross)
+        and (earlier or not past)
     )
     model = data.model if data is not None and is_readable else None
     placeholder = torch.zeros(batch, queries, 0, dtype=torch.float64)
@@ -304,9 +326,27 @@ def _make_layer_run(
         Inputs(placeholder if x is None else x, source, mask=find_allowed_pairs(matrix)),
         {name: x.double() for name, x in stages.items()},
         dtype,
+        earlier,
     )
     window = None if data is None else data.window
     return LayerRun(call.layer, recorded, model, window=window)
+
+
+def _stages_of_operands(call: CapturedCall, past: int) -> dict[str, Tensor]:
+    """Return what entered the attention and left it, without the keys of earlier calls."""
+    matrix = call.matrix
+    stages = {"q after rotary": matrix.q, "k after rotary": matrix.k[:, :, past:]}
+    stages |= {"weights": matrix.dense()} if _operands_reproduce_head_outputs(call) else {}
+    stages |= {} if call.values is None else {"v": call.values[:, :, past:]}
+    return stages | ({} if call.outputs is None else {"head outputs": call.outputs})
+
+
+def _find_calls_of_cached_keys(
+    before: Sequence[RecordedCall], past: int
+) -> tuple[RecordedCall, ...]:
+    """Return the calls whose keys a cache held for the next call; () where they are not known."""
+    chain = (*before[-1].earlier, before[-1]) if before and past > 0 else ()
+    return chain if sum(call.inputs.x.shape[1] for call in chain) == past else ()
 
 
 def _take_unrotated_heads_as_projections(

@@ -19,7 +19,7 @@ class Subject(ABC):
         kind: what it is, in a few words for reports.
         dtype: of its weights or, for a function, of its outputs.
         takes_mask: True if calls may have a mask.
-        dropout: of the weights in training; None in eval mode, or where it is not known.
+        dropout: of the weights as it was given: 0 in eval mode, None where it is not known.
     """
 
     kind: str
