@@ -117,6 +117,26 @@ def autocast(subject: Subject) -> Outcome:
     return works(*notes, *((AUTOCAST_KEEPS,) if keeps else ()))
 
 
+def saved_tensor_hooks(subject: Subject) -> Outcome:
+    """The gradients from what hooks gave back: clones, pickles, and what was offloaded."""
+    module, inputs = subject.module(), subject.at(*LENGTHS)
+    expected = seeded(module, module, inputs)
+    graph = torch.autograd.graph
+    for hooks in (
+        graph.saved_tensors_hooks(torch.clone, lambda x: x),
+        graph.saved_tensors_hooks(pickle.dumps, pickle.loads),
+        graph.save_on_cpu(),
+    ):
+
+        def call(*given: Tensor, hooks: Any = hooks) -> Outputs:
+            with hooks:
+                outputs: Outputs = module(*given)
+                return outputs
+
+        assert same(seeded(call, module, inputs), expected)
+    return works()
+
+
 # ---- copies ------------------------------------------------------------------------------------
 
 

@@ -178,11 +178,14 @@ def as_traced() -> Iterator[None]:
         varlen.CALL = before
 
 
-def is_dense(call: Callable[[], Any], inputs: Outputs) -> bool:
-    """Whether the call wrote more than what is given, returned, or linear in the lengths."""
+def is_dense(call: Callable[[], Any], inputs: Outputs, *, times: int = 1) -> bool:
+    """Whether the call wrote more than what is given, returned, or linear in the lengths.
+
+    What is linear may be written ``times`` at once.
+    """
     with small_tiles(), Inside() as seen:
         result = call()
-    return seen.bytes > limit(inputs, tree_leaves(result))
+    return seen.bytes > times * limit(inputs, tree_leaves(result))
 
 
 def limit(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:

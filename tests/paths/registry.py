@@ -68,10 +68,12 @@ PATHS = (
     Path("save", "torch.save, torch.load", UNSEEN, in_eager.copied(in_eager.through_a_file)),
     Path("meta", "meta device, then to_empty and load_state_dict", UNSEEN, in_eager.meta),
     Path("checkpoint", "activation checkpointing", OPERATORS, in_eager.checkpointed),
+    Path("hooks", "saved-tensor hooks", UNSEEN, in_eager.saved_tensor_hooks),
     Path("threads", "two threads at once", UNSEEN, in_eager.threads),
     Path("functional_call", "torch.func.functional_call", UNSEEN, transformed.functional),
     Path("vmap", "torch.func.vmap of grad", OPERATORS, transformed.per_sample),
     Path("jvp", "torch.func.jvp", OPERATORS, transformed.forward_mode),
+    Path("batched", "batched gradients", OPERATORS, transformed.batched),
     Path("double", "gradient of a gradient", OPERATORS, transformed.double_backward),
     Path(
         "compile",

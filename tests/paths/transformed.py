@@ -16,6 +16,7 @@ from tests.paths.in_eager import hint_needed, seeded
 from tests.paths.measure import (
     LENGTHS,
     LONG,
+    Ran,
     _budgets,
     budgets,
     is_dense,
@@ -159,6 +160,42 @@ def jvp_is_dense(subject: Subject, module: nn.Module) -> bool:
     inputs = subject.at(*LONG)
     places = [i for i, x in enumerate(inputs) if is_vector(x)]
     return is_dense(lambda: jvp(module, inputs, places, [inputs[i] for i in places]), inputs)
+
+
+# ---- batches of gradients ----------------------------------------------------------------------
+
+FACTORS = (1.0, -0.5, 2.0)  # powers of 2: a gradient divided by its factor has the same bits
+
+
+def batched(subject: Subject) -> Outcome:
+    """As `torch.autograd.functional.jacobian(vectorize=True)` takes them: one backward pass."""
+    module, inputs = subject.module(), subject.at(*LENGTHS)
+    each = batch_of_gradients(module, inputs).gradients
+    if subject.training:
+        assert all(torch.equal(g[0], g[i] / f) for g in each for i, f in enumerate(FACTORS))
+        assert all(x.isfinite().all() for x in each)
+    else:
+        allowed = budgets(subject, module, inputs, torch.float32)
+        for own, gradient in zip(allowed.gradients, each, strict=True):
+            for index, factor in enumerate(FACTORS):
+                own.assert_holds(gradient[index] / factor)
+    long = subject.at(*LONG)
+    return works(
+        *dense_notes(
+            module,
+            lambda: is_dense(lambda: batch_of_gradients(module, long), long, times=len(FACTORS)),
+        )
+    )
+
+
+def batch_of_gradients(module: nn.Module, inputs: Outputs) -> Ran:
+    """The gradients of `measure.run`, for the seeded upstream times each factor."""
+    inputs = requiring_grad(inputs)
+    outputs = module(*inputs)
+    factors = torch.tensor(FACTORS)
+    batches = [factors.view(-1, *[1] * u.dim()) * u for u in upstream(outputs)]
+    of = leaves(module, inputs)
+    return Ran(outputs, torch.autograd.grad(outputs, of, batches, is_grads_batched=True))
 
 
 # ---- gradients of gradients --------------------------------------------------------------------

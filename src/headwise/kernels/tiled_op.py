@@ -7,7 +7,7 @@ tracing and their own gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from headwise.kernels.tiles import TILE_ELEMENTS
 from headwise.masks import clauses
 from headwise.masks.bound_mask import BoundMask
 from headwise.masks.clause import MatrixSizes
+from headwise.masks.clauses.predicate_clause import is_carrier
 from headwise.masks.score_bias import BoundBias
+from headwise.support import private_torch
 from headwise.support.tensor_containers import iterate_leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch
 
@@ -130,20 +132,40 @@ def _fake_sweep_backward(*arguments: Any) -> tuple[Any, ...]:
     )
 
 
+def separate_tensors(value: Any) -> tuple[list[Tensor], Any]:
+    """Return the tensors of nested containers, and the containers with ``Tensor`` in their places.
+
+    Only these tensors are saved for a backward pass, which the hooks of `torch.autograd.graph` may
+    copy, pickle or offload. The tensor that carries a mask's function stays in the containers.
+    """
+
+    def is_saved(x: Any) -> bool:
+        return isinstance(x, Tensor) and not is_carrier(x)
+
+    tensors = [x for x in iterate_leaves(value) if is_saved(x)]
+    if not torch.compiler.is_compiling():
+        # A mask may have been made in inference mode, of which torch saves clones only.
+        tensors = [x.clone() if x.is_inference() else x for x in tensors]
+    return tensors, map_leaves(lambda x: Tensor if is_saved(x) else x, value)
+
+
+def restore_tensors(tensors: Iterable[Tensor], form: Any) -> Any:
+    """Return the containers with these tensors: the inverse of `separate_tensors`."""
+    each = iter(tensors)
+    return map_leaves(lambda x: next(each) if x is Tensor else x, form)
+
+
 def _save_for_backward(ctx: Any, inputs: Packed, output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    # Tensors in lists are saved one by one; the backward pass rebuilds the lists.
-    saved = [inputs, output[2:4]]
-    ctx.save_for_backward(*(x for x in iterate_leaves(saved) if isinstance(x, Tensor)))
-    ctx.form = map_leaves(lambda x: Tensor if isinstance(x, Tensor) else x, saved)
+    tensors, ctx.form = separate_tensors([inputs, output[2:4]])
+    ctx.save_for_backward(*tensors)
     table, biases = inputs[3:5]
     ctx.biases_needed = [bias.requires_grad for bias in biases]
     ctx.table_needed = table is not None and table.requires_grad
 
 
 def _run_sweep_backward(ctx: Any, *upstream: Tensor | None) -> Packed:
-    tensors = iter(ctx.saved_tensors)
-    arguments, (peak, log_sum) = map_leaves(lambda x: next(tensors) if x is Tensor else x, ctx.form)
+    arguments, (peak, log_sum) = restore_tensors(ctx.saved_tensors, ctx.form)
     if torch.is_grad_enabled():
         return _differentiable_backward(arguments, upstream)
     q, k, v, y, sink, table, biases = torch.ops.headwise.sweep_backward(
@@ -196,6 +218,38 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
     return (*gradients[:5], *map(_replace_tensors_by_none, packed[5:COUNT]), *gradients[COUNT:])
 
 
+def _gradients_of_batch(arguments: Packed, dims: Packed, size: int) -> Packed:
+    """Return the gradients for each upstream gradient of a batch, one after the other, stacked."""
+    each = [
+        torch.ops.headwise.sweep_backward(
+            *(x.select(dim, i) if dim == 0 else x for x, dim in zip(arguments, dims, strict=True))
+        )
+        for i in range(size)
+    ]
+    *single, biases = zip(*each, strict=True)
+    return (*map(torch.stack, single), [torch.stack(own) for own in zip(*biases, strict=True)])
+
+
+def _map_sweep_backward(info: Any, in_dims: Packed, *arguments: Any) -> tuple[Packed, Packed]:
+    """Compute a batch of gradients under torch.func.vmap."""
+    upstream = [
+        x.movedim(dim, 0) if isinstance(dim, int) else x
+        for x, dim in zip(arguments, in_dims, strict=True)
+    ]
+    dims = tuple(0 if isinstance(dim, int) else None for dim in in_dims)
+    gradients = _gradients_of_batch(tuple(upstream), dims, info.batch_size)
+    return gradients, map_leaves(lambda _: 0, gradients)
+
+
+def _sweep_backward_of_batch(*arguments: Any) -> Packed:
+    """Compute the batch of gradients of ``torch.autograd.grad(..., is_grads_batched=True)``."""
+    level = private_torch.batch_level()
+    plain, dims = zip(*(private_torch.remove_batch(x, level) for x in arguments), strict=True)
+    size = next(len(x) for x, dim in zip(plain, dims, strict=True) if dim == 0)
+    gradients = _gradients_of_batch(plain, dims, size)
+    return tuple(map_leaves(lambda x: private_torch.add_batch(x, level), gradients))
+
+
 def _wrap_without_autocast(function: Callable[..., Packed]) -> Callable[..., Packed]:
     """Run tiles in their accumulation dtype, since autocast would round every product."""
 
@@ -213,6 +267,9 @@ torch.library.register_fake("headwise::sweep_backward", _fake_sweep_backward, li
 torch.library.register_autograd(
     "headwise::sweep", _run_sweep_backward, setup_context=_save_for_backward, lib=_LIBRARY
 )
+torch.library.register_vmap("headwise::sweep_backward", _map_sweep_backward, lib=_LIBRARY)
+if private_torch.HAS_BATCHES:
+    _LIBRARY.impl("sweep_backward", _sweep_backward_of_batch, "Batched")
 
 
 class TiledKernel(Kernel):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -14,9 +12,13 @@ from headwise.kernels.dispatch import run_kernel
 from headwise.kernels.kernel import Task
 from headwise.kernels.kernel_input import KernelInput
 from headwise.kernels.tiled import softmax_shift
-from headwise.kernels.tiled_op import pack_arguments, unpack_arguments
+from headwise.kernels.tiled_op import (
+    pack_arguments,
+    restore_tensors,
+    separate_tensors,
+    unpack_arguments,
+)
 from headwise.masks.cast_biases import cast_biases_for_sum
-from headwise.support.tensor_containers import iterate_leaves, map_leaves
 from headwise.support.tracing import needs_plain_torch, without_autocast
 
 
@@ -73,19 +75,17 @@ def largest_weights(problem: KernelInput, count: int, index: Tensor) -> tuple[Te
 def _largest_weights_of_query_block(
     problem: KernelInput, count: int, index: Tensor
 ) -> tuple[Tensor, Tensor]:
+    tensors, form = separate_tensors((pack_arguments(problem), index))
+    has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     # torch.func does not support checkpoint.
-    if not torch.is_grad_enabled() or needs_plain_torch():
+    if not has_gradient or needs_plain_torch():
         values, indices = weights_of_queries(problem, index).topk(count, dim=-1)
         return values, indices
+
     # Recompute rows in the backward pass: saved rows would add up to queries x keys. Every tensor
     # is an argument, so that torch saves it and detects in-place changes.
-    whole = (pack_arguments(problem), index)
-    tensors = [x for x in iterate_leaves(whole) if isinstance(x, Tensor)]
-    form = map_leaves(lambda x: Tensor if isinstance(x, Tensor) else x, whole)
-
-    def recomputed(*tensors: Any) -> tuple[Tensor, Tensor]:
-        each = iter(tensors)
-        packed, rows = map_leaves(lambda x: next(each) if x is Tensor else x, form)
+    def recomputed(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        packed, rows = restore_tensors(tensors, form)
         values, indices = weights_of_queries(unpack_arguments(packed), rows).topk(count, dim=-1)
         return values, indices
 

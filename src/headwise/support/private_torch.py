@@ -14,6 +14,9 @@ speed, memory or a check of values is lost:
 | `_C._disabled_torch_function_impl` | the same |
 | `utils._python_dispatch.TorchDispatchMode` | operators are not counted: ImportError |
 | `utils._python_dispatch.is_traceable_wrapper_subclass` | `is_wrapper` asks the tensor itself |
+| `_C._vmapmode_increment_nesting`, `_C._vmapmode_decrement_nesting` | batched gradients raise |
+| `_C._functorch.is_legacy_batchedtensor` | the same |
+| `_remove_batch_dim`, `_add_batch_dim` | the same |
 """
 
 from __future__ import annotations
@@ -39,6 +42,11 @@ _interpreter_stack = find_torch_attribute("_C._functorch.peek_interpreter_stack"
 _dispatch_modes = find_torch_attribute("_C._len_torch_dispatch_stack")
 _make_wrapper = find_torch_attribute("Tensor._make_wrapper_subclass")
 _is_wrapper = find_torch_attribute("utils._python_dispatch.is_traceable_wrapper_subclass")
+_enter_vmap = find_torch_attribute("_C._vmapmode_increment_nesting")
+_leave_vmap = find_torch_attribute("_C._vmapmode_decrement_nesting")
+_is_batched = find_torch_attribute("_C._functorch.is_legacy_batchedtensor")
+_remove_batch = find_torch_attribute("_remove_batch_dim")
+_add_batch = find_torch_attribute("_add_batch_dim")
 no_torch_function = find_torch_attribute("_C._disabled_torch_function_impl")
 
 # (x, weight, bias) -> x @ weight.T + bias by oneDNN's product, where `HAS_ONEDNN_LINEAR`.
@@ -46,6 +54,7 @@ onednn_linear = _linear_pointwise and partial(
     _linear_pointwise, attr="none", scalars=[], algorithm=""
 )
 HAS_ONEDNN_LINEAR = torch.backends.mkldnn.is_available() and _linear_pointwise is not None
+HAS_BATCHES = None not in (_enter_vmap, _leave_vmap, _is_batched, _remove_batch, _add_batch)
 HAS_WRAPPERS = _make_wrapper is not None and no_torch_function is not None
 
 # The name by which `torch._ops.OpOverload.name` tells one of torch's private operators.
@@ -90,6 +99,29 @@ def is_wrapper(tensor: Tensor) -> TypeGuard[Any]:
     if _is_wrapper is None:
         return hasattr(tensor, "__tensor_flatten__")
     return bool(_is_wrapper(tensor))
+
+
+def batch_level() -> int:
+    """Return the depth of `torch.autograd.grad(..., is_grads_batched=True)`, where `HAS_BATCHES`.
+
+    That function batches its gradients by an older vmap than torch.func's.
+    """
+    level: int = _enter_vmap() - 1
+    _leave_vmap()
+    return level
+
+
+def remove_batch(value: Any, level: int) -> tuple[Any, int | None]:
+    """Return a tensor with its batch as axis 0, and 0; or a value without a batch, and None."""
+    if isinstance(value, Tensor) and _is_batched(value):
+        return _remove_batch(value, level, 1, 0), 0
+    return value, None
+
+
+def add_batch(tensor: Tensor, level: int) -> Tensor:
+    """Return a tensor whose axis 0 is a batch: the inverse of `remove_batch`."""
+    batched: Tensor = _add_batch(tensor, 0, level)
+    return batched
 
 
 class _NoDispatchMode:

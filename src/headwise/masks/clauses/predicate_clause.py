@@ -126,7 +126,7 @@ class PredicateClause(Clause):
         return self
 
     def lower_for_operator(self) -> LoweredClause:
-        """A tensor that carries the clause: an operator hands the same object on, and keeps it."""
+        """A tensor that carries the clause: an operator hands the same object on."""
         carrier = torch.empty(0)
         carrier.clause = self  # type: ignore[attr-defined]
         return LoweredClause(self.kind, (carrier,), ())
@@ -140,6 +140,11 @@ class PredicateClause(Clause):
 
     def __str__(self) -> str:
         return f"where({getattr(self.function, '__name__', type(self.function).__name__)})"
+
+
+def is_carrier(tensor: Tensor) -> bool:
+    """True for a tensor that carries a clause, which a copy of the tensor would lose."""
+    return hasattr(tensor, "clause")
 
 
 def _is_broadcastable_bool(allowed: object, shape: torch.Size) -> bool:
