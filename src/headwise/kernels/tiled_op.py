@@ -227,7 +227,7 @@ def _gradients_of_batch(arguments: Packed, dims: Packed, size: int) -> Packed:
         for i in range(size)
     ]
     *single, biases = zip(*each, strict=True)
-    return (*map(torch.stack, single), [torch.stack(own) for own in zip(*biases, strict=True)])
+    return (*map(torch.stack, single), [torch.stack(parts) for parts in zip(*biases, strict=True)])
 
 
 def _map_sweep_backward(info: Any, in_dims: Packed, *arguments: Any) -> tuple[Packed, Packed]:
