@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
+from typing import Literal, get_args
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +19,9 @@ START = (
 )
 
 WORD, BLOCK = 8, 2048  # bytes
+
+Check = Literal["first", "always", "never"]  # the calls in which ranks compare their arguments
+CHECKS: tuple[str, ...] = get_args(Check)
 
 
 def require_process_group(call: str) -> None:
@@ -51,6 +58,33 @@ def require_mesh(mesh: DeviceMesh, call: str) -> None:
             f"{mesh.mesh.flatten().tolist()}",
             needed="a call on the ranks of the mesh alone",
             do="leave out the call on the other ranks, or make a mesh of all of them",
+        )
+
+
+def require_same_shapes_on_every_rank(inputs: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+    """Raise OptionError on every rank if names, shapes or dtypes of inputs differ between ranks.
+
+    So it does where a gradient is required on some ranks alone. Each rank sends one whole number,
+    and its description where these differ.
+    """
+    graph = " with a gradient" if torch.is_grad_enabled() else ""
+    mine = ", ".join(
+        f"{name} {tuple(x.shape)} {x.dtype}{graph if x.requires_grad else ''}"
+        for name, x in inputs.items()
+    )
+    device = next(iter(inputs.values())).device
+    number = torch.tensor([zlib.crc32(mine.encode())], device=device)
+    gathered = [torch.empty_like(number) for _ in range(mesh.size())]
+    dist.all_gather(gathered, number, group=mesh.get_group())
+    differing = [rank for rank, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
+    if differing:
+        described: list[str] = [""] * mesh.size()
+        dist.all_gather_object(described, mine, group=mesh.get_group())
+        raise OptionError(
+            saw=f"the inputs differ between ranks: rank {differing[0]} of the mesh holds "
+            f"{described[differing[0]]}, and rank 0 {described[0]}",
+            needed=f"the same names, shapes and dtypes on all {mesh.size()} ranks",
+            do="give every rank the same batch, e.g. after torch.distributed.broadcast",
         )
 
 

@@ -138,8 +138,16 @@ def other_ranks() -> dict[str, str]:
     found["other in the first call"] = message_of(lambda: layer(x + rank))
     drop_in = divide(MultiheadAttention(40, 4))
     found["key"] = message_of(lambda: drop_in(x, x + rank, x))
+    layer = divide(Attention(40, 4, source_dim=33))
+    source = torch.randn(2, 29, 33)
+    found["later"] = message_of(lambda: layer(x, source)) or "equal in the first call"
+    found["later, another length"] = message_of(lambda: layer(x, source[:, rank:]))
+    found["later, a gradient"] = message_of(
+        lambda: layer(x.clone().requires_grad_(bool(rank)), source)
+    )
+    found["later again"] = message_of(lambda: layer(x, source[:, 1:]))
     replicated = distribute_tensor(x, world(), [Replicate()])
-    found["DTensor"] = message_of(lambda: layer(replicated))
+    found["DTensor"] = message_of(lambda: divide(Attention(40, 4))(replicated))
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "heads"))
     style = Heads()
     found["mesh"] = message_of(lambda: style._apply(Attention(40, 4), mesh))
@@ -156,6 +164,10 @@ def test_ranks_with_other_weights_or_inputs() -> None:
     assert "x differs between ranks" in first["always: other"]
     assert "x differs between ranks" in first["other in the first call"]
     assert "key differs between ranks" in first["key"]
+    assert first["later"] == "equal in the first call"
+    assert "holds x (2, 7, 40) torch.float32, source (2, 28, 33)" in first["later, another length"]
+    assert "holds x (2, 7, 40) torch.float32 with a gradient" in first["later, a gradient"]
+    assert first["later again"] == ""
     assert "x is a DTensor" in first["DTensor"]
     assert 'mesh["data"] for one of data, heads' in first["mesh"]
 

@@ -18,13 +18,13 @@ from headwise.sharding.heads.layer_checks import (
     check_layer_modules,
     check_no_tied_weights,
 )
-from headwise.sharding.heads.rank_heads import CheckInputs, RankHeads
-from headwise.sharding.process_group_checks import require_mesh
+from headwise.sharding.heads.rank_heads import RankHeads
+from headwise.sharding.process_group_checks import CHECKS, Check, require_mesh
 from headwise.support.message_text import describe_value
 
 KV = Literal["split", "replicate"]
 InProj = Literal["whole", "separate"]
-_CHOICES = {"kv": get_args(KV), "in_proj": get_args(InProj), "check_inputs": get_args(CheckInputs)}
+_CHOICES = {"kv": get_args(KV), "in_proj": get_args(InProj), "check_inputs": CHECKS}
 
 
 class Heads(ParallelStyle):
@@ -44,8 +44,9 @@ class Heads(ParallelStyle):
         in_proj: for a packed ``in_proj_weight`` of `MultiheadAttention`: "whole" keeps it on every
             rank; "separate" replaces it by ``q_proj_weight``, ``k_proj_weight`` and
             ``v_proj_weight``, which are divided.
-        check_inputs: the calls in which ranks compare their inputs, and raise where these differ:
-            the "first", "always" or "never".
+        check_inputs: the calls in which ranks compare the values of their inputs, and raise where
+            these differ: the "first", "always" or "never". The first two compare shapes in every
+            call. Nothing is compared in a compiled graph.
 
     Raises:
         OptionError: an option that does not exist. For a layer: heads that the ranks do not divide,
@@ -54,7 +55,7 @@ class Heads(ParallelStyle):
     """
 
     def __init__(
-        self, kv: KV = "split", *, in_proj: InProj = "whole", check_inputs: CheckInputs = "first"
+        self, kv: KV = "split", *, in_proj: InProj = "whole", check_inputs: Check = "first"
     ) -> None:
         super().__init__()
         self.kv, self.in_proj, self.check_inputs = kv, in_proj, check_inputs
@@ -102,7 +103,7 @@ def heads_plan(
     *,
     kv: KV = "split",
     in_proj: InProj = "whole",
-    check_inputs: CheckInputs = "first",
+    check_inputs: Check = "first",
 ) -> dict[str, ParallelStyle]:
     """Return the plan that divides the heads of every attention layer of a model.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,10 +12,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from headwise.errors import OptionError
 from headwise.layers.compute_some_heads import HeadPart
 from headwise.sharding.heads.sums_over_ranks import gather_heads_of_ranks, sum_backward, sum_forward
-from headwise.sharding.process_group_checks import require_same_on_every_rank
+from headwise.sharding.process_group_checks import (
+    Check,
+    require_same_on_every_rank,
+    require_same_shapes_on_every_rank,
+)
 from headwise.support.tracing import may_read_values
-
-CheckInputs = Literal["first", "always", "never"]
 
 
 class RankHeads(HeadPart):
@@ -26,11 +27,11 @@ class RankHeads(HeadPart):
         mesh: the ranks, in one dimension.
         num_heads: as in `HeadPart`.
         num_kv_heads: as in `HeadPart`.
-        check_inputs: the calls in which all ranks compare their inputs.
+        check_inputs: the calls in which all ranks compare their inputs; see `Heads`.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, *, num_heads: int, num_kv_heads: int, check_inputs: CheckInputs
+        self, mesh: DeviceMesh, *, num_heads: int, num_kv_heads: int, check_inputs: Check
     ) -> None:
         each = num_heads // mesh.size()
         first = mesh.get_local_rank() * each
@@ -38,7 +39,7 @@ class RankHeads(HeadPart):
         super().__init__(heads, num_heads=num_heads, num_kv_heads=num_kv_heads)
         self.mesh = mesh
         self.has_packed_weight = False  # True if in_proj_weight was cut into three
-        self._checks = check_inputs
+        self._check, self._has_compared = check_inputs, False
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -54,11 +55,12 @@ class RankHeads(HeadPart):
                     needed="the same plain tensor on every rank",
                     do=f"{name}.full_tensor(), or {name}.to_local() where it is replicated",
                 )
-        if self._checks != "never" and all(map(may_read_values, inputs.values())):
-            for name, tensor in inputs.items():
-                require_same_on_every_rank(name, tensor, self.mesh)
-            if self._checks == "first":
-                self._checks = "never"
+        if self._check != "never" and all(map(may_read_values, inputs.values())):
+            require_same_shapes_on_every_rank(inputs, self.mesh)
+            if self._check == "always" or not self._has_compared:
+                for name, tensor in inputs.items():
+                    require_same_on_every_rank(name, tensor, self.mesh)
+                self._has_compared = True
         return dict(zip(inputs, sum_backward(list(inputs.values()), group=self.group), strict=True))
 
     def own_share_of_parameter(self, parameter: Tensor) -> Tensor:

@@ -4,24 +4,32 @@ Each rank sends 15 numbers: the lengths that it holds, and for all that must be 
 a number that tells differences: a size, or a checksum. Of large tensors every n-th entry is read,
 so the comparison takes less than a millisecond. A rank whose own operands are refused says so in
 its numbers, and every rank raises: none waits for it.
+
+Before that, each rank sends one number of the shapes and names alone. Where those of all ranks were
+compared before, this is enough.
 """
 
 from __future__ import annotations
 
+import dis
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.errors import HeadwiseError, OptionError
-from headwise.masks.clauses.predicate_clause import PredicateClause
-from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias
 from headwise.sharding.collectives import gather_numbers
+from headwise.sharding.process_group_checks import Check
 
 READ = 2**14  # entries of a tensor that a checksum reads, at most
 LOCAL = ("queries", "keys")  # numbers that may differ between ranks
@@ -37,7 +45,7 @@ SHARED = {
     "mask": "mask",
     "score_bias": "score_bias",
     "sink": "sink",
-    "options": "scale, softcap, by or limit",
+    "options": "scale, softcap, by, limit or check",
     "layout": "layout",
 }
 
@@ -50,24 +58,52 @@ class Agreement:
     keys: tuple[int, ...]
 
 
+# What each rank's call looked like -> the lengths, for calls whose contents were compared.
+_COMPARED: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[float, ...], Agreement]] = (
+    WeakKeyDictionary()
+)
+_MOST_COMPARED = 1024
+
+
 def require_agreement_of_ranks(
-    call: str, mesh: DeviceMesh, numbers: Callable[[], dict[str, float]]
+    call: str, mesh: DeviceMesh, numbers: Callable[[bool], dict[str, float]], *, check: Check
 ) -> Agreement:
     """Compare what the ranks of a mesh pass to a call.
 
     Args:
         call: the call, for messages.
         mesh: of one dimension.
-        numbers: checks this rank's operands, and returns the numbers of `LOCAL` and `SHARED`.
+        numbers: checks this rank's operands, and returns the numbers of `LOCAL` and `SHARED`: of
+            contents, or of shapes and names alone.
+        check: "first" compares contents where the shapes and names of all ranks are new, "always"
+            in every call.
 
     Raises:
         HeadwiseError: of ``numbers``, on the rank that raised it.
         OptionError: the ranks differ, or another rank raised an error.
     """
+    try:
+        mine = checksum(*numbers(False).values())
+    except HeadwiseError:
+        mine = -1  # new, so that the comparison below raises it
+    group = mesh.get_group()
+    everyone = tuple(gather_numbers([mine], group, mesh.device_type).flatten().tolist())
+    known = _COMPARED.setdefault(group, {})
+    if check == "always" or everyone not in known:
+        agreement = _compare_contents(call, mesh, numbers)
+        if len(known) == _MOST_COMPARED:  # on all ranks alike
+            known.clear()
+        known[everyone] = agreement
+    return known[everyone]
+
+
+def _compare_contents(
+    call: str, mesh: DeviceMesh, numbers: Callable[[bool], dict[str, float]]
+) -> Agreement:
     refusal: HeadwiseError | None = None
     names = (*LOCAL, *SHARED)
     try:
-        known = numbers()
+        known = numbers(True)
         mine = [0.0, *(float(known[name]) for name in names)]
     except HeadwiseError as error:
         refusal, mine = error, [1.0] + [0.0] * len(names)
@@ -98,33 +134,84 @@ def require_agreement_of_ranks(
 # ---- checksums ---------------------------------------------------------------------------------
 
 
-def checksum(*values: Any) -> int:
-    """Return a number for plain values and tensors; other values have another one nearly always."""
+def checksum(*values: Any, contents: bool = True) -> int:
+    """Return a number for values; other values have another one nearly always.
+
+    Args:
+        values: plain values, tensors, functions, and dataclasses and containers of them. Of any
+            other object its type counts alone.
+        contents: True to read samples of tensors and the code of functions; False to read shapes
+            and names alone.
+    """
     total = 0
-    for value in values:
-        data = _sample_bytes(value) if isinstance(value, Tensor) else repr(value).encode()
-        total = zlib.crc32(data, total)
+    for part in _yield_parts(values, contents=contents, seen={}):
+        total = zlib.crc32(part, total)
     return total
 
 
-def checksum_mask(mask: Mask) -> int:
-    """Return a number for a mask; of a caller's function its code is read alone."""
-    values: list[Any] = [str(mask)]
-    for clause in mask.clauses:
-        values += [getattr(clause, name) for name in clause.integer_fields]
-        values += clause.tensors()
-        if isinstance(clause, PredicateClause):
-            values.append(getattr(getattr(clause.function, "__code__", None), "co_code", None))
-    return checksum(*values)
+def _yield_parts(value: Any, *, contents: bool, seen: dict[int, Any]) -> Iterator[bytes]:
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        value = torch.from_numpy(np.array(value))
+    if isinstance(value, Tensor):
+        yield f"{tuple(value.shape)} {value.dtype}".encode()
+        if contents:
+            yield _sample_bytes(value)
+        return
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
+        yield repr(value).encode()
+        return
+    yield f"{type(value).__qualname__} {getattr(value, '__qualname__', '')}".encode()
+    if id(value) in seen:  # a function may stand in its own closure
+        return
+    if not isinstance(value, tuple):
+        seen[id(value)] = value
+    for part in _parts_of_object(value, contents=contents):
+        yield from _yield_parts(part, contents=contents, seen=seen)
 
 
-def checksum_bias(bias: ScoreBias) -> int:
-    """Return a number for a score bias."""
-    return checksum(str(bias), *bias.all_tensors())
+def _parts_of_object(value: Any, *, contents: bool) -> Iterable[Any]:
+    if isinstance(value, tuple | list):
+        return value
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
+    if not contents or isinstance(value, type):
+        return ()
+    if isinstance(value, FunctionType):
+        return _parts_of_function(value)
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if callable(value) and hasattr(value, "__dict__"):
+        return type(value).__call__, vars(value)
+    return ()
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[Any]:
+    """Yield code, constants, defaults, and values of the closure and of globals that it reads."""
+    yield from (function.__defaults__, function.__kwdefaults__)
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a name that has no value yet
+            yield cell.cell_contents
+    codes = [function.__code__]
+    for code in codes:
+        yield from (code.co_code, code.co_names)
+        inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        yield tuple(constant for constant in code.co_consts if constant not in inner)
+        codes += inner
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "LOAD_GLOBAL":
+                found = function.__globals__.get(instruction.argval)
+                # Of functions of other modules the name counts: a library is the same everywhere.
+                is_other = getattr(found, "__module__", None) not in (None, function.__module__)
+                yield instruction.argval if callable(found) and is_other else found
 
 
 def _sample_bytes(tensor: Tensor) -> bytes:
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // READ)].cpu().contiguous()
-    shape = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
-    return shape + some.view(torch.uint8).numpy().tobytes()
+    return some.view(torch.uint8).numpy().tobytes()

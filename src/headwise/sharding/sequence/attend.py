@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
+from headwise.sharding.process_group_checks import Check
 from headwise.sharding.sequence.exchange_heads_or_gather_keys import (
     attend_by_gather,
     attend_by_heads,
@@ -22,14 +23,15 @@ from headwise.sharding.sequence.sequence_plan import (
     OperandSizes,
     SequencePlan,
     Way,
+    choose_way,
     plan_sequence,
     require_options,
 )
 from headwise.sharding.sequence.sequence_score_settings import (
     SequenceArguments,
-    SequenceScores,
     agree_on_score_settings,
 )
+from headwise.support.tracing import cast_like_autocast
 
 _WAYS = {"heads": attend_by_heads, "gather": attend_by_gather, "ring": attend_by_ring}
 
@@ -44,6 +46,7 @@ def attend(
     layout: SequenceLayout | None = None,
     key_layout: SequenceLayout | None = None,
     limit: int | None = LIMIT,
+    check: Check = "first",
     mask: Mask | None = None,
     score_bias: ScoreBias | None = None,
     scale: float | None = None,
@@ -53,9 +56,10 @@ def attend(
     """Compute the head outputs of this rank's queries: a collective, also in the backward pass.
 
     The result and all gradients are those of ``AttentionMatrix(q, k, ...) @ v`` on the whole
-    sequence. All ranks of the mesh make the call, and all of them run the backward pass. The
-    gradients of ``sink`` and of tensors in ``score_bias`` are this rank's share: their sum over
-    ranks is the gradient, as for every other parameter that all ranks hold.
+    sequence; under autocast queries, keys and values are cast to its dtype. All ranks of the mesh
+    make the call, and all of them run the backward pass. The gradients of ``sink`` and of tensors
+    in ``score_bias`` are this rank's share: their sum over ranks is the gradient, as for every
+    other parameter that all ranks hold.
 
     Args:
         q: the queries of this rank.
@@ -69,6 +73,10 @@ def attend(
         key_layout: the same for keys; None for ``layout`` where ranks hold as many keys as
             queries, else one run on each.
         limit: bytes that gathered keys and values may take on a rank; None for no limit.
+        check: the calls in which ranks compare masks, biases and options: "first" compares them in
+            the first call of its shapes, and one number of the shapes in every other; "always" in
+            every call; with "never", and in a compiled graph, nothing is sent, and without
+            ``layout`` all ranks hold as many tokens.
         mask: as in `headwise.AttentionMatrix`, for the whole sequence.
         score_bias: the same.
         scale: the same.
@@ -81,8 +89,12 @@ def attend(
         ShapeError, DTypeError, DeviceError, MaskError: operands that do not fit together.
     """
     arguments = SequenceArguments(layout, key_layout, mask, score_bias, scale, softcap, sink)
-    scores, chosen = _plan_call("attend(q, k, v, mesh)", (q, k, v), mesh, by, limit, arguments)
-    return _WAYS[chosen.by](q, k, v, scores)
+    further = partial(require_options, by, limit, check)
+    call, operands = "attend(q, k, v, mesh)", (q, k, v)
+    scores = agree_on_score_settings(call, operands, mesh, arguments, further, check)
+    q, k, v = cast_like_autocast(*operands)
+    way, _ = choose_way(scores, OperandSizes.of(q, k, v), by=by, limit=limit)
+    return _WAYS[way](q, k, v, scores)
 
 
 def explain_attend(
@@ -93,6 +105,7 @@ def explain_attend(
     *,
     by: Way | None = None,
     limit: int | None = LIMIT,
+    check: Check = "first",
     **options: Any,
 ) -> SequencePlan:
     """Return the way of `attend` for the same arguments, with the reason and the cost.
@@ -106,23 +119,14 @@ def explain_attend(
         mesh: a mesh of one dimension.
         by: as in `attend`.
         limit: as in `attend`.
+        check: as in `attend`; this call compares everything.
         **options: all others of `attend`.
 
     Raises:
         OptionError, ShapeError, DTypeError, DeviceError, MaskError: as `attend`.
     """
     call, arguments = "explain_attend(q, k, v, mesh)", SequenceArguments(**options)
-    return _plan_call(call, (q, k, v), mesh, by, limit, arguments)[1]
-
-
-def _plan_call(
-    call: str,
-    operands: tuple[Tensor, Tensor, Tensor],
-    mesh: DeviceMesh,
-    by: Way | None,
-    limit: int | None,
-    arguments: SequenceArguments,
-) -> tuple[SequenceScores, SequencePlan]:
-    further = partial(require_options, by, limit)
-    scores = agree_on_score_settings(call, operands, mesh, arguments, further)
-    return scores, plan_sequence(scores, OperandSizes.of(*operands), by=by, limit=limit)
+    further = partial(require_options, by, limit, check)
+    scores = agree_on_score_settings(call, (q, k, v), mesh, arguments, further)
+    sizes = OperandSizes.of(*cast_like_autocast(q, k, v))
+    return plan_sequence(scores, sizes, by=by, limit=limit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import SupportsIndex
 
@@ -85,7 +84,7 @@ class SequenceLayout:
         """Number of ranks."""
         return len(self.spans)
 
-    @cached_property
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Number of tokens of each rank."""
         return tuple(sum(span.size for span in runs) for runs in self.spans)
@@ -95,7 +94,7 @@ class SequenceLayout:
         """Number of tokens of the whole sequence."""
         return sum(self.lengths)
 
-    @cached_property
+    @property
     def is_in_order(self) -> bool:
         """True if the tokens of all ranks, one rank after the other, are the sequence."""
         runs = [span for runs in self.spans for span in runs]

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.masks.clause import MatrixSizes
+from headwise.sharding.process_group_checks import CHECKS
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.sharding.sequence.sequence_score_settings import SequenceScores
 from headwise.support.explain_wrong_arguments import is_number
@@ -97,8 +98,16 @@ class OperandSizes(NamedTuple):
         return cls(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
 
 
-def require_options(by: str | None, limit: int | None) -> tuple[str | None, int | None]:
-    """Return both; raise OptionError unless ``by`` is a way and ``limit`` bytes, or None."""
+def require_options(
+    by: str | None, limit: int | None, check: str
+) -> tuple[str | None, int | None, str]:
+    """Return them; raise OptionError unless ``by`` is a way and ``limit`` bytes, or None."""
+    if check not in CHECKS:
+        raise OptionError(
+            saw=f"attend(check={describe_value(check)})",
+            needed=" or ".join(f'"{choice}"' for choice in CHECKS),
+            do=f'check="{CHECKS[0]}" is the default',
+        )
     if by is not None and by not in WAYS:
         raise OptionError(
             saw=f"attend(by={describe_value(by)})",
@@ -111,13 +120,23 @@ def require_options(by: str | None, limit: int | None) -> tuple[str | None, int 
             needed="bytes that gathered keys and values may take, or None for no limit",
             do=f"e.g. limit={LIMIT}",
         )
-    return by, limit
+    return by, limit, check
 
 
 def plan_sequence(
     scores: SequenceScores, operands: OperandSizes, *, by: Way | None, limit: int | None
 ) -> SequencePlan:
-    """Choose the way of a call.
+    """Choose the way of a call as `choose_way` does, and compute its cost."""
+    way, why = choose_way(scores, operands, by=by, limit=limit)
+    counts = (*_COSTS[way](scores, operands), _count_peak_elements(scores, operands, way))
+    forward, backward, held, peak = (count * operands.itemsize for count in counts)
+    return SequencePlan(way, why, forward, backward, held, peak, _count_pairs_by_rank(scores, way))
+
+
+def choose_way(
+    scores: SequenceScores, operands: OperandSizes, *, by: Way | None, limit: int | None
+) -> tuple[Way, str]:
+    """Return the way of a call, and the reason.
 
     Raises:
         OptionError: ``by="heads"`` where the heads do not divide.
@@ -131,24 +150,8 @@ def plan_sequence(
             "of them",
             do='by="gather", by="ring", or another number of ranks',
         )
-    way, why = (by, "as asked") if by else _choose_way(scores, operands, refusal, limit)
-    counts = (*_COSTS[way](scores, operands), _count_peak_elements(scores, operands, way))
-    forward, backward, held, peak = (count * operands.itemsize for count in counts)
-    return SequencePlan(way, why, forward, backward, held, peak, _count_pairs_by_rank(scores, way))
-
-
-def find_heads_refusal(operands: OperandSizes, ranks: int) -> str | None:
-    """Return why heads cannot be divided over ranks, or None."""
-    if operands.heads % ranks:
-        return f"{ranks} ranks do not divide {operands.heads} heads"
-    if operands.kv_heads % ranks and ranks % operands.kv_heads:
-        return f"{operands.kv_heads} kv_heads and {ranks} ranks do not divide each other"
-    return None
-
-
-def _choose_way(
-    scores: SequenceScores, operands: OperandSizes, refusal: str | None, limit: int | None
-) -> tuple[Way, str]:
+    if by:
+        return by, "as asked"
     if refusal is None:
         return "heads", "each rank gets whole heads: the kernel and its result are the unsharded"
     gathered = _count_cost_by_gather(scores, operands)[2] * operands.itemsize
@@ -158,6 +161,15 @@ def _choose_way(
         f"{refusal}; all keys and values would take {human_bytes(gathered)}, the limit is "
         f"{human_bytes(limit)}"
     )
+
+
+def find_heads_refusal(operands: OperandSizes, ranks: int) -> str | None:
+    """Return why heads cannot be divided over ranks, or None."""
+    if operands.heads % ranks:
+        return f"{ranks} ranks do not divide {operands.heads} heads"
+    if operands.kv_heads % ranks and ranks % operands.kv_heads:
+        return f"{operands.kv_heads} kv_heads and {ranks} ranks do not divide each other"
+    return None
 
 
 # ---- costs, in elements ------------------------------------------------------------------------

@@ -18,17 +18,13 @@ from headwise.masks.clause import MatrixPart, MatrixSizes, Span
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias, cut_score_bias_to_part
 from headwise.sharding.collectives import TokenGroup
-from headwise.sharding.process_group_checks import require_mesh
-from headwise.sharding.sequence.agreement import (
-    checksum,
-    checksum_bias,
-    checksum_mask,
-    require_agreement_of_ranks,
-)
+from headwise.sharding.process_group_checks import Check, require_mesh
+from headwise.sharding.sequence.agreement import Agreement, checksum, require_agreement_of_ranks
 from headwise.sharding.sequence.sequence_layout import SequenceLayout
 from headwise.support import private_torch
 from headwise.support.explain_wrong_arguments import require_tensors
 from headwise.support.message_text import describe_value
+from headwise.support.tracing import is_autocast_enabled
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,8 +129,11 @@ def agree_on_score_settings(
     mesh: DeviceMesh,
     arguments: SequenceArguments,
     further: Callable[[], tuple[Any, ...]] = tuple,
+    check: Check = "always",
 ) -> SequenceScores:
     """Check the operands of all ranks, and return the scores that they share: a collective.
+
+    Nothing is sent with ``check="never"``, and while torch.compile traces.
 
     Args:
         call: the call, for messages.
@@ -142,15 +141,23 @@ def agree_on_score_settings(
         mesh: of one dimension.
         arguments: the other arguments of the call.
         further: checks other options, and returns plain values that are the same on every rank.
+        check: the calls in which contents are compared; see `require_agreement_of_ranks`.
     """
     require_mesh(mesh, call)
 
-    def numbers() -> dict[str, float]:
+    def check_own() -> tuple[Any, ...]:
         _check_operands(operands, arguments)
         _check_layouts(arguments, mesh.size())
-        return _numbers_to_compare(operands, arguments, further())
+        return further()
 
-    lengths = require_agreement_of_ranks(call, mesh, numbers)
+    def numbers(contents: bool) -> dict[str, float]:
+        return _numbers_to_compare(operands, arguments, check_own(), contents=contents)
+
+    if check == "never" or torch.compiler.is_compiling():
+        check_own()
+        lengths = _assume_lengths(operands, arguments, mesh)
+    else:
+        lengths = require_agreement_of_ranks(call, mesh, numbers, check=check)
     layout, key_layout = arguments.layout, arguments.key_layout
     if key_layout is None and lengths.keys == lengths.queries:
         key_layout = layout
@@ -210,8 +217,28 @@ def _check_layouts(arguments: SequenceArguments, ranks: int) -> None:
             )
 
 
+def _assume_lengths(
+    operands: tuple[Tensor, ...], arguments: SequenceArguments, mesh: DeviceMesh
+) -> Agreement:
+    """Return the lengths that the layouts state; without one all ranks hold as many tokens."""
+    queries, keys = (x.shape[2] for x in operands[:2])
+    layouts = (arguments.layout, arguments.key_layout)
+    if layouts[1] is None and keys == queries:
+        layouts = (layouts[0], layouts[0])
+    lengths = []
+    for layout, own in zip(layouts, (queries, keys), strict=True):
+        each = list(layout.lengths) if layout else [own] * mesh.size()
+        each[mesh.get_local_rank()] = own
+        lengths.append(tuple(each))
+    return Agreement(*lengths)
+
+
 def _numbers_to_compare(
-    operands: tuple[Tensor, ...], arguments: SequenceArguments, further: tuple[Any, ...]
+    operands: tuple[Tensor, ...],
+    arguments: SequenceArguments,
+    further: tuple[Any, ...],
+    *,
+    contents: bool,
 ) -> dict[str, float]:
     """Return the numbers that ranks compare; see `agreement`."""
     q, k, *values = operands
@@ -226,11 +253,11 @@ def _numbers_to_compare(
         "kv_heads": k.shape[1],
         "head_dim": q.shape[3],
         "value_dim": sum(v.shape[3] for v in values),
-        "dtype": checksum(str(q.dtype)),
+        "dtype": checksum(q.dtype, is_autocast_enabled(q.device.type)),
         "requires_grad": checksum(gradients),
-        "mask": checksum_mask(options.mask),
-        "score_bias": checksum_bias(options.score_bias),
-        "sink": checksum(options.sink),
+        "mask": checksum(options.mask, contents=contents),
+        "score_bias": checksum(options.score_bias, contents=contents),
+        "sink": checksum(options.sink, contents=contents),
         "options": checksum(options.scale, options.softcap, further),
         "layout": checksum(*(layout and layout.spans for layout in layouts)),
     }
