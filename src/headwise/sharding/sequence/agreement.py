@@ -31,6 +31,16 @@ from headwise.errors import HeadwiseError, OptionError
 from headwise.sharding.collectives import gather_numbers
 from headwise.sharding.process_group_checks import Check
 
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+)  # equal where their repr is
 READ = 2**14  # entries of a tensor that a checksum reads, at most
 LOCAL = ("queries", "keys")  # numbers that may differ between ranks
 # Numbers that may not -> how a message names them.
@@ -150,15 +160,15 @@ def checksum(*values: Any, contents: bool = True) -> int:
 
 
 def _yield_parts(value: Any, *, contents: bool, seen: dict[int, Any]) -> Iterator[bytes]:
+    if isinstance(value, PLAIN):
+        yield repr(value).encode()
+        return
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         value = torch.from_numpy(np.array(value))
     if isinstance(value, Tensor):
         yield f"{tuple(value.shape)} {value.dtype}".encode()
         if contents:
             yield _sample_bytes(value)
-        return
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
-        yield repr(value).encode()
         return
     yield f"{type(value).__qualname__} {getattr(value, '__qualname__', '')}".encode()
     if id(value) in seen:  # a function may stand in its own closure
