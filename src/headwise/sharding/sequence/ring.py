@@ -43,8 +43,11 @@ def attend_by_ring(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) -> T
         dtype=accumulation_dtype(q.dtype),
     )
     operands = (q, k, v, options.sink, bias.table, *bias.tensors)
+    ring = _Ring.apply
+    if torch.compiler.is_compiling():  # torch compiles no transfers, and would trace every tile
+        ring = torch.compiler.disable(ring)
     with without_autocast(q):
-        return _Ring.apply(scores, *operands)  # type: ignore[no-any-return, no-untyped-call]
+        return ring(scores, *operands)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True, eq=False)
