@@ -23,10 +23,12 @@ from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical_tensor_axes import State
 from headwise.layouts.find_modules_by_tensor_names import NamedModule, find_modules
 from headwise.layouts.layout import Layout
+from headwise.support.explain_wrong_arguments import RENAMED_COUNTS, explain_arguments
 
 MAX_NAMES = 6  # modules that an error names
 
 
+@explain_arguments(RENAMED_COUNTS)
 def load_attention(
     path: str | Path,
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,8 @@ from headwise.diagnosis.search_causes_in_recorded_calls import ExplainedCalls
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.adapters import layer_with_adapters
+from headwise.diagnosis.subjects.attention_module_data import read_attention_modules
 from headwise.diagnosis.subjects.black_box import BlackBox
 from headwise.diagnosis.subjects.model_run_result import ModelRun
 from headwise.diagnosis.subjects.module_subject_base import describe_dropout_difference
@@ -98,6 +101,7 @@ def compare(
             or inputs that are not finite; or gradients of weights, recordings or whole models.
         ShapeError: the two take tokens of other widths, or there are no tokens.
     """
+    a, b = layer_with_adapters(a), layer_with_adapters(b)
     inputs = read_inputs(inputs)
     if can_compare_as_weights(a, b):
         _refuse_gradient_comparison("weights", asked=gradients)
@@ -105,6 +109,8 @@ def compare(
     if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
         _refuse_gradient_comparison("whole models", asked=gradients)
         return compare_runs(*runs)
+    _refuse_model_beside_layer("a", a, b)
+    _refuse_model_beside_layer("b", b, a)
     sides = load_layer_of_same_number(a, b), load_layer_of_same_number(b, a)
     first, second = _make_subject("a", sides[0]), _make_subject("b", sides[1])
     require_finite_weights("a", first)
@@ -150,6 +156,22 @@ def _is_whole_model(value: object, inputs: ComparisonInputs | None) -> TypeGuard
         or isinstance(inputs, Mapping)
         or holds_several > 1
         or hasattr(value, "get_input_embeddings")
+    )
+
+
+def _refuse_model_beside_layer(name: str, model: object, other: object) -> None:
+    """Raise OptionError for a whole model whose attention the caller meant."""
+    is_layer = isinstance(other, NAMED_LAYERS) or is_transformers_attention(other)
+    if not (is_layer and _is_whole_model(model, None)):
+        return
+    modules = read_attention_modules(model)
+    if not modules:
+        return
+    code = re.sub(r"\.(\d+)", r"[\1]", modules[0].prefix.rstrip("."))
+    raise OptionError(
+        saw=f"{name} is a whole model, {type(model).__name__}, and the other is one layer",
+        needed="two layers, or two models",
+        do=f"give one of its layers, such as {name}={name}.{code}",
     )
 
 

@@ -39,6 +39,7 @@ from headwise.layouts.canonical_tensor_equality import (
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.layout import Layout
 from headwise.support.cast_to_int64 import convert_to_int_or_none
+from headwise.support.explain_wrong_arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.tensor_containers import tensors_of_arrays
 
 Given = str | Path | Mapping[str, Tensor | np.ndarray]
@@ -321,6 +322,7 @@ def read_canonical_state(
 LENGTH = 48  # tokens of the input with which a model is run
 
 
+@explain_arguments(RENAMED_COUNTS)
 def detect(
     weights: Given,
     *,

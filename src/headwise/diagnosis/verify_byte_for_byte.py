@@ -36,6 +36,7 @@ from headwise.layouts.canonical_tensor_axes import AXES
 from headwise.layouts.canonical_tensor_equality import list_differing_tensors
 from headwise.layouts.find_modules_by_tensor_names import find_modules
 from headwise.layouts.layout import Layout
+from headwise.support.explain_wrong_arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.progress_callback_type import Progress, no_progress
 
 SIDES = ("first", "second")
@@ -321,6 +322,7 @@ def _describe_incomplete_sides(sides: Sides, layouts: tuple[Layout, Layout]) -> 
     )
 
 
+@explain_arguments(RENAMED_COUNTS)
 def verify(
     first: Given,
     second: Given,

@@ -7,9 +7,11 @@ from functools import cache
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.pattern import Pattern, PatternAxis, product_of_sizes
+from headwise.support.message_text import nearest_counts
 
 Sizes = dict[str, int]
 Shape = tuple[int, ...]
+COUNTS_OF_HEADS = ("heads", "kv_heads")
 
 
 def solve_axis_sizes(
@@ -69,12 +71,28 @@ def _solve_axis(
     size, rest = divmod(length - at_1 + step, step)
     if rest or size < 1:
         given = {key: sizes[key] for key in sorted(_names_in_axis(axis) & sizes.keys())}
+        fitting = [
+            f"{count} {near}"
+            for count in sorted(given.keys() & COUNTS_OF_HEADS)
+            if (near := _nearest_fitting(axis, length, sizes, count, unknown))
+        ]
         raise ShapeError(
             saw=f"{name} has an axis of {length}, with {_join_sizes(given)}",
-            needed=f"a whole number of {unknown}",
+            needed=f"a whole number of {unknown}" + "".join(f"; {text} fit" for text in fitting),
             do="give the counts that the model has, or the layout that the file is really in",
         )
     return size
+
+
+def _nearest_fitting(axis: PatternAxis, length: int, sizes: Sizes, count: str, unknown: str) -> str:
+    """Return the nearest counts with which the axis has a whole number of the unknown."""
+
+    def fits(n: int) -> bool:
+        at_1, at_2 = (axis.size(sizes | {count: n, unknown: size}) for size in (1, 2))
+        size, rest = divmod(length - at_1 + (at_2 - at_1), at_2 - at_1)
+        return not rest and size > 0
+
+    return nearest_counts(sizes[count], fits, most=length)
 
 
 def solve_products(sizes: Sizes, splits: Mapping[str, tuple[str, ...]]) -> Sizes:

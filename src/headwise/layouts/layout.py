@@ -25,6 +25,7 @@ from headwise.layouts.pattern import (
     unpack_tensor,
 )
 from headwise.layouts.settings_outside_weights import AttentionSpec
+from headwise.support.explain_wrong_arguments import require_unquantised
 from headwise.support.rich_result_forms import ShownInNotebook
 
 if TYPE_CHECKING:
@@ -180,6 +181,7 @@ class Layout(ShownInNotebook):
 
     def read(self, stored: Mapping[str, Tensor], *, sizes: Sizes) -> State:
         """Return the canonical tensors of some stored ones."""
+        require_unquantised(**stored)
         patterns = self.patterns
         canonical: State = {}
         for name, tensor in stored.items():

@@ -22,6 +22,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+OWNERS = ("self", "cls")
+
+
 class ArgumentAdvice(NamedTuple):
     """Advice for an argument name of another library.
 
@@ -34,6 +37,22 @@ class ArgumentAdvice(NamedTuple):
     do: str
 
 
+def renamed_arguments(**aliases: str) -> dict[str, ArgumentAdvice]:
+    """Return the advice for other names of arguments: argument -> its other names, by spaces."""
+    return {
+        alias: ArgumentAdvice(f"{name}, which is the same", f"{name}={{value}}")
+        for name, words in aliases.items()
+        for alias in words.split()
+    }
+
+
+# For functions that take the counts of a config.
+RENAMED_COUNTS = renamed_arguments(
+    heads="num_heads nhead n_heads num_attention_heads",
+    kv_heads="num_kv_heads n_kv_heads num_key_value_heads",
+)
+
+
 def require_tensors(**arguments: object) -> None:
     """Raise DTypeError for an argument that is no tensor; its name is the keyword."""
     for name, value in arguments.items():
@@ -42,6 +61,21 @@ def require_tensors(**arguments: object) -> None:
                 saw=f"{name} of type {type(value).__name__}",
                 needed=f"a tensor for {name}",
                 do=f"e.g. torch.as_tensor({name})",
+            )
+
+
+def require_unquantised(**weights: Tensor) -> None:
+    """Raise DTypeError for a weight of torchao or bitsandbytes; its name is the keyword."""
+    for name, weight in weights.items():
+        library = type(weight).__module__.partition(".")[0]
+        if library in ("torchao", "bitsandbytes"):
+            call = "weight.dequantize()"
+            if library == "bitsandbytes":
+                call = "bitsandbytes.functional.dequantize_4bit(weight, weight.quant_state)"
+            raise DTypeError(
+                saw=f"{name} is quantised: its type is {type(weight).__name__} of {library}",
+                needed="weights of a floating-point dtype",
+                do=f"load the model without quantisation, or replace each weight by {call}",
             )
 
 
@@ -57,7 +91,9 @@ def explain_arguments(
     *,
     beyond: Callable[[tuple[Any, ...]], ArgumentAdvice] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator for a method: arguments that it does not have get an answer.
+    """Return a decorator for a function or a method: arguments that it lacks get an answer.
+
+    Where it takes any keyword, only those in ``answers`` are refused.
 
     The signature, the types and what a compiler sees of the method stay as they are.
 
@@ -69,14 +105,17 @@ def explain_arguments(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
         names = frozenset(parameters)
-        most = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
+        kinds = [p.kind for p in parameters.values()]
+        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        by_name = takes_all or inspect.Parameter.KEYWORD_ONLY in kinds
+        most = sum(kind.name.startswith("POSITIONAL") for kind in kinds)
 
         @wraps(function)
         def explained(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
-                if name not in names:
-                    _refuse_name(function, args[0], name, kwargs[name], answers)
-            if len(args) > most:
+                if name not in names and (name in answers or not takes_all):
+                    _refuse_name(function, args, name, kwargs[name], answers)
+            if len(args) > most and by_name:
                 _refuse_positions(function, args, most, beyond)
             return function(*args, **kwargs)
 
@@ -87,12 +126,12 @@ def explain_arguments(
 
 def _refuse_name(
     function: Callable[..., Any],
-    owner: object,
+    args: tuple[Any, ...],
     name: str,
     value: object,
     answers: Mapping[str, ArgumentAdvice],
 ) -> NoReturn:
-    names = list(inspect.signature(function).parameters)[1:]
+    names = [n for n in inspect.signature(function).parameters if n not in OWNERS]
     answer = answers.get(name)
     if answer is None:
         near = difflib.get_close_matches(name, names, n=1)
@@ -101,7 +140,7 @@ def _refuse_name(
         )
     shown = describe_value(value)
     raise ArgumentError(
-        saw=f"{_callee_name(function, owner)} has no argument {name!r}, got {name}={shown}",
+        saw=f"{_callee_name(function, args)} has no argument {name!r}, got {name}={shown}",
         needed=answer.needed,
         do=answer.do.replace("{value}", shown if len(shown) < 20 else "..."),
     )
@@ -113,20 +152,22 @@ def _refuse_positions(
     most: int,
     beyond: Callable[[tuple[Any, ...]], ArgumentAdvice] | None,
 ) -> NoReturn:
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    parameters = inspect.signature(function).parameters.values()
     by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     answer = ArgumentAdvice(f"by name: {', '.join(by_name)}", f"{by_name[0]}=..., and so on")
     if beyond is not None:
         answer = beyond(args[1:])
     raise ArgumentError(
-        saw=f"{_callee_name(function, args[0])} takes {most - 1} arguments by position, "
+        saw=f"{_callee_name(function, args)} takes {most - 1} arguments by position, "
         f"got {len(args) - 1}",
         needed=answer.needed,
         do=answer.do,
     )
 
 
-def _callee_name(function: Callable[..., Any], owner: object) -> str:
+def _callee_name(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     name = function.__name__
-    owners = type(owner).__name__
-    return owners if name in ("__init__", "forward") else f"{owners}.{name}"
+    if next(iter(inspect.signature(function).parameters)) not in OWNERS:
+        return name
+    owner = args[0] if inspect.isclass(args[0]) else type(args[0])
+    return owner.__name__ if name in ("__init__", "forward") else f"{owner.__name__}.{name}"

@@ -18,10 +18,11 @@ source_dim  width of what keys and values are projected from
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 MATRIX_AXES = ("batch", "heads", "queries", "keys")
@@ -36,6 +37,24 @@ def describe_sizes(tensor: Tensor, axes: Sequence[str]) -> str:
 def describe_count(count: int, what: str) -> str:
     """``1 layer``, ``1,024 tokens``."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
+def nearest_counts(count: int, fits: Callable[[int], bool], *, most: int) -> str:
+    """``8 or 16`` for 12: the nearest counts below and above that fit, of 1 to ``most``."""
+    below = (n for n in range(min(count - 1, most), 0, -1) if fits(n))
+    above = (n for n in range(max(count + 1, 1), most + 1) if fits(n))
+    found = [next(counts, None) for counts in (below, above)]
+    return " or ".join(str(n) for n in found if n is not None)
+
+
+def describe_move(name: str, tensor: Tensor, device: torch.device) -> str:
+    """Return the code that brings a tensor and a layer on ``device`` to one device."""
+    if device.type == "meta":
+        where = f'layer.to_empty(device="{tensor.device}")'
+        return f"{where}, then layer.load_state_dict(...): weights on meta hold no numbers"
+    if tensor.is_meta:
+        return f'make {name} with device="{device}": a tensor on meta holds no numbers'
+    return f'{name}.to("{device}"), or layer.to("{tensor.device}")'
 
 
 def axis_broadcasts_to(size: int, wanted: int) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.stages import Inputs
 from headwise.diagnosis.subjects.subject import Subject
+from headwise.support.explain_wrong_arguments import require_unquantised
 
 DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")  # attributes, the surest one first
 
@@ -25,6 +26,7 @@ class ModuleSubject(Subject):
     """
 
     def __init__(self, module: nn.Module, kind: str) -> None:
+        require_unquantised(**dict(module.named_parameters()))
         self.kind = kind
         self.dropout = read_dropout(module)
         self.module = copy.deepcopy(module).eval()

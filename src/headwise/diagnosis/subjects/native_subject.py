@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.settings import NormForm, RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.adapters import merge_adapters
 from headwise.diagnosis.subjects.module_subject_base import ModuleSubject
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
@@ -44,7 +45,8 @@ class NativeSubject(ModuleSubject):
     @cached_property
     def model(self) -> AttentionModel:
         """The layer as data."""
-        weights = state_per_head(self.float64_layer, self.float64_layer.state_dict())
+        merged = merge_adapters(copy.deepcopy(self.float64_layer))
+        weights = state_per_head(self.float64_layer, merged.state_dict())
         return AttentionModel(settings_from_layer(self.float64_layer), weights)
 
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:

@@ -26,6 +26,7 @@ from headwise.diagnosis.subjects.module_subject_base import read_dropout
 from headwise.errors import HeadwiseError, OptionError
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
+from headwise.support.explain_wrong_arguments import require_unquantised
 from headwise.support.module_modes import evaluation_mode
 from headwise.support.tensor_containers import map_leaves
 
@@ -54,6 +55,7 @@ def run_model(
     Raises:
         OptionError: no attention was captured, the model needs inputs, or it fails on them.
     """
+    require_unquantised(**dict(model.named_parameters()))
     arguments = _make_arguments(model, inputs, vocabulary)
     _require_known_tokens(model, arguments)
     wide, wide_output = _run_in_dtype(torch.float64, model, arguments)

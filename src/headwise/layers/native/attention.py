@@ -174,6 +174,7 @@ class Attention(HeadReadings):
         return tokens.project_and_restore_batch(outputs.transpose(1, 2).flatten(2), self.out_proj)
 
     @classmethod
+    @explain_arguments(foreign_argument_advice.COUNTS)
     def from_layout(
         cls,
         state: Mapping[str, Tensor | np.ndarray],
@@ -214,6 +215,29 @@ class Attention(HeadReadings):
         layout_conversion.require_same_function_as_source(source, layer, accept)
         layer.load_state_dict(layout_conversion.layer_state_dict_from_canonical(canonical, layer))
         return layer
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Name the way to load tensors of another layout, where strict loading finds them."""
+        if strict:
+            error_msgs += layout_conversion.advise_foreign_tensors(self, state_dict, prefix)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
 
     def to_layout(self, target: str | Layout, *, accept: Iterable[str] = ()) -> dict[str, Tensor]:
         """Return a copy of the weights in another layout.

@@ -11,7 +11,7 @@ from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.layers.native.cache import Cache
 from headwise.layers.native.pack_or_left_pad_tokens import CallInputs
 from headwise.masks.clauses.lengths import PaddingClause
-from headwise.support.message_text import describe_sizes, describe_value
+from headwise.support.message_text import describe_move, describe_sizes, describe_value
 
 X_AXES = ("batch", "queries", "embed_dim")
 SOURCE_AXES = ("batch", "keys", "source_dim")
@@ -36,7 +36,9 @@ def check_tokens(
         raise ShapeError(
             saw=f"{name}={describe_value(x)}",
             needed=f"a tensor ({axes[0]}, {axes[1]}, {axes[2]} {width})",
-            do="layer(x, source, mask=..., score_bias=..., gate=..., cache=...)",
+            do=f"{name}=torch.as_tensor({name})"
+            if hasattr(x, "__array__") or isinstance(x, list)
+            else "layer(x, source, mask=..., score_bias=..., gate=..., cache=...)",
         )
     weight = projection_parameter(projection, x)
     if x.dim() != 3 or x.shape[2] != width:
@@ -49,7 +51,7 @@ def check_tokens(
         raise DeviceError(
             saw=f"{name} on {x.device} for a layer on {weight.device}",
             needed="one device",
-            do=f'{name}.to("{weight.device}"), or layer.to("{x.device}")',
+            do=describe_move(name, x, weight.device),
         )
     if x.is_floating_point() and (x.dtype == weight.dtype or not weight.is_floating_point()):
         return

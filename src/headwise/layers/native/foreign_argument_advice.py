@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.support.explain_wrong_arguments import ArgumentAdvice
+from headwise.support.explain_wrong_arguments import ArgumentAdvice, renamed_arguments
 from headwise.support.message_text import describe_value
 
 _DROP_IN = "headwise.MultiheadAttention has it"
@@ -47,23 +47,22 @@ CONSTRUCTOR = {
         "(left, right), beside the query's own key", "window=(sliding_window - 1, 0)"
     ),
 }
+COUNTS = renamed_arguments(
+    num_heads="nhead n_heads heads num_attention_heads",
+    num_kv_heads="kv_heads n_kv_heads num_key_value_heads",
+)
 # Options with another name and the same meaning.
-_RENAMED = {
-    "embed_dim": "d_model hidden_size dim",
-    "num_heads": "nhead n_heads heads num_attention_heads",
-    "num_kv_heads": "kv_heads n_kv_heads num_key_value_heads",
-    "head_dim": "dim_head",
-    "value_dim": "value_dim_head",
-    "out_dim": "dim_out",
-    "source_dim": "dim_context",
-    "dropout": "dropout_p attention_dropout",
-    "softcap": "attn_logit_softcapping logit_cap",
-    "scale": "softmax_scale",
-    "sink": "sinks",
-}
-for _option, _aliases in _RENAMED.items():
-    _advice = ArgumentAdvice(f"{_option}, which is the same", f"{_option}={{value}}")
-    CONSTRUCTOR |= dict.fromkeys(_aliases.split(), _advice)
+CONSTRUCTOR |= COUNTS | renamed_arguments(
+    embed_dim="d_model hidden_size dim",
+    head_dim="dim_head",
+    value_dim="value_dim_head",
+    out_dim="dim_out",
+    source_dim="dim_context",
+    dropout="dropout_p attention_dropout",
+    softcap="attn_logit_softcapping logit_cap",
+    scale="softmax_scale",
+    sink="sinks",
+)
 
 _SELF = ArgumentAdvice(
     "x, which queries, keys and values are projected from, and a source for cross attention",

@@ -229,3 +229,22 @@ def _qk_norm_in_words(norm: QKNorm) -> str:
     """Return the text of `AttentionSpec.qk_norm`: "rms over head, weight + 1, before rotary"."""
     offset = ["weight + 1"] if norm.one_plus else []
     return ", ".join([f"{norm.kind} over {norm.over}", *offset, f"{norm.place} rotary"])
+
+
+def advise_foreign_tensors(
+    layer: AttentionBase, state: Mapping[str, Tensor], prefix: str
+) -> list[str]:
+    """Return the line that loads tensors under a prefix from another layout, or none."""
+    own = layer.state_dict().keys()
+    given = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+    if own <= given or given <= own:
+        return []
+    named = "... (headwise.detect(state) names it)"
+    for candidate in map(layout, ("torch-packed", "torch-separate")):
+        if candidate.required <= given <= candidate.tensors.keys():
+            named = repr(candidate.name)
+    start = f"{{n.removeprefix({prefix!r}): t for n, t in state.items()}}" if prefix else "state"
+    return [
+        f"these tensors are in another layout: headwise.Attention.from_layout({start}, "
+        f"layout={named}, num_heads={layer.num_heads})"
+    ]

@@ -13,16 +13,17 @@ from headwise.layers.positions.rotary import Rotary
 from headwise.masks.attention_operand_checks import check_probability, check_scale_and_softcap
 from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
-from headwise.support.message_text import describe_value
+from headwise.support.message_text import describe_value, nearest_counts
 
 
 def default_head_dim(embed_dim: int, num_heads: int) -> int:
     """Return embed_dim / num_heads, or raise OptionError if it is no whole number."""
     if num_heads < 1 or embed_dim % num_heads:
+        near = nearest_counts(num_heads, lambda n: embed_dim % n == 0, most=embed_dim)
         raise OptionError(
             saw=f"embed_dim={embed_dim}, num_heads={num_heads} and no head_dim",
             needed="embed_dim divisible by num_heads, or an explicit head_dim",
-            do=f"e.g. head_dim={max(1, embed_dim // max(1, num_heads))}",
+            do=f"num_heads={near}, or head_dim={max(1, embed_dim // max(1, num_heads))}",
         )
     return embed_dim // num_heads
 

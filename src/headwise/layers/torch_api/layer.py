@@ -30,7 +30,17 @@ from headwise.layers.torch_api.shared_forward import (
     attend_before_out_proj,
     explain_forward,
 )
-from headwise.support.explain_wrong_arguments import require_tensors
+from headwise.support.explain_wrong_arguments import (
+    explain_arguments,
+    renamed_arguments,
+    require_tensors,
+)
+
+RENAMED = renamed_arguments(
+    embed_dim="d_model hidden_size dim",
+    num_heads="nhead n_heads heads num_attention_heads",
+    dropout="dropout_p attention_dropout",
+)
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -60,6 +70,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     _warned: frozenset[str] = frozenset()  # the signs of the reverse polarity that were found
     part: HeadPart | None = None  # the heads that this module computes, if not all
 
+    @explain_arguments(RENAMED)
     def __init__(
         self,
         embed_dim: int,

@@ -24,7 +24,7 @@ from headwise.layers.torch_api.torch_errors import (
     RuntimeShapeError,
 )
 from headwise.support.explain_wrong_arguments import is_number
-from headwise.support.message_text import describe_value
+from headwise.support.message_text import describe_move, describe_value, nearest_counts
 from headwise.support.tracing import is_autocast_enabled
 
 
@@ -38,16 +38,12 @@ def require_divisible_embed_dim(embed_dim: int, num_heads: int) -> None:
             do="e.g. MultiheadAttention(embed_dim=512, num_heads=8)",
         )
     if embed_dim % num_heads:
-        divisors = [n for n in range(1, embed_dim + 1) if embed_dim % n == 0]
-        near = {
-            *[n for n in divisors if n < num_heads][-1:],
-            *[n for n in divisors if n > num_heads][:1],
-        }
+        near = nearest_counts(num_heads, lambda n: embed_dim % n == 0, most=embed_dim)
         raise AssertedOptionError(
             saw="embed_dim must be divisible by num_heads:"
             f" embed_dim {embed_dim} not divisible by num_heads {num_heads}",
             needed="a whole head_dim: embed_dim / num_heads",
-            do=f"for embed_dim={embed_dim}, num_heads={' or '.join(map(str, sorted(near)))}",
+            do=f"for embed_dim={embed_dim}, num_heads={near}",
         )
 
 
@@ -118,7 +114,9 @@ def _require_mask_kind(name: str, mask: Tensor | None) -> None:
         raise AssertedMaskError(
             saw=f"{name}={describe_value(mask)}",
             needed="a tensor in torch's convention: bool (True = may not attend) or float",
-            do="for a causal mask: torch.nn.Transformer.generate_square_subsequent_mask(length);"
+            do=f"{name}=torch.as_tensor({name})"
+            if hasattr(mask, "__array__")
+            else "for a causal mask: torch.nn.Transformer.generate_square_subsequent_mask(length);"
             " a headwise Mask goes to headwise.Attention or AttentionMatrix",
         )
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
@@ -328,7 +326,7 @@ def _refuse_device(name: str, x: Tensor, like: Tensor, other: str) -> NoReturn:
         saw=f"Expected all tensors to be on the same device, but {name} is on {x.device}"
         f" and {other} on {like.device}",
         needed="one device",
-        do=f"{name}.to({str(like.device)!r}), or the layer and its inputs to {str(x.device)!r}",
+        do=describe_move(name, x, like.device),
     )
 
 
