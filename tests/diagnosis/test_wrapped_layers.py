@@ -49,10 +49,12 @@ def test_a_layer_in_a_wrapper_of_peft_is_read_with_its_adapters() -> None:
     assert "q and v, rank 2" in str(found)
     assert compare(base, wrapped).function.causes[0].name == "adapters merged or not"
     assert compare(wrapped, copy.deepcopy(wrapped)).verdict.is_same
-    merged = copy.deepcopy(wrapped).merge_and_unload()
-    assert compare(wrapped, merged).verdict.is_same
     with wrapped.disable_adapter():
         assert compare(wrapped, base).verdict.is_same
+    merged = wrapped.base_model.merge_and_unload()
+    assert compare(merged, base).verdict is not compare(base, base).verdict
+    again = adapted(copy.deepcopy(base), "q_proj", "v_proj")
+    assert compare(again, merged).verdict.is_same
 
 
 def test_torchs_layer_in_a_wrapper_of_peft() -> None:
@@ -62,8 +64,10 @@ def test_torchs_layer_in_a_wrapper_of_peft() -> None:
     assert compare(layer, model.attn).function.causes[0].name == "adapters merged or not"
     x = torch.randn(3, 7, 24)
     before = wrapped(x)
-    assert compare(layer, wrapped.merge_and_unload().attn).verdict.is_same
-    torch.testing.assert_close(wrapped(x), before)
+    merged = copy.deepcopy(layer).unload_and_optionally_merge_module(True, False, None)
+    torch.testing.assert_close(merged(x, x, x)[0], before)
+    assert compare(layer, merged).verdict.is_same
+    assert torch.equal(wrapped(x), before)  # the caller's layer is as it was
 
 
 @pytest.mark.filterwarnings("ignore")
