@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 from headwise.bundled_models import minilm
+from headwise.cli import progress_bar
 from headwise.cli.output import option_text
 from headwise.errors import HeadwiseError
 from headwise.reports.standout_heads import RULE, clearest_statistic, standout_heads
@@ -120,7 +122,7 @@ def test_tokens_of_a_file(model: Path) -> None:
     Path("ids.txt").write_text("[2, 5, 6,\n7 8 3]", "utf-8")
     out, _ = run(model, "--tokens", "ids.txt", "--json")
     assert json.loads(out)["read"] == {"what": "ids.txt, all 6 tokens", "sequences": 1, "tokens": 6}
-    out, _ = run(model, "--tokens", "ids.txt", "--length", 4, "--json")
+    out, _ = run(model, "--tokens", "ids.txt", "--length", 4, "--json", "--force")
     assert json.loads(out)["read"]["what"] == "ids.txt, the first 4 of 6 tokens"
 
 
@@ -131,7 +133,7 @@ def test_random_tokens_and_the_same_again(tmp_path: Path) -> None:
     # The begin token, and twice as many as the model's 32 positions leave room for.
     assert read["what"] == "15 random tokens and the same 15 again"
     assert read["tokens"] == 31
-    out, _ = run(folder, "--random-repeats", "--length", 12, "--json")
+    out, _ = run(folder, "--random-repeats", "--length", 12, "--json", "--force")
     assert json.loads(out)["read"]["tokens"] == 11
 
 
@@ -162,6 +164,55 @@ def test_real_minilm() -> None:
     out, _ = run(folder, "--length", 64, "--stats", "previous_token,map")
     assert "6 layers of 12 heads" in " ".join(out.split())
     assert "on the token before" in out
+
+
+def test_an_earlier_page_is_kept(model: Path, text: Path) -> None:
+    options = (model, "--text", text, "--length", 8, "--stats", "entropy", "--page", "p.html")
+    run(*options)
+    Path("p.html").write_text("an earlier page", "utf-8")
+    error = refused(*options)
+    assert error.saw == "--page p.html, which is there already"
+    assert "--force" in error.do
+    assert Path("p.html").read_text("utf-8") == "an earlier page"
+    run(*options, "--force")
+    page = Path("p.html").read_text("utf-8")
+    again = re.search(r"headwise scan \S+ --text \S+ --length 8 --page p.html --force", page)
+    assert again is not None  # the command that the page gives writes the page again
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"), [("float64", "float64"), ("bfloat16", "bfloat16"), (None, "float32")]
+)
+@pytest.mark.parametrize("is_demo", [False, True])
+def test_the_dtype_of_the_model(model: Path, dtype: str | None, words: str, is_demo: bool) -> None:
+    options = [] if dtype is None else ["--dtype", dtype]
+    options += ["--length", "16", "--stats", "entropy", "--json", "--device", "cpu"]
+    found = json.loads(run("--demo" if is_demo else model, *options)[0])
+    assert found["model"]["about"].endswith(f" parameters in {words}")
+    assert all(0 < head["entropy"] < math.log(16) for head in found["heads"])
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "abacus", "meta"])
+def test_a_device_that_is_not_there(model: Path, device: str) -> None:
+    assert f"--device {device}: " in refused(model, "--device", device).saw
+
+
+def test_a_dtype_that_no_model_has(model: Path) -> None:
+    assert refused(model, "--dtype", "int8").saw == "--dtype int8"
+
+
+def test_progress_without_a_terminal_is_plain_lines(
+    model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (model, "--text", text, "--stats", "entropy", "--json", "--force")
+    assert len(run(*options)[1].splitlines()) == 3  # the estimate, and the page
+    monkeypatch.setattr(progress_bar, "SECONDS", 0)
+    out, err = run(*options)
+    lines = err.splitlines()
+    assert [line for line in lines if re.fullmatch(r"[\w.]+: \d of 2", line)] == lines[1:-2]
+    assert len(lines) > 3
+    assert lines[-3].endswith(": 2 of 2")
+    json.loads(out)
 
 
 # ---- what is refused ---------------------------------------------------------------------------

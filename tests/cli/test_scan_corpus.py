@@ -49,7 +49,7 @@ def test_an_interrupted_corpus_goes_on(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(run_scan, "scan", interrupted)
-    stopped = invoke(model, "--text", texts, "--out", "again")
+    stopped = invoke(model, "--text", texts, "--out", "again", "--force")
     assert stopped.exit_code == 130
     assert stopped.stderr.splitlines()[-1] == (
         "Interrupted; 2 of 3 texts are in again. Run the same command again to resume."
@@ -58,12 +58,12 @@ def test_an_interrupted_corpus_goes_on(
     assert len(everything_in(Path("again"))) == 2
     seen.clear()
     monkeypatch.setattr(run_scan, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
-    again, err = run(model, "--text", texts, "--out", "again", "--json")
+    again, err = run(model, "--text", texts, "--out", "again", "--json", "--force")
     assert len(seen) == 2  # the trial, and the third text
     assert "2 of 3 texts are in again already." in err
     assert everything_in(Path("again")) == everything_in(Path("whole"))
     assert json.loads(again)["heads"] == json.loads(whole)["heads"]
-    _, err = run(model, "--text", texts, "--out", "again", "--json")
+    _, err = run(model, "--text", texts, "--out", "again", "--json", "--force")
     assert "All 3 texts are in again already; nothing is read again." in err
     assert len(seen) == 3  # the trial
 
@@ -95,6 +95,30 @@ def test_a_corpus_needs_a_folder(model: Path, texts: Path, text: Path) -> None:
     assert refused(model, "--text", text, "--text", text).saw == "several texts, and no --out"
 
 
+def test_an_empty_text_is_named_or_left_out(model: Path, texts: Path) -> None:
+    more = texts / "deep"
+    more.mkdir()
+    (more / "nothing.txt").write_text(" \n", "utf-8")
+    (more / "one.txt").write_text("cat", "utf-8")
+    options = (model, "--text", texts, "--out", "kept", "--stats", "entropy", "--json")
+    error = refused(*options)
+    assert error.saw == f"--text {more / 'nothing.txt'}, which is empty"
+    assert error.do == "--skip-empty to leave such texts out"
+    found = json.loads(run(*options, "--skip-empty")[0])
+    assert found["read"]["sequences"] == 3
+    assert found["notes"] == ["left out, with fewer than two tokens: nothing.txt, one.txt"]
+    assert len(list(Path("kept/parts").iterdir())) == 3
+
+
+def test_a_corpus_of_empty_texts(model: Path) -> None:
+    folder = Path("empty")
+    folder.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / name).touch()
+    error = refused(model, "--text", folder, "--out", "kept", "--skip-empty")
+    assert error.saw == "2 texts of fewer than two tokens"
+
+
 @pytest.mark.slow
 def test_a_folder_of_another_scan(model: Path, text: Path) -> None:
     run(model, "--text", text, "--out", "kept", "--page", "p.html")
@@ -108,7 +132,7 @@ def test_a_folder_of_another_scan(model: Path, text: Path) -> None:
     assert "other content of 'cats.txt'" in refused(model, "--text", text, "--out", "kept").saw
     text.write_text(whole, "utf-8")
     assert everything_in(Path("kept")) == before
-    run(model, "--text", text, "--out", "kept", "--page", "p.html")  # the same again
+    run(model, "--text", text, "--out", "kept", "--page", "p.html", "--force")  # the same again
     assert everything_in(Path("kept")) == before
 
 

@@ -17,7 +17,7 @@ from tests.huggingface.stored import stored
 
 pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 
-SHORT = ("--random-repeats", "--length", 16, "--stats", "entropy", "--json")
+SHORT = ("--random-repeats", "--length", 16, "--stats", "entropy", "--json", "--force")
 UP = "model.layers.0.mlp.up_proj.weight"
 SIZES = {"vocab_size": 61, "hidden_size": 42, "intermediate_size": 56, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
@@ -71,7 +71,7 @@ def test_stored_scales_that_the_model_has_no_place_for(tmp_path: Path) -> None:
 def test_a_layer_or_a_bias_that_the_model_has_no_place_for(tmp_path: Path, more: str) -> None:
     folder = llama(tmp_path / "m")
     change_tensors(folder, lambda state: {**state, more: torch.ones(60)})
-    out, _ = run(folder, *SHORT[:-1])
+    out, _ = run(folder, *SHORT[:-2])
     assert f"Note: LlamaForCausalLM has no place for {more} of" in " ".join(out.split())
 
 

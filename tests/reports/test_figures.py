@@ -69,6 +69,16 @@ def test_a_map_of_texts_of_several_lengths_has_no_token_axes() -> None:
     assert figure.axes[1].get_ylabel() == "weight of a block, mean of 2 texts"
 
 
+def test_a_layer_may_be_named(scan: HeadScan) -> None:
+    for standout in scan.standouts()[:2]:
+        head = standout.head
+        for kind in ("map", "profile"):
+            by_name = scan.plot(kind, layer=head.layer, head=head.head)  # type: ignore[arg-type]
+            by_number = scan.plot(kind, layer=head.layer_index, head=head.head)  # type: ignore[arg-type]
+            assert by_name.axes[0].get_title() == by_number.axes[0].get_title()
+    assert "layer 1, head 0" in scan.plot("map", layer=scan.layers[1]).axes[0].get_title()
+
+
 def test_a_profile_says_what_is_outside(scan: HeadScan) -> None:
     figure = scan.plot("profile", layer=0, head=1)
     heights = [bar.get_height() for bar in figure.axes[0].patches]
@@ -152,6 +162,7 @@ def test_the_picture_of_the_documentation(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"kind": "pie"}, "one of 'grid', 'map', 'profile'"),
     "head": ({"kind": "map", "layer": 0, "head": 9}, "layer=0, head=9"),
+    "layer": ({"kind": "map", "layer": "h.0", "head": 0}, "layer='h.0', head=0"),
     "statistic": ({"statistic": "map"}, "one number for each head"),
 }
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
+from headwise.reports.terminal import show_study
 from headwise.scanning.head_scan import HeadScan
+from headwise.study.run import Study
 from tests.scanning.scans import head_scan, layer_scan, matrix, random_scan, standard
+from tools.study import answers_of, read_record
 
 
 def test_a_statistic_with_words_of_its_own_is_told() -> None:
@@ -142,3 +147,18 @@ def test_a_scan_of_nothing() -> None:
         "Note: no attention was seen."
     )
     assert "no attention was seen" in scan._repr_html_()
+
+
+def test_every_column_of_the_study_is_printed() -> None:
+    """Two columns may have the same header."""
+    record = read_record()
+    answers = [answer for answer in answers_of(record) if answer.question.table]
+    for answer in answers:
+        console = Console(file=io.StringIO(), width=400, color_system=None)
+        with console.capture() as captured:
+            show_study(Study((answer,), (), record["setting"]), console, whole=True)
+        columns = [name for name in answer.question.table.columns if name]  # type: ignore[union-attr]
+        header = re.compile(" *" + r" {2,}".join(map(re.escape, columns)) + " *")
+        lines = captured.get().splitlines()
+        assert [line for line in lines if header.fullmatch(line)] != [], answer.question.id
+    assert any(len(set(a.question.table.columns)) < len(a.question.table.columns) for a in answers)  # type: ignore[union-attr]

@@ -146,8 +146,15 @@ def measure_model_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in weights)
 
 
-def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
+def load(
+    folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None
+) -> StoredModel:
     """Load the model and the tokenizer of a folder, or of a file with a description.
+
+    Args:
+        folder: the folder or the file.
+        trust_remote_code: True to run code in the folder.
+        dtype: the dtype of the model; that of its file if None.
 
     Raises:
         MissingExtraError: transformers is not installed.
@@ -172,7 +179,7 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
                 "pretrained_model_name_or_path": None,
                 "state_dict": described.state_in_model_layout(),
             }
-        model, info = _load_weights(kind, config=config, **weights)
+        model, info = _load_weights(kind, config=config, dtype=dtype or "auto", **weights)
     _require_fitting_weights(folder, info, model)
     if "input_ids" not in inspect.signature(model.forward).parameters:
         argument = next(iter(inspect.signature(model.forward).parameters), "no argument")
@@ -198,7 +205,7 @@ def load(folder: Path, *, trust_remote_code: bool = False) -> StoredModel:
 
 def _load_weights(kind: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Return a model, and which weights transformers did not find, place or fit."""
-    options |= {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = kind.from_pretrained(**options)
     unplaced = info["unexpected_keys"]
     if unplaced and info["missing_keys"] and all(map(WRAPPERS.match, unplaced)):

@@ -60,7 +60,7 @@ def plot_scan(
     scan: HeadScan,
     *,
     kind: str,
-    layer: int | None,
+    layer: int | str | None,
     head: int | None,
     statistic: str | None,
     name_of: Names | None,
@@ -83,23 +83,25 @@ def plot_scan(
         return _plot_offset_profile(scan, layer, head, ax, width)
 
 
-def _choose_head(scan: HeadScan, layer: int | None, head: int | None) -> tuple[int, int]:
+def _choose_head(scan: HeadScan, layer: int | str | None, head: int | None) -> tuple[int, int]:
     standouts = standout_heads.standout_heads(scan)
     first = standouts[0].head if standouts else None
     heads = [(index, number) for _, index, number in scan.heads]
-    if layer is None:
-        layer = first.layer_index if first else heads[0][0] if heads else 0
+    number = list(scan.layers).index(layer) if layer in scan.layers else layer
+    if number is None:
+        number = first.layer_index if first else heads[0][0] if heads else 0
     if head is None:
-        is_there = first is not None and first.layer_index == layer
-        of_layer = [number for index, number in heads if index == layer]
+        is_there = first is not None and first.layer_index == number
+        of_layer = [each for index, each in heads if index == number]
         head = first.head if first and is_there else of_layer[0] if of_layer else 0
-    if (layer, head) not in heads:
+    if isinstance(number, str) or (number, head) not in heads:
         raise OptionError(
-            saw=f"layer={layer}, head={head}",
-            needed=f"a head of the scan: it has {len(scan.layers)} layers and {len(heads)} heads",
+            saw=f"layer={number!r}, head={head}",
+            needed=f"a head of the scan: it has {len(scan.layers)} layers and {len(heads)} heads; "
+            f"the first layer is 0, or {scan.layers[0]!r}",
             do='scan.plot("map", layer=0, head=0)',
         )
-    return layer, head
+    return number, head
 
 
 def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> Figure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -57,7 +57,7 @@ def diff_text(diff: ScanDiff) -> str:
         {} if name is None else {f"change of {diff.before.definition(name).label}": diff[name]}
     )
     columns = ("layer", "head", "distance", *changes)
-    table = _make_table(dict.fromkeys(columns, True))
+    table = _make_table([(name, True) for name in columns])
     for head in heads:
         values = [f"{change[head[1], head[2]]:+.3g}" for change in changes.values()]
         table.add_row(str(head.layer_index), str(head.head), f"{head.value:.3g}", *values)
@@ -79,7 +79,7 @@ def print_input_and_standouts(report: ScanReport, console: Console) -> None:
     for note in report.all_notes:
         _print_paragraph(console, f"Note: {note}.", "bold red")
     if heads := standout_heads(report.scan):
-        table = _make_table({"layer": True, "head": True, "heads that stand out": False})
+        table = _make_table([("layer", True), ("head", True), ("heads that stand out", False)])
         table.add_column("middle head", justify="right")
         for standout in heads:
             position = (str(standout.head.layer_index), str(standout.head.head))
@@ -196,7 +196,7 @@ def _show_evidence(answer: Answer, console: Console) -> None:
 
 
 def _answer_table(columns: Sequence[str], answer: Answer, console: Console) -> Table | Group:
-    table = _make_table(dict(zip(columns, answer.numeric_columns, strict=True)))
+    table = _make_table(zip(columns, answer.numeric_columns, strict=True))
     for row in answer.rows:
         table.add_row(*map(Text, row))
     if console.measure(table).minimum <= console.width - 2 * GAP:
@@ -217,10 +217,10 @@ def _table_row_as_list(columns: Sequence[str], row: Sequence[str]) -> Table:
 # ---- helpers -------------------------------------------------------------------------------------
 
 
-def _make_table(columns: dict[str, bool]) -> Table:
-    """Return an empty table; columns of figures are set flush right."""
+def _make_table(columns: Iterable[tuple[str, bool]]) -> Table:
+    """Return an empty table; columns of figures, with True, are set flush right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name, is_figures in columns.items():
+    for name, is_figures in columns:
         table.add_column(Text(name), justify="right" if is_figures else "left")
     return table
 

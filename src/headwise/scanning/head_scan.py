@@ -184,7 +184,7 @@ class HeadScan(Displayed, ScanReadings):
         self,
         kind: Literal["map", "grid", "profile"] = "grid",
         *,
-        layer: int | None = None,
+        layer: int | str | None = None,
         head: int | None = None,
         statistic: str | None = None,
         name_of: Callable[[int], str] | None = None,
@@ -198,7 +198,8 @@ class HeadScan(Displayed, ScanReadings):
         Args:
             kind: "grid" for layers x heads of a statistic, "map" for the weights of a head in
                 blocks, "profile" for its weights by offset.
-            layer: the layer's number in the scan; that of the first head that stands out if None.
+            layer: the layer's number in the scan, or its name; that of the first head that stands
+                out if None.
             head: the head's number; that of the first head that stands out if None.
             statistic: of a grid; the one of the first head that stands out if None.
             name_of: returns the text of a token id; a map of up to 48 tokens then shows them.

@@ -83,7 +83,21 @@ Page = Annotated[Path, typer.Option(help="The HTML page to write.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the code in the folder of the weights.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Skip the memory check.")]
+SkipEmpty = Annotated[
+    bool, typer.Option("--skip-empty", help="Leave out texts of fewer than two tokens.")
+]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda or cuda:1.")]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        help="Run the model in float64, float32, bfloat16 or float16.",
+        show_default="as its weights are stored",
+    ),
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Write over an earlier page, and skip the memory check."),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print every number as JSON instead of pictures.")
 ]
@@ -99,6 +113,9 @@ def scan(
     length: Length = None,
     stats: Stats = None,
     layers: Layers = None,
+    skip_empty: SkipEmpty = False,
+    device: Device = "cpu",
+    dtype: DType = None,
     top_keys: TopKeys = None,
     map_cells: MapCells = None,
     out: Out = None,

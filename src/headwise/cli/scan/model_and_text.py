@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,18 @@ class ModelToScan:
     notes: tuple[str, ...] = ()
 
     @property
+    def device(self) -> torch.device:
+        """The device of the model's weights."""
+        return next(self.model.parameters()).device
+
+    @property
     def about(self) -> str:
         """``BertModel, 22.7 million parameters in float32``."""
         parameters = list(self.model.parameters())
         count = sum(p.numel() for p in parameters)
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
         size = f"{_format_large_count(count)} parameters in {' and '.join(kinds)}"
+        size += f" on {self.device}" if self.device.type != "cpu" else ""
         return f"{type(self.model).__name__}, {size}"
 
     @property
@@ -115,13 +121,38 @@ def load_model(options: ScanOptions) -> ModelToScan:
     """Load the model of the options.
 
     Raises:
+        OptionError: a device that is not there.
         HeadwiseError: as `headwise.checkpoints.load_transformers_model.load`.
     """
-    if options.model_dir is None:
-        return load_tiny()
+    device = parse_device(options.device)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    subject = load_tiny() if options.model_dir is None else load_stored(options, dtype)
+    if options.model_dir is None and dtype is not None:
+        subject.model.to(dtype)
+    subject.model.to(device)
+    return replace(subject, inputs=lambda ids: subject.inputs(ids.to(device)))
+
+
+def parse_device(name: str) -> torch.device:
+    """Return a device that can hold numbers; raise OptionError if there is none of this name."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise OptionError(
+            saw=f"--device {name}: {' '.join(str(error).split())[:120]}",
+            needed="a device of this machine that torch can use",
+            do="leave --device out to run on the processor",
+        ) from error
+    return device
+
+
+def load_stored(options: ScanOptions, dtype: torch.dtype | None) -> ModelToScan:
+    """Load the model in a folder or a file."""
     from headwise.checkpoints.load_transformers_model import load
 
-    stored = load(options.model_dir, trust_remote_code=options.trust_remote_code)
+    assert options.model_dir is not None
+    stored = load(options.model_dir, trust_remote_code=options.trust_remote_code, dtype=dtype)
     tokenizer = stored.tokenizer
 
     def encode(text: str, most: int | None) -> list[int]:
@@ -194,11 +225,12 @@ def _format_large_count(count: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class TextToRead:
-    """One sequence of tokens, with a phrase that describes it."""
+    """One sequence of tokens, with a phrase that describes it; empty with fewer than two tokens."""
 
     name: str
     ids: Int[Tensor, "1 length"]
     description: str
+    is_empty: bool = False
 
 
 def list_text_files(paths: Sequence[Path]) -> list[Path]:
@@ -222,7 +254,11 @@ def list_text_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def prepare_texts(subject: ModelToScan, options: ScanOptions) -> list[TextToRead]:
-    """Return the texts of the options, cut to the length; by default the text in headwise."""
+    """Return the texts of the options, cut to the length; by default the text in headwise.
+
+    Raises:
+        OptionError: a text that cannot be read, or that is empty and may not be left out.
+    """
     length = options.length
     if options.random_repeats or (options.demo and not options.text and options.tokens is None):
         # On random tokens only induction can predict the next token.
@@ -230,14 +266,37 @@ def prepare_texts(subject: ModelToScan, options: ScanOptions) -> list[TextToRead
     if options.tokens is not None:
         return [read_stored_tokens(subject, options.tokens, length)]
     if options.text:
-        return [
-            tokenize_text(subject, _read_utf8(f), length, name=f.name)
-            for f in list_text_files(options.text)
-        ]
+        return _tokenize_files(subject, list_text_files(options.text), options)
     from headwise.bundled_models import demo_text as alice
 
     whole = "\n\n".join(alice.read_opening_paragraphs())
     return [tokenize_text(subject, whole, length, name=f"the opening of {alice.TITLE}")]
+
+
+def _tokenize_files(
+    subject: ModelToScan, files: Sequence[Path], options: ScanOptions
+) -> list[TextToRead]:
+    texts = []
+    for file in files:
+        content = _read_utf8(file)
+        text = tokenize_text(subject, content, options.length, name=file.name)
+        if text.is_empty and not options.skip_empty:
+            fault = "a text of one token" if content.strip() else "which is empty"
+            raise OptionError(
+                saw=f"--text {file}, {fault}",
+                needed=f"a text of {TWO}",
+                do="--skip-empty to leave such texts out"
+                if len(files) > 1
+                else "use a longer text, or leave --text out for the text in headwise",
+            )
+        texts.append(text)
+    if all(text.is_empty for text in texts):
+        raise OptionError(
+            saw=f"{describe_count(len(texts), 'text')} of fewer than two tokens",
+            needed=f"a text of {TWO}",
+            do="use longer texts",
+        )
+    return texts
 
 
 def tokenize_text(
@@ -246,7 +305,7 @@ def tokenize_text(
     """Return the beginning of a text as tokens.
 
     Raises:
-        OptionError: no tokenizer, a length that the model cannot take, or fewer than two tokens.
+        OptionError: no tokenizer, or a length that the model cannot take.
     """
     if subject.encode is None:
         raise OptionError(
@@ -256,14 +315,10 @@ def tokenize_text(
         )
     most = largest_text_length(subject, length, default=TEXT_LENGTH)
     whole, ids = subject.encode(content, None), subject.encode(content, most)
-    if len([token for token in whole if token not in subject.specials]) < 2:
-        raise OptionError(
-            saw=f"{name}, " + ("a text of one token" if content.strip() else "which is empty"),
-            needed=f"a text of {TWO}",
-            do="use a longer text, or leave --text out for the text in headwise",
-        )
+    is_empty = len([token for token in whole if token not in subject.specials]) < 2
     part = "all" if len(ids) == len(whole) else f"the first {len(ids):,} of"
-    return TextToRead(name, torch.tensor([ids]), f"{name}, {part} {len(whole):,} tokens")
+    words = f"{name}, {part} {len(whole):,} tokens"
+    return TextToRead(name, torch.tensor([ids]), words, is_empty=is_empty)
 
 
 def read_stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> TextToRead:

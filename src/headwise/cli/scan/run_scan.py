@@ -7,7 +7,7 @@ import io
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ class PreparedScan:
     subject: ModelToScan
     texts: Sequence[TextToRead]
     statistics: Sequence[TileStatistic]
-    estimate: Estimate
+    estimate: Estimate | None  # of a model on the processor
     calls: int  # attention calls for each text
     job: Job | None = None  # the ranks that share the texts
 
@@ -74,7 +74,7 @@ class PreparedScan:
         texts = describe_count(len(self.texts), "text")
         begins = escape_unprintable(f"{self.subject.title} reads {self._describe_texts}")
         begins += f", in {self.job.count} processes" if self.job else ""
-        begins += f": {self.estimate}, by estimate."
+        begins += "." if self.estimate is None else f": {self.estimate}, by estimate."
         if not self._count_done_texts:
             return begins
         if self._count_done_texts < len(self.texts):
@@ -231,7 +231,12 @@ def prepare_scan(options: ScanOptions, job: Job | None = None) -> PreparedScan:
     if job is not None:
         job.barrier("memory looked up")  # before a rank uses more
     subject = load_model(options)
-    texts = prepare_texts(subject, options)
+    prepared = prepare_texts(subject, options)
+    texts = [text for text in prepared if not text.is_empty]
+    if empty := [text.name for text in prepared if text.is_empty]:
+        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+        note = f"left out, with fewer than two tokens: {', '.join(empty[:3])}{more}"
+        subject = replace(subject, notes=(*subject.notes, escape_unprintable(note)))
     for text in texts:
         subject.require_tokens_in_vocabulary(text.ids)
     trial = texts[0].ids[:, :TRIAL]
@@ -243,18 +248,20 @@ def prepare_scan(options: ScanOptions, job: Job | None = None) -> PreparedScan:
         trial_seconds = time.perf_counter() - start
     lengths = [text.ids.shape[1] for text in texts]
     statistics = choose_statistics(options, tried, max(lengths))
-    expected = estimate_scan(
-        subject.model,
-        calls,
-        statistics,
-        lengths,
-        held_bytes=process_memory(),
-        trial_seconds=trial_seconds,
-    )
+    expected = None
+    if subject.device.type == "cpu":  # of another device, neither time nor memory is known
+        expected = estimate_scan(
+            subject.model,
+            calls,
+            statistics,
+            lengths,
+            held_bytes=process_memory(),
+            trial_seconds=trial_seconds,
+        )
     if job is not None:
         job.barrier("model loaded")
-        expected = expected.for_several_processes(job.count, of=len(texts))
-    if not options.force:
+        expected = expected and expected.for_several_processes(job.count, of=len(texts))
+    if expected is not None and not options.force:
         times = f"{copies} times " if copies > 1 else ""
         require_memory(
             expected.extra_bytes,

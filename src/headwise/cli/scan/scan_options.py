@@ -10,6 +10,8 @@ from pathlib import Path
 from headwise.cli.processes import option_arguments, rank_count, require_one_launcher
 from headwise.errors import OptionError
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScanOptions:
@@ -24,6 +26,9 @@ class ScanOptions:
     length: int | None = None
     stats: Sequence[str] | None = None
     layers: Sequence[str] | None = None
+    skip_empty: bool = False
+    device: str = "cpu"
+    dtype: str | None = None
     out: Path | None = None
     top_keys: Sequence[str] | None = None
     map_cells: int | None = None
@@ -51,6 +56,10 @@ class ScanOptions:
         words += ["--random-repeats"] if self.random_repeats else []
         words += ["--length", str(self.length)] if self.length is not None else []
         words += ["--out", str(self.out)] if self.out is not None else []
+        words += ["--skip-empty"] if self.skip_empty else []
+        words += ["--device", self.device] if self.device != "cpu" else []
+        words += ["--dtype", self.dtype] if self.dtype is not None else []
+        words += ["--page", str(self.page), "--force"]
         return " ".join([*map(shlex.quote, words), "--top-keys", "{heads}"])
 
     @property
@@ -74,6 +83,18 @@ class ScanOptions:
                 saw="no MODEL_DIR" if not self.demo else f"{self.model_dir} and --demo",
                 needed="one model: a folder, or the one that ships with headwise",
                 do="headwise scan MODEL_DIR, or headwise scan --demo",
+            )
+        if self.page.is_file() and not self.force:
+            raise OptionError(
+                saw=f"--page {self.page}, which is there already",
+                needed="a new file for the page of this scan",
+                do="--page with another name, or --force to write over the earlier page",
+            )
+        if self.dtype not in (None, *DTYPES):
+            raise OptionError(
+                saw=f"--dtype {self.dtype}",
+                needed=f"one of {', '.join(DTYPES)}",
+                do="--dtype float32",
             )
         sources = {
             "--text": self.text,
