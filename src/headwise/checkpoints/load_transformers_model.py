@@ -164,23 +164,8 @@ def load(
     measure_model_bytes(folder)
     transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    described = open_described_model(folder)
-    if described is None:
-        _require_trusted_code(folder, transformers, trusted=trust_remote_code)
-    with _silence_transformers(transformers), _explain_load_errors(folder, MODEL):
-        if described is None:
-            config = transformers.AutoConfig.from_pretrained(folder, **options)
-            kind = _model_class(transformers, config, trusted=trust_remote_code)
-            weights = {"pretrained_model_name_or_path": folder, **options}
-        else:
-            config = described.config(transformers)
-            kind = _concrete_class(transformers, config)
-            weights = {
-                "pretrained_model_name_or_path": None,
-                "state_dict": described.state_in_model_layout(),
-            }
-        model, info = _load_weights(kind, config=config, dtype=dtype or "auto", **weights)
-    _require_fitting_weights(folder, info, model)
+    model, info = _load_model(folder, transformers, options, dtype or "auto")
+    config = model.config
     if "input_ids" not in inspect.signature(model.forward).parameters:
         argument = next(iter(inspect.signature(model.forward).parameters), "no argument")
         raise OptionError(
@@ -201,6 +186,30 @@ def load(
         start=_read_decoder_start_token(config),
         notes=_describe_missing_weights(info, model),
     )
+
+
+def _load_model(
+    folder: Path, transformers: Any, options: dict[str, Any], dtype: torch.dtype | str
+) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a folder, and what `_load_weights` says of its weights."""
+    trusted, described = options["trust_remote_code"], open_described_model(folder)
+    if described is None:
+        _require_trusted_code(folder, transformers, trusted=trusted)
+    with _silence_transformers(transformers), _explain_load_errors(folder, MODEL):
+        if described is None:
+            config = transformers.AutoConfig.from_pretrained(folder, **options)
+            kind = _model_class(transformers, config, trusted=trusted)
+            weights = {"pretrained_model_name_or_path": folder, **options}
+        else:
+            config = described.config(transformers)
+            kind = _concrete_class(transformers, config)
+            weights = {
+                "pretrained_model_name_or_path": None,
+                "state_dict": described.state_in_model_layout(),
+            }
+        model, info = _load_weights(kind, config=config, dtype=dtype, **weights)
+    _require_fitting_weights(folder, info, model)
+    return model, info
 
 
 def _load_weights(kind: Any, **options: Any) -> tuple[Any, dict[str, Any]]:

@@ -96,6 +96,25 @@ class ScanOptions:
                 needed=f"one of {', '.join(DTYPES)}",
                 do="--dtype float32",
             )
+        self._require_one_input()
+        self._require_work_for_processes()
+        sizes = [2**power for power in range(11)]
+        if self.map_cells is not None and self.map_cells not in sizes:
+            raise OptionError(
+                saw=f"--map-cells {self.map_cells}",
+                needed=f"a power of two from 1 to {sizes[-1]:,}",
+                do="--map-cells 128",
+            )
+        if self.stats is not None:
+            from headwise.scanning.statistics.catalogue import STANDARD, unknown_statistic_error
+
+            known = [statistic.definition.name for statistic in STANDARD]
+            if unknown := [name for name in self.stats if name not in known]:
+                do = "choose from these"
+                raise unknown_statistic_error(unknown[0], known, do=do, parameter="stats")
+
+    def _require_one_input(self) -> None:
+        """Raise OptionError for several inputs, or for a place that cannot hold their scans."""
         sources = {
             "--text": self.text,
             "--tokens": self.tokens,
@@ -121,21 +140,6 @@ class ScanOptions:
                 needed="a folder to write into",
                 do="--out with the path of a folder",
             )
-        self._require_work_for_processes()
-        sizes = [2**power for power in range(11)]
-        if self.map_cells is not None and self.map_cells not in sizes:
-            raise OptionError(
-                saw=f"--map-cells {self.map_cells}",
-                needed=f"a power of two from 1 to {sizes[-1]:,}",
-                do="--map-cells 128",
-            )
-        if self.stats is not None:
-            from headwise.scanning.statistics.catalogue import STANDARD, unknown_statistic_error
-
-            known = [statistic.definition.name for statistic in STANDARD]
-            if unknown := [name for name in self.stats if name not in known]:
-                do = "choose from these"
-                raise unknown_statistic_error(unknown[0], known, do=do, parameter="stats")
 
     def _require_work_for_processes(self) -> None:
         """Raise OptionError if several processes have no folder, or no second text, to work on."""
