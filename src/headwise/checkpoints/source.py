@@ -35,6 +35,19 @@ PATTERNS = (
     *(f"*{suffix}" for suffix in TORCH),
 )
 PART = re.compile(r"(.*?)[-._]([0-9]+)(?:-of-([0-9]+))?")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_SAVE = "then save_file(tensors, 'model.safetensors') of safetensors.torch"
+# Suffix of another format -> how to get its tensors out.
+FOREIGN = {
+    ".gguf": "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name) of transformers, then "
+    "save_pretrained(folder)",
+    ".distcp": "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, 'model.pt')",
+    ".h5": f"tensors from h5py.File(path), by visititems; {_SAVE}",
+    ".msgpack": f"flax.serialization.msgpack_restore(bytes) gives nested arrays; {_SAVE}",
+    ".onnx": "tensors = {t.name: torch.tensor(onnx.numpy_helper.to_array(t)) for t in "
+    f"onnx.load(path).graph.initializer}}, {_SAVE}",
+    ".npz": f"tensors = {{n: torch.as_tensor(x) for n, x in numpy.load(path).items()}}, {_SAVE}",
+}
 MAX_NAME = 255  # letters of a file's name
 
 
@@ -60,6 +73,14 @@ def checkpoint_files(path: Path) -> list[Path]:
         else:
             _require_complete_parts(path, files)
         return files
+    if foreign := next((f for f in sorted(path.iterdir()) if f.suffix in FOREIGN), None):
+        raise no_checkpoint_error(path, f"holds {foreign.name}", do=FOREIGN[foreign.suffix])
+    if snapshots := sorted(path.glob("snapshots/*/")):
+        do = f"name the snapshot: {snapshots[-1]}"
+        raise no_checkpoint_error(path, "is a folder of the hub's cache", do=do)
+    if (path / "refs").is_dir() or (path / "blobs").is_dir():
+        do = "download the model again: huggingface_hub.snapshot_download(name)"
+        raise no_checkpoint_error(path, "is a folder of the hub's cache without a snapshot", do=do)
     names = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
     raise no_checkpoint_error(path, f"holds no weights: {names}")
 
@@ -78,12 +99,17 @@ def require_inside(file: Path, folder: Path) -> None:
         raise incomplete_error(folder, f"{file.name} is a link to {real}, outside of it")
 
 
-def no_checkpoint_error(path: Path, problem: str) -> CheckpointError:
+def no_checkpoint_error(
+    path: Path,
+    problem: str,
+    *,
+    do: str = "name a file or a folder on this machine; nothing is downloaded",
+) -> CheckpointError:
     """Return the error for a path without weights."""
     return CheckpointError(
         saw=f"{path} {problem}",
         needed=f"a checkpoint: {SAFETENSORS}, {', '.join(TORCH)}, an index, or a folder with one",
-        do="name a file or a folder on this machine; nothing is downloaded",
+        do=do,
     )
 
 
@@ -323,10 +349,16 @@ def explained_os_errors(path: Path) -> Iterator[None]:
 
 def read_tensor_file(file: Path) -> TensorFile:
     """Read the headers of a file of any known format."""
+    with file.open("rb") as opened:
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+            do = "git lfs pull in its folder, or download the file itself"
+            raise no_checkpoint_error(file, "is a pointer of git-lfs, not the file", do=do)
     if file.suffix == SAFETENSORS:
         return safetensors_file.read_safetensors_header(file)
     if file.suffix in TORCH:
         return torch_file.read_torch_file(file)
+    if file.suffix in FOREIGN:
+        raise no_checkpoint_error(file, f"ends in {file.suffix}", do=FOREIGN[file.suffix])
     raise no_checkpoint_error(file, f"ends in {file.suffix or 'nothing'}")
 
 

@@ -19,6 +19,7 @@ from headwise.diagnosis.candidate_layouts import (
     group_equal_layouts,
 )
 from headwise.diagnosis.diagnosis_result import shorten_lines
+from headwise.diagnosis.foreign_tensors import Obstacle, find_obstacle
 from headwise.errors import CheckpointError, OptionError, UndecidedError
 from headwise.layouts.conversion_steps import TensorHeader
 from headwise.layouts.layout import Layout
@@ -43,6 +44,7 @@ class Detection:
             and shapes then decide nothing either.
         damaged: if there are no candidates, the layouts in which only some modules are whole; each
             lists the tensors at fault.
+        obstacle: if no layout fits, the reason and what to do; None where the reason is not known.
         compared: the evidence: "names", "shapes", then "metadata", "config", "values" or
             "behaviour".
     """
@@ -53,6 +55,7 @@ class Detection:
     contradiction: str | None = None
     compared: tuple[str, ...] = ("names", "shapes")
     damaged: tuple[tuple[CandidateLayout, ...], ...] = ()
+    obstacle: Obstacle | None = None
 
     @property
     def layout(self) -> Layout | None:
@@ -119,6 +122,8 @@ class Detection:
             saw = "which contains no attention layer of a known layout"
             needed = "the names and shapes of a layout that headwise layouts lists"
             do = f"name one of those layouts ({{{parameter}}}), or register your own"
+            if self.obstacle is not None:
+                saw, do = f"{saw}: {self.obstacle.reason}", self.obstacle.do
         elif self.contradiction is not None:
             saw = f"with the names and shapes of {names}, where {self.contradiction}"
             needed = "a config and tensors of the same model"
@@ -164,6 +169,8 @@ def detect_by_names_and_shapes(
             parameter="rotary_width",
         )
     detection = _narrow_by_metadata_and_config(candidates, described, config or {})
+    if not candidates:
+        return replace(detection, obstacle=find_obstacle(headers))
     if any(each.faults for each in candidates):
         return replace(detection, candidates=(), damaged=detection.candidates)
     return detection
@@ -249,6 +256,8 @@ def describe_detection(detection: Detection, *, title: str) -> list[str]:
         lines.append(f"{title} is in none of the {len(detection.refuted)} layouts that fit it:")
     else:
         lines.append(f"{title} contains no attention layer of a known layout")
+        if detection.obstacle is not None:
+            lines += [f"  {line}" for line in detection.obstacle]
     lines += [f"  not {name}: {why}" for name, why in detection.refuted.items()]
     return lines + _describe_evidence(detection)
 
