@@ -11,7 +11,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import headwise
+from headwise.cli.convert import convert as convert_command
 from headwise.cli.verify import verify
+from headwise.diagnosis.diagnosis_result import Verdict
 from headwise.errors import OptionError
 from headwise.layouts.convert import convert
 from tests.checkpoints import llamas
@@ -284,3 +287,54 @@ def test_a_tensor_that_is_missing_in_the_first_is_an_answer(folder: Path, tmp_pa
     assert done.exit_code == 1, done.exception
     assert f"the first is not whole: `{name}` is missing" in done.stdout
     assert f"`{name}` is in the second alone" in done.stdout.splitlines()[-1]
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> tuple[Path, Path, torch.nn.MultiheadAttention]:
+    """Weights that rotate in a file of torch's names, their source, and torch's layer with them."""
+    torch.manual_seed(0)
+    source, file = tmp_path / "llama", tmp_path / "packed.safetensors"
+    source.mkdir()
+    names = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo")
+    save_file({name: torch.randn(30, 30) for name in names}, source / "model.safetensors")
+    config = {"model_type": "llama", "num_attention_heads": 3, "num_key_value_heads": 3}
+    (source / "config.json").write_text(json.dumps(config))
+    options = ("--to", "torch-packed", "--accept", "rotary")
+    assert (
+        Alone(convert_command).invoke(source / "model.safetensors", file, *options).exit_code == 0
+    )
+    layer = torch.nn.MultiheadAttention(30, 3, bias=False)
+    state = load_file(file)
+    layer.load_state_dict(
+        {name.removeprefix("layers.0.self_attn."): x for name, x in state.items()}
+    )
+    return source, file, layer
+
+
+def test_what_the_code_of_a_layout_does_not_apply_is_named(
+    packed: tuple[Path, Path, torch.nn.MultiheadAttention],
+) -> None:
+    source, file, _ = packed
+    for pair, side, count in (((source, file), "second", 2), ((file, source), "first", 4)):
+        done = run(*pair)
+        assert done.exit_code == 0, done.exception
+        assert done.stdout.splitlines()[1:] == [
+            f"  rotary: half-split in the metadata of the {side}, none in the code of torch-packed",
+            f"The same weights, byte for byte: all {count} tensors are equal. The code of "
+            "torch-packed does not apply what the metadata record (rotary).",
+        ]
+    assert run(file, file).stdout.splitlines()[-1].startswith("The same function, byte for byte")
+
+
+def test_torchs_layer_beside_weights_that_rotate(
+    packed: tuple[Path, Path, torch.nn.MultiheadAttention],
+) -> None:
+    """Its weights are the same, whatever stands before their names; its function is not."""
+    _, file, layer = packed
+    for first in (layer, layer.state_dict()):
+        found = headwise.compare(first, file)
+        assert found.verdict is Verdict.DIFFERENT
+        assert "none in the code of torch-packed" in str(found)
+        assert found.answer == (
+            "Not the same: all 2 tensors are equal; the two layouts use them differently (rotary)."
+        )

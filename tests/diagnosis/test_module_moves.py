@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwise import verify
+from headwise import convert, verify
 
 HEADS, HEAD_DIM, LAYERS = 4, 6, 3
 WIDTH = HEADS * HEAD_DIM
@@ -144,3 +146,86 @@ def test_configs_of_other_rotations_are_not_the_same(tmp_path: Path) -> None:
     diagnosis = verify(tmp_path / "short", tmp_path / "long")
     assert not diagnosis
     assert "rope_theta: 10000 in the first, 500000 in the second" in str(diagnosis)
+
+
+GROUPED = {"heads": 6, "kv_heads": 2}
+META = {"first_layout": "llama-meta", "second_layout": "llama"}
+
+
+def grouped() -> dict[str, Tensor]:
+    """One layer in Llama's names: embed_dim 40, 6 heads of 10, 2 kv heads."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (60, 40), "k": (20, 40), "v": (20, 40), "o": (40, 60)}
+    return {
+        f"model.layers.0.self_attn.{name}_proj.weight": torch.randn(*shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def permuted(rows: Tensor, heads: int) -> Tensor:
+    """The rows of each head as Meta's code pairs them, by the published permutation."""
+    halves = rows.view(heads, 2, len(rows) // heads // 2, -1)
+    return halves.transpose(1, 2).reshape(rows.shape).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("role", "change", "said"),
+    [
+        ("k", lambda k: k, "rotary permutation missing (k)"),
+        ("k", lambda k: permuted(permuted(k, 2), 2), "rotary permutation doubled (k)"),
+        (
+            "k",
+            lambda k: permuted(k, 1),
+            "rotary permutation with a wrong number of heads: made for 1 head instead of 2 (k)",
+        ),
+        (
+            "v",
+            lambda v: permuted(v, 2),
+            "rotary permutation doubled: values, which do not rotate, were permuted too (v)",
+        ),
+        (
+            "v",
+            lambda v: permuted(v, 1),
+            "rotary permutation doubled: values, which do not rotate, were permuted too, for 1 "
+            "head (v)",
+        ),
+    ],
+)
+def test_a_wrong_permutation_is_named_from_the_file_that_has_it(
+    role: str, change: Callable[[Tensor], Tensor], said: str
+) -> None:
+    """A file in Meta's layout lacks the permutation if its rows are those of Hugging Face."""
+    right = grouped()
+    meta = convert(right, "llama", "llama-meta", **GROUPED)
+    source = right[f"model.layers.0.self_attn.{role}_proj.weight"]
+    meta[f"layers.0.attention.w{role}.weight"] = change(source)
+    found = verify(meta, right, **META, **GROUPED)  # type: ignore[arg-type]
+    assert f"`layers.0.attention`: {said}" in str(found)
+
+
+def test_queries_that_are_stored_across_kv_heads_are_named() -> None:
+    right, name = grouped(), "model.layers.0.self_attn.q_proj.weight"
+    rows = right[name].view(2, 3, 10, 40).transpose(0, 1).reshape(60, 40).contiguous()
+    layouts = {"first_layout": "llama", "second_layout": "llama"}
+    found = verify(right | {name: rows}, right, **layouts, **GROUPED)  # type: ignore[arg-type]
+    said = "stored by kv head, (kv_heads group), and read across kv heads, (group kv_heads) (q)"
+    assert f"heads permuted: query heads {said}" in str(found)
+
+
+def test_signs_of_zeros_are_no_move() -> None:
+    right, name = model(), "model.layers.1.self_attn.q_proj.weight"
+    right[name][0, 0] = 0.0
+    zeros = {n: torch.where(x == 0, -0.0, x) for n, x in right.items()}
+    found = verify(zeros, right, config=CONFIG)
+    assert found.moves == ()
+    assert [line.strip() for line in found.lines] == [
+        "llama against llama",
+        f"`{name}` (queries of head 0): 1 of 576 entries, zero in both, with the other sign",
+        f"Not the same: 11 of 12 tensors are equal; `{name}` differs (queries of head 0).",
+    ]
+
+
+def test_a_layer_without_a_prefix_has_a_name_in_the_comparison_of_outputs() -> None:
+    stored = torch.nn.MultiheadAttention(30, 5).state_dict()
+    lines = verify(stored, stored, heads=5, outputs=True).lines
+    assert lines[1].startswith("  the layer: the same outputs to rounding; ")

@@ -191,7 +191,13 @@ def _compare_converted(
     # Names as in the second, if the layouts list every module's name or both hold a single module.
     mine, theirs = find_modules(source, first), find_modules(target, second)
     are_listed = {bool(module.place.role) for module in (*mine, *theirs)}
-    is_single = len(mine) == len(theirs) == 1 and len(are_listed) == 1
+    is_single = len(mine) == len(theirs) == 1
+    if is_single and not (mine[0].prefix and theirs[0].prefix):  # a layer alone, and in a model
+        first, second = (
+            _strip_prefix(first, mine[0].prefix),
+            _strip_prefix(second, theirs[0].prefix),
+        )
+    is_single = is_single and len(are_listed) == 1
     form = NameForm.shared_by(theirs) if are_listed == {True} or is_single else AS_STORED
     if is_damaged and source == target:  # stored tensors are compared without conversion
         steps = plan_renaming_within_layout(first, source, form=form)
@@ -212,6 +218,13 @@ def _compare_converted(
         evidence.compare_step(step)
         progress("tensors", number + 1, len(steps))
     return evidence.comparison(conflicts)
+
+
+def _strip_prefix(stored: Stored, prefix: str) -> Stored:
+    """Return the tensors under the names that they have within their module."""
+    if not all(name.startswith(prefix) for name in stored):
+        return stored
+    return {name.removeprefix(prefix): stored[name] for name in stored}
 
 
 @dataclass

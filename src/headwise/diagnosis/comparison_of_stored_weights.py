@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
 from headwise.checkpoints.attention_loading import load_attention
-from headwise.diagnosis.detect import open_weights
+from headwise.checkpoints.source import CheckpointSource
+from headwise.diagnosis.detect import GivenWeights, open_weights
 from headwise.diagnosis.diagnosis_result import Diagnosis
 from headwise.diagnosis.subjects.recording_file import is_recording
 from headwise.diagnosis.subjects.transformers_subject import (
@@ -18,7 +20,7 @@ from headwise.diagnosis.subjects.transformers_subject import (
     layer_index,
     stated_layer_index,
 )
-from headwise.diagnosis.verify_byte_for_byte import verify
+from headwise.diagnosis.verify_byte_for_byte import verify_opened
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
 from headwise.layouts.find_modules_by_tensor_names import NamedModule
@@ -52,19 +54,31 @@ def _is_module_with_named_weights(module: object, stored: object) -> TypeGuard[n
 def compare_stored_weights(*sides: Any) -> Diagnosis:
     """Compare two sets of weights; of a module, those in its state dict."""
     module = next((side for side in sides if isinstance(side, nn.Module)), None)
-    first, second = (
-        s.state_dict() if isinstance(s, nn.Module) else _take_layer_like(module, s) for s in sides
-    )
+    config = None
     if module is not None and not isinstance(module, NAMED_LAYERS):
-        config: Any = module.config
-        return verify(first, second, config=config.to_dict())
-    heads = None if module is None else module.num_heads
+        config = module.config.to_dict()  # type: ignore[operator, union-attr]
+    heads = module.num_heads if isinstance(module, NAMED_LAYERS) else None
     kv_heads = module.num_kv_heads if isinstance(module, Attention) else None
-    return verify(first, second, heads=heads, kv_heads=kv_heads)
+    counts = {"heads": heads, "kv_heads": kv_heads}
+    first, second = (
+        open_weights(
+            side.state_dict() if isinstance(side, nn.Module) else side,
+            counts,
+            config=config,
+            title=f"the {which} state dict",
+        )
+        for which, side in zip(("first", "second"), sides, strict=True)
+    )
+    if module is not None:
+        first, second = (
+            weights if isinstance(side, nn.Module) else _take_layer_like(module, weights)
+            for weights, side in zip((first, second), sides, strict=True)
+        )
+    return verify_opened(first, second)
 
 
-def _take_layer_like(module: nn.Module | None, stored: Any) -> Any:
-    """Return the stored weights of the layer that a module is; all for a model, or for weights.
+def _take_layer_like(module: nn.Module, stored: GivenWeights) -> GivenWeights:
+    """Return the stored weights of the layer that a module is; all for a whole model.
 
     Raises:
         OptionError: one layer beside several, and it does not say which of them it is.
@@ -74,25 +88,26 @@ def _take_layer_like(module: nn.Module | None, stored: Any) -> Any:
     if len(modules) > 1:
         number = stated_layer_index(module) if is_transformers_attention(module) else None
         matching = tuple(each for each in modules if each.layer == number)
-    if isinstance(stored, Mapping) and len(matching) == 1 and matching[0].prefix:
-        start = matching[0].prefix
-        return {n.removeprefix(start): x for n, x in stored.items() if n.startswith(start)}
-    if len(modules) < 2:
+    if len(matching) == 1:
+        start, tensors = matching[0].prefix, stored.tensors
+        names = [name for name in tensors if name.startswith(start)]
+        return replace(stored, tensors={n.removeprefix(start): tensors[n] for n in names})
+    if not modules:
         return stored
     example = modules[-1]
     raise OptionError(
         saw=f"one layer beside weights of {len(modules)} attention layers",
         needed="the weights of the layer that it is compared with",
-        do=f"give the tensors of one layer, such as `{example.prefix}`, without this prefix"
-        if isinstance(stored, Mapping)
-        else "name the layer: compare(layer, headwise.checkpoints.load_attention(path, "
-        f"layer={example.layer}))",
+        do="name the layer: compare(layer, headwise.checkpoints.load_attention(path, "
+        f"layer={example.layer}))"
+        if isinstance(stored.tensors, CheckpointSource)
+        else f"give the tensors of one layer, such as `{example.prefix}`, without this prefix",
     )
 
 
-def _find_stored_attention_modules(stored: Any) -> tuple[NamedModule, ...]:
+def _find_stored_attention_modules(stored: GivenWeights) -> tuple[NamedModule, ...]:
     """Return the attention modules of stored weights, in the layout that finds most."""
-    detection = open_weights(stored, {}).detection()
+    detection = replace(stored, known={}).detection()  # by names: the layer may have other counts
     groups = (*detection.candidates, *detection.damaged)
     return max((group[0].modules for group in groups), key=len, default=())
 

@@ -215,11 +215,37 @@ class OutputComparison:
         return self.apart <= self.allowed
 
     def __str__(self) -> str:
-        names = dict.fromkeys(f"`{name.rstrip('.')}`" for name in (self.first, self.second))
+        stripped = (name.rstrip(".") for name in (self.first, self.second))
+        names = dict.fromkeys(f"`{name}`" if name else "the layer" for name in stripped)
         word = "the same outputs to rounding" if self.is_same else "OTHER OUTPUTS"
         return (
             f"{' and '.join(names)}: {word}; the difference is {self.apart:.1e} of the largest "
             f"output, and rounding explains {self.allowed:.1e}"
+        )
+
+
+@dataclass(frozen=True)
+class UnappliedSetting:
+    """Setting in the metadata of a file that the code of its layout does not apply.
+
+    Attributes:
+        side: "first" or "second".
+        layout: the layout of the file.
+        name: a field of `AttentionSpec`.
+        recorded: its value in the metadata.
+        applied: its value in the code of the layout.
+    """
+
+    side: str
+    layout: str
+    name: str
+    recorded: str
+    applied: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.recorded} in the metadata of the {self.side}, "
+            f"{self.applied} in the code of {self.layout}"
         )
 
 
@@ -237,6 +263,8 @@ class Diagnosis(Displayed):
         function: the comparison of two functions by running them; None for weights and models.
         model: the comparison of two whole models; None for weights and single attentions.
         moves: what happened to the weights of modules that differ.
+        unapplied: settings that the metadata of a file record, and that no class of its layout
+            applies: only readers of the metadata compute the same function.
     """
 
     verdict: Verdict
@@ -247,6 +275,7 @@ class Diagnosis(Displayed):
     function: FunctionComparison | None = None
     model: ModelComparison | None = None
     moves: tuple[ModuleMoves, ...] = ()
+    unapplied: tuple[UnappliedSetting, ...] = ()
 
     def __bool__(self) -> bool:
         return self.verdict.is_same
@@ -258,7 +287,7 @@ class Diagnosis(Displayed):
         if comparison is not None:
             return [*comparison.lines, self.answer]
         lines = [] if self.layouts is None else [" against ".join(n.name for n in self.layouts)]
-        notes = shorten_lines(self.notes, SHOWN)
+        notes = shorten_lines([*self.notes, *map(str, self.unapplied)], SHOWN)
         notes += self.tensors.lines() if self.tensors is not None else []
         notes += describe_module_moves(self.moves, most=SHOWN)
         lines += [f"  {note}" for note in [*notes, *map(str, self.outputs)]]
@@ -288,6 +317,13 @@ class Diagnosis(Displayed):
             )
         if self.tensors is None:
             return "Not the same: the configs contradict each other; no tensor was compared."
+        if self and self.unapplied:
+            layouts = " and ".join(dict.fromkeys(each.layout for each in self.unapplied))
+            names = ", ".join(dict.fromkeys(each.name for each in self.unapplied))
+            return (
+                f"The same weights, byte for byte: {self.tensors}. The code of {layouts} does not "
+                f"apply what the metadata record ({names})."
+            )
         if self:
             return f"The same function, byte for byte: {self.tensors}."
         if not self.tensors:

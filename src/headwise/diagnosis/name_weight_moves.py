@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwise.diagnosis.cause_name_for_layer_shifts import LOAD_BY_NUMBER, cause_of_layer_shifts
 from headwise.diagnosis.describe_repair_of_move import describe_repair, page_of_cause
+from headwise.diagnosis.moves.move import MoveReport
 from headwise.diagnosis.moves.moves_between_canonical_weights import find_state_moves
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.layouts.canonical_tensor_axes import State
@@ -110,7 +111,14 @@ def find_module_moves(
                 named.append(_report_exchanged_module(a, other))
             else:
                 right = _unpack_module(second, b, layouts[1], counts)
-                named.append(_find_moves_of_module(a, state, right, counts.get("rotary_width")))
+                report = find_state_moves(
+                    state,
+                    right,
+                    rotary_width=counts.get("rotary_width"),
+                    was_interleaved=layouts[0].function.rotary == "interleaved",
+                )
+                if report.moves or report.unexplained:  # signs of zeros alone move nothing
+                    named.append(_describe_moves_of_module(a, report))
     exchange = cause_of_layer_shifts(shifts)
     page = page_of_cause(exchange)
     return [
@@ -162,10 +170,7 @@ def _report_exchanged_module(module: NamedModule, other: NamedModule) -> ModuleM
     return ModuleMoves(name=name, layer=module.layer, is_other_module=other_name)
 
 
-def _find_moves_of_module(
-    module: NamedModule, a: State, b: State, rotary_width: int | None
-) -> ModuleMoves:
-    report = find_state_moves(a, b, rotary_width=rotary_width)
+def _describe_moves_of_module(module: NamedModule, report: MoveReport) -> ModuleMoves:
     return ModuleMoves(
         name=module.prefix.rstrip("."),
         layer=module.layer,

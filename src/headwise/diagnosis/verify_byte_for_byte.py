@@ -29,13 +29,20 @@ from headwise.diagnosis.detect import (
     split_candidate_by_sizes,
 )
 from headwise.diagnosis.detection_result import Detection
-from headwise.diagnosis.diagnosis_result import Diagnosis, OutputComparison, Verdict, shorten_lines
+from headwise.diagnosis.diagnosis_result import (
+    Diagnosis,
+    OutputComparison,
+    UnappliedSetting,
+    Verdict,
+    shorten_lines,
+)
 from headwise.diagnosis.name_weight_moves import ModuleMoves, find_module_moves
 from headwise.errors import OptionError
 from headwise.layouts.canonical_tensor_axes import AXES
 from headwise.layouts.canonical_tensor_equality import list_differing_tensors
 from headwise.layouts.find_modules_by_tensor_names import find_modules
 from headwise.layouts.layout import Layout
+from headwise.layouts.registry import layouts_by_name
 from headwise.support.explain_wrong_arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.progress_callback_type import Progress, no_progress
 
@@ -366,18 +373,20 @@ def verify(
     counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
     mine = open_weights(first, counts, config=config, title="the first state dict")
     theirs = open_weights(second, counts, config=config, title="the second state dict")
-    pair = choose_layouts(mine, theirs, (first_layout, second_layout))
-    return _make_diagnosis(mine, theirs, pair, outputs=outputs, progress=progress)
+    named = (first_layout, second_layout)
+    return verify_opened(mine, theirs, named, outputs=outputs, progress=progress)
 
 
-def _make_diagnosis(
+def verify_opened(
     first: GivenWeights,
     second: GivenWeights,
-    pair: LayoutPair,
+    named: LayoutNames = (None, None),
     *,
-    outputs: bool,
-    progress: Progress,
+    outputs: bool = False,
+    progress: Progress = no_progress,
 ) -> Diagnosis:
+    """Compare two sets of weights that are open, as `verify` does."""
+    pair = choose_layouts(first, second, named)
     if pair.layouts is None:
         return Diagnosis(verdict=Verdict.DIFFERENT, layouts=None, notes=pair.lines, tensors=None)
     mine, theirs, counts = *pair.layouts, pair.counts
@@ -414,6 +423,26 @@ def _make_diagnosis(
         tensors=tensors,
         outputs=tuple(runs),
         moves=tuple(moves),
+        unapplied=_find_unapplied_settings((first, second), pair.layouts),
+    )
+
+
+def _find_unapplied_settings(
+    sides: tuple[GivenWeights, GivenWeights], layouts: tuple[Layout, Layout]
+) -> tuple[UnappliedSetting, ...]:
+    """Return what the metadata of one file record, and what the code of its layout does not do.
+
+    Two files with the same metadata are used alike, by whatever reads them.
+    """
+    if layouts[0] == layouts[1]:
+        return ()
+    return tuple(
+        UnappliedSetting(side, layout.name, name, recorded, applied)
+        for side, weights, layout in zip(SIDES, sides, layouts, strict=True)
+        if weights.description is not None and layout.name in layouts_by_name()
+        for name, (recorded, applied) in layout.function.conflicts(
+            layouts_by_name()[layout.name].function
+        ).items()
     )
 
 

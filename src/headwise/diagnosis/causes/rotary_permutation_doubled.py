@@ -8,10 +8,11 @@ from headwise.diagnosis.causes.moved_projections_base import MovedProjectionsCau
 
 
 class RotaryPermutationDoubledCause(MovedProjectionsCause):
-    """Rows of queries or keys are permuted to another pairing though they had it.
+    """Rows are permuted to another pairing though they had it, or are values, which do not rotate.
 
     `convert_llama_weights_to_hf` and llama.cpp's `permute` expect rows of one pairing. Files of
-    both pairings have the same names in torchtune and in Hugging Face.
+    both pairings have the same names in torchtune and in Hugging Face. Rows of values stay in
+    their places in every conversion.
 
     Repair:
         Convert the original file once, with the layout that it has: `--from llama-meta` for Meta's.

@@ -36,6 +36,7 @@ def find_moves(
     *,
     rotary_width: int | None = None,
     is_interleaved: bool = False,
+    was_interleaved: bool = False,
     transposed: Rows | None = None,
     tolerance: float | None = None,
 ) -> MoveReport:
@@ -49,6 +50,7 @@ def find_moves(
         b: the rows that are right.
         rotary_width: rotated channels of a head, if they are known.
         is_interleaved: True if b's rotary pairs are channels 2i and 2i + 1.
+        was_interleaved: True if a was stored for such pairs, and read into half-split ones.
         transposed: b's rows with each square matrix transposed, where rows are activations.
             Weights are transposed here.
         tolerance: the largest difference of an entry, relative to the root mean square of its
@@ -57,7 +59,11 @@ def find_moves(
     Raises:
         ShapeError: the two have other roles or shapes.
     """
-    sizes = replace(_common_sizes(a, b, rotary_width), is_interleaved=is_interleaved)
+    sizes = replace(
+        _common_sizes(a, b, rotary_width),
+        is_interleaved=is_interleaved,
+        was_interleaved=was_interleaved,
+    )
     dtypes = [x.dtype for rows in (a, b) for x in rows.matrices.values()]
     tolerance = default_tolerance(*dtypes) if tolerance is None else tolerance
     a, b = _cast_to_common_dtype(a, dtypes), _cast_to_common_dtype(b, dtypes)

@@ -50,10 +50,12 @@ def draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
         group = sizes.heads // number
         known = number == sizes.kv_heads or sizes.kv_heads == sizes.heads
         far = 0 if number == sizes.kv_heads else 20 if known else 600
-        for groups, first in ((number, "(kv_heads group)"), (group, "(group kv_heads)")):
-            second = "(group kv_heads)" if groups == number else "(kv_heads group)"
+        by_kv_head, across = "by kv head, (kv_heads group)", "across kv heads, (group kv_heads)"
+        for groups, first in ((number, by_kv_head), (group, across)):
+            second = across if groups == number else by_kv_head
             regroup = partial(_regroup_heads, groups=groups)
-            text, parameters = f"{first} read as {second}", (("kv_heads", number),)
+            text = f"heads stored {first}, and read {second}"
+            parameters = (("kv_heads", number),)
             back = far + (groups != number)
             name = MapName(
                 "output heads in another group order", text, (), OUTPUT_GROUPS + back, parameters
@@ -62,9 +64,7 @@ def draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
             tiled = "kv heads tiled instead of repeated"
             name = MapName(tiled, text, (), TILED + back, parameters)
             yield name, {role: regroup(indices[role]) for role in "qo"}
-            name = MapName(
-                "heads permuted", f"queries: {text}", (), QUERY_GROUPS + back, parameters
-            )
+            name = MapName("heads permuted", f"query {text}", (), QUERY_GROUPS + back, parameters)
             yield name, {"q": regroup(indices["q"])}
             if sizes.kv_heads == sizes.heads:  # of a file that holds each kv head several times
                 text = f"{number} heads in {sizes.heads} places"

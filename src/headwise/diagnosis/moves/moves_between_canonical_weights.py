@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -54,7 +55,12 @@ def replace_rows(state: State, rows: Rows) -> State:
 
 
 def find_state_moves(
-    a: State, b: State, *, rotary_width: int | None = None, tolerance: float | None = None
+    a: State,
+    b: State,
+    *,
+    rotary_width: int | None = None,
+    was_interleaved: bool = False,
+    tolerance: float | None = None,
 ) -> MoveReport:
     """Return the moves that make canonical weights a from b.
 
@@ -64,24 +70,21 @@ def find_state_moves(
         a: canonical tensors (`headwise.layouts.canonical_tensor_axes`) to explain.
         b: the right ones.
         rotary_width: rotated channels of a head, if they are known.
+        was_interleaved: see `headwise.diagnosis.moves.find_moves.find_moves`.
         tolerance: see `headwise.diagnosis.moves.find_moves.find_moves`.
 
     Raises:
         ShapeError: the two have other sizes.
     """
     ours, theirs = _equalise_kv_heads(extract_rows(a), extract_rows(b))
-    report = find_moves(ours, theirs, rotary_width=rotary_width, tolerance=tolerance)
-    fresh: dict[str, list[str]] = {}
-    for role in report.unexplained:
-        if role not in ours.roles or not _has_few_equal_entries(role, ours, theirs):
-            continue
-        if initialisation := recognise_initialisation(role, ours):
-            fresh.setdefault(initialisation.text, []).append(role)
-    cause = "weights at their initial values"
-    moves = [
-        Move(MapName(cause, text, tuple(roles)), Replaced(ours, tuple(roles)), parts=("weights",))
-        for text, roles in fresh.items()
-    ]
+    report = find_moves(
+        ours,
+        theirs,
+        rotary_width=rotary_width,
+        was_interleaved=was_interleaved,
+        tolerance=tolerance,
+    )
+    moves = _find_initial_values(report.unexplained, ours, theirs)
     named = {role for move in moves for role in move.roles}
     unexplained = [role for role in report.unexplained if role not in named]
     output_bias = _find_output_bias_move(a.get("bo"), b.get("bo"), tolerance)
@@ -96,6 +99,21 @@ def find_state_moves(
         explained=explained,
         unexplained=tuple(unexplained),
     )
+
+
+def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -> list[Move]:
+    """Return the moves of roles that were initialised anew."""
+    fresh: dict[str, list[str]] = {}
+    for role in unexplained:
+        if role not in ours.roles or not _has_few_equal_entries(role, ours, theirs):
+            continue
+        if initialisation := recognise_initialisation(role, ours):
+            fresh.setdefault(initialisation.text, []).append(role)
+    cause = "weights at their initial values"
+    return [
+        Move(MapName(cause, text, tuple(roles)), Replaced(ours, tuple(roles)), parts=("weights",))
+        for text, roles in fresh.items()
+    ]
 
 
 def _has_few_equal_entries(role: str, a: Rows, b: Rows) -> bool:

@@ -13,7 +13,7 @@ from headwise.diagnosis.moves.rows_of_all_projections import RowSizes
 from headwise.layouts.pattern import to_half_split, to_interleaved
 
 SCOPES = (("q", "k"), ("q",), ("k",))
-MISSING, DOUBLED, WRONG_HEADS, WRONG_WIDTH = 50, 60, 70, 650
+MISSING, DOUBLED, WRONG_HEADS, VALUES, WRONG_WIDTH = 50, 60, 70, 80, 650
 Permutation = Callable[[Tensor, int], Tensor]  # of rows (heads, head_dim, 1), of that width
 
 
@@ -21,7 +21,7 @@ def draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
     """Yield permutations that are missing, doubled, or made for other heads or another width."""
     widths = _list_rotary_widths(sizes)
     missing, doubled = interleave_pairs, split_pairs_in_halves
-    if sizes.is_interleaved:
+    if sizes.is_interleaved or sizes.was_interleaved:
         missing, doubled = split_pairs_in_halves, interleave_pairs
     for place, width in enumerate(widths):
         text = "" if width == sizes.head_dim else f"the first {width} channels of each head"
@@ -44,6 +44,30 @@ def draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
                     ),
                 )
     yield from _draft_wrong_head_counts(sizes)
+    yield from _draft_permuted_values(sizes)
+
+
+def _draft_permuted_values(sizes: RowSizes) -> Iterator[Draft]:
+    """Yield values that were permuted like queries and keys, for their own heads or others."""
+    rows = sizes.count_rows("v")
+    for heads in (n for n in range(1, rows // 2 + 1) if rows % (2 * n) == 0):
+        width, is_right = rows // heads, heads == sizes.kv_heads
+        words = "" if is_right else f", for {describe_number_of_heads(heads)}"
+        text = f"values, which do not rotate, were permuted too{words}"
+        place = VALUES + (0 if is_right else 10 if heads in (1, sizes.heads) else 500)
+        name = MapName("rotary permutation doubled", text, (), place)
+        for permute in (interleave_pairs, split_pairs_in_halves):
+            yield (
+                name,
+                _map_each_role(
+                    ("v",), sizes, lambda x, n=heads, w=width, f=permute: f(x.reshape(n, w, 1), w)
+                ),
+            )
+
+
+def describe_number_of_heads(heads: int) -> str:
+    """Return "1 head", or a number of heads."""
+    return f"{heads} head{'s' * (heads != 1)}"
 
 
 def _draft_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
@@ -62,7 +86,8 @@ def _draft_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
                 continue
             known = heads in (sizes.heads, sizes.kv_heads, sizes.heads // sizes.kv_heads)
             place = WRONG_HEADS + (0 if known else 500) + (scope == ("q", "k"))
-            text = f"made for {heads} heads"
+            right = dict.fromkeys(str(sizes.count_heads(role)) for role in scope)
+            text = f"made for {describe_number_of_heads(heads)} instead of {' and '.join(right)}"
             name = MapName(
                 "rotary permutation with a wrong number of heads",
                 text,

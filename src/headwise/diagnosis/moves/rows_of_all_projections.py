@@ -29,6 +29,8 @@ class RowSizes:
         roles: the projections that are there, in the order of `ROLES`.
         rotary_width: rotated channels of a head; None where nothing says it.
         is_interleaved: True if right rows pair channels 2i and 2i + 1.
+        was_interleaved: True if the rows to explain were stored for such pairs, and read into
+            half-split ones.
     """
 
     heads: int
@@ -38,6 +40,7 @@ class RowSizes:
     rotary_width: int | None = None
     roles: tuple[str, ...] = ROLES
     is_interleaved: bool = False
+    was_interleaved: bool = False
 
     def count_heads(self, role: str) -> int:
         """Return the number of heads of a role."""
