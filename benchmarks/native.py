@@ -12,7 +12,6 @@ from benchmarks import peers
 from benchmarks.agreement import require_agreement
 from benchmarks.case import SHAPES, Case, Make, Shape, step
 from headwise import Attention, Mask, Rotary
-from headwise.layers.native.base import Projection
 
 NO_BIAS: dict[str, Any] = dict.fromkeys(["q_bias", "k_bias", "v_bias", "out_bias"], False)
 PADDED = (32, 512, 512, 8)
@@ -99,7 +98,7 @@ def _window() -> Case:
 def _projections(tokens: int) -> Case:
     layer = Attention(512, 8)
     three = (layer.q_proj, layer.k_proj, layer.v_proj)
-    packed = Projection(512, 3 * 512)
+    packed = nn.Linear(512, 3 * 512)
     x = torch.randn(1, tokens, 512)
 
     def separate() -> list[Tensor]:

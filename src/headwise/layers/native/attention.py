@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from headwise.layers.hooks import call_hook
 from headwise.layers.native import foreign_argument_advice, layout_conversion, option_checks
-from headwise.layers.native.base import Projection
 from headwise.layers.native.cache import Cache
 from headwise.layers.native.call_checks import projection_parameter
 from headwise.layers.native.head_readings import HeadReadings
@@ -110,10 +109,10 @@ class Attention(HeadReadings):
         option_checks.check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
         heads, kv_heads = num_heads, self.num_kv_heads
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = Projection(embed_dim, heads * self.head_dim, q_bias, **options)
-        self.k_proj = Projection(self.source_dim, kv_heads * self.head_dim, k_bias, **options)
-        self.v_proj = Projection(self.source_dim, kv_heads * self.value_dim, v_bias, **options)
-        self.out_proj = Projection(heads * self.value_dim, self.out_dim, out_bias, **options)
+        self.q_proj = nn.Linear(embed_dim, heads * self.head_dim, q_bias, **options)
+        self.k_proj = nn.Linear(self.source_dim, kv_heads * self.head_dim, k_bias, **options)
+        self.v_proj = nn.Linear(self.source_dim, kv_heads * self.value_dim, v_bias, **options)
+        self.out_proj = nn.Linear(heads * self.value_dim, self.out_dim, out_bias, **options)
         self.q_norm, self.k_norm = (self._make_qk_norm(n, **options) for n in (heads, kv_heads))
         self.score_bias = score_bias.module(heads, **options) if score_bias else None
         self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
-from headwise.kernels.linear_projection import apply_linear
 from headwise.layers.compute_some_heads import HeadPart
 from headwise.layers.native import call_checks
 from headwise.layers.native.cache import Cache
@@ -20,14 +19,6 @@ from headwise.masks.attention_operand_checks import require_mask_or_none, requir
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.reference import split_heads
-
-
-class Projection(nn.Linear):
-    """`torch.nn.Linear`, with oneDNN's matrix product where that is faster."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name for it)
-        """Project (..., in_features) to (..., out_features)."""
-        return apply_linear(input, self.weight, self.bias)
 
 
 class AttentionBase(nn.Module):
@@ -46,10 +37,10 @@ class AttentionBase(nn.Module):
     scale: float | None
     softcap: float | None
     dropout: float
-    q_proj: Projection
-    k_proj: Projection
-    v_proj: Projection
-    out_proj: Projection
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     score_bias: nn.Module | None

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from headwise.attention_matrix import AttentionMatrix
 from headwise.layers.hooks import call_hook
-from headwise.layers.native.base import Projection
 from headwise.layers.native.call_checks import check_tokens
 from headwise.layers.native.initialization import initialise_as_einops_page
 from headwise.layers.native.option_checks import check_positive_whole_numbers
@@ -64,10 +63,10 @@ class EinopsPostNormBlock(nn.Module):
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.w_qs, self.w_ks, self.w_vs = (
-            Projection(embed_dim, num_heads * width, device=device, dtype=dtype)
+            nn.Linear(embed_dim, num_heads * width, device=device, dtype=dtype)
             for width in (head_dim, head_dim, value_dim)
         )
-        self.fc = Projection(num_heads * value_dim, embed_dim, device=device, dtype=dtype)
+        self.fc = nn.Linear(num_heads * value_dim, embed_dim, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
         self.layer_norm = nn.LayerNorm(embed_dim, device=device, dtype=dtype)
         self.reset_parameters()
@@ -112,7 +111,7 @@ class EinopsPostNormBlock(nn.Module):
         )
         return AttentionMatrix(queries, keys, mask=mask)
 
-    def _project_heads(self, name: str, x: Tensor, projection: Projection) -> Tensor:
+    def _project_heads(self, name: str, x: Tensor, projection: nn.Linear) -> Tensor:
         """Project (batch, length, embed_dim) to (batch, heads, length, width of a head)."""
         axes = ("batch", "queries" if name == "q" else "keys", "embed_dim")
         check_tokens(name, x, self.embed_dim, axes, projection)

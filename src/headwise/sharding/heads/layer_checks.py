@@ -12,14 +12,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
-from headwise.layers.native.base import Projection
 from headwise.layers.native.qk_norm import Norm
 from headwise.layers.positions.distance_bias import T5BucketTable
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.layers.torch_api.state_dict_forms import PACKED, SEPARATE
 from headwise.sharding.process_group_checks import require_same_on_every_rank
 
-_LINEAR = (Projection, nn.Linear, NonDynamicallyQuantizableLinear)
+_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "out_proj"), _LINEAR),
     **dict.fromkeys(("q_norm", "k_norm"), (Norm,)),

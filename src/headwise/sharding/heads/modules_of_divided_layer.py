@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.kernels.linear_projection import apply_linear
-from headwise.layers.native.base import Projection
 from headwise.layers.native.qk_norm import Norm, normalise
 from headwise.sharding.heads.rank_heads import RankHeads, local_part
 from headwise.sharding.heads.sums_over_ranks import sum_forward, sum_forward_and_backward
 
 
-class HeadsProjection(Projection):
+class HeadsProjection(nn.Linear):
     """Projection to the channels of this rank's heads.
 
     Attributes:
@@ -42,7 +41,7 @@ class HeadsProjection(Projection):
         return apply_linear(input, weight, bias)
 
 
-class RankSummedOutputProjection(Projection):
+class RankSummedOutputProjection(nn.Linear):
     """Output projection: the sum over ranks of the products of their heads, then the bias."""
 
     part: RankHeads
