@@ -13,10 +13,12 @@ import ast
 import contextlib
 import doctest
 import io
+import json
 import re
 import shlex
 import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,6 +29,7 @@ from typing import Any
 import pytest
 
 from headwise.errors import OptionError
+from headwise.layouts.registry import catalogue_by_family
 from tests.root import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.joinpath("docs").rglob("*.md"))]
@@ -131,7 +134,8 @@ def unknown_commands(code: str) -> Iterator[str]:
                 known = wanted in commands
             case ["pip", "install", *_, package]:
                 wanted_extras = re.findall(r"[a-z]+", package.partition("[")[2])
-                known = "headwise" in package and set(wanted_extras) <= extras
+                is_headwise = package.partition("[")[0].strip("'\"") in {"headwise", "."}
+                known = is_headwise and set(wanted_extras) <= extras
             case _:
                 known = False
         if not known:
@@ -160,6 +164,76 @@ def test_every_block_has_a_language(page: Path) -> None:
     known = {"python", "py", "text", *SHELLS, "diff", "toml"}
     unnamed = [block for block in blocks(page.read_text("utf-8")) if block.language not in known]
     assert [f"line {block.line}: {block.language!r}" for block in unnamed] == []
+
+
+COUNTED = {
+    "all": r"all layers of (\d+)\.",
+    "part": r"some layers of (\d+),",
+    "differs": r"other outputs for (\d+),",
+    "refused": r"refuses (\d+)\.",
+    "no softmax attention": r"(\d+) have no softmax attention",
+    "not run": r"(\d+) were not tried",
+    "no class": r"(\d+) have no model class",
+}
+
+
+def test_the_counts_of_the_readme_are_those_of_the_lists() -> None:
+    text = " ".join(ROOT.joinpath("README.md").read_text("utf-8").split())
+    known = [each for family in catalogue_by_family().values() for each in family]
+    layouts = re.search(r"headwise knows (\d+) \[layouts\].*?; for (\d+) of them", text)
+    assert layouts is not None
+    checked = sum(not each.unchecked for each in known)
+    assert layouts.groups() == (str(len(known)), str(checked))
+    record = json.loads(ROOT.joinpath("docs", "huggingface.json").read_text("utf-8"))
+    verdicts = Counter(each["verdict"] for each in record["rows"])
+    assert f"Of the {verdicts.total()} [model types]" in text
+    shown = {verdict: re.findall(words, text) for verdict, words in COUNTED.items()}
+    assert shown == {verdict: [str(count)] for verdict, count in verdicts.items()}
+
+
+def figures() -> dict[str, dict[str, str]]:
+    """Each row of docs/figures.md that was measured on several machines, by column."""
+    rows: dict[str, dict[str, str]] = {}
+    for table in ROOT.joinpath("docs", "figures.md").read_text("utf-8").split("\n\n"):
+        cells = [[c.strip() for c in line.strip("| ").split("|")] for line in table.splitlines()]
+        if cells[0][1:3] == ["lowest", "highest"]:
+            rows |= {row[0]: dict(zip(cells[0][1:], row[1:], strict=True)) for row in cells[2:]}
+    return rows
+
+
+def test_lowest_and_highest_are_those_of_the_machines() -> None:
+    rows = figures()
+    assert len(rows) >= 19
+    for name, row in rows.items():
+        measured = {float(x) for c, x in row.items() if len(c) == 1 and x != "–"}
+        assert {"A", "B", "C", "D"} <= row.keys(), name
+        assert (float(row["lowest"]), float(row["highest"])) == (min(measured), max(measured)), name
+
+
+@pytest.mark.parametrize(
+    ("in_readme", "in_figures"),
+    [
+        (
+            "inference",
+            [
+                "inference, `need_weights=False`: median of the six",
+                "inference, `need_weights=False`: worst of the six",
+            ],
+        ),
+        (
+            "training step",
+            [
+                "training step, `need_weights=False`: median of the six",
+                "training step, `need_weights=False`: worst of the six",
+            ],
+        ),
+        ("12 heads, 8,192 tokens", ["ten statistics, float32"]),
+    ],
+)
+def test_the_readme_gives_the_range_of_all_machines(in_readme: str, in_figures: list[str]) -> None:
+    rows = [figures()[name] for name in in_figures]
+    ranges = " | ".join(f"{row['lowest']} to {row['highest']}" for row in rows)
+    assert f"{in_readme} | {ranges} |" in ROOT.joinpath("README.md").read_text("utf-8")
 
 
 PAGE = """
@@ -218,8 +292,9 @@ def test_a_block_is_left_out_only_for_what_need_not_be_installed(
 
 def test_unknown_commands_are_noticed() -> None:
     good = (
-        "make test\nheadwise demo # look\npip install 'headwise[demo]'\npython -m headwise --help"
+        "make test\nheadwise demo # look\npip install 'headwise[demo]'\npip install .\n"
+        "python -m headwise --help"
     )
-    bad = ["make tset", "headwise dmeo", "pip install 'headwise[page]'", "headwize demo"]
+    bad = ["make tset", "headwise dmeo", "pip install 'headwise[page]'", "pip install headwize"]
     assert list(unknown_commands(good)) == []
     assert list(unknown_commands("\n".join(bad))) == bad

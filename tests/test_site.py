@@ -97,7 +97,6 @@ return {
         ("catalogue", "layout falcon 40b"),
         ("huggingface", "gpt2model"),
         ("mutants", "off-by-one window"),
-        ("names", "ResamplingNothing"),
         ("causes", "long rope_theta"),
     ],
 )

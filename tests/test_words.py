@@ -61,7 +61,7 @@ def test_the_readme_is_short_and_begins_with_the_installation() -> None:
     lines = ROOT.joinpath("README.md").read_text("utf-8").splitlines()
     assert len(lines) <= MOST_LINES_OF_THE_README
     first = "\n".join(lines[:INSTALLED_BY_LINE])
-    for command in ("pip install headwise", "make demo", "make test"):
+    for command in ("pip install .", "make demo", "make test"):
         assert command in first
 
 

@@ -30,7 +30,6 @@ LISTS = {
     "huggingface.md",
     LOG,
     "mutants.md",
-    "names.md",
     "statistics.md",
 }
 FILTER = (

@@ -1,6 +1,9 @@
-"""The runner of the fault bench: one case of each suite."""
+"""The runner of the fault bench: one case of each suite; what the benchmarks print."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 
@@ -8,6 +11,7 @@ from benchmarks.compare.__main__ import main
 from benchmarks.compare.cause_table import NO_CAUSE, cause_counts, cause_table
 from benchmarks.compare.parameters import find_wrong_parameters, parameters_agree
 from benchmarks.compare.suites import SUITES, Scored
+from tests.root import ROOT
 
 
 @pytest.mark.parametrize(
@@ -103,3 +107,10 @@ def test_reports_agree_within_a_percent() -> None:
     assert not parameters_agree(report, {**report, "theta": 10_200.0})
     assert not parameters_agree(report, {**report, "heads": [1, 2]})
     assert not parameters_agree(report, {"theta": 10_000.0, "kind": "linear"})
+
+
+@pytest.mark.slow
+def test_the_benchmarks_print_no_warnings_of_other_packages() -> None:
+    command = [sys.executable, "-c", "import benchmarks.timing, benchmarks.models"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr == ""

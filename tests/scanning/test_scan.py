@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise import AttentionMatrix, Mask
+from headwise.bundled_models import tiny
 from headwise.errors import OptionError
 from headwise.kernels import tiles
 from headwise.scanning.scan import scan
@@ -414,3 +415,19 @@ def test_a_model_without_numbers_is_refused() -> None:
         model = nn.Sequential(nn.Linear(40, 40))
     with pytest.raises(OptionError, match=r"0\.weight on the meta device"):
         scan(model, torch.randn(1, 24, 40))
+
+
+def test_hooks_of_others_run_in_a_scan_as_always() -> None:
+    """A scan edits nothing itself, and shows a model that hooks edit."""
+    model = tiny.load()
+    ids = tiny.encode("the quick brown fox jumps over the lazy dog. " * 3)[None]
+    plain = scan(model, ids, statistics=["entropy"])["entropy"]
+    hook = model.blocks[0].register_forward_hook(
+        lambda module, given, output: torch.zeros_like(output)
+    )
+    edited = scan(model, ids, statistics=["entropy"])["entropy"]
+    hook.remove()
+    again = scan(model, ids, statistics=["entropy"])["entropy"]
+    assert torch.equal(plain[0], edited[0])
+    assert (edited[1:] - plain[1:]).abs().min() > 0.1
+    assert torch.equal(again, plain)
