@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -71,10 +71,16 @@ return links.length && links.map((link) => new URL(link.href).pathname);
 
 
 @pytest.mark.parametrize(
-    ("query", "page"), [("induction head", "/scan/"), ("mask True means", "/masks/")]
+    ("query", "page"), [("induction head", "/scan.html"), ("mask True means", "/masks.html")]
 )
 def test_the_search_finds_the_guide_first(built: Site, query: str, page: str) -> None:
     assert built.probe(f"/?q={quote(query)}", SEARCHED)[0] == page
+
+
+def test_the_search_works_from_a_file(built: Site) -> None:
+    from_file = replace(built, home=built.folder.as_uri())
+    paths = from_file.probe(f"/index.html?q={quote('mask True means')}", SEARCHED)
+    assert paths[0] == built.folder.joinpath("masks.html").as_posix()
 
 
 FILTERED = """
@@ -97,11 +103,11 @@ return {
         ("catalogue", "layout falcon 40b"),
         ("huggingface", "gpt2model"),
         ("mutants", "off-by-one window"),
-        ("causes", "long rope_theta"),
+        ("causes/index", "long rope_theta"),
     ],
 )
 def test_a_filter_box_leaves_the_rows_with_all_words(built: Site, path: str, words: str) -> None:
-    found = built.probe(f"/{path}/", FILTERED.replace("{words}", words))
+    found = built.probe(f"/{path}.html", FILTERED.replace("{words}", words))
     wanted = words.lower().split()
     assert all(word in row.lower() for row in found["rows"] for word in wanted)
     shown, _, every = found["count"].partition(" of ")
@@ -110,7 +116,7 @@ def test_a_filter_box_leaves_the_rows_with_all_words(built: Site, path: str, wor
 
 def test_the_log_is_filtered_by_entries(built: Site) -> None:
     entries = FILTERED.replace("{words}", "mkdocstrings").replace("article tbody tr", "article > p")
-    found = built.probe("/log/", entries)
+    found = built.probe("/log.html", entries)
     assert found["count"].startswith("1 of ")
     assert sum("Tried" in text for text in found["rows"]) == 1
 
@@ -124,7 +130,9 @@ return {
 """
 
 
-@pytest.mark.parametrize("path", ["/", "/reference/operator/", "/tutorials/checkpoint/", "/log/"])
+@pytest.mark.parametrize(
+    "path", ["/", "/reference/operator.html", "/tutorials/checkpoint.html", "/log.html"]
+)
 def test_a_page_fits_a_phone_and_loads_nothing_from_elsewhere(built: Site, path: str) -> None:
     assert built.probe(path, MEASURED, width=390) == {"wide": 0, "elsewhere": []}
 

@@ -12,16 +12,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from headwise.diagnosis.attention_comparison_result import cause_page_path
+from headwise.diagnosis.attention_comparison_result import PAGES, cause_page_path
 from headwise.diagnosis.cause_description import CONFUSED, REPAIR, RIGHT, WRONG, describe_cause
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause
 
-DOCS = Path(__file__).parents[1] / "docs"
-INDEX = "causes/index.md"
+INDEX = "index.md"
 INTRODUCTION = f"""# Why two attentions differ
 
-[`headwise.compare`](../comparing.md) names these {len(CAUSES)} causes. A cause is named only if it
+`headwise.compare` names these {len(CAUSES)} causes. A cause is named only if it
 explains a stage to rounding, in every head and every entry.
 
 | what people see | cause | stages in which it shows |
@@ -30,10 +29,15 @@ explains a stage to rounding, in every head and every entry.
 
 
 def pages() -> dict[str, str]:
-    """Return path in ``docs`` -> text, for the index and for each cause."""
+    """Return the file's name -> its text, for the index and for each cause."""
     by_symptom = sorted(CAUSES, key=lambda cause: cause.symptom.lower())
     index = INTRODUCTION + "".join(map(row, by_symptom))
-    return {INDEX: index} | {cause_page_path(cause.name): page(cause) for cause in CAUSES}
+    return {INDEX: index} | {file_name(cause.name): page(cause) for cause in CAUSES}
+
+
+def file_name(cause: str) -> str:
+    """Return the name of the page's file."""
+    return Path(cause_page_path(cause)).name
 
 
 def row(cause: Cause) -> str:
@@ -57,10 +61,7 @@ def _parts(cause: Cause) -> Iterator[str]:
         lines = [*(f"- {line}" for line in wrong), *(f"+ {line}" for line in right)]
         yield "\n".join(["```diff", *lines, "```"])
     yield "## Stages"
-    yield (
-        f"The cause shows in: {', '.join(cause.stages)}. "
-        "[The stages before](../comparing.md#how-a-cause-is-found) agree."
-    )
+    yield (f"The cause shows in: {', '.join(cause.stages)}. The stages before agree.")
     yield f"## Search\n\n{searched(cause)}"
     if REPAIR in sections:
         yield f"## Repair\n\n{sections[REPAIR]}"
@@ -69,14 +70,14 @@ def _parts(cause: Cause) -> Iterator[str]:
         yield "On some inputs, or with some weights, these are the same function:"
         others = re.findall(r"^(\S.*?): (.*(?:\n .*)*)", sections[CONFUSED], re.M)
         yield "\n".join(f"- {link(name)}: {' '.join(when.split())}" for name, when in others)
-    yield f"[All causes]({INDEX.rpartition('/')[2]})"
+    yield f"[All causes]({INDEX})"
 
 
 def link(name: str) -> str:
     """Return a link to the page of a cause, from another page of causes."""
     if name not in {cause.name for cause in CAUSES}:
         raise KeyError(f"no cause has the name {name!r}")
-    return f"[{name}]({cause_page_path(name).rpartition('/')[2]})"
+    return f"[{name}]({file_name(name)})"
 
 
 def searched(cause: Cause) -> str:
@@ -91,18 +92,17 @@ def searched(cause: Cause) -> str:
     return " ".join(" ".join(sentences).split())
 
 
-def write(docs: Path) -> None:
+def write(folder: Path) -> None:
     """Write all pages, and remove those of causes that are no more."""
     current = pages()
-    folder = docs / Path(INDEX).parent
     folder.mkdir(exist_ok=True)
     for path in folder.glob("*.md"):
-        if f"{folder.name}/{path.name}" not in current:
+        if path.name not in current:
             path.unlink()
     for name, text in current.items():
-        docs.joinpath(name).write_text(text, "utf-8")
+        folder.joinpath(name).write_text(text, "utf-8")
 
 
 if __name__ == "__main__":
-    write(DOCS)
-    print(f"{len(CAUSES)} causes: {DOCS / INDEX}")
+    write(PAGES)
+    print(f"{len(CAUSES)} causes: {PAGES / INDEX}")

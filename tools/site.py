@@ -15,14 +15,16 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import headwise.errors
 
-API: dict[str, Any] = json.loads(
-    Path(__file__).parents[1].joinpath("docs", "api.json").read_text("utf-8")
-)
+ROOT = Path(__file__).parents[1]
+API: dict[str, Any] = json.loads(ROOT.joinpath("docs", "api.json").read_text("utf-8"))
 INDEX = "reference/index.md"
+# The pages about causes are in the package, since `compare` names them to its users.
+CAUSES = "src/headwise/diagnosis/causes/pages/"
 LOG = "log.md"
 LISTS = {
     "catalogue.md",
@@ -38,8 +40,16 @@ FILTER = (
 )
 
 
+def on_files(files: Files, config: MkDocsConfig, **_: object) -> Files:
+    """Add the pages about causes, as causes/NAME.md."""
+    for path in sorted(ROOT.joinpath(CAUSES).glob("*.md")):
+        files.append(File.generated(config, f"causes/{path.name}", abs_src_path=str(path)))
+    return files
+
+
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Write the public names into the first page of the reference; break the log's lines."""
+    markdown = markdown.replace(f"(../{CAUSES}", "(causes/")
     if page.file.src_uri == LOG:
         return re.sub(r"\n(?=\*(?:Tried|Seen|So):\*)", "  \n", markdown)
     if page.file.src_uri != INDEX:

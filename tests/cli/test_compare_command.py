@@ -56,7 +56,8 @@ def test_weights_have_a_page_too(folders: tuple[Path, Path], tmp_path: Path) -> 
     assert done.exit_code == 1, done.exception
     html = tmp_path.joinpath("page.html").read_text("utf-8")
     assert "Is ported copy the same function as original?" in html
-    assert "causes/sign.md" in html
+    assert 'href="#page-sign"' in html
+    assert 'id="page-sign"' in html
 
 
 def test_json_beside_a_page(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,8 +75,9 @@ def test_another_theta_is_named_with_its_repair() -> None:
     assert cause.name == "rotary theta"
     assert cause.parameters["theta"] == pytest.approx(5e5, rel=1e-4)
     assert cause.repair == "Rotary(theta=10000)"
-    assert cause.page == "causes/rotary-theta.md"
-    assert cause.lines[-1] == "  more: causes/rotary-theta.md in the documentation"
+    assert Path(cause.page).name == "rotary-theta.md"
+    assert Path(cause.page).is_file()
+    assert cause.lines[-1] == f"  more: {cause.page}"
     assert [stage.stage for stage in diagnosis.function.parted] == [
         "q after rotary",
         "k after rotary",

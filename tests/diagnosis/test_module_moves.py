@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headwise import convert, verify
+from headwise.diagnosis.attention_comparison_result import cause_page_path
 
 HEADS, HEAD_DIM, LAYERS = 4, 6, 3
 WIDTH = HEADS * HEAD_DIM
@@ -56,11 +57,11 @@ def test_repairs_and_pages_stand_below_the_moves() -> None:
         ].mT.contiguous()
     diagnosis = verify(ported, model(), config=CONFIG)
     wrong = "square matrix transposed (o, weights alone)"
-    repair, page = "transpose wo: weight.mT", "causes/square-matrix-transposed.md"
+    repair, page = "transpose wo: weight.mT", cause_page_path("square matrix transposed")
     assert diagnosis.lines[-5:-1] == [
         f"  `model.layers.1.self_attn`: {wrong}",
         f"    repair: {repair}",
-        f"    more: {page} in the documentation",
+        f"    more: {page}",
         f"  `model.layers.2.self_attn`: {wrong}",
     ]
     for module in diagnosis.as_dict()["moves"]:

@@ -10,6 +10,7 @@ from headwise.diagnosis.attention_comparison_result import (
     FunctionComparison,
     PartedStage,
     StageGaps,
+    cause_page_path,
 )
 from headwise.diagnosis.diagnosis_result import (
     Diagnosis,
@@ -56,7 +57,7 @@ def function(heads: int = HEADS) -> FunctionComparison:
         heads=(0,),
         repair='Rotary(theta=500000, note="<&>")',
         equals=("rotary exponent width",),
-        page="causes/rotary-theta.md",
+        page=cause_page_path("rotary theta"),
         share=0.625,
         output_left=0.25,
     )
@@ -155,7 +156,7 @@ def report_of_weights() -> DiagnosisReport:
             moves=("rotary permutation missing (q and k)",),
             causes=("rotary permutation missing",),
             repairs=("undo it in <wq>, wk",),
-            pages=("causes/rotary-permutation-missing.md",),
+            pages=(cause_page_path("rotary permutation missing"),),
             unexplained=("v",),
         ),
         ModuleMoves(

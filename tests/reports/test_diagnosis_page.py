@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.attention_comparison_result import FunctionComparison
+from headwise.diagnosis.attention_comparison_result import PAGES, FunctionComparison
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
 from headwise.reports.diagnosis_page import (
     DiagnosisReport,
@@ -72,7 +72,7 @@ def test_the_question_and_its_answer_come_first() -> None:
 
 
 def test_a_cause_has_its_numbers_and_a_repair_to_copy() -> None:
-    (card,) = tree(report_of_function()).all("article")
+    (card,) = tree(report_of_function()).all("article", class_="card cause")
     assert card.all("h3")[0].text == "1. rotary theta"
     words = [
         (term.text, value.text) for term, value in zip(card.all("dt"), card.all("dd"), strict=True)
@@ -86,10 +86,24 @@ def test_a_cause_has_its_numbers_and_a_repair_to_copy() -> None:
             "then apart by 0.25 of their size",
         ),
         ("The same on these inputs", "rotary exponent width"),
-        ("More", "causes/rotary-theta.md in the documentation"),
+        (
+            "More",
+            PAGES.joinpath("rotary-theta.md").read_text("utf-8").splitlines()[0].removeprefix("# "),
+        ),
     ]
     assert card.all("pre", class_="copy")[0].text == 'Rotary(theta=500000, note="<&>")'
     assert "The rotary frequencies have another base." in card.text
+
+
+def test_the_link_of_a_cause_leads_to_its_text() -> None:
+    for report in (report_of_function(), report_of_weights()):
+        page = tree(report)
+        links = [a.attributes["href"] for a in page.all("a") if "#page-" in a.attributes["href"]]
+        assert links
+        for link in links:
+            (article,) = page.all("article", id=link.removeprefix("#"))
+            assert "## Repair" in article.text
+            assert "](" not in article.text
 
 
 def test_each_stage_has_a_cell_for_each_input() -> None:
@@ -169,8 +183,8 @@ def test_weights_have_tensors_and_moves() -> None:
     items = {s.attributes["id"]: [li.text for li in s.all("li")] for s in page.all("section")}
     assert [" ".join(text.split()) for text in items["moves"]] == [
         "model.layers.1.self_attn: rotary permutation missing (q and k); then no known change "
-        "explains v; more: causes/rotary-permutation-missing.md in the documentation Repair undo "
-        "it in <wq>, wk",
+        "explains v; more: A Llama checkpoint of Meta gives gibberish in Hugging Face: q and k "
+        "rows are not permuted Repair undo it in <wq>, wk",
         "the layer: phlogiston (q)",
     ]
     (moves,) = page.all("section", id="moves")

@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
+PAGES = Path(__file__).with_name("causes") / "pages"  # `python -m tools.causes_page` writes them
 ALL = 0.999  # of the differences
 MOST_NUMBERS = 12  # of heads or positions, in a sentence
 
@@ -95,7 +97,7 @@ class FoundCause:
         heads: the heads that it concerns; None for all.
         repair: what makes that side equal to the other.
         equals: other causes that would look the same on these inputs.
-        page: the page of the documentation about it, a path in ``docs``.
+        page: the path of the page about it, a Markdown file in the installed package.
         side: "first" or "second": the one of the two that departs from the other, which is known
             as data.
         share: of the differences of all stages that part, 0 to 1, those that it explains.
@@ -143,7 +145,7 @@ class FoundCause:
             lines.append(f"  repair{side}: {self.repair}")
         if self.equals:
             lines.append(f"  the same on these inputs: {', '.join(self.equals)}")
-        lines.append(f"  more: {self.page} in the documentation")
+        lines.append(f"  more: {self.page}")
         return lines
 
     @property
@@ -278,9 +280,9 @@ class FunctionComparison:
 
 
 def cause_page_path(cause: str) -> str:
-    """Return the page of the documentation about a cause: ``causes/rotary-theta.md``."""
+    """Return the path of the page about a cause: ``.../rotary-theta.md`` in this package."""
     words = re.findall("[a-z0-9]+", cause.lower().replace("'", ""))
-    return f"causes/{'-'.join(words)}.md"
+    return str(PAGES / f"{'-'.join(words)}.md")
 
 
 def _format_noun_with_numbers(noun: str, numbers: tuple[int, ...]) -> str:

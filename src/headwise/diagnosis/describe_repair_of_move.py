@@ -19,6 +19,6 @@ def describe_repair(move: Move) -> str:
 
 
 def page_of_cause(name: str) -> str:
-    """Return the page of the documentation about a cause; "" for a move that has none."""
+    """Return the path of the page about a cause; "" for a move that has none."""
     cause = _CAUSES_OF_MOVES.get(name)
     return "" if cause is None else cause_page_path(cause.name)

@@ -198,9 +198,7 @@ class ModelComparison:
         if self.layer_exchange_cause:
             lines.append(f"  {self.layer_exchange_cause}")
             lines.append(f"    repair: {LOAD_BY_NUMBER}")
-            lines.append(
-                f"    more: {cause_page_path(self.layer_exchange_cause)} in the documentation"
-            )
+            lines.append(f"    more: {cause_page_path(self.layer_exchange_cause)}")
         for first, *others in self.differing_layers_by_causes:
             lines += [f"  {line}" for line in first.lines]
             if others:

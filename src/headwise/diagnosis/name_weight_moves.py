@@ -32,7 +32,7 @@ class ModuleMoves:
         moves: causes in the order in which they happened, each with its projections.
         causes: their names.
         repairs: what undoes each cause; the last is the first to be undone.
-        pages: the page of the documentation about each cause, a path in ``docs``; "" for none.
+        pages: the path of the page about each cause, in the installed package; "" for none.
         unexplained: projections that nothing explains.
         is_other_module: the module of the second whose weights these are; "" for its own.
     """
@@ -65,7 +65,7 @@ class ModuleMoves:
         """Sentences: the repair, and the pages about the causes."""
         pages = ", ".join(dict.fromkeys(filter(None, self.pages)))
         lines = [f"  repair: {self.repair}"] if self.repairs else []
-        return lines + ([f"  more: {pages} in the documentation"] if pages else [])
+        return lines + ([f"  more: {pages}"] if pages else [])
 
 
 def describe_module_moves(modules: Sequence[ModuleMoves], *, most: int) -> list[str]:

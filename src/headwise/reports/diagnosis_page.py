@@ -11,7 +11,7 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from headwise.diagnosis.attention_comparison_result import FunctionComparison, cause_page_path
+from headwise.diagnosis.attention_comparison_result import FunctionComparison
 from headwise.diagnosis.cause_description import describe_cause
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
@@ -126,7 +126,7 @@ def render_diagnosis_page(report: DiagnosisReport) -> str:
         stages=[] if model is None else stage_difference_tables.compared_stages_of_model(model),
         cause_count=sum(len(function.causes) for _, function in report.differing_layer_groups),
         texts={cause.name: describe_cause(cause) for cause in CAUSES},
-        page_of=cause_page_path,
+        cause_pages=read_cause_pages(report),
         most=MOST_TENSORS,
         most_names=MOST_NAMES,
         gradient=Markup(png_images.css_gradient()),
@@ -137,6 +137,35 @@ def render_diagnosis_page(report: DiagnosisReport) -> str:
         describe_count=describe_count,
     )
     return secure_page(page)
+
+
+@dataclass(frozen=True)
+class CausePage:
+    """The text about a cause, for the end of the page.
+
+    Attributes:
+        path: the file in the installed package.
+        name: the file's name without its ending.
+        title: what people see.
+        text: the sections, without links to other files.
+    """
+
+    path: str
+    name: str
+    title: str
+    text: str
+
+
+def read_cause_pages(report: DiagnosisReport) -> dict[str, CausePage]:
+    """Return the pages about the causes of a diagnosis, by path."""
+    paths = [cause.page for _, each in report.differing_layer_groups for cause in each.causes]
+    paths += [page for module in report.diagnosis.moves or () for page in module.pages if page]
+    pages = {}
+    for path in dict.fromkeys(paths):
+        title, _, text = Path(path).read_text("utf-8").partition("\n")
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+        pages[path] = CausePage(path, Path(path).stem, title.removeprefix("# "), text.strip())
+    return pages
 
 
 def mark_quoted_as_code(text: str) -> Markup:
