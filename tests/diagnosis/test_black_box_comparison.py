@@ -26,7 +26,9 @@ def layer() -> Attention:
 
 def isolate(function: Callable[..., Tensor], layer: Attention) -> tuple[str, ...]:
     model = NativeSubject(layer).model
-    return BlackBoxComparison(BlackBox(function), model, (WIDTH, WIDTH), "first").sentences
+    return BlackBoxComparison(
+        BlackBox(function), model, (WIDTH, WIDTH), "first", torch.float32
+    ).sentences
 
 
 def disturbed(layer: Attention, projection: str, rows: slice) -> Attention:
@@ -82,7 +84,8 @@ def test_groups_of_heads_are_told_apart() -> None:
     layer = Attention(48, 6, num_kv_heads=2)
     other = disturbed(layer, "q_proj", slice(8, 16))
     model = NativeSubject(layer).model
-    sentences = BlackBoxComparison(BlackBox(lambda x: other(x)), model, (48, 48), "first").sentences
+    function = BlackBox(lambda x: other(x))
+    sentences = BlackBoxComparison(function, model, (48, 48), "first", torch.float32).sentences
     assert sentences[-1].endswith("differ in head 1")
 
 

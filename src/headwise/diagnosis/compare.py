@@ -45,7 +45,7 @@ from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.adapters import layer_with_adapters
 from headwise.diagnosis.subjects.attention_module_data import read_attention_modules
-from headwise.diagnosis.subjects.black_box import BlackBox
+from headwise.diagnosis.subjects.black_box import BlackBox, coarser_dtype
 from headwise.diagnosis.subjects.model_run_result import ModelRun
 from headwise.diagnosis.subjects.module_subject_base import describe_dropout_difference
 from headwise.diagnosis.subjects.native_subject import NativeSubject
@@ -109,6 +109,16 @@ def compare(
     if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
         _refuse_gradient_comparison("whole models", asked=gradients)
         return compare_runs(*runs)
+    return _compare_layers(a, b, inputs, gradients=gradients)
+
+
+def _compare_layers(
+    a: Comparable,
+    b: Comparable,
+    inputs: Tensor | Inputs | Mapping[str, Any] | None,
+    *,
+    gradients: bool,
+) -> Diagnosis:
     _refuse_model_beside_layer("a", a, b)
     _refuse_model_beside_layer("b", b, a)
     sides = load_layer_of_same_number(a, b), load_layer_of_same_number(b, a)
@@ -231,18 +241,11 @@ class Comparison:
 
     def diagnosis(self) -> Diagnosis:
         """Return the verdict and its evidence."""
-        calls: list[RecordedCall] = []
-        names: list[str] = []
-        for probe in self.probes:
-            recorded = self.doubtful.record_calls(probe.inputs)
-            calls += recorded
-            names += [probe.name] * len(recorded)
+        calls, names = self._record_doubtful(self.probes)
         if isinstance(self.doubtful, BlackBox):
             self.doubtful.require_stateless()
         side = "first" if self.doubtful is self.first else "second"
-        explained = ExplainedCalls(
-            self.model, calls, names, self.doubtful.dtype, self.candidates, side
-        )
+        explained = ExplainedCalls(self.model, calls, names, self.dtype, self.candidates, side)
         if not explained.outputs_agree and not explained.is_explained_by_one_cause:
             explained = self._explain_with_roles_swapped(calls, names, explained) or explained
         verdict, blind = explained.verdict, ""
@@ -268,19 +271,41 @@ class Comparison:
             blind=blind,
             isolated=self._probe_parts_of_function(side) if verdict is Verdict.UNKNOWN else (),
             tried=0 if explained.has_other_rows else len(self.candidates),
-            unseen=find_unseen_setting_changes(self.model, calls, self.doubtful.dtype)
-            if hidden
-            else (),
+            unseen=find_unseen_setting_changes(self.model, calls, self.dtype) if hidden else (),
             gaps=explained.stage_gaps,
         )
         return Diagnosis(verdict=verdict, function=comparison)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype whose rounding is allowed: of the doubtful one; the coarser for a function.
+
+        A function may compute in the dtype of the layer that it copies, whatever it returns.
+        """
+        if isinstance(self.doubtful, BlackBox):
+            return coarser_dtype(self.doubtful.dtype, self.known.dtype)
+        return self.doubtful.dtype
+
+    def _record_doubtful(
+        self, probes: Sequence[NamedInputs]
+    ) -> tuple[list[RecordedCall], list[str]]:
+        """Return the calls of the doubtful one on some inputs, and the name of each input."""
+        calls: list[RecordedCall] = []
+        names: list[str] = []
+        for probe in probes:
+            recorded = self.doubtful.record_calls(probe.inputs)
+            calls += recorded
+            names += [probe.name] * len(recorded)
+        if isinstance(self.doubtful, BlackBox):  # whose dtype is known after all calls
+            calls = [replace(call, dtype=self.dtype) for call in calls]
+        return calls, names
 
     def _probe_parts_of_function(self, side: str) -> tuple[str, ...]:
         """Return what probes of a function say about its parts."""
         sizes = self.known.input_widths
         if not isinstance(self.doubtful, BlackBox) or sizes is None:
             return ()
-        return BlackBoxComparison(self.doubtful, self.model, sizes, side).sentences
+        return BlackBoxComparison(self.doubtful, self.model, sizes, side, self.dtype).sentences
 
     def _explain_with_roles_swapped(
         self, calls: Sequence[RecordedCall], names: Sequence[str], forward: ExplainedCalls
@@ -330,7 +355,7 @@ class Comparison:
 
     def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
         """Return the reason why these inputs could not show a difference; "" if they could."""
-        if blind := explain_insensitivity_to_scores(self.model, calls, self.doubtful.dtype):
+        if blind := explain_insensitivity_to_scores(self.model, calls, self.dtype):
             return blind
         mine, theirs = self.first.model, self.second.model
         if mine and theirs and _window_length_of_model(mine) != _window_length_of_model(theirs):
@@ -356,10 +381,8 @@ class Comparison:
         sizes = self.known.input_widths
         if isinstance(self.doubtful, Recording) or sizes is None:
             return True
-        probes = make_probes([self.doubtful], sizes)
-        calls = [self.doubtful.record(probe.inputs) for probe in probes]
-        names = [probe.name for probe in probes]
-        return ExplainedCalls(self.model, calls, names, self.doubtful.dtype).outputs_agree
+        calls, names = self._record_doubtful(make_probes([self.doubtful], sizes))
+        return ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
 
     def _is_bitwise(self) -> bool:
         single = [probe.inputs for probe in self.probes if not probe.inputs.steps]

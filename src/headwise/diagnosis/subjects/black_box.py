@@ -25,6 +25,10 @@ class BlackBox(Subject):
 
     It may take and return NumPy arrays. Its outputs are checked: of the right shape, finite, the
     same in a second run and after other inputs, and without a change of its inputs.
+
+    Attributes:
+        dtype: the narrowest one that holds every output so far: a float16 function that ends in
+            `.float()` computes in float16.
     """
 
     def __init__(self, function: Callable[..., Any], kind: str = "function") -> None:
@@ -58,8 +62,9 @@ class BlackBox(Subject):
                 "look for rows whose keys are all hidden, or for weights that are not finite",
             )
         self._require_same(first, second, "in a second run on the same input")
+        held = _narrowest_dtype(first)
+        self.dtype = held if self._first is None else finer_dtype(self.dtype, held)
         self._first = self._first or (inputs, first)
-        self.dtype = first.dtype
         return first
 
     @torch.no_grad()
@@ -91,7 +96,7 @@ class BlackBox(Subject):
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the output alone."""
         output = self.output(inputs)
-        return RecordedCall(inputs, {"output": output.double()}, output.dtype)
+        return RecordedCall(inputs, {"output": output.double()}, self.dtype)
 
     def gradients(
         self,
@@ -202,6 +207,24 @@ class BlackBox(Subject):
             return False
         kinds = {each.kind for each in parameters.values()}
         return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def finer_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """Return the one of two dtypes whose numbers are nearer to each other."""
+    return min(first, second, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def coarser_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """Return the one of two dtypes whose numbers are farther from each other."""
+    return max(first, second, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _narrowest_dtype(x: Tensor) -> torch.dtype:
+    """Return the coarsest dtype that holds every entry of a tensor."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.equal(x.to(dtype).to(x.dtype), x):
+            return coarser_dtype(dtype, x.dtype)
+    return x.dtype
 
 
 def _function_fault_error(saw: str, needed: str, do: str) -> OptionError:
