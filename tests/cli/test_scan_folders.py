@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -124,3 +126,18 @@ def test_a_vocabulary_of_another_size(tmp_path: Path) -> None:
     error = refused(folder, *SHORT)
     assert "lm_head.weight is (61, 42) in the file and (67, 42) in LlamaForCausalLM" in error.saw
     assert "report" not in str(error)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_beside_the_weights_is_noted(tmp_path: Path) -> None:
+    folder, adapter = llama(tmp_path / "m"), tmp_path / "adapter"
+    plain = entropies(folder)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    options = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, options).save_pretrained(adapter)
+    assert "merge_and_unload" in refused(adapter, *SHORT).do
+    for file in adapter.iterdir():
+        shutil.copy(file, folder)
+    content = json.loads(run(folder, *SHORT)[0])
+    assert content["notes"] == ["the adapter beside the weights (adapter_config.json) is applied"]
+    assert [head["entropy"] for head in content["heads"]] != plain

@@ -31,7 +31,7 @@ from headwise.errors import OptionError
 from headwise.support.optional_imports import require_package
 
 CONFIG = "config.json"
-MODEL = "the model"
+MODEL, ADAPTER = "the model", "adapter_config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
 PURPOSE = "which loads stored models"
@@ -141,7 +141,9 @@ def measure_model_bytes(folder: Path) -> int:
         raise OptionError(
             saw=f"{folder} holds no {missing}: {names}",
             needed=f"{CONFIG} and {' or '.join(WEIGHTS)}, as save_pretrained writes them",
-            do="name a folder from save_pretrained, or a complete copy of a model repository",
+            do="merge the adapter: model.merge_and_unload().save_pretrained(NEW_DIR)"
+            if (folder / ADAPTER).is_file()
+            else "name a folder from save_pretrained, or a complete copy of a model repository",
         )
     return sum(path.stat().st_size for path in weights)
 
@@ -184,7 +186,7 @@ def load(
         positions=read_longest_input(model),
         begin=tokenizer.begin if tokenizer is not None else begin,
         start=_read_decoder_start_token(config),
-        notes=_describe_missing_weights(info, model),
+        notes=(*_describe_missing_weights(info, model), *_describe_adapter(parent, model)),
     )
 
 
@@ -364,6 +366,14 @@ def _describe_missing_weights(info: dict[str, Any], model: nn.Module) -> tuple[s
             "are those of a model without them"
         )
     return tuple(notes)
+
+
+def _describe_adapter(folder: Path, model: Any) -> tuple[str, ...]:
+    """Return a note on an adapter beside the weights, which transformers applies with peft."""
+    if not (folder / ADAPTER).is_file():
+        return ()
+    applied = "" if getattr(model, "_hf_peft_config_loaded", False) else "not "
+    return (f"the adapter beside the weights ({ADAPTER}) is {applied}applied",)
 
 
 def _list_names(names: list[str]) -> str:
