@@ -131,11 +131,11 @@ def test_a_vocabulary_of_another_size(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_an_adapter_beside_the_weights_is_noted(tmp_path: Path) -> None:
     folder, adapter = llama(tmp_path / "m"), tmp_path / "adapter"
-    plain = entropies(folder)
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     options = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(model, options).save_pretrained(adapter)
     assert "merge_and_unload" in refused(adapter, *SHORT).do
+    plain = entropies(folder)
     for file in adapter.iterdir():
         shutil.copy(file, folder)
     content = json.loads(run(folder, *SHORT)[0])
