@@ -338,3 +338,29 @@ def test_torchs_layer_beside_weights_that_rotate(
         assert found.answer == (
             "Not the same: all 2 tensors are equal; the two layouts use them differently (rotary)."
         )
+
+
+def test_json_is_all_that_is_printed(folder: Path, meta: Path, tmp_path: Path) -> None:
+    done = run(folder, meta, "--json")
+    result = json.loads(done.stdout)
+    assert (done.exit_code, result["schema"], result["verdict"], result["same"]) == (
+        0,
+        1,
+        "same",
+        True,
+    )
+    digests = tmp_path / "new" / "digests.json"
+    done = run(folder, meta, "--write-digests", digests, "--json")
+    assert json.loads(done.stdout)["lines"][-1] == f"21 digests: {digests}"
+    assert json.loads(run(folder, digests, "--json").stdout)["same"] is True
+    done = run(meta, digests, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["same"]) == (1, False)
+
+
+def test_the_report_of_a_conversion_as_json(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    done = Alone(convert_command).invoke(folder, target, "--to", "llama-meta", "--json")
+    result = json.loads(done.stdout)
+    assert (result["schema"], result["from"], result["to"]) == (1, "llama", "llama-meta")
+    assert (result["target"], result["tensors"], result["rewritten"]) == (str(target), 21, 4)
+    assert "llama -> llama-meta" in done.stderr

@@ -6,13 +6,14 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from headwise.cli.head_count_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import LOST, created_folder_note, stderr_console
+from headwise.cli.output import LOST, created_folder_note, print_lines, stderr_console
 from headwise.cli.processes import (
     TIMEOUT,
     Processes,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from headwise.sharding.processes.job_coordination import Job
 
 SHOWN = 4  # unchanged names
+SCHEMA = 1  # version of the JSON form of a report
 PARTIAL = "Partial output is in {}. Repeat the command to resume."
 From = Annotated[
     str | None,
@@ -94,6 +96,7 @@ def convert(
     shards: Shards = 1,
     processes: Processes = None,
     timeout: Timeout = TIMEOUT,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Store the weights of a model in another layout, without loss.
 
@@ -105,16 +108,17 @@ def convert(
     require_one_launcher(processes)
     counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
     options = {"root": root, "accept": tuple(accept or ()), "files": as_, "shards": shards}
+    given["json"] = given.pop("as_json")  # the name of the option
     settings = (source, target, (from_, to), counts, options)
     if rank_count() > 1:
         from headwise.cli.processes import CommandJob
 
         with CommandJob(timeout, ends_at_once=False) as job:
-            _run_conversion(*settings, job=job)
+            _run_conversion(*settings, job=job, as_json=as_json)
     elif (processes or 1) > 1 and source.is_dir():  # a single file has one writer
         raise typer.Exit(_launch_conversion(given))
     else:
-        _run_conversion(*settings)
+        _run_conversion(*settings, as_json=as_json)
 
 
 def _launch_conversion(given: dict[str, Any]) -> int:
@@ -136,14 +140,14 @@ def _run_conversion(
     counts: Counts,
     options: dict[str, Any],
     job: Job | None = None,
+    *,
+    as_json: bool,
 ) -> None:
     from headwise.cli.progress_bar import progress_bar
 
     start, console = time.perf_counter(), stderr_console()
     console.quiet = job is not None and job.rank != 0
     with progress_bar(console, "loading torch"):
-        from rich.console import Console
-
         from headwise.checkpoints.source import CheckpointSource
         from headwise.checkpoints.staging import staging_path
         from headwise.diagnosis.detect import open_weights
@@ -166,11 +170,13 @@ def _run_conversion(
         raise
     if report is None:
         return
-    time_and_size = f"{time.perf_counter() - start:.1f} s, {human_bytes(report.nbytes)}."
-    lines = _describe_conversion(report, weights, counts, (stored.name, written.name))
+    seconds, names = time.perf_counter() - start, (stored.name, written.name)
+    time_and_size = f"{seconds:.1f} s, {human_bytes(report.nbytes)}."
     end = (made_folder, f"{time_and_size} The weights:", str(report.target))
-    for line in filter(None, [*lines, *end]):
-        Console(highlight=False, soft_wrap=True).print(line, markup=False)
+    lines = [*filter(None, [*_describe_conversion(report, weights, counts, names), *end])]
+    result = {"schema": SCHEMA, "from": names[0], "to": names[1], "seconds": seconds}
+    result |= {**asdict(report), "target": str(report.target), "lines": lines}
+    print_lines(lines, result if as_json else None)
 
 
 def _convert_files(
@@ -201,6 +207,11 @@ def _byte_progress_bar(console: Console) -> Iterator[Callable[[str, int, int], N
         TransferSpeedColumn,
     )
 
+    from headwise.cli.progress_bar import print_progress
+
+    if not console.is_terminal:
+        yield print_progress(console)
+        return
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

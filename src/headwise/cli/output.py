@@ -120,6 +120,15 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def print_lines(lines: list[str], result: dict[str, Any] | None = None) -> None:
+    """Print lines, or a result as JSON in their place."""
+    if result is not None:
+        typer.echo(json.dumps(result, ensure_ascii=False))
+        return
+    for line in lines:
+        typer.echo(line)
+
+
 def print_result(
     *pages: Path,
     start: float,

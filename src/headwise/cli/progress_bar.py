@@ -20,7 +20,7 @@ def progress_bar(console: Console, first: str) -> Iterator[Report]:
     Where the console is no terminal, such as a file or a log, print plain lines in its place.
     """
     if not console.is_terminal:
-        yield _print_lines(console)
+        yield print_progress(console)
         return
     columns = (TextColumn("{task.description:<26}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -32,7 +32,7 @@ def progress_bar(console: Console, first: str) -> Iterator[Report]:
         yield report
 
 
-def _print_lines(console: Console) -> Report:
+def print_progress(console: Console) -> Report:
     """Return a callback that prints a line now and then: short work prints none."""
     printed = time.monotonic()
 

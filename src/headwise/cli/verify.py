@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,12 +13,14 @@ from headwise.cli.output import (
     YES,
     created_folder_note,
     exit_status_of_diagnosis,
+    print_lines,
     stderr_console,
     suggest_comparison,
 )
 
 SHOWN = 8  # tensors; more are only counted
 DIGESTS = ".json"
+SCHEMA = 1  # version of the JSON form of an answer about digests
 LayoutName = Annotated[str | None, typer.Option(show_default="what the files leave possible")]
 
 
@@ -47,6 +49,7 @@ def verify(
     kv_heads: KvHeads = None,
     head_dim: HeadDim = None,
     rotary_width: RotaryWidth = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Compare two checkpoints byte for byte.
 
@@ -58,19 +61,17 @@ def verify(
     layouts = (first_layout, second_layout)
     if second is None and write_digests is None:
         raise typer.BadParameter("Name SECOND, to compare with, or --write-digests FILE.json.")
-    made_folder = "" if write_digests is None else created_folder_note(write_digests)
-    if write_digests is not None:
-        _require_new(write_digests)
+    made_folder = "" if write_digests is None else _require_new(write_digests)
     if second is None or _is_digests(second):
         if outputs or any(value is not None for value in (*layouts, *counts.values())):
-            raise typer.BadParameter(
-                "Leave out the options of layouts, counts and outputs: digests need none."
-            )
-        status = YES if second is None else _verify_digests_and_print(first, second)
+            raise typer.BadParameter("Digests need no options of layouts, counts and outputs.")
+        status, lines = (YES, []) if second is None else _verify_digests(first, second)
+        result: dict[str, Any] = {"schema": SCHEMA, "same": status == YES}
     else:
-        status = _run_verification(first, second, layouts, counts, outputs=outputs)
+        status, result, lines = _run_verification(first, second, layouts, counts, outputs=outputs)
     if write_digests is not None and not status:
-        _write_digests_file(first, write_digests, made_folder)
+        lines += _write_digests_file(first, write_digests, made_folder)
+    print_lines(lines, {**result, "lines": lines} if as_json else None)
     raise typer.Exit(status)
 
 
@@ -80,7 +81,12 @@ def _is_digests(path: Path) -> bool:
     return path.suffix == DIGESTS and not path.name.endswith(INDEX)
 
 
-def _require_new(path: Path) -> None:
+def _require_new(path: Path) -> str:
+    """Return a line on the folder that is made for a new file of digests, or "".
+
+    Raises:
+        BadParameter: the name is not that of digests, or is used.
+    """
     from headwise.checkpoints.staging import require_unused_name
     from headwise.support.atomic_write import make_parent_and_require_writable
 
@@ -90,35 +96,37 @@ def _require_new(path: Path) -> None:
             "digests by that ending."
         )
     require_unused_name(path)
+    made_folder = created_folder_note(path)
     make_parent_and_require_writable(path)
+    return made_folder
 
 
-def _write_digests_file(weights: Path, path: Path, made_folder: str) -> None:
+def _write_digests_file(weights: Path, path: Path, made_folder: str) -> list[str]:
     from headwise.checkpoints.digests import compute_digests, write_digests
     from headwise.checkpoints.source import open_source
 
     digests = compute_digests(open_source(weights))
-    if made_folder:
-        typer.echo(made_folder)
-    typer.echo(f"{len(digests)} digests: {write_digests(path, digests)}")
+    written = f"{len(digests)} digests: {write_digests(path, digests)}"
+    return [*filter(None, [made_folder]), written]
 
 
-def _verify_digests_and_print(weights: Path, path: Path) -> int:
+def _verify_digests(weights: Path, path: Path) -> tuple[int, list[str]]:
     from headwise.checkpoints.digests import compute_digests, read_digests
     from headwise.checkpoints.source import open_source
 
     before, now = read_digests(path), compute_digests(open_source(weights))
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    lines = []
     for name in changed[:SHOWN]:
         word = "changed" if name in before and name in now else "gone" if name in before else "new"
-        typer.echo(f"  {name}: {word}")
+        lines.append(f"  {name}: {word}")
     if len(changed) > SHOWN:
-        typer.echo(f"  and {len(changed) - SHOWN} more")
+        lines.append(f"  and {len(changed) - SHOWN} more")
     unchanged = len(now) - sum(name in now for name in changed)
     total = len({**before, **now})
     answer = f"Not the same: {unchanged} of {total}" if changed else f"The same: all {total}"
-    typer.echo(f"{answer} tensors are as in the digests.")
-    return NO if changed else YES
+    lines.append(f"{answer} tensors are as in the digests.")
+    return NO if changed else YES, lines
 
 
 def _run_verification(
@@ -128,19 +136,15 @@ def _run_verification(
     counts: Counts,
     *,
     outputs: bool,
-) -> int:
+) -> tuple[int, dict[str, Any], list[str]]:
     from headwise.cli.progress_bar import progress_bar
 
     with progress_bar(stderr_console(), "loading torch") as progress:
-        from rich.console import Console
-
         from headwise.diagnosis.verify_byte_for_byte import verify as compare_weights
 
         named = dict(zip(("first_layout", "second_layout"), layouts, strict=True))
         settings = {**counts, **named, "outputs": outputs, "progress": progress}
         diagnosis = compare_weights(first, second, **settings)
-    for line in diagnosis.lines:
-        Console(highlight=False, soft_wrap=True).print(line, markup=False)
-    if command := suggest_comparison(diagnosis, first, second):
-        typer.echo(command)
-    return exit_status_of_diagnosis(diagnosis)
+    command = suggest_comparison(diagnosis, first, second)
+    lines = [*diagnosis.lines, *filter(None, [command])]
+    return exit_status_of_diagnosis(diagnosis), diagnosis.as_dict(), lines

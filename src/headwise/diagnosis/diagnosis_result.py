@@ -15,6 +15,7 @@ from headwise.support.rich_result_forms import Displayed
 
 NAMED = 3  # tensors, in the sentence about all of them
 SHOWN = 8  # differences of a kind; more are only counted
+SCHEMA = 1  # version of the JSON form
 
 
 class Verdict(StrEnum):
@@ -296,6 +297,7 @@ class Diagnosis(Displayed):
     def as_dict(self) -> dict[str, Any]:
         """Return the result as numbers, texts, lists and dicts, for JSON."""
         return {
+            "schema": SCHEMA,
             "verdict": str(self.verdict),
             "same": bool(self),
             "lines": self.lines,
