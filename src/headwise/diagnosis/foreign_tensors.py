@@ -61,7 +61,7 @@ def find_obstacle(headers: Mapping[str, TensorHeader]) -> Obstacle | None:
     for pattern, obstacle in BY_NAME.items():
         if name := next((name for name in headers if re.search(pattern, name)), None):
             return obstacle._replace(reason=f"{obstacle.reason}, as `{name}` shows")
-    unlisted = min(_unlisted_tensors(headers), key=lambda found: len(found[1]), default=None)
+    unlisted = min(_unlisted_tensors(headers), key=lambda pair: len(pair[1]), default=None)
     if unlisted is None:
         return None
     layout, names = unlisted

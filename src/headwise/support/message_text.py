@@ -43,8 +43,8 @@ def nearest_counts(count: int, fits: Callable[[int], bool], *, most: int) -> str
     """``8 or 16`` for 12: the nearest counts below and above that fit, of 1 to ``most``."""
     below = (n for n in range(min(count - 1, most), 0, -1) if fits(n))
     above = (n for n in range(max(count + 1, 1), most + 1) if fits(n))
-    found = [next(counts, None) for counts in (below, above)]
-    return " or ".join(str(n) for n in found if n is not None)
+    nearest = [next(counts, None) for counts in (below, above)]
+    return " or ".join(str(n) for n in nearest if n is not None)
 
 
 def describe_move(name: str, tensor: Tensor, device: torch.device) -> str:

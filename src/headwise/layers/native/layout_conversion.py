@@ -235,9 +235,9 @@ def advise_foreign_tensors(
     layer: AttentionBase, state: Mapping[str, Tensor], prefix: str
 ) -> list[str]:
     """Return the line that loads tensors under a prefix from another layout, or none."""
-    own = layer.state_dict().keys()
+    names = layer.state_dict().keys()
     given = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
-    if own <= given or given <= own:
+    if names <= given or given <= names:
         return []
     named = "... (headwise.detect(state) names it)"
     for candidate in map(layout, ("torch-packed", "torch-separate")):
