@@ -215,10 +215,10 @@ def _parts_of_function(function: FunctionType) -> Iterator[Any]:
         codes += inner
         for instruction in dis.get_instructions(code):
             if instruction.opname == "LOAD_GLOBAL":
-                found = function.__globals__.get(instruction.argval)
+                value = function.__globals__.get(instruction.argval)
                 # Of functions of other modules the name counts: a library is the same everywhere.
-                is_other = getattr(found, "__module__", None) not in (None, function.__module__)
-                yield instruction.argval if callable(found) and is_other else found
+                is_other = getattr(value, "__module__", None) not in (None, function.__module__)
+                yield instruction.argval if callable(value) and is_other else value
 
 
 def _sample_bytes(tensor: Tensor) -> bytes:

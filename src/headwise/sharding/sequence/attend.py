@@ -56,27 +56,24 @@ def attend(
     """Compute the head outputs of this rank's queries: a collective, also in the backward pass.
 
     The result and all gradients are those of ``AttentionMatrix(q, k, ...) @ v`` on the whole
-    sequence; under autocast queries, keys and values are cast to its dtype. All ranks of the mesh
-    make the call, and all of them run the backward pass. The gradients of ``sink`` and of tensors
-    in ``score_bias`` are this rank's share: their sum over ranks is the gradient, as for every
-    other parameter that all ranks hold.
+    sequence; under autocast operands are cast to its dtype. All ranks of the mesh make the call,
+    and all run the backward pass. The gradients of ``sink`` and of tensors in ``score_bias`` are
+    this rank's share, to be summed over ranks like those of every parameter that all ranks hold.
 
     Args:
         q: the queries of this rank.
         k: the keys of this rank.
-        v: the values of the same keys.
+        v: the values of these keys.
         mesh: a mesh of one dimension, such as ``mesh["sequence"]`` of a larger one.
-        by: "heads" exchanges tokens for heads, "gather" gathers all keys and values, "ring" passes
-            them from rank to rank. None takes "heads" where ranks get whole heads, else "gather"
-            up to ``limit``, else "ring"; `explain_attend` says which, and why.
+        by: "heads" exchanges tokens for heads, "gather" gathers keys and values, "ring" passes them
+            from rank to rank. None takes the first that fits; `explain_attend` says which, and why.
         layout: the positions that each rank holds; None for one run on each, in their order.
         key_layout: the same for keys; None for ``layout`` where ranks hold as many keys as
             queries, else one run on each.
         limit: bytes that gathered keys and values may take on a rank; None for no limit.
-        check: the calls in which ranks compare masks, biases and options: "first" compares them in
-            the first call of its shapes, and one number of the shapes in every other; "always" in
-            every call; with "never", and in a compiled graph, nothing is sent, and without
-            ``layout`` all ranks hold as many tokens.
+        check: the calls in which ranks compare contents: the "first" of some shapes (the others
+            compare shapes), "always", or "never", as in a compiled graph. Then nothing is sent,
+            and without a layout all ranks hold as many tokens.
         mask: as in `headwise.AttentionMatrix`, for the whole sequence.
         score_bias: the same.
         scale: the same.
@@ -84,13 +81,22 @@ def attend(
         sink: the logits of all heads.
 
     Raises:
-        OptionError: no process group, a mesh or a layout that does not fit, heads that do not
-            divide, or ranks that differ in masks, biases or options.
+        OptionError: a mesh, layout or ``by`` that does not fit, or ranks that differ.
         ShapeError, DTypeError, DeviceError, MaskError: operands that do not fit together.
     """
     arguments = SequenceArguments(layout, key_layout, mask, score_bias, scale, softcap, sink)
-    further = partial(require_options, by, limit, check)
-    call, operands = "attend(q, k, v, mesh)", (q, k, v)
+    return _attend_with((q, k, v), mesh, arguments, by, limit, check)
+
+
+def _attend_with(
+    operands: tuple[Tensor, Tensor, Tensor],
+    mesh: DeviceMesh,
+    arguments: SequenceArguments,
+    by: Way | None,
+    limit: int | None,
+    check: Check,
+) -> Tensor:
+    call, further = "attend(q, k, v, mesh)", partial(require_options, by, limit, check)
     scores = agree_on_score_settings(call, operands, mesh, arguments, further, check)
     q, k, v = cast_like_autocast(*operands)
     way, _ = choose_way(scores, OperandSizes.of(q, k, v), by=by, limit=limit)

@@ -145,17 +145,13 @@ def agree_on_score_settings(
     """
     require_mesh(mesh, call)
 
-    def check_own() -> tuple[Any, ...]:
+    def numbers(contents: bool) -> dict[str, float]:
         _check_operands(operands, arguments)
         _check_layouts(arguments, mesh.size())
-        return further()
-
-    def numbers(contents: bool) -> dict[str, float]:
-        return _numbers_to_compare(operands, arguments, check_own(), contents=contents)
+        return _numbers_to_compare(operands, arguments, further(), contents=contents)
 
     if check == "never" or torch.compiler.is_compiling():
-        check_own()
-        lengths = _assume_lengths(operands, arguments, mesh)
+        lengths = _assume_lengths(operands, arguments, mesh, further)
     else:
         lengths = require_agreement_of_ranks(call, mesh, numbers, check=check)
     layout, key_layout = arguments.layout, arguments.key_layout
@@ -218,17 +214,23 @@ def _check_layouts(arguments: SequenceArguments, ranks: int) -> None:
 
 
 def _assume_lengths(
-    operands: tuple[Tensor, ...], arguments: SequenceArguments, mesh: DeviceMesh
+    operands: tuple[Tensor, ...],
+    arguments: SequenceArguments,
+    mesh: DeviceMesh,
+    further: Callable[[], tuple[Any, ...]],
 ) -> Agreement:
     """Return the lengths that the layouts state; without one all ranks hold as many tokens."""
+    _check_operands(operands, arguments)
+    _check_layouts(arguments, mesh.size())
+    further()
     queries, keys = (x.shape[2] for x in operands[:2])
     layouts = (arguments.layout, arguments.key_layout)
     if layouts[1] is None and keys == queries:
         layouts = (layouts[0], layouts[0])
     lengths = []
-    for layout, own in zip(layouts, (queries, keys), strict=True):
-        each = list(layout.lengths) if layout else [own] * mesh.size()
-        each[mesh.get_local_rank()] = own
+    for layout, length in zip(layouts, (queries, keys), strict=True):
+        each = list(layout.lengths) if layout else [length] * mesh.size()
+        each[mesh.get_local_rank()] = length
         lengths.append(tuple(each))
     return Agreement(*lengths)
 
