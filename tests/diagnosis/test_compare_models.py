@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,9 @@ SIZES = {
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
 }
+
+
+TOKENS = torch.arange(26).reshape(2, 13)
 
 
 def llama(theta: float = 1e4, **sizes: int) -> LlamaForCausalLM:
@@ -388,3 +392,67 @@ def test_models_that_cannot_be_compared_say_why() -> None:
     with pytest.raises(OptionError, match="a LlamaForCausalLM that fails: ValueError") as error:
         compare(llama(), llama(), {"tokens": torch.zeros(1, 3, dtype=torch.long)})
     assert error.value.needed.endswith("on tokens of shape (1, 3)")
+
+
+class Port(nn.Module):
+    """A model whose result has another form than that of transformers."""
+
+    def __init__(self, model: nn.Module, result: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.model, self.result = model, result
+
+    def forward(self, input_ids: torch.Tensor) -> object:
+        return self.result(self.model(input_ids).logits)
+
+
+@dataclass
+class Answer:
+    scores: torch.Tensor
+    loss: None = None
+
+
+RESULTS: dict[str, Callable[[torch.Tensor], object]] = {
+    "a tensor": lambda x: x,
+    "a tuple": lambda x: (x, None),
+    "a dict with a scalar first": lambda x: {"loss": x.mean(), "scores": x},
+    "a dataclass": Answer,
+}
+
+
+@pytest.mark.parametrize("form", RESULTS)
+def test_outputs_of_other_names_are_compared(form: str) -> None:
+    good = llama()
+    assert compare(Port(good, RESULTS[form]), good, TOKENS).verdict is Verdict.SAME
+    diagnosis = compare(Port(good, lambda x: RESULTS[form](x + x.abs())), good, TOKENS)
+    assert diagnosis.verdict is Verdict.UNKNOWN, diagnosis
+    assert diagnosis.model is not None
+    assert diagnosis.model.difference_outside_attention == "after the last attention"
+    assert diagnosis.model.output_gap == pytest.approx(1.0)  # |x| beside x
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda x: x[:, -1], "the output of the first has shape (2, 97)"),
+        (lambda x: (x.flatten(), x[0, 0]), "`0` of the first has shape (2522,)"),
+        (lambda x: x.argmax(-1), "the first returns no tensor of floating-point numbers"),
+    ],
+)
+def test_outputs_without_a_counterpart_are_not_compared(
+    result: Callable[[torch.Tensor], object], words: str
+) -> None:
+    good = llama()
+    diagnosis = compare(Port(good, result), good, TOKENS)
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE, diagnosis
+    assert f"the outputs were not compared: {words}" in str(diagnosis)
+    assert diagnosis.as_dict()["model"]["output_gap"] is None
+
+
+def test_a_cause_is_named_where_outputs_have_no_counterpart() -> None:
+    good, ported = llama(), llama(theta=5e5)
+    ported.load_state_dict(good.state_dict())
+    diagnosis = compare(Port(ported, lambda x: x[:, -1]), good, TOKENS)
+    assert diagnosis.verdict is Verdict.DIFFERENT
+    assert diagnosis.model is not None
+    assert diagnosis.model.cause_names == ["rotary theta"]
+    assert "the outputs were not compared" in str(diagnosis)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
@@ -16,6 +19,8 @@ from headwise.diagnosis.subjects.model_run_result import (
 )
 from headwise.errors import OptionError, ShapeError
 
+Outputs = Mapping[str, Tensor]  # of a model, by name
+
 
 def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
     """Return the diagnosis of two models that ran on the same input.
@@ -27,6 +32,38 @@ def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
         OptionError: the two have other numbers of attentions.
         ShapeError: two attentions take tokens of other widths.
     """
+    _require_comparable_layers(first, second)
+    layers = tuple(_compare_layers_in_order(first, second))
+    ran_apart = first.outputs is None or second.outputs is None
+    mine, theirs = first.outputs or {}, second.outputs or {}
+    pairs = _pair_outputs(mine, theirs)
+    uncompared = "" if ran_apart else _describe_uncompared_outputs(mine, theirs, pairs)
+    gaps = {name: relative_difference_norm(mine[name], theirs[pairs[name]]) for name in pairs}
+    has_other_output = any(
+        exceeds_rounding(
+            gap,
+            first.float32_rounding_of_output(name),
+            second.float32_rounding_of_output(pairs[name]),
+        )
+        for name, gap in gaps.items()
+    )
+    if ran_apart or uncompared:
+        has_other_output |= not all(layer.outputs_agree for layer in layers)
+    of_layers = [layer.comparison.output_gap for layer in layers]
+    comparison = ModelComparison(
+        kinds=(first.kind, second.kind),
+        inputs=first.inputs,
+        seed=SEED,
+        layers=layers,
+        output_gap=max(of_layers if ran_apart else gaps.values(), default=torch.nan),
+        has_other_output=has_other_output,
+        ran_apart=ran_apart,
+        uncompared=uncompared,
+    )
+    return Diagnosis(verdict=_choose_verdict(comparison), model=comparison)
+
+
+def _require_comparable_layers(first: ModelRun, second: ModelRun) -> None:
     if len(first.layers) != len(second.layers):
         raise OptionError(
             saw=f"{len(first.layers)} attentions in a, {len(second.layers)} in b",
@@ -42,38 +79,43 @@ def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
                 needed="models of the same width",
                 do="compare a model with the one that it was made from",
             )
-    layers = tuple(_compare_layers_in_order(first, second))
-    gaps = _measure_output_gaps(first, second)
-    if gaps:
-        output_gap = max(gaps.values())
-        has_other_output = any(
-            exceeds_rounding(
-                gap, first.float32_rounding_of_output(name), second.float32_rounding_of_output(name)
-            )
-            for name, gap in gaps.items()
-        )
-    else:
-        output_gap = max(layer.comparison.output_gap for layer in layers)
-        has_other_output = not all(layer.outputs_agree for layer in layers)
-    comparison = ModelComparison(
-        kinds=(first.kind, second.kind),
-        inputs=first.inputs,
-        seed=SEED,
-        layers=layers,
-        output_gap=output_gap,
-        has_other_output=has_other_output,
+
+
+def _pair_outputs(first: Outputs, second: Outputs) -> dict[str, str]:
+    """Return the names of the outputs to compare: of one name and shape, of one shape, of one name.
+
+    Outputs of one shape and other names, such as the first of a tuple beside ``.logits``, are
+    paired in their order. What is left with one name has two shapes, and differs.
+    """
+    pairs: dict[str, str] = {}
+    rules: tuple[Callable[[str, str], bool], ...] = (
+        lambda mine, theirs: mine == theirs and first[mine].shape == second[theirs].shape,
+        lambda mine, theirs: first[mine].dim() > 0 and first[mine].shape == second[theirs].shape,
+        lambda mine, theirs: mine == theirs,
     )
-    return Diagnosis(verdict=_choose_verdict(comparison), model=comparison)
+    for rule in rules:
+        for mine in first:
+            left = [name for name in second if name not in pairs.values()]
+            partner = next((theirs for theirs in left if rule(mine, theirs)), None)
+            if mine not in pairs and partner is not None:
+                pairs[mine] = partner
+    return pairs
 
 
-def _measure_output_gaps(first: ModelRun, second: ModelRun) -> dict[str, float]:
-    """Return the relative difference of each output that both have; none of layers run apart."""
-    mine, theirs = first.outputs or {}, second.outputs or {}
-    return {
-        name: relative_difference_norm(x, theirs[name])
-        for name, x in mine.items()
-        if name in theirs
-    }
+def _describe_uncompared_outputs(first: Outputs, second: Outputs, pairs: Mapping[str, str]) -> str:
+    """Return the reason why the main output of a model was not compared; "" if both were."""
+    sides = ("first", first, pairs.keys()), ("second", second, pairs.values())
+    for side, outputs, paired in sides:
+        main = next((name for name, x in outputs.items() if x.dim()), None)
+        if main is None:
+            return f"the {side} returns no tensor of floating-point numbers"
+        if main not in paired:
+            name = f"`{main.lstrip('.')}`" if main else "the output"
+            return (
+                f"{name} of the {side} has shape {tuple(outputs[main].shape)}, and no output of "
+                "the other has this name or shape"
+            )
+    return ""
 
 
 def _compare_layers_in_order(first: ModelRun, second: ModelRun) -> Iterator[LayerComparison]:
@@ -85,7 +127,7 @@ def _compare_layers_in_order(first: ModelRun, second: ModelRun) -> Iterator[Laye
 def _choose_verdict(comparison: ModelComparison) -> Verdict:
     parted = comparison.differing_layers
     if (
-        comparison.layers_with_blind_spot
+        (comparison.layers_with_blind_spot or comparison.uncompared)
         and not comparison.difference_outside_attention
         and not comparison.has_other_output
     ):

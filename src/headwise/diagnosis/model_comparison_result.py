@@ -74,8 +74,11 @@ class ModelComparison:
         inputs: in words.
         seed: of random inputs.
         layers: their attentions, in the order of the run.
-        output_gap: the relative difference of the outputs; of layers that ran apart, the largest.
+        output_gap: the relative difference of the outputs; of layers that ran apart, the largest;
+            NaN where no output was compared.
         has_other_output: True if the outputs differ by more than float32 rounding moves them.
+        ran_apart: True if the layers of one ran alone, on the inputs of the other's.
+        uncompared: the reason why the main outputs were not compared; "" if they were.
     """
 
     kinds: tuple[str, str]
@@ -84,6 +87,8 @@ class ModelComparison:
     layers: tuple[LayerComparison, ...]
     output_gap: float
     has_other_output: bool
+    ran_apart: bool = False
+    uncompared: str = ""
 
     @property
     def differing_layers(self) -> list[LayerComparison]:
@@ -167,13 +172,14 @@ class ModelComparison:
             "kinds": list(self.kinds),
             "inputs": self.inputs,
             "seed": self.seed,
-            "output_gap": self.output_gap,
+            "output_gap": self.output_gap if isfinite(self.output_gap) else None,
+            "uncompared": self.uncompared,
             "outside": self.difference_outside_attention,
             "layers": [
                 {
                     "name": layer.name,
                     "other_name": layer.other_name,
-                    "input_gap": layer.input_gap,
+                    "input_gap": layer.input_gap if isfinite(layer.input_gap) else None,
                     "has_other_input": layer.has_other_input,
                     "exchanged_with": layer.exchanged_with,
                     "is_of_second": layer.is_of_second,
@@ -209,11 +215,13 @@ class ModelComparison:
         skipped = [layer for layer in self.layers if layer.note]
         if skipped:
             lines.append(f"  not compared: {_join_layer_names(skipped)}: {skipped[0].note}")
-        lines.append(
-            f"  the outputs differ by {self.output_gap:.2g} of their size"
-            if isfinite(self.output_gap)
-            else "  the outputs have other shapes, or are not finite in one of the two"
-        )
+        if self.uncompared:
+            lines.append(f"  the outputs were not compared: {self.uncompared}")
+        elif isfinite(self.output_gap):
+            of_layers = " of the layers" if self.ran_apart else ""
+            lines.append(f"  the outputs{of_layers} differ by {self.output_gap:.2g} of their size")
+        else:
+            lines.append("  the outputs have other shapes, or are not finite in one of the two")
         return lines
 
 

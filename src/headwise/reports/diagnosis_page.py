@@ -61,6 +61,8 @@ class DiagnosisReport:
         comparison = self.diagnosis.function or self.diagnosis.model
         if comparison is None or self.diagnosis.verdict is Verdict.SAME:
             return ""
+        if self.diagnosis.model is not None and self.diagnosis.model.uncompared:
+            return f"The outputs were not compared: {self.diagnosis.model.uncompared}."
         if not isfinite(comparison.output_gap):
             return "The outputs have other shapes."
         size = stage_difference_tables.difference_percent_text(comparison.output_gap)

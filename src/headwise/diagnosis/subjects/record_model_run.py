@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -168,6 +168,8 @@ def list_output_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
         parts = output.items()
     elif isinstance(output, list | tuple):
         parts = enumerate(output)
+    elif is_dataclass(output):
+        parts = vars(output).items()
     tensors: dict[str, Tensor] = {}
     for key, part in parts:
         tensors |= list_output_tensors(part, f"{name}.{key}")
