@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import Attention, Rotary, compare
+from headwise import Attention, Mask, Rotary, compare
 from headwise.diagnosis.diagnosis_result import Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import Inputs
@@ -88,7 +88,8 @@ def test_a_function_is_known_by_its_outputs_alone() -> None:
     original, port = torch_pair()
 
     def black_box(x: Tensor, mask: Tensor | None = None) -> Tensor:
-        hidden = None if mask is None else ~mask[0, 0]
+        rows = (len(x), HEADS, x.shape[1], x.shape[1])
+        hidden = None if mask is None else ~mask.expand(rows).flatten(0, 1)
         with torch.no_grad():
             output: Tensor = original(x, x, x, attn_mask=hidden)[0]
             return output
@@ -152,8 +153,95 @@ def test_a_window_longer_than_the_input_is_inconclusive() -> None:
     assert diagnosis.verdict is Verdict.INCONCLUSIVE
     assert "the window is 8 keys in the first and 9 keys in the second" in str(diagnosis)
     assert compare(a, b).verdict is Verdict.DIFFERENT
-    a, b = pair({"window": (63, 0)}, {"window": (64, 0)})
+    a, b = pair({"window": (299, 0)}, {"window": (300, 0)})
     assert compare(a, b).verdict is Verdict.INCONCLUSIVE
+
+
+def test_inputs_are_longer_than_a_known_window() -> None:
+    a, b = pair({"window": (63, 0)}, {"window": (64, 0)})
+    diagnosis = compare(a, b)
+    assert diagnosis.function is not None
+    [cause] = diagnosis.function.causes
+    assert (cause.name, cause.parameters) == ("window off by one", {"window": 64})
+
+
+@pytest.mark.parametrize(
+    ("window", "without"), [((63, 0), (None, 0)), ((70, None), None), ((3, 12), (3, None))]
+)
+def test_a_function_without_the_window_of_a_layer_differs(window: object, without: object) -> None:
+    a, b = pair({"window": without}, {"window": window})
+    for port in (a, b):
+        with torch.no_grad():
+            diagnosis = compare(lambda x, mask=None, port=port: port(x, mask=mask_of(mask)), b)
+        assert diagnosis.verdict is (Verdict.SAME if port is b else Verdict.DIFFERENT), diagnosis
+
+
+def test_a_window_that_no_input_reaches_is_inconclusive_beside_a_function() -> None:
+    b = layer(window=(4095, 0))
+    diagnosis = compare(lambda x, mask=None: b(x, mask=mask_of(mask)), b)
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "the window is 4096 keys in the second, and inputs of 40 tokens" in str(diagnosis)
+
+
+def mask_of(mask: Tensor | None) -> Mask | None:
+    return None if mask is None else Mask.may_attend(mask[:, 0], axes="batch queries keys")
+
+
+PORTS: dict[str, Callable[[Attention, Tensor, Tensor | None, Tensor | None], Tensor]] = {
+    "right": lambda b, x, s, m: b(x, s, mask=mask_of(m)),
+    "the mask ignored": lambda b, x, s, m: b(x, s),
+    "causal in place of the mask": lambda b, x, s, m: b(
+        x, s, mask=None if m is None else Mask.causal(align="top-left")
+    ),
+    "the mask of the first sequence for all": lambda b, x, s, m: b(
+        x, s, mask=None if m is None else mask_of(m[:1].expand_as(m))
+    ),
+    "left padding alone": lambda b, x, s, m: b(
+        x, s, mask=None if m is None or m[0, 0, -1, 0] else mask_of(m)
+    ),
+    "the source ignored": lambda b, x, s, m: b(x, None, mask=mask_of(m)),
+}
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_a_function_that_ignores_an_argument_differs(name: str) -> None:
+    b = layer()
+
+    def port(x: Tensor, source: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            return PORTS[name](b, x, source, mask)
+
+    diagnosis = compare(port, b)
+    assert diagnosis.verdict.is_same == (name == "right"), diagnosis
+    causes = [] if diagnosis.function is None else diagnosis.function.cause_names
+    assert causes == (["padding ignored"] if name == "the mask ignored" else [])
+
+
+def test_arguments_that_a_function_does_not_take_are_listed() -> None:
+    b = layer()
+    diagnosis = compare(lambda x, other=None, **options: b(x), b)
+    assert diagnosis.verdict is Verdict.SAME
+    assert diagnosis.function is not None
+    assert diagnosis.function.unprobed == (
+        "a mask (the first cannot take it)",
+        "a source (the first cannot take it)",
+    )
+    assert "not probed: a mask (the first cannot take it), and a source" in str(diagnosis)
+    inputs = Inputs(torch.randn(2, 6, WIDTH), mask=torch.ones(6, 6, dtype=torch.bool))
+    with pytest.raises(OptionError, match="inputs with a mask for function"):
+        compare(lambda x, **options: b(x), b, inputs)
+
+
+def test_a_softcap_that_scores_do_not_reach_is_inconclusive() -> None:
+    a, b = pair({}, {"softcap": 50.0})
+    small = 0.02 * torch.randn(2, 6, WIDTH)
+    assert compare(lambda x: b(x), b).verdict is Verdict.SAME
+    assert not compare(lambda x: a(x), b).verdict.is_same
+    diagnosis = compare(lambda x: a(x), b, small)
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "the softcap is 50 in the second, and inputs of 6 tokens do not show it" in str(
+        diagnosis
+    )
 
 
 def test_other_settings_are_tried_on_other_inputs() -> None:
@@ -230,10 +318,10 @@ def test_other_numbers_of_kv_heads_are_told() -> None:
 
 def test_what_the_inputs_could_not_have_shown_is_listed() -> None:
     a = layer(window=(7, 0), rotary=Rotary())
-    diagnosis = compare(lambda x: a(x), a, torch.randn(2, 6, WIDTH))
+    diagnosis = compare(lambda x: a(x), a, 0.2 * torch.randn(2, 16, WIDTH))
     assert diagnosis.function is not None
-    assert diagnosis.function.unseen == ("a window of one key more",)
-    assert "could not have shown a window of one key more" in str(diagnosis)
+    assert diagnosis.function.unseen == ("a softcap of 50",)
+    assert "could not have shown a softcap of 50" in str(diagnosis)
     diagnosis = compare(lambda x: a(x), a)
     assert diagnosis.function is not None
     assert diagnosis.function.unseen == ()

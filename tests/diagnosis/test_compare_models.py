@@ -198,6 +198,88 @@ def test_modules_run_by_their_own_signature(name: str, path: str) -> None:
     assert compare(copy.deepcopy(module), module).verdict is Verdict.SAME
 
 
+def gpt2_port(module: nn.Module, x: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    q, k, v = (
+        part.unflatten(2, (6, 8)).transpose(1, 2)
+        for part in (x @ module.c_attn.weight + module.c_attn.bias).split(48, 2)
+    )
+    heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return heads.transpose(1, 2).flatten(2) @ module.c_proj.weight + module.c_proj.bias
+
+
+def test_a_causal_module_runs_causally_alone() -> None:
+    module = MODELS["gpt2"]().get_submodule("transformer.h.1.attn")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.3)
+    for implementation in ("eager", "sdpa"):
+        module.config._attn_implementation = implementation
+        assert compare(lambda x: gpt2_port(module, x, causal=True), module).verdict.is_same
+        forgot = compare(lambda x: gpt2_port(module, x, causal=False), module)
+        assert not forgot.verdict.is_same
+        assert forgot.verdict is not Verdict.INCONCLUSIVE
+
+
+def test_a_causal_module_beside_a_layer_that_takes_the_mask_from_its_caller() -> None:
+    module = llama().model.layers[1].self_attn
+    options = {"layout": "llama", "num_heads": 6, "num_kv_heads": 2, "rotary": Rotary()}
+    port = Attention.from_layout(module.state_dict(), **options)
+    diagnosis = compare(module, port, torch.randn(2, 13, 48))
+    assert diagnosis.verdict.is_same
+    assert "your input of 13 tokens under a causal mask" in str(diagnosis)
+    causal = Attention.from_layout(module.state_dict(), **options, window=(None, 0))
+    assert compare(lambda x: causal(x), module).verdict.is_same
+    forgot = compare(lambda x: port(x), module)
+    assert forgot.function is not None
+    assert forgot.function.cause_names == ["causal alignment"]
+
+
+def test_a_module_alone_has_the_window_of_its_config() -> None:
+    torch.manual_seed(0)
+    module = (
+        MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=5))
+        .model.layers[1]
+        .self_attn
+    )
+    options = {"layout": "llama", "num_heads": 6, "num_kv_heads": 2, "rotary": Rotary()}
+    port, full = (
+        Attention.from_layout(module.state_dict(), **options, window=window)
+        for window in ((4, 0), (None, 0))
+    )
+    assert compare(lambda x: port(x), module).verdict.is_same
+    assert not compare(lambda x: full(x), module).verdict.is_same
+
+
+def test_a_module_that_names_its_mask_otherwise_gets_it() -> None:
+    module = MODELS["t5"]().eval().get_submodule("encoder.block.0.layer.0.SelfAttention")
+
+    def run(x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        added = None if mask is None else torch.where(mask, 0.0, torch.finfo(x.dtype).min)
+        output: torch.Tensor = module(x, mask=added)[0]
+        return output
+
+    assert compare(run, module).verdict.is_same
+    diagnosis = compare(lambda x, mask=None: run(x), module)
+    assert diagnosis.function is not None
+    assert diagnosis.function.cause_names == ["padding ignored"]
+
+
+def test_a_softcap_that_no_score_reaches_is_inconclusive() -> None:
+    good = gemma(window=5)
+    config = copy.deepcopy(good.config)
+    config.attn_logit_softcapping = None
+    ported = Gemma2ForCausalLM(config)
+    ported.load_state_dict(good.state_dict())
+    diagnosis = compare(ported, good)
+    assert diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "the softcap is 50 in the second, and inputs of 24 tokens do not show" in str(diagnosis)
+    with torch.no_grad():
+        for model in (ported, good):
+            for layer in model.model.layers:
+                layer.self_attn.q_proj.weight.mul_(4000)
+    assert compare(ported, good).verdict in (Verdict.DIFFERENT, Verdict.UNKNOWN)
+
+
 def test_a_module_without_its_output_projection_is_refused() -> None:
     module = MODELS["bert"]().get_submodule("encoder.layer.1.attention.self")
     with pytest.raises(OptionError, match="also holds the output projection"):

@@ -52,7 +52,7 @@ def test_torchs_layer_and_its_port_have_the_same_gradients() -> None:
     ported = Attention.from_layout(original.state_dict(), layout="torch-packed", num_heads=HEADS)
     diagnosis = compare(original, ported, gradients=True)
     assert diagnosis
-    assert compared(diagnosis) == {"x", *WEIGHTS}
+    assert compared(diagnosis) == {"x", "source", *WEIGHTS}
 
 
 def test_a_module_of_transformers_has_gradients() -> None:
@@ -124,7 +124,7 @@ def test_permuted_heads_have_the_gradients_of_their_inputs() -> None:
         a.out_proj.weight.copy_(a.out_proj.weight[:, rows])
     diagnosis = compare(a, b, gradients=True)
     assert diagnosis.verdict is Verdict.OTHER_WEIGHTS
-    assert compared(diagnosis) == {"x"}
+    assert compared(diagnosis) == {"x", "source"}
 
 
 def weights(a: Attention) -> object:

@@ -208,6 +208,7 @@ class FunctionComparison:
         isolated: what probes say about the parts of a function that no cause explains.
         tried: number of causes that were tried.
         unseen: small changes of settings that these inputs could not have shown either, in words.
+        unprobed: arguments that no input had, in words.
         gaps: the differences of all stages in all calls, also of those that are the same.
         gradients: the differences of the gradients; () where they were not compared.
     """
@@ -223,6 +224,7 @@ class FunctionComparison:
     isolated: tuple[str, ...] = ()
     tried: int = 0
     unseen: tuple[str, ...] = ()
+    unprobed: tuple[str, ...] = ()
     gaps: tuple[StageGaps, ...] = ()
     gradients: tuple[GradientGap, ...] = ()
 
@@ -269,6 +271,8 @@ class FunctionComparison:
         lines += [f"  {self.blind}"] if self.blind else []
         if self.unseen:
             lines.append(f"  could not have shown {', or '.join(self.unseen)}")
+        if self.unprobed:
+            lines.append(f"  not probed: {', and '.join(self.unprobed)}")
         lines.append(
             f"  compared {', '.join(self.stages)} on {len(self.probes)} inputs (seed {self.seed}): "
             f"{'; '.join(self.probes)}"

@@ -56,11 +56,70 @@ def describe_unseen_window(
     first: int | None, second: int | None, calls: Sequence[RecordedCall]
 ) -> str:
     """Return the sentence on windows of other lengths, which these inputs do not show."""
-    mine, theirs = ("none" if size is None else f"{size} keys" for size in (first, second))
+    words = ["none" if size is None else f"{size} keys" for size in (first, second)]
+    return _describe_unseen_setting("window", words, calls)
+
+
+def describe_unseen_setting(
+    first: AttentionModel | None,
+    second: AttentionModel | None,
+    calls: Sequence[RecordedCall],
+    unit: torch.dtype,
+) -> str:
+    """Return the sentence on a setting that one states and these inputs do not show; "" for none.
+
+    Where both are known as data and have the same outputs, that is a setting in which they differ.
+    Beside a function, it is one without which the known side would have the same outputs.
+    """
+    known = first or second
+    calls = [replace(call, dtype=unit) for call in calls]
+    for name, state in (("window", _state_window), ("softcap", _state_softcap)):
+        words = ["" if model is None else state(model) for model in (first, second)]
+        if first is not None and second is not None:
+            is_unseen = words[0] != words[1]
+        else:
+            is_unseen = known is not None and not all(
+                _is_seen(known, other, calls) for other in _without_setting(known, name)
+            )
+        if is_unseen:
+            return _describe_unseen_setting(name, words, calls)
+    return ""
+
+
+def _describe_unseen_setting(name: str, words: Sequence[str], calls: Sequence[RecordedCall]) -> str:
+    sides = zip(("first", "second"), words, strict=True)
+    stated = " and ".join(f"{value} in the {side}" for side, value in sides if value)
     longest = max(call.key_positions.shape[1] for call in calls)
-    return (
-        f"the window is {mine} in the first and {theirs} in the second, and inputs of {longest} "
-        "tokens do not show it"
+    return f"the {name} is {stated}, and inputs of {longest} tokens do not show it"
+
+
+def _state_window(model: AttentionModel) -> str:
+    """Return the number of keys in the window of a model, the query's own included."""
+    left, right = model.settings.window or (None, None)
+    if left is None:
+        return "none"
+    return f"{left + 1} keys" if not right else f"{left} keys before and {right} after"
+
+
+def _state_softcap(model: AttentionModel) -> str:
+    return "none" if model.settings.softcap is None else f"{model.settings.softcap:g}"
+
+
+def _without_setting(model: AttentionModel, name: str) -> list[AttentionModel]:
+    """Return the model without a setting that it has, or without one side of its window."""
+    if name == "softcap":
+        return [] if model.settings.softcap is None else [model.with_settings(softcap=None)]
+    left, right = model.settings.window or (None, None)
+    sides = [(None, right)] * (left is not None) + [(left, None)] * (right is not None)
+    return [model.with_settings(window=window) for window in sides]
+
+
+def _is_seen(model: AttentionModel, other: AttentionModel, calls: Sequence[RecordedCall]) -> bool:
+    """True if what was recorded of a call would be apart by more than rounding."""
+    return any(
+        _stage_differs_beyond_rounding(model, call, stage, other.predict_stage(stage, call))
+        for call in calls
+        for stage in call.stages
     )
 
 
@@ -72,11 +131,7 @@ def find_unseen_setting_changes(
     return tuple(
         name
         for name, other in _make_small_setting_changes(model).items()
-        if not any(
-            _stage_differs_beyond_rounding(model, call, stage, other.predict_stage(stage, call))
-            for call in calls
-            for stage in call.stages
-        )
+        if not _is_seen(model, other, calls)
     )
 
 

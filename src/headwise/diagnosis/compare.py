@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -16,7 +16,7 @@ from headwise.diagnosis.attention_model_as_run import build_attention_model_as_r
 from headwise.diagnosis.black_box_comparison import BlackBoxComparison
 from headwise.diagnosis.blind_spots import (
     describe_degenerate_attention,
-    describe_unseen_window,
+    describe_unseen_setting,
     explain_insensitivity_to_scores,
     find_unseen_setting_changes,
 )
@@ -272,6 +272,7 @@ class Comparison:
             isolated=self._probe_parts_of_function(side) if verdict is Verdict.UNKNOWN else (),
             tried=0 if explained.has_other_rows else len(self.candidates),
             unseen=find_unseen_setting_changes(self.model, calls, self.dtype) if hidden else (),
+            unprobed=tuple(self._list_unprobed_arguments()) if hidden else (),
             gaps=explained.stage_gaps,
         )
         return Diagnosis(verdict=verdict, function=comparison)
@@ -299,6 +300,19 @@ class Comparison:
         if isinstance(self.doubtful, BlackBox):  # whose dtype is known after all calls
             calls = [replace(call, dtype=self.dtype) for call in calls]
         return calls, names
+
+    def _list_unprobed_arguments(self) -> Iterator[str]:
+        """Yield the arguments that no input has and one side takes, with the side that does not."""
+        inputs = [probe.inputs for probe in self.probes]
+        arguments = (
+            ("a mask", "takes_mask", any(each.mask is not None for each in inputs)),
+            ("a source", "takes_source", any(each.source is not None for each in inputs)),
+        )
+        for what, attribute, was_given in arguments:
+            takes = [getattr(subject, attribute) for subject in (self.first, self.second)]
+            if any(takes) and not was_given:
+                side = "second" if takes[0] else "first"
+                yield what if all(takes) else f"{what} (the {side} cannot take it)"
 
     def _probe_parts_of_function(self, side: str) -> tuple[str, ...]:
         """Return what probes of a function say about its parts."""
@@ -357,17 +371,13 @@ class Comparison:
         """Return the reason why these inputs could not show a difference; "" if they could."""
         if blind := explain_insensitivity_to_scores(self.model, calls, self.dtype):
             return blind
-        mine, theirs = self.first.model, self.second.model
-        if mine and theirs and _window_length_of_model(mine) != _window_length_of_model(theirs):
-            return describe_unseen_window(
-                _window_length_of_model(mine), _window_length_of_model(theirs), calls
-            )
+        reason = describe_unseen_setting(self.first.model, self.second.model, calls, self.dtype)
         is_doubtful = verdict is Verdict.OTHER_WEIGHTS or self._settings_differ()
         if is_doubtful and not self._outputs_agree_on_probes():
             elsewhere = "outputs agree on these inputs and differ on those that headwise makes"
-            reason = describe_degenerate_attention(self.model, calls)
+            reason = reason or describe_degenerate_attention(self.model, calls)
             return "; ".join(filter(None, [reason, elsewhere]))
-        return ""
+        return reason
 
     def _settings_differ(self) -> bool:
         """True if both are known as data and their settings differ."""
@@ -381,7 +391,7 @@ class Comparison:
         sizes = self.known.input_widths
         if isinstance(self.doubtful, Recording) or sizes is None:
             return True
-        calls, names = self._record_doubtful(make_probes([self.doubtful], sizes))
+        calls, names = self._record_doubtful(make_probes([self.first, self.second], sizes))
         return ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
 
     def _is_bitwise(self) -> bool:
@@ -393,9 +403,3 @@ class Comparison:
         """True if both are known as data and have the same settings and numbers."""
         first, second = self.first.model, self.second.model
         return first is not None and second is not None and first.is_equal(second)
-
-
-def _window_length_of_model(model: AttentionModel) -> int | None:
-    """Return the number of keys in the window of a model, the query's own included."""
-    window = model.settings.window
-    return None if window is None or window[0] is None else window[0] + 1

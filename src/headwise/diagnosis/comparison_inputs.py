@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,12 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.probe_inputs import NamedInputs, make_probe_inputs
-from headwise.diagnosis.simulation.stages import Inputs
+from headwise.diagnosis.probe_inputs import (
+    LONGEST,
+    NamedInputs,
+    make_probe_inputs,
+    make_source_probe,
+)
+from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.recording_file import Recording
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import MaskError, OptionError, ShapeError
 
+LARGEST = 10  # power of two by which tokens grow to reach a softcap
+TINY = torch.finfo(torch.float64).tiny
 ComparisonInputs = Tensor | np.ndarray | Inputs | Mapping[str, Any]
 
 
@@ -93,21 +102,69 @@ def choose_inputs(
         return make_probes(subjects, sizes[0])
     given = inputs if isinstance(inputs, Inputs) else Inputs(inputs)
     _require_matching_shapes(given, sizes[0], "your input")
-    return [NamedInputs(f"your input of {given.x.shape[1]} tokens", given)]
+    return _add_causal_mask(
+        subjects, [NamedInputs(f"your input of {given.x.shape[1]} tokens", given)]
+    )
 
 
 def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[NamedInputs]:
-    """Return headwise's own inputs; without masks where a subject takes none."""
-    probes = make_probe_inputs(sizes, crosses=sizes[0] != sizes[1])
-    if all(subject.takes_mask for subject in subjects):
-        return probes
+    """Return headwise's own inputs; without masks or a source where a subject takes none."""
+    crosses = sizes[0] != sizes[1]
+    windows = [each.model.settings.window or (0, 0) for each in subjects if each.model is not None]
+    left, right = (
+        max((n for n in sides if n is not None and n < LONGEST), default=0)
+        for sides in zip(*windows, strict=True)
+    )
+    probes = make_probe_inputs(
+        sizes,
+        crosses=crosses,
+        takes_mask=all(each.takes_mask for each in subjects),
+        window=(left, right),
+    )
+    if not crosses and all(each.takes_source for each in subjects):
+        probes.append(make_source_probe(sizes))
+    capped = [each.model for each in subjects if each.model and each.model.settings.softcap]
+    probes += [_enlarge_to_reach_softcap(probes[0], model) for model in capped[:1]]
+    return _add_causal_mask(subjects, probes)
+
+
+def _enlarge_to_reach_softcap(probe: NamedInputs, model: AttentionModel) -> NamedInputs:
+    """Return larger tokens, whose largest score is about the cap: half of it is cut off by 8 %."""
+    assert model.settings.softcap is not None
+    scores = model.with_settings(softcap=None).predict_stage(
+        "scores", RecordedCall(probe.inputs, {})
+    )
+    share = float(scores.masked_fill(scores.isinf(), 0.0).abs().max()) / model.settings.softcap
+    # Scores grow with the square of the tokens. A power of two leaves them exact.
+    factor = 2 ** min(LARGEST, max(1, round(-math.log2(max(share, TINY)) / 2)))
+    inputs, source = probe.inputs, probe.inputs.source
+    return NamedInputs(
+        f"{probe.name}, {factor} times as large",
+        replace(inputs, x=factor * inputs.x, source=None if source is None else factor * source),
+    )
+
+
+def _add_causal_mask(
+    subjects: Sequence[Subject], probes: Sequence[NamedInputs]
+) -> list[NamedInputs]:
+    """Return the inputs under a causal mask, where it is a setting of one and an argument of one.
+
+    The model of an attention module of transformers makes that mask. The layer that it is compared
+    with gets it from its caller.
+    """
+    states = [each.is_causal for each in subjects]
+    if True not in states or None not in states or not all(each.takes_mask for each in subjects):
+        return [*probes]
     return [
-        replace(
-            probe,
-            name=probe.name.partition(" under a ")[0],
-            inputs=replace(probe.inputs, mask=None),
+        NamedInputs(
+            probe.name if " under a " in probe.name else f"{probe.name} under a causal mask",
+            replace(inputs, mask=causal if inputs.mask is None else causal & inputs.mask),
         )
         for probe in probes
+        for inputs in [probe.inputs]
+        for causal in [
+            torch.ones(inputs.x.shape[1], inputs.key_source.shape[1], dtype=torch.bool).tril()
+        ]
     ]
 
 

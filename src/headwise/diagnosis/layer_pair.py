@@ -13,7 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from headwise.diagnosis.attention_comparison_result import FunctionComparison, PartedStage
-from headwise.diagnosis.blind_spots import describe_unseen_window, explain_insensitivity_to_scores
+from headwise.diagnosis.blind_spots import (
+    describe_unseen_setting,
+    describe_unseen_window,
+    explain_insensitivity_to_scores,
+)
 from headwise.diagnosis.causes.cause import Cause
 from headwise.diagnosis.model_comparison_result import LayerComparison
 from headwise.diagnosis.probe_inputs import SEED
@@ -127,6 +131,9 @@ class LayerPair:
             return describe_unseen_window(
                 self.mine.window, self.theirs.window, [self._call_to_explain]
             )
+        calls = [self._call_to_explain]
+        if unseen := describe_unseen_setting(mine, theirs, calls, calls[0].dtype):
+            return unseen
         if self._known_model is None or (mine and theirs and mine.is_equal(theirs)):
             return ""
         return explain_insensitivity_to_scores(

@@ -106,17 +106,20 @@ def _has_no_trace_of_right_weights(
         if matrix.shape[0 if role == "o" else 1] != x.shape[1]:
             continue
         right = _whiten_tokens(x, x @ (matrix if role == "o" else matrix.T).double())
-        if right is None or _rows_correlate(products, right, in_place=each == role):
+        if right is None or _rows_correlate(products, right):
             return False
     return True
 
 
-def _rows_correlate(products: Tensor, right: Tensor, *, in_place: bool) -> bool:
-    """True if two rows are parallel, or all rows resemble those of their place a little."""
+def _rows_correlate(products: Tensor, right: Tensor) -> bool:
+    """True if two rows are parallel, or all rows resemble a little those in the same places."""
     ours, theirs = (each / each.norm(dim=0) for each in (products, right))
     if float((ours.T @ theirs).abs().max()) >= PARALLEL:
         return True
-    return in_place and abs(float((ours * theirs).sum(0).mean())) >= 5 / products.numel() ** 0.5
+    if ours.shape != theirs.shape:
+        return False
+    resemblance = abs(float((ours * theirs).sum(0).mean()))
+    return resemblance >= 5 / float(products.numel()) ** 0.5
 
 
 def _has_permuted_entries(weights: Tensor, rows: Rows) -> bool:

@@ -57,8 +57,9 @@ class WindowOffByOneCause(Cause):
             model = evidence.model.with_settings(window=None, causal=False)
             yield Variant(model, {"window": "none"}, f"window=({left}, {right})")
         repair = f"window=({left}, {0 if settings.causal else right})"
+        near = [size + step for size in (left, right) if size for step in (-1, 1)]
         for length in dict.fromkeys(
-            (None, *range(MOST), *_largest_distances_before_and_after(evidence))
+            (None, *near, *range(MOST), *_largest_distances_before_and_after(evidence))
         ):
             keys = "all" if length is None else length + 1
             if length != left:

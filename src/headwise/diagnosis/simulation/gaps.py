@@ -201,11 +201,11 @@ def absolute_difference(predicted: Tensor, actual: Tensor) -> Tensor:
 def replace_model_stage_in_heads(
     base: AttentionModel, changed: AttentionModel, stage: str, heads: Sequence[int] | None
 ) -> AttentionModel:
-    """Return ``base`` with a stage of ``changed``, in some heads alone (all for None)."""
+    """Return ``base`` with a stage of ``changed``, in some heads alone (all for None or WHOLE)."""
 
     def stage_function(forced: ForcedStage) -> Tensor:
         other = ForcedStage(changed, forced.call, stage).compute_stage()
-        if heads is None:
+        if heads is None or WHOLE in heads:
             return other
         usual = ForcedStage(base, forced.call, stage).compute_stage()
         chosen = torch.zeros(usual.shape[1], dtype=torch.bool)

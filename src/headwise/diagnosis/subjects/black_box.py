@@ -34,7 +34,7 @@ class BlackBox(Subject):
     def __init__(self, function: Callable[..., Any], kind: str = "function") -> None:
         self.function, self.kind = function, kind
         self.dtype = torch.float32
-        self.takes_mask = self._takes("mask")
+        self.takes_mask, self.takes_source = self._takes("mask"), self._takes("source")
         self.takes_arrays = False  # known after the first call
         self._first: tuple[Inputs, Tensor] | None = None
 
@@ -136,7 +136,7 @@ class BlackBox(Subject):
                 raise _function_fault_error(
                     f"inputs with a {name} for {self.kind}, which has no argument {name}",
                     f"a function of x and {name}",
-                    f"compare(lambda x, {name}=None: function(x, {name}), ...)",
+                    f"compare(lambda x, {name}=None: function(x, {name}={name}), ...)",
                 )
         result, used = self._run_on_copies(given)
         changed = [name for name, x in used.items() if not torch.equal(x, given[name])]
@@ -199,14 +199,13 @@ class BlackBox(Subject):
         )
 
     def _takes(self, name: str) -> bool:
-        """True if the function has an argument of this name, or takes any."""
+        """True if the function has an argument of this name; ``**kwargs`` may ignore it."""
         called = self.function.forward if isinstance(self.function, nn.Module) else self.function
         try:
             parameters = inspect.signature(called).parameters
         except (TypeError, ValueError):  # of a function that is not written in Python
             return False
-        kinds = {each.kind for each in parameters.values()}
-        return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+        return name in parameters
 
 
 def finer_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype:

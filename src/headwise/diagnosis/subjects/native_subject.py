@@ -16,6 +16,7 @@ from headwise.diagnosis.subjects.adapters import merge_adapters
 from headwise.diagnosis.subjects.module_subject_base import ModuleSubject
 from headwise.errors import OptionError
 from headwise.layers.native.attention import Attention
+from headwise.layers.native.call_checks import POSITIONAL_OPTIONS
 from headwise.layers.native.layout_conversion import state_per_head
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions.distance_bias import AlibiSlopes, T5BucketTable
@@ -31,6 +32,7 @@ class NativeSubject(ModuleSubject):
 
     def __init__(self, layer: Attention, kind: str = "headwise.Attention") -> None:
         super().__init__(layer, kind)
+        self.takes_source = all(getattr(layer, name) is None for name in POSITIONAL_OPTIONS)
 
     def subject_of_module(self, module: nn.Module) -> Self:
         """Return the subject of another layer."""

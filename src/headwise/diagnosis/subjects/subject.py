@@ -19,12 +19,17 @@ class Subject(ABC):
         kind: what it is, in a few words for reports.
         dtype: of its weights or, for a function, of its outputs.
         takes_mask: True if calls may have a mask.
+        takes_source: True if keys and values may come from another sequence.
+        is_causal: True if queries attend to no later key without a mask of the caller; None where
+            that is said by the mask of a call.
         dropout: of the weights as it was given: 0 in eval mode, None where it is not known.
     """
 
     kind: str
     dtype: torch.dtype
     takes_mask: bool = True
+    takes_source: bool = False
+    is_causal: bool | None = None
     dropout: float | None = None
 
     @property

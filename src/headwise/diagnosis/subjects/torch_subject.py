@@ -25,6 +25,7 @@ class TorchSubject(ModuleSubject):
     """
 
     module: nn.MultiheadAttention
+    takes_source = True
 
     def __init__(self, layer: nn.MultiheadAttention) -> None:
         if layer.bias_k is not None or layer.add_zero_attn:

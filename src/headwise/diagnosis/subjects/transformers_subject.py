@@ -5,20 +5,24 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.checkpoints.config import attention_window
+from headwise.diagnosis.simulation.attention_model import AttentionModel, key_query_distances
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.attention_module_data import read_attention_modules
 from headwise.diagnosis.subjects.module_subject_base import ModuleSubject
 from headwise.diagnosis.subjects.record_model_run import find_main_tensor, record_layers
-from headwise.errors import OptionError
+from headwise.errors import HeadwiseError, OptionError
 
 SOURCES = ("encoder_hidden_states", "key_value_states")  # names of the source of cross attention
+MASKS = ("attention_mask", "mask")  # names of the mask
 
 
 def is_transformers_attention(value: object) -> TypeGuard[nn.Module]:
@@ -48,15 +52,33 @@ def stated_layer_index(module: nn.Module) -> int | None:
     return index
 
 
+def is_causal_in_its_model(module: nn.Module) -> bool:
+    """True if the model of an attention module hides later keys from its queries.
+
+    Where no part of the module states it, its file does, if it makes no other mask.
+    """
+    stated = _find_attribute_in_submodules(module, "is_causal")
+    if stated is not None:
+        return bool(stated)
+    made = vars(sys.modules[type(module).__module__])
+    return "create_causal_mask" in made and "create_bidirectional_mask" not in made
+
+
 class TransformersSubject(ModuleSubject):
     """An attention module of transformers.
 
     The stages come from a float64 copy that attends by headwise, the output from the module itself
-    with its own attention implementation.
+    with its own attention implementation. Its model makes a mask of causality and window, so calls
+    have that mask, and that of the caller.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, type(module).__name__)
+        names = inspect.signature(module.forward).parameters
+        self.is_causal = is_causal_in_its_model(module)
+        self.takes_mask = any(name in names for name in MASKS)
+        # Others take encoder_hidden_states in self-attention too, and ignore them there.
+        self.takes_source = "key_value_states" in names and not self.is_causal
 
     def subject_of_module(self, module: nn.Module) -> Self:
         """Return the subject of another module."""
@@ -65,8 +87,13 @@ class TransformersSubject(ModuleSubject):
     @cached_property
     def model(self) -> AttentionModel | None:
         """The module as data; None where its class has no layout in the catalogue."""
-        modules = read_attention_modules(_OneModuleModel(self.module))
-        return modules[0].model if len(modules) == 1 else None
+        alone = _OneModuleModel(self.module)
+        modules = read_attention_modules(alone)
+        model = modules[0].model if len(modules) == 1 else None
+        if model is None:
+            return None
+        window = None if alone.window is None else (alone.window - 1, None)
+        return model.with_settings(causal=alone.is_causal, window=window)
 
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a module in its dtype."""
@@ -89,6 +116,9 @@ class _OneModuleModel(nn.Module):
         self.config = _find_attribute_in_submodules(module, "config")
         self.number = _find_attribute_in_submodules(module, "layer_idx") or 0
         self.layers = nn.ModuleDict({str(self.number): module})
+        self.is_causal, self.window = is_causal_in_its_model(module), None
+        with suppress(HeadwiseError):  # of a config that does not say which layers have its window
+            self.window = attention_window(self.config.to_dict(), self.number)
 
     def forward(self, inputs: Inputs, dtype: torch.dtype) -> Any:
         """Return the result of the module."""
@@ -101,8 +131,8 @@ class _OneModuleModel(nn.Module):
             if name is None:
                 raise _unsupported_module_error(f"inputs with a source for {type(module).__name__}")
             arguments[name] = inputs.source.to(dtype)
-        if "attention_mask" in names:
-            arguments["attention_mask"] = _mask_as_added_numbers(inputs, dtype)
+        if mask_name := next((name for name in MASKS if name in names), None):
+            arguments[mask_name] = _mask_as_added_numbers(self._add_own_mask(inputs), dtype)
         if "position_embeddings" in names:
             arguments["position_embeddings"] = self._compute_rotation(module, x, inputs)
         try:
@@ -111,6 +141,16 @@ class _OneModuleModel(nn.Module):
             raise _unsupported_module_error(
                 f"{type(module).__name__}, which needs other arguments: {error}"
             ) from error
+
+    def _add_own_mask(self, inputs: Inputs) -> Inputs:
+        """Return the inputs under the mask that the model would make, and that of the caller."""
+        ahead = key_query_distances(RecordedCall(inputs, {}))
+        seen = torch.ones_like(ahead, dtype=torch.bool)
+        if self.is_causal:
+            seen &= ahead <= 0
+        if self.window is not None:
+            seen &= ahead > -self.window
+        return replace(inputs, mask=seen if inputs.mask is None else seen & inputs.mask)
 
     def _compute_rotation(self, module: nn.Module, x: Tensor, inputs: Inputs) -> Any:
         """Return cos and sin, by the class in the module's file that computes them."""
