@@ -102,9 +102,8 @@ def choose_inputs(
         return make_probes(subjects, sizes[0])
     given = inputs if isinstance(inputs, Inputs) else Inputs(inputs)
     _require_matching_shapes(given, sizes[0], "your input")
-    return _add_causal_mask(
-        subjects, [NamedInputs(f"your input of {given.x.shape[1]} tokens", given)]
-    )
+    name = f"your input of {given.x.shape[1]} tokens"
+    return _add_causal_mask(subjects, [NamedInputs(name, given)])
 
 
 def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[NamedInputs]:

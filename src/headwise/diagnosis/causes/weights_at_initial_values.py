@@ -119,7 +119,7 @@ def _rows_correlate(products: Tensor, right: Tensor) -> bool:
     if ours.shape != theirs.shape:
         return False
     resemblance = abs(float((ours * theirs).sum(0).mean()))
-    return resemblance >= 5 / float(products.numel()) ** 0.5
+    return bool(resemblance >= 5 / products.numel() ** 0.5)
 
 
 def _has_permuted_entries(weights: Tensor, rows: Rows) -> bool:

@@ -132,7 +132,7 @@ class _OneModuleModel(nn.Module):
                 raise _unsupported_module_error(f"inputs with a source for {type(module).__name__}")
             arguments[name] = inputs.source.to(dtype)
         if mask_name := next((name for name in MASKS if name in names), None):
-            arguments[mask_name] = _mask_as_added_numbers(self._add_own_mask(inputs), dtype)
+            arguments[mask_name] = _mask_as_added_numbers(self._add_mask_of_model(inputs), dtype)
         if "position_embeddings" in names:
             arguments["position_embeddings"] = self._compute_rotation(module, x, inputs)
         try:
@@ -142,7 +142,7 @@ class _OneModuleModel(nn.Module):
                 f"{type(module).__name__}, which needs other arguments: {error}"
             ) from error
 
-    def _add_own_mask(self, inputs: Inputs) -> Inputs:
+    def _add_mask_of_model(self, inputs: Inputs) -> Inputs:
         """Return the inputs under the mask that the model would make, and that of the caller."""
         ahead = key_query_distances(RecordedCall(inputs, {}))
         seen = torch.ones_like(ahead, dtype=torch.bool)
