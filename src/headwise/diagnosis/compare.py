@@ -22,6 +22,7 @@ from headwise.diagnosis.blind_spots import (
 )
 from headwise.diagnosis.causes.all_causes import CAUSES
 from headwise.diagnosis.causes.cause import Cause
+from headwise.diagnosis.compare_functions import compare_functions
 from headwise.diagnosis.compare_models import compare_runs
 from headwise.diagnosis.comparison_inputs import (
     ComparisonInputs,
@@ -86,9 +87,9 @@ def compare(
             are compared with weights, those of a layer or a model too; `headwise.verify` takes
             counts that no config has. A whole model is compared with a model, or with the path of
             stored weights, attention by attention.
-        b: the attention that it should equal. One of the two must be a layer.
+        b: the attention that it should equal. Of two functions, the outputs alone are compared.
         inputs: (batch, tokens, width), or `Inputs`; token ids or keyword arguments of models; None
-            for inputs that headwise makes.
+            for inputs that headwise makes, which two functions need from you.
         gradients: compare the gradients of two layers too, if their outputs agree: a `detach()`
             or another backward pass shows in them alone.
 
@@ -97,8 +98,8 @@ def compare(
         same function.
 
     Raises:
-        OptionError: neither is a layer, or a function fails, has state, or returns NaN; weights
-            or inputs that are not finite; or gradients of weights, recordings or whole models.
+        OptionError: two functions without inputs, or one that fails, has state, or returns NaN;
+            weights or inputs that are not finite; or gradients of other than two layers.
         ShapeError: the two take tokens of other widths, or there are no tokens.
     """
     a, b = layer_with_adapters(a), layer_with_adapters(b)
@@ -125,7 +126,11 @@ def _compare_layers(
     first, second = _make_subject("a", sides[0]), _make_subject("b", sides[1])
     require_finite_weights("a", first)
     require_finite_weights("b", second)
-    comparison = Comparison(first, second, choose_inputs(first, second, inputs))
+    probes = choose_inputs(first, second, inputs)
+    if isinstance(first, BlackBox) and isinstance(second, BlackBox):
+        _refuse_gradient_comparison("two functions", asked=gradients)
+        return compare_functions(first, second, probes[0])
+    comparison = Comparison(first, second, probes)
     return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
 
 

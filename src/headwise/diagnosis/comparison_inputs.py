@@ -72,13 +72,7 @@ def choose_inputs(
         )
     subjects = (first, second)
     sizes = [each.input_widths for each in subjects if each.input_widths is not None]
-    if not sizes:
-        raise OptionError(
-            saw=f"{first.kind} and {second.kind}, of which nothing but the outputs is known",
-            needed="one layer at least whose weights and settings can be read",
-            do="build the layer that one of them should be: headwise.Attention(...), or pass the "
-            "module that also holds the output projection",
-        )
+    sizes = sizes or [_read_widths_of_given(subjects, inputs)]
     if len({*sizes}) > 1:
         (mine, my_source), (theirs, their_source) = sizes
         what = (mine, theirs) if mine != theirs else (my_source, their_source)
@@ -104,6 +98,32 @@ def choose_inputs(
     _require_matching_shapes(given, sizes[0], "your input")
     name = f"your input of {given.x.shape[1]} tokens"
     return _add_causal_mask(subjects, [NamedInputs(name, given)])
+
+
+def _read_widths_of_given(
+    subjects: Sequence[Subject], inputs: Tensor | Inputs | None
+) -> tuple[int, int]:
+    """Return the widths of the caller's inputs, for two functions that know none.
+
+    Raises:
+        OptionError: no inputs, or a recording beside a function.
+    """
+    kinds = " and ".join(subject.kind for subject in subjects)
+    if any(isinstance(each, Recording) for each in subjects):
+        raise OptionError(
+            saw=f"{kinds}, of which nothing but the outputs is known",
+            needed="one layer at least whose weights and settings can be read",
+            do="build the layer that one of them should be: headwise.Attention(...), or pass the "
+            "module that also holds the output projection",
+        )
+    if inputs is None:
+        raise OptionError(
+            saw=f"{kinds}, of which nothing but the outputs is known, and no inputs",
+            needed="an input of (batch, tokens, width) for both",
+            do="compare(a, b, torch.randn(2, 12, 512)), with the width that they take",
+        )
+    given = inputs if isinstance(inputs, Inputs) else Inputs(inputs)
+    return given.x.shape[-1], given.key_source.shape[-1]
 
 
 def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[NamedInputs]:

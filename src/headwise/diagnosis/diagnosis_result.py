@@ -340,7 +340,8 @@ class Diagnosis(Displayed):
         if self.verdict is Verdict.UNKNOWN and self.function and self.function.gradients:
             return "Different in training alone: outputs agree, and gradients do not."
         if self.verdict is Verdict.DIFFERENT and self.function and not self.function.causes:
-            return f"Different: {self.function.shapes}."
+            apart = f"the outputs are apart by {self.function.output_gap:.2g} of their size"
+            return f"Different: {self.function.shapes or apart}."
         names, left = comparison.cause_names_with_equals, comparison.unexplained_places
         causes = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
         rest = f"a part of it; nothing explains {', '.join(left)}" if left else "all of it"

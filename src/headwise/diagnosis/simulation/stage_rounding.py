@@ -31,6 +31,7 @@ from headwise.reference import repeat_kv_heads
 SIDES = 2
 DRAWS = 3
 DRAWS_OF_STORED = 5  # for stored results: where weights are nearly tied, few draws show it
+STORED_BY_PLAIN_CODE = 17  # results, without a norm, a rotation or a loop over heads
 FAR = 30  # times one draw's change: no three draws differ by as much
 PERTURBED = PerturbedTensors()
 FLOAT32 = torch.finfo(torch.float32).eps / 2
@@ -59,6 +60,18 @@ class Units(NamedTuple):
         """Return the units of a dtype."""
         stored = torch.finfo(dtype).eps / 2
         return cls(min(stored, FLOAT32), stored)
+
+
+def function_share(terms: int, dtype: torch.dtype) -> float:
+    """Return the share by which rounding moves the input of an unknown attention.
+
+    Args:
+        terms: the number of products in its longest sum.
+        dtype: of its arithmetic.
+    """
+    units = Units.of(dtype)
+    stored = math.sqrt(STORED_BY_PLAIN_CODE) * units.U if units.u < units.U else 0.0
+    return terms * units.u + stored
 
 
 def allowed_difference(forced: ForcedStage) -> Tensor:
