@@ -231,7 +231,9 @@ def test_a_comparison_of_layers_is_drawn() -> None:
     page = tree(DiagnosisReport(diagnosis=diagnosis))
     assert page.all("h1")[0].text == "Are the two the same function?"
     rows = titles(page, "by-input")
-    assert [len(row) for row in rows] == [4] * len(diagnosis.function.stages)
+    inputs = len(diagnosis.function.probes)
+    assert inputs == 6
+    assert [len(row) for row in rows] == [inputs] * len(diagnosis.function.stages)
     parted = [row.stage for row in stage_rows(diagnosis.function) if row.is_parted]
     assert parted == [stage.stage for stage in diagnosis.function.parted]
     assert "Rotary(theta=500000)" in page.text
