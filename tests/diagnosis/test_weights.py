@@ -251,6 +251,18 @@ def test_numbers_of_heads_are_not_inferred_from_agreement(llama: State) -> None:
     assert headwise.verify(meta, llama, config=LLAMA)
 
 
+def test_kv_heads_that_were_repeated_are_other_weights(llama: State) -> None:
+    """No numbers of heads fit both, so only the first is converted."""
+    more = {
+        name: x.view(2, 4, 16).repeat_interleave(2, 0).flatten(0, 1) if len(x) == 8 else x
+        for name, x in llama.items()
+    }
+    for pair in ((more, llama), (llama, more)):
+        found = headwise.verify(*pair)
+        assert found.verdict is Verdict.DIFFERENT
+        assert "4 of 8 tensors are equal" in str(found)
+
+
 def test_the_same_names_and_bytes_are_the_same_in_every_layout(llama: State) -> None:
     found = headwise.verify(llama, {**llama})
     assert found.verdict is Verdict.SAME

@@ -169,16 +169,26 @@ def _list_readings(sides: Sides, known: Mapping[str, int]) -> list[_Reading]:
 
     If no counts fit both, those of each side are paired: then only the first is converted.
     """
-    split = [[split_candidate_by_sizes(c) for c in side.candidates] for side in sides]
+    split = [[_split_by_sizes(each) for each in side.candidates] for side in sides]
     fits = [[each.fits[0] for each in tried] for candidates in split for tried in candidates]
     open_counts = [n for n in COUNTED if any(len({fit.get(n) for fit in f}) > 1 for f in fits)]
-    pairs = list(product(*(chain.from_iterable(candidates) for candidates in split)))
+    firsts, seconds = ([*chain.from_iterable(candidates)] for candidates in split)
+    by_heads: dict[tuple[int, int], list[CandidateLayout]] = {}
+    for theirs in seconds:
+        by_heads.setdefault(query_and_kv_head_counts(theirs.fits[0]), []).append(theirs)
+    pairs = [
+        (mine, theirs)
+        for mine in firsts
+        for theirs in by_heads.get(query_and_kv_head_counts(mine.fits[0]), ())
+        if _have_same_width(mine, theirs)
+    ]
     readings: dict[object, _Reading] = {}
-    for mine, theirs in [pair for pair in pairs if _have_same_counts(*pair)] or pairs:
-        a, b = mine.fits[0], theirs.fits[0]
-        sizes = a | b if mine.faults else b | a  # those of the whole side
+    for mine, theirs in pairs or product(firsts, seconds):
+        first, second = mine.fits[0], theirs.fits[0]
+        sizes = first | second if mine.faults else second | first  # those of the whole side
         counts = {name: sizes[name] for name in open_counts if name in sizes}
-        key = _effect_of_conversion(mine, theirs)
+        names = mine.layout.name, theirs.layout.name
+        key = _effect_of_conversion(mine, theirs) if pairs else names
         reading = readings.setdefault(key, _Reading((mine, theirs), counts | {**known}, {}))
         for name, count in counts.items():
             reading.effects[name] = tuple(sorted({*reading.effects.get(name, ()), count}))
@@ -188,10 +198,23 @@ def _list_readings(sides: Sides, known: Mapping[str, int]) -> list[_Reading]:
     )
 
 
-def _have_same_counts(mine: CandidateLayout, theirs: CandidateLayout) -> bool:
-    a, b = mine.fits[0], theirs.fits[0]
-    widths = {fit["rotary_width"] for fit in (a, b) if "rotary_width" in fit}
-    return query_and_kv_head_counts(a) == query_and_kv_head_counts(b) and len(widths) < 2
+def _split_by_sizes(candidate: CandidateLayout) -> list[CandidateLayout]:
+    """Return a candidate for each of its sizes; with open heads, for the usual widths alone."""
+    split = split_candidate_by_sizes(candidate)
+    if len(candidate.fits) == 1:
+        return split
+    usual = []
+    for each in split:
+        head_dim = each.fits[0]["head_dim"]
+        width = each.fits[0].get("rotary_width", head_dim)
+        if width in (head_dim, head_dim // 2, head_dim // 4):
+            usual.append(each)
+    return usual
+
+
+def _have_same_width(mine: CandidateLayout, theirs: CandidateLayout) -> bool:
+    fits = mine.fits[0], theirs.fits[0]
+    return len({fit["rotary_width"] for fit in fits if "rotary_width" in fit}) < 2
 
 
 def _effect_of_conversion(mine: CandidateLayout, theirs: CandidateLayout) -> object:
@@ -211,6 +234,10 @@ def _choose_reading(sides: Sides, readings: list[_Reading]) -> LayoutPair:
     Weights with the same names that are equal in one layout are the same in every layout.
     """
     at = 0 if sides[0].layout is None else 1
+    likeliest = readings[0]
+    has_one_layout = likeliest.layouts[0] == likeliest.layouts[1]
+    if has_one_layout and likeliest.find_difference(sides, at) is None:
+        readings = [likeliest]
     why = [each.find_difference(sides, at) if len(readings) > 1 else None for each in readings]
     equal = [each for each, reason in zip(readings, why, strict=True) if reason is None]
     if not equal:
