@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.cli.convert import convert
@@ -272,3 +272,19 @@ def test_options_that_contradict_the_metadata(folder: Path, tmp_path: Path) -> N
     assert error.saw == f"--from llama, where in {tmp_path / 'b'} the metadata says llama-meta"
     error = refused(tmp_path / "c", tmp_path / "d", "--from", "cohere", "--to", "llama-meta")
     assert error.saw == f"--from cohere, where in {tmp_path / 'c'} the metadata says llama"
+
+
+@pytest.mark.parametrize("given", [(), ("--from", "llama")], ids=["detected", "named"])
+def test_a_layer_that_the_config_counts_and_the_files_lack(
+    folder: Path, tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    for file in folder.glob("*.safetensors"):
+        kept = {name: x for name, x in load_file(file).items() if "layers.1." not in name}
+        save_file(kept, file, metadata={"format": "pt"})
+    folder.joinpath(llamas.INDEX).unlink()
+    config = json.loads(folder.joinpath("config.json").read_text())
+    folder.joinpath("config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    error = refused(folder, tmp_path / "b", *given, "--to", "llama-meta")
+    assert isinstance(error, CheckpointError)
+    assert "`model.layers.1` is missing: the config says 2 layers" in str(error)
+    assert not (tmp_path / "b").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import headwise
 from headwise.diagnosis.candidate_layouts import CandidateLayout, query_and_kv_head_counts
 from headwise.diagnosis.detect import narrow_by_reference_values
 from headwise.diagnosis.detection_result import Detection, detect_by_names_and_shapes
@@ -318,3 +319,106 @@ def test_every_layer_has_to_be_whole(layer: int, other: torch.Tensor | None, sai
     assert fault in str(found)
     with pytest.raises(CheckpointError, match=name):
         found.require_only_layout()
+
+
+KVQ = {"qkv_proj.weight": (96, 32), "qkv_proj.bias": (96,), "out_proj.weight": (32, 32)}
+
+
+def test_the_place_tells_keys_first_from_four_shards() -> None:
+    """metaseq and codegen share names and shapes where there is no bias."""
+    file = {
+        f"decoder.layers.{layer}.self_attn.{name}": torch.randn(shape)
+        for layer in (0, 1)
+        for name, shape in KVQ.items()
+        if "bias" not in name
+    }
+    found = headwise.detect(file, heads=4)
+    assert found.require_only_layout().name == "metaseq"
+    assert "  not codegen: its modules are at `h.{layer}.attn.`, those here at `dec" in str(found)
+    moved = {name.replace("decoder.layers", "h"): x for name, x in file.items()}
+    moved = {name.replace("self_attn", "attn"): x for name, x in moved.items()}
+    assert headwise.detect(moved, heads=4).require_only_layout().name == "codegen"
+
+
+def test_rows_of_metaseq_are_keys_values_queries() -> None:
+    within = "decoder.layers.0.self_attn."
+    file = {within + name: torch.randn(shape) for name, shape in KVQ.items()}
+    file[within + "out_proj.bias"] = torch.randn(32)
+    assert headwise.detect(file, heads=4).require_only_layout().name == "metaseq"
+    moved = headwise.convert(file, "metaseq", "opt", heads=4)
+    for kind in ("weight", "bias"):
+        rows = file[f"{within}qkv_proj.{kind}"].split(32)
+        for letter, part in zip("kvq", rows, strict=True):
+            assert torch.equal(moved[f"{within}{letter}_proj.{kind}"], part)
+
+
+def test_another_place_decides_nothing_and_a_reference_does() -> None:
+    placed, _ = file_of(layout("codegen"))
+    file = {name.replace("h.", "trunk."): x for name, x in placed.items()}
+    known = known_of(layout("codegen"))
+    found = detect_by_names_and_shapes(file, **known)
+    assert found.layout is None
+    assert {"codegen", "metaseq"} == {one.layout.name for g in found.misplaced for one in g}
+    assert "place: its modules are at `h.{layer}.attn.`, those here at `trunk." in str(found)
+    with pytest.raises(UndecidedError, match="names and shapes of codegen, metaseq, but at anot"):
+        found.require_only_layout()
+    reference = detect_by_names_and_shapes(placed, **known)
+    decided = narrow_by_reference_values(found, file, reference, placed)
+    assert decided.require_only_layout().name == "codegen"
+    stated = detect_by_names_and_shapes(file, config={"model_type": "codegen"}, **known)
+    assert stated.require_only_layout().name == "codegen"
+
+
+def layers_of(*stacks: tuple[str, tuple[int, ...]]) -> State:
+    """Attention with the names of Llama, or of BART, in some layers of some stacks."""
+    return {
+        f"{stack}{layer}.self_attn.{name}.weight": torch.randn(32, 32)
+        for stack, layers in stacks
+        for layer in layers
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj" if "coder" in stack else "o_proj")
+    }
+
+
+LLAMA = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 32}
+BART = {"model_type": "bart", "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+BART |= {"encoder_layers": 2, "decoder_layers": 3, "num_hidden_layers": 2}
+CLIP = {"model_type": "clip", "text_config": {"num_hidden_layers": 2, "num_attention_heads": 4}}
+CLIP |= {"vision_config": {"num_hidden_layers": 3, "num_attention_heads": 4}}
+
+
+@pytest.mark.parametrize(
+    ("config", "stacks", "said"),
+    [
+        (LLAMA, (("model.layers.", (0,)),), "`model.layers.1` is missing: the config says 2 l"),
+        (LLAMA, (("model.layers.", (0, 2)),), "`model.layers.1` is missing: the config says 2 l"),
+        (
+            LLAMA | {"num_hidden_layers": 4},
+            (("layers.", (2,)),),
+            "`layers.0` and 2 more layers are",
+        ),
+        (BART, (("encoder.layers.", (0, 1)), ("decoder.layers.", (0, 2))), "`decoder.layers.1` is"),
+        (CLIP, (("vision_model.encoder.layers.", (0, 2)),), "`vision_model.encoder.layers.1` is"),
+    ],
+)
+def test_the_layers_that_the_config_counts_have_to_be_there(
+    config: dict[str, object], stacks: tuple[tuple[str, tuple[int, ...]], ...], said: str
+) -> None:
+    found = headwise.detect(layers_of(*stacks), config={"num_hidden_layers": 2} | config)
+    assert found.layout is None
+    assert not found.candidates
+    assert said in str(found)
+    with pytest.raises(CheckpointError, match=said.split("`")[1]):
+        found.require_only_layout()
+
+
+def test_layers_without_attention_and_those_of_other_towers_are_not_missing() -> None:
+    mlp = {"model.layers.1.mamba.in_proj.weight": torch.randn(64, 32)}
+    hybrid = layers_of(("model.layers.", (0, 2))) | mlp
+    extra = layers_of(("model.layers.", (0, 1, 2, 3)))  # the last predicts a second token
+    for file in (hybrid, extra):
+        found = headwise.detect(file, config=LLAMA | {"num_hidden_layers": 3})
+        assert found.require_only_layout().name == "llama"
+    towers = (("text_model.encoder.layers.", (0, 1)), ("vision_model.encoder.layers.", (0, 1, 2)))
+    assert headwise.detect(layers_of(*towers), config=CLIP).require_only_layout().name == "clip"
+    sides = (("encoder.layers.", (0, 1)), ("decoder.layers.", (0, 1, 2)))
+    assert headwise.detect(layers_of(*sides), config=BART).require_only_layout().name == "bart"

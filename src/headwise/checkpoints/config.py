@@ -33,6 +33,10 @@ _NAMES = {
     "head_dim": ("head_dim", "d_kv", "kv_channels", "attention_head_size"),
     "rotary_width": ("rotary_dim",),
 }
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYERS_OF_SIDES = {
+    side: (f"{side}_layers", f"num_{side}_layers") for side in ("encoder", "decoder")
+}
 _SHARES = ("partial_rotary_factor", "rotary_pct")  # rotated share of head_dim
 _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
 
@@ -237,6 +241,23 @@ def read_stated_counts(config: Config) -> Sizes:
         for name, count in _read_counts(text_config(fields)).items()
         if all(other.get(name, count) == count for other in others)
     }
+
+
+def read_layer_counts(config: Config, role: str) -> set[int]:
+    """Return the numbers of layers that the config and its sections state.
+
+    Args:
+        config: the fields of config.json.
+        role: "encoder" or "decoder" for the layers of that side; else those of any part.
+    """
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    of_side = _LAYERS_OF_SIDES.get(role)
+    both = (name for names in _LAYERS_OF_SIDES.values() for name in names)
+    for names in (of_side, _LAYERS) if of_side else ((*_LAYERS, *both),):
+        values = [part.get(name) for part in parts for name in names]
+        if counts := {n for n in values if isinstance(n, int) and n > 0}:
+            return counts
+    return set()
 
 
 def merge_counts(

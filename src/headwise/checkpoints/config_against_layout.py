@@ -5,7 +5,7 @@ The names are those of transformers (modeling_rope_utils.py and the models' conf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from headwise.checkpoints.config import (
     ConfigFields,
     layer_rotates,
     read_head_dim,
+    read_layer_counts,
     read_stated_counts,
     rotary_section_of_layer,
     text_config,
@@ -23,6 +24,7 @@ from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import LinearScaling, Llama3Scaling, Scaling, T5Bias, YarnScaling
 from headwise.layers.positions.rotary import Rotary
 from headwise.layouts.axis_sizes import Sizes
+from headwise.layouts.find_modules_by_tensor_names import NamedModule
 from headwise.layouts.layout import Layout
 from headwise.layouts.settings_outside_weights import PAIRINGS, USUAL_SCALE, AttentionSpec
 from headwise.support.message_text import describe_value
@@ -80,6 +82,37 @@ def _find_contradictions(
     width = sizes.get("rotary_width", head_dim)
     if rotates and function.rotary_width == "head_dim" and width != head_dim:
         yield "rotary_width", f"{width} of {head_dim}"
+
+
+def find_missing_layers(
+    config: Config, modules: Iterable[NamedModule], names: Iterable[str]
+) -> list[str]:
+    """Return sentences on layers that the config counts and of which there is no tensor.
+
+    A layer that holds other tensors may have no attention, as in hybrid models. Of the stacks of
+    one role, such as those of an image and a text tower, only the longest is compared.
+    """
+    stacks: dict[str, dict[str, set[int]]] = {}
+    for module in modules:
+        if module.stack is not None and module.place.role != "cross":
+            by_stack = stacks.setdefault(module.place.role, {})
+            by_stack.setdefault(module.stack, set()).add(module.layer)
+    sentences, names = [], list(names)
+    for role, by_stack in stacks.items():
+        stack, found = max(by_stack.items(), key=lambda item: len(item[1]))
+        # A config of several models has several counts: the next one up is that of this stack.
+        count = min((n for n in read_layer_counts(config, role) if n >= len(found)), default=0)
+        missing = [
+            f"{stack}{number}"
+            for number in sorted({*range(count)} - found)
+            if not any(
+                name.startswith((f"{stack}{number}.", f"{stack}{number}/")) for name in names
+            )
+        ]
+        if missing and (role or len(stacks) == 1):  # elsewhere: another part, such as a resampler
+            more = f" and {len(missing) - 1} more layers are" if len(missing) > 1 else " is"
+            sentences.append(f"`{missing[0]}`{more} missing: the config says {count} layers")
+    return sentences
 
 
 def layout_in_layer(layout: Layout, config: Config, number: int) -> Layout:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from headwise.checkpoints import output_plan
-from headwise.checkpoints.config import layout_name
+from headwise.checkpoints.config import Config, layout_name
+from headwise.checkpoints.config_against_layout import find_missing_layers
 from headwise.checkpoints.output_plan import OutputPlan
 from headwise.checkpoints.safetensors_file import KEY
 from headwise.checkpoints.source import SAFETENSORS, CheckpointSource
@@ -92,12 +93,14 @@ def plan_checkpoint_conversion(
     """Check the arguments of `convert_checkpoint`, and return its steps and files."""
     _require_file_options(files, shards)
     target, accept = _require_usable_target(source, target, files), tuple(accept)
-    before = layout_with_described_function(source_layout, read_description(source))
+    stored = read_description(source)
+    config = read_config_file_or_description(source, stored)
+    before = layout_with_described_function(source_layout, stored)
+    _require_all_layers(source, before, config)
     after, form = layout(target_layout), NameForm(root=root)
     steps = plan_conversion(source.headers, before, after, accept=accept, form=form, **known)
-    output = _plan_files(
-        source, steps, _make_target_description(source, before, after, known), files, shards
-    )
+    description = describe_target(source.headers, before, after, known, config)
+    output = _plan_files(source, steps, description, files, shards)
     options = (before, after, accept, root, files, shards, sorted(known.items()))
     return PlannedConversion(
         source=source,
@@ -173,11 +176,15 @@ class PlannedConversion:
             ) from error
 
 
-def _make_target_description(
-    source: CheckpointSource, before: Layout, after: Layout, known: Mapping[str, int]
-) -> Description:
-    config = read_config_file_or_description(source, read_description(source))
-    return describe_target(source.headers, before, after, known, config)
+def _require_all_layers(source: CheckpointSource, before: Layout, config: Config) -> None:
+    modules = find_modules(before, source.headers)
+    if missing := find_missing_layers(config, modules, source.headers):
+        raise CheckpointError(
+            saw=f"{source.path}, where {missing[0]}",
+            needed="the tensors of every layer",
+            do="name the folder if this is one of several files, download the files again, or "
+            "correct the number of layers in config.json",
+        )
 
 
 def _plan_files(

@@ -64,6 +64,6 @@ def _run_detection(
             Console(highlight=False, soft_wrap=True).print(line, markup=False)
     if detection.layout:
         return YES
-    if detection.candidates and not as_json:
+    if detection.fitting and not as_json:
         typer.echo(f"With other weights of the same model: headwise compare {place} OTHER_WEIGHTS")
-    return UNDECIDED if detection.candidates else NO
+    return UNDECIDED if detection.fitting else NO

@@ -55,6 +55,17 @@ class CandidateLayout:
             name: n[0] if len(n) == 1 else n for name, n in _group_values_by_name(self.fits).items()
         }
 
+    @property
+    def misplacement(self) -> str | None:
+        """The place of the modules and of the layout's, if they differ; None for a layer alone."""
+        if not self.layout.where or any(module.place.role for module in self.modules):
+            return None
+        place = replace_numbers_with_layer_slots(self.modules[0].prefix)
+        if "{layer}" not in place:
+            return None
+        known = " or ".join(f"`{template}`" for template in self.layout.where.values())
+        return f"its modules are at {known}, those here at `{place}`"
+
     def with_sizes(self, sizes: Sizes) -> CandidateLayout:
         """Return the candidate with these head counts and, if stated, this rotary_width."""
         width = {name: n for name, n in sizes.items() if name == "rotary_width"}

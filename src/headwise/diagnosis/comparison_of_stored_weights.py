@@ -108,7 +108,7 @@ def _take_layer_like(module: nn.Module, stored: GivenWeights) -> GivenWeights:
 def _find_stored_attention_modules(stored: GivenWeights) -> tuple[NamedModule, ...]:
     """Return the attention modules of stored weights, in the layout that finds most."""
     detection = replace(stored, known={}).detection()  # by names: the layer may have other counts
-    groups = (*detection.candidates, *detection.damaged)
+    groups = (*detection.candidates, *detection.misplaced, *detection.damaged)
     return max((group[0].modules for group in groups), key=len, default=())
 
 

@@ -82,9 +82,9 @@ class GivenWeights:
             OptionError: no layout fits, but some would without the counts.
         """
         counts = {**counts, **self.known}
-        if detection.candidates or detection.damaged or detection.refuted or not counts:
+        if detection.fitting or detection.damaged or detection.refuted or not counts:
             return
-        fitting = detect_by_names(self.headers).candidates
+        fitting = detect_by_names(self.headers).fitting
         if fitting:
             names = [each.layout.name for group in fitting for each in group]
             raise OptionError(
@@ -227,9 +227,9 @@ def narrow_by_reference_values(
     groups: list[LayoutGroup] = []
     refuted = dict(detection.refuted)
     references = [
-        each for group in reference.candidates for each in split_candidate_by_sizes(group[0])
+        each for group in reference.fitting for each in split_candidate_by_sizes(group[0])
     ]
-    for group in detection.candidates:
+    for group in (*detection.candidates, *detection.misplaced):
         match = _find_first_match(
             split_candidate_by_sizes(group[0]), state, references, other, called
         )
@@ -336,9 +336,10 @@ def detect(
 ) -> Detection:
     """Detect the layout that weights are in, or the layouts that they may be in.
 
-    Names and shapes often leave several layouts; then a reference or a model that runs decides. The
-    result is never a guess: `layout` is None if nothing decides, or if the config contradicts the
-    names and shapes. The printed result is a list of sentences.
+    Names, shapes and the place of the modules often leave several layouts; then a reference or a
+    model that runs decides. The result is never a guess: `layout` is None if nothing decides, if
+    layers are missing, or if the config contradicts the names and shapes. The printed result is a
+    list of sentences.
 
     Args:
         weights: a file of weights, a folder with them, or a state dict.

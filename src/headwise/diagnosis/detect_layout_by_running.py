@@ -200,7 +200,7 @@ def narrow_by_running(
     groups: list[LayoutGroup] = []
     refuted = dict(detection.refuted)
     uncompared: list[tuple[LayoutGroup, NotComparedError]] = []
-    for group in detection.candidates:
+    for group in (*detection.candidates, *detection.misplaced):
         trial = _Trial(group[0], state, calls, config)
         verdict = trial.find_agreeing_sizes()
         if isinstance(verdict, NotComparedError):

@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.checkpoints.config import Config, layout_name, text_config
-from headwise.checkpoints.config_against_layout import find_config_contradiction
+from headwise.checkpoints.config_against_layout import (
+    find_config_contradiction,
+    find_missing_layers,
+)
 from headwise.diagnosis.candidate_layouts import (
     CandidateLayout,
     LayoutGroup,
@@ -45,6 +48,8 @@ class Detection:
         damaged: if there are no candidates, the layouts in which only some modules are whole; each
             lists the tensors at fault.
         obstacle: if no layout fits, the reason and what to do; None where the reason is not known.
+        misplaced: layouts that fit the names and shapes, but whose modules are at another place in
+            their models. Only the metadata, the config, values or a run decide for one of them.
         compared: the evidence: "names", "shapes", then "metadata", "config", "values" or
             "behaviour".
     """
@@ -56,6 +61,12 @@ class Detection:
     compared: tuple[str, ...] = ("names", "shapes")
     damaged: tuple[tuple[CandidateLayout, ...], ...] = ()
     obstacle: Obstacle | None = None
+    misplaced: tuple[LayoutGroup, ...] = ()
+
+    @property
+    def fitting(self) -> tuple[LayoutGroup, ...]:
+        """The groups of candidates; the misplaced ones where there is no other."""
+        return self.candidates or self.misplaced
 
     @property
     def layout(self) -> Layout | None:
@@ -77,13 +88,8 @@ class Detection:
         """Return the detection for JSON; layouts and sizes are given by name."""
         return {
             "layout": self.layout.name if self.layout else None,
-            "candidates": [
-                [
-                    {"layout": each.layout.name, "sizes": each.sizes, "reasons": each.reasons}
-                    for each in group
-                ]
-                for group in self.candidates
-            ],
+            "candidates": _groups_to_json(self.candidates),
+            "misplaced": _groups_to_json(self.misplaced),
             "refuted": dict(self.refuted),
             "unknown": self.unknown,
             "contradiction": self.contradiction,
@@ -116,9 +122,9 @@ class Detection:
                 needed="every attention tensor of every layer, in the shape of the layout",
                 do="download the file again; headwise verify lists differences from another copy",
             )
-        names = ", ".join(_join_names_of_equal_layouts(self.candidates))
+        names = ", ".join(_join_names_of_equal_layouts(self.fitting))
         do = f"name the layout ({{{parameter}}}), or headwise detect with --against"
-        if not self.candidates:
+        if not self.fitting:
             saw = "which contains no attention layer of a known layout"
             needed = "the names and shapes of a layout that headwise layouts lists"
             do = f"name one of those layouts ({{{parameter}}}), or register your own"
@@ -130,6 +136,9 @@ class Detection:
         elif self.unknown is not None:
             saw = f"of a {self.unknown} model, with the names and shapes of {names}"
             needed = "a known model_type: others may use the same names for another function"
+        elif not self.candidates:
+            saw = f"with the names and shapes of {names}, but at another place in the model"
+            needed = "a place that a layout has: others may use the same names for other rows"
         else:
             saw = f"which may be in {len(self.candidates)} layouts: {names}"
             needed = "one layout: they are undecidable without a reference or a forward check"
@@ -171,8 +180,18 @@ def detect_by_names_and_shapes(
     detection = _narrow_by_metadata_and_config(candidates, described, config or {})
     if not candidates:
         return replace(detection, obstacle=find_obstacle(headers))
-    if any(each.faults for each in candidates):
-        return replace(detection, candidates=(), damaged=detection.candidates)
+    groups = tuple(
+        tuple(
+            replace(
+                each,
+                faults=(*each.faults, *find_missing_layers(config or {}, each.modules, headers)),
+            )
+            for each in group
+        )
+        for group in detection.fitting
+    )
+    if any(each.faults for group in groups for each in group):
+        return replace(detection, candidates=(), misplaced=(), damaged=groups)
     return detection
 
 
@@ -197,11 +216,30 @@ def _narrow_by_metadata_and_config(
             kind = text_config(config).get("model_type", config.get("model_type"))
             why = refuted.get(by_config, f"the names or shapes are not those of {by_config}")
             against = f"the config says model_type {kind}, whose layout is {by_config}, but {why}"
-        return Detection(groups, refuted, unknown, against, compared)
+        placed = tuple(g for g in groups if any(each.misplacement is None for each in g))
+        misplaced = tuple(
+            tuple(
+                replace(each, reasons=(*each.reasons, f"place: {each.misplacement}"))
+                for each in group
+            )
+            for group in groups
+            if group not in placed
+        )
+        return Detection(placed, refuted, unknown, against, compared, misplaced=misplaced)
     others = (each for group in groups if group not in chosen for each in group)
     refuted |= {each.layout.name: f"the {by} says {stated}" for each in others}
     group = sorted(chosen[0], key=lambda each: each.layout.name != stated)
     return Detection((tuple(group),), refuted, compared=compared)
+
+
+def _groups_to_json(groups: Iterable[LayoutGroup]) -> list[list[dict[str, Any]]]:
+    return [
+        [
+            {"layout": each.layout.name, "sizes": each.sizes, "reasons": each.reasons}
+            for each in group
+        ]
+        for group in groups
+    ]
 
 
 def narrow_detection(
@@ -236,7 +274,7 @@ def _find_refutation(
 def describe_detection(detection: Detection, *, title: str) -> list[str]:
     """Return the detection as sentences; ``title`` is the name of the weights."""
     lines: list[str] = []
-    names = _join_names_of_equal_layouts(detection.candidates or detection.damaged)
+    names = _join_names_of_equal_layouts(detection.fitting or detection.damaged)
     if detection.layout is not None:
         same = " (the same map and function here)" if len(detection.candidates[0]) > 1 else ""
         lines.append(f"{title} is in the layout {names[0]}{same}")
@@ -248,9 +286,9 @@ def describe_detection(detection: Detection, *, title: str) -> list[str]:
             indent = "  " if len(names) == 1 else "    "
             lines += [f"  {name}"] if len(names) > 1 else []
             lines += [f"{indent}{line}" for line in shorten_lines(group[0].faults, SHOWN)]
-    elif detection.candidates:
+    elif detection.fitting:
         lines.append(_explain_why_undecided(detection, title))
-        for group, name in zip(detection.candidates, names, strict=True):
+        for group, name in zip(detection.fitting, names, strict=True):
             lines += [f"  {name}", *(f"    {reason}" for reason in group[0].reasons)]
     elif detection.refuted:
         lines.append(f"{title} is in none of the {len(detection.refuted)} layouts that fit it:")
@@ -258,6 +296,9 @@ def describe_detection(detection: Detection, *, title: str) -> list[str]:
         lines.append(f"{title} contains no attention layer of a known layout")
         if detection.obstacle is not None:
             lines += [f"  {line}" for line in detection.obstacle]
+    if detection.candidates:
+        others = (each for group in detection.misplaced for each in group)
+        lines += [f"  not {each.layout.name}: {each.misplacement}" for each in others]
     lines += [f"  not {name}: {why}" for name, why in detection.refuted.items()]
     return lines + _describe_evidence(detection)
 
@@ -271,13 +312,15 @@ def _explain_why_undecided(detection: Detection, title: str) -> str:
         return f"{title} contradicts its config: {against}. Its names and shapes fit:"
     if (kind := detection.unknown) is not None:
         return f"{title} may be in the layout of a {kind} model, which is unknown; its names fit:"
+    if not detection.candidates:
+        return f"{title} has names and shapes of known layouts, at another place in the model:"
     by = "values" if detection.has_seen_values else "names and shapes"
     return f"{title} may be in {len(detection.candidates)} layouts, which {by} cannot tell apart:"
 
 
 def _describe_evidence(detection: Detection) -> list[str]:
     """Return sentences on the evidence that was compared, and the evidence that is left."""
-    if not detection.candidates:
+    if not detection.fitting:
         return []
     if detection.has_seen_values:
         against = detection.contradiction

@@ -89,7 +89,7 @@ class _Side:
     @property
     def candidates(self) -> list[CandidateLayout]:
         """A layout of each map and function that fits."""
-        groups = self.detection.candidates or self.detection.damaged
+        groups = self.detection.fitting or self.detection.damaged
         return [group[0] for group in groups][: 1 if self.layout else None]
 
     @property
@@ -335,15 +335,15 @@ def _make_side(
 ) -> _Side:
     detection = weights.detection(**counts)
     if name is None:
-        fits = detection.candidates or detection.damaged
+        fits = detection.fitting or detection.damaged
         alone = detection if fits else weights.detection()
-        has_other_counts = not fits and bool(alone.candidates)
+        has_other_counts = not fits and bool(alone.fitting)
         detection = alone if has_other_counts else detection
         return _Side(weights, detection, detection.layout, has_other_counts)
     layout = weights.require_uncontradicted_layout(name, parameter)
     candidates, damaged = (
         tuple((candidate,) for group in groups for candidate in group if candidate.layout == layout)
-        for groups in (detection.candidates, detection.damaged)
+        for groups in ((*detection.candidates, *detection.misplaced), detection.damaged)
     )
     return _Side(weights, Detection(candidates, {}, damaged=damaged), layout)
 

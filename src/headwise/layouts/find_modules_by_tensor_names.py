@@ -11,6 +11,7 @@ from functools import cache
 from headwise.layouts.layout import SLOT, Layout
 
 BASES = ("model.", "gpt_neox.")
+_DELIMITED_NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?=[./])")
 Numbers = tuple[tuple[str, str], ...]
 
 
@@ -82,6 +83,14 @@ class NamedModule:
         """Number of the layer in the model, by name; some layers may hold no attention."""
         counted = (part for part in re.split("[./]", self.prefix) if part.isdecimal())
         return int(dict(self.place.numbers).get("layer") or next(counted, 0))
+
+    @property
+    def stack(self) -> str | None:
+        """The part of the prefix before the layer's number; None without a number, or with two."""
+        start = len(self.place.root) if self.place.role else 0
+        numbers = [*_DELIMITED_NUMBER.finditer(self.prefix, start)]
+        is_clear = len(numbers) == 1 or [name for name, _ in self.place.numbers] == ["layer"]
+        return self.prefix[: numbers[0].start()] if numbers and is_clear else None
 
 
 def find_modules(layout: Layout, names: Iterable[str]) -> list[NamedModule]:

@@ -262,6 +262,20 @@ LAYOUTS = (
         note="GPT-NeoX's own files with num_kv_heads; without it they are fused as in neox. Layers "
         "are numbered with what stands before them, so a module's place is not told",
     ),
+    Layout(
+        name="metaseq",
+        tensors=fused_projection_by_pattern(
+            "qkv_proj",
+            "([wk: heads head_dim | wv: heads head_dim | wq: heads head_dim])",
+        )
+        | output_projection("out_proj"),
+        where={"self": "decoder.layers.{layer}.self_attn."},
+        function=AttentionSpec(axes="length batch width", mask="added"),
+        source="facebookresearch/metaseq, metaseq/model_parallel/modules/multihead_attention.py",
+        unchecked=_NEEDS_A_CLUSTER,
+        note="the first files of OPT, after their shares were joined: all keys, all values, all "
+        "queries, in spite of the name. Hugging Face's files of OPT are opt",
+    ),
     _nanotron_layout("half-split"),
     _nanotron_layout("interleaved"),
 )
