@@ -26,7 +26,7 @@ def layout_of(model: PreTrainedModel, given: dict[str, Any]) -> tuple[str, str]:
         model.save_pretrained(folder)
         asked = open_weights(folder, {})
         found = asked.detection()
-        if not found.candidates:
+        if not found.fitting:
             return "", ""
         try:
             after = narrow_by_running(found, asked.tensors, model, given, asked.config)

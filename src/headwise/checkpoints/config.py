@@ -248,12 +248,10 @@ def read_layer_counts(config: Config, role: str) -> set[int]:
 
     Args:
         config: the fields of config.json.
-        role: "encoder" or "decoder" for the layers of that side; else those of any part.
+        role: "encoder" or "decoder" where the layers are those of that side.
     """
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
-    of_side = _LAYERS_OF_SIDES.get(role)
-    both = (name for names in _LAYERS_OF_SIDES.values() for name in names)
-    for names in (of_side, _LAYERS) if of_side else ((*_LAYERS, *both),):
+    for names in (_LAYERS_OF_SIDES.get(role, ()), _LAYERS):
         values = [part.get(name) for part in parts for name in names]
         if counts := {n for n in values if isinstance(n, int) and n > 0}:
             return counts

@@ -90,7 +90,8 @@ def find_missing_layers(
     """Return sentences on layers that the config counts and of which there is no tensor.
 
     A layer that holds other tensors may have no attention, as in hybrid models. Of the stacks of
-    one role, such as those of an image and a text tower, only the longest is compared.
+    one role, such as those of an image and a text tower, only the longest is compared; modules at
+    other places than the layout's may be of a part with layers of its own number.
     """
     stacks: dict[str, dict[str, set[int]]] = {}
     for module in modules:
@@ -109,7 +110,7 @@ def find_missing_layers(
                 name.startswith((f"{stack}{number}.", f"{stack}{number}/")) for name in names
             )
         ]
-        if missing and (role or len(stacks) == 1):  # elsewhere: another part, such as a resampler
+        if missing:
             more = f" and {len(missing) - 1} more layers are" if len(missing) > 1 else " is"
             sentences.append(f"`{missing[0]}`{more} missing: the config says {count} layers")
     return sentences

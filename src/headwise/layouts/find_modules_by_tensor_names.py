@@ -86,11 +86,11 @@ class NamedModule:
 
     @property
     def stack(self) -> str | None:
-        """The part of the prefix before the layer's number; None without a number, or with two."""
-        start = len(self.place.root) if self.place.role else 0
-        numbers = [*_DELIMITED_NUMBER.finditer(self.prefix, start)]
-        is_clear = len(numbers) == 1 or [name for name, _ in self.place.numbers] == ["layer"]
-        return self.prefix[: numbers[0].start()] if numbers and is_clear else None
+        """The part of the prefix before the layer's number; None where the layout has no layers."""
+        if [name for name, _ in self.place.numbers] != ["layer"]:
+            return None
+        number = _DELIMITED_NUMBER.search(self.prefix, len(self.place.root))
+        return number and self.prefix[: number.start()]
 
 
 def find_modules(layout: Layout, names: Iterable[str]) -> list[NamedModule]:
