@@ -37,6 +37,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _LAYERS_OF_SIDES = {
     side: (f"{side}_layers", f"num_{side}_layers") for side in ("encoder", "decoder")
 }
+_TOWERS = ("text_config", "vision_config", "audio_config")
 _SHARES = ("partial_rotary_factor", "rotary_pct")  # rotated share of head_dim
 _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", *_SHARES)
 
@@ -244,13 +245,13 @@ def read_stated_counts(config: Config) -> Sizes:
 
 
 def read_layer_counts(config: Config, role: str) -> set[int]:
-    """Return the numbers of layers that the config and its sections state.
+    """Return the numbers of layers that the config states, with those of its towers.
 
     Args:
         config: the fields of config.json.
         role: "encoder" or "decoder" where the layers are those of that side.
     """
-    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    parts = [config, *(part for part in map(config.get, _TOWERS) if isinstance(part, dict))]
     for names in (_LAYERS_OF_SIDES.get(role, ()), _LAYERS):
         values = [part.get(name) for part in parts for name in names]
         if counts := {n for n in values if isinstance(n, int) and n > 0}:

@@ -13,6 +13,7 @@ from headwise.checkpoints.config import (
     Config,
     ConfigFields,
     layer_rotates,
+    layout_name,
     read_head_dim,
     read_layer_counts,
     read_stated_counts,
@@ -91,8 +92,11 @@ def find_missing_layers(
 
     A layer that holds other tensors may have no attention, as in hybrid models. Of the stacks of
     one role, such as those of an image and a text tower, only the longest is compared; modules at
-    other places than the layout's may be of a part with layers of its own number.
+    other places than the layout's may be of a part with layers of its own number. A model_type that
+    the catalogue does not know may count others.
     """
+    if config.get("model_type") and layout_name(config) is None:
+        return []
     stacks: dict[str, dict[str, set[int]]] = {}
     for module in modules:
         if module.stack is not None and module.place.role != "cross":
@@ -100,12 +104,12 @@ def find_missing_layers(
             by_stack.setdefault(module.stack, set()).add(module.layer)
     sentences, names = [], list(names)
     for role, by_stack in stacks.items():
-        stack, found = max(by_stack.items(), key=lambda item: len(item[1]))
+        stack, present = max(by_stack.items(), key=lambda pair: len(pair[1]))
         # A config of several models has several counts: the next one up is that of this stack.
-        count = min((n for n in read_layer_counts(config, role) if n >= len(found)), default=0)
+        count = min((n for n in read_layer_counts(config, role) if n >= len(present)), default=0)
         missing = [
             f"{stack}{number}"
-            for number in sorted({*range(count)} - found)
+            for number in sorted({*range(count)} - present)
             if not any(
                 name.startswith((f"{stack}{number}.", f"{stack}{number}/")) for name in names
             )
