@@ -102,7 +102,7 @@ def test_scan_reads_what_convert_wrote(tmp_path: Path, monkeypatch: pytest.Monke
     options = ("--random-repeats", "--length", 24, "--stats", "entropy", "--json")
     entropies = []
     for place in (folder, moved(folder, tmp_path / "b", "torch-packed")):
-        out, _ = scan_command.run(place, *options, "--page", tmp_path / "page.html")
+        out, _ = scan_command.run(place, *options, "--page", tmp_path / f"{place.name}.html")
         entropies.append(json.loads(out)["heads"])
     assert entropies[0] == entropies[1]
     assert len(entropies[0]) > 1

@@ -25,7 +25,7 @@ from headwise.layouts.pattern import (
     unpack_tensor,
 )
 from headwise.layouts.settings_outside_weights import AttentionSpec
-from headwise.support.explain_wrong_arguments import require_unquantised
+from headwise.support.quantised import require_unquantised
 from headwise.support.rich_result_forms import ShownInNotebook
 
 if TYPE_CHECKING:

@@ -64,21 +64,6 @@ def require_tensors(**arguments: object) -> None:
             )
 
 
-def require_unquantised(**weights: Tensor) -> None:
-    """Raise DTypeError for a weight of torchao or bitsandbytes; its name is the keyword."""
-    for name, weight in weights.items():
-        library = type(weight).__module__.partition(".")[0]
-        if library in ("torchao", "bitsandbytes"):
-            call = "weight.dequantize()"
-            if library == "bitsandbytes":
-                call = "bitsandbytes.functional.dequantize_4bit(weight, weight.quant_state)"
-            raise DTypeError(
-                saw=f"{name} is quantised: its type is {type(weight).__name__} of {library}",
-                needed="weights of a floating-point dtype",
-                do=f"load the model without quantisation, or replace each weight by {call}",
-            )
-
-
 def is_number(value: object) -> bool:
     """True for a number of any library. A tensor is none: its gradient would be lost."""
     if isinstance(value, Tensor):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.stages import Inputs
 from headwise.diagnosis.subjects.subject import Subject
-from headwise.support.explain_wrong_arguments import require_unquantised
+from headwise.support.quantised import require_unquantised
 
 DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")  # attributes, the surest one first
 

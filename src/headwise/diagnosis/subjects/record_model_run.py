@@ -26,8 +26,8 @@ from headwise.diagnosis.subjects.module_subject_base import read_dropout
 from headwise.errors import HeadwiseError, OptionError
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
-from headwise.support.explain_wrong_arguments import require_unquantised
 from headwise.support.module_modes import evaluation_mode
+from headwise.support.quantised import require_unquantised
 from headwise.support.tensor_containers import map_leaves
 
 BATCH, TOKENS = 2, 24
