@@ -120,8 +120,8 @@ def _read_widths_of_given(
         raise OptionError(
             saw=f"{kinds}, of which nothing but the outputs is known, and no inputs",
             needed="an input of (batch, tokens, width) for both",
-            do="compare(a, b, torch.randn(2, 12, 512)), with the width that they take. For the cause "
-            "too, pass a layer: the module that also holds the output projection",
+            do="compare(a, b, torch.randn(2, 12, 512)), with the width that they take. For the "
+            "cause too, pass a layer: the module that also holds the output projection",
         )
     given = inputs if isinstance(inputs, Inputs) else Inputs(inputs)
     return given.x.shape[-1], given.key_source.shape[-1]
