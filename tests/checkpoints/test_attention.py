@@ -18,7 +18,7 @@ from headwise.checkpoints import load_attention
 from headwise.checkpoints.config import layout_name
 from headwise.checkpoints.source import open_source
 from headwise.checkpoints.stream_conversion import convert_checkpoint
-from headwise.errors import CheckpointError, OptionError
+from headwise.errors import CheckpointError, DTypeError, OptionError
 from tests.layouts.real import Real, assert_gives, inputs, sharpen
 
 SINGLE = torch.finfo(torch.float32).eps  # transformers takes angles and the softmax in float32
@@ -190,7 +190,7 @@ def test_a_layer_with_several_modules_is_named_by_its_prefix(tmp_path: Path) -> 
         decoder_start_token_id=0,
     )
     transformers.T5Model(config).save_pretrained(tmp_path / "t5")
-    with pytest.raises(OptionError, match="pass prefix=") as error:
+    with pytest.raises(OptionError, match="prefix=") as error:
         load_attention(tmp_path / "t5", layer=1)
     assert "'decoder.block.1.layer.1.EncDecAttention.'" in error.value.needed
     layer = load_attention(tmp_path / "t5", prefix="encoder.block.1.layer.0.SelfAttention.")
@@ -219,3 +219,40 @@ def test_a_layout_other_than_the_metadata_says(bare: Path, tmp_path: Path) -> No
         load_attention(target, layout="llama")
     with pytest.raises(CheckpointError, match="does not exist"):
         load_attention(tmp_path / "c.safetensors")
+
+
+def stored_llama(tmp_path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
+    model, _, _ = llama(num_hidden_layers=3)
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    model.config.save_pretrained(tmp_path)
+    save_file(change(state), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_in_eight_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = stored_llama(
+        tmp_path, lambda state: {n: x.mul(50).to(dtype) for n, x in state.items()}
+    )
+    with pytest.raises(DTypeError, match=rf"_proj.weight in {dtype}"):
+        load_attention(folder)
+    layer = load_attention(folder, dtype=torch.float32)
+    stored = open_source(folder)["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(layer.q_proj.weight, stored.float())
+
+
+def test_layers_that_are_not_there(tmp_path: Path) -> None:
+    folder = stored_llama(
+        tmp_path / "a", lambda state: {n: x for n, x in state.items() if ".1." not in n}
+    )
+    with pytest.raises(OptionError, match=r"layer 1 of .* has the layers 0, 2"):
+        load_attention(folder, layer=1)
+    with pytest.raises(OptionError, match="holds no attention in the layout gpt2") as error:
+        load_attention(folder, layout="gpt2")
+    assert "headwise detect" in error.value.do
+    quantised = stored_llama(
+        tmp_path / "b",
+        lambda state: {n.replace("proj.weight", "proj.qzeros"): x for n, x in state.items()},
+    )
+    with pytest.raises(OptionError, match="quantised by AWQ or GPTQ"):
+        load_attention(quantised)

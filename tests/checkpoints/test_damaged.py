@@ -381,7 +381,7 @@ def test_a_program_is_said_to_be_one(tmp_path: Path) -> None:
         ({"__metadata__": torch.zeros(2)}, "'__metadata__', a"),
         ({"\ud800": torch.zeros(2)}, "'\\ud800', a"),
         ([torch.zeros(2)], "holds a list"),
-        ({}, "holds a dict"),
+        ({}, "holds an empty dict"),
     ],
 )
 def test_what_is_no_state_dict(tmp_path: Path, content: Any, saw: str) -> None:

@@ -184,3 +184,22 @@ def test_a_rotary_width_that_no_head_can_have(bare: Path, width: int) -> None:
     error = COMMAND.refused(bare, "--heads", 6, "--rotary-width", width)
     assert error.saw == f"rotary_width {width}, in a head_dim of 8"
     assert "--rotary-width" in error.do
+
+
+def test_a_model_that_runs_does_not_hide_the_reason(cohere: Path, tmp_path: Path) -> None:
+    state = load_file(cohere / "model.safetensors")
+    named = {name.replace("proj.weight", "proj.qzeros"): x for name, x in state.items()}
+    save_file(named, tmp_path / "model.safetensors")
+    done = run(tmp_path, "--against", cohere)
+    assert done.exit_code == 1
+    assert "its weights are quantised by AWQ or GPTQ" in done.stdout
+
+
+def test_a_model_of_nan_refutes_no_layout(cohere: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "nan"
+    shutil.copytree(cohere, folder)
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.1.self_attn.q_proj.weight"].fill_(float("nan"))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    error = COMMAND.refused(folder, "--against", folder)
+    assert error.saw.startswith("model.layers.1.self_attn.q_proj.weight holds 2,304 of 2,304")

@@ -152,3 +152,21 @@ def test_a_damaged_part_is_named(model: Path, texts: Path, monkeypatch: pytest.M
     run(*arguments)
     assert len(seen) == 2  # the trial, and the text of the part
     assert everything_in(Path("kept")) == before
+
+
+def test_hidden_files_are_no_texts(model: Path, texts: Path) -> None:
+    """Editors and archives leave copies of a text under names that begin with a dot."""
+    for name in ("._0.txt", ".checkpoints/0.txt"):
+        (texts / name).parent.mkdir(exist_ok=True)
+        (texts / name).write_bytes(b"\xff")
+    (texts / "2.txt").rename(texts / "2.TXT")
+    found = json.loads(run(model, "--text", texts, "--out", "kept", "--json")[0])
+    assert found["read"]["sequences"] == 3
+
+
+def test_a_byte_order_mark_is_no_token(model: Path, texts: Path) -> None:
+    file = texts / "0.txt"
+    options = ("--text", file, "--stats", "entropy", "--json", "--force")
+    heads = json.loads(run(model, *options)[0])["heads"]
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert json.loads(run(model, *options)[0])["heads"] == heads

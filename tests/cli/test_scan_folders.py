@@ -14,11 +14,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headwise.checkpoints.source import LFS_POINTER
+from headwise.cli.convert import convert
+from tests.cli.alone import Alone
 from tests.cli.scan_command import refused, run
 from tests.huggingface.stored import stored
 
 pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 
+CONVERT = Alone(convert)
 SHORT = ("--random-repeats", "--length", 16, "--stats", "entropy", "--json", "--force")
 UP = "model.layers.0.mlp.up_proj.weight"
 SIZES = {"vocab_size": 61, "hidden_size": 42, "intermediate_size": 56, "num_hidden_layers": 2}
@@ -62,9 +66,7 @@ def test_stored_scales_that_the_model_has_no_place_for(tmp_path: Path) -> None:
 
     folder = llama(tmp_path / "m")
     change_tensors(folder, quantise)
-    (note,) = json.loads(run(folder, *SHORT)[0])["notes"]
-    assert note.startswith("LlamaForCausalLM has no place for model.layers.0.mlp.down_proj.weight_")
-    assert "and 11 more of the file: results are those of a model without them" in note
+    assert "8-bit or 4-bit numbers with scales beside them" in refused(folder, *SHORT).saw
 
 
 @pytest.mark.parametrize(
@@ -141,3 +143,76 @@ def test_an_adapter_beside_the_weights_is_noted(tmp_path: Path) -> None:
     content = json.loads(run(folder, *SHORT)[0])
     assert content["notes"] == ["the adapter beside the weights (adapter_config.json) is applied"]
     assert [head["entropy"] for head in content["heads"]] != plain
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"qweight": torch.zeros(5, 56), "g_idx": torch.zeros(42)}, "GPTQ"),
+        ({"weight": torch.zeros(56, 5), "scales": torch.ones(56), "biases": torch.ones(56)}, "MLX"),
+    ],
+)
+def test_quantised_weights_that_no_config_names(
+    tmp_path: Path, parts: dict[str, Tensor], reason: str
+) -> None:
+    """Weights of other names would be random, and another config would not help."""
+    folder = llama(tmp_path / "m")
+    stored = {f"{UP.removesuffix('weight')}{name}": x for name, x in parts.items()}
+    change_tensors(folder, lambda state: {n: state[n] for n in state if n != UP} | stored)
+    error = refused(folder, *SHORT)
+    assert f"its weights are quantised by {reason}" in error.saw
+    assert "take the checkpoint that was quantised" in error.do
+
+
+def test_a_prefix_goes_as_the_error_advises(tmp_path: Path) -> None:
+    folder, target = llama(tmp_path / "m"), tmp_path / "n"
+    shutil.copytree(folder, tmp_path / "plain")
+    rename(folder, "policy.net.")
+    assert "headwise convert DIR NEW_DIR --to LAYOUT --root ''" in refused(folder, *SHORT).do
+    CONVERT.run(folder, target, "--to", "llama", "--root", "")
+    assert entropies(target) == entropies(tmp_path / "plain")
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "m")
+    weights = folder / "model.safetensors"
+    weights.rename(folder / "weights.gguf")
+    assert "gguf_file=" in refused(folder, *SHORT).do
+    weights.symlink_to("nowhere")
+    assert "model.safetensors cannot be read: No such file" in refused(folder, *SHORT).saw
+    weights.unlink()
+    weights.write_bytes(LFS_POINTER + b"v1\noid sha256:4d7a\nsize 12\n")
+    assert "model.safetensors is a pointer of git-lfs" in refused(folder, *SHORT).saw
+    (folder / "config.json").write_bytes(weights.read_bytes())
+    save_file({"a": torch.ones(1)}, weights)
+    assert "config.json is a pointer of git-lfs" in refused(folder, *SHORT).saw
+    (folder / "config.json").write_text("{", "utf-8")
+    assert refused(folder, *SHORT).do == "repair the file, or download it again"
+
+
+def test_a_folder_of_the_hubs_cache(tmp_path: Path) -> None:
+    cache = tmp_path / "models--owner--name"
+    (cache / "refs").mkdir(parents=True)
+    assert "without a snapshot" in refused(cache, *SHORT).saw
+    snapshot = llama(cache / "snapshots" / "1a2b")
+    assert refused(cache, *SHORT).do == f"name the snapshot: {snapshot}"
+
+
+def test_a_model_that_computes_nan(tmp_path: Path) -> None:
+    """No statistic fails at NaN, and the first layer that attends with it is named."""
+    folder = llama(tmp_path / "m")
+    change_config(folder, rms_norm_eps=float("nan"))
+    options = ("--random-repeats", "--length", 16, "--json")
+    content = json.loads(run(folder, *options)[0])
+    (note,) = content["notes"]
+    assert note.startswith("queries or keys of model.layers.0.self_attn and 1 more are NaN")
+    assert {head["entropy"] for head in content["heads"]} == {None}
+    assert {head["effective_rank"] for head in content["heads"]} == {None}
+
+
+def test_top_keys_of_all_heads_or_of_none(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "m")
+    for word, count in {"all": 2, "none": 0, "1.5": 1}.items():
+        run(folder, *SHORT, "--top-keys", word, "--out", word)
+        stored_names = load_file(f"{word}/scan.safetensors")
+        assert len([n for n in stored_names if "top_keys" in n and n.endswith("key")]) == count

@@ -364,3 +364,13 @@ def test_the_report_of_a_conversion_as_json(folder: Path, tmp_path: Path) -> Non
     assert (result["schema"], result["from"], result["to"]) == (1, "llama", "llama-meta")
     assert (result["target"], result["tensors"], result["rewritten"]) == (str(target), 21, 4)
     assert "llama -> llama-meta" in done.stderr
+
+
+def test_weights_in_integers(folder: Path, tmp_path: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    small = {name: x.mul(100).to(torch.int8) for name, x in state.items()}
+    shutil.copytree(folder, tmp_path / "b")
+    save_file(small, tmp_path / "b" / "model.safetensors")
+    done = run(folder, tmp_path / "b")
+    assert done.exit_code == 1, done.exception
+    assert "against torch.int8" in done.stdout

@@ -272,3 +272,27 @@ def test_a_layout_that_could_not_be_placed_is_refused(changes: dict[str, Any], s
 def test_a_function_in_unknown_words_is_refused(field: str, said: str) -> None:
     with pytest.raises(OptionError, match=f"{field}={said!r}"):
         AttentionSpec(**{field: said})
+
+
+@pytest.mark.parametrize(
+    ("state", "heads", "saw"),
+    [
+        (None, 4, "weights of type NoneType"),
+        ("a/path", 4, "weights of type str"),
+        (torch.nn.MultiheadAttention(40, 4), 4, "weights of type MultiheadAttention"),
+        ({"in_proj_weight": [[1.0]]}, 4, "the state dict with 'in_proj_weight', a list"),
+        ({b"in_proj_weight": torch.ones(3)}, 4, "the state dict with b'in_proj_weight', a Tensor"),
+        (torch.nn.MultiheadAttention(40, 4).state_dict(), 4.0, "heads=4.0"),
+        (torch.nn.MultiheadAttention(40, 4).state_dict(), "4", "heads='4'"),
+        (torch.nn.MultiheadAttention(40, 4).state_dict(), True, "heads=True"),
+    ],
+)
+def test_what_is_no_state_dict_or_no_count(state: Any, heads: Any, saw: str) -> None:
+    with pytest.raises(OptionError) as error:
+        convert(state, "torch-packed", "gpt2", heads=heads)
+    assert error.value.saw == saw
+
+
+def test_what_is_no_name_of_a_layout() -> None:
+    with pytest.raises(OptionError, match="no layout is named None"):
+        convert({"a": torch.ones(3)}, None, "gpt2", heads=4)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from headwise.layouts import registry
 from headwise.layouts.axis_sizes import Sizes
 from headwise.layouts.canonical_tensor_axes import State
 from headwise.layouts.find_modules_by_tensor_names import NamedModule, find_modules
+from headwise.layouts.foreign_tensors import find_obstacle
 from headwise.layouts.layout import Layout
 from headwise.support.explain_wrong_arguments import RENAMED_COUNTS, explain_arguments
 
@@ -185,23 +186,37 @@ def _select_module(
     prefix: str | None,
 ) -> NamedModule:
     """Return the module of a layer, or of a prefix."""
+    if not modules:
+        obstacle = find_obstacle(source.headers)
+        why = "" if obstacle is None else f": {obstacle.reason}"
+        raise OptionError(
+            saw=f"{source.path} holds no attention in the layout {layout.name}{why}",
+            needed=f"modules with {', '.join(sorted(layout.required))}",
+            do="headwise detect names the layout of weights: pass it as layout=..."
+            if obstacle is None
+            else obstacle.do,
+        )
     matches = [module for module in modules if module.layer == layer]
     if prefix is not None:
         matches = [module for module in modules if module.prefix == prefix]
     if len(matches) == 1:
         return matches[0]
     shown = matches or modules
-    names = ", ".join(repr(module.prefix) for module in shown[:MAX_NAMES]) or "none"
+    names = ", ".join(repr(module.prefix) for module in shown[:MAX_NAMES])
     more = f" and {len(shown) - MAX_NAMES} more" if len(shown) > MAX_NAMES else ""
     selection = f"layer {layer}" if prefix is None else f"prefix {prefix!r}"
     fault = f"where {layout.name} has {len(matches)} modules"
-    numbers = {module.layer for module in modules if module.layer is not None}
+    numbers = sorted({module.layer for module in modules if module.layer is not None})
     if prefix is None and not matches and numbers:
-        fault = f"which has the layers {min(numbers)} to {max(numbers)}"
+        is_whole = len(numbers) == numbers[-1] - numbers[0] + 1
+        span = f"{numbers[0]} to {numbers[-1]}" if is_whole else ", ".join(map(str, numbers))
+        fault = f"which has the layers {span}"
     raise OptionError(
         saw=f"{selection} of {source.path}, {fault}",
         needed=f"one module, among {names}{more}",
-        do="pass prefix=... with one of these names" if matches else "change layer or prefix",
+        do=f"load_attention(path, prefix={matches[0].prefix!r}) in Python, or another of them"
+        if matches
+        else "change layer or prefix",
     )
 
 

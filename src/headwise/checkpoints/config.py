@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from headwise.checkpoints.source import require_no_pointer
 from headwise.errors import OptionError
 from headwise.layouts.axis_sizes import Sizes
 from headwise.support.message_text import describe_value
@@ -209,6 +210,7 @@ def read_config(path: Path) -> ConfigFields:
         config = json.loads(path.read_text(encoding="utf-8"))
         problem = f"holds a {type(config).__name__}"
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or an integer too long
+        require_no_pointer(path)
         config, problem = None, f"is no JSON: {error}"
     except OSError as error:
         config, problem = None, f"cannot be read: {error.strerror}"
@@ -216,8 +218,7 @@ def read_config(path: Path) -> ConfigFields:
         raise OptionError(
             saw=f"{path} {problem}",
             needed="the config of a model: a JSON object",
-            do="repair or remove the file, and give {heads} and {kv_heads}",
-            parameter={"heads": (), "kv_heads": ()},
+            do="repair the file, or download it again",
         )
     return ConfigFields(config, origin=str(path))
 

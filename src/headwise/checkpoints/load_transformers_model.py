@@ -26,8 +26,14 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.config import read_config
 from headwise.checkpoints.in_memory_conversion_for_transformers import open_described_model
+from headwise.checkpoints.source import (
+    explained_os_errors,
+    require_no_other_format,
+    require_no_pointer,
+)
 from headwise.checkpoints.torch_file import unreadable_error
 from headwise.errors import OptionError
+from headwise.layouts.foreign_tensors import find_quantisation
 from headwise.support.optional_imports import require_package
 
 CONFIG = "config.json"
@@ -135,6 +141,8 @@ def measure_model_bytes(folder: Path) -> int:
             do="name a folder on this machine; nothing is downloaded",
         )
     weights = next(filter(None, (sorted(folder.glob(pattern)) for pattern in WEIGHTS)), [])
+    if not weights:
+        require_no_other_format(folder)
     if not (folder / CONFIG).is_file() or not weights:
         missing = "weights" if (folder / CONFIG).is_file() else CONFIG
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
@@ -145,7 +153,10 @@ def measure_model_bytes(folder: Path) -> int:
             if (folder / ADAPTER).is_file()
             else "name a folder from save_pretrained, or a complete copy of a model repository",
         )
-    return sum(path.stat().st_size for path in weights)
+    with explained_os_errors(folder):  # a link to nowhere
+        for path in weights:
+            require_no_pointer(path)
+        return sum(path.stat().st_size for path in weights)
 
 
 def load(
@@ -319,6 +330,13 @@ def _require_fitting_weights(folder: Path, info: dict[str, Any], model: Any) -> 
     if (method := _quantisation_method(folder)) is not None:
         reason = unfit[0] if unfit else f"{kind} has no place for {unplaced[0]}"
         raise _quantised_error(folder, method, reason)
+    names = {*unplaced, *(name for name, *_ in info["mismatched_keys"])}
+    if (quantisation := find_quantisation(sorted(names))) is not None:
+        raise OptionError(
+            saw=f"{folder}: {quantisation.reason}",
+            needed="weights in floating point",
+            do=quantisation.do,
+        )
     if unfit:
         raise OptionError(
             saw=f"{folder}: {unfit[0]}",
@@ -332,7 +350,7 @@ def _require_fitting_weights(folder: Path, info: dict[str, Any], model: Any) -> 
             saw=f"{folder}: no stored name fits {kind}: {unplaced[0]}, where it has {missing[0]}",
             needed="weights under the names of transformers",
             do="headwise detect DIR names their layout; headwise convert DIR NEW_DIR --to LAYOUT "
-            "changes it",
+            "--root '' changes it, and leaves out a prefix",
         )
 
 

@@ -46,6 +46,7 @@ FOREIGN = {
     ".msgpack": f"flax.serialization.msgpack_restore(bytes) gives nested arrays; {_SAVE}",
     ".onnx": "tensors = {t.name: torch.tensor(onnx.numpy_helper.to_array(t)) for t in "
     f"onnx.load(path).graph.initializer}}, {_SAVE}",
+    ".ckpt": "torch.save(torch.load(path)['state_dict'], 'model.pt')",
     ".npz": f"tensors = {{n: torch.as_tensor(x) for n, x in numpy.load(path).items()}}, {_SAVE}",
 }
 MAX_NAME = 255  # letters of a file's name
@@ -73,6 +74,13 @@ def checkpoint_files(path: Path) -> list[Path]:
         else:
             _require_complete_parts(path, files)
         return files
+    require_no_other_format(path)
+    names = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
+    raise no_checkpoint_error(path, f"holds no weights: {names}")
+
+
+def require_no_other_format(path: Path) -> None:
+    """Raise CheckpointError for a folder of another format, or of the hub's cache."""
     if foreign := next((f for f in sorted(path.iterdir()) if f.suffix in FOREIGN), None):
         raise no_checkpoint_error(path, f"holds {foreign.name}", do=FOREIGN[foreign.suffix])
     if snapshots := sorted(path.glob("snapshots/*/")):
@@ -81,8 +89,6 @@ def checkpoint_files(path: Path) -> list[Path]:
     if (path / "refs").is_dir() or (path / "blobs").is_dir():
         do = "download the model again: huggingface_hub.snapshot_download(name)"
         raise no_checkpoint_error(path, "is a folder of the hub's cache without a snapshot", do=do)
-    names = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
-    raise no_checkpoint_error(path, f"holds no weights: {names}")
 
 
 def require_inside(file: Path, folder: Path) -> None:
@@ -347,12 +353,17 @@ def explained_os_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_tensor_file(file: Path) -> TensorFile:
-    """Read the headers of a file of any known format."""
+def require_no_pointer(file: Path) -> None:
+    """Raise CheckpointError for the text that git-lfs leaves in the place of a large file."""
     with file.open("rb") as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
             do = "git lfs pull in its folder, or download the file itself"
             raise no_checkpoint_error(file, "is a pointer of git-lfs, not the file", do=do)
+
+
+def read_tensor_file(file: Path) -> TensorFile:
+    """Read the headers of a file of any known format."""
+    require_no_pointer(file)
     if file.suffix == SAFETENSORS:
         return safetensors_file.read_safetensors_header(file)
     if file.suffix in TORCH:

@@ -58,7 +58,8 @@ def read_torch_file(path: Path) -> TensorFile:
     content, metadata = _split_megatron(_load_pickle(path))
     state, model_args = _split_model_args(content)
     if not isinstance(state, Mapping) or not state:
-        raise _no_state_dict_error(path, f"a {type(state).__name__}")
+        empty = "an empty dict" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise _no_state_dict_error(path, empty)
     for name, value in state.items():
         # names and tensors that safetensors can store
         is_name = isinstance(name, str) and name != METADATA and is_utf8(name)
@@ -181,9 +182,9 @@ def _describe_kind(value: Any) -> str:
 
 def _no_state_dict_error(path: Path, saw: str, *, part: str | None = None) -> CheckpointError:
     """Return the error for a file without a state_dict; ``part`` is the key of a candidate."""
-    key = "['model']" if part is None else f"[{part!r:.60}]"
+    state = "model.state_dict()" if part is None else f"torch.load(...)[{part!r:.60}]"
     return CheckpointError(
         saw=f"{path} holds {saw}",
         needed="a state_dict: dense tensors by name, and nothing else",
-        do=f"save the state_dict alone: torch.save(torch.load(...){key}, ...)",
+        do=f"save the state_dict alone: torch.save({state}, ...)",
     )

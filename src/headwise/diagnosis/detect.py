@@ -177,14 +177,7 @@ def _require_state_dict(given: object, title: str) -> Mapping[str, Tensor]:
             needed="a path, or a state dict: names and tensors",
             do="give model.state_dict(), or the path of a file or a folder",
         )
-    given = tensors_of_arrays(given)
-    for name, tensor in given.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise OptionError(
-                saw=f"{title} with {name!r}, a {type(tensor).__name__}",
-                needed="names and tensors",
-                do="give the part that holds the tensors, or leave this entry out",
-            )
+    given = tensors_of_arrays(given, title=title)
     if not given:
         raise OptionError(
             saw=f"{title}, which is empty",

@@ -34,6 +34,7 @@ from headwise.layouts.settings_outside_weights import AttentionSpec
 from headwise.reference import repeat_kv_heads, split_heads
 from headwise.scanning.capture import capture_attention
 from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.parse_given_model_inputs import require_finite_parameters
 from headwise.support.module_modes import evaluation_mode
 
 
@@ -88,6 +89,7 @@ def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[Firs
             is_capped=call.matrix.softcap is not None,
         )
 
+    require_finite_parameters(model)  # NaN agrees with nothing
     capturing = capture_attention(model, on_complete=on_complete)
     with torch.no_grad(), evaluation_mode(model), capturing as capture:
         capture.begin_input()

@@ -22,9 +22,9 @@ from headwise.diagnosis.candidate_layouts import (
     group_equal_layouts,
 )
 from headwise.diagnosis.diagnosis_result import shorten_lines
-from headwise.diagnosis.foreign_tensors import Obstacle, find_obstacle
 from headwise.errors import CheckpointError, OptionError, UndecidedError
 from headwise.layouts.conversion_steps import TensorHeader
+from headwise.layouts.foreign_tensors import Obstacle, find_obstacle
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
 from headwise.layouts.settings_outside_weights import AttentionSpec
@@ -252,7 +252,13 @@ def narrow_detection(
     """
     joined = group_equal_layouts(groups, lambda a, b: not a.conflicts(b))
     compared = (*detection.compared, by)
-    return Detection(joined, refuted, None, detection.contradiction, compared)
+    return Detection(
+        joined,
+        refuted,
+        contradiction=detection.contradiction,
+        compared=compared,
+        obstacle=detection.obstacle,
+    )
 
 
 def _find_refutation(

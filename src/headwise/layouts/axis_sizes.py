@@ -7,6 +7,7 @@ from functools import cache
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.pattern import Pattern, PatternAxis, product_of_sizes
+from headwise.support.cast_to_int64 import convert_to_int_or_none
 from headwise.support.message_text import nearest_counts
 
 Sizes = dict[str, int]
@@ -30,12 +31,7 @@ def solve_axis_sizes(
         ShapeError: a shape does not fit its pattern, or a count does not divide.
         OptionError: a size stays undetermined; the message names the count to give.
     """
-    if any(size < 1 for size in known.values()):
-        raise OptionError(
-            saw=_join_sizes(known),
-            needed="counts of at least 1",
-            do="give the counts that the model has; leave out what it has not",
-        )
+    _require_counts(known)
     sizes = solve_products(dict(known), splits)
     equations = []
     for name, (pattern, shape) in shapes.items():
@@ -58,6 +54,22 @@ def solve_axis_sizes(
                 progress = True
     _check_equations(equations, sizes)
     return sizes
+
+
+def _require_counts(known: Mapping[str, int]) -> None:
+    for name, count in known.items():
+        if isinstance(count, bool) or convert_to_int_or_none(count) is None:
+            raise OptionError(
+                saw=f"{name}={count!r:.40}",
+                needed="a whole number",
+                do=f"give {name} as an int",
+            )
+    if any(size < 1 for size in known.values()):
+        raise OptionError(
+            saw=_join_sizes(known),
+            needed="counts of at least 1",
+            do="give the counts that the model has; leave out what it has not",
+        )
 
 
 def _solve_axis(

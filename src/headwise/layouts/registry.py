@@ -37,8 +37,9 @@ def layout(name: str | Layout) -> Layout:
         return name
     known = layouts_by_name()
     if name not in known:
-        near = [other for other in known if name.lower() in other]
-        similar = get_close_matches(name.lower(), known, n=4, cutoff=0.5)
+        word = str(name).lower()  # also of a value that is no name
+        near = [other for other in known if word in other]
+        similar = get_close_matches(word, known, n=4, cutoff=0.5)
         near += [other for other in similar if other not in near]
         raise OptionError(
             saw=f"no layout is named {describe_value(name)}",

@@ -60,7 +60,7 @@ def scan(
 
     The model runs in eval mode and without gradients, and keeps its mode and settings. No tensor
     of queries x keys is allocated. ``HeadScan.notes`` lists modules that look like attention and
-    were not captured.
+    were not captured, and layers whose queries or keys are NaN or infinite.
 
     Args:
         model: a model of transformers, one with torch's or headwise's layers, or one that calls
@@ -150,6 +150,7 @@ class _Collector:
         self._unembedding = find_plain_unembedding(model) if is_needed else None
         self._calls = self._sequences = self._tokens = 0
         self._first: str | None = None
+        self._not_finite: dict[str, None] = {}  # layers, in call order
         self._is_new = True
         self._texts = TextRecorder()
 
@@ -176,6 +177,8 @@ class _Collector:
             layer.query_text, layer.key_text = texts
         if layer.heads != tuple(range(layer.num_heads)):
             call = call.of_heads(torch.tensor(layer.heads, device=call.matrix.q.device))
+        if not _attends_with_finite_numbers(call):
+            self._not_finite[call.layer] = None
         self._set_token_marks_and_unembedding(call)
         fitting = []
         for statistic in self._statistics:
@@ -218,11 +221,30 @@ class _Collector:
             model=model,
             sequences=self._sequences,
             tokens=self._tokens,
-            notes=capture.notes,
+            notes=capture.notes + self._note_on_numbers_not_finite(),
             statistics=self._statistics,
             layer_scans=layers,
             texts=self._texts.texts,
         )
+
+    def _note_on_numbers_not_finite(self) -> tuple[str, ...]:
+        if not self._not_finite:
+            return ()
+        first, *others = self._not_finite
+        more = f" and {len(others)} more" if others else ""
+        return (
+            f"queries or keys of {first}{more} are NaN or infinite, and so are the statistics: "
+            "check the model's config, or run it in a wider dtype",
+        )
+
+
+def _attends_with_finite_numbers(call: CapturedCall) -> bool:
+    """False if the query or the key of a token, not of padding, is NaN or infinite."""
+    pairs = ((call.matrix.q, call.real_queries), (call.matrix.k, call.real_keys))
+    return all(
+        bool(x.isfinite().all()) or bool(x.isfinite().all(-1).all(1)[real].all())
+        for x, real in pairs
+    )
 
 
 def _mark_chosen_tokens(tokens: Tensor, chosen: tuple[int, ...]) -> Tensor | None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.errors import DTypeError
+from headwise.errors import DTypeError, OptionError
 
 
 def iterate_leaves(value: Any) -> Iterator[Any]:
@@ -36,20 +36,34 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def tensors_of_arrays(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def tensors_of_arrays(state: object, *, title: str = "the state dict") -> Mapping[str, Tensor]:
     """Return the same names with each NumPy array, or array of JAX, as a tensor.
 
     Raises:
+        OptionError: no mapping, or an entry that is no name with a tensor.
         DTypeError: an array without numbers that torch has.
     """
+    if not isinstance(state, Mapping):
+        raise OptionError(
+            saw=f"weights of type {type(state).__name__}",
+            needed="a state dict: names and tensors",
+            do="give model.state_dict(), or safetensors.torch.load_file(path)",
+        )
     arrays = {
         name: np.asarray(value)
         for name, value in state.items()
         if hasattr(value, "__array__") and not isinstance(value, Tensor)
     }
-    return (
-        {**state, **{n: _to_tensor(n, array) for n, array in arrays.items()}} if arrays else state
-    )
+    if arrays:
+        state = {**state, **{name: _to_tensor(name, array) for name, array in arrays.items()}}
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise OptionError(
+                saw=f"{title} with {name!r:.80}, a {type(tensor).__name__}",
+                needed="names and tensors",
+                do="give the part that holds the tensors, or leave this entry out",
+            )
+    return state
 
 
 def _to_tensor(name: str, array: np.ndarray) -> Tensor:

@@ -49,8 +49,8 @@ def _parse_top_keys_heads(
     if options.top_keys is None:
         is_small = len(trial.heads) * tokens <= MOST_ROWS
         return "all" if is_small and options.stats is None and options.out is None else []
-    if options.top_keys in ((ALL,), (NONE,)):
-        return "all" if options.top_keys == (ALL,) else []
+    if list(options.top_keys) in ([ALL], [NONE]):  # typer makes lists of tuples
+        return "all" if ALL in options.top_keys else []
     known = {(layer, head) for _, layer, head in trial.heads}
     heads: list[tuple[int | str, int]] = []
     for name in options.top_keys:

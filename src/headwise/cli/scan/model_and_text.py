@@ -241,7 +241,7 @@ def list_text_files(paths: Sequence[Path]) -> list[Path]:
     """
     files: list[Path] = []
     for path in paths:
-        inside = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        inside = _text_files_of_folder(path) if path.is_dir() else [path]
         if not inside or not all(file.is_file() for file in inside):
             fault = "a folder without .txt files" if path.is_dir() else "no file"
             raise OptionError(
@@ -251,6 +251,16 @@ def list_text_files(paths: Sequence[Path]) -> list[Path]:
             )
         files += inside
     return files
+
+
+def _text_files_of_folder(folder: Path) -> list[Path]:
+    """Return the .txt files of a folder, without those that a name with a dot hides."""
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix.lower() == ".txt"
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )
 
 
 def prepare_texts(subject: ModelToScan, options: ScanOptions) -> list[TextToRead]:
@@ -398,7 +408,7 @@ def largest_text_length(subject: ModelToScan, length: int | None, *, default: in
 
 def _read_utf8(file: Path) -> str:
     try:
-        return file.read_text("utf-8")
+        return file.read_text("utf-8-sig")  # some editors begin a text with a byte order mark
     except UnicodeDecodeError as error:
         raise OptionError(
             saw=f"{file}, in which byte {error.start} is not UTF-8",

@@ -80,7 +80,8 @@ def have_same_bits(a: Tensor, b: Tensor) -> bool:
 
 def default_tolerance(*dtypes: torch.dtype) -> float:
     """Return the relative error that sums in these dtypes may have."""
-    return min(WIDEST, 4096 * max(torch.finfo(dtype).eps for dtype in dtypes))
+    eps = (torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+    return min(WIDEST, 4096 * max(eps, default=WIDEST))
 
 
 def largest_residual(a: Tensor, b: Tensor) -> float:

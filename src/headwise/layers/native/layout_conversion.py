@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from headwise.errors import OptionError
+from headwise.errors import DTypeError, OptionError
 from headwise.layers.native.base import AttentionBase
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import Alibi, T5Bias
@@ -18,6 +18,7 @@ from headwise.layers.positions.distance_bias import BIAS_MAX, AlibiSlopes, T5Buc
 from headwise.layers.positions.rotary import Rotary
 from headwise.layouts import pattern
 from headwise.layouts.canonical_tensor_axes import State
+from headwise.layouts.conversion_plan import FLOATING
 from headwise.layouts.find_modules_by_tensor_names import find_modules
 from headwise.layouts.layout import Layout
 from headwise.layouts.registry import layout
@@ -38,6 +39,13 @@ def canonical_tensors_of_module(
 ) -> State:
     """Return the canonical tensors of a module; ``heads`` are known numbers of heads, or None."""
     _require_one_module(state, source)
+    for name in source.tensors:
+        if name in state and state[name].dtype not in FLOATING and options.get("dtype") is None:
+            raise DTypeError(
+                saw=f"{name} in {state[name].dtype}",
+                needed="weights in float64, float32, bfloat16 or float16",
+                do="tensor.to(torch.float32) of each, if no scales belong to them",
+            )
     rotary, sizes = options.get("rotary"), {k: n for k, n in heads.items() if n is not None}
     if rotary is not None:
         source.require_whole(state)

@@ -139,7 +139,8 @@ class EffectiveRank(TileStatistic):
         outer, count = summary["outer"], summary["count"].clamp(min=1)
         mean = summary["sum"] / count[:, None]
         centred = outer - count[:, None, None] * mean[:, :, None] * mean[:, None, :]
-        squares = torch.linalg.eigvalsh(centred)
+        finite = centred.isfinite().all(-1).all(-1)  # eigvalsh fails at NaN
+        squares = torch.linalg.eigvalsh(centred.where(finite[:, None, None], 0.0))
         sigma = squares.where(
             squares > _zero_eigenvalue_rounding_bound(outer, count)[:, None], 0.0
         ).sqrt()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from headwise.layouts.conversion_steps import TensorHeader
@@ -24,7 +24,7 @@ class Obstacle(NamedTuple):
 
 
 # A pattern of tensor names -> the reason and the advice; the first that a name fits is given.
-BY_NAME = {
+QUANTISED = {
     r"\.g_idx$": Obstacle("its weights are quantised by GPTQ", UNQUANTISED),
     r"\.qzeros$": Obstacle("its weights are quantised by AWQ or GPTQ", UNQUANTISED),
     r"\.(absmax|quant_map|SCB|quant_state\.bitsandbytes__\w+)$": Obstacle(
@@ -34,6 +34,8 @@ BY_NAME = {
     r"\.(weight_scale(_inv)?|scale_weight)$": Obstacle(
         "its weights are 8-bit or 4-bit numbers with scales beside them", UNQUANTISED
     ),
+}
+OTHERS = {
     r"lora_(A|B|embedding)": Obstacle(
         "it holds the adapters of peft, without the weights that they change",
         "PeftModel.from_pretrained(model, path).merge_and_unload().save_pretrained(folder)",
@@ -52,15 +54,9 @@ BY_NAME = {
 
 def find_obstacle(headers: Mapping[str, TensorHeader]) -> Obstacle | None:
     """Return the reason why no layout fits tensors, or None where none is known."""
-    if any(
-        f"{name}.scales" in headers and f"{name}.biases" in headers
-        for name in (n.removesuffix(".weight") for n in headers if n.endswith(".weight"))
-    ):
-        do = f"mlx_lm.convert --dequantize, or {UNQUANTISED}"
-        return Obstacle("its weights are quantised by MLX", do)
-    for pattern, obstacle in BY_NAME.items():
-        if name := next((name for name in headers if re.search(pattern, name)), None):
-            return obstacle._replace(reason=f"{obstacle.reason}, as `{name}` shows")
+    known = find_quantisation(headers) or _find_by_name(headers, OTHERS)
+    if known is not None:
+        return known
     unlisted = min(_unlisted_tensors(headers), key=lambda pair: len(pair[1]), default=None)
     if unlisted is None:
         return None
@@ -68,6 +64,24 @@ def find_obstacle(headers: Mapping[str, TensorHeader]) -> Obstacle | None:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     reason = f"its names would be those of {layout}, but for `{names[0]}`{more}"
     return Obstacle(reason, "leave these tensors out if they are no part of attention")
+
+
+def find_quantisation(names: Collection[str]) -> Obstacle | None:
+    """Return the quantisation that names of tensors show, or None."""
+    if any(
+        f"{name}.scales" in names and f"{name}.biases" in names
+        for name in (n.removesuffix(".weight") for n in names if n.endswith(".weight"))
+    ):
+        do = f"mlx_lm.convert --dequantize, or {UNQUANTISED}"
+        return Obstacle("its weights are quantised by MLX", do)
+    return _find_by_name(names, QUANTISED)
+
+
+def _find_by_name(names: Collection[str], patterns: Mapping[str, Obstacle]) -> Obstacle | None:
+    for pattern, obstacle in patterns.items():
+        if name := next((name for name in names if re.search(pattern, name)), None):
+            return obstacle._replace(reason=f"{obstacle.reason}, as `{name}` shows")
+    return None
 
 
 def _unlisted_tensors(headers: Mapping[str, TensorHeader]) -> Iterator[tuple[str, list[str]]]:
