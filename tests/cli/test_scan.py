@@ -344,6 +344,9 @@ def test_memory_that_will_not_do(model: Path, text: Path, monkeypatch: pytest.Mo
 def test_a_page_or_a_folder_that_cannot_be_written(model: Path, text: Path) -> None:
     assert "which is a folder" in refused(model, "--page", ".").saw
     assert "which is a file" in refused(model, "--out", text).saw
+    before = sorted(model.iterdir())
+    assert "the folder of the model" in refused(model, "--out", f"{model}/.").saw
+    assert sorted(model.iterdir()) == before
 
 
 def test_help_loads_nothing_heavy() -> None:

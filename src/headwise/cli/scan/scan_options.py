@@ -134,6 +134,13 @@ class ScanOptions:
                 needed="a folder for the scan of each text, in which the run can be resumed",
                 do="--out DIR",
             )
+        model, out = self.model_dir, self.out
+        if model is not None and out is not None and out.resolve() == model.resolve():
+            raise OptionError(
+                saw=f"--out {out}, which is the folder of the model",
+                needed="a folder for the scan alone: its .safetensors would be read as weights",
+                do="--out with the path of another folder",
+            )
         if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise OptionError(
                 saw=f"--out {self.out}, which is a file",
