@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import SupportsIndex
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layouts.pattern import Pattern, PatternAxis, product_of_sizes
-from headwise.support.cast_to_int64 import convert_to_int_or_none
 from headwise.support.message_text import nearest_counts
 
 Sizes = dict[str, int]
@@ -58,7 +58,7 @@ def solve_axis_sizes(
 
 def _require_counts(known: Mapping[str, int]) -> None:
     for name, count in known.items():
-        if isinstance(count, bool) or convert_to_int_or_none(count) is None:
+        if isinstance(count, bool) or not isinstance(count, SupportsIndex):
             raise OptionError(
                 saw=f"{name}={count!r:.40}",
                 needed="a whole number",
