@@ -209,3 +209,49 @@ def test_a_cache_has_the_dtype_of_its_layer(dtype: torch.dtype) -> None:
     assert found.dtype == dtype
     expected = layer.double()(x.double(), mask=CAUSAL)
     assert (found - expected).abs().max() <= bound(layer, expected, dtype)
+
+
+@pytest.mark.parametrize("length", [LENGTH, 8], ids=["whole", "full"])
+@pytest.mark.parametrize("options", [{}, {"window": (5, 0)}, {"window": (1, 0)}], ids=str)
+@pytest.mark.parametrize("lengths", [None, torch.tensor([1, 3, 4])], ids=["equal", "unequal"])
+def test_a_call_that_failed_can_be_repeated(
+    options: dict[str, Any], length: int, lengths: Tensor | None
+) -> None:
+    """Whatever fails once the keys are computed, the cache holds the tokens of the calls before."""
+    layer, x = made({"rotary": Rotary(), **options})
+    mask = CAUSAL if lengths is None else CAUSAL & Mask.lengths(queries=lengths, keys=lengths)
+    parts = x[:, :9].split((4, 4, 1), dim=1)[: 2 if length == 8 and not options else 3]
+    masks = (mask, mask, CAUSAL)
+    undisturbed, cache = (layer.cache(batch=BATCH, length=length) for _ in range(2))
+    for part, own in zip(parts, masks, strict=False):
+        expected = layer(part, mask=own, cache=undisturbed)
+        failing = layer.out_proj.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            layer(part, mask=own, cache=cache)
+        failing.remove()
+        assert torch.equal(layer(part, mask=own, cache=cache), expected)
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_a_function_that_raises_leaves_the_cache_as_it_was() -> None:
+    layer, x = made({})
+    cache = layer.cache(batch=BATCH, length=LENGTH)
+    layer(x[:, :9], mask=CAUSAL, cache=cache)
+    with pytest.raises(MaskError, match="bool tensor"):
+        layer(x[:, 9:], mask=Mask.where(lambda b, h, q, k: q - k), cache=cache)
+    assert cache.seen == 9
+    found = layer(x[:, 9:], mask=Mask.where(lambda b, h, q, k: k <= q), cache=cache)
+    assert_same(layer, found, layer(x, mask=CAUSAL)[:, 9:])
+
+
+def test_a_function_keeps_the_alignment_that_was_named() -> None:
+    layer, x = made({})
+    cache = layer.cache(batch=BATCH, length=LENGTH)
+    layer(x[:, :9], mask=CAUSAL, cache=cache)
+    mask = Mask.where(lambda b, h, q, k: k <= q).aligned("top-left")
+    assert mask.aligned("bottom-right").draw(2, 4) == "1 0 0 0\n1 1 0 0"
+    with pytest.raises(MaskError, match='align="top-left" with a cache that holds 9 tokens'):
+        layer(x[:, 9:], mask=mask, cache=cache)

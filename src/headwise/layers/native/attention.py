@@ -18,7 +18,7 @@ from headwise.layers.native.cache import Cache
 from headwise.layers.native.call_checks import projection_parameter
 from headwise.layers.native.head_readings import HeadReadings
 from headwise.layers.native.initialization import Source, initialise_projections
-from headwise.layers.native.pack_or_left_pad_tokens import select_packing
+from headwise.layers.native.pack_or_left_pad_tokens import keep_cached_keys, select_packing
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions import PositionBias
 from headwise.layers.positions.rotary import Rotary
@@ -170,7 +170,10 @@ class Attention(HeadReadings):
         outputs = call_hook(matrix, v, outputs)
         if call.gate is not None:
             outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))
-        return tokens.project_and_restore_batch(outputs.transpose(1, 2).flatten(2), self.out_proj)
+        merged = outputs.transpose(1, 2).flatten(2)
+        output = tokens.project_and_restore_batch(merged, self.out_proj)
+        keep_cached_keys(call, tokens.cached)
+        return output
 
     @classmethod
     @explain_arguments(foreign_argument_advice.COUNTS)

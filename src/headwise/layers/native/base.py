@@ -11,7 +11,6 @@ from headwise.layers.native.cache import Cache
 from headwise.layers.native.pack_or_left_pad_tokens import (
     CallInputs,
     Unpacked,
-    has_key_hidden_from_all_queries,
 )
 from headwise.layers.native.qk_norm import QKNorm
 from headwise.layers.positions.rotary import Rotary
@@ -104,9 +103,9 @@ class AttentionBase(nn.Module):
         if call.cache is not None:
             keys = call.cache.key_count_after(k.shape[2])
             call_checks.check_mask_and_bias(call, heads=self.num_heads, keys=keys)
-            k, v, starts = call.cache.append(k, v, lengths=tokens.lengths)
-            call.cache.needs_mask |= has_key_hidden_from_all_queries(call, keys)
-            mask = tokens.mask_with_cache(starts)
+            tokens.cached = call.cache.extend(k, v, lengths=tokens.lengths)
+            k, v = tokens.cached.k, tokens.cached.v
+            mask = tokens.mask_with_cache(tokens.cached.starts)
         score_bias, sink, part = call.score_bias, self.sink, self.part
         if part is not None:
             k, v = part.share_kv(k), part.share_kv(v)

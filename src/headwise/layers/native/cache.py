@@ -24,6 +24,7 @@ class CachedKeys(NamedTuple):
     k: Float[Tensor, "batch kv_heads keys head_dim"]
     v: Float[Tensor, "batch kv_heads keys value_dim"]
     starts: Int[Tensor, " batch"] | None  # as in Cache.starts
+    padding: Int[Tensor, " batch"] | None  # as in Cache.padding
 
 
 class Cache:
@@ -77,7 +78,7 @@ class Cache:
     @property
     def starts(self) -> Tensor | None:
         """The slot of each sequence's first token, (batch,); None where all start at 0."""
-        return None if self.padding is None else (self.padding - self.dropped).clamp(min=0)
+        return self._starts_of(self.padding)
 
     def append(
         self,
@@ -98,21 +99,47 @@ class Cache:
             ShapeError, DTypeError, DeviceError: keys or values that do not fit the buffers.
             OptionError: more tokens than free slots, or keys that require a gradient.
         """
+        cached = self.extend(k, v, lengths=lengths)
+        self.keep(cached)
+        return cached
+
+    def extend(
+        self,
+        k: Float[Tensor, "batch kv_heads new head_dim"],
+        v: Float[Tensor, "batch kv_heads new value_dim"],
+        *,
+        lengths: Integer[Tensor, " batch"] | None = None,
+    ) -> CachedKeys:
+        """Return what `append` returns. Until `keep`, the cache holds the tokens it held before.
+
+        So a call that fails after its keys were computed can be repeated.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError, OptionError: as in `append`.
+        """
         self._require_fit_to_buffers(k, v, lengths)
         self._make_room(k.shape[2])
         stop = self.length + k.shape[2]
-        fits = stop <= self._k.shape[2]
-        keys, values = (
-            self._write_tokens(buffer, new, stop) if fits else self._concatenate(buffer, new)
-            for buffer, new in ((self._k, k), (self._v, v))
-        )
+        write = self._write_tokens if self._has_slots(stop) else self._concatenate
+        keys, values = write(self._k, k, stop), write(self._v, v, stop)
+        padding = self.padding
         if lengths is not None:
-            self._close_gaps(keys, values, k.shape[2] - convert_to_int64(lengths, "lengths"))
-        cached = CachedKeys(keys, values, self.starts)
-        self.length = stop
-        if not fits:
+            gaps = k.shape[2] - convert_to_int64(lengths, "lengths")
+            keys, values = (self._close_gaps(tokens, gaps) for tokens in (keys, values))
+            padding = gaps if padding is None else padding + gaps
+        return CachedKeys(keys, values, self._starts_of(padding), padding)
+
+    def keep(self, cached: CachedKeys) -> None:
+        """Hold the keys and values that `extend` returned."""
+        stop = cached.k.shape[2]
+        if not self._has_slots(stop):
+            self.length = stop
             self._keep_latest(cached)
-        return cached
+        else:
+            if cached.padding is not self.padding:  # tokens have moved, in new memory
+                self._k[:, :, :stop], self._v[:, :, :stop] = cached.k, cached.v
+            self.length = stop
+        self.padding = cached.padding
 
     def select(self, sequences: Integer[Tensor, " chosen"]) -> Cache:
         """Return a new cache with these sequences, in this order, for beams or a smaller batch."""
@@ -142,20 +169,25 @@ class Cache:
 
     # ---- internals --------------------------------------------------------------------------
 
+    def _starts_of(self, padding: Tensor | None) -> Tensor | None:
+        return None if padding is None else (padding - self.dropped).clamp(min=0)
+
+    def _has_slots(self, stop: int) -> bool:
+        return stop <= self._k.shape[2]
+
     def _write_tokens(self, buffer: Tensor, new: Tensor, stop: int) -> Tensor:
         buffer[:, :, self.length : stop] = new
         return buffer[:, :, :stop]
 
-    def _concatenate(self, buffer: Tensor, new: Tensor) -> Tensor:
+    def _concatenate(self, buffer: Tensor, new: Tensor, stop: int) -> Tensor:  # noqa: ARG002
         """Return cached and new tokens in new memory: the new ones need more than all slots."""
         return torch.cat([buffer[:, :, : self.length], new], dim=2)
 
     def _make_room(self, new: int) -> None:
         """Move the tokens that the window needs to the front, if the new ones do not fit."""
         if self.key_count_after(new) < self.length + new:
-            self._keep_latest(
-                CachedKeys(self._k[:, :, : self.length], self._v[:, :, : self.length], None)
-            )
+            k, v = (buffer[:, :, : self.length] for buffer in (self._k, self._v))
+            self._keep_latest(CachedKeys(k, v, None, None))
 
     def _keep_latest(self, cached: CachedKeys) -> None:
         """Copy the last tokens, as many as the window needs, to the front of the buffers."""
@@ -166,14 +198,12 @@ class Cache:
             buffer[:, :, :length] = tokens[:, :, dropped:].clone()
         self.length, self.dropped = length, self.dropped + dropped
 
-    def _close_gaps(self, k: Tensor, v: Tensor, gaps: Tensor) -> None:
+    def _close_gaps(self, tokens: Tensor, gaps: Tensor) -> Tensor:
         """Move cached tokens up to the real new ones; the first ``gaps`` new ones are padding."""
-        slots = torch.arange(k.shape[2], device=k.device)
+        slots = torch.arange(tokens.shape[2], device=tokens.device)
         gap = gaps[:, None]
         source = torch.where(slots < self.length + gap, slots - gap, slots).clamp(min=0)
-        for tokens in (k, v):
-            tokens.copy_(tokens.gather(2, source[:, None, :, None].expand_as(tokens)))
-        self.padding = gaps if self.padding is None else self.padding + gaps
+        return tokens.gather(2, source[:, None, :, None].expand_as(tokens))
 
     def _require_fit_to_buffers(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
         for name, buffer, new in (("keys", self._k, k), ("values", self._v, v)):

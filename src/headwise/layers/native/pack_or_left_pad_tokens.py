@@ -20,7 +20,7 @@ from headwise.errors import MaskError
 from headwise.kernels import varlen
 from headwise.layers.compute_some_heads import HeadPart
 from headwise.layers.hooks import has_attention_hook
-from headwise.layers.native.cache import Cache
+from headwise.layers.native.cache import Cache, CachedKeys
 from headwise.masks.clause import Clause, MatrixSizes, Rectangle, Span
 from headwise.masks.clauses.dense_mask import Dense
 from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, PaddingClause, Starts
@@ -71,6 +71,7 @@ class Unpacked:
     first: int = 0  # the position of the first token
     padding: Tensor | None = None  # (batch,), padding before each sequence, cached tokens included
     lengths: Tensor | None = None  # (batch,), for a cache: real new tokens, which come last
+    cached: CachedKeys | None = None  # for a cache: what it holds once the call has succeeded
 
     def positions(self) -> Tensor:
         """Return the position of each token in its sequence: (length,), or (batch, length)."""
@@ -262,9 +263,8 @@ def left_pad_tokens(call: CallInputs, cache: Cache) -> Unpacked:
     if not end_together:
         x = _gather_tokens(x, (position - gap).clamp(min=0))
     padding = gap[:, 0] if cache.padding is None else gap[:, 0] + cache.padding
-    return LeftPadded(
-        x, x, mask.without_kind(PaddingClause), cache.seen, padding, lengths, end_together
-    )
+    mask = mask.without_kind(PaddingClause)
+    return LeftPadded(x, x, mask, cache.seen, padding, lengths, end_together=end_together)
 
 
 def _check_mask_positions_fit_cache(call: CallInputs, cache: Cache) -> None:
@@ -316,7 +316,14 @@ def _require_mask_for_hidden_cached_keys(call: CallInputs, cache: Cache) -> None
         )
 
 
-def has_key_hidden_from_all_queries(call: CallInputs, keys: int) -> bool:
+def keep_cached_keys(call: CallInputs, cached: CachedKeys | None) -> None:
+    """Let the cache of a call hold the keys of its tokens, after all else of the call succeeded."""
+    if call.cache is not None and cached is not None:
+        call.cache.needs_mask |= _has_key_hidden_from_all_queries(call, cached.k.shape[2])
+        call.cache.keep(cached)
+
+
+def _has_key_hidden_from_all_queries(call: CallInputs, keys: int) -> bool:
     """True if a mask that names every key hides one from all of several queries, as padding is."""
     (batch, new, _), clauses = call.x.shape, call.mask.clauses
     if new == 1 or not may_read_values(call.x):

@@ -109,7 +109,12 @@ class PredicateClause(Clause):
 
     def aligned(self, align: str) -> PredicateClause:
         """See `Clause.aligned`."""
-        return replace(self, align=align)
+        return replace(self, align=self.align or align)
+
+    @property
+    def named_align(self) -> str | None:
+        """See `Clause.named_align`."""
+        return self.align
 
     def of_heads(self, index: Tensor) -> PredicateClause:
         """See `Clause.of_heads`."""
