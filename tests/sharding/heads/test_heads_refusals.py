@@ -97,7 +97,7 @@ WORDS = {
     "drop-in": "a mesh of 1, 3 ranks",
     "torch": "headwise.upgrade(model) first",
     "linear": "Heads() for a Linear",
-    "parametrized": "v_proj is a ParametrizedProjection with a parametrization",
+    "parametrized": "v_proj is a ParametrizedLinear with a parametrization",
     "adapter": "q_proj is a Sequential",
     "norm": "q_norm is a RMSNorm",
     "extra parameter": "factor",
