@@ -21,6 +21,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -278,6 +280,35 @@ def test_a_softcap_that_no_score_reaches_is_inconclusive() -> None:
             for layer in model.model.layers:
                 layer.self_attn.q_proj.weight.mul_(4000)
     assert compare(ported, good).verdict in (Verdict.DIFFERENT, Verdict.UNKNOWN)
+
+
+def test_a_module_that_fails_alone_is_refused() -> None:
+    module = GPTJModel(GPTJConfig(vocab_size=97, n_embd=48, n_layer=1, n_head=6, rotary_dim=4))
+    with pytest.raises(OptionError, match=r"GPTJAttention, which fails on tokens, attention_mask"):
+        compare(copy.deepcopy(module.h[0].attn), module.h[0].attn)
+
+
+class Noisy(nn.Module):
+    """A model with noise that eval() leaves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+        self.config = self.model.config
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids).logits
+        return logits + 1e-3 * torch.randn_like(logits)
+
+
+def test_noise_of_a_model_is_no_rounding() -> None:
+    noisy = Noisy()
+    for pair in ((noisy, noisy.model), (noisy.model, noisy)):
+        with pytest.raises(OptionError, match="Noisy with other outputs in a second run"):
+            compare(*pair)
 
 
 def test_a_module_without_its_output_projection_is_refused() -> None:

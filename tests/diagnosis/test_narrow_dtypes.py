@@ -102,6 +102,18 @@ def test_a_fault_is_no_rounding(fault: str, dtype: torch.dtype) -> None:
     assert fault == "mask" or "does not see" not in str(diagnosis)
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_rounding_of_large_added_numbers_explains_nothing(dtype: torch.dtype) -> None:
+    known = layer(dtype)
+
+    def masked_as_the_first(x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return in_steps(known, x, None if mask is None else mask[:1])
+
+    diagnosis = compare(masked_as_the_first, known)
+    assert diagnosis.verdict is Verdict.UNKNOWN, str(diagnosis)
+    assert "mask polarity" not in str(diagnosis)
+
+
 def test_a_float32_function_that_returns_float64() -> None:
     known = layer(torch.float32)
     assert compare(lambda x, mask=None: in_steps(known, x, mask).double(), known).verdict.is_same

@@ -176,7 +176,7 @@ def _explain_cells_by_variant(
     cells: list[Cell] = []
     for stage in stages:
         parted = evidence.parted_calls_and_heads(stage)
-        if all(_is_cell_explained(cell, after) for cell in parted):
+        if all(_is_cell_explained(cell, evidence.gaps, after) for cell in parted):
             cells += parted
         elif cause.is_whole:
             return None
@@ -203,13 +203,13 @@ def _explains_smallest_call(variant: Variant, evidence: Evidence, stage: str) ->
     return all_heads_agree_within_rounding(variant.model, evidence.calls[number], stage, heads)
 
 
-def _is_cell_explained(cell: Cell, after: Gaps) -> bool:
+def _is_cell_explained(cell: Cell, before: Gaps, after: Gaps) -> bool:
     stage, number, _ = cell
     if cell in after.cells:
-        return after.cells[cell].is_rounding
+        return before.cells[cell].is_explained(after.cells[cell])
     # The heads of a stage that had another shape.
     gaps = [gap for (s, n, _), gap in after.cells.items() if (s, n) == (stage, number)]
-    return bool(gaps) and all(gap.is_rounding for gap in gaps)
+    return bool(gaps) and all(before.cells[cell].is_explained(gap) for gap in gaps)
 
 
 def _apply_variant_in_cells(
@@ -227,6 +227,12 @@ def _apply_variant_in_cells(
         some = any(cell[0] == stage for cell in broken)
         model = replace_model_stage_in_heads(model, variant.model, stage, heads if some else None)
     return model, True
+
+
+def _explains_gaps_of_stage(model: AttentionModel, evidence: Evidence, stage: str) -> bool:
+    after = measure_gaps(model, evidence.calls, [stage])
+    parted = evidence.parted_calls_and_heads(stage)
+    return all(_is_cell_explained(cell, evidence.gaps, after) for cell in parted)
 
 
 def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
@@ -253,7 +259,7 @@ def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCa
         )
         others = [each for each in concerned if each is not cause]
         for second in _find_best_single_cause(Evidence.of(variant.model, evidence.calls), others):
-            if stage in second.stages:
+            if _explains_gaps_of_stage(second.model, evidence, stage):
                 both = [
                     replace(first, partner=second.cause.name),
                     replace(second, partner=cause.name),

@@ -28,16 +28,27 @@ class Gap:
             or hidden keys differ.
         share: the largest difference as a share of what rounding explains.
         left: the share of entries whose difference rounding does not explain.
+        largest: the largest difference.
+        bound: the smallest difference that rounding does not explain.
     """
 
     size: float
     share: float
     left: float
+    largest: float = math.inf
+    bound: float = 0.0
 
     @property
     def is_rounding(self) -> bool:
         """True if rounding explains the difference."""
         return self.share <= 1
+
+    def is_explained(self, after: Gap) -> bool:
+        """True if rounding explains what a cause leaves, and would not explain all of this gap.
+
+        Rounding explains anything where the scores of a cause are large numbers of a narrow dtype.
+        """
+        return after.is_rounding and self.largest > after.bound
 
 
 @dataclass(frozen=True)
@@ -160,11 +171,9 @@ def _measure_gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str)
     shares = (gap / limit).masked_fill(gap == 0, 0.0).amax(1)
     left = (gap > limit).double().mean(1)
     finite = gap.isfinite().all(1)[:, None]
-    numbers = torch.stack([relative, shares], 1).masked_fill(~finite, math.inf).tolist()
-    return {
-        head: Gap(each, share, unexplained)
-        for head, (each, share), unexplained in zip(heads, numbers, left.tolist(), strict=True)
-    }
+    numbers = torch.stack([relative, shares], 1).masked_fill(~finite, math.inf)
+    numbers = torch.cat([numbers, left[:, None], gap.amax(1, True), limit.amin(1, True)], 1)
+    return {head: Gap(*each) for head, each in zip(heads, numbers.tolist(), strict=True)}
 
 
 def measure_gaps_by_position(model: AttentionModel, call: RecordedCall, stage: str) -> list[float]:

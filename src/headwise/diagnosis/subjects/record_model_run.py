@@ -59,6 +59,7 @@ def run_model(
     arguments = _make_arguments(model, inputs, vocabulary)
     _require_known_tokens(model, arguments)
     wide, wide_output = _run_in_dtype(torch.float64, model, arguments)
+    _require_repeatable(model, wide_output, _run_in_dtype(torch.float64, model, arguments)[1])
     single, single_output = _run_in_dtype(torch.float32, model, arguments)
     stored = next(model.parameters()).dtype
     layers = [
@@ -110,6 +111,23 @@ def _run_in_dtype(
             needed=f"a model that runs in {dtype} on {', '.join(shapes) or 'these inputs'}",
             do="run it on such inputs first",
         ) from error
+
+
+def _require_repeatable(
+    model: nn.Module, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
+) -> None:
+    """Raise OptionError if two runs in float64 differ by a rounding of float32 or more."""
+    gaps = [
+        relative_difference_norm(second[name], x) if name in second else torch.inf
+        for name, x in first.items()
+    ]
+    if max(gaps, default=0.0) >= torch.finfo(torch.float32).eps:
+        raise OptionError(
+            saw=f"a {type(model).__name__} with other outputs in a second run on the same input: "
+            f"they differ by {max(gaps):.2g} of their size",
+            needed="a model without randomness",
+            do="turn off the dropout or noise that eval() leaves on",
+        )
 
 
 def _tensor_arguments_by_name(arguments: Arguments) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ class TorchSubject(ModuleSubject):
             raise OptionError(
                 saw="a layer with add_bias_kv or add_zero_attn",
                 needed="keys and values that come from tokens alone",
-                do="compare it as a function: compare(lambda x: a(x, x, x)[0], b)",
+                do="compare its outputs on an input: compare(a, lambda x: layer(x, x, x)[0], x)",
             )
         super().__init__(layer, f"{type(layer).__module__.split('.')[0]}.{type(layer).__name__}")
 

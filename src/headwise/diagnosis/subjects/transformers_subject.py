@@ -17,6 +17,7 @@ from headwise.checkpoints.config import attention_window
 from headwise.diagnosis.simulation.attention_model import AttentionModel, key_query_distances
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.attention_module_data import read_attention_modules
+from headwise.diagnosis.subjects.expected_exceptions import FAILURES, describe_error
 from headwise.diagnosis.subjects.module_subject_base import ModuleSubject
 from headwise.diagnosis.subjects.record_model_run import find_main_tensor, record_layers
 from headwise.errors import HeadwiseError, OptionError
@@ -137,9 +138,12 @@ class _OneModuleModel(nn.Module):
             arguments["position_embeddings"] = self._compute_rotation(module, x, inputs)
         try:
             return module(x, **arguments)
-        except TypeError as error:
+        except HeadwiseError:
+            raise
+        except FAILURES as error:
+            given = ", ".join(["tokens", *arguments])
             raise _unsupported_module_error(
-                f"{type(module).__name__}, which needs other arguments: {error}"
+                f"{type(module).__name__}, which fails on {given}: {describe_error(error)}"
             ) from error
 
     def _add_mask_of_model(self, inputs: Inputs) -> Inputs:
