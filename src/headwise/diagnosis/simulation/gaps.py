@@ -48,7 +48,7 @@ class Gap:
 
         Rounding explains anything where the scores of a cause are large numbers of a narrow dtype.
         """
-        return after.is_rounding and self.largest > after.bound
+        return after.is_rounding and not self.largest <= after.bound  # a bound may be NaN
 
 
 @dataclass(frozen=True)
