@@ -157,7 +157,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_a_bare_file_does_not_say_is_asked_for(bare: Path) -> None:
-    with pytest.raises(OptionError, match="pass layout="):
+    with pytest.raises(OptionError, match="layer=0, layout="):
         load_attention(bare)
     with pytest.raises(OptionError, match="heads"):
         load_attention(bare, layout="llama")

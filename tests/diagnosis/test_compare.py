@@ -223,10 +223,10 @@ def test_arguments_that_a_function_does_not_take_are_listed() -> None:
     assert diagnosis.verdict is Verdict.SAME
     assert diagnosis.function is not None
     assert diagnosis.function.unprobed == (
-        "a mask (the first cannot take it)",
-        "a source (the first cannot take it)",
+        "a mask (the first has no argument mask)",
+        "a source (the first has no argument source)",
     )
-    assert "not probed: a mask (the first cannot take it), and a source" in str(diagnosis)
+    assert "not probed: a mask (the first has no argument mask), and a source" in str(diagnosis)
     inputs = Inputs(torch.randn(2, 6, WIDTH), mask=torch.ones(6, 6, dtype=torch.bool))
     with pytest.raises(OptionError, match="inputs with a mask for function"):
         compare(lambda x, **options: b(x), b, inputs)

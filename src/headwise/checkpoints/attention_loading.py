@@ -173,7 +173,8 @@ def _select_layout(opened: Checkpoint, layout: str | Layout | None) -> Layout:
             saw=f"{opened.source.path} has no headwise metadata, and no config.json with a "
             "model_type of the catalogue",
             needed="the layout of the weights",
-            do="pass layout=...; headwise detect lists the layouts that fit",
+            do="headwise.checkpoints.load_attention(path, layer=0, layout=...); headwise detect "
+            "lists the layouts that fit",
         )
     return registry.layout(name)
 

@@ -317,7 +317,7 @@ class Comparison:
             takes = [getattr(subject, attribute) for subject in (self.first, self.second)]
             if any(takes) and not was_given:
                 side = "second" if takes[0] else "first"
-                yield what if all(takes) else f"{what} (the {side} cannot take it)"
+                yield what if all(takes) else f"{what} (the {side} has no argument {what[2:]})"
 
     def _probe_parts_of_function(self, side: str) -> tuple[str, ...]:
         """Return what probes of a function say about its parts."""
