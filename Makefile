@@ -9,6 +9,7 @@
 # make bench-compare  how often headwise.compare names a fault's cause
 # make study   measure the study again, and write what the documentation says of it
 # make classes try every model type of transformers, and write docs/huggingface.md
+# make proof   measure what a rebuilt house must keep, and compare with tools/proof.json (BENCH=1: faults too)
 # make mutants break the source on purpose; a test must notice (ONLY="03-scale 07-window" for some)
 # make fuzz   options at random against an oracle (MINUTES=10 SEED=7)
 # make oldest  the tests that touch torch most, with the oldest torch of the declared range
@@ -30,7 +31,7 @@ OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
 ENDS_TESTS := tests/contract tests/layers/torch_api tests/layers/native tests/kernels tests/paths
 
-.PHONY: demo test suite check lint api bench bench-viewer bench-compare browser study classes mutants fuzz oldest newest viewer viewer-current docs clean
+.PHONY: demo test suite check lint api bench bench-viewer bench-compare browser study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
 .DEFAULT_GOAL := demo
 
 # Without bytecode on disk, each worker and each process that a test starts compiles all files anew.
@@ -104,6 +105,9 @@ study: $(READY)
 
 classes: $(READY)
 	$(BIN)/python -m tools.huggingface_classes
+
+proof: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.proof $(if $(BENCH),--bench)
 
 mutants: $(READY)
 	$(BIN)/python -m tools.mutants $(ONLY)
