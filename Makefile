@@ -29,7 +29,7 @@ READY := .venv/.filled
 # The ends of the range of torch: make oldest OLDEST_PYTHON=python3.12
 OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
-ENDS_TESTS := tests/contract tests/layers/torch_api tests/layers/native tests/kernels tests/paths
+ENDS_TESTS := tests/contract tests/layers tests/function tests/matrix tests/paths
 
 .PHONY: demo test suite check lint api bench bench-viewer bench-compare browser study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
 .DEFAULT_GOAL := demo

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise import Attention, Mask, reference
-from headwise.error_budget.rounding import Roundoff, sum_error_bound
+from headwise import Attention, Mask
+from headwise.function import stages
+from headwise.function.rounding import Roundoff, sum_error_bound
 from headwise.testing import Budget
 
 COMPARED = 64  # number of last queries
@@ -38,7 +39,7 @@ def require_agreement(
             q, k = layer.rotary.rotate_both(q, k, torch.arange(first, first + x.shape[1]))
         if cached:
             k, v = (torch.cat(pair, dim=2) for pair in zip(cached, (k, v), strict=True))
-        outputs = reference.head_outputs(q[:, :, -COMPARED:], k, v, mask=mask)
+        outputs = stages.head_outputs(q[:, :, -COMPARED:], k, v, mask=mask)
         return outputs.transpose(1, 2).flatten(2)
 
     def full_output(x: Tensor, *cached: Tensor) -> Tensor:

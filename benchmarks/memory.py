@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks import scan
 from benchmarks.matrix import statistics_tensors
 from headwise import AttentionMatrix, Mask
-from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import compute_summaries
 

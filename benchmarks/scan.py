@@ -11,11 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.case import Case
 from headwise import AttentionMatrix, Mask, scan
-from headwise.bundled_models import tiny
-from headwise.scanning.captured_call import CapturedCall
+from headwise.models import tiny
+from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import compute_summaries
-from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
+from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
 
 SHAPE = (1, 12, 8192, 64)
 TEN = (

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from headwise.bundled_models import demo_text
+from headwise.models import text as demo_text
 
 TIME_LIMIT = 0.65  # of the time of one process
 STATISTICS = "entropy,maximum,previous_token,induction,map"

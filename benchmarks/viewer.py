@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headwise.reports.scan_page import save_scan_page
-from headwise.reports.scan_with_description import ScanReport
+from headwise.reports.page import save_scan_page
+from headwise.reports.report import ScanReport
 from tests.reports.browser import READY, Chromium, Opened, chromium
 from tests.reports.viewer_scans import gpt2_sized, large
 

@@ -11,7 +11,8 @@ import sys
 import torch.distributed as dist
 
 import headwise
-from headwise.bundled_models import demo_text, tiny
+from headwise.models import text as demo_text
+from headwise.models import tiny
 from headwise.sharding import scan_documents
 
 STATISTICS = ["entropy", "previous_token", "induction"]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from headwise import Attention, Mask, Rotary
-from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers import QKNorm
 from headwise.sharding import clip_gradients, gather_state, heads_plan, watch_ranks
 
 TOKENS, WIDTH, HEADS, KV_HEADS, LENGTH, BATCH, STEPS = 32, 64, 8, 4, 24, 32, 60

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from headwise import reference
-from headwise.error_budget.budget import Budget
+from headwise.function import stages
+from headwise.function.budget import Budget
 from headwise.masks.score_bias import ScoreBias
 from tests.strategies import Problem
 
@@ -39,7 +39,7 @@ def accumulation(dtype: torch.dtype) -> torch.dtype:
 def honest(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Float32 inside for the half dtypes, rounded once at the end."""
     wide = accumulation(q.dtype)
-    out = reference.head_outputs(q.to(wide), k.to(wide), v.to(wide), **options)
+    out = stages.head_outputs(q.to(wide), k.to(wide), v.to(wide), **options)
     return out.to(q.dtype)
 
 
@@ -51,7 +51,7 @@ def strictest(dtype: torch.dtype) -> float:
 def readings(p: Problem) -> dict[str, Tensor]:
     """What a pass over the matrix tells, by torch's own functions in the accumulation dtype."""
     wide = p.to(accumulation(p.q.dtype))
-    s = reference.scores(
+    s = stages.scores(
         wide.q, wide.k, mask=p.mask, score_bias=p.score_bias, scale=p.scale, softcap=p.softcap
     )
     sink = torch.full_like(s[..., :1], -torch.inf)
@@ -82,7 +82,7 @@ def budgets_of_readings(p: Problem, factor: float) -> dict[str, Budget]:
 
 def fused(p: Problem, bias: Tensor) -> Tensor:
     heads = p.q.shape[1]
-    k, v = reference.repeat_kv_heads(p.k, heads=heads), reference.repeat_kv_heads(p.v, heads=heads)
+    k, v = stages.repeat_kv_heads(p.k, heads=heads), stages.repeat_kv_heads(p.v, heads=heads)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return scaled_dot_product_attention(p.q, k, v, attn_mask=bias, scale=p.scale)
 

@@ -72,13 +72,7 @@ def test_no_docstring_opens_with_a_question_word() -> None:
     assert opened == {}
 
 
-def test_no_two_modules_or_classes_share_a_name() -> None:
-    modules = (
-        path.rpartition("/")[2]
-        for path in trees()
-        if not path.startswith(MAY_SHARE_A_NAME) and not path.endswith("__init__.py")
-    )
-    assert repeated(modules) == []
+def test_no_two_classes_share_a_name() -> None:
     classes = (
         node.name
         for tree in trees().values()

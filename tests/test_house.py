@@ -7,6 +7,7 @@ import gc
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ SOURCES = [path for path in FILES if path.is_relative_to(SOURCE)]
 
 EVERY_ERROR = {None, "Exception", "BaseException"}
 # The one tuple of every error, for a function of a caller, whose errors may have their own classes.
-CALLERS_ERRORS = "src/headwise/diagnosis/subjects/expected_exceptions.py"
+CALLERS_ERRORS = "src/headwise/diagnosis/subjects/function.py"
 MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 50
+# Letters of a module's name, which is read with its folder.
+MOST_LETTERS, MOST_LETTERS_OF_NINE_IN_TEN, MEDIAN_LETTERS = 20, 14, 9
 
 # word used elsewhere -> word used here. Torch's own words stay in torch_api/, torch's layer.
 SYNONYMS = {
@@ -101,7 +104,11 @@ def functions_for_users(tree: ast.Module, path: Path) -> Iterator[Function]:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name in headwise.__all__:
             yield from public_functions(node)
-        elif isinstance(node, Function) and "heads" in path.relative_to(SOURCE).parts:
+        elif (
+            isinstance(node, Function)
+            and not node.name.startswith("_")
+            and "heads" in path.relative_to(SOURCE).parts
+        ):
             yield node
 
 
@@ -218,6 +225,29 @@ def test_files_and_functions_keep_their_budget() -> None:
     assert broken(long_functions, FILES) == {}
 
 
+def test_names_of_modules_are_one_or_two_words() -> None:
+    names = [
+        path.stem.strip("_")
+        for path in SOURCES  # a question has the name of its id, which users type
+        if path.stem not in ("__init__", "__main__") and path.parent.name != "questions"
+    ]
+    letters = sorted(map(len, names))
+    assert letters[-1] <= MOST_LETTERS
+    assert letters[len(letters) * 9 // 10] <= MOST_LETTERS_OF_NINE_IN_TEN
+    assert letters[len(letters) // 2] <= MEDIAN_LETTERS
+    assert [name for name in names if {"and", "of", "for"} & set(name.split("_"))] == []
+    assert [name for name in names if name.count("_") > 1] == []
+
+
+def test_a_module_with_the_name_of_its_public_function_is_private() -> None:
+    # After `from headwise.layouts.layout import X`, `headwise.layouts.layout` is a module.
+    for room in sorted({path.parent for path in SOURCES if path.name == "__init__.py"}):
+        home = import_module(".".join(room.relative_to(SOURCE.parent).parts))
+        names = set(getattr(home, "__all__", ()))
+        modules = {path.stem for path in room.iterdir() if path.suffix == ".py" or path.is_dir()}
+        assert not names & modules - {"importance"}, room
+
+
 def test_no_blind_except() -> None:
     assert [*broken(blind_excepts)] == [CALLERS_ERRORS]
 
@@ -253,11 +283,11 @@ def test_rooms_do_not_use_the_door() -> None:
 
 # file or room -> why it imports modules by names that stand in data
 DYNAMIC_IMPORTS = {
-    "__init__.py": "the door, whose names are loaded when they are asked for",
     "layouts/registry.py": "families of layouts, loaded when one is named",
     "study": "questions, loaded when one is asked",
-    "support/rich_result_forms.py": "rich forms of results, drawn by rooms above theirs",
-    "support/optional_imports.py": "packages that are not declared",
+    "support/forms.py": "rich forms of results, drawn by rooms above theirs",
+    "support/extras.py": "packages that are not declared",
+    "support/lazy.py": "names of rooms, loaded when they are asked for",
 }
 
 

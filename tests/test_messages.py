@@ -19,9 +19,10 @@ from headwise import (
     Rotary,
     ScoreBias,
 )
-from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import Alibi, LinearScaling, T5Bias
-from headwise.support.message_text import LONGEST_VALUE, describe_value
+from headwise.function.scaling import LinearScaling
+from headwise.layers.distance import Alibi, T5Bias
+from headwise.layers.norm import QKNorm
+from headwise.support.text import LONGEST_VALUE, describe_value
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 

@@ -42,7 +42,7 @@ MOST_LINES = 25  # of an error
 MOST_SECONDS = 120
 WIDGET = """
 import headwise
-from headwise.bundled_models import tiny
+from headwise.models import tiny
 
 model, ids = tiny.load(), tiny.encode("one text, one text")[None]
 viewer = headwise.scan(model, ids).view(model=model, inputs=ids)

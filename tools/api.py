@@ -30,7 +30,7 @@ from typer.main import get_command
 import headwise
 from headwise.cli import app, output
 from headwise.errors import HeadwiseError
-from headwise.study.experiments.compare_under_same_weights import SameFunction
+from headwise.reports.report import SameFunction
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.json"

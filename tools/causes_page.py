@@ -12,10 +12,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from headwise.diagnosis.attention_comparison_result import PAGES, cause_page_path
-from headwise.diagnosis.cause_description import CONFUSED, REPAIR, RIGHT, WRONG, describe_cause
-from headwise.diagnosis.causes.all_causes import CAUSES
-from headwise.diagnosis.causes.cause import Cause
+from headwise.diagnosis.causes.catalogue import CAUSES
+from headwise.diagnosis.causes.cause import (
+    CONFUSED,
+    PAGES,
+    REPAIR,
+    RIGHT,
+    WRONG,
+    Cause,
+    cause_page_path,
+    describe_cause,
+)
 
 INDEX = "index.md"
 INTRODUCTION = f"""# Why two attentions differ
@@ -85,7 +92,7 @@ def searched(cause: Cause) -> str:
     variants = type(cause).variants
     first, *others = (inspect.getdoc(variants) or "").split("\n\n")
     constants = vars(sys.modules[type(cause).__module__])
-    words = re.sub(r"\b[A-Z]{3,}\b", lambda m: str(constants.get(m[0], m[0])), first)
+    words = re.sub(r"\b[A-Z][A-Z_]{2,}\b", lambda m: str(constants.get(m[0], m[0])), first)
     sentences = [f"`compare` tries {words.removeprefix('Return ')}", *others]
     if "Family(" in inspect.getsource(variants):
         sentences.append("The number is fitted to the recorded stage by the Gauss-Newton method.")

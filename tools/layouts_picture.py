@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import cycle
 
-from headwise.layouts.layout import Layout
-from headwise.layouts.layout_drawing import (
+from headwise.layouts._layout import Layout
+from headwise.layouts.drawing import (
     DrawnCell,
     draw_axis_strips,
     drawing_sizes,

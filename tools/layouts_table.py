@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from headwise.layouts.canonical_tensor_axes import BIASES
-from headwise.layouts.layout import Layout
+from headwise.function.spec import CALLING, AttentionSpec
+from headwise.function.weights import BIASES
+from headwise.layouts._layout import Layout
 from headwise.layouts.registry import catalogue_by_family, layout
-from headwise.layouts.settings_outside_weights import CALLING, AttentionSpec
 from tools.layouts_picture import draw_panels, draw_rotary_pairs, make_panel
 
 DOCS = Path(__file__).parents[1] / "docs"

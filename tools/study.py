@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headwise.reports import study_page as charts
-from headwise.study.research_question import Answer
+from headwise.study import page as charts
+from headwise.study.question import Answer
 from headwise.study.run import answer_questions, load_question
 
 ROOT = Path(__file__).resolve().parents[1]

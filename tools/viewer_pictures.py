@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from headwise.reports.scan_page import save_scan_page
+from headwise.reports.page import save_scan_page
 from tests.reports.browser import Chromium, chromium
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 

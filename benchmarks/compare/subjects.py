@@ -10,18 +10,12 @@ from benchmarks.faults.fault_case import LayerStack, Probe
 from benchmarks.faults.fault_case import Subject as Layer
 from benchmarks.faults.geometry import NormSettings, RotarySettings
 from benchmarks.faults.reference_layer import STAGES, ReferenceLayer
-from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.settings import NormForm, RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.model_run_result import LayerRun, ModelRun
+from headwise.diagnosis.subjects.run import LayerRun, ModelRun
 from headwise.diagnosis.subjects.subject import Subject
-from headwise.layers.positions.rotary_scaling import (
-    LinearScaling,
-    Llama3Scaling,
-    NTKScaling,
-    Scaling,
-    YarnScaling,
-)
+from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling
 
 SPLIT = ("q", "k", "v", "q after norm", "k after norm", "q after rotary", "k after rotary")
 

@@ -21,12 +21,12 @@ from benchmarks.faults.reference_layer import ReferenceLayer
 from benchmarks.faults.same import SAME
 from benchmarks.faults.subtle import SUBTLE
 from benchmarks.faults.unknown import MECHANISMS
-from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis._compare import Comparison
+from headwise.diagnosis.causes.catalogue import CAUSES
 from headwise.diagnosis.causes.cause import Cause
-from headwise.diagnosis.compare import Comparison
-from headwise.diagnosis.compare_models import compare_runs
-from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.probe_inputs import NamedInputs, make_probe_inputs
+from headwise.diagnosis.models import compare_runs
+from headwise.diagnosis.probes import NamedInputs, make_probe_inputs
+from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
 
 # Names of one function, stated beforehand: fault -> causes that are also right.
 EQUALS: dict[str, frozenset[str]] = {}

@@ -160,7 +160,7 @@ _BERT = {"q": "query", "k": "key", "v": "value"}
 def tiny_layer(index: int) -> ReferenceLayer:
     """Return an attention layer of the bundled tiny model, index 0 to 3, in float64."""
     root = Path(__file__).parents[2]
-    folder = root / "src" / "headwise" / "bundled_models" / "tiny"
+    folder = root / "src" / "headwise" / "models" / "tiny"
     prefix = f"blocks.{index}.attention"
     names = {f"w{role}": f"{prefix}.{role}_proj.weight" for role in "qkv"}
     names["wo"] = f"{prefix}.out_proj.weight"

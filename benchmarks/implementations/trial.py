@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise import compare
-from headwise.diagnosis.diagnosis_result import Diagnosis
-from headwise.diagnosis.subjects.model_run_result import relative_difference_norm
+from headwise.diagnosis.results.diagnosis import Diagnosis
+from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.errors import HeadwiseError
 from tools.huggingface_classes import classes, comparing
 from tools.huggingface_classes import trial as class_trial

@@ -8,10 +8,9 @@ assert_same_function(ported_layer, original_layer)
 
 from __future__ import annotations
 
-from headwise.diagnosis.compare import Comparable, compare
-from headwise.diagnosis.comparison_inputs import ComparisonInputs
-from headwise.error_budget.budget import Budget
-from headwise.error_budget.verdict import BudgetVerdict
+from headwise.diagnosis._compare import Comparable, compare
+from headwise.diagnosis.inputs import ComparisonInputs
+from headwise.function.budget import Budget, BudgetVerdict
 
 __all__ = ["Budget", "BudgetVerdict", "assert_same_function"]
 

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwise.checkpoints.planned_conversion import ConversionReport
+from headwise.checkpoints.conversion import convert_checkpoint
+from headwise.checkpoints.plan import ConversionReport
 from headwise.checkpoints.source import open_source
-from headwise.checkpoints.stream_conversion import convert_checkpoint
 
 HEADS, KV_HEADS, HEAD_DIM, EMBED, INNER, VOCABULARY, LAYERS = 6, 2, 10, 40, 52, 33, 2
 COUNTS = {"heads": HEADS, "kv_heads": KV_HEADS}

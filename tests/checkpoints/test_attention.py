@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from headwise import Attention, Mask, Rotary
 from headwise.checkpoints import load_attention
 from headwise.checkpoints.config import layout_name
+from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.source import open_source
-from headwise.checkpoints.stream_conversion import convert_checkpoint
 from headwise.errors import CheckpointError, DTypeError, OptionError
 from tests.layouts.real import Real, assert_gives, inputs, sharpen
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from headwise.checkpoints.config import layout_name, merge_counts, read_config
-from headwise.checkpoints.config_against_layout import (
+from headwise.checkpoints.options import (
     attention_options,
     find_config_contradiction,
     layout_in_layer,
 )
-from headwise.checkpoints.safetensors_file import StoredTensor
-from headwise.diagnosis.detection_result import detect_by_names_and_shapes
+from headwise.checkpoints.safetensors import StoredTensor
+from headwise.diagnosis.results.detection import detect_by_names_and_shapes
 from headwise.errors import HeadwiseError
 from headwise.layouts.registry import layout
 from tests.layouts.examples import sizes_of

@@ -17,18 +17,18 @@ from safetensors.torch import load_file, save_file
 
 from headwise import detect, verify
 from headwise.checkpoints.config import ConfigFields
-from headwise.checkpoints.source import open_source
-from headwise.checkpoints.stored_description import (
+from headwise.checkpoints.conversion import convert_checkpoint
+from headwise.checkpoints.description import (
     KEY,
     Description,
     describe_target,
     layout_with_described_function,
     read_description,
 )
-from headwise.checkpoints.stream_conversion import convert_checkpoint
+from headwise.checkpoints.source import open_source
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
+from headwise.function.spec import AttentionSpec
 from headwise.layouts.registry import layout, layouts_by_name
-from headwise.layouts.settings_outside_weights import AttentionSpec
 from tests.checkpoints import llamas
 from tests.diagnosis.test_detect import file_of
 from tests.layouts.examples import known_of

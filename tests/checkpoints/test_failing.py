@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from headwise.checkpoints import staging
+from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.source import open_source
-from headwise.checkpoints.stream_conversion import convert_checkpoint
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, ShapeError
-from headwise.layouts import convert
+from headwise.layouts import _convert as convert
 from tests.checkpoints import llamas
 from tests.root import ROOT
 

@@ -12,8 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from headwise.checkpoints.in_memory_conversion_for_transformers import open_described_model
-from headwise.checkpoints.load_transformers_model import load, measure_model_bytes
+from headwise.checkpoints.transformers import load, measure_model_bytes, open_described_model
 from headwise.cli.convert import convert
 from headwise.errors import CheckpointError, OptionError
 from tests.checkpoints.test_description import metadata

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from headwise.checkpoints.load_transformers_model import load, measure_model_bytes
+from headwise.checkpoints.transformers import load, measure_model_bytes
 from headwise.errors import CheckpointError, OptionError
 from tests.huggingface.models import ENCODER, SEQUENCES
 from tests.huggingface.stored import TEXT, bert, gpt2, masked_lm, stored

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load
 
-from headwise.checkpoints.safetensors_file import read_safetensors_header as read_file
+from headwise.checkpoints.safetensors import read_safetensors_header as read_file
 from headwise.errors import HeadwiseError
 from tests.checkpoints import llamas
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints import output_plan, stream_conversion
+from headwise.checkpoints import conversion, output
+from headwise.checkpoints.conversion import ConversionStream
 from headwise.checkpoints.journal import Journal
-from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.errors import CheckpointError
 from tests.checkpoints import llamas
 from tests.root import ROOT
@@ -102,7 +102,7 @@ def test_killed_in_the_middle_of_any_write(tmp_path: Path) -> None:
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The source of a run to ``b`` that was interrupted after half of its steps."""
-    monkeypatch.setattr(stream_conversion, "FLUSH_SIZE", 1)
+    monkeypatch.setattr(conversion, "FLUSH_SIZE", 1)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     source = llamas.in_files(tmp_path / "a")
     told: list[int] = []
@@ -324,7 +324,7 @@ def test_a_step_is_noted_only_after_its_bytes_are_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not made sure of when the machine loses power may be anything."""
-    monkeypatch.setattr(stream_conversion, "FLUSH_SIZE", 1)
+    monkeypatch.setattr(conversion, "FLUSH_SIZE", 1)
     written: set[int] = set()
     noted_unsure: list[set[int]] = []
     real_write, real_copy, real_sync = os.pwrite, os.copy_file_range, os.fsync
@@ -364,7 +364,7 @@ def test_a_step_is_noted_only_after_its_bytes_are_on_the_disk(
     monkeypatch.setattr(os, "copy_file_range", copy)
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(Journal, "record_steps", add)
-    monkeypatch.setattr(stream_conversion, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(conversion, "ThreadPoolExecutor", AtOnce)
     llamas.to_meta(llamas.in_files(tmp_path / "a"), tmp_path / "b")
     assert noted_unsure == [set()] * 22
 
@@ -376,6 +376,6 @@ def test_moving_bytes_are_those_of_the_system(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         os, "copy_file_range", lambda a, b, n, *at: called.append("copy_file_range") or n
     )
-    output_plan.write_all_bytes(0, memoryview(b"ab"), 0)
-    output_plan.copy_bytes(0, 0, 0, 0, 2, path=Path("a"))
+    output.write_all_bytes(0, memoryview(b"ab"), 0)
+    output.copy_bytes(0, 0, 0, 0, 2, path=Path("a"))
     assert called == ["pwrite", "copy_file_range"]

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwise.checkpoints.joined_source import JoinedSource
-from headwise.checkpoints.open_checkpoint import open_checkpoint
+from headwise.checkpoints.read import open_checkpoint
+from headwise.checkpoints.shares import JoinedSource
 from headwise.cli.convert import convert
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
-from headwise.layouts import shard_map
-from headwise.layouts.convert import RoundTripError
+from headwise.layouts import shards
+from headwise.layouts._convert import RoundTripError
 from tests.checkpoints import llamas
 from tests.checkpoints.shares import (
     COUNTS,
@@ -204,9 +204,9 @@ def test_parts_of_a_model_are_no_shares(tmp_path: Path) -> None:
 def test_a_division_that_does_not_come_back_is_noticed(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split = shard_map.ShardedAxis.split
+    split = shards.ShardedAxis.split
     monkeypatch.setattr(
-        shard_map.ShardedAxis, "split", lambda axis, x, count: split(axis, x, count)[::-1]
+        shards.ShardedAxis, "split", lambda axis, x, count: split(axis, x, count)[::-1]
     )
     command = ("--to", "llama-meta", "--as", "meta", "--shards", 2)
     error = COMMAND.refused(llama, tmp_path / "meta", *command)
@@ -219,13 +219,13 @@ def test_only_the_shares_of_one_tensor_are_in_memory(
 ) -> None:
     folder = metas_params(write_shares(tmp_path / "meta", metas_shares(llama, 6)))
     joined: list[int] = []
-    join = shard_map.ShardMap.join
+    join = shards.ShardMap.join
 
     def counted(division: Any, name: str, shares: Any) -> Tensor:
         joined.append(sum(x.nbytes for x in shares))
         return join(division, name, shares)
 
-    monkeypatch.setattr(shard_map.ShardMap, "join", counted)
+    monkeypatch.setattr(shards.ShardMap, "join", counted)
     run(folder, tmp_path / "joined", "--to", "llama")
     largest = max(x.nbytes for x in llamas.read(llama).values())
     assert max(joined) <= 1.01 * largest

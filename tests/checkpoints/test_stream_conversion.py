@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from headwise.checkpoints import output_plan, stream_conversion
+from headwise.checkpoints import conversion, output
+from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.source import open_source
-from headwise.checkpoints.stream_conversion import convert_checkpoint
 from headwise.errors import DTypeError, OptionError
 from tests.checkpoints import llamas
 
@@ -160,8 +160,8 @@ def test_a_system_that_cannot_copy_by_itself(
     llamas.to_meta(source, tmp_path / "b")
     monkeypatch.setattr(os, "copy_file_range", unable)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: unable())
-    monkeypatch.setattr(output_plan, "_NO_FALLOCATE", {18})
-    monkeypatch.setattr(output_plan, "CHUNK", 1000)
+    monkeypatch.setattr(output, "_NO_FALLOCATE", {18})
+    monkeypatch.setattr(output, "CHUNK", 1000)
     llamas.to_meta(source, tmp_path / "c")
     assert llamas.bytes_of(tmp_path / "c") == llamas.bytes_of(tmp_path / "b")
 
@@ -181,7 +181,7 @@ def test_a_system_that_writes_little_at_a_time(
 def test_progress_is_in_bytes_and_ends_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_conversion, "FLUSH_SIZE", 1000)
+    monkeypatch.setattr(conversion, "FLUSH_SIZE", 1000)
     told: list[tuple[str, int, int]] = []
     source = llamas.in_files(tmp_path / "a")
     llamas.to_meta(source, tmp_path / "b", progress=lambda *now: told.append(now))

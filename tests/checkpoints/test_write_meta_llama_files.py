@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise import detect
-from headwise.checkpoints import load_attention, stream_conversion, write_meta_llama_files
+from headwise.checkpoints import conversion, foreign, load_attention
+from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.source import open_source
-from headwise.checkpoints.stream_conversion import convert_checkpoint
 from headwise.cli.convert import convert
 from headwise.errors import HeadwiseError
 from tests.checkpoints import llamas
@@ -170,11 +170,11 @@ def test_a_file_becomes_a_folder_and_is_begun_anew_where_it_was(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(write_meta_llama_files.torch_file, "save_torch_file", stop)
+        patch.setattr(foreign.torch_file, "save_torch_file", stop)
         assert COMMAND.invoke(*command).exit_code
     assert not (tmp_path / "b").exists()
     with monkeypatch.context() as patch:  # all tensors are safe on the disk
-        patch.setattr(stream_conversion.ConversionStream, "_run_step", stop)
+        patch.setattr(conversion.ConversionStream, "_run_step", stop)
         out, _ = COMMAND.run(*command)
     assert out.startswith("Resumed an interrupted run: the tensors it had written were reused.")
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
@@ -221,15 +221,12 @@ def test_weights_that_are_no_whole_model_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inner", [11008, 13824, 28672, 14336, 8192, 172, 160, 161, 77, 3])
 @pytest.mark.parametrize("width", [4096, 5120, 8192, 2048, 60])
 def test_the_two_numbers_that_give_the_width_of_the_mlp(width: int, inner: int) -> None:
-    assert (
-        width_of_the_mlp({"dim": width, **write_meta_llama_files._meta_mlp_params(width, inner)})
-        == inner
-    )
+    assert width_of_the_mlp({"dim": width, **foreign._meta_mlp_params(width, inner)}) == inner
 
 
 def test_the_numbers_are_metas_own_where_it_published_some() -> None:
-    assert write_meta_llama_files._meta_mlp_params(4096, 11008) == {"multiple_of": 256}
-    assert write_meta_llama_files._meta_mlp_params(5120, 13824) == {"multiple_of": 256}
+    assert foreign._meta_mlp_params(4096, 11008) == {"multiple_of": 256}
+    assert foreign._meta_mlp_params(5120, 13824) == {"multiple_of": 256}
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from headwise import Attention
 from headwise import compare as compare_attentions
-from headwise.checkpoints.attention_loading import load_attention
+from headwise.checkpoints.attention import load_attention
 from headwise.cli.compare import compare
-from headwise.diagnosis.diagnosis_result import Verdict
-from headwise.diagnosis.subjects.recording_file import record_activations
+from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.subjects.recording import record_activations
 from headwise.errors import OptionError
 from tests.cli.alone import Alone
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from headwise.checkpoints.stream_conversion import ConversionStream
+from headwise.checkpoints.conversion import ConversionStream
 from headwise.cli.convert import convert
 from headwise.cli.output import USAGE
 from headwise.errors import CheckpointError, OptionError

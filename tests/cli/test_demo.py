@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from headwise.bundled_models import minilm
-from headwise.bundled_models.recorded_run_dataclasses import RecordedRun
 from headwise.cli.demo import demo
 from headwise.cli.output import NO
 from headwise.cli.scan import command
 from headwise.cli.scan.command import run_scan_with_progress
-from headwise.cli.scan.scan_options import ScanOptions
+from headwise.cli.scan.options import ScanOptions
 from headwise.errors import HeadwiseError, MissingExtraError
-from headwise.reports.scan_page import ScanReport
-from headwise.study import run_pretrained_or_small_encoder
+from headwise.models import minilm
+from headwise.models.recorded import RecordedRun
+from headwise.reports.page import ScanReport
+from headwise.study import trained
 from tests.cli.alone import Alone
 from tests.reports.html import Tree
 from tests.study.readings import small_reading
@@ -57,9 +57,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[RecordedRun], None]:
     """Makes the trained encoder a small one, which has read at once."""
 
     def at_once(reading: RecordedRun) -> None:
-        monkeypatch.setattr(
-            run_pretrained_or_small_encoder, "run_minilm", lambda _progress: reading
-        )
+        monkeypatch.setattr(trained, "run_minilm", lambda _progress: reading)
 
     monkeypatch.setattr(minilm, "model_folder", lambda: Path("the model"))
     at_once(small_reading())

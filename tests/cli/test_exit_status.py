@@ -20,9 +20,9 @@ from headwise.checkpoints import load_attention
 from headwise.cli import output
 from headwise.cli.output import CRASHED, INTERRUPTED, LOST, NO, UNDECIDED, USAGE, YES
 from headwise.errors import LostProcessError, ShapeError, UndecidedError
-from headwise.layouts.canonical_tensor_axes import State
+from headwise.function.weights import State
 from headwise.study import run as studies
-from headwise.study.research_question import Answer
+from headwise.study.question import Answer
 from tests.checkpoints import llamas
 from tests.root import ROOT
 from tests.study.answers import answer, made_up
@@ -180,7 +180,7 @@ def test_an_interruption(status: Status, place: Path, monkeypatch: pytest.Monkey
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headwise.diagnosis.detect.detect", stop)
+    monkeypatch.setattr("headwise.diagnosis._detect.detect", stop)
     assert status("detect", place) == INTERRUPTED
 
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 import transformers
 
-from headwise.bundled_models import minilm
-from headwise.cli import progress_bar
+from headwise.cli import progress
 from headwise.cli.output import option_text
 from headwise.errors import HeadwiseError
-from headwise.reports.standout_heads import RULE, clearest_statistic, standout_heads
+from headwise.models import minilm
+from headwise.reports.statistics import RULE, clearest_statistic, standout_heads
 from headwise.scanning import estimate
-from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.result import HeadScan
 from tests.cli.scan_command import refused, run
 from tests.huggingface.stored import TEXT, bert, gpt2, stored
 from tests.reports.html import Tree
@@ -206,7 +206,7 @@ def test_progress_without_a_terminal_is_plain_lines(
 ) -> None:
     options = (model, "--text", text, "--stats", "entropy", "--json", "--force")
     assert len(run(*options)[1].splitlines()) == 3  # the estimate, and the page
-    monkeypatch.setattr(progress_bar, "SECONDS", 0)
+    monkeypatch.setattr(progress, "SECONDS", 0)
     out, err = run(*options)
     lines = err.splitlines()
     assert [line for line in lines if re.fullmatch(r"[\w.]+: \d of 2", line)] == lines[1:-2]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headwise.cli.scan import run_scan
-from headwise.scanning.head_scan import HeadScan
+from headwise.cli.scan import run as run_scan
+from headwise.scanning.result import HeadScan
 from tests.cli.scan_command import invoke, refused, run
 from tests.huggingface.stored import TEXT
 

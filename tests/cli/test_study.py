@@ -14,7 +14,7 @@ from headwise.cli.study import study
 from headwise.errors import OptionError
 from headwise.study import run as studies
 from headwise.study.run import LeftOut, Study
-from headwise.study.run_pretrained_or_small_encoder import Fallback
+from headwise.study.trained import Fallback
 from tests.cli.alone import Alone
 from tests.reports.html import Tree
 from tests.study.answers import answer, made_up

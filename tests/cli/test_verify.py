@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 import headwise
 from headwise.cli.convert import convert as convert_command
 from headwise.cli.verify import verify
-from headwise.diagnosis.diagnosis_result import Verdict
+from headwise.diagnosis.results.diagnosis import Verdict
 from headwise.errors import OptionError
-from headwise.layouts.convert import convert
+from headwise.layouts._convert import convert
 from tests.checkpoints import llamas
 from tests.cli.alone import Alone
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headwise.attention_matrix import AttentionMatrix
-from headwise.error_budget.budget import Budget
-from headwise.kernels import varlen
-from headwise.kernels.dispatch import KERNELS
-from headwise.kernels.kernel import Task
+from headwise.function.budget import Budget
 from headwise.masks.mask import Mask
+from headwise.matrix.kernels import varlen
+from headwise.matrix.kernels.dispatch import KERNELS
+from headwise.matrix.kernels.kernel import Task
+from headwise.matrix.operator import AttentionMatrix
 from tests.contract.layers import (
     BATCH,
     LENGTH,

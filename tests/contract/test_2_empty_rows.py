@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.attention_matrix import AttentionMatrix
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
+from headwise.matrix.operator import AttentionMatrix
 from tests.contract.layers import BATCH, LENGTH, identity_layer, inputs
 from tests.honest import hides_a_whole_sequence
 

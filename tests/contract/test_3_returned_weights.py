@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from headwise import reference
-from headwise.attention_matrix import AttentionMatrix
-from headwise.error_budget.budget import Budget
+from headwise.function import stages
+from headwise.function.budget import Budget
+from headwise.matrix.operator import AttentionMatrix
 from tests.contract.layers import identity_layer, inputs, split
 from tests.strategies import DTYPES, Problem, problems
 
@@ -26,7 +26,7 @@ def test_weights_are_before_dropout_and_differentiable(average: bool, dropout: f
     Budget.for_weights(heads, heads, read=read).assert_holds(weights.detach())
     upstream = torch.randn_like(weights)
     (gradient,) = torch.autograd.grad(weights, x, upstream)
-    (expected,) = torch.autograd.grad(read(reference.weights(split(x), split(x))), x, upstream)
+    (expected,) = torch.autograd.grad(read(stages.weights(split(x), split(x))), x, upstream)
     torch.testing.assert_close(gradient, expected)
 
 

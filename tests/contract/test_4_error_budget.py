@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise import MultiheadAttention, reference
-from headwise.attention_matrix import AttentionMatrix
-from headwise.error_budget.budget import Budget
+from headwise import MultiheadAttention
+from headwise.function import stages
+from headwise.function.budget import Budget
 from headwise.masks.mask import Mask
+from headwise.matrix.operator import AttentionMatrix
 from tests.strategies import DTYPES
 
 QUERIES, KEYS = 301, 1153
@@ -54,7 +55,7 @@ def test_long_rows_are_within_the_budget(kind: str, dtype: torch.dtype) -> None:
 def test_a_small_mistake_is_outside(dtype: torch.dtype) -> None:
     q, k, v = long_tensors(dtype)
     budget = Budget.for_head_outputs(q, k, v, factor=0.0)
-    wrong = AttentionMatrix(q, k, scale=1.01 * reference.default_scale(q)) @ v
+    wrong = AttentionMatrix(q, k, scale=1.01 * stages.default_scale(q)) @ v
     assert not budget.check(wrong)
 
 
@@ -68,7 +69,7 @@ def test_the_whole_layer_is_within_the_budget(training: bool, need_weights: bool
         q, k, v = (
             part.unflatten(-1, (6, 10)).transpose(1, 2) for part in (x @ w.mT + b).chunk(3, -1)
         )
-        return reference.head_outputs(q, k, v).transpose(1, 2).flatten(2) @ w_out.mT + b_out
+        return stages.head_outputs(q, k, v).transpose(1, 2).flatten(2) @ w_out.mT + b_out
 
     parameters = [p.detach() for p in layer.parameters()]
     budget = Budget.for_function(plain, x, *parameters)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from headwise import MultiheadAttention
-from headwise.attention_matrix import AttentionMatrix
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
+from headwise.matrix.operator import AttentionMatrix
 from tests.memory import LargestTensor
 
 LENGTH = 1500

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import HeadwiseError
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
+from headwise.matrix.operator import AttentionMatrix
 from tests.contract.layers import identity_layer, inputs
 from tests.honest import hides_a_whole_sequence
 

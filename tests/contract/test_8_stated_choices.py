@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 from headwise import MultiheadAttention
-from headwise.attention_matrix import AttentionMatrix
+from headwise.matrix.operator import AttentionMatrix
 from tests.contract.layers import identity_layer, inputs
 from tests.honest import hides_a_whole_sequence
 from tests.strategies import Problem, problems

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask, compare
-from headwise.diagnosis.black_box_comparison import BlackBoxComparison
-from headwise.diagnosis.diagnosis_result import Verdict
-from headwise.diagnosis.subjects.black_box import BlackBox
-from headwise.diagnosis.subjects.native_subject import NativeSubject
+from headwise.diagnosis.functions import BlackBoxComparison
+from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.subjects.function import BlackBox
+from headwise.diagnosis.subjects.native import NativeSubject
 
 WIDTH, HEADS = 40, 5
 

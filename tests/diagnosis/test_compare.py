@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask, Rotary, compare
-from headwise.diagnosis.diagnosis_result import Verdict
+from headwise.diagnosis.results.diagnosis import Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import Inputs
-from headwise.diagnosis.subjects.native_subject import NativeSubject
+from headwise.diagnosis.subjects.native import NativeSubject
 from headwise.errors import OptionError, ShapeError
-from headwise.layers.positions import Alibi
+from headwise.layers.distance import Alibi
 from headwise.testing import assert_same_function
 
 WIDTH, HEADS = 40, 5

@@ -34,8 +34,8 @@ from transformers import (
 )
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.diagnosis.model_comparison_result import ModelComparison
+from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
+from headwise.diagnosis.results.model import ModelComparison
 from headwise.errors import OptionError, ShapeError
 
 SIZES = {

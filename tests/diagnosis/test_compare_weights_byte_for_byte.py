@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.diagnosis.compare_weights_byte_for_byte import compare_tensors as verify
-from headwise.diagnosis.diagnosis_result import TensorComparison
+from headwise.diagnosis.results.diagnosis import TensorComparison
+from headwise.diagnosis.tensors import compare_tensors as verify
 from headwise.errors import OptionError
-from headwise.layouts.canonical_tensor_axes import State
-from headwise.layouts.convert import convert
+from headwise.function.spec import AttentionSpec
+from headwise.function.weights import State
+from headwise.layouts._convert import convert
 from headwise.layouts.registry import layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
 from tests.layouts.examples import example
 
 HEADS = {"heads": 12, "kv_heads": 3}

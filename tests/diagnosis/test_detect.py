@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import headwise
-from headwise.diagnosis.candidate_layouts import CandidateLayout, query_and_kv_head_counts
-from headwise.diagnosis.detect import narrow_by_reference_values
-from headwise.diagnosis.detection_result import Detection, detect_by_names_and_shapes
+from headwise.diagnosis._detect import narrow_by_reference_values
+from headwise.diagnosis.candidates import CandidateLayout, query_and_kv_head_counts
+from headwise.diagnosis.results.detection import Detection, detect_by_names_and_shapes
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
-from headwise.layouts.canonical_tensor_axes import State
-from headwise.layouts.canonical_tensor_equality import list_differing_tensors
-from headwise.layouts.layout import Layout
+from headwise.function.weights import State
+from headwise.layouts._layout import Layout
+from headwise.layouts.equality import list_differing_tensors
 from headwise.layouts.registry import layout, layouts_by_name
 from tests.layouts.examples import ROTARY_WIDTH, example, known_of, width_of
 

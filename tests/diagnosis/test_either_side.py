@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask, Rotary, compare
-from headwise.diagnosis.attention_comparison_result import FoundCause
-from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import Alibi
+from headwise.diagnosis.results.attention import FoundCause
+from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
+from headwise.layers.distance import Alibi
+from headwise.layers.norm import QKNorm
 
 WIDTH, HEADS = 40, 5
 PARTS: dict[str, tuple[dict[str, Any], str]] = {

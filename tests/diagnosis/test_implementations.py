@@ -14,10 +14,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.implementations import trial
 from headwise import compare, register_huggingface
-from headwise.diagnosis.diagnosis_result import Verdict
-from headwise.diagnosis.model_comparison_result import ModelComparison
-from headwise.diagnosis.subjects import record_model_run
-from headwise.diagnosis.subjects.model_run_result import exceeds_rounding, relative_difference_norm
+from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.results.model import ModelComparison
+from headwise.diagnosis.subjects import run
+from headwise.diagnosis.subjects.run import exceeds_rounding, relative_difference_norm
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own code, for flex
@@ -107,7 +107,7 @@ def test_two_that_run_otherwise_than_stated_and_alike_are_the_same() -> None:
 def test_layers_without_a_layout_are_compared_by_their_stages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(record_model_run, "read_attention_modules", lambda model: [])
+    monkeypatch.setattr(run, "read_attention_modules", lambda model: [])
     verdict, comparison = compared("eager", "sdpa", padding=4)
     assert verdict is Verdict.UNKNOWN
     [layer] = comparison.differing_layers

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headwise import convert, verify
-from headwise.diagnosis.attention_comparison_result import cause_page_path
+from headwise.diagnosis.causes.cause import cause_page_path
 
 HEADS, HEAD_DIM, LAYERS = 4, 6, 3
 WIDTH = HEADS * HEAD_DIM

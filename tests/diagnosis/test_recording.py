@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from headwise import Attention, compare
-from headwise.diagnosis.diagnosis_result import Verdict
-from headwise.diagnosis.subjects.recording_file import record_activations
+from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.subjects.recording import record_activations
 from headwise.errors import OptionError, ShapeError
 
 WIDTH, HEADS = 40, 5

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.detect_layout_by_running import FirstCall, pair_modules, record_first_calls
-from headwise.layouts.find_modules_by_tensor_names import NamedModule, NamedPosition
+from headwise.diagnosis.running import FirstCall, pair_modules, record_first_calls
+from headwise.layouts.modules import NamedModule, NamedPosition
 from tests.scanning.models import BATCH, LENGTH, WIDTH, Caller
 
 NAMES = ("deep.0", "deep.1", "side")

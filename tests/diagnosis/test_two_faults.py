@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.attention_comparison_result import FunctionComparison
-from headwise.diagnosis.diagnosis_result import Verdict
+from headwise.diagnosis.results.attention import FunctionComparison
+from headwise.diagnosis.results.diagnosis import Verdict
 
 WIDTH, HEADS = 40, 5
 

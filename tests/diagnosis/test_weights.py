@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 import headwise
-from headwise.diagnosis.diagnosis_result import Verdict
+from headwise.diagnosis.results.diagnosis import Verdict
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
+from headwise.function.weights import State
 from headwise.layouts import registry
-from headwise.layouts.canonical_tensor_axes import State
 
 CONFIG = {"model_type": "gpt2", "n_head": 6}
 LAST = "transformer.h.1.attn.c_proj.weight"

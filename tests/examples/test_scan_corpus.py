@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.result import HeadScan
 from tests.examples.torchrun import torchrun
 
 

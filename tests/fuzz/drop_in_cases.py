@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headwise import Mask, MultiheadAttention, ScoreBias, reference
+from headwise import Mask, MultiheadAttention, ScoreBias
+from headwise.function import stages
 from headwise.testing import Budget
 from tests.fuzz import oracle_layers
 from tests.fuzz.draw import DTYPES, Chance, plain
@@ -217,7 +218,7 @@ def _plain(layer: MultiheadAttention, p: dict[str, Tensor], masks: Masks) -> tup
     biases = p["in_proj_bias"].chunk(3) if "in_proj_bias" in p else [p["query"].new_zeros(1)] * 3
     heads = layer.num_heads
     q, k, v = (
-        reference.split_heads(p[name] @ w.mT + b, heads=heads)
+        stages.split_heads(p[name] @ w.mT + b, heads=heads)
         for name, w, b in zip(("query", "key", "value"), projections, biases, strict=True)
     )
     rows = [(p["bias_k"], p["bias_v"])] if "bias_k" in p else []
@@ -225,9 +226,9 @@ def _plain(layer: MultiheadAttention, p: dict[str, Tensor], masks: Masks) -> tup
         rows.append((q.new_zeros(1, 1, layer.embed_dim),) * 2)
     for row in rows:
         k, v = (
-            torch.cat([x, reference.split_heads(r, heads=heads).expand(len(x), -1, -1, -1)], 2)
+            torch.cat([x, stages.split_heads(r, heads=heads).expand(len(x), -1, -1, -1)], 2)
             for x, r in zip((k, v), row, strict=True)
         )
-    weights = reference.weights(q, k, mask=masks.mask, score_bias=masks.score_bias)
-    out = reference.merge_heads(weights @ v) @ p["out_proj.weight"].mT
+    weights = stages.weights(q, k, mask=masks.mask, score_bias=masks.score_bias)
+    out = stages.merge_heads(weights @ v) @ p["out_proj.weight"].mT
     return out + p.get("out_proj.bias", 0.0), weights, weights.mean(1)

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise import AttentionMatrix, reference
-from headwise.error_budget.budget import BACKWARD
+from headwise import AttentionMatrix
+from headwise.function import stages
+from headwise.function.budget import BACKWARD
 from headwise.testing import Budget
 from tests.fuzz import oracle
 from tests.fuzz.draw import Chance, plain
@@ -242,9 +243,7 @@ def plain_budgets(p: Problem, name: str, g: Tensor) -> Callable[[str], Budget | 
             if len(leaves) == 3:
                 options["sink"] = leaves[2]
             with torch.enable_grad():
-                s = reference.scores(
-                    *leaves[:2], **{n: x for n, x in options.items() if n != "sink"}
-                )
+                s = stages.scores(*leaves[:2], **{n: x for n, x in options.items() if n != "sink"})
                 found = plain_reading(name, s, options["sink"])
             grads = torch.autograd.grad(found, leaves, g)
             return grads[names.index(leaf)]

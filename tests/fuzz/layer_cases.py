@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, Rotary
-from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import Alibi, LinearScaling, T5Bias
+from headwise.function.scaling import LinearScaling
+from headwise.layers.distance import Alibi, T5Bias
+from headwise.layers.norm import QKNorm
 from headwise.testing import Budget
 from tests.fuzz import oracle_layers
 from tests.fuzz.draw import DTYPES, Chance, Shaping, add_biases, add_masks, plain
 from tests.fuzz.findings import DifferenceError, within
 from tests.fuzz.matrix_cases import describing, tiled
 from tests.fuzz.oracle import Array
-from tests.layers.native import reference
+from tests.layers import reference
 
 MOSTLY_EXACT = (torch.float64, torch.float64, *DTYPES)
 

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise import AttentionMatrix, attention_matrix
-from headwise.kernels import observe_tiles, tiles, varlen
+from headwise import AttentionMatrix
+from headwise.matrix import operator
+from headwise.matrix.kernels import observe, tiles, varlen
 from headwise.testing import Budget
 from tests.fuzz import oracle
 from tests.fuzz.draw import DTYPES, Chance, Shaping, add_biases, add_masks, plain
@@ -108,9 +109,7 @@ def tiled(chance: Chance) -> Iterator[None]:
     size = chance.choose((None, None, 1, 40, 300))
     patches = [mock.patch.object(varlen, "CALL", 1)] if chance.maybe(0.3) else []
     if size is not None:
-        owners = [
-            m for m in (tiles, observe_tiles, attention_matrix) if hasattr(m, "TILE_ELEMENTS")
-        ]
+        owners = [m for m in (tiles, observe, operator) if hasattr(m, "TILE_ELEMENTS")]
         patches += [mock.patch.object(owner, "TILE_ELEMENTS", size) for owner in owners]
     for patch in patches:
         patch.start()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwise import reference
+from headwise.function import stages
 from tests.fuzz import oracle
 from tests.fuzz.draw import Chance, plain
 from tests.fuzz.findings import DifferenceError, close, same
@@ -88,7 +88,7 @@ def test_the_oracles_gradients_are_its_derivatives(kind: str) -> None:
 
 
 def test_a_mistake_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "default_scale", lambda q: 0.9 / q.shape[-1] ** 0.5)
+    monkeypatch.setattr(stages, "default_scale", lambda q: 0.9 / q.shape[-1] ** 0.5)
     found = [failure_of("readings", SEED, index) for index in range(4)]
     assert any(failure is not None and "DifferenceError" in failure.error for failure in found)
 

@@ -10,9 +10,9 @@ import torch
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils._pytree import tree_leaves
 
-from headwise.error_budget.budget import Budget
+from headwise.function.budget import Budget
 from headwise.huggingface import NAME
-from headwise.huggingface.attention_function import attend
+from headwise.huggingface.attention import attend
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from tests.honest import ordinary

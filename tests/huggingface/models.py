@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from headwise.attention_matrix import AttentionMatrix
-from headwise.error_budget.budget import FORWARD, Budget
-from headwise.huggingface import NAME, attention_function, register_huggingface
+from headwise.function.budget import FORWARD, Budget
+from headwise.huggingface import NAME, attention, register_huggingface
+from headwise.matrix.operator import AttentionMatrix
 
 BATCH, LENGTH, SOURCE, EMBED, HEADS, KV_HEADS = 3, 13, 17, 48, 6, 2
 WINDOW, CHUNK, SOFTCAP = 5, 4, 2.0
@@ -219,14 +219,14 @@ class Pair:
 def watched() -> Iterator[list[AttentionMatrix]]:
     """The matrices that layers compute by while this is on."""
     seen: list[AttentionMatrix] = []
-    original = attention_function.AttentionMatrix
+    original = attention.AttentionMatrix
 
     def kept(*args: Any, **options: Any) -> AttentionMatrix:
         seen.append(original(*args, **options))
         return seen[-1]
 
-    attention_function.AttentionMatrix = kept  # type: ignore[assignment, misc]
+    attention.AttentionMatrix = kept  # type: ignore[assignment, misc]
     try:
         yield seen
     finally:
-        attention_function.AttentionMatrix = original  # type: ignore[misc]
+        attention.AttentionMatrix = original  # type: ignore[misc]

@@ -11,14 +11,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as softcapped
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as with_sinks
 
-from headwise.attention_matrix import AttentionMatrix
-from headwise.error_budget.budget import Budget
 from headwise.errors import DTypeError, MaskError, OptionError
-from headwise.huggingface.attention_function import UNSUPPORTED, attend
-from headwise.huggingface.lazy_mask import LazyMask
+from headwise.function.budget import Budget
+from headwise.huggingface.attention import UNSUPPORTED, attend
+from headwise.huggingface.lazy import LazyMask
 from headwise.layers.hooks import attention_hook
-from headwise.masks.clauses.dense_mask import Dense
+from headwise.masks.clauses.dense import Dense
 from headwise.masks.mask import Mask
+from headwise.matrix.operator import AttentionMatrix
 from tests.honest import normal, ordinary
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 3, 6, 2, 24, 29

@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from headwise.error_budget.budget import Budget
-from headwise.huggingface import attention_function
+from headwise.function.budget import Budget
+from headwise.huggingface import attention
 from tools.huggingface_classes import classes, comparing, layers, shrink, stored, table, trial
 
 # Of every verdict, and of every way by which layers are reached.
@@ -101,14 +101,14 @@ def test_a_fresh_trial_finds_what_the_table_says(model_type: str, rows: dict[str
 
 @pytest.mark.filterwarnings("ignore")
 def test_attention_that_forgets_its_mask_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = attention_function.attend
+    original = attention.attend
 
     def maskless(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
     ) -> Any:
         return original(module, q, k, v, None, **{**options, "is_causal": False})
 
-    monkeypatch.setattr(attention_function, "attend", maskless)
+    monkeypatch.setattr(attention, "attend", maskless)
     row = trial.tried("bert")
     assert row.verdict == trial.DIFFERS
     assert row.ratio is not None

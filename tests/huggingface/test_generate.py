@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.attention_matrix import AttentionMatrix
 from headwise.huggingface import NAME
-from headwise.masks.clauses.dense_mask import Dense
+from headwise.masks.clauses.dense import Dense
+from headwise.matrix.operator import AttentionMatrix
 from tests.huggingface.models import BATCH, LENGTH, MODELS, built, lengths_mask, watched
 
 NEW = 9  # tokens; with the prompt, more than any window or chunk

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils
 from transformers.masking_utils import and_masks, or_masks, sdpa_mask
 
-from headwise.huggingface import read_mask_functions
-from headwise.huggingface.lazy_mask import LazyMask
+from headwise.huggingface import readers
+from headwise.huggingface.lazy import LazyMask
 from headwise.huggingface.masks import make_transformers_mask
-from headwise.masks.clauses.dense_mask import Dense
+from headwise.masks.clauses.dense import Dense
 from headwise.masks.clauses.segments import Segments
 from tests.huggingface.models import BATCH, LENGTH, lengths_mask
 
@@ -220,13 +220,13 @@ def test_where_python_does_not_run_at_every_call_it_is_written() -> None:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     yield
-    read_mask_functions.select_trusted_readers.cache_clear()
+    readers.select_trusted_readers.cache_clear()
 
 
 @pytest.mark.usefixtures("forgotten")
 def test_all_of_this_version_are_known() -> None:
-    read_mask_functions.select_trusted_readers.cache_clear()
-    assert len(read_mask_functions.select_trusted_readers()) == len(read_mask_functions._KINDS)
+    readers.select_trusted_readers.cache_clear()
+    assert len(readers.select_trusted_readers()) == len(readers._KINDS)
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -246,7 +246,7 @@ def test_another_version_is_not_trusted(change: str, monkeypatch: pytest.MonkeyP
     else:
         new = another if change == "another meaning" else with_two
         monkeypatch.setattr(masking_utils, "sliding_window_overlay", new)
-    read_mask_functions.select_trusted_readers.cache_clear()
-    assert len(read_mask_functions.select_trusted_readers()) == len(read_mask_functions._KINDS) - 1
+    readers.select_trusted_readers.cache_clear()
+    assert len(readers.select_trusted_readers()) == len(readers._KINDS) - 1
     check_written(call(PLACES["no cache"], and_masks(another(4), KINDS["causal"]), None))
     check_lazy(call(PLACES["no cache"], KINDS["causal"], None))

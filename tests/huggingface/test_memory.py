@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from headwise.huggingface import NAME
-from headwise.kernels import tiled_op
-from headwise.kernels.kernel import Task
-from headwise.kernels.tiled import KernelResult
 from headwise.masks.clauses.segments import Segments
+from headwise.matrix.kernels import tiled_op
+from headwise.matrix.kernels.kernel import Task
+from headwise.matrix.kernels.tiled import KernelResult
 from tests.huggingface.models import DECODER, MODELS, Case, built, watched
 from tests.memory import LargestTensor
 
@@ -99,7 +99,7 @@ def test_this_can_fail(made: LargestTensor, monkeypatch: pytest.MonkeyPatch) -> 
     theirs = built(case("llama"), "sdpa", torch.float32)
     assert run(theirs, made, REAL["left"]()) >= LENGTH**2
     # And the tiled kernel is looked into: tiles so large that the matrix is one of them.
-    monkeypatch.setattr("headwise.kernels.tiles.TILE_ELEMENTS", 2**26)
-    monkeypatch.setattr("headwise.kernels.sdpa._needs_large_mask", lambda problem: True)
+    monkeypatch.setattr("headwise.matrix.kernels.tiles.TILE_ELEMENTS", 2**26)
+    monkeypatch.setattr("headwise.matrix.kernels.sdpa._needs_large_mask", lambda problem: True)
     inside = LargestTensor()
     assert run(built(case("llama"), NAME, torch.float32), inside, REAL["left"]()) >= LENGTH**2

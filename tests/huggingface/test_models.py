@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.masks.clauses.dense_mask import Dense
+from headwise.masks.clauses.dense import Dense
 from headwise.masks.clauses.segments import Segments
 from tests.huggingface.models import BATCH, LENGTH, MODELS, SOURCE, Pair, lengths_mask, watched
 
@@ -89,21 +89,21 @@ def test_switching_there_and_back(pair: Pair) -> None:
 
 def test_the_budget_can_fail(pair: Pair) -> None:
     # A wrong mask in one layer, of the smallest kind: the last key is hidden from every query.
-    from headwise.huggingface import attention_function
+    from headwise.huggingface import attention
     from headwise.masks.mask import Mask
 
     x = pair.input()
     budget = pair.budget(x)
-    original = attention_function._read_mask_and_bias
+    original = attention._read_mask_and_bias
 
     def less(module: Any, query: Any, key: Any, given: Any, options: Any) -> Any:
         found = original(module, query, key, given, options)
         hidden = torch.full((BATCH,), key.shape[2] - 1)
         return found._replace(mask=found.mask & Mask.lengths(keys=hidden))
 
-    attention_function._read_mask_and_bias = less
+    attention._read_mask_and_bias = less
     try:
         with torch.no_grad():
             assert not budget.check(pair.run(pair.ours, x))
     finally:
-        attention_function._read_mask_and_bias = original
+        attention._read_mask_and_bias = original

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import headwise
-from headwise.bundled_models import minilm
-from headwise.error_budget.budget import Budget
 from headwise.errors import MissingExtraError, OptionError
-from headwise.huggingface import NAME, read_mask_functions, register_huggingface
+from headwise.function.budget import Budget
+from headwise.huggingface import NAME, readers, register_huggingface
+from headwise.models import minilm
 from tests.huggingface.models import ENCODER, MODELS, Pair, watched
 
 
@@ -34,11 +34,11 @@ def test_registering_again_changes_nothing() -> None:
 
 
 def test_mask_functions_are_learned_before_a_model_runs() -> None:
-    read_mask_functions.select_trusted_readers.cache_clear()
+    readers.select_trusted_readers.cache_clear()
     with torch.device("meta"):
         register_huggingface()
-    assert len(read_mask_functions.select_trusted_readers()) == len(read_mask_functions._KINDS)
-    assert read_mask_functions.select_trusted_readers.cache_info().currsize == 1
+    assert len(readers.select_trusted_readers()) == len(readers._KINDS)
+    assert readers.select_trusted_readers.cache_info().currsize == 1
 
 
 def test_nothing_heavy_is_loaded_before_it_is_called() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.error_budget.budget import BACKWARD, Budget
+from headwise.function.budget import BACKWARD, Budget
 from headwise.huggingface import NAME
 from tests.huggingface.models import MODELS, Pair, built, lengths_mask, watched
 

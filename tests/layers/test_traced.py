@@ -12,8 +12,8 @@ from tests.apart import assert_passed_apart
 FOLDER = Path(__file__).parent
 # torch_api/test_paths.py exports the drop-in layer.
 CASES = (
-    "native/compiled.py::test_training[causal]",
-    "native/exported.py::test_exported_saved_and_loaded[causal]",
+    "compiled.py::test_training[causal]",
+    "exported.py::test_exported_saved_and_loaded[causal]",
     "torch_api/compiled.py::test_compiled_as_one_graph[both-True]",
 )
 

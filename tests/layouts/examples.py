@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical_tensor_axes import AXES, BIASES, State
-from headwise.layouts.layout import Layout
-from headwise.layouts.layout_drawing import equalise_indistinct_axes
+from headwise.function.weights import AXES, BIASES, State
+from headwise.layouts._layout import Layout
+from headwise.layouts.drawing import equalise_indistinct_axes
+from headwise.layouts.sizes import Sizes
 
 SIZES = {
     "heads": 12,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask, ScoreBias
-from headwise.layouts.layout import Layout
+from headwise.layouts._layout import Layout
 
 BATCH, LENGTH = 3, 24
 

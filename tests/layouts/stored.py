@@ -13,11 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.layouts.find_modules_by_tensor_names import (
-    find_modules,
-    find_unlisted_tensors_of_module,
-)
-from headwise.layouts.layout import Layout
+from headwise.layouts._layout import Layout
+from headwise.layouts.modules import find_modules, find_unlisted_tensors_of_module
 from headwise.layouts.registry import layout
 from tests.layouts.real import sharpen
 

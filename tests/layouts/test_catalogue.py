@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.axis_sizes import Sizes
-from headwise.layouts.canonical_tensor_axes import AXES, BIASES, State
-from headwise.layouts.canonical_tensor_equality import list_differing_tensors, same_bytes
-from headwise.layouts.convert import convert
-from headwise.layouts.layout import Layout
+from headwise.function.spec import AttentionSpec
+from headwise.function.weights import AXES, BIASES, State
+from headwise.layouts._convert import convert
+from headwise.layouts._layout import Layout
+from headwise.layouts.equality import list_differing_tensors, same_bytes
 from headwise.layouts.registry import catalogue_by_family
 from headwise.layouts.registry import layout as by_name
-from headwise.layouts.settings_outside_weights import AttentionSpec
+from headwise.layouts.sizes import Sizes
 from tests.layouts.examples import (
     ROTARY_WIDTH,
     SIZES,
@@ -114,7 +114,7 @@ def test_conversion_by_steps_gives_the_canonical_form_and_comes_back(layout: Lay
             for tensor in layout.canonical_tensor_names
         },
         function=replace(layout.function, rotary=turned),
-        source="headwise.layouts.canonical_tensor_axes",
+        source="headwise.function.weights",
     )
     canonical = example(layout, dtype=torch.float32)
     stored = layout.pack(canonical, **width_of(layout))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts.conversion_plan import plan_conversion
-from headwise.layouts.find_modules_by_tensor_names import NameForm
-from headwise.layouts.layout import Layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
+from headwise.function.spec import AttentionSpec
+from headwise.layouts._layout import Layout
+from headwise.layouts.modules import NameForm
+from headwise.layouts.plan import plan_conversion
 
 ROPE = AttentionSpec(rotary="half-split")
 APART = Layout(

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.canonical_tensor_equality import same_bytes
-from headwise.layouts.convert import RoundTripError, convert
-from headwise.layouts.layout import Layout
+from headwise.function.spec import AttentionSpec
+from headwise.layouts._convert import RoundTripError, convert
+from headwise.layouts._layout import Layout
+from headwise.layouts.equality import same_bytes
 from headwise.layouts.registry import layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
 from tests.layouts.examples import example
 from tests.layouts.test_conversion_plan import APART, FUSED
 
@@ -160,7 +160,7 @@ def test_a_way_back_that_does_not_lead_back_is_noticed(monkeypatch: pytest.Monke
     def careless(pattern: object, *_: object) -> Tensor:
         return true_pack(pattern, *_).roll(1, 0)  # type: ignore[arg-type]
 
-    from headwise.layouts import layout as of_layouts
+    from headwise.layouts import _layout as of_layouts
 
     true_pack = of_layouts.pack_tensors
     monkeypatch.setattr(of_layouts, "pack_tensors", careless)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from headwise.layouts.find_modules_by_tensor_names import (
+from headwise.layouts._layout import Layout
+from headwise.layouts.modules import (
     NamedPosition,
     NameForm,
     find_modules,
@@ -14,7 +15,6 @@ from headwise.layouts.find_modules_by_tensor_names import (
     locate_weight_outside_attention,
     template_fields,
 )
-from headwise.layouts.layout import Layout
 from headwise.layouts.registry import catalogue_by_family
 
 PUBLISHED = {one.name: one for family in catalogue_by_family().values() for one in family}

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from headwise.errors import ShapeError
-from headwise.layouts.canonical_tensor_axes import AXES
-from headwise.layouts.layout import Layout
-from headwise.layouts.layout_drawing import (
+from headwise.function.spec import AttentionSpec
+from headwise.function.weights import AXES
+from headwise.layouts._layout import Layout
+from headwise.layouts.drawing import (
     DrawnCell,
     attention_spec_lines,
     draw,
@@ -19,7 +20,6 @@ from headwise.layouts.layout_drawing import (
     rotary_pairs,
 )
 from headwise.layouts.registry import catalogue_by_family, layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
 from tools.layouts_picture import ROW, TOP, draw_panels, draw_rotary_pairs, make_panel
 
 NAMES = sorted(one.name for family in catalogue_by_family().values() for one in family)

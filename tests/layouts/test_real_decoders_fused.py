@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from headwise import Rotary, ScoreBias
-from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import Alibi, alibi_slopes
-from headwise.masks.alignment import Align
+from headwise.layers.distance import Alibi, alibi_slopes
+from headwise.layers.norm import QKNorm
+from headwise.masks.clause import Align
 from tests.layouts.captured import DIVIDED, THETA, WHOLE, angles, captured, model_of
 from tests.layouts.real import Real, assert_same_function
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Mask, Rotary
-from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.norm import QKNorm
 from tests.layouts.captured import (
     DIVIDED,
     GROUPED,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headwise import Attention, Mask, Rotary
-from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.norm import QKNorm
 from headwise.layouts.registry import layout
 from tests.layouts.real import Real, assert_same_function, inputs, sharpen
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask, Rotary
-from headwise.layers.native.qk_norm import QKNorm
-from headwise.layouts.layout import Layout
+from headwise.layers.norm import QKNorm
+from headwise.layouts._layout import Layout
 from headwise.layouts.registry import layout
 from tests.layouts.captured import DIVIDED, SINGLE, THETA, angles, captured, model_of
 from tests.layouts.real import LENGTH, Real, assert_gives, inputs, sharpen

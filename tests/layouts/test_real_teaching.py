@@ -10,9 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise import Mask
-from headwise.layouts.convert import convert
-from headwise.study.implementation_interface import Implementation
-from headwise.study.implementations import Annotated, EinopsPage, Paper, Tensor2Tensor
+from headwise.layouts._convert import convert
+from headwise.study.implementations import (
+    Annotated,
+    EinopsPage,
+    Implementation,
+    Paper,
+    Tensor2Tensor,
+)
 from tests.layouts.real import BATCH, LENGTH, Real, assert_same_function, inputs, sharpen
 from tests.layouts.stored import HEADS, VOCABULARY, file_of, own_tensors
 

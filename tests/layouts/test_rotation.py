@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.layouts.canonical_tensor_axes import AXES, ROTATED
-from headwise.layouts.layout import Layout
+from headwise.function.spec import AttentionSpec
+from headwise.function.weights import AXES, ROTATED
+from headwise.layouts._layout import Layout
 from headwise.layouts.pattern import to_half_split, to_interleaved
-from headwise.layouts.settings_outside_weights import AttentionSpec
 
 TENSORS = {
     "q.weight": "wq: (heads head_dim) embed_dim",

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.canonical_tensor_axes import AXES
-from headwise.layouts.layout import Layout
+from headwise.function.weights import AXES
+from headwise.layouts._layout import Layout
 from headwise.layouts.pattern import find_axis_led_by, parse_pattern
 from headwise.layouts.registry import layout, layouts_by_name
-from headwise.layouts.shard_map import (
+from headwise.layouts.shards import (
     ShardedAxis,
     derive_shard_map_from_shares,
     derive_shard_map_from_whole,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise import AttentionMatrix, Mask, ScoreBias
 from headwise.errors import MaskError
-from headwise.scanning.captured_call import CapturedCall
+from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import compute_summaries
 from headwise.testing import Budget

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from headwise import AttentionMatrix
-from headwise.masks.bound_mask import BoundMask
-from headwise.masks.clauses.dense_mask import Dense
+from headwise.masks.bound import BoundMask
+from headwise.masks.clauses.dense import Dense
 from headwise.masks.clauses.lengths import Lengths
 from headwise.masks.mask import Mask
 from tests.strategies import allowed, masks

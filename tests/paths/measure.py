@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from headwise.error_budget import budget
-from headwise.error_budget.budget import BACKWARD, FORWARD, Budget
-from headwise.kernels import tiled_op, tiles, varlen
+from headwise.function import budget
+from headwise.function.budget import BACKWARD, FORWARD, Budget
+from headwise.matrix.kernels import tiled_op, tiles, varlen
 from tests.memory import LargestTensor
 from tests.paths.subjects import BATCH, EMBED, HEADS, Outputs, Subject
 

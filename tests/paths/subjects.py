@@ -1,7 +1,7 @@
 """What is run on every path: the columns of the table.
 
 Each subject is a module, its inputs at any two lengths, and the same arithmetic written on
-`headwise.reference`, from which the error budget of its outputs and gradients comes.
+`headwise.function.stages`, from which the error budget of its outputs and gradients comes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear
 
-from headwise import AttentionMatrix, Mask, MultiheadAttention, ScoreBias, reference, upgrade
+from headwise import AttentionMatrix, Mask, MultiheadAttention, ScoreBias, upgrade
+from headwise.function import stages
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, EMBED, HIDDEN = 3, 6, 2, 10, 7, 60, 40
 DROPOUT = 0.3
@@ -148,22 +149,22 @@ def vectors_and_lengths(queries: int, keys: int) -> Outputs:
 
 
 def fused_reference(_: Parameters, q: Tensor, k: Tensor, v: Tensor) -> Outputs:
-    return (reference.head_outputs(q, k, v, mask=Mask.causal(align="top-left")),)
+    return (stages.head_outputs(q, k, v, mask=Mask.causal(align="top-left")),)
 
 
 def tiled_reference(p: Parameters, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Outputs:
-    return (reference.head_outputs(q, k, v, **options_of_the_tiled_product(p, lengths)),)
+    return (stages.head_outputs(q, k, v, **options_of_the_tiled_product(p, lengths)),)
 
 
 def statistics_reference(_: Parameters, q: Tensor, k: Tensor) -> Outputs:
-    s = reference.scores(q, k, mask=Mask.causal(align="bottom-right"))
+    s = stages.scores(q, k, mask=Mask.causal(align="bottom-right"))
     w = s.softmax(-1)
     terms = torch.where(w > 0, w * s.log_softmax(-1).clamp(min=-1e4), 0.0)
     return s.logsumexp(-1), -terms.sum(-1), w.amax(-1), w.sum(2), w.mT @ q
 
 
 def parts_reference(_: Parameters, q: Tensor, k: Tensor) -> Outputs:
-    w = reference.weights(q, k, mask=Mask.causal(align="bottom-right"))
+    w = stages.weights(q, k, mask=Mask.causal(align="bottom-right"))
     queries, keys = w.shape[2:]
     in_query_block = block_of(queries, 4).to(w.dtype)
     pooled = (in_query_block / in_query_block.sum(0)).mT @ w @ block_of(keys, 5).to(w.dtype)
@@ -176,7 +177,7 @@ def block_of(length: int, blocks: int) -> Tensor:
 
 
 def average_reference(_: Parameters, q: Tensor, k: Tensor) -> Outputs:
-    return (reference.weights(q, k, mask=Mask.causal(align="bottom-right")).mean(1),)
+    return (stages.weights(q, k, mask=Mask.causal(align="bottom-right")).mean(1),)
 
 
 # ---- the layer ---------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def attention_reference(
     for blocked, axes in zip(masks, ("batch keys", "queries keys"), strict=False):
         allowed = ~blocked if blocked.dtype == torch.bool else blocked == 0
         mask = mask & Mask.may_attend(allowed, axes=axes)
-    w = reference.weights(q, k, mask=mask)
+    w = stages.weights(q, k, mask=mask)
     joined = (w @ v).transpose(1, 2).flatten(2)
     output = linear(joined, p[f"{prefix}out_proj.weight"], p[f"{prefix}out_proj.bias"])
     return output, w.mean(1)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from headwise.diagnosis.attention_comparison_result import (
+from headwise.diagnosis.causes.cause import cause_page_path
+from headwise.diagnosis.naming import ModuleMoves
+from headwise.diagnosis.results.attention import (
     FoundCause,
     FunctionComparison,
     PartedStage,
     StageGaps,
-    cause_page_path,
 )
-from headwise.diagnosis.diagnosis_result import (
+from headwise.diagnosis.results.diagnosis import (
     Diagnosis,
     OutputComparison,
     TensorComparison,
     TensorEvidence,
     Verdict,
 )
-from headwise.diagnosis.model_comparison_result import LayerComparison, ModelComparison
-from headwise.diagnosis.name_weight_moves import ModuleMoves
-from headwise.reports.diagnosis_page import DiagnosisReport
+from headwise.diagnosis.results.model import LayerComparison, ModelComparison
+from headwise.reports.diagnosis import DiagnosisReport
 
 HEADS, KV_HEADS = 6, 2
 SHORT, LONG = "7 <random> tokens", "90 tokens under a causal mask"

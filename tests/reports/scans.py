@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from headwise.attention_matrix import AttentionMatrix
 from headwise.masks.mask import Mask
-from headwise.reports.scan_with_description import ScanReport
-from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.layer_scan import LayerScan
+from headwise.matrix.operator import AttentionMatrix
+from headwise.reports.report import ScanReport
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.layer import LayerScan
+from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.reports.study_page import render_study_page
+from headwise.study.page import render_study_page
 from headwise.study.run import Study
 from tools.study import answers_of, read_record
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from headwise.reports import diagnosis_page, scan_page, static_scan_page
-from headwise.reports.png_images import css_colour, viridis_colour
+from headwise.reports import diagnosis, static_page
+from headwise.reports import page as scan_page
+from headwise.reports.images import css_colour, viridis_colour
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.diagnoses import report_of_model
 from tests.reports.studies import recorded_study
@@ -23,8 +24,8 @@ AXE = files("axe_playwright_python").joinpath("axe.min.js")
 PAGES: dict[str, Callable[[], str]] = {
     "viewer": lambda: scan_page.render_scan_page(viewer_report(viewer_scan())),
     "two": lambda: scan_page.render_scan_page(viewer_report(viewer_scan(), second=viewer_scan())),
-    "static": lambda: static_scan_page.render_static(viewer_report(viewer_scan())),
-    "diagnosis": lambda: diagnosis_page.render_diagnosis_page(report_of_model()),
+    "static": lambda: static_page.render_static(viewer_report(viewer_scan())),
+    "diagnosis": lambda: diagnosis.render_diagnosis_page(report_of_model()),
     "study": recorded_study,
 }
 

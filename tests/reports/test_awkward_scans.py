@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.reports.scan_page import save_scan_page
-from headwise.scanning.head_scan import HeadScan
+from headwise.reports.page import save_scan_page
+from headwise.scanning.result import HeadScan
 from tests.reports.browser import Chromium, needs_a_browser
 from tests.reports.viewer_scans import HOSTILE, WORDS, viewer_report, viewer_scan
 

@@ -12,18 +12,11 @@ import pytest
 import torch
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.attention_comparison_result import PAGES, FunctionComparison
-from headwise.diagnosis.diagnosis_result import Diagnosis, Verdict
-from headwise.reports.diagnosis_page import (
-    DiagnosisReport,
-    render_diagnosis_page,
-    save_diagnosis_page,
-)
-from headwise.reports.stage_difference_tables import (
-    difference_percent_text,
-    difference_scale_position,
-    stage_rows,
-)
+from headwise.diagnosis.causes.cause import PAGES
+from headwise.diagnosis.results.attention import FunctionComparison
+from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
+from headwise.reports.diagnosis import DiagnosisReport, render_diagnosis_page, save_diagnosis_page
+from headwise.reports.stages import difference_percent_text, difference_scale_position, stage_rows
 from tests.reports.diagnoses import (
     HEADS,
     KV_HEADS,

@@ -13,12 +13,12 @@ import pytest
 from matplotlib.testing.compare import compare_images
 
 from headwise import scan as scan_model
-from headwise.bundled_models import tiny
 from headwise.errors import MissingExtraError, OptionError
-from headwise.reports import drawn_statistics
-from headwise.reports.largest_changes_between_scans import diverging_colour, most_changed_statistic
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import Map
+from headwise.models import tiny
+from headwise.reports import statistics
+from headwise.reports.statistics import diverging_colour, most_changed_statistic
+from headwise.scanning.result import HeadScan
+from headwise.scanning.statistics.maps import Map
 from tests.reports.viewer_scans import viewer_scan
 from tests.root import ROOT
 
@@ -111,8 +111,8 @@ def test_a_small_change_is_pale(scan: HeadScan) -> None:
     other.layer_scans[1].summaries["induction"]["sum"][2] -= 1e-6
     other.layer_scans[0].summaries["entropy"]["sum"][2] += 1e-6
     diff = scan.diff(other)
-    assert image_of(diff.plot("induction")).norm.vmax == drawn_statistics.LEAST_SHARE
-    middle = drawn_statistics.drawn_statistic(scan, "entropy").middle
+    assert image_of(diff.plot("induction")).norm.vmax == statistics.LEAST_SHARE
+    middle = statistics.drawn_statistic(scan, "entropy").middle
     assert image_of(diff.plot("entropy")).norm.vmax == pytest.approx(0.1 * middle)
 
 

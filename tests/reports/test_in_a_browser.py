@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headwise.reports import diagnosis_page, scan_page, static_scan_page
-from headwise.study.experiments.compare_under_same_weights import SameFunction
+from headwise.reports import diagnosis, static_page
+from headwise.reports import page as scan_page
+from headwise.reports.report import SameFunction
 from tests.reports.browser import FAULTS, NO_FAULTS, Chromium, needs_a_browser
 from tests.reports.diagnoses import report_of_many_heads, report_of_model, report_of_weights
 from tests.reports.scans import made_up, report
@@ -25,13 +26,13 @@ def report_of(heads: int) -> scan_page.ScanReport:
 
 
 PAGES = {
-    "scan-numbers": lambda: static_scan_page.render_static(report_of(5)),
-    "scan-pictures": lambda: static_scan_page.render_static(report_of(17)),
+    "scan-numbers": lambda: static_page.render_static(report_of(5)),
+    "scan-pictures": lambda: static_page.render_static(report_of(17)),
     "viewer": lambda: scan_page.render_scan_page(report_of(5)),
     "study": recorded_study,
-    "diagnosis": lambda: diagnosis_page.render_diagnosis_page(report_of_many_heads(NAME)),
-    "model": lambda: diagnosis_page.render_diagnosis_page(report_of_model()),
-    "weights": lambda: diagnosis_page.render_diagnosis_page(report_of_weights()),
+    "diagnosis": lambda: diagnosis.render_diagnosis_page(report_of_many_heads(NAME)),
+    "model": lambda: diagnosis.render_diagnosis_page(report_of_model()),
+    "weights": lambda: diagnosis.render_diagnosis_page(report_of_weights()),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from headwise import AttentionMatrix, Mask
 from headwise.layouts.registry import layout
-from headwise.reports import notebook_html
+from headwise.reports import notebook
 from tests.reports.html import Tree, outside
 from tests.reports.viewer_scans import viewer_scan
 
@@ -76,9 +76,9 @@ def test_a_matrix_is_a_few_thumbnails(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = (torch.randn(1, 12, 50, 7) for _ in range(2))
     matrix = AttentionMatrix(q, k)
     html = matrix._repr_html_()
-    assert len(Tree(html).root.all("img")) == notebook_html.MOST_HEADS
+    assert len(Tree(html).root.all("img")) == notebook.MOST_HEADS
     assert "queries=50" in html
-    monkeypatch.setattr(notebook_html, "MOST_WORK", 1)
+    monkeypatch.setattr(notebook, "MOST_WORK", 1)
     assert "img" not in matrix._repr_html_()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from headwise.reports.scan_page import save_scan_page
+from headwise.reports.page import save_scan_page
 from tests.reports.browser import Chromium, needs_a_browser
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 from tools.viewer_pictures import FOLDER, PICTURES, differing_pixels, picture

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import MissingExtraError
-from headwise.reports import study_page as charts
-from headwise.reports.page_templates import mark_identifiers_as_code
-from headwise.reports.study_page import render_study_page, save_study_page
-from headwise.study import drawing_helpers as style
+from headwise.reports.templates import mark_identifiers_as_code
+from headwise.study import drawing as style
+from headwise.study import page as charts
+from headwise.study.page import render_study_page, save_study_page
 from headwise.study.run import LeftOut
-from headwise.study.run_pretrained_or_small_encoder import Fallback
+from headwise.study.trained import Fallback
 from tests.reports.html import Tree, everything, outside
 from tests.study.answers import answer, made_up
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from headwise.reports.terminal import show_study
-from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.result import HeadScan
 from headwise.study.run import Study
+from headwise.study.terminal import show_study
 from tests.scanning.scans import head_scan, layer_scan, matrix, random_scan, standard
 from tools.study import answers_of, read_record
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.reports.png_images import viridis_colour
-from headwise.reports.scan_page import save_scan_page
-from headwise.scanning.head_scan import HeadScan
+from headwise.reports.images import viridis_colour
+from headwise.reports.page import save_scan_page
+from headwise.scanning.result import HeadScan
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import WORDS, viewer_report, viewer_scan
 

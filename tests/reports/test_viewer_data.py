@@ -17,18 +17,13 @@ import pytest
 import torch
 
 from headwise import AttentionMatrix, Mask, scan
-from headwise.reports.base85 import ALPHABET, encode_base85
-from headwise.reports.scan_page import (
-    read_viewer_asset,
-    render_scan_page,
-    save_scan_page,
-    viewer_data,
-)
-from headwise.reports.scan_with_description import ScanReport
-from headwise.reports.viewer_blobs import THUMB, head_map_arrays, pool_thumbnails
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import Map
-from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
+from headwise.reports.blobs import THUMB, head_map_arrays, pool_thumbnails
+from headwise.reports.images import ALPHABET, encode_base85
+from headwise.reports.page import read_viewer_asset, render_scan_page, save_scan_page, viewer_data
+from headwise.reports.report import ScanReport
+from headwise.scanning.result import HeadScan
+from headwise.scanning.statistics.maps import Map
+from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
 from tests.reports.html import Tree, everything
 from tests.reports.viewer_scans import (
     HOSTILE,

@@ -12,12 +12,12 @@ import torch
 
 from headwise import AttentionMatrix, Mask
 from headwise import scan as scan_model
-from headwise.bundled_models import tiny
-from headwise.reports.scan_page import save_scan_page
-from headwise.reports.scan_with_description import ScanReport
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import Map
-from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
+from headwise.models import tiny
+from headwise.reports.page import save_scan_page
+from headwise.reports.report import ScanReport
+from headwise.scanning.result import HeadScan
+from headwise.scanning.statistics.maps import Map
+from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.scanning.models import BATCH, LENGTH, SOURCE, llama, t5, tokens
 

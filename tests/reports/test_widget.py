@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from headwise import scan
-from headwise.bundled_models import tiny
 from headwise.errors import OptionError
-from headwise.reports.scan_page import read_viewer_asset, viewer_data
-from headwise.reports.scan_with_description import ScanReport
-from headwise.scanning.exact_rows_on_request import ExactRows
-from headwise.scanning.head_scan import HeadScan
+from headwise.models import tiny
+from headwise.reports.page import read_viewer_asset, viewer_data
+from headwise.reports.report import ScanReport
+from headwise.scanning.result import HeadScan
+from headwise.scanning.rows import ExactRows
 from tests.reports.browser import Chromium, needs_a_browser
 
 EPS = torch.finfo(torch.float32).eps

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.reports.scan_with_description import ScanReport
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.layer_scan import LayerScan
-from headwise.scanning.scanned_text import ScannedText
+from headwise.reports.report import ScanReport
+from headwise.scanning.layer import LayerScan
+from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.catalogue import find_standard_statistics
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import Map
+from headwise.scanning.statistics.maps import Map
 from headwise.scanning.statistics.statistic import Statistic, Summary
-from headwise.scanning.statistics.top_keys_of_every_query import TopKeysOfEveryQuery
+from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
+from headwise.scanning.text import ScannedText
 
 SCALARS = ("previous_token", "induction", "first_token", "entropy", "effective_keys")
 RANKS = 4

@@ -13,9 +13,9 @@ import time
 import torch
 from torch import Tensor
 
-from headwise.attention_matrix import AttentionMatrix
-from headwise.scanning.corpus_scan import scan_corpus
-from headwise.scanning.head_scan import HeadScan
+from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning.corpus import scan_corpus
+from headwise.scanning.result import HeadScan
 from tests.scanning.scans import HEAD_DIM, HEADS, head_scan, layer_scan
 
 COUNT = 5

@@ -11,7 +11,7 @@ from safetensors.torch import load as tensors_in
 from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
-from headwise.scanning.scan_file import KEY, hash_nested_content
+from headwise.scanning.file import KEY, hash_nested_content
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], object]
 

@@ -9,26 +9,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.attention_matrix import AttentionMatrix
 from headwise.masks.mask import Mask
-from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.layer_scan import LayerScan
+from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.layer import LayerScan
+from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.catalogue import find_standard_statistics
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import (
+from headwise.scanning.statistics.maps import (
     Map,
     MostReceived,
     OffsetProfile,
     TopKeysOfChosenQueries,
 )
-from headwise.scanning.statistics.output_statistics import TotalVariation
+from headwise.scanning.statistics.outputs import TotalVariation
 from headwise.scanning.statistics.statistic import (
     Definition,
     RowMean,
     TileStatistic,
     compute_summaries,
 )
-from headwise.scanning.statistics.weight_tile import WeightTile
+from headwise.scanning.statistics.tile import WeightTile
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 6, 24, 10
 

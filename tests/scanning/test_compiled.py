@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from headwise.scanning._scan import scan
 from headwise.scanning.importance import gradients
-from headwise.scanning.scan import scan
 from tests.scanning.models import BATCH, CASES, LENGTH, WIDTH, callers, llama, text
 from tests.scanning.test_scan import close
 

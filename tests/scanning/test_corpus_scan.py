@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.corpus_scan import hash_nested_content, scan_corpus
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan_file import FORMAT_1_NOTE
+from headwise.scanning.corpus import hash_nested_content, scan_corpus
+from headwise.scanning.file import FORMAT_1_NOTE
+from headwise.scanning.result import HeadScan
 from tests.root import ROOT
 from tests.scanning.documents import COUNT, MADE_WITH, documents, scan_one
 from tests.scanning.edited import as_format_1, edit, fields_in

@@ -15,10 +15,10 @@ from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan_file import FORMAT_1_NOTE, KEY
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import MostReceived
-from headwise.scanning.statistics.output_statistics import TotalVariation
+from headwise.scanning.file import FORMAT_1_NOTE, KEY
+from headwise.scanning.result import HeadScan
+from headwise.scanning.statistics.maps import MostReceived
+from headwise.scanning.statistics.outputs import TotalVariation
 from headwise.scanning.statistics.statistic import Summary
 from tests.scanning.edited import Edit, as_format_1, edit, fields_in, json_of
 from tests.scanning.scans import Own, head_scan, layer_scan, matrix, random_scan, standard

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from headwise.bundled_models.tiny import Tiny
 from headwise.errors import OptionError
+from headwise.models.tiny import Tiny
 from headwise.scanning import estimate as module
 from headwise.scanning.estimate import (
     CallSizes,
@@ -119,8 +119,8 @@ import torch
 torch.set_num_threads(1)
 from headwise.scanning.estimate import estimate_scan, process_memory, record_call_sizes
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.bundled_models.tiny import Tiny
-from headwise.scanning.scan import scan
+from headwise.models.tiny import Tiny
+from headwise.scanning._scan import scan
 
 torch.manual_seed(0)
 model = Tiny().eval()

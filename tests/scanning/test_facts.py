@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headwise.scanning._scan import scan
+from headwise.scanning.call import CapturedCall
 from headwise.scanning.capture import capture_attention
-from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.scan import scan
 from tests.scanning.models import (
     BATCH,
     HEADS,

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load as tensors_in
 
 from headwise.errors import OptionError
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan_file import FORMAT_1_NOTE
-from headwise.scanning.statistics import importance_statistics
+from headwise.scanning.file import FORMAT_1_NOTE
+from headwise.scanning.result import HeadScan
+from headwise.scanning.statistics import importance
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import MostReceived
+from headwise.scanning.statistics.ids import MEANINGS
+from headwise.scanning.statistics.maps import MostReceived
 from headwise.scanning.statistics.statistic import Definition
-from headwise.scanning.statistics.statistic_ids_by_digest import MEANINGS
 from tests.scanning.edited import Edit, edit, fields_in
 from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan, standard
 
@@ -67,8 +67,8 @@ def test_format_1_is_the_same_scan_today() -> None:
 
 
 def test_every_statistic_has_a_stable_id() -> None:
-    # Words that changed: a row in statistic_ids_by_digest.py says if the statistic is the same.
-    shipped = (*STANDARD, *importance_statistics.STATISTICS)
+    # Words that changed: a row in ids.py says if the statistic is the same.
+    shipped = (*STANDARD, *importance.STATISTICS)
     for statistic in shipped:
         words, name = statistic.definition.id_by_formula_digest, statistic.definition.name
         assert words in MEANINGS, f'a new statistic: "{words}": "{name}-1" in meanings.py'

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.bundled_models import planted
 from headwise.errors import OptionError
-from headwise.scanning.head_scan import HeadScan
+from headwise.models import planted
 from headwise.scanning.importance import ablations, mean_outputs
-from headwise.scanning.importance.ablations import Resample, draw_partners
+from headwise.scanning.importance._ablations import Resample, draw_partners
+from headwise.scanning.result import HeadScan
 from tests.scanning.importance_cases import (
     BATCH,
     EMBED,

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headwise import Attention
-from headwise.bundled_models import planted
-from headwise.error_budget.budget import BACKWARD, Budget
 from headwise.errors import OptionError
+from headwise.function.budget import BACKWARD, Budget
+from headwise.models import planted
+from headwise.scanning._scan import scan
 from headwise.scanning.capture import capture_attention
-from headwise.scanning.head_scan import HeadScan
 from headwise.scanning.importance import gradients
-from headwise.scanning.importance.gradients import UNRECORDED, Gates
-from headwise.scanning.scan import scan
+from headwise.scanning.importance._gradients import UNRECORDED, Gates
+from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import SelectedLayers
-from headwise.scanning.statistics.importance_statistics import STATISTICS
+from headwise.scanning.statistics.importance import STATISTICS
 from headwise.scanning.statistics.statistic import TileStatistic
 from tests.scanning.importance_cases import (
     BATCH,

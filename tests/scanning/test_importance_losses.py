@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Mask
-from headwise.bundled_models import planted, tiny
 from headwise.errors import DTypeError, HeadwiseError, OptionError, ShapeError
+from headwise.models import planted, tiny
 from headwise.scanning.importance import ablations, gradients, mean_outputs
 from headwise.scanning.importance.losses import next_token
 from tests.scanning.importance_cases import BATCH, EMBED, LENGTH, Mixing, squares

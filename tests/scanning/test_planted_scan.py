@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.bundled_models import planted
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan import scan
+from headwise.models import planted
+from headwise.scanning._scan import scan
+from headwise.scanning.result import HeadScan
 from tests.scanning.statistics.calls import roundoff
 from tests.scanning.statistics.dense_statistics import REFERENCE, Seen
 

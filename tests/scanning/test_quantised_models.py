@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headwise.errors import OptionError
-from headwise.scanning.running_modules import dequantize_weight, plain_tensors_of_weight
-from headwise.scanning.scan import scan
-from headwise.scanning.scan_file import hash_nested_content
+from headwise.scanning._scan import scan
+from headwise.scanning.file import hash_nested_content
+from headwise.scanning.modules import dequantize_weight, plain_tensors_of_weight
 from tests.scanning.models import BATCH, CASES, LENGTH, llama, tokens
 from tests.scanning.test_facts import record_call_sizes
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise import AttentionMatrix, Mask
-from headwise.bundled_models import tiny
 from headwise.errors import OptionError
-from headwise.kernels import tiles
-from headwise.scanning.scan import scan
+from headwise.matrix.kernels import tiles
+from headwise.models import tiny
+from headwise.scanning._scan import scan
 from headwise.scanning.statistics.catalogue import STANDARD
 from tests.memory import LargestTensor
 from tests.scanning.models import (

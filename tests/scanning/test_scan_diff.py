@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MissingExtraError, OptionError
+from headwise.layers.attention import Attention
 from headwise.layers.hooks import attention_hook
-from headwise.layers.native.attention import Attention
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan_diff import ScanDiff
+from headwise.scanning.diff import ScanDiff
+from headwise.scanning.result import HeadScan
 from tests.scanning.scans import (
     BATCH,
     HEADS,

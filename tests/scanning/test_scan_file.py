@@ -14,8 +14,8 @@ from safetensors.torch import load as tensors_in
 from safetensors.torch import save as safetensors_of
 
 from headwise.errors import OptionError
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan_file import KEY, read_scan_fields, write_scan_file
+from headwise.scanning.file import KEY, read_scan_fields, write_scan_file
+from headwise.scanning.result import HeadScan
 from tests.root import ROOT
 from tests.scanning.edited import edit, fields_in
 from tests.scanning.scans import (

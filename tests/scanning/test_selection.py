@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headwise.bundled_models import tiny
 from headwise.errors import OptionError
-from headwise.scanning.head_scan import HeadScan
+from headwise.models import tiny
+from headwise.scanning._scan import scan
 from headwise.scanning.importance import ablations, gradients, mean_outputs
-from headwise.scanning.parse_given_model_inputs import ModelInput, require_valid_token_ids
-from headwise.scanning.scan import scan
+from headwise.scanning.inputs import ModelInput, require_valid_token_ids
+from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import (
     normalise_heads_option,
     normalise_layers_option,
@@ -24,7 +24,7 @@ from headwise.scanning.selection import (
     select_statistics,
 )
 from headwise.scanning.statistics.catalogue import find_standard_statistics
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import TopKeysOfChosenQueries
+from headwise.scanning.statistics.maps import TopKeysOfChosenQueries
 from tests.scanning.models import BATCH, LENGTH, VOCABULARY, bert, own, tokens
 from tests.scanning.scans import standard
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise import scan
-from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.result import HeadScan
 from tests.honest import normal
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, HEAD_DIM, VALUE_DIM = 3, 6, 2, 24, 29, 10, 7

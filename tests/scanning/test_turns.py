@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headwise.scanning._scan import scan
 from headwise.scanning.importance import ablations, gradients
-from headwise.scanning.scan import scan
 from tests.scanning.models import (
     BATCH,
     GPT2,

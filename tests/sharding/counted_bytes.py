@@ -32,7 +32,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwise.support.message_text import human_bytes
+from headwise.support.text import human_bytes
 
 
 @dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headwise.study.research_question import Answer, Fact, FactTable, Numbers, Question
+from headwise.study.question import Answer, Fact, FactTable, Numbers, Question
 from headwise.study.run import LeftOut, Study
-from headwise.study.run_pretrained_or_small_encoder import Fallback
+from headwise.study.trained import Fallback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

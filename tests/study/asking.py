@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.study.research_question import Answer, Question
+from headwise.study.question import Answer, Question
 from headwise.study.run import answer_question
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headwise.bundled_models.recorded_run_dataclasses import AttentionCall, Projections, RecordedRun
 from headwise.masks.mask import Mask
+from headwise.models.recorded import AttentionCall, Projections, RecordedRun
 from headwise.study.experiments.measures import layer_output
-from headwise.study.implementation_interface import SharedWeights
+from headwise.study.implementations import SharedWeights
 
 LAYERS, HEADS, HEAD_DIM, LENGTH = 3, 5, 6, 37
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise.error_budget.budget import Budget
 from headwise.errors import MissingExtraError, OptionError
-from headwise.study.implementation_interface import Implementation, SharedWeights
-from headwise.study.implementations import PEERS
+from headwise.function.budget import Budget
+from headwise.study.implementations import PEERS, Implementation, SharedWeights
 
 pytest.importorskip("transformers")
 pytest.importorskip("x_transformers")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.study.research_question import FactTable, round_numbers_for_json
+from headwise.study.question import FactTable, round_numbers_for_json
 from tests.study.answers import answer
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from headwise.reports import study_page as charts
+from headwise.study import page as charts
 from headwise.study import run as catalogue
-from headwise.study.research_question import Answer, Question
+from headwise.study.question import Answer, Question
 from headwise.study.run import answer_question
 from tests.reports.html import Tree
 from tools import study as documentation

@@ -10,7 +10,7 @@ import torch
 
 from headwise.errors import MissingExtraError, OptionError
 from headwise.study import run as catalogue
-from headwise.study.research_question import Question
+from headwise.study.question import Question
 from headwise.study.run import answer_question, answer_questions
 from tests.study.answers import QUESTION
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.study.research_question import fill_template, format_scientific
+from headwise.study.question import fill_template, format_scientific
 
 
 def test_a_key_an_inner_key_and_a_place() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import OptionError
-from headwise.support.atomic_write import write_whole
+from headwise.support.files import write_whole
 
 
 def test_folders_are_made_and_the_path_is_absolute(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 
-from headwise.support.tensor_containers import iterate_leaves, map_leaves
+from headwise.support.tensors import iterate_leaves, map_leaves
 
 
 @dataclass

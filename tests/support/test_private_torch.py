@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from headwise import AttentionMatrix
-from headwise.kernels import linear_projection as kernel
-from headwise.kernels.linear_projection import apply_linear
+from headwise.layers import linear as kernel
+from headwise.layers.linear import apply_linear
 from headwise.support import private_torch
 from headwise.support.private_torch import (
     find_torch_attribute,

@@ -8,11 +8,11 @@ from pkgutil import resolve_name
 import pytest
 
 from headwise import AttentionMatrix, Mask
-from headwise.diagnosis.diagnosis_result import Diagnosis
-from headwise.layouts.layout import Layout
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan_diff import ScanDiff
-from headwise.support.rich_result_forms import DRAWN_BY, Displayed, ShownInNotebook, render_form
+from headwise.diagnosis.results.diagnosis import Diagnosis
+from headwise.layouts._layout import Layout
+from headwise.scanning.diff import ScanDiff
+from headwise.scanning.result import HeadScan
+from headwise.support.forms import DRAWN_BY, Displayed, ShownInNotebook, render_form
 from tests.scanning.scans import random_scan
 
 

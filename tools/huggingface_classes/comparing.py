@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from headwise.error_budget.budget import DRAWS, FORWARD, REACH, Budget
-from headwise.error_budget.verdict import BudgetVerdict
+from headwise.function.budget import DRAWS, FORWARD, REACH, Budget, BudgetVerdict
 
 Outputs = dict[str, Tensor]
 WEIGHTS = ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headwise.diagnosis.detect import open_weights
-from headwise.diagnosis.detect_layout_by_running import narrow_by_running
-from headwise.diagnosis.detection_result import Detection
+from headwise.diagnosis._detect import open_weights
+from headwise.diagnosis.results.detection import Detection
+from headwise.diagnosis.running import narrow_by_running
 from headwise.errors import HeadwiseError
 
 BY_RUN, BY_CONFIG, REFUTED = "run", "config", "refuted"

@@ -14,11 +14,11 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headwise.error_budget.budget import Budget
 from headwise.errors import HeadwiseError
-from headwise.huggingface import attention_function
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.scan import scan
+from headwise.function.budget import Budget
+from headwise.huggingface import attention
+from headwise.scanning._scan import scan
+from headwise.scanning.result import HeadScan
 from tools.huggingface_classes import classes, comparing, inputs, layers, shrink, stored
 from tools.huggingface_classes.inputs import ERRORS
 
@@ -236,12 +236,12 @@ def scanned(model: nn.Module, given: dict[str, Any]) -> tuple[HeadScan, comparin
         through += 1
         return original(*args, **options)
 
-    original = attention_function.attend
+    original = attention.attend
 
     def call(running: nn.Module, **named: Any) -> None:
         kept.append(comparing.run(running, named))
 
-    with mock.patch.object(attention_function, "attend", counted):
+    with mock.patch.object(attention, "attend", counted):
         found = scan(model, given, statistics=["entropy"], call=call)
     return found, comparing.outputs(kept[-1], given), through
 

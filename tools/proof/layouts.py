@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import headwise
-from headwise.layouts.canonical_tensor_axes import AXES, State
-from headwise.layouts.layout_drawing import equalise_indistinct_axes
+from headwise.function.weights import AXES, State
+from headwise.layouts.drawing import equalise_indistinct_axes
 from headwise.layouts.registry import layouts_by_name
 from tools.proof.commands import call_command
 from tools.proof.digests import Entries, digest_files, digest_tensors

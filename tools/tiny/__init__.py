@@ -1,1 +1,1 @@
-"""Training of `headwise.bundled_models.tiny`: corpus, batches and measurements."""
+"""Training of `headwise.models.tiny`: corpus, batches and measurements."""

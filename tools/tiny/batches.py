@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from headwise.bundled_models.tiny.symbols import BEGIN
+from headwise.models.tiny.model import BEGIN
 
 IGNORED = -100  # targets that cross_entropy ignores
 REPEATED_ONE_IN = 8

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from headwise.bundled_models.tiny.symbols import encode
 from headwise.errors import OptionError
+from headwise.models.tiny.model import encode
 
 # Tests, third-party packages, character tables, generated files and similar.
 LEFT_OUT = frozenset(

@@ -22,16 +22,16 @@ import torch
 import typer
 from torch import Tensor
 
-from headwise.bundled_models.tiny import weights
-from headwise.bundled_models.tiny.model import Tiny, TinySizes, count_parameters
 from headwise.errors import OptionError
+from headwise.models.tiny import weights
+from headwise.models.tiny.model import Tiny, TinySizes, count_parameters
 from tools.tiny import batches, corpus, measures
 from tools.tiny.batches import IGNORED
 from tools.tiny.corpus import Corpus
 
 CHECKPOINT = "checkpoint.pt"
 Point = dict[str, Any]
-log = logging.getLogger("headwise.bundled_models.tiny")
+log = logging.getLogger("headwise.models.tiny")
 
 
 @dataclass(frozen=True)

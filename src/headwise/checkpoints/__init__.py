@@ -1,5 +1,17 @@
 """Files of weights: checked reading, streamed conversion and atomic writing."""
 
-from headwise.checkpoints.attention_loading import load_attention
+from __future__ import annotations
 
-__all__ = ["load_attention"]
+from typing import TYPE_CHECKING
+
+from headwise.support.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from headwise.checkpoints.attention import load_attention as load_attention
+
+__getattr__, __dir__, __all__ = export_lazily(
+    __name__,
+    {
+        "load_attention": "attention",
+    },
+)

@@ -10,8 +10,8 @@ from typing import Any
 
 from headwise.checkpoints.source import require_no_pointer
 from headwise.errors import OptionError
-from headwise.layouts.axis_sizes import Sizes
-from headwise.support.message_text import describe_value
+from headwise.layouts.sizes import Sizes
+from headwise.support.text import describe_value
 
 Config = Mapping[str, Any]
 

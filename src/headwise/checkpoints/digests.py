@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.checkpoints.output_plan import tensor_bytes
+from headwise.checkpoints.output import tensor_bytes
 from headwise.errors import CheckpointError
-from headwise.support.atomic_write import write_whole
+from headwise.support.files import write_whole
 
 KIND = "headwise digests"
 Digests = dict[str, dict[str, Any]]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from headwise.checkpoints.output_plan import write_all_bytes
+from headwise.checkpoints.output import write_all_bytes
 from headwise.errors import CheckpointError
 
 

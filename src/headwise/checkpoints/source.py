@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.checkpoints import safetensors_file, torch_file
-from headwise.checkpoints.safetensors_file import StoredTensor, TensorFile, is_utf8, unique_keys
+from headwise.checkpoints import safetensors, torch_file
+from headwise.checkpoints.safetensors import StoredTensor, TensorFile, is_utf8, unique_keys
 from headwise.errors import CheckpointError
-from headwise.support.message_text import describe_value
+from headwise.support.text import describe_value
 
 SAFETENSORS, TORCH, INDEX = ".safetensors", (".bin", ".pt", ".pth"), ".index.json"
 # The first pattern with a match selects the checkpoint of a folder; other files are ignored.
@@ -365,7 +365,7 @@ def read_tensor_file(file: Path) -> TensorFile:
     """Read the headers of a file of any known format."""
     require_no_pointer(file)
     if file.suffix == SAFETENSORS:
-        return safetensors_file.read_safetensors_header(file)
+        return safetensors.read_safetensors_header(file)
     if file.suffix in TORCH:
         return torch_file.read_torch_file(file)
     if file.suffix in FOREIGN:

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 
 from headwise.checkpoints.journal import Journal, finished_steps, parse_journal
-from headwise.checkpoints.output_plan import OutputFile, OutputPlan, reserve_space, write_all_bytes
+from headwise.checkpoints.output import OutputFile, OutputPlan, reserve_space, write_all_bytes
 from headwise.errors import CheckpointError
-from headwise.support.message_text import human_bytes
+from headwise.support.text import human_bytes
 
 SHARE = "journal-"  # followed by the number of a process
 # Errors of file systems without hard links.

@@ -16,14 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.safetensors_file import (
-    KEY,
-    METADATA,
-    NAMES,
-    StoredTensor,
-    TensorFile,
-    is_utf8,
-)
+from headwise.checkpoints.safetensors import KEY, METADATA, NAMES, StoredTensor, TensorFile, is_utf8
 from headwise.errors import CheckpointError
 
 # Errors of torch.load at damaged bytes.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headwise.cli.head_count_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
+from headwise.cli.counts import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
 from headwise.cli.output import (
     exit_status_of_diagnosis,
     option_text,
@@ -22,7 +22,7 @@ from headwise.cli.output import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.diagnosis.diagnosis_result import Diagnosis
+    from headwise.diagnosis.results.diagnosis import Diagnosis
 
 LayerInput = Annotated[
     Path | None,
@@ -113,7 +113,7 @@ def _compare_and_report(
 ) -> Diagnosis:
     start = time.perf_counter()
     if page is not None:
-        from headwise.support.atomic_write import make_parent_and_require_writable
+        from headwise.support.files import make_parent_and_require_writable
 
         make_parent_and_require_writable(page)
     diagnosis = _compare_files(first, second, options)
@@ -131,18 +131,18 @@ def _compare_and_report(
 
 
 def _compare_files(first: Path, second: Path | None, options: Mapping[str, Any]) -> Diagnosis:
-    from headwise.cli.progress_bar import progress_bar
+    from headwise.cli.progress import progress_bar
 
     with progress_bar(stderr_console(), "loading torch") as progress:
-        from headwise.checkpoints.attention_loading import load_attention
-        from headwise.diagnosis.compare import compare as compare_layers
-        from headwise.diagnosis.subjects.recording_file import is_recording
-        from headwise.diagnosis.verify_byte_for_byte import verify
+        from headwise.checkpoints.attention import load_attention
+        from headwise.diagnosis._compare import compare as compare_layers
+        from headwise.diagnosis._verify import verify
+        from headwise.diagnosis.subjects.recording import is_recording
 
         counts: Counts = {name: options[name] for name in NAMES}
         layer, inputs = options["layer"], options["inputs"]
         if second is None:
-            from headwise.checkpoints.load_transformers_model import load
+            from headwise.checkpoints.transformers import load
 
             model = load(options["against_model"]).model
             return compare_layers(first, model, _read_input_array(inputs))
@@ -158,7 +158,7 @@ def _compare_files(first: Path, second: Path | None, options: Mapping[str, Any])
 
 
 def _refuse_recordings(*paths: Path) -> None:
-    from headwise.diagnosis.subjects.recording_file import is_recording
+    from headwise.diagnosis.subjects.recording import is_recording
 
     for path in filter(is_recording, paths):
         raise typer.BadParameter(
@@ -181,7 +181,7 @@ def _read_input_array(path: Path | None) -> Any:
 def _write_page(
     diagnosis: Diagnosis, page: Path, first: Path, second: Path | None, options: Mapping[str, Any]
 ) -> Path:
-    from headwise.reports.diagnosis_page import DiagnosisReport, save_diagnosis_page
+    from headwise.reports.diagnosis import DiagnosisReport, save_diagnosis_page
 
     given = {name: value for name, value in options.items() if value is not None}
     words = [f"{option_text(name)}={value}" for name, value in given.items()]

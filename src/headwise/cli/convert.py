@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from headwise.cli.head_count_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
+from headwise.cli.counts import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
 from headwise.cli.output import LOST, created_folder_note, print_lines, stderr_console
 from headwise.cli.processes import (
     TIMEOUT,
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from headwise.checkpoints.planned_conversion import ConversionReport
-    from headwise.diagnosis.detect import GivenWeights
-    from headwise.sharding.processes.job_coordination import Job
+    from headwise.checkpoints.plan import ConversionReport
+    from headwise.diagnosis._detect import GivenWeights
+    from headwise.sharding.processes.job import Job
 
 SHOWN = 4  # unchanged names
 SCHEMA = 1  # version of the JSON form of a report
@@ -143,17 +143,17 @@ def _run_conversion(
     *,
     as_json: bool,
 ) -> None:
-    from headwise.cli.progress_bar import progress_bar
+    from headwise.cli.progress import progress_bar
 
     start, console = time.perf_counter(), stderr_console()
     console.quiet = job is not None and job.rank != 0
     with progress_bar(console, "loading torch"):
         from headwise.checkpoints.source import CheckpointSource
         from headwise.checkpoints.staging import staging_path
-        from headwise.diagnosis.detect import open_weights
+        from headwise.diagnosis._detect import open_weights
         from headwise.layouts.registry import layout
-        from headwise.support.message_text import human_bytes
-        from headwise.support.thread_count import one_thread
+        from headwise.support.modes import one_thread
+        from headwise.support.text import human_bytes
 
         written = layout(layouts[1])
         weights = open_weights(source, counts, stored=layouts[0])
@@ -183,12 +183,12 @@ def _convert_files(
     job: Job | None, positional: tuple[Any, ...], settings: dict[str, Any]
 ) -> ConversionReport | None:
     """Convert in this process, or over the ranks of a job, whose report is that of rank 0."""
-    from headwise.checkpoints.planned_conversion import plan_checkpoint_conversion
-    from headwise.checkpoints.stream_conversion import convert_checkpoint
+    from headwise.checkpoints.conversion import convert_checkpoint
+    from headwise.checkpoints.plan import plan_checkpoint_conversion
 
     if job is None:
         return convert_checkpoint(*positional, **settings)
-    from headwise.sharding.processes.file_conversion import convert_in_job
+    from headwise.sharding.processes.files import convert_in_job
 
     progress = settings.pop("progress")
     plan = plan_checkpoint_conversion(*positional, **settings)
@@ -207,7 +207,7 @@ def _byte_progress_bar(console: Console) -> Iterator[Callable[[str, int, int], N
         TransferSpeedColumn,
     )
 
-    from headwise.cli.progress_bar import print_progress
+    from headwise.cli.progress import print_progress
 
     if not console.is_terminal:
         yield print_progress(console)

@@ -14,7 +14,7 @@ from headwise.errors import MissingExtraError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.reports.scan_with_description import ScanReport
+    from headwise.reports.report import ScanReport
 
 PAGE = Path("headwise-demo/index.html")
 SMALL, TRAINED = "The small model that ships with headwise", "A trained encoder"
@@ -38,9 +38,9 @@ def demo(
 
     from headwise.cli.output import print_result, stderr_console
     from headwise.cli.scan.command import run_scan_with_progress
-    from headwise.cli.scan.scan_options import ScanOptions
-    from headwise.reports.scan_page import save_scan_page
-    from headwise.support.atomic_write import make_parent_and_require_writable
+    from headwise.cli.scan.options import ScanOptions
+    from headwise.reports.page import save_scan_page
+    from headwise.support.files import make_parent_and_require_writable
 
     make_parent_and_require_writable(out)
     start = time.perf_counter()
@@ -103,13 +103,13 @@ def _scan_and_compare_encoder(page: Path) -> ScanReport:
     Raises:
         MissingExtraError: the encoder, or transformers, is not installed.
     """
-    from headwise.bundled_models import minilm
     from headwise.cli.output import stderr_console
-    from headwise.cli.progress_bar import progress_bar
+    from headwise.cli.progress import progress_bar
     from headwise.cli.scan.command import run_scan_with_progress
-    from headwise.cli.scan.scan_options import ScanOptions
-    from headwise.study import run_pretrained_or_small_encoder
-    from headwise.study.experiments.compare_under_same_weights import compare_with_model_layers
+    from headwise.cli.scan.options import ScanOptions
+    from headwise.models import minilm
+    from headwise.study import trained as run_pretrained_or_small_encoder
+    from headwise.study.experiments.same_weights import compare_with_model_layers
 
     with progress_bar(stderr_console(), "loading the trained encoder") as progress:
         recorded = run_pretrained_or_small_encoder.run_minilm(progress)

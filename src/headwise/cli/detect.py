@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.head_count_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
+from headwise.cli.counts import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
 from headwise.cli.output import NO, UNDECIDED, YES, stderr_console
 
 
@@ -46,13 +46,13 @@ def detect(
 def _run_detection(
     place: Path, reference: Path | None, against: Path | None, counts: Counts, *, as_json: bool
 ) -> int:
-    from headwise.cli.progress_bar import progress_bar
+    from headwise.cli.progress import progress_bar
 
     with progress_bar(stderr_console(), "loading torch"):
         from rich.console import Console
 
-        from headwise.diagnosis.detect import detect as detect_layout
-        from headwise.diagnosis.detection_result import describe_detection
+        from headwise.diagnosis._detect import detect as detect_layout
+        from headwise.diagnosis.results.detection import describe_detection
 
         detection = detect_layout(place, reference=reference, against=against, **counts)
     if as_json:

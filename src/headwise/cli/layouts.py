@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.layouts.layout import Layout
+    from headwise.layouts._layout import Layout
 
 Count = Annotated[int | None, typer.Option(min=1, show_default=False)]
 
@@ -69,7 +69,7 @@ def _print_layout_list(word: str, console: Console) -> None:
     from rich.text import Text
 
     from headwise.layouts.registry import layout, layouts_by_family
-    from headwise.support.message_text import describe_count
+    from headwise.support.text import describe_count
 
     listed = {
         heading: [entry for entry in family if word.lower() in entry.name]
@@ -107,7 +107,7 @@ def _print_layout(layout: Layout, counts: dict[str, int], console: Console) -> N
     from rich.padding import Padding
     from rich.text import Text
 
-    from headwise.layouts.layout_drawing import attention_spec_lines, draw, drawing_sizes
+    from headwise.layouts.drawing import attention_spec_lines, draw, drawing_sizes
 
     drawn, sizes = draw(layout, **counts), drawing_sizes(layout, counts)
     is_checked = "yes: a test runs the real implementation"

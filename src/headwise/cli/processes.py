@@ -17,7 +17,7 @@ from headwise.cli.output import CRASHED, LOST, exit_status_of_error, option_text
 from headwise.errors import HeadwiseError, LostProcessError, OptionError, join_error_lines
 
 if TYPE_CHECKING:
-    from headwise.sharding.processes.job_coordination import Failure, Job
+    from headwise.sharding.processes.job import Failure, Job
 
 TIMEOUT = 60.0  # seconds
 TIDY_UP = 10.0  # seconds for other ranks to tidy up after an error
@@ -126,7 +126,7 @@ class CommandJob:
 
     def __init__(self, timeout: float, *, ends_at_once: bool) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
-        from headwise.sharding.processes.job_coordination import open_torchrun_job
+        from headwise.sharding.processes.job import open_torchrun_job
         from headwise.sharding.processes.launch import LAUNCHED
 
         self._job: Job = open_torchrun_job(timeout=timeout, on_lost=self._end_now)

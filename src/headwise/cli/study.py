@@ -41,12 +41,12 @@ def _run_study(questions: list[str], out: Path, *, as_json: bool) -> None:
     import time
 
     from headwise.cli.output import print_result, stderr_console
-    from headwise.cli.progress_bar import progress_bar
-    from headwise.support.atomic_write import make_parent_and_require_writable
+    from headwise.cli.progress import progress_bar
+    from headwise.support.files import make_parent_and_require_writable
 
     start = time.perf_counter()
     with progress_bar(stderr_console(), "loading torch") as progress:
-        from headwise.reports.study_page import require_matplotlib, save_study_page
+        from headwise.study.page import require_matplotlib, save_study_page
         from headwise.study.run import answer_questions, select_ids
 
         # Everything that can be refused is refused before the work and before a folder is made.
@@ -55,7 +55,7 @@ def _run_study(questions: list[str], out: Path, *, as_json: bool) -> None:
         make_parent_and_require_writable(out)
         result = answer_questions(questions, progress=progress)
         page = save_study_page(result, out)
-    from headwise.reports.terminal import show_study
+    from headwise.study.terminal import show_study
 
     print_result(
         page,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.head_count_options import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
+from headwise.cli.counts import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
 from headwise.cli.output import (
     NO,
     YES,
@@ -88,7 +88,7 @@ def _require_new(path: Path) -> str:
         BadParameter: the name is not that of digests, or is used.
     """
     from headwise.checkpoints.staging import require_unused_name
-    from headwise.support.atomic_write import make_parent_and_require_writable
+    from headwise.support.files import make_parent_and_require_writable
 
     if not _is_digests(path):
         raise typer.BadParameter(
@@ -137,10 +137,10 @@ def _run_verification(
     *,
     outputs: bool,
 ) -> tuple[int, dict[str, Any], list[str]]:
-    from headwise.cli.progress_bar import progress_bar
+    from headwise.cli.progress import progress_bar
 
     with progress_bar(stderr_console(), "loading torch") as progress:
-        from headwise.diagnosis.verify_byte_for_byte import verify as compare_weights
+        from headwise.diagnosis._verify import verify as compare_weights
 
         named = dict(zip(("first_layout", "second_layout"), layouts, strict=True))
         settings = {**counts, **named, "outputs": outputs, "progress": progress}

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import AttentionModel
 from headwise.diagnosis.simulation.gaps import absolute_difference
-from headwise.diagnosis.simulation.stage_rounding import allowed_difference
+from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.diagnosis.simulation.rounding import allowed_difference
 from headwise.diagnosis.simulation.stages import RecordedCall
 
 ANOTHER_SCALE = 0.7  # of the scores: a head's share that most faults exceed

@@ -20,7 +20,7 @@ def register_huggingface() -> str:
     and keep using their own code under every name; ``set_attn_implementation`` warns about them.
 
     Repeated calls have no effect. `headwise.huggingface.masks` lists the masks that stay lazy, and
-    `headwise.huggingface.attention_function` the supported options.
+    `headwise.huggingface.attention` the supported options.
 
     Raises:
         MissingExtraError: transformers is not installed, or is older than 5.0.
@@ -32,7 +32,7 @@ def register_huggingface() -> str:
     if int(transformers.__version__.split(".")[0]) < OLDEST:
         raise _missing_transformers_error(f"transformers {transformers.__version__}")
 
-    from headwise.huggingface.attention_function import attend
+    from headwise.huggingface.attention import attend
     from headwise.huggingface.masks import make_transformers_mask, prepare_mask_readers
 
     prepare_mask_readers()

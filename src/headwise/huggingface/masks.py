@@ -27,9 +27,9 @@ from torch.nn.functional import pad
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel, masking_utils
 
 from headwise.errors import OptionError
-from headwise.huggingface import read_mask_functions
-from headwise.huggingface.lazy_mask import MEANING, LazyMask
-from headwise.huggingface.read_mask_functions import TokenPositions
+from headwise.huggingface import readers
+from headwise.huggingface.lazy import MEANING, LazyMask
+from headwise.huggingface.readers import TokenPositions
 from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
 from headwise.support import private_torch
@@ -38,7 +38,7 @@ from headwise.support.tracing import is_jit_tracing
 
 def prepare_mask_readers() -> None:
     """Check the mask functions of the installed transformers before a model's first call."""
-    read_mask_functions.select_trusted_readers()
+    readers.select_trusted_readers()
 
 
 def make_transformers_mask(**call: Any) -> Tensor | None:
@@ -181,7 +181,7 @@ def _can_read_values(tensor: Tensor) -> bool:
 
 def _find_equivalent_mask(call: dict[str, Any], tokens: TokenPositions) -> Mask | None:
     function = call.get("mask_function", masking_utils.causal_mask_function)
-    mask = read_mask_functions.read_mask_function(function, tokens)
+    mask = readers.read_mask_function(function, tokens)
     padding = call.get("attention_mask")
     if mask is None or padding is None:
         return mask

@@ -1,1 +1,35 @@
 """Attention layers: the native one, the drop-in for torch's, and position encodings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headwise.support.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from headwise.layers._upgrade import Upgrade as Upgrade
+    from headwise.layers._upgrade import UpgradeChange as UpgradeChange
+    from headwise.layers.cache import Cache as Cache
+    from headwise.layers.distance import Alibi as Alibi
+    from headwise.layers.distance import PositionBias as PositionBias
+    from headwise.layers.distance import T5Bias as T5Bias
+    from headwise.layers.distance import alibi_slopes as alibi_slopes
+    from headwise.layers.norm import QKNorm as QKNorm
+    from headwise.layers.torch_api.forward import (
+        multi_head_attention_forward as multi_head_attention_forward,
+    )
+
+__getattr__, __dir__, __all__ = export_lazily(
+    __name__,
+    {
+        "Alibi": "distance",
+        "Cache": "cache",
+        "PositionBias": "distance",
+        "QKNorm": "norm",
+        "T5Bias": "distance",
+        "Upgrade": "_upgrade",
+        "UpgradeChange": "_upgrade",
+        "alibi_slopes": "distance",
+        "multi_head_attention_forward": "torch_api.forward",
+    },
+)

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from headwise.attention_matrix import AttentionMatrix
+from headwise.matrix.operator import AttentionMatrix
 
 # (matrix, values (batch, kv_heads, keys, value_dim), head outputs (batch, heads, queries,
 # value_dim)) -> the head outputs that the layer uses: the same, or a replacement.

@@ -20,7 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.layouts.canonical_tensor_axes import AXES, ROTATED, WIDER, State
+from headwise.function.weights import AXES, ROTATED, WIDER, State
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from pkgutil import iter_modules
 
 from headwise.errors import OptionError
 from headwise.layouts import catalogue
-from headwise.layouts.layout import Layout
-from headwise.support.message_text import describe_value
+from headwise.layouts._layout import Layout
+from headwise.support.text import describe_value
 
 _registered: dict[str, Layout] = {}
 

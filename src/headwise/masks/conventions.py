@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError
-from headwise.masks.clauses.dense_mask import with_matrix_axes
-from headwise.support.explain_wrong_arguments import require_tensors
+from headwise.masks.clauses.dense import with_matrix_axes
+from headwise.support.arguments import require_tensors
 from headwise.support.tracing import may_check_values
 
 

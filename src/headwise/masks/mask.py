@@ -18,14 +18,13 @@ from jaxtyping import Bool, Integer
 from torch import Tensor
 
 from headwise.errors import MaskError, OptionError
-from headwise.masks import bound_mask
-from headwise.masks.alignment import Align, require_align
-from headwise.masks.bound_mask import BoundMask
-from headwise.masks.clause import BOUNDLESS, Clause, MatrixSizes
+from headwise.masks import bound as bound_mask
+from headwise.masks.bound import BoundMask
+from headwise.masks.clause import BOUNDLESS, Align, Clause, MatrixSizes, require_align
 from headwise.masks.clauses.band import Band
-from headwise.masks.clauses.dense_mask import Dense, with_matrix_axes
+from headwise.masks.clauses.dense import Dense, with_matrix_axes
 from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, Side, Starts, require_lengths
-from headwise.masks.clauses.predicate_clause import Predicate, PredicateClause
+from headwise.masks.clauses.predicate import Predicate, PredicateClause
 from headwise.masks.clauses.prefix import make_prefix
 from headwise.masks.clauses.segments import (
     PackedRow,
@@ -34,9 +33,9 @@ from headwise.masks.clauses.segments import (
     require_segment_ids,
 )
 from headwise.masks.conventions import require_bool, to_allowed_entries, to_allowed_matrix
-from headwise.support.cast_to_int64 import convert_to_int64, convert_to_int_or_none
-from headwise.support.message_text import describe_value
-from headwise.support.rich_result_forms import ShownInNotebook
+from headwise.support.forms import ShownInNotebook
+from headwise.support.integers import convert_to_int64, convert_to_int_or_none
+from headwise.support.text import describe_value
 
 OneKind = TypeVar("OneKind", bound=Clause)
 

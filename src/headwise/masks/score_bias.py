@@ -17,20 +17,29 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, MaskError
-from headwise.masks.alignment import Align, require_align, resolve_align_to_offset
-from headwise.masks.cast_biases import cast_biases_for_sum
-from headwise.masks.clause import WHOLE, MatrixPart, MatrixSizes, index_axes, read_pairs
-from headwise.masks.clauses.dense_mask import require_broadcastable_to_matrix, with_matrix_axes
-from headwise.masks.distance_table import (
+from headwise.masks.casts import cast_biases_for_sum
+from headwise.masks.clause import (
+    WHOLE,
+    Align,
+    MatrixPart,
+    MatrixSizes,
+    index_axes,
+    read_pairs,
+    require_align,
+    resolve_align_to_offset,
+)
+from headwise.masks.clauses.dense import require_broadcastable_to_matrix, with_matrix_axes
+from headwise.masks.distance import (
     AlibiTable,
     ByDistance,
     RelativeTable,
     ShiftedTable,
     TableOfHeads,
 )
-from headwise.support.cast_to_int64 import convert_to_int64
-from headwise.support.explain_wrong_arguments import require_tensors
-from headwise.support.message_text import axis_broadcasts_to, describe_value
+from headwise.masks.mask import Mask
+from headwise.support.arguments import require_tensors
+from headwise.support.integers import convert_to_int64
+from headwise.support.text import axis_broadcasts_to, describe_value
 from headwise.support.tracing import may_check_values
 
 
@@ -326,3 +335,28 @@ def _check_device_and_values(bias: Tensor, device: torch.device) -> None:
             needed="finite numbers, or -inf where a key is hidden",
             do="replace NaN and +inf; a boolean mask is a Mask",
         )
+
+
+def split_additive_mask(added: Float[Tensor, "..."], *, axes: str) -> tuple[Mask, ScoreBias]:
+    """Return the keys that a float mask hides, and the bias that it adds to the others.
+
+    Hidden are entries at or below half of the lowest number of the mask's dtype. A query without a
+    visible key gets zeros; with a plain addition it would get the mean of all values. Such queries
+    are padding.
+
+    Raises:
+        MaskError: a tensor that is no float, or axes that do not fit.
+    """
+    score_bias = ScoreBias.dense(added, axes=axes)
+    # `<=` keeps NaN out of the hidden entries, so the checks of values raise for it.
+    hidden = added <= torch.finfo(added.dtype).min / 2
+    if torch.compiler.is_compiling():
+        # One tensor, which the fused kernel takes at any size.
+        return Mask(), ScoreBias.dense(added.masked_fill(hidden, -torch.inf), axes=axes)
+    mask = Mask.may_attend(~hidden, axes=axes)
+    if may_check_values(added):  # return an empty mask or bias where one suffices
+        if not bool(hidden.any()):
+            return Mask(), score_bias
+        if not added.requires_grad and not bool(added.masked_fill(hidden, 0).any()):
+            return mask, ScoreBias()
+    return mask, score_bias

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headwise.errors import OptionError
-from headwise.reports import drawn_statistics, standout_heads, viewer_blobs
-from headwise.reports.largest_changes_between_scans import (
-    change_scale_end,
-    diverging_colour,
-    most_changed_statistic,
-)
-from headwise.scanning.head_scan import HeadScan
-from headwise.scanning.layer_scan import LayerScan
-from headwise.scanning.scan_diff import ScanDiff
-from headwise.support.message_text import describe_value, escape_unprintable
-from headwise.support.optional_imports import require_package
+from headwise.reports import blobs, statistics
+from headwise.reports.statistics import change_scale_end, diverging_colour, most_changed_statistic
+from headwise.scanning.diff import ScanDiff
+from headwise.scanning.layer import LayerScan
+from headwise.scanning.result import HeadScan
+from headwise.support.extras import require_package
+from headwise.support.text import describe_value, escape_unprintable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,7 +80,7 @@ def plot_scan(
 
 
 def _choose_head(scan: HeadScan, layer: int | str | None, head: int | None) -> tuple[int, int]:
-    standouts = standout_heads.standout_heads(scan)
+    standouts = statistics.standout_heads(scan)
     first = standouts[0].head if standouts else None
     heads = [(index, number) for _, index, number in scan.heads]
     number = list(scan.layers).index(layer) if layer in scan.layers else layer
@@ -106,7 +102,7 @@ def _choose_head(scan: HeadScan, layer: int | str | None, head: int | None) -> t
 
 def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> Figure:
     if statistic is None:
-        clearest = standout_heads.clearest_statistic(scan)
+        clearest = statistics.clearest_statistic(scan)
         statistic = clearest.name if clearest else next(iter(scan.scalars), None)
     if statistic not in scan.scalars:
         raise OptionError(
@@ -114,7 +110,7 @@ def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> 
             needed=f"one number for each head: {', '.join(scan.scalars)}",
             do="choose from these",
         )
-    drawn = drawn_statistics.drawn_statistic(scan, statistic)
+    drawn = statistics.drawn_statistic(scan, statistic)
     low, high = drawn.scale.low, drawn.scale.high
     norm = _make_colour_norm(
         low, max(high, low + 1e-9), power=0.5 if drawn.scale.kind == "weight" else 1.0
@@ -142,13 +138,13 @@ def _plot_map(
     scan: HeadScan, layer: int, head: int, name_of: Names | None, ax: Any, width: float
 ) -> Figure:
     record = scan.layer_scans[layer]
-    maps = viewer_blobs.head_map_arrays(scan, record)
+    maps = blobs.head_map_arrays(scan, record)
     if maps is None:
-        raise _missing_statistic_error(viewer_blobs.MAP)
+        raise _missing_statistic_error(blobs.MAP)
     values = maps[record.heads.index(head)]
     figure, axes = _make_axes(ax, width, width * 0.86)
     texts = (record.key_text, record.query_text)
-    lengths = [viewer_blobs.sequence_lengths_of_text(scan, text) for text in texts]
+    lengths = [blobs.sequence_lengths_of_text(scan, text) for text in texts]
     # Texts of several lengths have no token in common at a place of the map.
     ends = [max(each) if len(set(each)) == 1 else 1 for each in lengths]
     extent = (-0.5, ends[0] - 0.5, ends[1] - 0.5, -0.5) if min(ends) > 1 else (0, 1, 1, 0)
@@ -196,9 +192,9 @@ def _label_axes_with_tokens(axes: Axes, scan: HeadScan, record: LayerScan, name_
 
 def _plot_offset_profile(scan: HeadScan, layer: int, head: int, ax: Any, width: float) -> Figure:
     record = scan.layer_scans[layer]
-    if viewer_blobs.OFFSETS not in record.summaries:
-        raise _missing_statistic_error(viewer_blobs.OFFSETS)
-    *weights, inside = viewer_blobs.offset_profile_arrays(record)[record.heads.index(head)].tolist()
+    if blobs.OFFSETS not in record.summaries:
+        raise _missing_statistic_error(blobs.OFFSETS)
+    *weights, inside = blobs.offset_profile_arrays(record)[record.heads.index(head)].tolist()
     reach = len(weights) // 2
     figure, axes = _make_axes(ax, width, PROFILE_HEIGHT)
     heights = np.nan_to_num(np.array(weights))
@@ -221,7 +217,7 @@ def _require_matplotlib(module: str) -> Any:
 def _paper_text_style_context() -> Any:
     """Return a context in which text has the size of a paper, and stays text."""
     _require_matplotlib("figure")
-    from headwise.reports.paper_figure_style import paper_style
+    from headwise.reports.style import paper_style
 
     return paper_style()
 
@@ -230,7 +226,7 @@ def _make_axes(ax: Any, width: float, height: float) -> tuple[Figure, Axes]:
     """Return the axes to draw into; a new figure keeps no state of pyplot."""
     if ax is not None:
         return ax.figure, ax
-    from headwise.reports.paper_figure_style import PaperFigure
+    from headwise.reports.style import PaperFigure
 
     figure = PaperFigure(figsize=(width, height), layout="compressed")
     return figure, figure.add_subplot()

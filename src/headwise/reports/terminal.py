@@ -1,33 +1,34 @@
-"""Terminal output of a scan and of a study, for 80 columns and with or without colours."""
+"""Terminal output of a scan, for 80 columns and with or without colours."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from headwise.reports.drawn_statistics import DrawnStatistic, Scale
-from headwise.reports.largest_changes_between_scans import (
+from headwise.reports.images import css_colour, text_colour_on
+from headwise.reports.report import ScanReport
+from headwise.reports.statistics import (
+    RULE,
+    DrawnStatistic,
+    Scale,
+    clearest_statistic,
     most_changed_heads,
     most_changed_statistic,
+    standout_heads,
 )
-from headwise.reports.png_images import css_colour, text_colour_on
-from headwise.reports.scan_with_description import ScanReport
-from headwise.reports.standout_heads import RULE, clearest_statistic, standout_heads
-from headwise.support.message_text import describe_count
+from headwise.support.text import describe_count
 
 if TYPE_CHECKING:
-    from headwise.scanning.head_scan import HeadScan
-    from headwise.scanning.scan_diff import ScanDiff
-    from headwise.study.research_question import Answer
-    from headwise.study.run import Study
+    from headwise.scanning.diff import ScanDiff
+    from headwise.scanning.result import HeadScan
 
 WIDTH = 80  # columns of `print`
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -57,7 +58,7 @@ def diff_text(diff: ScanDiff) -> str:
         {} if name is None else {f"change of {diff.before.definition(name).label}": diff[name]}
     )
     columns = ("layer", "head", "distance", *changes)
-    table = _make_table([(name, True) for name in columns])
+    table = make_table([(name, True) for name in columns])
     for head in heads:
         values = [f"{change[head[1], head[2]]:+.3g}" for change in changes.values()]
         table.add_row(str(head.layer_index), str(head.head), f"{head.value:.3g}", *values)
@@ -79,7 +80,7 @@ def print_input_and_standouts(report: ScanReport, console: Console) -> None:
     for note in report.all_notes:
         _print_paragraph(console, f"Note: {note}.", "bold red")
     if heads := standout_heads(report.scan):
-        table = _make_table([("layer", True), ("head", True), ("heads that stand out", False)])
+        table = make_table([("layer", True), ("head", True), ("heads that stand out", False)])
         table.add_column("middle head", justify="right")
         for standout in heads:
             position = (str(standout.head.layer_index), str(standout.head.head))
@@ -154,70 +155,10 @@ def _head_number_ruler(heads: int) -> str:
     return "".join(f"{head:<5}" for head in range(0, heads, 5))[:heads].rstrip()
 
 
-# ---- a study -------------------------------------------------------------------------------------
-
-
-def show_study(result: Study, console: Console, *, whole: bool) -> None:
-    """Print each question with its verdict; with ``whole`` also the reason, facts and table."""
-    if result.fallback:
-        console.print(f"Not the trained encoder: {result.fallback.reason}.", style="yellow")
-        console.print(f"To get it: {result.fallback.remedy}\n", markup=False, soft_wrap=True)
-    for answer in result.answers:
-        console.print(Text(answer.question.asks, "bold"))
-        console.print(_indent_content(Text(answer.verdict, "" if answer.holds else "bold red")))
-        if whole:
-            _show_evidence(answer, console)
-        console.print()
-    for skipped in result.left_out:
-        console.print(Text(skipped.asks, "bold"))
-        message = f"Left out: {skipped.reason}.\nTo get it: {skipped.remedy}"
-        console.print(_indent_content(Text(message, "yellow")))
-        console.print()
-    confirmed = sum(answer.holds for answer in result.answers)
-    console.print(f"{confirmed} of {len(result.answers)} claims are borne out.")
-    if not whole:
-        example = result.answers[0].question.id if result.answers else "parameters"
-        console.print(
-            "For the facts and figures of one question, run for instance:\n"
-            f"headwise study {example}"
-        )
-
-
-def _show_evidence(answer: Answer, console: Console) -> None:
-    console.print(_indent_content(Text(answer.fill(answer.question.why), "dim")))
-    for holds, sentence in answer.facts:
-        grid = Table.grid(padding=(0, 1, 0, 0))
-        grid.add_row(Text("✓", "green") if holds else Text("✗", "red"), Text(sentence))
-        console.print(_indent_content(grid))
-    if answer.question.table:
-        console.print(
-            _indent_content(_answer_table(answer.question.table.columns, answer, console))
-        )
-
-
-def _answer_table(columns: Sequence[str], answer: Answer, console: Console) -> Table | Group:
-    table = _make_table(zip(columns, answer.numeric_columns, strict=True))
-    for row in answer.rows:
-        table.add_row(*map(Text, row))
-    if console.measure(table).minimum <= console.width - 2 * GAP:
-        return table
-    # Too many columns for this terminal: list each cell beside the name of its column.
-    return Group(*(_table_row_as_list(columns, row) for row in answer.rows))
-
-
-def _table_row_as_list(columns: Sequence[str], row: Sequence[str]) -> Table:
-    record = Table.grid(padding=(0, 2, 0, 0))
-    record.add_row("", "")
-    record.add_row(Text(columns[0], "dim"), Text(row[0], "bold"))
-    for name, cell in zip(columns[1:], row[1:], strict=True):
-        record.add_row(Text(name, "dim"), Text(cell))
-    return record
-
-
 # ---- helpers -------------------------------------------------------------------------------------
 
 
-def _make_table(columns: Iterable[tuple[str, bool]]) -> Table:
+def make_table(columns: Iterable[tuple[str, bool]]) -> Table:
     """Return an empty table; columns of figures, with True, are set flush right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name, is_figures in columns:
@@ -230,5 +171,6 @@ def _print_paragraph(console: Console, text: str, style: str = "") -> None:
     console.print()
 
 
-def _indent_content(content: RenderableType) -> Padding:
+def indent_content(content: RenderableType) -> Padding:
+    """Return content behind a margin on its left."""
     return Padding(content, (0, 0, 0, GAP))

@@ -8,13 +8,13 @@ from functools import cache
 from typing import Any
 
 from headwise.errors import OptionError
-from headwise.reports import standout_heads
-from headwise.reports.scan_page import read_viewer_asset, viewer_data
-from headwise.reports.scan_with_description import ScanReport
-from headwise.scanning.exact_rows_on_request import ExactRows
-from headwise.scanning.head_scan import HeadScan
-from headwise.support.message_text import describe_value
-from headwise.support.optional_imports import require_package
+from headwise.reports import statistics
+from headwise.reports.page import read_viewer_asset, viewer_data
+from headwise.reports.report import ScanReport
+from headwise.scanning.result import HeadScan
+from headwise.scanning.rows import ExactRows
+from headwise.support.extras import require_package
+from headwise.support.text import describe_value
 
 MOST_KEYS = 64  # of an exact row that is sent
 Reply = dict[str, Any]
@@ -53,7 +53,7 @@ def view_scan(
 
 def _initially_shown_head(scan: HeadScan) -> list[int] | None:
     """Return the head that the page shows first: one that stands out, else the first of all."""
-    standouts = standout_heads.standout_heads(scan)
+    standouts = statistics.standout_heads(scan)
     if standouts:
         return [standouts[0].head.layer_index, standouts[0].head.head]
     return next(([index, head] for _, index, head in scan.heads), None)

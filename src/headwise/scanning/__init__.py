@@ -1,1 +1,33 @@
 """Scans: statistics of every head of a model, from its own forward pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headwise.support.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from headwise.scanning.diff import ScanDiff as ScanDiff
+    from headwise.scanning.layer import HeadValue as HeadValue
+    from headwise.scanning.layer import StandoutHead as StandoutHead
+    from headwise.scanning.result import HeadScan as HeadScan
+    from headwise.scanning.statistics.maps import Map as Map
+    from headwise.scanning.statistics.statistic import Definition as Definition
+    from headwise.scanning.statistics.statistic import RowMean as RowMean
+    from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery as TopKeysOfEveryQuery
+    from headwise.scanning.text import ScannedText as ScannedText
+
+__getattr__, __dir__, __all__ = export_lazily(
+    __name__,
+    {
+        "Definition": "statistics.statistic",
+        "HeadScan": "result",
+        "HeadValue": "layer",
+        "Map": "statistics.maps",
+        "RowMean": "statistics.statistic",
+        "ScanDiff": "diff",
+        "ScannedText": "text",
+        "StandoutHead": "layer",
+        "TopKeysOfEveryQuery": "statistics.top_keys",
+    },
+)

@@ -21,25 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
 from headwise.huggingface.enable import using_headwise_attention
-from headwise.huggingface.observed_attention import observe_attention
+from headwise.huggingface.observe import observe_attention
 from headwise.layers.hooks import attention_hook
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.clauses.band import Band
-from headwise.scanning.call_tokens_and_projection import (
+from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.context import (
     CallAwaitingProjection,
     KeyTokens,
     TokenStreams,
     split_weight_by_head,
 )
-from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.join_divided_heads_of_calls import (
-    find_divided_projection,
-    join_divided_heads,
-)
-from headwise.scanning.running_modules import (
+from headwise.scanning.modules import (
     ModuleCall,
     ModuleCalls,
     class_name_without_fsdp,
@@ -47,8 +43,9 @@ from headwise.scanning.running_modules import (
     tensors_equal,
     version_counter,
 )
+from headwise.scanning.ranks import find_divided_projection, join_divided_heads
 from headwise.scanning.torch_calls import TorchCalls
-from headwise.support.mark_kernel_calls import track_kernel_calls
+from headwise.support.tracing import track_kernel_calls
 
 # A module whose class has one of these words in its name is expected to compute attention.
 ATTENTION_WORDS = ("attention", "attn")

@@ -20,14 +20,14 @@ import psutil
 import torch
 from torch import nn
 
-from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError
-from headwise.kernels.tiles import TILE_ELEMENTS
 from headwise.masks.mask import Mask
+from headwise.matrix.kernels.tiles import TILE_ELEMENTS
+from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning.call import CELLS, CapturedCall
 from headwise.scanning.capture import capture_attention
-from headwise.scanning.captured_call import CELLS, CapturedCall
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
-from headwise.support.message_text import human_bytes
+from headwise.support.text import human_bytes
 
 TILES_AT_ONCE = 8  # scores, weights, and temporary tensors of statistics
 STATES_AT_ONCE = 6  # tensors of the model's width: residuals, normalised ones, inputs of a product

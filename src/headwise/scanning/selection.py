@@ -11,13 +11,13 @@ from typing import Any, SupportsIndex
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.layer_scan import LayerScan
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.layer import LayerScan
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.importance_statistics import Importance
+from headwise.scanning.statistics.importance import Importance
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.support.cast_to_int64 import has_integer_dtype
-from headwise.support.message_text import describe_value
+from headwise.support.integers import has_integer_dtype
+from headwise.support.text import describe_value
 
 STANDARD_SET = "standard"  # the name of all statistics of the standard set
 MOST_LAYERS = 12  # layers that a message names; the others are counted

@@ -17,15 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from headwise import reference
-from headwise.attention_matrix import AttentionMatrix
+from headwise.function import stages
 from headwise.layers.hooks import call_hook
-from headwise.layers.torch_api.functional_form import multi_head_attention_forward
+from headwise.layers.torch_api.forward import multi_head_attention_forward
 from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias
-from headwise.masks.split_additive_mask import split_additive_mask
-from headwise.support.mark_kernel_calls import is_kernel_call
-from headwise.support.tracing import cast_like_autocast
+from headwise.masks.score_bias import ScoreBias, split_additive_mask
+from headwise.matrix.operator import AttentionMatrix
+from headwise.support.tracing import cast_like_autocast, is_kernel_call
 
 AXES = "batch heads queries keys"
 
@@ -71,7 +69,7 @@ def _record_attention(
         axes.with_four_axes(value),
     )
     if k.shape[1] != v.shape[1]:  # a layer has one number of kv heads
-        k, v = (reference.repeat_kv_heads(x, heads=heads) for x in (k, v))
+        k, v = (stages.repeat_kv_heads(x, heads=heads) for x in (k, v))
     mask, score_bias = Mask(), ScoreBias()
     if is_causal:
         mask = Mask.causal(align="top-left")

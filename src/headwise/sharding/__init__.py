@@ -6,31 +6,46 @@ caller.
 
 from __future__ import annotations
 
-from headwise.sharding.heads.gradient_clipping import clip_gradients
-from headwise.sharding.heads.parallel_style import Heads, heads_plan
-from headwise.sharding.heads.state_dicts import gather_state, load_state
-from headwise.sharding.processes.document_scan import scan_documents
-from headwise.sharding.processes.sharded_scan import scan_sharded
-from headwise.sharding.processes.watch_other_ranks import watch_ranks
-from headwise.sharding.sequence.attend import attend, explain_attend
-from headwise.sharding.sequence.head_statistics import head_statistics
-from headwise.sharding.sequence.sequence_layout import SequenceLayout
-from headwise.sharding.sequence.sequence_matrix import SequenceMatrix
-from headwise.sharding.sequence.sequence_plan import SequencePlan
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Heads",
-    "SequenceLayout",
-    "SequenceMatrix",
-    "SequencePlan",
-    "attend",
-    "clip_gradients",
-    "explain_attend",
-    "gather_state",
-    "head_statistics",
-    "heads_plan",
-    "load_state",
-    "scan_documents",
-    "scan_sharded",
-    "watch_ranks",
-]
+from headwise.support.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from headwise.sharding.heads.scan import scan_sharded as scan_sharded
+    from headwise.sharding.heads.state import gather_state as gather_state
+    from headwise.sharding.heads.state import load_state as load_state
+    from headwise.sharding.heads.style import Heads as Heads
+    from headwise.sharding.heads.style import heads_plan as heads_plan
+    from headwise.sharding.heads.sums import clip_gradients as clip_gradients
+    from headwise.sharding.processes.documents import scan_documents as scan_documents
+    from headwise.sharding.processes.watch import watch_ranks as watch_ranks
+    from headwise.sharding.sequence._attend import attend as attend
+    from headwise.sharding.sequence._attend import explain_attend as explain_attend
+    from headwise.sharding.sequence.layout import SequenceLayout as SequenceLayout
+    from headwise.sharding.sequence.matrix import SequenceMatrix as SequenceMatrix
+    from headwise.sharding.sequence.matrix import (
+        TransposedSequenceMatrix as TransposedSequenceMatrix,
+    )
+    from headwise.sharding.sequence.plan import SequencePlan as SequencePlan
+    from headwise.sharding.sequence.statistics import head_statistics as head_statistics
+
+__getattr__, __dir__, __all__ = export_lazily(
+    __name__,
+    {
+        "Heads": "heads.style",
+        "SequenceLayout": "sequence.layout",
+        "SequenceMatrix": "sequence.matrix",
+        "SequencePlan": "sequence.plan",
+        "TransposedSequenceMatrix": "sequence.matrix",
+        "attend": "sequence._attend",
+        "clip_gradients": "heads.sums",
+        "explain_attend": "sequence._attend",
+        "gather_state": "heads.state",
+        "head_statistics": "sequence.statistics",
+        "heads_plan": "heads.style",
+        "load_state": "heads.state",
+        "scan_documents": "processes.documents",
+        "scan_sharded": "heads.scan",
+        "watch_ranks": "processes.watch",
+    },
+)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from headwise.errors import MissingExtraError, OptionError
-from headwise.study import run_pretrained_or_small_encoder
-from headwise.study.research_question import Answer, Question, round_numbers_for_json
-from headwise.study.run_pretrained_or_small_encoder import Fallback
-from headwise.support.progress_callback_type import Progress, no_progress
+from headwise.study import trained
+from headwise.study.question import Answer, Question, round_numbers_for_json
+from headwise.study.trained import Fallback
+from headwise.support.progress import Progress, no_progress
 
 # In the order in which they build on each other.
 IDS = (
@@ -127,7 +127,7 @@ def answer_questions(ids: Sequence[str] = (), *, progress: Progress = no_progres
         tuple(answers),
         tuple(left_out),
         describe_setting(),
-        run_pretrained_or_small_encoder.reason_for_encoder_fallback(),
+        trained.reason_for_encoder_fallback(),
     )
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.catalogue import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.search_causes import CauseSearchResult, search_causes
-from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
+from headwise.diagnosis.search import CauseSearchResult, search_causes
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.simulation.settings import RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 

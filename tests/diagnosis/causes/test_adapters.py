@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, compare
-from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.model import AttentionModel
 from tests.diagnosis.causes.faulty_models import (
     inputs_of,
     model_of,

@@ -8,10 +8,8 @@ import pytest
 
 import headwise
 from benchmarks.compare.suites import SUITES, Case
-from headwise.diagnosis.attention_comparison_result import PAGES, cause_page_path
-from headwise.diagnosis.cause_description import describe_cause
-from headwise.diagnosis.causes.all_causes import CAUSES
-from headwise.diagnosis.causes.cause import Cause
+from headwise.diagnosis.causes.catalogue import CAUSES
+from headwise.diagnosis.causes.cause import PAGES, Cause, cause_page_path, describe_cause
 from tools import causes_page
 
 NAMES = [cause.name for cause in CAUSES]

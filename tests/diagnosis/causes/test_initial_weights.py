@@ -10,10 +10,10 @@ from benchmarks.compare.subjects import model_of, record
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import Probe, default_probe
 from benchmarks.faults.geometries import GEOMETRIES, Kind, layer_of
-from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.catalogue import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.causes.weights_at_initial_values import InitialWeightsCause
-from headwise.diagnosis.search_causes import NamedCause, search_causes
+from headwise.diagnosis.causes.weights import InitialWeightsCause
+from headwise.diagnosis.search import NamedCause, search_causes
 
 GEOMETRY = next(each for each in GEOMETRIES if each.name == "gqa-rotary")
 NAME = "weights at their initial values"

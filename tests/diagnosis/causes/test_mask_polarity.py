@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import ForcedStage, scale_products
+from headwise.diagnosis.simulation.model import ForcedStage, scale_products
 from tests.diagnosis.causes.faulty_models import TOKENS, inputs_of, model_of, recorded, searched
 
 PADDED = torch.arange(TOKENS) < torch.tensor([TOKENS, 13, 9])[:, None]

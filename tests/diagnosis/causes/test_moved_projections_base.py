@@ -14,10 +14,10 @@ from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import default_probe
 from benchmarks.faults.geometries import GEOMETRIES, layer_of
 from benchmarks.faults.reference_layer import ReferenceLayer
-from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.catalogue import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.causes.moved_projections_base import MovedProjectionsCause
-from headwise.diagnosis.search_causes import NamedCause, search_causes
+from headwise.diagnosis.causes.moved import MovedProjectionsCause
+from headwise.diagnosis.search import NamedCause, search_causes
 
 Edit = Callable[[dict[str, Tensor]], Mapping[str, Tensor | None]]
 

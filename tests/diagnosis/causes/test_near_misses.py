@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import (
-    AttentionModel,
-    ForcedStage,
-    key_query_distances,
-)
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, key_query_distances
 from headwise.diagnosis.simulation.settings import NormForm
 from tests.diagnosis.causes.faulty_models import (
     BATCH,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from headwise.diagnosis.simulation.attention_model import AttentionModel, ForcedStage
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from tests.diagnosis.causes.faulty_models import WIDTH, inputs_of, model_of, recorded, searched
 
 LAST = ("norm inside", "residual inside", "factor", "bias missing", "adapters merged or not")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.attention_model import ForcedStage
+from headwise.diagnosis.simulation.model import ForcedStage
 from tests.diagnosis.causes.faulty_models import TOKENS, inputs_of, model_of, recorded, searched
 
 

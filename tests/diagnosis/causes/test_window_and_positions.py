@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.settings import NormForm
 from headwise.diagnosis.simulation.stages import Inputs
 from tests.diagnosis.causes.faulty_models import (

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.rows_of_all_projections import Rows
+from headwise.diagnosis.moves.rows import Rows
 
 GEOMETRIES = {  # embed_dim, heads, kv_heads, head_dim
     "mha": (96, 6, 6, 16),

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.diagnosis.moves.find_moves import find_moves
-from headwise.diagnosis.moves.rows_of_all_projections import Rows
+from headwise.diagnosis.moves.find import find_moves
+from headwise.diagnosis.moves.rows import Rows
 from headwise.errors import ShapeError
 from tests.diagnosis.moves.projections import (
     GEOMETRIES,

@@ -8,12 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.moves_between_canonical_weights import (
-    extract_rows,
-    find_state_moves,
-    replace_rows,
-)
-from headwise.layouts.canonical_tensor_axes import State
+from headwise.diagnosis.moves.state import extract_rows, find_state_moves, replace_rows
+from headwise.function.weights import State
 from tests.diagnosis.moves.projections import GEOMETRIES, halves, projections
 
 FRESH = "weights at their initial values"

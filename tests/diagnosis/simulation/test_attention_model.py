@@ -10,12 +10,12 @@ from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import decoding_probe, default_probe, padded_probe
 from benchmarks.faults.geometries import GEOMETRIES, layer_of
 from benchmarks.faults.geometry import Geometry
-from headwise.diagnosis.causes.all_causes import CAUSES
+from headwise.diagnosis.causes.catalogue import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.search_causes import search_causes
+from headwise.diagnosis.search import search_causes
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import STAGES
-from headwise.layers.positions.rotary_scaling import YarnScaling
+from headwise.function.scaling import YarnScaling
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)

@@ -21,7 +21,8 @@ from torch.nn import functional
 
 from headwise import HeadwiseError, MultiheadAttention
 from headwise.errors import DTypeError
-from headwise.layers.torch_api import multi_head_attention_forward, torch_errors
+from headwise.layers import multi_head_attention_forward
+from headwise.layers.torch_api import checks
 from tests.layers.torch_api.cases import BATCH, EMBED, HEADS, KEYS, QUERIES, pair
 
 Q, K, V = (
@@ -291,8 +292,8 @@ def test_a_bias_of_another_width_is_refused(options: dict[str, int]) -> None:
 
 
 def test_every_error_survives_pickle() -> None:
-    kinds = [kind for kind in vars(torch_errors).values() if isinstance(kind, type)]
-    own = [kind for kind in kinds if kind.__module__ == torch_errors.__name__]
+    kinds = [kind for kind in vars(checks).values() if isinstance(kind, type)]
+    own = [kind for kind in kinds if kind.__module__ == checks.__name__]
     assert len(own) == 9
     for kind in own:
         error = pickle.loads(pickle.dumps(kind(saw="a 3", needed="b", do="c")))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise import HeadwiseError, MultiheadAttention
 from headwise.errors import OptionError
-from headwise.kernels import sdpa
+from headwise.matrix.kernels import sdpa
 
 BATCH, QUERIES, KEYS, EMBED, HEADS = 3, 24, 29, 40, 5
 PADDING = torch.arange(KEYS) >= torch.tensor([KEYS, 7, 20])[:, None]

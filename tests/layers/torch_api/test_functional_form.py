@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headwise import MultiheadAttention
-from headwise.layers.torch_api import multi_head_attention_forward
+from headwise.layers import multi_head_attention_forward
 from tests.layers.torch_api.cases import BATCH, EMBED, HEADS, KEYS, QUERIES, pair
 
 Q, K = torch.randn(QUERIES, BATCH, EMBED).double(), torch.randn(KEYS, BATCH, EMBED).double()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, AttentionMatrix, ScoreBias
-from headwise.huggingface.attention_function import attend
-from headwise.layers.torch_api import multi_head_attention_forward
-from headwise.masks.cast_biases import cast_bias
+from headwise.huggingface.attention import attend
+from headwise.layers import multi_head_attention_forward
+from headwise.masks.casts import cast_bias
 from tests.honest import normal
 from tests.layers.torch_api.cases import BATCH, EMBED, HEADS, KEYS, QUERIES, pair
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, AttentionMatrix, Mask, MultiheadAttention, upgrade
 from headwise.errors import PolarityWarning
-from headwise.layers.torch_api import multi_head_attention_forward
+from headwise.layers import multi_head_attention_forward
 
 BATCH, LENGTH, EMBED, HEADS = 3, 7, 12, 4
 X = torch.randn(BATCH, LENGTH, EMBED)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise import reference
-from headwise.attention_matrix import AttentionMatrix
-from headwise.error_budget.rounding import ELEMENTARY, Roundoff, sum_error_bound
+from headwise.function import stages
+from headwise.function.rounding import ELEMENTARY, Roundoff, sum_error_bound
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.scanning.captured_call import CapturedCall
+from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning.call import CapturedCall
 from tests.honest import normal
 from tests.scanning.statistics.dense_statistics import Seen
 
@@ -53,14 +53,14 @@ class Call:
         q, k, values, outputs, out_proj, residual, unembedding = inputs
         known, options = self.sequences, dict(self.options)
         sink = options.pop("sink", None)
-        s = reference.scores(q, k, **options)
+        s = stages.scores(q, k, **options)
         sink = None if sink is None else sink.to(self.inputs[0].dtype).to(q.dtype)
         assert known.tokens is not None
         assert known.separators is not None
         assert known.specials is not None
         return Seen(
             scores=s,
-            weights=reference.weights_from_scores(s, sink),
+            weights=stages.weights_from_scores(s, sink),
             sink_logit=sink,
             real_queries=known.real_queries,
             real=known.real_keys,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise import reference
+from headwise.function import stages
 
 CELLS = 64
 RANKS = 8
@@ -263,7 +263,7 @@ def contribution(seen: Seen, b: int) -> Tensor:
 
 
 def value_weighted(seen: Seen, b: int) -> Tensor:
-    values = reference.repeat_kv_heads(seen.values, heads=seen.heads)[b]
+    values = stages.repeat_kv_heads(seen.values, heads=seen.heads)[b]
     norms = torch.einsum("hkd,hde->hke", values, seen.out_proj).norm(dim=2)
     return (seen.weights[b] * norms[:, None]).sum(-1)
 

@@ -27,15 +27,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.error_budget.budget import (
+from headwise.function.budget import (
     FORWARD,
     Budget,
     _compare_with_float64_on_nearby_inputs,
     _numbered_axes,
 )
-from headwise.kernels import observe_tiles, tiles
-from headwise.kernels.kernel_input import accumulation_dtype
-from headwise.scanning import captured_call
+from headwise.matrix.kernels import observe, tiles
+from headwise.matrix.kernels.input import accumulation_dtype
+from headwise.scanning import call as captured_call
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Summary, compute_summaries
 from tests.scanning.statistics.calls import KINDS, Call, Kind, roundoff
@@ -66,7 +66,7 @@ def summaries(kind: str, elements: int) -> dict[str, Summary]:
     call = drawn(kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "TILE_ELEMENTS", elements)
-        patch.setattr(observe_tiles, "TILE_ELEMENTS", elements)
+        patch.setattr(observe, "TILE_ELEMENTS", elements)
         patch.setattr(captured_call, "SAMPLES", call.samples)
         observation = call.observation()
         chosen = [s for s in STANDARD if s.reason_not_computable(observation) is None]

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.attention_matrix import AttentionMatrix
 from headwise.masks.mask import Mask
-from headwise.scanning.captured_call import CapturedCall
+from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics.catalogue import find_standard_statistics
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import map_pyramid
+from headwise.scanning.statistics.maps import map_pyramid
 from headwise.scanning.statistics.statistic import compute_summaries
 from tests.honest import normal
 from tests.scanning.statistics.calls import assert_is, roundoff

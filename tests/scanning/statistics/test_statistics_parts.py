@@ -12,19 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import OptionError, ShapeError
-from headwise.kernels import observe_tiles, tiles
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.scanning import captured_call
-from headwise.scanning.captured_call import CapturedCall, RepeatedTokens, evenly_spaced_positions
+from headwise.matrix.kernels import observe, tiles
+from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning import call as captured_call
+from headwise.scanning.call import CapturedCall, RepeatedTokens, evenly_spaced_positions
 from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import (
-    TopKeysOfChosenQueries,
-    map_pyramid,
-)
+from headwise.scanning.statistics.maps import TopKeysOfChosenQueries, map_pyramid
 from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, compute_summaries
 from tests.honest import normal
 from tests.memory import LargestTensor
@@ -242,7 +239,7 @@ def test_who_sees_a_key(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = AttentionMatrix(normal(3, 6, 12, 4), normal(3, 2, 12, 4, seed=1), **options)
     queries = torch.arange(12) < torch.tensor([12, 7, 3])[:, None]
     allowed = (matrix.dense() > 0) & queries[:, None, :, None]
-    monkeypatch.setattr(observe_tiles, "TILE_ELEMENTS", 100)
+    monkeypatch.setattr(observe, "TILE_ELEMENTS", 100)
     found = matrix.seen_by(queries)
     assert torch.equal(found.expand(3, 6, 12), allowed.sum(2))
 

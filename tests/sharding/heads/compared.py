@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from headwise import Attention
-from headwise.layers.torch_api.state_dict_forms import PACKED, SEPARATE
+from headwise.layers.torch_api.layer import PACKED, SEPARATE
 from headwise.sharding import Heads
 from tests.sharding.counted_bytes import counted_bytes
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.layers.native import cases
+from tests.layers import cases
 from tests.sharding.heads.compared import HEADS, attention, compared
 from tests.sharding.ranks import ranks
 from tests.strategies import masks, score_biases

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headwise import Mask, MultiheadAttention, Rotary, ScoreBias
-from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import T5Bias
+from headwise.layers.distance import T5Bias
+from headwise.layers.norm import QKNorm
 from tests.sharding.counted_bytes import counted_bytes
 from tests.sharding.heads.compared import HEADS, attention, counted, divided
 from tests.sharding.ranks import ranks

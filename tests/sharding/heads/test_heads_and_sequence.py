@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from headwise import Attention, Mask, Rotary, reference
+from headwise import Attention, Mask, Rotary
+from headwise.function import stages
 from headwise.sharding import Heads, SequenceLayout, attend
 from tests.sharding.heads.compared import attention, largest_excess, whole
 from tests.sharding.ranks import ranks
@@ -26,14 +27,14 @@ def attend_over_sequence(
     part = layer.part
     assert part is not None
     x = part.check_inputs_and_sum_gradients({"x": x})["x"]
-    q = reference.split_heads(layer.q_proj(x), heads=len(part.heads))
+    q = stages.split_heads(layer.q_proj(x), heads=len(part.heads))
     k, v = (
-        reference.split_heads(projection(x), heads=len(part.kv_heads))
+        stages.split_heads(projection(x), heads=len(part.kv_heads))
         for projection in (layer.k_proj, layer.v_proj)
     )
     q, k = ROTARY.rotate_both(q, k, layout.positions(mesh.get_local_rank("sequence")))
     outputs = attend(q, k, v, mesh["sequence"], layout=layout, mask=Mask.causal())
-    output: Tensor = layer.out_proj(reference.merge_heads(outputs))
+    output: Tensor = layer.out_proj(stages.merge_heads(outputs))
     return output
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from headwise import Attention, AttentionMatrix, MultiheadAttention
 from headwise.errors import HeadwiseError, OptionError
-from headwise.layers.native.qk_norm import QKNorm
+from headwise.layers.norm import QKNorm
 from headwise.sharding import Heads, heads_plan
 from tests.sharding.heads.compared import world
 from tests.sharding.ranks import ranks

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from headwise import Attention, Mask, MultiheadAttention, Rotary
-from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import Alibi, T5Bias
+from headwise.layers.distance import Alibi, T5Bias
+from headwise.layers.norm import QKNorm
 from headwise.sharding import Heads, clip_gradients, gather_state, heads_plan, load_state
 from tests.sharding.heads.compared import HEADS, attention, divided, largest_excess, moved, whole
 from tests.sharding.ranks import ranks

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from headwise import MultiheadAttention, Rotary
 from headwise.errors import OptionError, ShapeError
-from headwise.layers.native.qk_norm import QKNorm
-from headwise.layers.positions import T5Bias
+from headwise.layers.distance import T5Bias
+from headwise.layers.norm import QKNorm
 from headwise.sharding import gather_state, heads_plan, load_state
 from tests.sharding.heads.compared import (
     HEADS,

@@ -13,15 +13,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headwise.checkpoints import stream_conversion
-from headwise.checkpoints.planned_conversion import plan_checkpoint_conversion
+from headwise.checkpoints import conversion
+from headwise.checkpoints.conversion import ConversionStream
+from headwise.checkpoints.plan import plan_checkpoint_conversion
 from headwise.checkpoints.source import open_source
-from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.cli.output import LOST, PrintedErrors
 from headwise.cli.processes import CommandJob, launch_command, rank_count
-from headwise.layouts.convert import RoundTripError
-from headwise.sharding.processes.file_conversion import convert_in_job
-from headwise.support.progress_callback_type import no_progress
+from headwise.layouts._convert import RoundTripError
+from headwise.sharding.processes.files import convert_in_job
+from headwise.support.progress import no_progress
 from tests.checkpoints import llamas
 
 STEPS = 3  # that a rank does before the fault
@@ -29,7 +29,7 @@ TIMEOUT = 3.0  # a process that begins five times later is lost
 
 
 def convert(source: Path, target: Path, fault: str) -> None:
-    stream_conversion.FLUSH_SIZE = 1  # every step is made sure of
+    conversion.FLUSH_SIZE = 1  # every step is made sure of
     with CommandJob(TIMEOUT, ends_at_once=False) as job:
         run_step, done = ConversionStream._run_step, 0
 

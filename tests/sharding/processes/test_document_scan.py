@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headwise.errors import HeadwiseError, OptionError
-from headwise.scanning.corpus_scan import scan_corpus
-from headwise.scanning.head_scan import HeadScan
+from headwise.scanning.corpus import scan_corpus
+from headwise.scanning.result import HeadScan
 from headwise.sharding import scan_documents
 from tests.scanning.documents import MADE_WITH, documents, scan_one
 from tests.scanning.scans import is_same

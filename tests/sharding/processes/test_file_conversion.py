@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from headwise.checkpoints.planned_conversion import PlannedConversion, plan_checkpoint_conversion
+from headwise.checkpoints.conversion import ConversionStream
+from headwise.checkpoints.plan import PlannedConversion, plan_checkpoint_conversion
 from headwise.checkpoints.source import open_source
 from headwise.checkpoints.staging import StagingDir, StagingShare, read_finished_steps
-from headwise.checkpoints.stream_conversion import ConversionStream
 from headwise.cli.output import LOST, USAGE
 from headwise.errors import HeadwiseError
-from headwise.sharding.processes.file_conversion import convert_in_job, divide_steps
-from headwise.sharding.processes.job_coordination import open_group_job
-from headwise.support.progress_callback_type import no_progress
+from headwise.sharding.processes.files import convert_in_job, divide_steps
+from headwise.sharding.processes.job import open_group_job
+from headwise.support.progress import no_progress
 from tests.checkpoints import llamas
 from tests.cli.test_convert import run
 from tests.sharding.processes.running_command import RunningCommand

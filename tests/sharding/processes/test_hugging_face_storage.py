@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from headwise import Attention, Rotary
+from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.source import open_source
-from headwise.checkpoints.stream_conversion import convert_checkpoint
 from headwise.sharding import gather_state, heads_plan
 from tests.checkpoints.llamas import assert_same, read
 from tests.sharding.ranks import ranks

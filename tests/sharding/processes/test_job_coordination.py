@@ -13,8 +13,8 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from headwise.errors import HeadwiseError, LostProcessError, OptionError
-from headwise.sharding.processes.job_coordination import Job
-from headwise.sharding.processes.store_calls import StoreCalls
+from headwise.sharding.processes.job import Job
+from headwise.sharding.processes.signs import StoreCalls
 
 LONG, SHORT = 30.0, 1.0  # timeouts; a store may need 0.1 s on a busy machine
 

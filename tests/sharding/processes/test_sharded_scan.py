@@ -18,12 +18,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import headwise
 from headwise import Attention, Mask, MultiheadAttention
-from headwise.bundled_models import tiny
 from headwise.errors import HeadwiseError
-from headwise.layers.positions import Alibi
-from headwise.scanning.head_scan import HeadScan
+from headwise.layers.distance import Alibi
+from headwise.models import tiny
+from headwise.scanning.result import HeadScan
 from headwise.sharding import heads_plan, scan_sharded
-from headwise.sharding.processes.sharded_scan import _gather_tensor_heads_from_ranks
+from headwise.sharding.heads.scan import _gather_tensor_heads_from_ranks
 from tests.sharding.ranks import ranks
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.sharding.sequence.sequence_layout import SequenceLayout
+from headwise.sharding.sequence.layout import SequenceLayout
 from tests.strategies import Problem, problem
 
 DOUBLE = torch.float64

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from headwise.attention_matrix import AttentionMatrix
-from headwise.error_budget.budget import Budget
+from headwise.function.budget import Budget
+from headwise.matrix.operator import AttentionMatrix
 from headwise.sharding import attend
-from headwise.sharding.sequence.sequence_plan import OperandSizes, find_heads_refusal
+from headwise.sharding.sequence.plan import OperandSizes, find_heads_refusal
 from tests.sharding.ranks import ranks
 from tests.sharding.sequence.cases import (
     DOUBLE,

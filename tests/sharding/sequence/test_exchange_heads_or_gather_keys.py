@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from headwise.attention_matrix import AttentionMatrix
-from headwise.error_budget.budget import Budget
+from headwise.function.budget import Budget
 from headwise.masks.mask import Mask
+from headwise.matrix.operator import AttentionMatrix
 from headwise.sharding import SequenceLayout, attend
 from tests.sharding.ranks import ranks
 

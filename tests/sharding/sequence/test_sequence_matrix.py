@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import HeadwiseError
-from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import TopKeysOfChosenQueries
+from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.statistics.maps import TopKeysOfChosenQueries
 from headwise.scanning.statistics.statistic import compute_summaries
 from headwise.sharding import SequenceLayout, SequenceMatrix, head_statistics
-from headwise.sharding.sequence.head_statistics import _choose_statistics
+from headwise.sharding.sequence.statistics import _choose_statistics
 from tests.sharding.ranks import ranks
 from tests.sharding.sequence.cases import DOUBLE, layouts_of, make, with_leaves
 

@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise import reference
+from headwise.function import stages
 from headwise.masks.mask import Mask
-from headwise.study.experiments.closed_form_gradients import (
-    ForwardPass,
-    projection_gradients,
-    rounding_bounds,
-)
+from headwise.study.experiments.gradients import ForwardPass, projection_gradients, rounding_bounds
 
 BATCH, HEADS, QUERIES, KEYS = 3, 5, 11, 13
 EMBED, SOURCE, OUT, HEAD_DIM, VALUE_DIM = 10, 9, 8, 4, 6
@@ -51,7 +47,7 @@ def made(
 def by_autograd(**options: object) -> tuple[tuple[Tensor, ...], ForwardPass]:
     w = {name: value.requires_grad_() for name, value in weights().items()}
     forward = made(w, **options)  # type: ignore[arg-type]
-    heads = reference.head_outputs(*forward[2:5], mask=forward.mask, scale=forward.scale)
+    heads = stages.head_outputs(*forward[2:5], mask=forward.mask, scale=forward.scale)
     output = torch.einsum("bhqv,hov->bqo", heads, forward.wo)
     found = torch.autograd.grad(output, list(w.values()), forward.upstream)
     plain = (part.detach() if isinstance(part, Tensor) else part for part in forward)

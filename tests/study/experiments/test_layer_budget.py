@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise import reference
-from headwise.layers.native.attention import Attention
+from headwise.function import stages
+from headwise.layers.attention import Attention
 from headwise.masks.mask import Mask
 from headwise.study.experiments.measures import layer_error_budget, layer_output
-from headwise.study.implementation_interface import SharedWeights
+from headwise.study.implementations import SharedWeights
 
 
 def drawn(
@@ -33,12 +33,12 @@ def test_the_formula_is_the_reference_arithmetic(biased: bool) -> None:
     w = w if biased else replace(w, biases=None)
     *inner, out_bias = w.biases or [torch.zeros(1)] * 4
     q, k, v = (
-        reference.split_heads(x @ matrix.mT + bias, heads=6)
+        stages.split_heads(x @ matrix.mT + bias, heads=6)
         for x, matrix, bias in zip(inputs, w.matrices[:3], inner, strict=True)
     )
     mask = Mask.lengths(keys=torch.tensor([9, 4, 1]))
-    outputs = reference.head_outputs(q, k, v, mask=mask)
-    expected = reference.merge_heads(outputs) @ w.out.mT + out_bias
+    outputs = stages.head_outputs(q, k, v, mask=mask)
+    expected = stages.merge_heads(outputs) @ w.out.mT + out_bias
     found = layer_output(*inputs, *w.tensors, num_heads=6, mask=mask)
     torch.testing.assert_close(found, expected)
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError
-from headwise.layers.native.attention import Attention
+from headwise.layers.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
+from headwise.study.question import Answer
 from headwise.study.questions import axis_order
-from headwise.study.research_question import Answer
 from headwise.study.run import answer_question
 
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.attention_matrix import AttentionMatrix
-from headwise.bundled_models import minilm
-from headwise.bundled_models.recorded_run_dataclasses import AttentionCall, Projections, RecordedRun
-from headwise.layers.native.attention import Attention
+from headwise.layers.attention import Attention
+from headwise.matrix.operator import AttentionMatrix
+from headwise.models import minilm
+from headwise.models.recorded import AttentionCall, Projections, RecordedRun
 from headwise.study import implementations
 from headwise.study.experiments.measures import layer_output
-from headwise.study.implementation_interface import Implementation, SharedWeights
-from headwise.study.implementations import HeadwiseAttention
+from headwise.study.implementations import HeadwiseAttention, Implementation, SharedWeights
 from headwise.study.questions import diagram
 from headwise.study.run import answer_question
 from tests.study.asking import failing

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise import reference
-from headwise.attention_matrix import AttentionMatrix
-from headwise.layers.native.attention import Attention
+from headwise.function import stages
+from headwise.layers.attention import Attention
+from headwise.matrix.operator import AttentionMatrix
 from headwise.study.questions import gradients
 from headwise.study.questions.gradients import QUESTION
 from tests.study.asking import failed_facts
@@ -51,7 +51,7 @@ def test_one_softmax_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     def even(s: Tensor, sink: Tensor | None = None) -> Tensor:
         return 0 * s + 1 / s.shape[-1]
 
-    monkeypatch.setattr(reference, "weights_from_scores", even)
+    monkeypatch.setattr(stages, "weights_from_scores", even)
     found = failed_facts(QUESTION)
     assert any(words.startswith("up to this step one head has the sums") for words in found)
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.study import run_pretrained_or_small_encoder
-from headwise.study.experiments import compare_under_same_weights, measured_conventions
-from headwise.study.implementation_interface import Implementation, SharedWeights
+from headwise.study import trained
+from headwise.study.experiments import conventions, same_weights
 from headwise.study.implementations import (
     GPT2,
     IMPLEMENTATIONS,
@@ -22,7 +21,9 @@ from headwise.study.implementations import (
     DropIn,
     EinopsPage,
     HeadwiseAttention,
+    Implementation,
     Paper,
+    SharedWeights,
     Tensor2Tensor,
     TorchLayer,
     XTransformers,
@@ -51,22 +52,20 @@ FACTS = {
 }
 
 
-misread_causes = compare_under_same_weights.named_causes_of_misread_weights
+misread_causes = same_weights.named_causes_of_misread_weights
 
 
 @pytest.fixture(scope="module")
 def causes() -> dict[str, str]:
     """The answers of `compare`, which are the same for all that most tests change."""
-    return misread_causes(SharedWeights.random(compare_under_same_weights.EMBED_DIM))
+    return misread_causes(SharedWeights.random(same_weights.EMBED_DIM))
 
 
 @pytest.fixture(autouse=True)
 def _small(causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     reading = small_reading()
-    monkeypatch.setattr(run_pretrained_or_small_encoder, "encoder_run", lambda *_: reading)
-    monkeypatch.setattr(
-        compare_under_same_weights, "named_causes_of_misread_weights", lambda _: causes
-    )
+    monkeypatch.setattr(trained, "encoder_run", lambda *_: reading)
+    monkeypatch.setattr(same_weights, "named_causes_of_misread_weights", lambda _: causes)
 
 
 def failed() -> set[str]:
@@ -152,47 +151,41 @@ def test_biases_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_encoder_that_gave_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = small_reading()
     call = replace(reading.calls[0], output=reading.calls[0].output * (1 + 1e-4))
-    monkeypatch.setattr(
-        run_pretrained_or_small_encoder, "encoder_run", lambda *_: replace(reading, calls=(call,))
-    )
+    monkeypatch.setattr(trained, "encoder_run", lambda *_: replace(reading, calls=(call,)))
     assert failed() == {"biased"}
 
 
 @pytest.mark.slow
 def test_a_check_that_lets_anything_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    loose = compare_under_same_weights.Budget.for_function
+    loose = same_weights.Budget.for_function
 
     def of(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Any:
         found = loose(function, *inputs, **options)
         return replace(found, allowed=found.allowed * 1e7)
 
-    monkeypatch.setattr(compare_under_same_weights.Budget, "for_function", of)
+    monkeypatch.setattr(same_weights.Budget, "for_function", of)
     assert "misread" in failed()
 
 
 def test_weights_that_cannot_be_misread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        compare_under_same_weights, "named_causes_of_misread_weights", misread_causes
-    )
-    one = torch.eye(compare_under_same_weights.EMBED_DIM)
+    monkeypatch.setattr(same_weights, "named_causes_of_misread_weights", misread_causes)
+    one = torch.eye(same_weights.EMBED_DIM)
     monkeypatch.setattr(
         SharedWeights, "random", lambda _, *, biased=False: SharedWeights(one, one, one, one)
     )
     monkeypatch.setattr(
-        compare_under_same_weights,
+        same_weights,
         "make_implementations",
         lambda *_, **__: {"torch": made("torch")},
     )
-    found = compare_under_same_weights.compare_random_weights()
+    found = same_weights.compare_random_weights()
     assert found["misread_share"]["transposed"] <= 1
     assert not QUESTION.facts[FACTS["misread"]].holds(found)
     assert not QUESTION.facts[FACTS["named"]].holds(found)
 
 
 def made(key: str) -> Implementation:
-    return IMPLEMENTATIONS[key](
-        compare_under_same_weights.EMBED_DIM, compare_under_same_weights.NUM_HEADS
-    ).eval()
+    return IMPLEMENTATIONS[key](same_weights.EMBED_DIM, same_weights.NUM_HEADS).eval()
 
 
 @pytest.mark.slow
@@ -207,13 +200,13 @@ def test_a_layer_that_rounds_what_is_wider(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_two_that_are_off_to_either_side() -> None:
-    allowed = compare_under_same_weights.output_error_budget(
+    allowed = same_weights.output_error_budget(
         torch.randn(3, 4, 12), SharedWeights.random(12), num_heads=3
     )
     off = {"a": allowed.exact + 0.9 * allowed.allowed, "b": allowed.exact - 0.9 * allowed.allowed}
-    assert compare_under_same_weights.all_pairs_agree(allowed, off)
+    assert same_weights.all_pairs_agree(allowed, off)
     off["b"] -= 0.3 * allowed.allowed
-    assert not compare_under_same_weights.all_pairs_agree(allowed, off)
+    assert not same_weights.all_pairs_agree(allowed, off)
 
 
 # ---- one convention for all --------------------------------------------------------------------
@@ -305,7 +298,7 @@ def test_kernels_that_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed() == {"one class"}
 
 
-HIDES, KEEPS, ADDS, _ = measured_conventions.KINDS["boolean"]
+HIDES, KEEPS, ADDS, _ = conventions.KINDS["boolean"]
 MEAN, WEIGHTS = "mean of all values", "attention weights"
 
 # ---- the experiments ---------------------------------------------------------------------------
@@ -323,7 +316,7 @@ MEAN, WEIGHTS = "mean of all values", "attention weights"
     ],
 )
 def test_what_is_known_of_them_is_found(key: str, expected: tuple[Any, ...]) -> None:
-    found = measured_conventions.measure_conventions(IMPLEMENTATIONS[key])
+    found = conventions.measure_conventions(IMPLEMENTATIONS[key])
     asked = ("boolean", "fill", "empty_row", "dropped", "dropout_modules", "dropout_modules_called")
     said = (found[what] for what in (*asked, "block"))
     plain = (what.replace("\u00a0", " ") if isinstance(what, str) else what for what in said)
@@ -351,20 +344,20 @@ class Odd(Annotated):
 
 
 def test_what_is_odd_is_found() -> None:
-    found = measured_conventions.measure_conventions(Odd)
+    found = conventions.measure_conventions(Odd)
     assert found["block"] == "residual"
     assert found["dropped"] == "nothing"
     assert found["weights"] == "batch, heads, keys, queries"
     assert found["empty_row"] == "something else"
     assert found["boolean"] == ADDS  # the mask is not looked at
-    peer = Odd(measured_conventions.EMBED_DIM, measured_conventions.NUM_HEADS)
-    assert measured_conventions.depends_on_later_token(peer)
+    peer = Odd(conventions.EMBED_DIM, conventions.NUM_HEADS)
+    assert conventions.depends_on_later_token(peer)
 
 
 def test_how_weights_are_initialised() -> None:
-    start = measured_conventions.initial_output_projection_std(Annotated, embed_dim=96, num_heads=6)
+    start = conventions.initial_output_projection_std(Annotated, embed_dim=96, num_heads=6)
     assert start == {"out": pytest.approx(96**-0.5, rel=0.02), "copies": True}  # Xavier's
-    start = measured_conventions.initial_output_projection_std(GPT2, embed_dim=96, num_heads=6)
+    start = conventions.initial_output_projection_std(GPT2, embed_dim=96, num_heads=6)
     assert start == {"out": pytest.approx(0.02 / 24**0.5, rel=0.02), "copies": False}
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.attention_matrix import AttentionMatrix
-from headwise.layers.native.attention import Attention
+from headwise.layers.attention import Attention
+from headwise.matrix.operator import AttentionMatrix
 from headwise.study.questions import learning
 from headwise.study.questions.learning import QUESTION, LabelledTexts
 from tests.study.asking import failed_facts

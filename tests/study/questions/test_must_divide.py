@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.attention_matrix import AttentionMatrix
-from headwise.layers.native.attention import Attention
-from headwise.layers.native.einops_page_block import EinopsPostNormBlock
+from headwise.layers.attention import Attention
+from headwise.matrix.operator import AttentionMatrix
+from headwise.study.einops_block import EinopsPostNormBlock
 from headwise.study.questions import must_divide
 from headwise.study.run import answer_question
 from tests.study.asking import failing

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import activation
 
-from headwise.attention_matrix import AttentionMatrix
-from headwise.layers.native.attention import Attention
-from headwise.layers.torch_api import shared_forward
+from headwise.layers.attention import Attention
+from headwise.layers.torch_api import forward as shared_forward
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.study.implementation_interface import Implementation, SharedWeights
-from headwise.study.implementations import GPT2, DropIn, HeadwiseAttention
+from headwise.matrix.operator import AttentionMatrix
+from headwise.study.implementations import (
+    GPT2,
+    DropIn,
+    HeadwiseAttention,
+    Implementation,
+    SharedWeights,
+)
 from headwise.study.questions import packing
 from headwise.study.questions.packing import QUESTION, PackingForm
 from headwise.study.run import answer_question

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from headwise.layers.native.attention import Attention
+from headwise.layers.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.study.implementations import Paper
 from headwise.study.questions import parameters

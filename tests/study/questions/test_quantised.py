@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import MissingExtraError
-from headwise.study.experiments import quantised_projections
-from headwise.study.experiments.quantised_projections import (
+from headwise.matrix.operator import AttentionMatrix
+from headwise.study.experiments import quantised as quantised_projections
+from headwise.study.experiments.quantised import (
     BFloat16Projection,
     QuantisedRange,
     StaticQuantised,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import reference
-from headwise.error_budget.budget import Budget
-from headwise.study import run_pretrained_or_small_encoder
+from headwise.function import stages
+from headwise.function.budget import Budget
+from headwise.study import trained
 from headwise.study.experiments import measures
 from headwise.study.experiments.measures import Projected
+from headwise.study.question import Answer
 from headwise.study.questions import same_function
-from headwise.study.research_question import Answer
 from headwise.study.run import answer_question
 from tests.study.readings import random_reading
 
@@ -35,7 +35,7 @@ def _small(compared: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Few seeds, of which some say equal; an encoder with random weights."""
     reading = random_reading()
     monkeypatch.setattr(same_function, "compare_published_check", lambda *_: compared)
-    monkeypatch.setattr(run_pretrained_or_small_encoder, "encoder_run", lambda *_: reading)
+    monkeypatch.setattr(trained, "encoder_run", lambda *_: reading)
     monkeypatch.setattr(same_function, "SEEDS", SEEDS)
 
 
@@ -109,7 +109,7 @@ def test_a_softmax_that_always_picks_one_key(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_encoder_with_one_head_has_nothing_to_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     single = replace(random_reading(), num_heads=1)
-    monkeypatch.setattr(run_pretrained_or_small_encoder, "encoder_run", lambda *_: single)
+    monkeypatch.setattr(trained, "encoder_run", lambda *_: single)
     assert_fails(asked(), 5)
 
 
@@ -191,10 +191,8 @@ def test_an_excess_is_error_over_allowance() -> None:
 
 def test_a_row_reads_one_key_only_bit_by_bit(projected: Projected) -> None:
     favourites = torch.tensor([[[0, 1, 2, 3, 4], [6, 5, 4, 3, 2], [1, 1, 1, 1, 1]]] * 2)
-    values = reference.split_heads(projected.v, heads=3).take_along_dim(
-        favourites[..., None], dim=2
-    )
-    outputs = reference.merge_heads(values.clone())
+    values = stages.split_heads(projected.v, heads=3).take_along_dim(favourites[..., None], dim=2)
+    outputs = stages.merge_heads(values.clone())
     assert measures.equals_value_of_top_key(outputs, projected.v, favourites).all()
     outputs[1, 2, 11] = outputs[1, 2, 11].nextafter(torch.tensor(math.inf))
     read = measures.equals_value_of_top_key(outputs, projected.v, favourites)

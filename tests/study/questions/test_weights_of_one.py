@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise import reference
+from headwise.function import stages
 from headwise.study.implementations import TorchLayer
+from headwise.study.question import Answer
 from headwise.study.questions import weights_of_one
-from headwise.study.research_question import Answer
 from headwise.study.run import answer_question
 
 pytestmark = pytest.mark.slow  # each measures the study's question again
@@ -58,7 +58,7 @@ def soften(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
 
 
 def test_scores_on_another_scale_are_not_the_root_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "default_scale", lambda q: 0.1)
+    monkeypatch.setattr(stages, "default_scale", lambda q: 0.1)
     assert_fails(asked(), 0)
 
 

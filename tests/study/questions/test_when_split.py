@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.attention_matrix import AttentionMatrix
-from headwise.layers.native import base
-from headwise.layers.native.attention import Attention
+from headwise.layers import base
+from headwise.layers.attention import Attention
+from headwise.matrix.operator import AttentionMatrix
 from headwise.study import implementations
-from headwise.study.experiments.operation_trace import (
+from headwise.study.experiments.trace import (
     ATTENDED,
     INPUT,
     OUTPUT,

@@ -9,11 +9,11 @@ import typer
 
 from headwise.cli.output import INTERRUPTED
 from headwise.cli.processes import TIMEOUT, Processes, Timeout, rank_count
-from headwise.cli.scan.scan_options import ScanOptions
+from headwise.cli.scan.options import ScanOptions
 
 if TYPE_CHECKING:
-    from headwise.reports.scan_with_description import ScanReport
-    from headwise.sharding.processes.job_coordination import Job
+    from headwise.reports.report import ScanReport
+    from headwise.sharding.processes.job import Job
 
 PAGE = Path("headwise-scan/index.html")
 
@@ -154,8 +154,8 @@ def _run_scan_command(options: ScanOptions, *, as_json: bool) -> None:
 def _launch_scan(options: ScanOptions, *, as_json: bool) -> int:
     """Run the scan in several processes, and return the exit status."""
     from headwise.cli.processes import headwise_command, launch_command
-    from headwise.cli.scan.model_and_text import list_text_files
-    from headwise.cli.scan.run_scan import describe_interruption
+    from headwise.cli.scan.run import describe_interruption
+    from headwise.cli.scan.source import list_text_files
 
     count = len(list_text_files(options.text or ()))
     return launch_command(
@@ -177,8 +177,8 @@ def _scan_and_print(options: ScanOptions, *, as_json: bool, job: Job | None = No
         return
     from rich.console import Console
 
-    from headwise.cli.scan.run_scan import KEPT
-    from headwise.reports.scan_page import save_scan_page
+    from headwise.cli.scan.run import KEPT
+    from headwise.reports.page import save_scan_page
     from headwise.reports.terminal import print_input_and_standouts, print_statistic_grid
 
     print_result(
@@ -204,14 +204,14 @@ def run_scan_with_progress(options: ScanOptions, job: Job | None = None) -> Scan
         typer.Exit: with status 130, after a line on the saved files, if the user interrupts.
     """
     from headwise.cli.output import stderr_console
-    from headwise.cli.progress_bar import progress_bar
+    from headwise.cli.progress import progress_bar
 
     console = stderr_console()
     console.quiet = job is not None and job.rank != 0
     message = "Interrupted before the scan began."
     try:
         with progress_bar(console, "loading the model"):
-            from headwise.cli.scan.run_scan import prepare_scan
+            from headwise.cli.scan.run import prepare_scan
 
             work = prepare_scan(options, job)
         console.print(work.opening_lines, markup=False)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
-from headwise.diagnosis.moves.row_map import MapName
-from headwise.diagnosis.simulation.attention_model import AttentionModel
+from headwise.diagnosis.moves.maps import MapName
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
+from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.stages import RecordedCall
+
+PAGES = Path(__file__).with_name("pages")  # `python -m tools.causes_page` writes them
 
 
 @dataclass(frozen=True)
@@ -103,3 +109,40 @@ class Cause(ABC):
 def describe_undoing(name: MapName) -> str:
     """Return the repair of a move of weights that no cause describes."""
     return f"undo it in {', '.join(f'w{role}' for role in name.roles)}: {name}"
+
+
+WRONG, RIGHT, REPAIR, CONFUSED = SECTIONS = ("Wrong", "Right", "Repair", "Confused with")
+
+
+@dataclass(frozen=True)
+class CauseDescription:
+    """A cause in words.
+
+    Attributes:
+        symptom: what people see.
+        meaning: the first sentence about the cause.
+        details: the paragraphs after it.
+        sections: name of `SECTIONS` -> its text, for those that the docstring has.
+    """
+
+    symptom: str
+    meaning: str
+    details: str
+    sections: Mapping[str, str]
+
+
+def describe_cause(cause: Cause) -> CauseDescription:
+    """Return the docstring of a cause, split into its sections."""
+    headings = "|".join(SECTIONS)
+    text, *rest = re.split(rf"^({headings}):\n", inspect.getdoc(type(cause)) or "", flags=re.M)
+    bodies = (textwrap.dedent(body).strip("\n") for body in rest[1::2])
+    meaning, _, details = text.strip().partition("\n\n")
+    return CauseDescription(
+        cause.symptom, meaning, details, dict(zip(rest[::2], bodies, strict=True))
+    )
+
+
+def cause_page_path(cause: str) -> str:
+    """Return the path of the page about a cause: ``.../rotary-theta.md`` in this package."""
+    words = re.findall("[a-z0-9]+", cause.lower().replace("'", ""))
+    return str(PAGES / f"{'-'.join(words)}.md")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headwise.diagnosis.moves.matrix_map import MatrixMap
-from headwise.diagnosis.moves.row_map import MapName, RowMap
-from headwise.diagnosis.moves.rows_of_all_projections import Rows, take_rows
+from headwise.diagnosis.moves.heads import MatrixMap
+from headwise.diagnosis.moves.maps import MapName, RowMap
+from headwise.diagnosis.moves.rows import Rows, take_rows
 
 BOTH = ("weights", "biases")
 

@@ -10,14 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headwise.layers.positions.distance_bias import T5Bias
-from headwise.layers.positions.rotary_scaling import (
-    LinearScaling,
-    Llama3Scaling,
-    NTKScaling,
-    Scaling,
-    YarnScaling,
-)
+from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling
+from headwise.layers.distance import T5Bias
 
 Pairing = Literal["half-split", "interleaved"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.layers.native.attention import Attention
+from headwise.layers.attention import Attention
 
 
 def layer_with_adapters(value: Any) -> Any:

@@ -17,24 +17,89 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.layers.compute_some_heads import HeadPart
-from headwise.layers.explanation import LayerExplanation
-from headwise.layers.torch_api import state_dict_forms, torch_checks
-from headwise.layers.torch_api.head_part_call import (
-    attend_head_part_before_out_proj,
-    make_head_part_call,
-)
+from headwise.layers.explain import LayerExplanation
+from headwise.layers.part import HeadPart
+from headwise.layers.torch_api import checks
+from headwise.layers.torch_api.forward import CallOptions, attend_before_out_proj, explain_forward
+from headwise.layers.torch_api.part import attend_head_part_before_out_proj, make_head_part_call
 from headwise.layers.torch_api.polarity import warn_of_polarity
-from headwise.layers.torch_api.shared_forward import (
-    CallOptions,
-    attend_before_out_proj,
-    explain_forward,
-)
-from headwise.support.explain_wrong_arguments import (
-    explain_arguments,
-    renamed_arguments,
-    require_tensors,
-)
+from headwise.support.arguments import explain_arguments, renamed_arguments, require_tensors
+
+PACKED = "in_proj_weight"
+SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def match_projection_form(
+    layer: torch.nn.MultiheadAttention,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    error_msgs: list[str],
+) -> Mapping[str, Any]:
+    """Return ``state_dict``, or a copy with this layer's projection in the layer's form.
+
+    Weights in the other form and of other widths are a size mismatch: the function adds a message
+    to ``error_msgs``, as torch does for sizes, for both values of ``strict``.
+    """
+    packed, separate = prefix + PACKED, [prefix + name for name in SEPARATE]
+    has_packed, has_separate = packed in state_dict, all(key in state_dict for key in separate)
+    if has_packed == has_separate:  # neither form, or both
+        return state_dict
+    held = layer._parameters
+    if has_packed and held.get(PACKED) is None and _has_all(held, *SEPARATE):
+        converted = _split_packed_weight(state_dict[packed], held, packed, error_msgs)
+    elif has_separate and _has_all(held, PACKED) and held.get(SEPARATE[0]) is None:
+        converted = _pack_separate_weights(
+            [state_dict[key] for key in separate], held, separate, error_msgs
+        )
+    else:
+        return state_dict
+    if converted is None:
+        return state_dict
+    if local_metadata.get("assign_to_params_buffers", False):
+        # Assigned tensors become the parameters, which must not share storage.
+        converted = {name: weight.clone() for name, weight in converted.items()}
+    rest = {key: x for key, x in state_dict.items() if key not in (packed, *separate)}
+    return rest | {prefix + name: weight for name, weight in converted.items()}
+
+
+def _has_all(parameters: Mapping[str, Tensor | None], *names: str) -> bool:
+    return all(parameters.get(name) is not None for name in names)
+
+
+def _split_packed_weight(
+    weight: Tensor, held: Mapping[str, Tensor | None], key: str, error_msgs: list[str]
+) -> dict[str, Tensor] | None:
+    shapes = [tuple(held[name].shape) for name in SEPARATE]  # type: ignore[union-attr]
+    rows = weight.shape[0] // 3
+    if weight.shape[0] % 3 or any(shape != (rows, *weight.shape[1:]) for shape in shapes):
+        expected = ", ".join(f"{n} {s}" for n, s in zip(SEPARATE, shapes, strict=True))
+        error_msgs.append(
+            f"size mismatch for {key}: the packed weight {tuple(weight.shape)} in the checkpoint"
+            f" holds three of shape {(rows, *weight.shape[1:])}, but this layer has {expected}."
+        )
+        return None
+    return dict(zip(SEPARATE, weight.chunk(3), strict=True))
+
+
+def _pack_separate_weights(
+    weights: list[Tensor],
+    held: Mapping[str, Tensor | None],
+    keys: list[str],
+    error_msgs: list[str],
+) -> dict[str, Tensor] | None:
+    shape = tuple(held[PACKED].shape)  # type: ignore[union-attr]
+    each = (shape[0] // 3, *shape[1:])
+    shapes = [tuple(weight.shape) for weight in weights]
+    if any(shape != each for shape in shapes):
+        listed = ", ".join(f"{key} {shape}" for key, shape in zip(keys, shapes, strict=True))
+        error_msgs.append(
+            f"size mismatch for {keys[0].removesuffix(SEPARATE[0])}{PACKED}: the checkpoint has"
+            f" {listed}, but this layer packs three of shape {each} into {shape}."
+        )
+        return None
+    return {PACKED: torch.cat(weights)}
+
 
 RENAMED = renamed_arguments(
     embed_dim="d_model hidden_size dim",
@@ -63,7 +128,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     Raises:
         HeadwiseError: and, in the same class, the type that torch's layer raises for the same
-            input (`headwise.layers.torch_api.torch_errors`).
+            input (`headwise.layers.torch_api.checks`).
     """
 
     # Class attributes, since `upgrade` does not call __init__.
@@ -85,7 +150,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        torch_checks.require_divisible_embed_dim(embed_dim, num_heads)
+        checks.require_divisible_embed_dim(embed_dim, num_heads)
         super().__init__(
             embed_dim,
             num_heads,
@@ -129,10 +194,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             HeadwiseError: with the type and first line of torch's own error.
         """
         require_tensors(query=query, key=key, value=value)
-        torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
+        checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             if self.part is not None:
-                torch_checks.raise_nested_error(f"a layer with {self.part} of {self.num_heads}")
+                checks.raise_nested_error(f"a layer with {self.part} of {self.num_heads}")
             # torch computes nested tensors, with its own conditions and messages.
             return super().forward(
                 query,
@@ -170,9 +235,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             OptionError: nested tensors, which torch's code computes.
         """
         require_tensors(query=query, key=key, value=value)
-        torch_checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
+        checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
-            torch_checks.raise_nested_error("explain")
+            checks.raise_nested_error("explain")
         masks = (key_padding_mask, attn_mask, is_causal)
         options = self._make_call_options(*masks, need_weights, average_attn_weights)
         if self.part is None:
@@ -220,9 +285,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         error_msgs: list[str],
     ) -> None:
         """Load the input projection from either form, packed or separate, if the widths fit."""
-        state_dict = state_dict_forms.match_projection_form(
-            self, state_dict, prefix, local_metadata, error_msgs
-        )
+        state_dict = match_projection_form(self, state_dict, prefix, local_metadata, error_msgs)
         super()._load_from_state_dict(
             state_dict,
             prefix,

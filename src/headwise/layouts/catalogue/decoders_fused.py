@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.layouts.common_tensor_patterns import (
+from headwise.function.spec import AttentionSpec
+from headwise.layouts._layout import Layout
+from headwise.layouts.shared import (
     fused_projection_by_pattern,
     head_norms,
     output_projection,
@@ -11,8 +13,6 @@ from headwise.layouts.common_tensor_patterns import (
     qkv_fused_by_projection,
     weights_outside_attention,
 )
-from headwise.layouts.layout import Layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
 
 _HALVES = AttentionSpec(rotary="half-split")
 _SHARE = AttentionSpec(rotary="half-split", rotary_width=None)

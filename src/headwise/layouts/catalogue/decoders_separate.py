@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headwise.layouts.common_tensor_patterns import (
+from headwise.function.spec import AttentionSpec
+from headwise.layouts._layout import Layout
+from headwise.layouts.shared import (
     TENSOR_PARALLEL,
     head_norms,
     output_projection,
     separate_projections,
     weights_outside_attention,
 )
-from headwise.layouts.layout import Layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
 
 _TRANSFORMERS = "transformers, models/"
 _WHERE = {"self": "model.layers.{layer}.self_attn."}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.layouts.common_tensor_patterns import Tensors, output_projection, separate_projections
-from headwise.layouts.layout import Layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
+from headwise.function.spec import AttentionSpec
+from headwise.layouts._layout import Layout
+from headwise.layouts.shared import Tensors, output_projection, separate_projections
 
 _T5 = {
     "q.weight": "wq: (heads head_dim) embed_dim",

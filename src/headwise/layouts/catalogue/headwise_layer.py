@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.layouts.canonical_tensor_axes import AXES
-from headwise.layouts.layout import Layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
+from headwise.function.spec import AttentionSpec
+from headwise.function.weights import AXES
+from headwise.layouts._layout import Layout
 
 _TENSORS = {
     "q_proj.weight": "wq: (heads head_dim) embed_dim",
@@ -21,7 +21,7 @@ _TENSORS = {
 _FUNCTION = AttentionSpec(
     scale=None, rotary=None, score_bias=None, softcap=None, qk_norm=None, window=None
 )
-_SOURCE = "headwise, src/headwise/layers/native/attention.py"
+_SOURCE = "headwise, src/headwise/layers/attention.py"
 
 LAYOUTS = (
     Layout(
@@ -57,7 +57,7 @@ LAYOUTS = (
         tensors={name: f"{name}: {' '.join(axes)}" for name, axes in AXES.items()},
         function=_FUNCTION,
         optional=tuple(name for name in AXES if name not in ("wq", "wk", "wv", "wo")),
-        source="headwise, src/headwise/layouts/canonical_tensor_axes.py",
+        source="headwise, src/headwise/function/weights.py",
         note="the form between all layouts: a matrix for each head, and no fused axis",
     ),
 )

@@ -6,9 +6,9 @@ exports do, or with slashes where the library itself names a tensor so.
 
 from __future__ import annotations
 
-from headwise.layouts.common_tensor_patterns import weights_outside_attention
-from headwise.layouts.layout import Layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
+from headwise.function.spec import AttentionSpec
+from headwise.layouts._layout import Layout
+from headwise.layouts.shared import weights_outside_attention
 
 _CALLED = AttentionSpec(mask="True attends")
 _ON_REQUEST = "tested on request: pip install headwise[jax]"

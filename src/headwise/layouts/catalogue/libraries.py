@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from headwise.function.spec import AttentionSpec
+from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue.decoders_separate import META
-from headwise.layouts.common_tensor_patterns import (
+from headwise.layouts.shared import (
     head_norms,
     output_projection,
     qkv_fused_by_group,
@@ -11,8 +13,6 @@ from headwise.layouts.common_tensor_patterns import (
     separate_projections,
     weights_outside_attention,
 )
-from headwise.layouts.layout import Layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
 
 _ON_REQUEST = "tested on request: pip install headwise[libraries]"
 _IN_ITS_OWN = "tested on request, in an environment of its own"

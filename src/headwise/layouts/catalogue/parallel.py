@@ -6,7 +6,9 @@ tensor-parallel processes are joined where a layout names the axes that they div
 
 from __future__ import annotations
 
-from headwise.layouts.common_tensor_patterns import (
+from headwise.function.spec import AttentionSpec
+from headwise.layouts._layout import Layout
+from headwise.layouts.shared import (
     TENSOR_PARALLEL,
     fused_projection_by_pattern,
     head_norms,
@@ -17,8 +19,6 @@ from headwise.layouts.common_tensor_patterns import (
     separate_projections,
     weights_outside_attention,
 )
-from headwise.layouts.layout import Layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
 
 _MEGATRON = AttentionSpec(
     rotary=None, qk_norm=None, window=None, mask="True hides", axes="length batch width"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from headwise.layouts.common_tensor_patterns import (
+from headwise.function.spec import AttentionSpec
+from headwise.layouts._layout import Layout
+from headwise.layouts.shared import (
     Tensors,
     output_projection,
     qkv_fused_by_projection,
     separate_projections,
     weights_outside_attention,
 )
-from headwise.layouts.layout import Layout
-from headwise.layouts.settings_outside_weights import AttentionSpec
 
 
 def _norm_and_mlp_weights(prefix: str, norms: tuple[str, str], up: str, down: str) -> Tensors:

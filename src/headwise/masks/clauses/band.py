@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.masks.alignment import Align, resolve_align_to_offset
 from headwise.masks.clause import (
     BOUNDLESS,
+    Align,
     Clause,
     IntervalClause,
     MaskBlock,
@@ -17,6 +17,7 @@ from headwise.masks.clause import (
     MatrixSizes,
     Span,
     positions_of_index,
+    resolve_align_to_offset,
 )
 
 

@@ -21,8 +21,8 @@ from headwise.masks.clause import (
     Span,
     positions_of_index,
 )
-from headwise.support.cast_to_int64 import convert_to_int64, has_integer_dtype
-from headwise.support.message_text import MATRIX_AXES, describe_value
+from headwise.support.integers import convert_to_int64, has_integer_dtype
+from headwise.support.text import MATRIX_AXES, describe_value
 from headwise.support.tracing import may_check_values, may_read_values
 
 QUERIES, KEYS = 2, 3  # of MATRIX_AXES

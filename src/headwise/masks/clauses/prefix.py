@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError, OptionError
-from headwise.masks.alignment import Align, resolve_align_to_offset
-from headwise.masks.clause import BOUNDLESS, IntervalClause, MatrixPart, MatrixSizes, Span
-from headwise.support.cast_to_int64 import (
-    convert_to_int64,
-    convert_to_int_or_none,
-    has_integer_dtype,
+from headwise.masks.clause import (
+    BOUNDLESS,
+    Align,
+    IntervalClause,
+    MatrixPart,
+    MatrixSizes,
+    Span,
+    resolve_align_to_offset,
 )
-from headwise.support.message_text import describe_value
+from headwise.support.integers import convert_to_int64, convert_to_int_or_none, has_integer_dtype
+from headwise.support.text import describe_value
 from headwise.support.tracing import may_check_values
 
 

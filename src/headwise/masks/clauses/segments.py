@@ -20,8 +20,8 @@ from headwise.masks.clause import (
     Span,
     index_axes,
 )
-from headwise.support.cast_to_int64 import convert_to_int64, has_integer_dtype
-from headwise.support.message_text import axis_broadcasts_to
+from headwise.support.integers import convert_to_int64, has_integer_dtype
+from headwise.support.text import axis_broadcasts_to
 from headwise.support.tracing import may_check_values, may_read_values
 
 

@@ -10,12 +10,12 @@ parts of the data can be merged. The loss is one number for each sequence:
     scan = gradients(model, {"input_ids": ids, "attention_mask": mask})
     scan = gradients(model, inputs, loss=lambda output, inputs: loss_of(output).mean(-1))
 
-    headwise.scanning.statistics.importance_statistics   definition and source of each measure
+    headwise.scanning.statistics.importance   definition and source of each measure
     losses.py        the default loss, and the check of a loss
 """
 
-from headwise.scanning.importance.ablations import ablations, mean_outputs
-from headwise.scanning.importance.gradients import gradients
+from headwise.scanning.importance._ablations import ablations, mean_outputs
+from headwise.scanning.importance._gradients import gradients
 from headwise.scanning.importance.losses import next_token
 
 __all__ = ["ablations", "gradients", "mean_outputs", "next_token"]

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.errors import DTypeError, OptionError, ShapeError
+from headwise.scanning.call import CapturedCall
 from headwise.scanning.capture import AttentionCapture
-from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.running_modules import find_unembedding_weight
-from headwise.support.message_text import describe_value
+from headwise.scanning.modules import find_unembedding_weight
+from headwise.support.text import describe_value
 
 # (output of the model, its inputs) -> (batch,)
 Loss = Callable[[Any, Any], Tensor]

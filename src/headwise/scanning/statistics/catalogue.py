@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from headwise.errors import OptionError
-from headwise.scanning.statistics import row_statistics
-from headwise.scanning.statistics.maps_offsets_and_largest_weights import (
+from headwise.scanning.statistics import rows
+from headwise.scanning.statistics.maps import (
     Map,
     MostReceived,
     OffsetProfile,
     TopKeysOfChosenQueries,
 )
-from headwise.scanning.statistics.output_statistics import (
+from headwise.scanning.statistics.outputs import (
     CKA,
     CONTRIBUTED,
     Copying,
@@ -22,18 +22,18 @@ from headwise.scanning.statistics.output_statistics import (
     TotalVariation,
 )
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.support.message_text import describe_value
+from headwise.support.text import describe_value
 
 STANDARD: tuple[TileStatistic, ...] = (
-    *row_statistics.SPREAD,
-    *row_statistics.ONE_KEY,
+    *rows.SPREAD,
+    *rows.ONE_KEY,
     MostReceived(),
-    row_statistics.PREVIOUS_TOKEN,
+    rows.PREVIOUS_TOKEN,
     OffsetProfile(),
-    *row_statistics.NEAR,
-    *row_statistics.REPEATED,
+    *rows.NEAR,
+    *rows.REPEATED,
     Copying(),
-    *row_statistics.MARKED,
+    *rows.MARKED,
     *CONTRIBUTED,
     EffectiveRank(),
     OutputCosine(),

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.captured_call import CapturedCall
-from headwise.scanning.statistics.statistic_ids_by_digest import MEANINGS
-from headwise.scanning.statistics.weight_tile import WeightTile
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.statistics.ids import MEANINGS
+from headwise.scanning.statistics.tile import WeightTile
 from headwise.support.tracing import without_autocast
 
 Need = Literal[

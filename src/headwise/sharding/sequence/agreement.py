@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.errors import HeadwiseError, OptionError
+from headwise.sharding.checks import Check
 from headwise.sharding.collectives import gather_numbers
-from headwise.sharding.process_group_checks import Check
 
 PLAIN = (
     type(None),

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headwise import reference
-from headwise.kernels import tiled
-from headwise.kernels.kernel_input import KernelInput, accumulation_dtype
-from headwise.kernels.tiled import KernelResult, Requested, UpstreamGradients, softmax_shift
+from headwise.function import stages
 from headwise.masks.clause import MatrixPart
 from headwise.masks.score_bias import BoundBias
+from headwise.matrix.kernels import tiled
+from headwise.matrix.kernels.input import KernelInput, accumulation_dtype
+from headwise.matrix.kernels.tiled import KernelResult, Requested, UpstreamGradients, softmax_shift
 from headwise.sharding.collectives import Transfer, iterate_tensors_of_ranks
-from headwise.sharding.sequence.sequence_score_settings import SequenceScores
+from headwise.sharding.sequence.scores import SequenceScores
 from headwise.support.tracing import without_autocast
 
 
@@ -100,7 +100,7 @@ class _Operands:
             k=k,
             mask=self.scores.mask.cut_to_part(block.place),
             bias=self.bias.cut_to_part(block.place),
-            scale=reference.default_scale(self.q) if scale is None else scale,
+            scale=stages.default_scale(self.q) if scale is None else scale,
             softcap=options.softcap,
             sink=None,
         )

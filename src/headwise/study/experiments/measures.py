@@ -2,11 +2,11 @@
 
 The error budget of a layer is a `Budget`: twice the error of plain torch over a family of inputs,
 plus a floor for rounding. Between projections the floor is that of
-`headwise.error_budget.rounding`. A projection sums n products. Rounding changes each partial sum
+`headwise.function.rounding`. A projection sums n products. Rounding changes each partial sum
 by at most u times its size, about |y| + |p|: y is the result, and |p| the root of the sum of the
 squared products, because products of mixed signs cancel. The n errors are independent, so their
 root mean square is sqrt(n) u (|y| + |p|). The floor is LAMBDA times that, as in
-`headwise.error_budget.rounding`. Through a later sum, independent errors add up by their squares.
+`headwise.function.rounding`. Through a later sum, independent errors add up by their squares.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise import reference
-from headwise.error_budget import rounding
-from headwise.error_budget.budget import Budget
-from headwise.error_budget.rounding import LAMBDA, Roundoff
+from headwise.function import rounding, stages
+from headwise.function.budget import Budget
+from headwise.function.rounding import LAMBDA, Roundoff
 from headwise.masks.mask import Mask
-from headwise.study.implementation_interface import SharedWeights
-from headwise.support.thread_count import one_thread
+from headwise.study.implementations import SharedWeights
+from headwise.support.modes import one_thread
 
 
 def count_parameters(layer: nn.Module) -> int:
@@ -84,7 +83,7 @@ def layer_output(
         rows = zip(weight.chunk(num_heads), head_biases, strict=True)
         projected.append([F.linear(tokens, head, head_bias)[:, None] for head, head_bias in rows])
     per_head = zip(*projected, strict=True)
-    outputs = [reference.head_outputs(q, k, v, mask=mask) for q, k, v in per_head]
+    outputs = [stages.head_outputs(q, k, v, mask=mask) for q, k, v in per_head]
     return F.linear(torch.cat(outputs, -1).squeeze(1), wo, biases[3])
 
 
@@ -110,26 +109,23 @@ def _rounding_floor(
     r = Roundoff.of(inputs[0].dtype)
     matrices, biases = weights[:4], weights[4:] or (None,) * 4
     projections = [
-        [
-            reference.split_heads(t, heads=num_heads)
-            for t in _project_with_error(each, matrix, bias, r)
-        ]
+        [stages.split_heads(t, heads=num_heads) for t in _project_with_error(each, matrix, bias, r)]
         for each, matrix, bias in zip(inputs, matrices[:3], biases[:3], strict=True)
     ]
     (q, q_error), (k, k_error), (v, v_error) = projections
     rows = rounding.row_rounding(q, k, r, mask=mask)
     # Errors of q and k affect all scores of a row alike, so the row averages them, not squares.
-    squares = reference.scores(q_error**2, k**2, scale=1.0) + reference.scores(
+    squares = stages.scores(q_error**2, k**2, scale=1.0) + stages.scores(
         q**2, k_error**2, scale=1.0
     )
-    of_scores = reference.default_scale(q) * squares.sqrt()
+    of_scores = stages.default_scale(q) * squares.sqrt()
     of_row = (rows.weights * of_scores).sum(-1, keepdim=True)
     rows = replace(
         rows, score_error=rows.score_error + of_scores, mean_error=rows.mean_error + of_row
     )
     of_outputs = rounding.product_floor(rows, v) + (rows.weights**2 @ v_error**2).sqrt()
-    merged = reference.merge_heads(rows.weights @ v)
-    passed_on = (reference.merge_heads(of_outputs) ** 2 @ (matrices[3].double() ** 2).mT).sqrt()
+    merged = stages.merge_heads(rows.weights @ v)
+    passed_on = (stages.merge_heads(of_outputs) ** 2 @ (matrices[3].double() ** 2).mT).sqrt()
     return _project_with_error(merged, matrices[3], biases[3], r)[1] + passed_on
 
 
@@ -157,20 +153,20 @@ class Projected:
     def split(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of each head, (batch, heads, length, head_dim)."""
         projections = (self.q, self.k, self.v)
-        q, k, v = (reference.split_heads(p, heads=heads) for p in projections)
+        q, k, v = (stages.split_heads(p, heads=heads) for p in projections)
         return q, k, v
 
     def scores(self, heads: int) -> Float[Tensor, "batch {heads} queries keys"]:
         """Return the scores, the input of the softmax."""
-        return reference.scores(*self.split(heads)[:2])
+        return stages.scores(*self.split(heads)[:2])
 
     def weights(self, heads: int) -> Float[Tensor, "batch {heads} queries keys"]:
         """Return the attention weights."""
-        return reference.weights(*self.split(heads)[:2])
+        return stages.weights(*self.split(heads)[:2])
 
     def outputs(self, heads: int) -> Float[Tensor, "batch queries embed_dim"]:
         """Return the concatenated head outputs, the input of the output projection."""
-        return reference.merge_heads(reference.head_outputs(*self.split(heads)))
+        return stages.merge_heads(stages.head_outputs(*self.split(heads)))
 
 
 def relative_difference(
@@ -197,7 +193,7 @@ def score_error_budget(projected: Projected) -> Budget:
     """Return the error budget of the scores of a single head."""
     q, k, _ = projected.split(1)
     floor = rounding.row_rounding(q, k, Roundoff.of(q.dtype)).score_error
-    return Budget.for_function(reference.scores, q, k, floor=floor, name="scores")
+    return Budget.for_function(stages.scores, q, k, floor=floor, name="scores")
 
 
 def error_budget_ratios(actual: Float[Tensor, "*shape"], budget: Budget) -> Float[Tensor, "*shape"]:
@@ -213,5 +209,5 @@ def equals_value_of_top_key(
 ) -> Bool[Tensor, "batch heads queries"]:
     """Check whether a head's output equals, bit for bit, the value of its largest-scoring key."""
     heads = favourites.shape[1]
-    values = reference.split_heads(v, heads=heads).take_along_dim(favourites[..., None], dim=2)
-    return (reference.split_heads(outputs, heads=heads) == values).all(-1)
+    values = stages.split_heads(v, heads=heads).take_along_dim(favourites[..., None], dim=2)
+    return (stages.split_heads(outputs, heads=heads) == values).all(-1)

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
 from headwise.errors import HeadwiseError
-from headwise.layers.native.attention import Attention
+from headwise.layers.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
-from headwise.study.drawing_helpers import SERIES, SOFT, Axes, Figure
+from headwise.study.drawing import SERIES, SOFT, Axes, Figure
 from headwise.study.experiments.measures import (
     layer_error_budget,
     relative_difference,
     relative_times,
 )
-from headwise.study.implementation_interface import SharedWeights
-from headwise.study.research_question import Fact, FactTable, Numbers, Question
-from headwise.support.progress_callback_type import Progress
+from headwise.study.implementations import SharedWeights
+from headwise.study.question import Fact, FactTable, Numbers, Question
+from headwise.support.progress import Progress
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
 EMBED_DIM, HEADS = 32, 4

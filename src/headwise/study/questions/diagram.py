@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headwise import reference
-from headwise.bundled_models import demo_text, minilm
-from headwise.layers.native.attention import Attention
-from headwise.study.drawing_helpers import (
+from headwise.function import stages
+from headwise.layers.attention import Attention
+from headwise.models import minilm, text
+from headwise.study.drawing import (
     SERIES,
     WIDTH,
     Axes,
@@ -25,11 +25,11 @@ from headwise.study.drawing_helpers import (
     write_heading,
     write_note,
 )
-from headwise.study.experiments.compare_under_same_weights import shared_weights_from_projections
 from headwise.study.experiments.measures import layer_error_budget
+from headwise.study.experiments.same_weights import shared_weights_from_projections
 from headwise.study.implementations import HeadwiseAttention
-from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback_type import Progress
+from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress import Progress
 
 WORDS = 9  # of the text: few enough for every map to be drawn whole
 EVERY = 4  # one of so many numbers along embed_dim is drawn
@@ -40,7 +40,7 @@ NEIGHBOURS = ("the token before", "the same token", "the token after")
 
 def measure(progress: Progress) -> dict[str, Any]:
     """Run MiniLM over a few words, and trace its first layer, whose input is the embeddings."""
-    sentence = " ".join(demo_text.read_opening_paragraphs()[0].split()[:WORDS])
+    sentence = " ".join(text.read_opening_paragraphs()[0].split()[:WORDS])
     run = minilm.record_run(sentence, sentence, progress=progress)
     call = run.calls[0]
     native = HeadwiseAttention(call.x.shape[-1], run.num_heads).requires_grad_(False)
@@ -134,7 +134,7 @@ def check_sum_of_contributions(
     """Compare the output with the sum of contributions, and with heads in reverse order."""
     layer, heads, bias = native.inner, native.num_heads, native.inner.out_proj.bias
     allowed = layer_error_budget(x, x, x, native.as_shared_weights(), num_heads=heads)
-    output, reversed_heads = layer(x), reference.merge_heads(layer.head_outputs(x).flip(1))
+    output, reversed_heads = layer(x), stages.merge_heads(layer.head_outputs(x).flip(1))
     rows = layer.out_proj.weight.unflatten(1, (heads, -1)).flip(1).flatten(1)
     swapped = layer.out_proj(reversed_heads)
     return {

@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from headwise import reference
-from headwise.error_budget import rounding
-from headwise.error_budget.rounding import Roundoff, sum_error_bound
-from headwise.layers.native.attention import Attention
-from headwise.study.drawing_helpers import INK, SERIES, SOFT, Axes, Figure, style_axes
-from headwise.study.experiments.closed_form_gradients import (
+from headwise.function import rounding, stages
+from headwise.function.rounding import Roundoff, sum_error_bound
+from headwise.layers.attention import Attention
+from headwise.study.drawing import INK, SERIES, SOFT, Axes, Figure, style_axes
+from headwise.study.experiments.gradients import (
     ForwardPass,
     WeightGradients,
     projection_gradients,
     rounding_bounds,
     softmax_gradient,
 )
-from headwise.study.research_question import Fact, FactTable, Numbers, Question
-from headwise.support.progress_callback_type import Progress
-from headwise.support.thread_count import one_thread
+from headwise.study.question import Fact, FactTable, Numbers, Question
+from headwise.support.modes import one_thread
+from headwise.support.progress import Progress
 
 EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last is "many"
 BATCH, LENGTH = 2, 96  # LENGTH > EMBED_DIM, so that only head_dim bounds the rank
@@ -111,7 +110,7 @@ def projection_weights(layer: Attention) -> dict[str, Tensor]:
 def forward_pass(layer: Attention, x: Tensor, upstream: Tensor) -> ForwardPass:
     """Return the tensors of the forward pass that the formulas need."""
     matrix = layer.matrix(x)
-    v = reference.split_heads(layer.v_proj(x), heads=layer.num_heads)
+    v = stages.split_heads(layer.v_proj(x), heads=layer.num_heads)
     wo = layer.out_proj.weight.detach().unflatten(1, (layer.num_heads, -1)).movedim(1, 0)
     return ForwardPass(x, x, matrix.q, matrix.k, v, wo, upstream)
 
@@ -141,9 +140,9 @@ class SoftmaxStep(NamedTuple):
 
 def softmax_step(forward: ForwardPass) -> SoftmaxStep:
     """Compute the softmax's step of a layer, with its gradient by the formula and by autograd."""
-    q, k, v, scale = forward.q, forward.k, forward.v, reference.default_scale(forward.q)
-    scores = reference.scores(q, k, scale=scale).requires_grad_()
-    weights = reference.weights_from_scores(scores)
+    q, k, v, scale = forward.q, forward.k, forward.v, stages.default_scale(forward.q)
+    scores = stages.scores(q, k, scale=scale).requires_grad_()
+    weights = stages.weights_from_scores(scores)
     of_outputs = forward.upstream[:, None] @ forward.wo
     (by_autograd,) = torch.autograd.grad(weights @ v, scores, of_outputs)
     of_weights = of_outputs @ v.mT
@@ -196,7 +195,7 @@ def relative_differences(
 def layer_scores(layer: Attention, x: Tensor) -> Tensor:
     """Return the scores (batch, heads, queries, keys) of a layer for ``x``."""
     matrix = layer.matrix(x)
-    return reference.scores(matrix.q, matrix.k, scale=matrix.scale)
+    return stages.scores(matrix.q, matrix.k, scale=matrix.scale)
 
 
 def score_gradient_pattern(layer: Attention, x: Tensor, *, blocks: int) -> list[list[int]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headwise.study import run_pretrained_or_small_encoder
-from headwise.study.drawing_helpers import CARD, INK, SOFT, Axes, Figure
-from headwise.study.experiments import compare_under_same_weights, measured_conventions
-from headwise.study.experiments.compare_under_same_weights import EMBED_DIM, NUM_HEADS
+from headwise.study import trained
+from headwise.study.drawing import CARD, INK, SOFT, Axes, Figure
+from headwise.study.experiments import conventions, same_weights
+from headwise.study.experiments.same_weights import EMBED_DIM, NUM_HEADS
 from headwise.study.implementations import IMPLEMENTATIONS, PEERS, REWRITTEN
-from headwise.study.research_question import (
+from headwise.study.question import (
     Fact,
     FactTable,
     Numbers,
@@ -18,7 +18,7 @@ from headwise.study.research_question import (
     fill_template,
     format_scientific,
 )
-from headwise.support.progress_callback_type import Progress
+from headwise.support.progress import Progress
 
 CODE = tuple(
     key for key in IMPLEMENTATIONS if key != "paper"
@@ -48,15 +48,15 @@ TABLE = {
 def measure(progress: Progress) -> dict[str, Any]:
     """Compare all implementations under the same weights, then measure their conventions."""
     progress("the same weights", 0, 3)
-    same = compare_under_same_weights.compare_random_weights()
-    same["blocks_are_sums"] = compare_under_same_weights.einops_and_bert_blocks_are_post_norm()
+    same = same_weights.compare_random_weights()
+    same["blocks_are_sums"] = same_weights.einops_and_bert_blocks_are_post_norm()
     progress("the weights of an encoder", 1, 3)
-    run = run_pretrained_or_small_encoder.encoder_run(progress)
-    shares = compare_under_same_weights.error_budget_shares_over_layers(run)
+    run = trained.encoder_run(progress)
+    shares = same_weights.error_budget_shares_over_layers(run)
     progress("conventions", 2, 3)
-    each = {key: measured_conventions.measure_conventions(IMPLEMENTATIONS[key]) for key in CODE}
+    each = {key: conventions.measure_conventions(IMPLEMENTATIONS[key]) for key in CODE}
     sizes = {"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS}
-    initial = measured_conventions.initial_output_projection_std
+    initial = conventions.initial_output_projection_std
     starts = {key: initial(IMPLEMENTATIONS[key], **sizes) for key in CODE}
     out = {key: start["out"] for key, start in starts.items()}
     return {
@@ -78,7 +78,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         },
         "who": {
             what: {kind: join_names(k for k in CODE if each[k][what] == kind) for kind in kinds}
-            for what, kinds in measured_conventions.KINDS.items()
+            for what, kinds in conventions.KINDS.items()
         },
         "fills": describe_masked_score_values({key: str(each[key]["fill"]) for key in CODE}),
         "idle_dropout": join_names(
@@ -86,14 +86,12 @@ def measure(progress: Progress) -> dict[str, Any]:
         ),
         "narrow_softmax": [k for k in CODE if each[k]["softmax_narrows"]],
         "who_narrows": join_names(k for k in CODE if each[k]["softmax_narrows"]),
-        "orders_of_weights": len(
-            {each[k]["weights"] for k in CODE} - {measured_conventions.UNSEEN}
-        ),
+        "orders_of_weights": len({each[k]["weights"] for k in CODE} - {conventions.UNSEEN}),
         "out": out,
         "copies_of_one": join_names(key for key, start in starts.items() if start["copies"]),
         "narrowest_start": min(out.values()),
         "widest_start": max(out.values()),
-        "one_class": measured_conventions.conventions_by_path(),
+        "one_class": conventions.conventions_by_path(),
     }
 
 
@@ -104,7 +102,7 @@ def join_names(keys: Iterable[str]) -> str:
 
 def describe_masked_score_values(scores: Mapping[str, str]) -> str:
     """Return each value of hidden scores, with the names of the implementations that use it."""
-    kinds = [fill for fill in dict.fromkeys(scores.values()) if fill != measured_conventions.UNSEEN]
+    kinds = [fill for fill in dict.fromkeys(scores.values()) if fill != conventions.UNSEEN]
     return ", ".join(
         f"{fill} ({join_names(k for k in scores if scores[k] == fill)})" for fill in kinds
     )

@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwise.layers.native.attention import Attention
-from headwise.study.drawing_helpers import (
+from headwise.layers.attention import Attention
+from headwise.study.drawing import (
     INK,
     SERIES,
     SOFT,
@@ -34,9 +34,9 @@ from headwise.study.drawing_helpers import (
     style_axes,
 )
 from headwise.study.experiments.measures import count_parameters
-from headwise.study.research_question import Fact, FactTable, Numbers, Question
-from headwise.support.progress_callback_type import Progress
-from headwise.support.thread_count import one_thread
+from headwise.study.question import Fact, FactTable, Numbers, Question
+from headwise.support.modes import one_thread
+from headwise.support.progress import Progress
 
 LENGTH = 16  # tokens, and so names, of a text
 VALUE = 16  # numbers of a token's value

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.error_budget.budget import Budget
-from headwise.layers.native.attention import Attention
-from headwise.layers.native.einops_page_block import EinopsPostNormBlock
-from headwise.study.drawing_helpers import (
+from headwise.function.budget import Budget
+from headwise.layers.attention import Attention
+from headwise.study.drawing import (
     BAD,
     INK,
     SERIES,
@@ -25,10 +24,11 @@ from headwise.study.drawing_helpers import (
     write_heading,
     write_note,
 )
+from headwise.study.einops_block import EinopsPostNormBlock
 from headwise.study.experiments.measures import count_parameters, layer_error_budget
-from headwise.study.implementation_interface import SharedWeights
-from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback_type import Progress
+from headwise.study.implementations import SharedWeights
+from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress import Progress
 
 EMBED_DIM = 40
 HEADS, HEAD_DIM, VALUE_DIM = 6, 10, 7  # none of them divides the next, nor EMBED_DIM its heads

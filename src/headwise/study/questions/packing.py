@@ -17,23 +17,21 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise import reference
-from headwise.attention_matrix import AttentionMatrix
 from headwise.errors import PolarityWarning
+from headwise.function import stages
 from headwise.masks.mask import Mask
-from headwise.study.drawing_helpers import (
-    SERIES,
-    Figure,
-    add_sheet,
-    draw_block,
-    write_heading,
-    write_note,
-)
+from headwise.matrix.operator import AttentionMatrix
+from headwise.study.drawing import SERIES, Figure, add_sheet, draw_block, write_heading, write_note
 from headwise.study.experiments.measures import layer_error_budget, relative_times
-from headwise.study.implementation_interface import SharedWeights
-from headwise.study.implementations import GPT2, DropIn, HeadwiseAttention, TorchLayer
-from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback_type import Progress
+from headwise.study.implementations import (
+    GPT2,
+    DropIn,
+    HeadwiseAttention,
+    SharedWeights,
+    TorchLayer,
+)
+from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress import Progress
 
 PARTS = 3  # queries, keys, values
 EMBED_DIM, HEADS = 768, 12  # GPT-2's
@@ -199,7 +197,7 @@ def has_same_bits(actual: Tensor, expected: Tensor) -> bool:
 
 def attend_and_project(layers: PackedLayers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the layer's output for the queries, keys and values of the heads."""
-    result: Tensor = layers.torch.inner.out_proj(reference.merge_heads(AttentionMatrix(q, k) @ v))
+    result: Tensor = layers.torch.inner.out_proj(stages.merge_heads(AttentionMatrix(q, k) @ v))
     return result
 
 

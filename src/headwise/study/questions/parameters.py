@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.layers.native.attention import Attention
+from headwise.layers.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.study.drawing_helpers import SERIES, Figure, label_point, style_axes
+from headwise.study.drawing import SERIES, Figure, label_point, style_axes
 from headwise.study.experiments.measures import count_parameters
 from headwise.study.implementations import Paper
-from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback_type import Progress
+from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress import Progress
 
 EMBED_DIM = 512
 HEADS = tuple(heads for heads in range(1, EMBED_DIM + 1) if EMBED_DIM % heads == 0)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise import reference
 from headwise.errors import MissingExtraError
-from headwise.layers.native.attention import Attention
-from headwise.study.drawing_helpers import INK, SERIES, SOFT, Axes, Figure, label_point, style_axes
+from headwise.function import stages as reference
+from headwise.layers.attention import Attention
+from headwise.study.drawing import INK, SERIES, SOFT, Axes, Figure, label_point, style_axes
 from headwise.study.experiments.measures import layer_error_budget, relative_times
-from headwise.study.experiments.quantised_projections import (
+from headwise.study.experiments.quantised import (
     BFloat16Projection,
     StaticQuantised,
     error_bound,
@@ -27,9 +27,9 @@ from headwise.study.experiments.quantised_projections import (
     support_status,
     support_status_always_warning,
 )
-from headwise.study.implementation_interface import SharedWeights
-from headwise.study.research_question import Fact, FactTable, Numbers, Question
-from headwise.support.progress_callback_type import Progress
+from headwise.study.implementations import SharedWeights
+from headwise.study.question import Fact, FactTable, Numbers, Question
+from headwise.support.progress import Progress
 
 EMBED_DIM, HEADS, BATCH, LENGTH = 512, 8, 2, 128
 TOKENS = {"one": 1, "many": 256}  # of the timing

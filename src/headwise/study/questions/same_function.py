@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise import reference
-from headwise.attention_matrix import AttentionMatrix
-from headwise.bundled_models.recorded_run_dataclasses import AttentionCall
-from headwise.error_budget.budget import Budget
-from headwise.study import run_pretrained_or_small_encoder
-from headwise.study.drawing_helpers import (
+from headwise.function import stages
+from headwise.function.budget import Budget
+from headwise.matrix.operator import AttentionMatrix
+from headwise.models.recorded import AttentionCall
+from headwise.study import trained
+from headwise.study.drawing import (
     INK,
     SERIES,
     SOFT,
@@ -25,7 +25,7 @@ from headwise.study.drawing_helpers import (
     label_point,
     style_axes,
 )
-from headwise.study.experiments.causes_named_by_compare import compare_published_check
+from headwise.study.experiments.causes import compare_published_check
 from headwise.study.experiments.measures import (
     Projected,
     equals_value_of_top_key,
@@ -34,8 +34,8 @@ from headwise.study.experiments.measures import (
     relative_difference,
     score_error_budget,
 )
-from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback_type import Progress
+from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress import Progress
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH = 2, 10
@@ -69,7 +69,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     for name, sample in conditions.items():
         checks[name], cases[name] = check_samples(sample)
     example = next((seed for seed, equal in enumerate(checks["published"]["equal"]) if equal), 0)
-    run = run_pretrained_or_small_encoder.encoder_run(progress)
+    run = trained.encoder_run(progress)
     layers = [compare_merged_head(call, run.num_heads) for call in run.calls]
     apart = [[round(x, 4) for x in layer["apart"]] for layer in layers]
     sums = [score_sum_error(sample.projected, HEADS) for sample in (published, default)]
@@ -196,7 +196,7 @@ def least_error_budget_ratios(sample: ConditionSample) -> dict[str, float]:
         lambda q, k, v, wo: Projected(q, k, v).outputs(HEADS) @ wo, p.q, p.k, p.v, sample.wo
     )
     ratios = {
-        "outputs": error_budget_ratios(reference.split_heads(p.outputs(1), heads=HEADS), budget),
+        "outputs": error_budget_ratios(stages.split_heads(p.outputs(1), heads=HEADS), budget),
         "projected": error_budget_ratios(p.outputs(1) @ sample.wo, after),
     }
     return {name: float(sample.one_row_per_seed(x).amax(1).min()) for name, x in ratios.items()}
@@ -208,11 +208,11 @@ def compare_merged_head(call: AttentionCall, heads: int) -> dict[str, Any]:
     parts = linear(call.x[:1], p.in_proj_weight, p.in_proj_bias).chunk(3, dim=-1)
     projected = Projected(*parts)
     merged, several = projected.outputs(1), projected.outputs(heads)
-    pair = (reference.split_heads(x, heads=heads)[0] for x in (merged, several))
+    pair = (stages.split_heads(x, heads=heads)[0] for x in (merged, several))
     budget = Budget.for_head_outputs(*projected.split(heads))
     return {
         "apart": relative_difference(*pair).tolist(),
-        "beyond": error_budget_ratios(reference.split_heads(merged, heads=heads), budget)
+        "beyond": error_budget_ratios(stages.split_heads(merged, heads=heads), budget)
         .amax((0, 2, 3))
         .tolist(),
         "sum": score_sum_error(projected, heads),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise.study.drawing_helpers import INK, SERIES, Figure, label_point, style_axes
-from headwise.study.experiments.causes_named_by_compare import name_cause
+from headwise.study.drawing import INK, SERIES, Figure, label_point, style_axes
+from headwise.study.experiments.causes import name_cause
 from headwise.study.experiments.measures import (
     Projected,
     error_budget_ratios,
@@ -21,8 +21,8 @@ from headwise.study.experiments.measures import (
     score_error_budget,
 )
 from headwise.study.implementations import TorchLayer
-from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback_type import Progress
+from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress import Progress
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH, LONGER = 40, 5, 50

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise import reference
-from headwise.study.drawing_helpers import (
+from headwise.function import stages
+from headwise.study.drawing import (
     INK,
     SERIES,
     SOFT,
@@ -25,7 +25,7 @@ from headwise.study.drawing_helpers import (
     write_note,
 )
 from headwise.study.experiments.measures import layer_error_budget
-from headwise.study.experiments.operation_trace import (
+from headwise.study.experiments.trace import (
     AXES,
     PROJECTED,
     expected_shapes_from_axis_names,
@@ -36,8 +36,8 @@ from headwise.study.experiments.operation_trace import (
     trace_operations,
 )
 from headwise.study.implementations import HeadwiseAttention, TorchLayer
-from headwise.study.research_question import Fact, FactTable, Numbers, Question, fill_template
-from headwise.support.progress_callback_type import Progress
+from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.support.progress import Progress
 
 SIZES = {"batch": 1, "length": 12, "embed_dim": 512, "heads": 2}
 OTHER_SIZES = {"batch": 3, "length": 5, "embed_dim": 28, "heads": 4}  # no two products the same
@@ -157,9 +157,9 @@ def attend_with_split_first(
     x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, *, heads: int
 ) -> Tensor:
     """Split x into heads, then project each part by its diagonal block."""
-    cut = reference.split_heads(x, heads=heads)
+    cut = stages.split_heads(x, heads=heads)
     q, k, v = (cut @ diagonal_blocks(w, heads).mT for w in (wq, wk, wv))
-    return F.linear(reference.merge_heads(reference.head_outputs(q, k, v)), wo)
+    return F.linear(stages.merge_heads(stages.head_outputs(q, k, v)), wo)
 
 
 def diagonal_blocks(weight: Tensor, heads: int) -> Tensor:

@@ -1,0 +1,244 @@
+"""`load_attention`: one attention layer from a checkpoint, with the settings of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import options as config_against_layout
+from headwise.checkpoints.config import Config, attention_window, layout_name
+from headwise.checkpoints.description import COUNTS, layout_with_described_function
+from headwise.checkpoints.read import Checkpoint, open_checkpoint
+from headwise.checkpoints.source import CheckpointSource
+from headwise.errors import OptionError
+from headwise.function.weights import State
+from headwise.layers.attention import Attention
+from headwise.layers.distance import T5Bias
+from headwise.layouts import registry
+from headwise.layouts._layout import Layout
+from headwise.layouts.foreign import find_obstacle
+from headwise.layouts.modules import NamedModule, find_modules
+from headwise.layouts.sizes import Sizes
+from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
+
+MAX_NAMES = 6  # modules that an error names
+
+
+@explain_arguments(RENAMED_COUNTS)
+def load_attention(
+    path: str | Path,
+    *,
+    layer: int = 0,
+    prefix: str | None = None,
+    layout: str | Layout | None = None,
+    config: Config | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rotary_width: int | None = None,
+    **options: Any,
+) -> Attention:
+    """Return one attention layer of a stored model, in the dtype of its file.
+
+    The layout, the counts and the settings that no tensor holds come from the metadata of the file,
+    or else from the config.json beside it. The layer has the rotation, scale, softcap, norms and
+    window of the model. The mask is an argument of the call: a decoder needs ``Mask.causal()``.
+
+    Args:
+        path: a file of weights, an index, or a folder with them.
+        layer: the number of the layer, from 0, as in the names of the tensors.
+        prefix: the start of the module's tensor names, where a layer has several modules.
+        layout: the layout of the file, where neither metadata nor config.json names it.
+        config: the fields of config.json; those of the file if None.
+        heads: query heads, where the file does not state them.
+        kv_heads: key and value heads.
+        head_dim: channels of a head, in place of ``heads``.
+        rotary_width: channels of a head that are rotated.
+        options: arguments of `Attention` that override the file's, such as ``window=(3, None)``.
+
+    Raises:
+        CheckpointError: the path leads to no weights, or its metadata does not fit its tensors.
+        OptionError: no such layer, or a setting of the layer is stated nowhere.
+    """
+    counts = dict(zip(COUNTS, (heads, kv_heads, head_dim, rotary_width), strict=True))
+    opened = open_checkpoint(Path(path), counts, config=config)
+    source, stated = opened.source, opened.config
+    stored = _select_layout(opened, layout)
+    modules = find_modules(stored, source.headers)
+    module = _select_module(source, stored, modules, layer, prefix)
+    shapes = {local: source.headers[name].shape for name, local in module.tensors.items()}
+    sizes = stored.sizes(shapes, opened.known)
+    described = config_against_layout.layout_in_layer(stored, stated, module.layer)
+    _require_fitting_config(module, source, described, stated, sizes, options)
+    if described.function.window != "none" and "window" not in options:
+        window = attention_window(stated, module.layer)
+        options["window"] = None if window is None else (window - 1, None)
+    return attention_from_state(module, modules, source, described, stated, sizes, **options)
+
+
+def _require_fitting_config(
+    module: NamedModule,
+    source: CheckpointSource,
+    layout: Layout,
+    config: Config,
+    sizes: Sizes,
+    options: Mapping[str, Any],
+) -> None:
+    """Raise OptionError if the config contradicts the layout, or is missing and needed."""
+    problem = config_against_layout.find_config_contradiction(config, layout.function, sizes)
+    if problem is not None:
+        raise OptionError(
+            saw=f"{module.prefix} in {source.path}: the layout has {problem}",
+            needed="a layout and a config of the same model",
+            do="pass the layout=... or the config=... of this model",
+        )
+    if layout.function.rotary not in (None, "none") and not config and "rotary" not in options:
+        raise OptionError(
+            saw=f"{source.path} has rotary {layout.name} attention and no config",
+            needed="the theta of the rotation, which no tensor holds",
+            do="pass rotary=Rotary(theta=...) with the model's theta, or config=...",
+        )
+
+
+def attention_from_state(
+    module: NamedModule,
+    modules: Sequence[NamedModule],
+    state: Mapping[str, Tensor],
+    layout: Layout,
+    config: Config,
+    sizes: Sizes,
+    *,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Attention:
+    """Return the layer of one module; its rotation has the pairing of the layout.
+
+    Args:
+        module: the attention module to load.
+        modules: all modules of the model; T5 stores one table of distances for each side.
+        state: name -> tensor of the model.
+        layout: the layout of the weights in this layer, see `layout_in_layer`.
+        config: the settings that the layout leaves open.
+        sizes: heads, and kv_heads and rotary_width where they are known.
+        dtype: the dtype of the layer; that of its tensors if None.
+        options: arguments of `Attention` that override the config's.
+    """
+    stored = {local: state[name] for name, local in module.tensors.items()}
+    if layout.function.score_bias == "t5":
+        layout = _add_shared_distance_table(layout, module, modules, stored, state)
+    if dtype is not None:
+        stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
+    stated = config_against_layout.attention_options(config, layout.function, layer=module.layer)
+    bias = stated.get("score_bias")
+    if isinstance(bias, T5Bias) and module.place.role == "decoder":
+        stated["score_bias"] = replace(bias, bidirectional=False)  # no later keys to tell apart
+    rotary = stated.get("rotary")
+    if rotary is not None:
+        is_interleaved = layout.function.rotary == "interleaved"
+        stated["rotary"] = replace(
+            rotary,
+            pairing="interleaved" if is_interleaved else rotary.pairing,
+            width=sizes.get("rotary_width", rotary.width),
+        )
+    return Attention.from_layout(
+        stored,
+        layout=layout,
+        num_heads=sizes["heads"],
+        num_kv_heads=sizes.get("kv_heads"),
+        **{**stated, **options},
+    )
+
+
+def _select_layout(opened: Checkpoint, layout: str | Layout | None) -> Layout:
+    description = opened.description
+    if layout is not None:
+        named = layout_with_described_function(layout, description)
+        if description is not None and description.layout.name != named.name:
+            raise OptionError(
+                saw=f"layout {named.name}, but {description.origin} says {description.layout.name}",
+                needed="the layout of the file: another one puts rows into wrong places",
+                do="leave out layout=...",
+            )
+        return named
+    if description is not None:
+        return description.layout
+    name = layout_name(opened.config)
+    if name is None:
+        raise OptionError(
+            saw=f"{opened.source.path} has no headwise metadata, and no config.json with a "
+            "model_type of the catalogue",
+            needed="the layout of the weights",
+            do="headwise.checkpoints.load_attention(path, layer=0, layout=...); headwise detect "
+            "lists the layouts that fit",
+        )
+    return registry.layout(name)
+
+
+def _select_module(
+    source: CheckpointSource,
+    layout: Layout,
+    modules: Sequence[NamedModule],
+    layer: int,
+    prefix: str | None,
+) -> NamedModule:
+    """Return the module of a layer, or of a prefix."""
+    if not modules:
+        obstacle = find_obstacle(source.headers)
+        why = "" if obstacle is None else f": {obstacle.reason}"
+        raise OptionError(
+            saw=f"{source.path} holds no attention in the layout {layout.name}{why}",
+            needed=f"modules with {', '.join(sorted(layout.required))}",
+            do="headwise detect names the layout of weights: pass it as layout=..."
+            if obstacle is None
+            else obstacle.do,
+        )
+    matches = [module for module in modules if module.layer == layer]
+    if prefix is not None:
+        matches = [module for module in modules if module.prefix == prefix]
+    if len(matches) == 1:
+        return matches[0]
+    shown = matches or modules
+    names = ", ".join(repr(module.prefix) for module in shown[:MAX_NAMES])
+    more = f" and {len(shown) - MAX_NAMES} more" if len(shown) > MAX_NAMES else ""
+    selection = f"layer {layer}" if prefix is None else f"prefix {prefix!r}"
+    fault = f"where {layout.name} has {len(matches)} modules"
+    numbers = sorted({module.layer for module in modules if module.layer is not None})
+    if prefix is None and not matches and numbers:
+        is_whole = len(numbers) == numbers[-1] - numbers[0] + 1
+        span = f"{numbers[0]} to {numbers[-1]}" if is_whole else ", ".join(map(str, numbers))
+        fault = f"which has the layers {span}"
+    raise OptionError(
+        saw=f"{selection} of {source.path}, {fault}",
+        needed=f"one module, among {names}{more}",
+        do=f"load_attention(path, prefix={matches[0].prefix!r}) in Python, or another of them"
+        if matches
+        else "change layer or prefix",
+    )
+
+
+def _add_shared_distance_table(
+    layout: Layout,
+    module: NamedModule,
+    modules: Sequence[NamedModule],
+    stored: State,
+    state: Mapping[str, Tensor],
+) -> Layout:
+    """Add T5's table of distances: the first layer of each side stores it for all its layers."""
+    local = next(n for n, pattern in layout.patterns.items() if pattern.tensors == ("distances",))
+    tables = (
+        name
+        for other in modules
+        if other.place.role == module.place.role and other.place.root == module.place.root
+        for name, inner in other.tensors.items()
+        if inner == local
+    )
+    table = next(tables, None)
+    if table is None:
+        return replace(layout, function=replace(layout.function, score_bias="none"))
+    stored[local] = state[table]
+    return layout

@@ -1,0 +1,527 @@
+"""Stored transformers models: their folder, their tokenizer, and weights converted in memory."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pickle
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from headwise.checkpoints import safetensors
+from headwise.checkpoints.config import layout_name, read_config
+from headwise.checkpoints.description import COUNTS
+from headwise.checkpoints.read import Checkpoint, open_checkpoint
+from headwise.checkpoints.source import (
+    SAFETENSORS,
+    TORCH,
+    explained_os_errors,
+    require_no_other_format,
+    require_no_pointer,
+)
+from headwise.checkpoints.torch_file import unreadable_error
+from headwise.errors import CheckpointError, OptionError
+from headwise.layouts._convert import convert
+from headwise.layouts._layout import Layout
+from headwise.layouts.foreign import find_quantisation
+from headwise.layouts.registry import layout
+from headwise.support.extras import require_package
+
+
+@dataclass(frozen=True, eq=False)
+class DescribedModel:
+    """Weights whose layout is not that of their model's files.
+
+    Attributes:
+        checkpoint: the weights, with their description.
+        stored: the layout of the weights.
+        target: the layout of the model's files.
+    """
+
+    checkpoint: Checkpoint
+    stored: Layout
+    target: Layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that loading takes: for the tensors, and for the model."""
+        return 2 * sum(header.nbytes for header in self.checkpoint.source.headers.values())
+
+    def config(self, transformers: Any) -> Any:
+        """Return the configuration of the model, with the defaults of transformers."""
+        values = dict(self.checkpoint.config)
+        return type(transformers.AutoConfig.for_model(values["model_type"])).from_dict(values)
+
+    def state_in_model_layout(self) -> dict[str, Tensor]:
+        """Return the tensors in the layout of the model."""
+        source, known = self.checkpoint.source, self.checkpoint.known
+        return convert(source, self.stored, self.target, accept=(), root=None, **known)
+
+
+def open_described_model(path: Path) -> DescribedModel | None:
+    """Return described weights that transformers cannot read; None where it can.
+
+    Raises:
+        CheckpointError: the description does not fit the tensors.
+        OptionError: the catalogue has no layout for the model.
+    """
+    if not _may_be_described(path):
+        return None
+    opened = open_checkpoint(path, dict.fromkeys(COUNTS))
+    if opened.description is None:
+        return None
+    stored, name = opened.description.layout, layout_name(opened.config)
+    if name == stored.name and path.is_dir() and (path / "config.json").is_file():
+        return None
+    if name is None:
+        kind = opened.config.text("model_type")
+        raise OptionError(
+            saw=f"{path} has weights in the layout {stored.name} and "
+            + ("no model_type" if kind is None else f"the model_type {kind}"),
+            needed="a config.json with a model_type of the catalogue, in the metadata or beside "
+            "the weights",
+            do="copy the model's config.json beside the weights",
+        )
+    return DescribedModel(opened, stored, layout(name))
+
+
+def _may_be_described(path: Path) -> bool:
+    """False for a folder in transformers' own format."""
+    if path.is_file():
+        return path.suffix in (SAFETENSORS, *TORCH)
+    if (path / "config.json").is_file():
+        return any(_file_has_description(file) for file in path.glob(f"*{SAFETENSORS}"))
+    return any(next(path.glob(f"*{suffix}"), None) for suffix in (SAFETENSORS, *TORCH))
+
+
+def _file_has_description(file: Path) -> bool:
+    with suppress(CheckpointError, OSError):  # transformers reports a damaged file
+        return safetensors.KEY in safetensors.read_safetensors_header(file).metadata
+    return False
+
+
+CONFIG = "config.json"
+MODEL, ADAPTER = "the model", "adapter_config.json"
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
+PURPOSE = "which loads stored models"
+SEPARATORS = (".", "\n")
+# Names of a model in DistributedDataParallel and torch.compile begin with these words.
+WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod)\.)+")
+_UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+
+
+class StoredTokenizer:
+    """Tokenizer of a stored model: token ids of a text, special tokens and separators."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.size = len(tokenizer)
+        self.specials: tuple[int, ...] = tuple(tokenizer.all_special_ids)
+        begin = tokenizer.bos_token_id
+        self.begin: int | None = tokenizer.cls_token_id if begin is None else begin
+        # name -> id: [SEP], and the full stop and the new line if each is a single token
+        self.separators: dict[str, int] = {}
+        if tokenizer.sep_token_id is not None:
+            self.separators[tokenizer.sep_token] = tokenizer.sep_token_id
+        for text in SEPARATORS:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) == 1 and ids[0] != tokenizer.unk_token_id:
+                self.separators[text] = ids[0]
+
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of a text, with the model's special tokens."""
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
+
+    def first_ids(self, text: str, length: int) -> list[int]:
+        """Return the first ``length`` ids of a text, special tokens included."""
+        options = {"truncation": True, "max_length": length, "verbose": False}
+        return list(self._tokenizer(text, **options)["input_ids"])
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a token."""
+        return str(self._tokenizer.decode([token]))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StoredModel:
+    """Loaded model with its configuration and tokenizer.
+
+    Attributes:
+        model: in eval mode, in the dtype of its file, with the attention of its configuration.
+        config: the configuration, with the defaults of transformers.
+        tokenizer: the tokenizer; None where the folder has none.
+        vocabulary: the number of tokens.
+        positions: the longest input of the model; None where it states none.
+        begin: the token that begins a text; None without such a token.
+        start: the first decoder token of an encoder-decoder model; None for other models.
+        notes: differences between the stored and the loaded model.
+    """
+
+    model: nn.Module
+    config: Mapping[str, Any]
+    tokenizer: StoredTokenizer | None
+    vocabulary: int
+    positions: int | None
+    begin: int | None
+    start: int | None
+    notes: tuple[str, ...]
+
+    def inputs(self, ids: Int[Tensor, "batch length"]) -> dict[str, Tensor]:
+        """Return the model's arguments; a decoder gets the same text as its encoder."""
+        if self.start is None:
+            return {"input_ids": ids}
+        shifted = torch.cat([torch.full_like(ids[:, :1], self.start), ids[:, :-1]], 1)
+        return {"input_ids": ids, "decoder_input_ids": shifted}
+
+
+def measure_model_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's weights; raise an error where it holds no model.
+
+    For weights with a description (`open_described_model`), this is the memory that loading takes.
+
+    Raises:
+        CheckpointError: weights that contradict their description.
+        OptionError: no such folder, or a folder without a model.
+    """
+    if (described := open_described_model(folder)) is not None:
+        return described.nbytes
+    if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise OptionError(
+            saw=f"{folder} {problem}",
+            needed=f"a folder with a model: {CONFIG} and its weights",
+            do="name a folder on this machine; nothing is downloaded",
+        )
+    weights = next(filter(None, (sorted(folder.glob(pattern)) for pattern in WEIGHTS)), [])
+    if not weights:
+        require_no_other_format(folder)
+    if not (folder / CONFIG).is_file() or not weights:
+        missing = "weights" if (folder / CONFIG).is_file() else CONFIG
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
+        raise OptionError(
+            saw=f"{folder} holds no {missing}: {names}",
+            needed=f"{CONFIG} and {' or '.join(WEIGHTS)}, as save_pretrained writes them",
+            do="merge the adapter: model.merge_and_unload().save_pretrained(NEW_DIR)"
+            if (folder / ADAPTER).is_file()
+            else "name a folder from save_pretrained, or a complete copy of a model repository",
+        )
+    with explained_os_errors(folder):  # a link to nowhere
+        for path in weights:
+            require_no_pointer(path)
+        return sum(path.stat().st_size for path in weights)
+
+
+def load(
+    folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None
+) -> StoredModel:
+    """Load the model and the tokenizer of a folder, or of a file with a description.
+
+    Args:
+        folder: the folder or the file.
+        trust_remote_code: True to run code in the folder.
+        dtype: the dtype of the model; that of its file if None.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        OptionError: no model; or the model cannot be read, needs its own code, or takes no tokens.
+        CheckpointError: weights in a pickle that holds code.
+    """
+    measure_model_bytes(folder)
+    transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    model, info = _load_model(folder, transformers, options, dtype or "auto")
+    config = model.config
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        argument = next(iter(inspect.signature(model.forward).parameters), "no argument")
+        raise OptionError(
+            saw=f"{type(model).__name__} takes {argument}",
+            needed="a model that takes input_ids",
+            do="call headwise.scan(model, inputs) from Python with the model's inputs",
+        )
+    parent = folder if folder.is_dir() else folder.parent
+    tokenizer = _load_tokenizer(parent, transformers, options)
+    begin = getattr(config, "bos_token_id", None)
+    return StoredModel(
+        model=model.eval(),
+        config=config.to_dict(),
+        tokenizer=tokenizer,
+        vocabulary=_read_vocabulary_size(model),
+        positions=read_longest_input(model),
+        begin=tokenizer.begin if tokenizer is not None else begin,
+        start=_read_decoder_start_token(config),
+        notes=(*_describe_missing_weights(info, model), *_describe_adapter(parent, model)),
+    )
+
+
+def _load_model(
+    folder: Path, transformers: Any, options: dict[str, Any], dtype: torch.dtype | str
+) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a folder, and what `_load_weights` says of its weights."""
+    trusted, described = options["trust_remote_code"], open_described_model(folder)
+    if described is None:
+        _require_trusted_code(folder, transformers, trusted=trusted)
+    with _silence_transformers(transformers), _explain_load_errors(folder, MODEL):
+        if described is None:
+            config = transformers.AutoConfig.from_pretrained(folder, **options)
+            kind = _model_class(transformers, config, trusted=trusted)
+            weights = {"pretrained_model_name_or_path": folder, **options}
+        else:
+            config = described.config(transformers)
+            kind = _concrete_class(transformers, config)
+            weights = {
+                "pretrained_model_name_or_path": None,
+                "state_dict": described.state_in_model_layout(),
+            }
+        model, info = _load_weights(kind, config=config, dtype=dtype, **weights)
+    _require_fitting_weights(folder, info, model)
+    return model, info
+
+
+def _load_weights(kind: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a model, and which weights transformers did not find, place or fit."""
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = kind.from_pretrained(**options)
+    unplaced = info["unexpected_keys"]
+    if unplaced and info["missing_keys"] and all(map(WRAPPERS.match, unplaced)):
+        model, info = kind.from_pretrained(**options, key_mapping={WRAPPERS.pattern: ""})
+    return model, info
+
+
+def _require_trusted_code(folder: Path, transformers: Any, *, trusted: bool) -> None:
+    config = read_config(folder)
+    name = config.text("model_type")
+    known = name in transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if "auto_map" in config and not known and not trusted:
+        raise OptionError(
+            saw=f"{folder} holds a {name} model that runs code from {folder.name}",
+            needed="a model type of transformers, or your permission to run this code",
+            do="read the code, then pass --trust-remote-code",
+        )
+
+
+def _model_class(transformers: Any, config: Any, *, trusted: bool) -> Any:
+    """Return the class that the configuration names, else the causal or the base class."""
+    auto_map = getattr(config, "auto_map", None) or {}
+    if trusted and auto_map:
+        names = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
+        return getattr(transformers, next((n for n in names if n in auto_map), "AutoModel"))
+    for name in config.architectures or ():
+        kind = getattr(transformers, name, None)
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            return kind
+    # BERT has a causal class too, but its files hold no weights of the causal head.
+    is_causal = (
+        type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    )
+    return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
+
+
+def _concrete_class(transformers: Any, config: Any) -> Any:
+    """Return the model class behind an Auto class, which would need a folder to choose it."""
+    kind = _model_class(transformers, config, trusted=False)
+    if issubclass(kind, transformers.PreTrainedModel):
+        return kind
+    with torch.device("meta"):  # allocates no weights
+        return type(kind.from_config(config))
+
+
+def _load_tokenizer(
+    folder: Path, transformers: Any, options: dict[str, Any]
+) -> StoredTokenizer | None:
+    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+        return None
+    with _silence_transformers(transformers), _explain_load_errors(folder, "the tokenizer"):
+        return StoredTokenizer(transformers.AutoTokenizer.from_pretrained(folder, **options))
+
+
+def _read_vocabulary_size(model: Any) -> int:
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:  # a model with several kinds of input
+        embedding = None
+    rows = getattr(embedding, "num_embeddings", None)
+    return int(rows or model.config.get_text_config().vocab_size)
+
+
+def read_longest_input(model: Any) -> int | None:
+    """Return the most tokens that a model of transformers takes; None where it states none.
+
+    RoBERTa's positions start after the padding index.
+    """
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            first = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - first
+    return stated if isinstance(stated, int) and stated > 0 else None
+
+
+def _read_decoder_start_token(config: Any) -> int | None:
+    if not getattr(config, "is_encoder_decoder", False):
+        return None
+    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+        if isinstance(token := getattr(config, name, None), int):
+            return token
+    return 0
+
+
+def _require_fitting_weights(folder: Path, info: dict[str, Any], model: Any) -> None:
+    """Raise OptionError for weights that the model cannot be made of.
+
+    They have other shapes or other names than the model's, or are quantised and were not read so.
+    """
+    kind = type(model).__name__
+    missing, unplaced = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    unfit = [
+        f"{name} is {tuple(stored)} in the file and {tuple(wanted)} in {kind}"
+        for name, stored, wanted in sorted(info["mismatched_keys"])
+    ]
+    if not unfit and not unplaced:
+        return
+    if (method := _quantisation_method(folder)) is not None:
+        reason = unfit[0] if unfit else f"{kind} has no place for {unplaced[0]}"
+        raise _quantised_error(folder, method, reason)
+    names = {*unplaced, *(name for name, *_ in info["mismatched_keys"])}
+    if (quantisation := find_quantisation(sorted(names))) is not None:
+        raise OptionError(
+            saw=f"{folder}: {quantisation.reason}",
+            needed="weights in floating point",
+            do=quantisation.do,
+        )
+    if unfit:
+        raise OptionError(
+            saw=f"{folder}: {unfit[0]}",
+            needed=f"weights of the sizes in {CONFIG}",
+            do=f"copy the {CONFIG} that belongs to the weights beside them",
+        )
+    state = model.state_dict()
+    random = {state[name].data_ptr() for name in missing if name in state}
+    if random.issuperset(tensor.data_ptr() for tensor in state.values()):  # tied weights once
+        raise OptionError(
+            saw=f"{folder}: no stored name fits {kind}: {unplaced[0]}, where it has {missing[0]}",
+            needed="weights under the names of transformers",
+            do="headwise detect DIR names their layout; headwise convert DIR NEW_DIR --to LAYOUT "
+            "--root '' changes it, and leaves out a prefix",
+        )
+
+
+def _quantisation_method(folder: Path) -> str | None:
+    """Return the quantisation that a folder's config names; None without one."""
+    stated = read_config(folder).get("quantization_config")
+    if stated is None:
+        return None
+    return str(stated.get("quant_method") if isinstance(stated, Mapping) else stated)
+
+
+def _quantised_error(folder: Path, method: str, reason: str) -> OptionError:
+    return OptionError(
+        saw=f"{folder} holds weights quantised by {method[:40]}, which were not read: {reason}",
+        needed="weights in floating point, or the package and the device that these need",
+        do="name a folder with the weights before quantisation",
+    )
+
+
+def _describe_missing_weights(info: dict[str, Any], model: nn.Module) -> tuple[str, ...]:
+    """Return a note on the weights that the file lacks, and one on those the model does."""
+    state, notes = model.state_dict(), []
+    if missing := sorted(name for name in info["missing_keys"] if _is_random(state.get(name))):
+        notes.append(
+            f"the file lacks {_list_names(missing)}: these weights are random, and results "
+            "that depend on them are meaningless"
+        )
+    if unplaced := sorted(info["unexpected_keys"]):
+        notes.append(
+            f"{type(model).__name__} has no place for {_list_names(unplaced)} of the file: results "
+            "are those of a model without them"
+        )
+    return tuple(notes)
+
+
+def _describe_adapter(folder: Path, model: Any) -> tuple[str, ...]:
+    """Return a note on an adapter beside the weights, which transformers applies with peft."""
+    if not (folder / ADAPTER).is_file():
+        return ()
+    applied = "" if getattr(model, "_hf_peft_config_loaded", False) else "not "
+    return (f"the adapter beside the weights ({ADAPTER}) is {applied}applied",)
+
+
+def _list_names(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _is_random(tensor: Tensor | None) -> bool:
+    """False for a tensor of zeros, such as the biases that nanoGPT's files leave out."""
+    return tensor is None or bool(tensor.any())
+
+
+@contextmanager
+def _explain_load_errors(folder: Path, part: str) -> Iterator[None]:
+    """Turn the errors of transformers at a damaged folder into OptionErrors.
+
+    transformers checks only some fields of a config: 0 heads, or a text in place of a list, raises
+    an arbitrary Python error.
+    """
+    import huggingface_hub.errors
+    from safetensors import SafetensorError
+
+    # newer releases of huggingface_hub check the types of a config, and raise this error
+    strict = getattr(huggingface_hub.errors, "StrictDataclassError", SafetensorError)
+    unreadable: tuple[type[Exception], ...] = (*_UNREADABLE, strict, SafetensorError)
+    try:
+        yield
+    except unreadable as error:
+        if "weights_only" in str(error):
+            raise unreadable_error(folder, str(error)) from None
+        reason = " ".join(str(error).split())
+        if part == MODEL and (method := _quantisation_method(folder)) is not None:
+            raise _quantised_error(folder, method, reason[:200]) from error
+        needed = "a complete folder from save_pretrained, of a model type that transformers has"
+        do = "copy the folder again; check that it opens with transformers alone"
+        if isinstance(error, ImportError):
+            needed, do = "the packages that it is made of", "install the package that is missing"
+        raise OptionError(
+            saw=f"{folder}: {part} cannot be read: {reason[:200]}", needed=needed, do=do
+        ) from error
+
+
+@contextmanager
+def _silence_transformers(transformers: Any) -> Iterator[None]:
+    """Silence progress bars, logging and deprecation warnings of transformers and its imports.
+
+    `StoredModel.notes` reports missing weights.
+    """
+    bars = transformers.utils.logging
+    had_bar, level = bars.is_progress_bar_enabled(), logging.root.manager.disable
+    bars.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        logging.disable(level)
+        if had_bar:
+            bars.enable_progress_bar()

@@ -1,0 +1,423 @@
+"""The model to scan, from a folder or from headwise, and the tokens that it reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from headwise.cli.scan.options import ScanOptions
+from headwise.errors import OptionError
+from headwise.scanning.estimate import require_memory
+from headwise.scanning.inputs import CHECK_TOKENIZER
+from headwise.support.text import describe_count, escape_unprintable
+
+MOST_NAMES = 6  # special tokens that are named; some models have hundreds
+TEXT_LENGTH = 4096  # default number of tokens of a text
+REPEATS_LENGTH = 512
+SEED = 0
+TWO = "two tokens or more, since a single token can only attend to itself"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelToScan:
+    """A model with its tokenizer.
+
+    Attributes:
+        title: the name of the model.
+        model: the model in eval mode.
+        inputs: a function from ids (batch, length) to the input of the model.
+        vocabulary: number of tokens in the vocabulary.
+        positions: the longest input, or None without a limit.
+        usual: the length of inputs in training, if known.
+        begin: the token at the beginning of a text, if there is one.
+        separators: ids of separators, by their text.
+        specials: ids of special tokens.
+        encode: (text, largest number of tokens or None) -> ids; None without a tokenizer.
+        name_of: a function from an id to its text; None without a tokenizer.
+        notes: sentences on differences from the stored model.
+    """
+
+    title: str
+    model: nn.Module
+    inputs: Callable[[Tensor], Any]
+    vocabulary: int
+    positions: int | None
+    usual: int | None = None
+    begin: int | None
+    separators: dict[str, int]
+    specials: tuple[int, ...]
+    encode: Callable[[str, int | None], list[int]] | None
+    name_of: Callable[[int], str] | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's weights."""
+        return next(self.model.parameters()).device
+
+    @property
+    def about(self) -> str:
+        """``BertModel, 22.7 million parameters in float32``."""
+        parameters = list(self.model.parameters())
+        count = sum(p.numel() for p in parameters)
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+        size = f"{_format_large_count(count)} parameters in {' and '.join(kinds)}"
+        size += f" on {self.device}" if self.device.type != "cpu" else ""
+        return f"{type(self.model).__name__}, {size}"
+
+    @property
+    def separators_and_specials_in_words(self) -> str:
+        """Sentences on the tokens that count as separators and as special."""
+        separators = ", ".join(_quote_name(name) for name in self.separators)
+        specials = ", ".join(
+            _quote_name(self.token_text(token)) for token in self.specials[:MOST_NAMES]
+        )
+        if len(self.specials) > MOST_NAMES:
+            specials += f" and {len(self.specials) - MOST_NAMES} more"
+        sentences = [f"Separators: {separators}."] if separators else []
+        sentences += [f"Special tokens: {specials}."] if specials else []
+        return " ".join(sentences)
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a token, or its number without a tokenizer."""
+        return str(token) if self.name_of is None else self.name_of(token)
+
+    def require_tokens_in_vocabulary(self, ids: Tensor) -> None:
+        """Raise OptionError for tokens outside of the vocabulary."""
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocabulary:
+            raise OptionError(
+                saw=f"tokens from {low} to {high}",
+                needed=f"tokens from 0 to {self.vocabulary - 1}: {self.title} has a vocabulary of "
+                f"{self.vocabulary:,}",
+                do=CHECK_TOKENIZER,
+            )
+
+
+def require_room_for_model(options: ScanOptions, *, copies: int) -> None:
+    """Raise OptionError if there is no model, or too little memory for ``copies`` of it."""
+    if options.model_dir is None:
+        return
+    from headwise.checkpoints.transformers import measure_model_bytes
+
+    size = measure_model_bytes(options.model_dir)
+    if not options.force:
+        times = f"{copies} times " if copies > 1 else ""
+        require_memory(
+            size * copies,
+            what=f"{times}the weights in {options.model_dir}",
+            do="use a machine with more memory, or --force",
+        )
+
+
+def load_model(options: ScanOptions) -> ModelToScan:
+    """Load the model of the options.
+
+    Raises:
+        OptionError: a device that is not there.
+        HeadwiseError: as `headwise.checkpoints.transformers.load`.
+    """
+    device = parse_device(options.device)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    subject = load_tiny() if options.model_dir is None else load_stored(options, dtype)
+    if options.model_dir is None and dtype is not None:
+        subject.model.to(dtype)
+    subject.model.to(device)
+    return replace(subject, inputs=lambda ids: subject.inputs(ids.to(device)))
+
+
+def parse_device(name: str) -> torch.device:
+    """Return a device that can hold numbers; raise OptionError if there is none of this name."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise OptionError(
+            saw=f"--device {name}: {' '.join(str(error).split())[:120]}",
+            needed="a device of this machine that torch can use",
+            do="leave --device out to run on the processor",
+        ) from error
+    return device
+
+
+def load_stored(options: ScanOptions, dtype: torch.dtype | None) -> ModelToScan:
+    """Load the model in a folder or a file."""
+    from headwise.checkpoints.transformers import load
+
+    assert options.model_dir is not None
+    stored = load(options.model_dir, trust_remote_code=options.trust_remote_code, dtype=dtype)
+    tokenizer = stored.tokenizer
+
+    def encode(text: str, most: int | None) -> list[int]:
+        assert tokenizer is not None
+        return tokenizer.ids(text) if most is None else tokenizer.first_ids(text, most)
+
+    return ModelToScan(
+        title=make_model_title(options.model_dir),
+        model=stored.model,
+        inputs=stored.inputs,
+        vocabulary=stored.vocabulary,
+        positions=stored.positions,
+        begin=stored.begin,
+        separators={} if tokenizer is None else tokenizer.separators,
+        specials=() if tokenizer is None else tokenizer.specials,
+        encode=None if tokenizer is None else encode,
+        name_of=None if tokenizer is None else tokenizer.token_text,
+        notes=stored.notes,
+    )
+
+
+def make_model_title(folder: Path) -> str:
+    """Return the name of a folder, with the folder above it if the name is just "model".
+
+    In transformers' cache, models--owner--name/snapshots/revision, the title is owner/name.
+    """
+    path = folder.resolve()
+    for part in path.parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
+
+
+def load_tiny() -> ModelToScan:
+    """Load the model of bytes that ships with headwise."""
+    from headwise.models import tiny
+
+    def name(token: int) -> str:
+        return "[begin]" if token == tiny.BEGIN else chr(token) if token < 128 else f"\\x{token:x}"
+
+    return ModelToScan(
+        title="tiny",
+        model=tiny.load(),
+        inputs=lambda ids: (ids,),
+        vocabulary=tiny.VOCABULARY,
+        positions=None,
+        usual=int(tiny.training_measurements()["plan"]["length"]),
+        begin=tiny.BEGIN,
+        separators={".": ord("."), "\n": ord("\n")},
+        specials=(tiny.BEGIN,),
+        encode=lambda text, most: tiny.encode(text).tolist()[:most],
+        name_of=name,
+    )
+
+
+def _quote_name(name: str) -> str:
+    text = escape_unprintable(name)
+    return f"“{text}”" if len(text) < 3 else text
+
+
+def _format_large_count(count: int) -> str:
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:.1f} {word}"
+    return f"{count:,}"
+
+
+# ---- the tokens to read --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TextToRead:
+    """One sequence of tokens, with a phrase that describes it; empty with fewer than two tokens."""
+
+    name: str
+    ids: Int[Tensor, "1 length"]
+    description: str
+    is_empty: bool = False
+
+
+def list_text_files(paths: Sequence[Path]) -> list[Path]:
+    """Return the named text files, and the .txt files of named folders.
+
+    Raises:
+        OptionError: a missing file, or a folder without .txt files.
+    """
+    files: list[Path] = []
+    for path in paths:
+        inside = _text_files_of_folder(path) if path.is_dir() else [path]
+        if not inside or not all(file.is_file() for file in inside):
+            fault = "a folder without .txt files" if path.is_dir() else "no file"
+            raise OptionError(
+                saw=f"--text {path}, {fault}",
+                needed="a file of text in UTF-8, or a folder of .txt files",
+                do="--text with the path of the text",
+            )
+        files += inside
+    return files
+
+
+def _text_files_of_folder(folder: Path) -> list[Path]:
+    """Return the .txt files of a folder, without those that a name with a dot hides."""
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix.lower() == ".txt"
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )
+
+
+def prepare_texts(subject: ModelToScan, options: ScanOptions) -> list[TextToRead]:
+    """Return the texts of the options, cut to the length; by default the text in headwise.
+
+    Raises:
+        OptionError: a text that cannot be read, or that is empty and may not be left out.
+    """
+    length = options.length
+    if options.random_repeats or (options.demo and not options.text and options.tokens is None):
+        # On random tokens only induction can predict the next token.
+        return [make_repeated_tokens(subject, length)]
+    if options.tokens is not None:
+        return [read_stored_tokens(subject, options.tokens, length)]
+    if options.text:
+        return _tokenize_files(subject, list_text_files(options.text), options)
+    from headwise.models import text as alice
+
+    whole = "\n\n".join(alice.read_opening_paragraphs())
+    return [tokenize_text(subject, whole, length, name=f"the opening of {alice.TITLE}")]
+
+
+def _tokenize_files(
+    subject: ModelToScan, files: Sequence[Path], options: ScanOptions
+) -> list[TextToRead]:
+    texts = []
+    for file in files:
+        content = _read_utf8(file)
+        text = tokenize_text(subject, content, options.length, name=file.name)
+        if text.is_empty and not options.skip_empty:
+            fault = "a text of one token" if content.strip() else "which is empty"
+            raise OptionError(
+                saw=f"--text {file}, {fault}",
+                needed=f"a text of {TWO}",
+                do="--skip-empty to leave such texts out"
+                if len(files) > 1
+                else "use a longer text, or leave --text out for the text in headwise",
+            )
+        texts.append(text)
+    if all(text.is_empty for text in texts):
+        raise OptionError(
+            saw=f"{describe_count(len(texts), 'text')} of fewer than two tokens",
+            needed=f"a text of {TWO}",
+            do="use longer texts",
+        )
+    return texts
+
+
+def tokenize_text(
+    subject: ModelToScan, content: str, length: int | None, *, name: str
+) -> TextToRead:
+    """Return the beginning of a text as tokens.
+
+    Raises:
+        OptionError: no tokenizer, or a length that the model cannot take.
+    """
+    if subject.encode is None:
+        raise OptionError(
+            saw=f"{name}, for {subject.title}, whose folder holds no tokenizer",
+            needed="a tokenizer, or token ids",
+            do="--tokens FILE with your token ids, or --random-repeats",
+        )
+    most = largest_text_length(subject, length, default=TEXT_LENGTH)
+    whole, ids = subject.encode(content, None), subject.encode(content, most)
+    is_empty = len([token for token in whole if token not in subject.specials]) < 2
+    part = "all" if len(ids) == len(whole) else f"the first {len(ids):,} of"
+    words = f"{name}, {part} {len(whole):,} tokens"
+    return TextToRead(name, torch.tensor([ids]), words, is_empty=is_empty)
+
+
+def read_stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> TextToRead:
+    """Read token ids from a file, separated by spaces, commas or line ends.
+
+    Raises:
+        OptionError: no such file, an entry that is no token of the model, or too few or too many
+            tokens.
+    """
+    content = _read_utf8(file)
+    words = re.split(r"[\s,]+", content.strip().strip("[]").strip())
+    strange = [word for word in words if not re.fullmatch(r"-?\d{1,15}", word)]
+    if strange and words != [""]:
+        raise OptionError(
+            saw=f"{file}, with {strange[0][:40]!r}",
+            needed="whole numbers, separated by spaces, commas or line ends",
+            do="--text FILE for a text",
+        )
+    whole = [] if words == [""] else [int(word) for word in words]
+    if len(whole) < 2:
+        raise OptionError(
+            saw=f"{file}, with {describe_count(len(whole), 'token')}",
+            needed=TWO,
+            do="write more token ids into the file",
+        )
+    ids = torch.tensor([whole])
+    subject.require_tokens_in_vocabulary(ids)  # before the cut
+    most = largest_text_length(subject, length, default=TEXT_LENGTH)
+    part = f"all {len(whole):,}" if len(whole) <= most else f"the first {most:,} of {len(whole):,}"
+    return TextToRead(file.name, ids[:, :most], f"{file.name}, {part} tokens")
+
+
+def make_repeated_tokens(subject: ModelToScan, length: int | None) -> TextToRead:
+    """Return random tokens followed by the same tokens, so that only induction can predict them.
+
+    Raises:
+        OptionError: a length that the model cannot take, or that is too short for a repeat.
+    """
+    most = largest_text_length(subject, length, default=REPEATS_LENGTH)
+    # The default ids of transformers' configs can lie outside of a small vocabulary.
+    has_begin = subject.begin is not None and subject.begin < subject.vocabulary
+    begin = [subject.begin] if has_begin else []
+    half = (most - len(begin)) // 2
+    if half < 2:
+        raise OptionError(
+            saw=f"--random-repeats with --length {most}",
+            needed=f"{4 + len(begin)} tokens or more, to repeat two tokens",
+            do="leave --length out",
+        )
+    plain = torch.tensor([t for t in range(subject.vocabulary) if t not in subject.specials])
+    generator = torch.Generator().manual_seed(SEED)
+    # No token comes twice in the first half, if the vocabulary is large enough.
+    order = torch.randperm(len(plain), generator=generator)
+    once = plain[order.repeat(-(-half // len(plain)))[:half]]
+    ids = torch.cat([torch.tensor(begin, dtype=once.dtype), once, once])[None]
+    return TextToRead("random repeats", ids, f"{half:,} random tokens and the same {half:,} again")
+
+
+def largest_text_length(subject: ModelToScan, length: int | None, *, default: int) -> int:
+    """Return the largest number of tokens to read.
+
+    Raises:
+        OptionError: fewer than two tokens, or more than the model has positions for.
+    """
+    if length is None:
+        return min(subject.usual or default, subject.positions or default)
+    if length < 2:
+        raise OptionError(saw=f"--length {length}", needed=TWO, do="leave --length out")
+    if subject.positions is not None and length > subject.positions:
+        raise OptionError(
+            saw=f"--length {length:,}",
+            needed=f"at most {subject.positions:,}, the number of positions of {subject.title}",
+            do=f"--length {subject.positions}",
+        )
+    return length
+
+
+def _read_utf8(file: Path) -> str:
+    try:
+        return file.read_text("utf-8-sig")  # some editors begin a text with a byte order mark
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            saw=f"{file}, in which byte {error.start} is not UTF-8",
+            needed="text in UTF-8",
+            do="convert the file to UTF-8, or pass token ids with --tokens",
+        ) from error
+    except OSError as error:
+        raise OptionError(
+            saw=f"{file}, which cannot be read ({error.strerror})",
+            needed="a file that can be read",
+            do="check the path and the permissions of the file",
+        ) from error

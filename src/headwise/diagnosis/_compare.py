@@ -1,0 +1,402 @@
+"""`compare`: whether two attentions are the same function, and if not, why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from headwise.diagnosis.as_run import build_attention_model_as_run
+from headwise.diagnosis.blind_spots import (
+    describe_degenerate_attention,
+    describe_unseen_setting,
+    explain_insensitivity_to_scores,
+    find_unseen_setting_changes,
+)
+from headwise.diagnosis.causes.catalogue import CAUSES
+from headwise.diagnosis.causes.cause import Cause
+from headwise.diagnosis.evidence import ExplainedCalls
+from headwise.diagnosis.functions import BlackBoxComparison, compare_functions
+from headwise.diagnosis.inputs import ComparisonInputs, choose_inputs, make_probes, read_inputs
+from headwise.diagnosis.models import compare_runs
+from headwise.diagnosis.pair import compare_gradients
+from headwise.diagnosis.probes import SEED, NamedInputs
+from headwise.diagnosis.results.attention import FunctionComparison
+from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
+from headwise.diagnosis.simulation.gaps import measure_gaps
+from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.stored import (
+    NAMED_LAYERS,
+    WEIGHTS,
+    can_compare_as_weights,
+    compare_stored_weights,
+    load_layer_of_same_number,
+    run_stored_layers,
+)
+from headwise.diagnosis.subjects.adapters import layer_with_adapters
+from headwise.diagnosis.subjects.function import BlackBox, coarser_dtype
+from headwise.diagnosis.subjects.modules import read_attention_modules
+from headwise.diagnosis.subjects.native import NativeSubject
+from headwise.diagnosis.subjects.recording import Recording, is_recording
+from headwise.diagnosis.subjects.run import ModelRun, read_vocabulary_size, run_model
+from headwise.diagnosis.subjects.subject import (
+    Subject,
+    describe_dropout_difference,
+    require_finite_weights,
+)
+from headwise.diagnosis.subjects.torch_layer import TorchSubject
+from headwise.diagnosis.subjects.transformers import TransformersSubject, is_transformers_attention
+from headwise.errors import OptionError
+from headwise.layers.attention import Attention
+
+Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
+UNSTATED = "the layer runs otherwise than its weights and settings state, such as by a hook"
+
+
+def compare(
+    a: Comparable,
+    b: Comparable,
+    inputs: ComparisonInputs | None = None,
+    *,
+    gradients: bool = False,
+) -> Diagnosis:
+    """Say whether two attentions are the same function, and if not, why.
+
+    Both run on the same inputs. Where their outputs differ, each stage of ``b`` is computed from
+    the stages of ``a`` before it, which shows the stages that part by their own doing. A cause is
+    named only where it makes a stage equal to rounding, in every entry.
+
+    Args:
+        a: the attention in doubt: a layer of headwise or torch, a function of (batch, tokens,
+            width) tensors, or a file of activations that were recorded elsewhere (see
+            `headwise.diagnosis.subjects.recording`); weights as a file, folder or state dict
+            are compared with weights, those of a layer or a model too; `headwise.verify` takes
+            counts that no config has. A whole model is compared with a model, or with the path of
+            stored weights, attention by attention.
+        b: the attention that it should equal. Of two functions, the outputs alone are compared.
+        inputs: (batch, tokens, width), or `Inputs`; token ids or keyword arguments of models; None
+            for inputs that headwise makes, which two functions need from you.
+        gradients: compare the gradients of two layers too, if their outputs agree: a `detach()`
+            or another backward pass shows in them alone.
+
+    Returns:
+        The verdict, the causes with their repair, and the evidence. It is true if both are the
+        same function.
+
+    Raises:
+        OptionError: two functions without inputs, or one that fails, has state, or returns NaN;
+            weights or inputs that are not finite; or gradients of other than two layers.
+        ShapeError: the two take tokens of other widths, or there are no tokens.
+    """
+    a, b = layer_with_adapters(a), layer_with_adapters(b)
+    inputs = read_inputs(inputs)
+    if can_compare_as_weights(a, b):
+        _refuse_gradient_comparison("weights", asked=gradients)
+        return compare_stored_weights(a, b)
+    if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
+        _refuse_gradient_comparison("whole models", asked=gradients)
+        return compare_runs(*runs)
+    return _compare_layers(a, b, inputs, gradients=gradients)
+
+
+def _compare_layers(
+    a: Comparable,
+    b: Comparable,
+    inputs: Tensor | Inputs | Mapping[str, Any] | None,
+    *,
+    gradients: bool,
+) -> Diagnosis:
+    _refuse_model_beside_layer("a", a, b)
+    _refuse_model_beside_layer("b", b, a)
+    sides = load_layer_of_same_number(a, b), load_layer_of_same_number(b, a)
+    first, second = _make_subject("a", sides[0]), _make_subject("b", sides[1])
+    require_finite_weights("a", first)
+    require_finite_weights("b", second)
+    probes = choose_inputs(first, second, inputs)
+    if isinstance(first, BlackBox) and isinstance(second, BlackBox):
+        _refuse_gradient_comparison("two functions", asked=gradients)
+        return compare_functions(first, second, probes[0])
+    comparison = Comparison(first, second, probes)
+    return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
+
+
+def _refuse_gradient_comparison(what: str, *, asked: bool) -> None:
+    if asked:
+        raise OptionError(
+            saw=f"gradients=True for {what}",
+            needed="two attention layers",
+            do="compare(a_layer, b_layer, gradients=True)",
+        )
+
+
+def _run_models(
+    a: object, b: object, inputs: Tensor | Mapping[str, Any] | None
+) -> tuple[ModelRun, ModelRun] | None:
+    """Return runs of two models, or of a model and of layers that are stored; None for others."""
+    if _is_whole_model(a, inputs) and _is_whole_model(b, inputs):
+        sizes = [size for model in (a, b) if (size := read_vocabulary_size(model)) is not None]
+        smaller = min(sizes, default=None)
+        return run_model(a, inputs, vocabulary=smaller), run_model(b, inputs, vocabulary=smaller)
+    if _is_whole_model(a, inputs) and isinstance(b, str | Path):
+        run = run_model(a, inputs)
+        return run, run_stored_layers(Path(b), run)
+    if _is_whole_model(b, inputs) and isinstance(a, str | Path):
+        run = run_model(b, inputs)
+        return run_stored_layers(Path(a), run), run
+    return None
+
+
+def _is_whole_model(value: object, inputs: ComparisonInputs | None) -> TypeGuard[nn.Module]:
+    """True for a model of several layers: it takes tokens or keyword arguments, or embeds."""
+    if not isinstance(value, nn.Module) or isinstance(value, NAMED_LAYERS):
+        return False
+    takes_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point()
+    holds_several = sum(isinstance(m, NAMED_LAYERS) for m in value.modules())
+    return (
+        takes_tokens
+        or isinstance(inputs, Mapping)
+        or holds_several > 1
+        or hasattr(value, "get_input_embeddings")
+    )
+
+
+def _refuse_model_beside_layer(name: str, model: object, other: object) -> None:
+    """Raise OptionError for a whole model whose attention the caller meant."""
+    is_layer = isinstance(other, NAMED_LAYERS) or is_transformers_attention(other)
+    if not (is_layer and _is_whole_model(model, None)):
+        return
+    modules = read_attention_modules(model)
+    if not modules:
+        return
+    code = re.sub(r"\.(\d+)", r"[\1]", modules[0].prefix.rstrip("."))
+    raise OptionError(
+        saw=f"{name} is a whole model, {type(model).__name__}, and the other is one layer",
+        needed="two layers, or two models",
+        do=f"give one of its layers, such as {name}={name}.{code}",
+    )
+
+
+def _make_subject(name: str, value: object) -> Subject:
+    if isinstance(value, Attention):
+        return NativeSubject(value)
+    if isinstance(value, nn.MultiheadAttention):
+        return TorchSubject(value)
+    if is_transformers_attention(value):
+        return TransformersSubject(value)
+    if isinstance(value, str | Path) and is_recording(value):
+        return Recording(Path(value))
+    if isinstance(value, WEIGHTS):
+        raise OptionError(
+            saw=f"{name} as weights and the other as what runs",
+            needed="weights on both sides, or a layer of headwise or torch on the other",
+            do=f"build the layer from its tensors: {name}=headwise.Attention.from_layout(state, "
+            'layout="gpt2", num_heads=12)'
+            if isinstance(value, Mapping)
+            else f"load the layer: {name}=headwise.checkpoints.load_attention(path, layer=3)",
+        )
+    if callable(value):
+        return BlackBox(value, kind=type(value).__name__)
+    raise OptionError(
+        saw=f"{name} of type {type(value).__name__}",
+        needed="an attention layer, a function of tensors, or weights",
+        do="headwise.compare(ported_layer, original_layer)",
+    )
+
+
+class Comparison:
+    """Two subjects run on the same inputs.
+
+    The causes are those in ``doubtful``. It is the first subject, or the second where the first
+    alone is known as data. Only ``candidates`` are named.
+    """
+
+    def __init__(
+        self,
+        first: Subject,
+        second: Subject,
+        probes: Sequence[NamedInputs],
+        candidates: Sequence[Cause] = CAUSES,
+    ) -> None:
+        self.first, self.second, self.probes = first, second, probes
+        self.candidates = candidates
+        self.doubtful, self.known = (first, second) if second.model else (second, first)
+        assert self.known.model is not None
+        self.known_calls = [
+            call for probe in probes for call in self.known.record_calls(probe.inputs)
+        ]
+        if isinstance(self.doubtful, Recording):
+            self.doubtful.require_shapes_of(self.known_calls[0])
+        as_run = build_attention_model_as_run(self.known.model, self.known_calls)
+        self.model: AttentionModel = as_run or self.known.model
+        self.runs_as_stated = as_run is not None
+
+    def diagnosis(self) -> Diagnosis:
+        """Return the verdict and its evidence."""
+        calls, names = self._record_doubtful(self.probes)
+        if isinstance(self.doubtful, BlackBox):
+            self.doubtful.require_stateless()
+        side = "first" if self.doubtful is self.first else "second"
+        explained = ExplainedCalls(self.model, calls, names, self.dtype, self.candidates, side)
+        if not explained.outputs_agree and not explained.is_explained_by_one_cause:
+            explained = self._explain_with_roles_swapped(calls, names, explained) or explained
+        verdict, blind = explained.verdict, ""
+        if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():
+            verdict = Verdict.SAME
+        elif verdict.is_same and not self.runs_as_stated:
+            verdict, blind = Verdict.INCONCLUSIVE, UNSTATED
+        if verdict.is_same and not self._settings_and_weights_are_equal():
+            blind = self._blind_spot(verdict, calls)
+            verdict = Verdict.INCONCLUSIVE if blind else verdict
+        if verdict.is_same and not blind:
+            blind = describe_dropout_difference(self.first.dropout, self.second.dropout)
+            verdict = Verdict.INCONCLUSIVE if blind else verdict
+        hidden = verdict.is_same and not self._settings_and_weights_are_equal()
+        comparison = FunctionComparison(
+            kinds=(self.first.kind, self.second.kind),
+            probes=tuple(probe.name for probe in self.probes),
+            seed=SEED,
+            output_gap=explained.output_gap,
+            stages=explained.stage_names,
+            parted=explained.parted_stages,
+            causes=explained.causes,
+            blind=blind,
+            isolated=self._probe_parts_of_function(side) if verdict is Verdict.UNKNOWN else (),
+            tried=0 if explained.has_other_rows else len(self.candidates),
+            unseen=find_unseen_setting_changes(self.model, calls, self.dtype) if hidden else (),
+            unprobed=tuple(self._list_unprobed_arguments()) if hidden else (),
+            gaps=explained.stage_gaps,
+        )
+        return Diagnosis(verdict=verdict, function=comparison)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype whose rounding is allowed: of the doubtful one; the coarser for a function.
+
+        A function may compute in the dtype of the layer that it copies, whatever it returns.
+        """
+        if isinstance(self.doubtful, BlackBox):
+            return coarser_dtype(self.doubtful.dtype, self.known.dtype)
+        return self.doubtful.dtype
+
+    def _record_doubtful(
+        self, probes: Sequence[NamedInputs]
+    ) -> tuple[list[RecordedCall], list[str]]:
+        """Return the calls of the doubtful one on some inputs, and the name of each input."""
+        calls: list[RecordedCall] = []
+        names: list[str] = []
+        for probe in probes:
+            recorded = self.doubtful.record_calls(probe.inputs)
+            calls += recorded
+            names += [probe.name] * len(recorded)
+        if isinstance(self.doubtful, BlackBox):  # whose dtype is known after all calls
+            calls = [replace(call, dtype=self.dtype) for call in calls]
+        return calls, names
+
+    def _list_unprobed_arguments(self) -> Iterator[str]:
+        """Yield the arguments that no input has and one side takes, with the side that does not."""
+        inputs = [probe.inputs for probe in self.probes]
+        arguments = (
+            ("a mask", "takes_mask", any(each.mask is not None for each in inputs)),
+            ("a source", "takes_source", any(each.source is not None for each in inputs)),
+        )
+        for what, attribute, was_given in arguments:
+            takes = [getattr(subject, attribute) for subject in (self.first, self.second)]
+            if any(takes) and not was_given:
+                side = "second" if takes[0] else "first"
+                yield what if all(takes) else f"{what} (the {side} has no argument {what[2:]})"
+
+    def _probe_parts_of_function(self, side: str) -> tuple[str, ...]:
+        """Return what probes of a function say about its parts."""
+        sizes = self.known.input_widths
+        if not isinstance(self.doubtful, BlackBox) or sizes is None:
+            return ()
+        return BlackBoxComparison(self.doubtful, self.model, sizes, side, self.dtype).sentences
+
+    def _explain_with_roles_swapped(
+        self, calls: Sequence[RecordedCall], names: Sequence[str], forward: ExplainedCalls
+    ) -> ExplainedCalls | None:
+        """Return the known calls, explained by the doubtful one where it is known as data too.
+
+        So a part is named that the doubtful one has and the known one lacks. None where that does
+        not explain every difference, by fewer causes than ``forward`` if that explains it too.
+        """
+        model = self.doubtful.model
+        if (
+            model is None
+            or not self.runs_as_stated
+            or measure_gaps(model, calls).cells_beyond_rounding
+        ):
+            return None
+        side = "second" if self.doubtful is self.first else "first"
+        other = ExplainedCalls(
+            model, self.known_calls, names, self.known.dtype, self.candidates, side
+        )
+        is_worse = not forward.search.left.cells_beyond_rounding and len(other.causes) >= len(
+            forward.causes
+        )
+        return None if other.search.left.cells_beyond_rounding or is_worse else other
+
+    def diagnosis_with_gradients(self) -> Diagnosis:
+        """Return the diagnosis; where outputs agree, gradients must agree as well.
+
+        Those of the weights are compared where the weights are the same.
+        """
+        diagnosis = self.diagnosis()
+        if not diagnosis.verdict.is_same:
+            return diagnosis
+        gaps = compare_gradients(
+            self.first,
+            self.second,
+            [probe.inputs for probe in self.probes if not probe.inputs.steps],
+            with_weights=diagnosis.verdict is not Verdict.OTHER_WEIGHTS,
+        )
+        assert diagnosis.function is not None
+        agree = all(gap.is_rounding for gap in gaps)
+        return replace(
+            diagnosis,
+            verdict=diagnosis.verdict if agree else Verdict.UNKNOWN,
+            function=replace(diagnosis.function, gradients=gaps),
+        )
+
+    def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
+        """Return the reason why these inputs could not show a difference; "" if they could."""
+        if blind := explain_insensitivity_to_scores(self.model, calls, self.dtype):
+            return blind
+        reason = describe_unseen_setting(self.first.model, self.second.model, calls, self.dtype)
+        is_doubtful = verdict is Verdict.OTHER_WEIGHTS or self._settings_differ()
+        if is_doubtful and not self._outputs_agree_on_probes():
+            elsewhere = "outputs agree on these inputs and differ on those that headwise makes"
+            reason = reason or describe_degenerate_attention(self.model, calls)
+            return "; ".join(filter(None, [reason, elsewhere]))
+        return reason
+
+    def _settings_differ(self) -> bool:
+        """True if both are known as data and their settings differ."""
+        first, second = self.first.model, self.second.model
+        if first is None or second is None:
+            return False
+        return not replace(first, weights={}).is_equal(replace(second, weights={}))
+
+    def _outputs_agree_on_probes(self) -> bool:
+        """True if outputs agree on headwise's own inputs, or cannot be had."""
+        sizes = self.known.input_widths
+        if isinstance(self.doubtful, Recording) or sizes is None:
+            return True
+        calls, names = self._record_doubtful(make_probes([self.first, self.second], sizes))
+        return ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
+
+    def _is_bitwise(self) -> bool:
+        single = [probe.inputs for probe in self.probes if not probe.inputs.steps]
+        pairs = ((self.first.output(inputs), self.second.output(inputs)) for inputs in single)
+        return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+    def _settings_and_weights_are_equal(self) -> bool:
+        """True if both are known as data and have the same settings and numbers."""
+        first, second = self.first.model, self.second.model
+        return first is not None and second is not None and first.is_equal(second)

@@ -1,0 +1,333 @@
+"""Causes in the axes: heads split, merged, counted or repeated otherwise, batch as tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
+from headwise.diagnosis.causes.moved import MovedProjectionsCause
+from headwise.diagnosis.simulation.model import BEFORE, AttentionModel, ForcedStage
+from headwise.layers.distance import alibi_slopes
+
+
+class SplitWithoutTransposeCause(Cause):
+    """The projection (batch, length, heads * d) is viewed as (batch, heads, length, d).
+
+    The view keeps the order of memory. Head 0 then holds the first tokens, with all their channels.
+    With one head, or one token, the two are equal.
+
+    Wrong:
+        q = wq(x).view(batch, heads, length, d)
+
+    Right:
+        q = wq(x).view(batch, length, heads, d).transpose(1, 2)
+
+    Repair:
+        View first as (batch, length, heads, d), then transpose.
+
+    Confused with:
+        merge without transpose: code that splits so often merges so.
+        number of heads: for one token, where every split is the same.
+    """
+
+    name: ClassVar[str] = "split without transpose"
+    symptom: ClassVar[str] = (
+        "Heads mix tokens: q, k, v were split by view(batch, heads, length, d) without a transpose"
+    )
+    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the view of q, of k, of v, and of several."""
+        for roles in ("qkv", "qk", "q", "k", "v"):
+            model = evidence.model
+            for role in roles:
+                model = model.with_stage_function(role, _view_as_heads)
+            names = ", ".join(roles)
+            yield Variant(model, {"roles": names}, "view(batch, length, heads, d).transpose(1, 2)")
+
+
+def _view_as_heads(forced: ForcedStage) -> Tensor:
+    split = forced.usual_result()
+    joined = split.transpose(1, 2).flatten(2)
+    return joined.reshape(split.shape)
+
+
+class MergeWithoutTransposeCause(Cause):
+    """Head outputs (batch, heads, length, d) are viewed as (batch, length, heads * d).
+
+    The view keeps the order of memory: head 0 of all tokens first. Training adapts to it, so a copy
+    task still trains. A checkpoint of a right layer gives gibberish. With one head, or one token,
+    the two are equal.
+
+    Wrong:
+        outputs.reshape(batch, length, heads * d)
+
+    Right:
+        outputs.transpose(1, 2).reshape(batch, length, heads * d)
+
+    Repair:
+        Transpose heads and length before the reshape.
+
+    Confused with:
+        split without transpose: if both are wrong, tokens are mixed before and after attention.
+    """
+
+    name: ClassVar[str] = "merge without transpose"
+    symptom: ClassVar[str] = (
+        "Outputs mix tokens: heads were joined by view or reshape without a transpose"
+    )
+    stages: ClassVar[tuple[str, ...]] = ("output",)
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return the output projection of the view."""
+        model = evidence.model.with_stage_function("output", _project_unmerged_heads)
+        yield Variant(model, {}, "outputs.transpose(1, 2).flatten(2)")
+
+
+def _project_unmerged_heads(forced: ForcedStage) -> Tensor:
+    heads, bias = forced["head outputs"], forced.weight("bo")
+    batch, _, length, _ = heads.shape
+    joined = heads.reshape(batch, length, -1)
+    projected = joined @ forced.model.weights["wo"].flatten(0, 1)
+    return projected if bias is None else projected + bias
+
+
+class BatchSequenceExchangedCause(Cause):
+    """Tokens of (batch, tokens, width) are read as (tokens, batch, width).
+
+    Token i of a sequence attends to token i of the other sequences. Every shape fits, and one
+    sequence alone gets weights of 1.
+
+    Wrong:
+        nn.MultiheadAttention(width, heads)(x, x, x)
+
+    Right:
+        nn.MultiheadAttention(width, heads, batch_first=True)(x, x, x)
+
+    Repair:
+        Pass `batch_first=True`, or transpose the first two axes before and after the layer.
+
+    Confused with:
+        rotary axis: if only the rotation counts along the batch.
+        softmax axis: if the scores are right and the softmax is over the batch.
+    """
+
+    name: ClassVar[str] = "batch and sequence exchanged"
+    symptom: ClassVar[str] = (
+        "Outputs depend on the other sequences of the batch; one sequence alone ignores its tokens"
+    )
+    stages: ClassVar[tuple[str, ...]] = (
+        "q after rotary",
+        "k after rotary",
+        "scores",
+        "head outputs",
+    )
+    cost: ClassVar[float] = 0.9
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return attention along the batch, with positions of the tokens or of the batch."""
+        calls = evidence.calls
+        if any(call.earlier or call.inputs.source is not None for call in calls):
+            return
+        for by_batch in (("scores",), (), ("q after rotary", "k after rotary", "scores")):
+            model = evidence.model.with_stage_function("head outputs", _head_outputs_along_batch)
+            for stage in self.stages[:3]:
+                if stage == "scores":
+                    model = model.with_stage_function(
+                        stage, partial(_scores_along_batch, stage in by_batch)
+                    )
+                elif stage in by_batch:
+                    model = model.with_stage_function(stage, _rotate_along_batch)
+            yield Variant(model, {}, "batch_first=True, or x.transpose(0, 1) on both sides")
+
+
+def _scores_along_batch(by_batch: bool, forced: ForcedStage) -> Tensor:
+    """Return scores (tokens, heads, batch, batch)."""
+    return _exchange_batch_and_sequence(
+        forced, _positions_in_batch(forced).T if by_batch else None
+    ).usual_result()
+
+
+def _head_outputs_along_batch(forced: ForcedStage) -> Tensor:
+    """Return head outputs of weights (tokens, heads, batch, batch)."""
+    if len(forced["weights"]) != forced.call.inputs.x.shape[1]:
+        return forced.usual_result()
+    return _exchange_batch_and_sequence(forced, None).usual_result().transpose(0, 2)
+
+
+def _rotate_along_batch(forced: ForcedStage) -> Tensor:
+    """Return queries or keys rotated by their place in the batch."""
+    inputs = replace(forced.call.inputs, positions=_positions_in_batch(forced))
+    return replace(forced, call=replace(forced.call, inputs=inputs)).usual_result()
+
+
+def _positions_in_batch(forced: ForcedStage) -> Tensor:
+    """Return the place in the batch as a position, (batch, tokens)."""
+    batch, tokens = forced.call.inputs.x.shape[:2]
+    return torch.arange(batch)[:, None].expand(batch, tokens)
+
+
+def _exchange_batch_and_sequence(forced: ForcedStage, positions: Tensor | None) -> ForcedStage:
+    """Return the stage with what it is made of along the batch; the caller's mask does not fit."""
+    call = forced.call
+    before = [*BEFORE[forced.stage]]
+    stages = {
+        name: forced[name] if name == "weights" else forced[name].transpose(0, 2) for name in before
+    }
+    inputs = replace(
+        call.inputs,
+        x=call.inputs.x.transpose(0, 1),
+        mask=None,
+        positions=call.query_positions.T if positions is None else positions,
+    )
+    return replace(forced, call=replace(call, inputs=inputs, stages=stages))
+
+
+class NumberOfHeadsCause(Cause):
+    """The same projections are split into another number of heads.
+
+    The weights of 8 heads of 64 and of 16 heads of 32 have the same shape. No shape error shows a
+    wrong number, and head_dim is not always width / heads (Mistral-Nemo, Gemma, Qwen3).
+
+    Wrong:
+        head_dim = width // num_heads
+
+    Right:
+        head_dim = config.head_dim
+
+    Repair:
+        Take the numbers of heads and kv heads of the config.
+
+    Confused with:
+        kv heads tiled instead of repeated: if only the number of kv heads differs.
+        split without transpose: both put channels of other heads together.
+    """
+
+    name: ClassVar[str] = "number of heads"
+    symptom: ClassVar[str] = (
+        "Weights load, outputs are wrong, and a test with one head passes: wrong number of heads"
+    )
+    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "scores", "head outputs", "output")
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return every number of heads that divides the projections."""
+        model, settings = evidence.model, evidence.model.settings
+        if not model.replaced.keys() <= {"output"}:
+            return  # a replaced stage keeps its number of heads
+        widths = {role: model.weights[f"w{role}"].flatten(0, 1).shape[0] for role in "qkv"}
+        for heads in range(1, widths["q"] + 1):
+            head_dim, rest = divmod(widths["q"], heads)
+            kv_heads, other = divmod(widths["k"], head_dim) if not rest else (0, 1)
+            if rest or other or not kv_heads or widths["v"] % kv_heads or heads % kv_heads:
+                continue
+            rotary = settings.rotary
+            is_too_wide = rotary and head_dim < rotary.width < model.weights["wq"].shape[1]
+            is_odd = rotary and head_dim % 2
+            if heads == settings.num_heads or is_odd or is_too_wide:
+                continue
+            is_usual = math.isclose(settings.scale, model.weights["wq"].shape[1] ** -0.5)
+            for scale in {head_dim**-0.5 if is_usual else settings.scale, settings.scale}:
+                other_model = _make_model_with_heads(model, heads, kv_heads, scale)
+                if other_model is not None:
+                    repair = f"num_heads={settings.num_heads}"
+                    is_seen = heads == _count_recorded_heads(evidence)
+                    yield Variant(other_model, {"heads": heads}, repair, is_step=is_seen)
+
+
+def _count_recorded_heads(evidence: Evidence) -> int | None:
+    """Return the number of heads of recorded queries; None where they were not recorded."""
+    recorded = (call.stages["q"].shape[1] for call in evidence.calls if "q" in call.stages)
+    return next(recorded, None)
+
+
+def _make_model_with_heads(
+    model: AttentionModel, heads: int, kv_heads: int, scale: float
+) -> AttentionModel | None:
+    """Return the model with its rows in other heads; None where tensors of heads do not fit.
+
+    The logits of sinks are left out: those of other heads are another cause.
+    """
+    counts = {"q": heads, "k": kv_heads, "v": kv_heads, "o": heads}
+    roles = {f"{kind}{role}": role for kind in "wb" for role in counts if kind + role != "bo"}
+    roles |= {f"{role}_norms{bias}": role for role in "qk" for bias in ("", "_bias")}
+    weights = {name: x for name, x in model.weights.items() if name != "sink"}
+    if weights.keys() - roles.keys() - {"bo"}:
+        return None  # the weight of a norm over the channels of a head
+    for name in roles.keys() & weights.keys():
+        weights[name] = weights[name].flatten(0, 1).unflatten(0, (counts[roles[name]], -1))
+    slopes, rotary = model.settings.slopes, model.settings.rotary
+    if slopes is not None:
+        slopes = alibi_slopes(heads).double()
+    if rotary is not None and rotary.width == model.weights["wq"].shape[1]:
+        rotary = replace(rotary, width=weights["wq"].shape[1])
+    changed = replace(model, weights=weights)
+    return changed.with_settings(
+        num_heads=heads, num_kv_heads=kv_heads, scale=scale, slopes=slopes, rotary=rotary
+    )
+
+
+class KVHeadsTiledCause(MovedProjectionsCause):
+    """Query heads share kv heads in the order 0 1 0 1 in place of 0 0 1 1.
+
+    Llama and almost all others repeat each kv head for the query heads of its group. x-transformers
+    and the first ONNX Attention operator tile the kv heads. The two are equal with one kv head, and
+    with as many as heads.
+
+    Wrong:
+        k = k.repeat(1, heads // kv_heads, 1, 1)
+
+    Right:
+        k = k.repeat_interleave(heads // kv_heads, dim=1)
+
+    Repair:
+        Repeat in place of tiling, for keys and for values. Or permute the heads of q and the
+        columns of the output projection: `headwise convert` does so between `x-transformers` and
+        `llama`.
+
+    Confused with:
+        heads permuted: tiled heads are a permutation of q and of the output projection.
+        output heads in another group order: if the queries were permuted already.
+    """
+
+    name: ClassVar[str] = "kv heads tiled instead of repeated"
+    symptom: ClassVar[str] = (
+        "Grouped-query attention is wrong after an ONNX or x-transformers port; multi-head is right"
+    )
+    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "scores", "head outputs", "output")
+    cost: ClassVar[float] = 1.04
+
+    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
+        """Return tiled weights, and tiled heads of keys, of values or of both."""
+        yield from super().variants(evidence)
+        settings = evidence.model.settings
+        if not 1 < settings.num_kv_heads < settings.num_heads:
+            return
+        for stages in (("scores", "head outputs"), ("scores",), ("head outputs",)):
+            model = evidence.model
+            for stage in stages:
+                model = model.with_stage_function(stage, _tile_kv_heads)
+            repair = "k.repeat_interleave(group, dim=heads) in place of k.repeat(group), v likewise"
+            yield Variant(model, {"kv_heads": settings.num_kv_heads}, repair)
+
+
+def _tile_kv_heads(forced: ForcedStage) -> Tensor:
+    """Return a stage whose head h takes kv head h % kv_heads."""
+    settings = forced.settings
+    heads = torch.arange(settings.num_heads)
+    places = heads % settings.num_kv_heads * settings.group + heads // settings.num_kv_heads
+    order = places.argsort()
+    source = "q after rotary" if forced.stage == "scores" else "weights"
+    stages = {**forced.call.stages, source: forced[source][:, order]}
+    model: AttentionModel = forced.model
+    if settings.slopes is not None:
+        model = model.with_settings(slopes=settings.slopes[order])
+    return replace(forced, model=model, call=forced.call.with_stages(stages)).usual_result()[
+        :, places
+    ]

@@ -1,0 +1,314 @@
+"""Comparison of two functions of which nothing but the outputs is known.
+
+Both run on the same input in float32 and in float64. The noise floor of a function is the change of
+its output when the input moves by as much as the results of an attention are rounded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from headwise.diagnosis.probes import SEED, NamedInputs
+from headwise.diagnosis.results.attention import FunctionComparison
+from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
+from headwise.diagnosis.simulation.gaps import absolute_difference
+from headwise.diagnosis.simulation.model import AttentionModel, visible_keys
+from headwise.diagnosis.simulation.rounding import (
+    DRAWS,
+    PERTURBED,
+    Units,
+    allowed_difference,
+    function_share,
+)
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.function import BlackBox
+from headwise.diagnosis.subjects.run import relative_difference_norm
+from headwise.errors import OptionError, ShapeError
+from headwise.function.stages import repeat_kv_heads
+
+STEP = 0.15  # of the input, by which scores become a quarter smaller
+IN_FLOAT64_ALONE = (
+    "in float64 alone they differ by more than rounding: a part computes in float32, or the "
+    "difference is too small for float32"
+)
+MOST = 0.5  # of the queries
+KNOWN_SIDE = (
+    "a layer on one side (headwise.Attention, torch.nn.MultiheadAttention) would add the stage, "
+    "the heads and the cause"
+)
+
+
+def compare_functions(first: BlackBox, second: BlackBox, probe: NamedInputs) -> Diagnosis:
+    """Compare the outputs of two functions on the caller's inputs.
+
+    Raises:
+        OptionError: a function fails on them, in float32 and in float64.
+        ShapeError: their outputs have other shapes.
+    """
+    runs = []
+    for dtype in (torch.float32, torch.float64):
+        pair = _FunctionPair(_in_dtype(first, dtype), _in_dtype(second, dtype), probe.inputs, dtype)
+        with suppress(OptionError):
+            runs += [pair] if pair.outputs else []
+    if not runs:
+        runs = [_FunctionPair(first, second, probe.inputs, probe.inputs.x.dtype)]
+    finer = runs[-1]
+    blind = ""
+    if runs[0].differs:
+        verdict = Verdict.DIFFERENT
+    elif finer.differs:
+        verdict, blind = Verdict.INCONCLUSIVE, IN_FLOAT64_ALONE
+    elif blind := _describe_insensitivity(finer):
+        verdict = Verdict.INCONCLUSIVE
+    else:
+        is_bitwise = all(torch.equal(*run.outputs) for run in runs)
+        verdict = Verdict.SAME if is_bitwise else Verdict.TO_ROUNDING
+    comparison = FunctionComparison(
+        kinds=(first.kind, second.kind),
+        probes=(probe.name,),
+        seed=SEED,
+        output_gap=finer.gap,
+        stages=("output",),
+        blind=blind,
+        isolated=(*map(str, runs), KNOWN_SIDE),
+    )
+    return Diagnosis(verdict=verdict, function=comparison)
+
+
+def _in_dtype(function: BlackBox, dtype: torch.dtype) -> BlackBox:
+    """Return a function to run in a dtype: a module as a copy with weights of that dtype."""
+    called = function.function
+    called = copy.deepcopy(called).to(dtype) if isinstance(called, nn.Module) else called
+    return BlackBox(called, function.kind)
+
+
+@dataclass(frozen=True)
+class _FunctionPair:
+    """Two functions on the same input in a dtype."""
+
+    first: BlackBox
+    second: BlackBox
+    given: Inputs
+    dtype: torch.dtype
+
+    @property
+    def inputs(self) -> Inputs:
+        source = self.given.source
+        source = None if source is None else source.to(self.dtype)
+        return replace(self.given, x=self.given.x.to(self.dtype), source=source)
+
+    @cached_property
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        """The two outputs in float64."""
+        a, b = (each.output(self.inputs).double() for each in (self.first, self.second))
+        for function in (self.first, self.second):
+            function.require_stateless()
+        if a.shape != b.shape:
+            raise ShapeError(
+                saw=f"outputs of shape {tuple(a.shape)} in a and {tuple(b.shape)} in b",
+                needed="two functions whose outputs have the same shape",
+                do="compare(lambda x: a(x)[0], b, x) selects one output of several",
+            )
+        return a, b
+
+    @property
+    def gap(self) -> float:
+        """The relative difference of the outputs."""
+        return relative_difference_norm(*self.outputs)
+
+    @cached_property
+    def floors(self) -> tuple[float, float]:
+        """The noise floor of each: the largest absolute change of its output by rounding."""
+        first, second = self.outputs
+        return self._noise_floor(self.first, first), self._noise_floor(self.second, second)
+
+    def _noise_floor(self, function: BlackBox, output: Tensor) -> float:
+        terms, x = sum(self.inputs.x.shape[-2:]), self.inputs.x
+        share = function_share(terms, function.dtype)
+        changes = [
+            (self.run_at(function, PERTURBED.perturb(x, "x", draw, share)) - output).abs().amax()
+            for draw in range(DRAWS)
+        ]
+        last = terms * Units.of(function.dtype).u * output.abs().amax()
+        return float(torch.stack(changes).amax() + last)
+
+    def run_at(self, function: BlackBox, x: Tensor) -> Tensor:
+        """Return the output of a function at other tokens, in float64."""
+        return function.output(replace(self.inputs, x=x.to(self.dtype))).double()
+
+    @property
+    def differs(self) -> bool:
+        """True if the outputs are apart by more than both noise floors explain."""
+        return bool((absolute_difference(*self.outputs) > sum(self.floors)).any())
+
+    def __str__(self) -> str:
+        apart = float(absolute_difference(*self.outputs).amax())
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"in {dtype} the outputs differ by {self.gap:.2g} of their size, by {apart:.2g} at "
+            f"most; rounding explains {sum(self.floors):.2g}"
+        )
+
+
+def _describe_insensitivity(pair: _FunctionPair) -> str:
+    """Return the reason why other scores would not change the outputs; "" if they would.
+
+    Along a line of inputs the output of an attention bends where its weights change. Where each
+    query gives all its weight to one key, or all values are equal, it is straight.
+    """
+    x, keys = pair.inputs.x, pair.inputs.key_source
+    # Smaller tokens keep the largest score of a query. A norm may undo that; tokens that are mixed
+    # with those before them pass it, but may have another largest score. Their step is as far above
+    # rounding as its square, by which the output bends.
+    step = function_share(sum(x.shape[-2:]), pair.second.dtype) ** 0.25
+    steps = -STEP * x, step * x.roll(1, 1)
+    if any(float(_bends(pair, each).double().mean()) > MOST for each in steps):
+        return ""
+    if keys.shape[1] == 1:
+        return "one key: its weight is 1 whatever the scores are"
+    if torch.equal(keys, keys[:, :1].expand_as(keys)):
+        return "equal tokens: all values are equal, so weights change nothing"
+    return "saturated: other scores do not change the outputs, as if each query had one key"
+
+
+def _bends(pair: _FunctionPair, step: Tensor) -> Tensor:
+    """Return True for each query whose output bends along two steps from the input."""
+    start, floor = pair.outputs[1], pair.floors[1]
+    near, far = (pair.run_at(pair.second, pair.inputs.x + n * step) for n in (1, 2))
+    return ((start - 2 * near + far).abs() > 4 * floor).any(-1)
+
+
+TOKENS, BATCH = 6, 8
+MOST_WEIGHTS = 5  # tokens whose weights are computed from outputs
+TOKENS_SEED = 1
+UNIT = 2.0**-8  # of which all entries are multiples, so that their sums are exact in float32
+
+
+@dataclass(frozen=True, eq=False)
+class BlackBoxComparison:
+    """A function beside the model that it should equal.
+
+    Attributes:
+        function: the function.
+        model: the model.
+        widths: of tokens and of the source.
+        side: of the function, "first" or "second".
+        dtype: of the arithmetic, whose rounding is allowed.
+    """
+
+    function: BlackBox
+    model: AttentionModel
+    widths: tuple[int, int]
+    side: str
+    dtype: torch.dtype
+
+    @cached_property
+    def sentences(self) -> tuple[str, ...]:
+        """A sentence of each probe, without those on which the function fails."""
+        sentences: list[str] = []
+        with suppress(OptionError):
+            sentences += self._compare_visible_keys()
+        with suppress(OptionError):
+            sentences += self._compare_one_token()
+        return tuple(sentences)
+
+    @property
+    def _is_cross_attention(self) -> bool:
+        return self.widths[0] != self.widths[1]
+
+    def _compare_one_token(self) -> Iterator[str]:
+        """Compare the outputs for one key, and then the weights for several."""
+        if "sink" in self.model.weights:  # a share of the weight has no value
+            return
+        source = (
+            _draw_token_vectors(BATCH, 1, self.widths[1], TOKENS_SEED + 1)
+            if self._is_cross_attention
+            else None
+        )
+        inputs = Inputs(_draw_token_vectors(BATCH, 1, self.widths[0], TOKENS_SEED), source)
+        output, predicted, bound = self._run_both_with_bound(inputs)
+        if predicted.shape != output.shape:
+            yield f"outputs of the {self.side} have another width"
+        elif bool((absolute_difference(predicted, output) > bound).any()):
+            gap = float((predicted - output).norm() / predicted.norm())
+            yield (
+                f"with one token, which has all the weight, the outputs differ by {gap:.2g}: look "
+                "at values, the output projection and what is around the attention first"
+            )
+        else:
+            yield (
+                "with one token, which has all the weight, the outputs agree: values and the "
+                "output projection are right, and the scores or the weights differ"
+            )
+            yield from self._compare_recovered_attention_weights()
+
+    def _compare_visible_keys(self) -> Iterator[str]:
+        """Compare the pairs of a query and another token that it sees."""
+        if self._is_cross_attention:
+            return
+        x = _draw_token_vectors(1, TOKENS, self.widths[0], TOKENS_SEED)
+        moved = x.repeat(TOKENS, 1, 1)
+        places = torch.arange(TOKENS)
+        moved[places, places] = _draw_token_vectors(1, TOKENS, self.widths[0], TOKENS_SEED + 1)[0]
+        output, predicted, bound = self._run_both_with_bound(Inputs(torch.cat([x, moved])))
+        if predicted.shape != output.shape:
+            return
+        seen, known = (
+            ((y[1:] - y[:1]).abs() > 2 * bound.amax()).any(-1).T for y in (output, predicted)
+        )  # (queries, keys)
+        call = RecordedCall(Inputs(x), {})
+        visible = visible_keys(self.model.prepare_stage("scores", call))[0].any(0)
+        others = ~torch.eye(TOKENS, dtype=torch.bool)
+        if bool((known & others).any()) and not bool((seen & others).any()):
+            yield f"each output of the {self.side} depends on its own token alone: it mixes none"
+        # A change that rounding would hide in the model says nothing where it is missing.
+        elif wrong := (((seen & ~visible) | (known & ~seen)) & others).nonzero().tolist():
+            query, key = wrong[0]
+            verb = "sees" if seen[query, key] else "does not see"
+            more = f", and so for {len(wrong) - 1} more pairs" if len(wrong) > 1 else ""
+            yield f"query {query} of the {self.side} {verb} key {key}{more}"
+
+    def _compare_recovered_attention_weights(self) -> Iterator[str]:
+        """Compute the weights of each head from outputs, and compare them."""
+        weights = self.model.weights
+        heads, value_dim, out_dim = weights["wo"].shape
+        tokens = min(value_dim - 1, out_dim // heads, MOST_WEIGHTS)
+        if tokens < 2 or self._is_cross_attention:
+            return
+        inputs = Inputs(_draw_token_vectors(BATCH, tokens, self.widths[0], TOKENS_SEED + 2))
+        output, _, bound = self._run_both_with_bound(inputs)
+        run = self.model.predict_all_stages(RecordedCall(inputs, {}))
+        values = repeat_kv_heads(run["v"], heads=heads)
+        parts = torch.einsum("bhjd,hdo->bohj", values, weights["wo"]).flatten(2)
+        inverse = torch.linalg.pinv(parts)
+        rest = output if "bo" not in weights else output - weights["bo"]
+        weights_shown, error = (
+            torch.einsum("bwo,bqo->bwq", matrix, x).unflatten(1, (heads, tokens)).mT
+            for matrix, x in ((inverse, rest), (inverse.abs(), bound))
+        )
+        apart = ((weights_shown - run["weights"]).abs() > error).flatten(2).any(2).any(0)
+        numbers = apart.nonzero().flatten().tolist()
+        if numbers:
+            nouns = "head" if len(numbers) == 1 else "heads"
+            listed = f"{nouns} {', '.join(map(str, numbers))}"
+            listed = "all heads" if len(numbers) == heads else listed
+            yield f"weights, computed from outputs of {tokens} tokens, differ in {listed}"
+
+    def _run_both_with_bound(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output of the function, that of the model, and what rounding explains."""
+        output = self.function.output(inputs)
+        forced = self.model.prepare_stage("output", RecordedCall(inputs, {}, self.dtype))
+        return output.double(), forced.compute_stage(), allowed_difference(forced)
+
+
+def _draw_token_vectors(batch: int, tokens: int, width: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, tokens, width, generator=generator)
+    return (x / UNIT).round() * UNIT

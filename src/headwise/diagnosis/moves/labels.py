@@ -1,0 +1,288 @@
+"""Labels of rows: equal labels for equal numbers, or for numbers that are equal up to rounding."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.moves.heads import MatrixMap, transpose_into_same_shape
+from headwise.diagnosis.moves.rows import Rows, RowSizes
+
+_BLOCK = 1 << 20  # entries that are widened to int64 at a time
+_SEED = 16
+_MULTIPLIER = -7046029254386353131
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def make_hash_multipliers(count: int, seed: int = 0) -> Tensor:
+    """Return random odd numbers to multiply bits by, the first ones equal for every count.
+
+    Returns:
+        (count), int64.
+    """
+    generator = torch.Generator().manual_seed(_SEED + seed)
+    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
+
+
+def mix_bits(labels: Tensor) -> Tensor:
+    """Return labels whose bits depend on all bits of the given ones."""
+    labels = (labels ^ (labels >> 29)) * _MULTIPLIER
+    return (labels ^ (labels >> 32)) * _MULTIPLIER
+
+
+def read_bits(x: Tensor) -> Tensor:
+    """Return the bits of each entry as integers; -0 counts as 0."""
+    whole = (x + 0.0).contiguous() if x.dtype.itemsize > 1 else x.contiguous()
+    return whole.view(_INTEGERS[x.dtype.itemsize])
+
+
+def hash_rows(rows: Tensor) -> Tensor:
+    """Return one hash for each row.
+
+    Args:
+        rows: (rows, columns).
+
+    Returns:
+        (rows), int64.
+    """
+    count, columns = rows.shape
+    weights, labels = make_hash_multipliers(columns), torch.zeros(count, dtype=torch.int64)
+    step = max(1, _BLOCK // max(1, columns))
+    for start in range(0, count, step):
+        bits = read_bits(rows[start : start + step]).to(torch.int64)
+        labels[start : start + step] = (bits * weights).sum(1)
+    return mix_bits(labels)
+
+
+def hash_columns(rows: Tensor) -> Tensor:
+    """Return one hash for each column, the one that `hash_rows` has for it as a row.
+
+    Args:
+        rows: (rows, columns).
+
+    Returns:
+        (columns), int64.
+    """
+    count, columns = rows.shape
+    weights, labels = make_hash_multipliers(count), torch.zeros(columns, dtype=torch.int64)
+    step = max(1, _BLOCK // max(1, columns))
+    for start in range(0, count, step):
+        bits = read_bits(rows[start : start + step]).to(torch.int64)
+        labels += (bits * weights[start : start + step, None]).sum(0)
+    return mix_bits(labels)
+
+
+def hash_label_sequences(labels: Tensor, weights: Tensor) -> Tensor:
+    """Return one hash for each sequence of labels.
+
+    Args:
+        labels: (sequences, rows), int64.
+        weights: (rows), int64; 0 for a row that does not count.
+
+    Returns:
+        (sequences), int64.
+    """
+    return (labels * weights).sum(-1)
+
+
+@dataclass
+class Labelled:
+    """Labels of the rows of each role, and of the rows of its matrix read with exchanged axes.
+
+    Attributes:
+        sizes: of the rows.
+        plain: (rows of all roles), int64.
+        matrix_maps: the maps of matrices that can be asked about.
+        by_map: role, and whether the map is reversed -> the labels of the role after it.
+    """
+
+    sizes: RowSizes
+    plain: Tensor
+    by_map: Mapping[tuple[str, bool], Tensor] = field(default_factory=dict)
+
+    def labels_after_map(self, matrix_map: MatrixMap, *, undone: bool = False) -> Tensor:
+        """Return the labels of all rows after a map of matrices, or before it.
+
+        Returns:
+            (rows of all roles), int64.
+        """
+        labels, spans = self.plain.clone(), self.sizes.spans()
+        for role in matrix_map.roles:
+            labels[spans[role]] = self.by_map[role, matrix_map.is_reversed != undone]
+        return labels
+
+
+def label_rows_by_bits(
+    rows: Rows, sizes: RowSizes, *, matrices: bool, given: Rows | None = None
+) -> Labelled:
+    """Return labels of the bits of the weights.
+
+    Args:
+        rows: the projections.
+        sizes: of them.
+        matrices: True to label matrices that are read with exchanged axes as well.
+        given: the rows with matrices transposed, if they cannot be computed.
+    """
+    plain = torch.cat([hash_rows(rows.matrix_of_role(role)) for role in sizes.roles])
+    by_map = {}
+    if given is not None:
+        by_map = {(role, False): hash_rows(given.matrix_of_role(role)) for role in given.roles}
+        return Labelled(sizes, plain, by_map)
+    for role in sizes.roles if matrices else ():
+        matrix = rows.matrix_of_role(role)
+        for is_reversed in (False, True):
+            if matrix.shape[0] == matrix.shape[1]:
+                by_map[role, is_reversed] = hash_columns(matrix)
+            else:
+                by_map[role, is_reversed] = hash_rows(
+                    transpose_into_same_shape(matrix, is_reversed=is_reversed)
+                )
+    return Labelled(sizes, plain, by_map)
+
+
+def list_matrix_maps(rows: Rows, sizes: RowSizes, given: Rows | None = None) -> list[MatrixMap]:
+    """Return the maps of matrices for these rows, those of the fewest roles first.
+
+    Args:
+        rows: the projections.
+        sizes: of them.
+        given: the rows with matrices transposed, if they cannot be computed.
+    """
+    square = [
+        r for r in sizes.roles if rows.matrix_of_role(r).shape[0] == rows.matrix_of_role(r).shape[1]
+    ]
+    if given is not None:
+        square = [role for role in sizes.roles if role in given.roles]
+    maps = [
+        MatrixMap(roles, is_square=True, given=given)
+        for count in range(1, len(square) + 1)
+        for roles in combinations(square, count)
+    ]
+    for role in sizes.roles if given is None else ():
+        if role not in square and min(rows.matrix_of_role(role).shape) > 1:
+            maps += [MatrixMap((role,), is_square=False, is_reversed=x) for x in (False, True)]
+    return maps
+
+
+DIMENSIONS = 64
+LEAST_COSINE = 0.95
+_ROWS_AT_ONCE = 1024
+_ZERO = -1  # label of a row of zeros
+_UNKNOWN = -2  # the first label of rows that are near to none
+_SAME = 1e-13  # 1 - cosine of rows that are parallel in float64
+_WIDEST = 1e-2  # the largest distance at which right rows can count as parallel
+
+
+def label_near_rows(
+    a: Rows, b: Rows, sizes: RowSizes, matrix_maps: Sequence[MatrixMap]
+) -> tuple[Labelled, Labelled]:
+    """Return labels of a's and of b's rows, as they are and with matrices read otherwise."""
+    asked = {(m.roles, m.is_reversed): m for m in matrix_maps if len(m.roles) == 1}
+    sides: list[dict[tuple[str, bool | None], Tensor]] = []
+    for rows in (a, b):
+        parts: dict[tuple[str, bool | None], Tensor] = {
+            (r, None): rows.matrix_of_role(r) for r in sizes.roles
+        }
+        for ([role], is_reversed), matrix_map in asked.items():
+            if rows is b:
+                parts[role, is_reversed] = matrix_map.apply(rows).matrix_of_role(role)
+            elif matrix_map.given is None:
+                parts[role, not is_reversed] = matrix_map.undo(rows).matrix_of_role(role)
+        sides.append(parts)
+    ours, theirs = sides
+    labels_a, labels_b = _label_parts(ours, theirs)
+    return _collect_labels(labels_a, sizes), _collect_labels(labels_b, sizes)
+
+
+def _collect_labels(labels: dict[tuple[str, bool | None], Tensor], sizes: RowSizes) -> Labelled:
+    plain = torch.cat([labels[role, None] for role in sizes.roles])
+    by_map = {(role, way): x for (role, way), x in labels.items() if way is not None}
+    return Labelled(sizes, plain, by_map)
+
+
+_Parts = dict[tuple[str, bool | None], Tensor]
+
+
+def _label_parts(ours: _Parts, theirs: _Parts) -> tuple[_Parts, _Parts]:
+    """Return labels of each part of both sides; parts of other widths share none."""
+    by_width: dict[int, list[list[tuple[str, bool | None]]]] = defaultdict(lambda: [[], []])
+    for side, parts in enumerate((ours, theirs)):
+        for key, part in parts.items():
+            by_width[part.shape[1]][side].append(key)
+    labels: tuple[_Parts, _Parts] = ({}, {})
+    start = 0
+    for width, keys in by_width.items():
+        directions = [
+            _project_and_normalise_rows([parts[key] for key in keys[side]], width)
+            for side, parts in enumerate((ours, theirs))
+        ]
+        nearest = label_nearest_directions(*directions, start=start)
+        start += len(directions[1]) + len(directions[0])
+        for side, parts in enumerate((ours, theirs)):
+            lengths = [len(parts[key]) for key in keys[side]]
+            labels[side].update(zip(keys[side], nearest[side].split(lengths), strict=True))
+    return labels
+
+
+def _project_and_normalise_rows(parts: list[Tensor], columns: int) -> Tensor:
+    """Return rows of length 1 in at most 64 dimensions; rows of zeros stay zero."""
+    if not parts:
+        return torch.zeros(0, min(columns, DIMENSIONS), dtype=torch.float64)
+    projection = None
+    if columns > DIMENSIONS:
+        generator = torch.Generator().manual_seed(columns)
+        projection = torch.randn(columns, DIMENSIONS, generator=generator, dtype=torch.float64)
+    projected = []
+    for part in parts:
+        for block in part.split(_ROWS_AT_ONCE):
+            rows = block.to(torch.float64)
+            largest = rows.abs().amax(1, keepdim=True)
+            rows = rows / largest.where(largest > 0, 1.0)
+            projected.append(rows if projection is None else rows @ projection)
+    return torch.nn.functional.normalize(torch.cat(projected), dim=1)
+
+
+def label_nearest_directions(
+    ours: Tensor, theirs: Tensor, *, start: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return labels of directions; equal labels for those that are parallel.
+
+    Args:
+        ours: (rows, dimensions), of length 1 or 0.
+        theirs: (right rows, dimensions), likewise.
+        start: the first label.
+    """
+    nearest, apart = _find_nearest_rows(ours, theirs)
+    known = apart < 1 - LEAST_COSINE
+    noise = float(apart[known].quantile(0.9)) if bool(known.any()) else 0.0
+    parallel = min(_WIDEST, max(_SAME, 4 * noise))
+    first = torch.arange(len(theirs))
+    for place in range(0, len(theirs), _ROWS_AT_ONCE):
+        block = theirs[place : place + _ROWS_AT_ONCE]
+        same = 1 - (block @ theirs.T).abs() <= parallel
+        # The first of all parallel rows stands for them.
+        first[place : place + len(block)] = same.to(torch.uint8).argmax(1)
+    right = first + start
+    right[~theirs.any(1)] = _ZERO
+    unknown = _UNKNOWN - start - torch.arange(len(ours))
+    found_in = right[nearest] if len(theirs) else unknown
+    labels = found_in.where(known, unknown)
+    labels[~ours.any(1)] = _ZERO
+    return labels, right
+
+
+def _find_nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the nearest right row of each row, and 1 - |cosine|."""
+    nearest = torch.zeros(len(ours), dtype=torch.int64)
+    apart = torch.ones(len(ours), dtype=torch.float64)
+    for place in range(0, len(ours) if len(theirs) else 0, _ROWS_AT_ONCE):
+        block = ours[place : place + _ROWS_AT_ONCE]
+        best = (block @ theirs.T).abs().max(1)
+        nearest[place : place + len(block)] = best.indices
+        apart[place : place + len(block)] = 1 - best.values
+    return nearest, apart

@@ -1,0 +1,155 @@
+"""Moves between two sets of canonical weights of one attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from headwise.diagnosis.moves.biases import BiasCleared
+from headwise.diagnosis.moves.changes import default_tolerance, largest_residual
+from headwise.diagnosis.moves.find import find_moves
+from headwise.diagnosis.moves.initial import recognise_initialisation
+from headwise.diagnosis.moves.maps import MapName
+from headwise.diagnosis.moves.move import Move, MoveReport
+from headwise.diagnosis.moves.rows import ROLES, Rows
+from headwise.function.weights import State
+
+OUTPUT_BIAS = "output bias"
+# Two independent draws in bfloat16 agree in less than this share of their entries.
+MOST_EQUAL = 0.05
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """Weights are others, which nothing of the right ones predicts."""
+
+    rows: Rows
+    roles: tuple[str, ...]
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return rows with these weights."""
+        other = {role: self.rows.matrices[role] for role in self.roles}
+        return Rows({**rows.matrices, **other}, rows.biases)
+
+
+def extract_rows(state: State) -> Rows:
+    """Return the rows of canonical weights; the output bias is left out."""
+    return Rows(
+        {role: state[f"w{role}"] for role in ROLES if f"w{role}" in state},
+        {role: state[f"b{role}"] for role in "qkv" if f"b{role}" in state},
+    )
+
+
+def replace_rows(state: State, rows: Rows) -> State:
+    """Return canonical weights whose projections and biases are these rows."""
+    others = {
+        name: x
+        for name, x in state.items()
+        if name not in ("bq", "bk", "bv") and name[1:] not in ROLES
+    }
+    others |= {"bo": state["bo"]} if "bo" in state else {}
+    projections = {f"w{role}": x for role, x in rows.matrices.items()}
+    return {**others, **projections, **{f"b{role}": x for role, x in rows.biases.items()}}
+
+
+def find_state_moves(
+    a: State,
+    b: State,
+    *,
+    rotary_width: int | None = None,
+    was_interleaved: bool = False,
+    tolerance: float | None = None,
+) -> MoveReport:
+    """Return the moves that make canonical weights a from b.
+
+    Fewer kv heads are repeated where the other side has more.
+
+    Args:
+        a: canonical tensors (`headwise.function.weights`) to explain.
+        b: the right ones.
+        rotary_width: rotated channels of a head, if they are known.
+        was_interleaved: see `find_moves`.
+        tolerance: see `find_moves`.
+
+    Raises:
+        ShapeError: the two have other sizes.
+    """
+    ours, theirs = _equalise_kv_heads(extract_rows(a), extract_rows(b))
+    report = find_moves(
+        ours,
+        theirs,
+        rotary_width=rotary_width,
+        was_interleaved=was_interleaved,
+        tolerance=tolerance,
+    )
+    moves = _find_initial_values(report.unexplained, ours, theirs)
+    named = {role for move in moves for role in move.roles}
+    unexplained = [role for role in report.unexplained if role not in named]
+    output_bias = _find_output_bias_move(a.get("bo"), b.get("bo"), tolerance)
+    if isinstance(output_bias, Move):
+        moves.append(output_bias)
+    elif not output_bias:
+        unexplained.append(OUTPUT_BIAS)
+    explained = tuple(role for role in ours.roles if role not in unexplained)
+    return replace(
+        report,
+        moves=(*report.moves, *moves),
+        explained=explained,
+        unexplained=tuple(unexplained),
+    )
+
+
+def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -> list[Move]:
+    """Return the moves of roles that were initialised anew."""
+    fresh: dict[str, list[str]] = {}
+    for role in unexplained:
+        if role not in ours.roles or not _has_few_equal_entries(role, ours, theirs):
+            continue
+        if initialisation := recognise_initialisation(role, ours):
+            fresh.setdefault(initialisation.text, []).append(role)
+    cause = "weights at their initial values"
+    return [
+        Move(MapName(cause, text, tuple(roles)), Replaced(ours, tuple(roles)), parts=("weights",))
+        for text, roles in fresh.items()
+    ]
+
+
+def _has_few_equal_entries(role: str, a: Rows, b: Rows) -> bool:
+    """True if so few entries agree that the matrix may be another draw."""
+    if role not in b.roles or a.matrices[role].shape != b.matrices[role].shape:
+        return True
+    equal = a.matrices[role] == b.matrices[role]
+    return float(equal.double().mean()) < MOST_EQUAL
+
+
+def _equalise_kv_heads(a: Rows, b: Rows) -> tuple[Rows, Rows]:
+    """Return rows with the kv heads of the side with fewer of them repeated."""
+    counts = [x.matrices["k"].shape[0] if "k" in x.matrices else 0 for x in (a, b)]
+    most = max(counts)
+    if min(counts) == most or not min(counts) or most % min(counts):
+        return a, b
+    return _repeat_kv_heads(a, most // counts[0]), _repeat_kv_heads(b, most // counts[1])
+
+
+def _repeat_kv_heads(rows: Rows, times: int) -> Rows:
+    def repeat(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {r: x.repeat_interleave(times, 0) if r in "kv" else x for r, x in parts.items()}
+
+    return rows if times == 1 else Rows(repeat({**rows.matrices}), repeat({**rows.biases}))
+
+
+def _find_output_bias_move(
+    a: Tensor | None, b: Tensor | None, tolerance: float | None
+) -> Move | bool:
+    """Return the move of the output bias; True where it is equal, False where it is another."""
+    if a is None or not bool(a.any()):
+        if b is None or not bool(b.any()):
+            return True
+        cause = "bias missing" if a is None else "bias zero"
+        return Move(MapName(cause, OUTPUT_BIAS, ("o",)), BiasCleared(("o",), a is None))
+    if b is None or a.shape != b.shape:
+        return False
+    limit = default_tolerance(a.dtype, b.dtype) if tolerance is None else tolerance
+    return largest_residual(a, b) <= limit

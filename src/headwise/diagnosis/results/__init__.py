@@ -1,0 +1,1 @@
+"""Results of comparisons and of detection."""

@@ -1,0 +1,315 @@
+"""Result of comparing two attentions as functions: stages, causes, and what they explain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+ALL = 0.999  # of the differences
+MOST_NUMBERS = 12  # of heads or positions, in a sentence
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartedStage:
+    """Stage that differs although the stages before it are the same.
+
+    Attributes:
+        stage: its name.
+        size: the largest relative difference of a head.
+        heads: the heads that part; None where the stage has no heads, or another number of them.
+        probes: the inputs on which it parts.
+        is_explained: True if the named causes explain it.
+        positions: of the tokens at which it parts; None for all.
+        shapes: the heads and channels of the first against those of the second; "" for equal ones.
+    """
+
+    stage: str
+    size: float
+    heads: tuple[int, ...] | None
+    probes: tuple[str, ...]
+    is_explained: bool = False
+    positions: tuple[int, ...] | None = None
+    shapes: str = ""
+
+    def __str__(self) -> str:
+        heads = "" if self.heads is None else f", {_format_noun_with_numbers('head', self.heads)}"
+        heads += f", {self.positions_in_words}" if self.positions_in_words else ""
+        mark = "explained" if self.is_explained else "NOT explained"
+        apart = (
+            f"apart by {self.size:.2g} of its size"
+            if isfinite(self.size)
+            else self.shapes or "of another shape, or not finite in one of the two"
+        )
+        return f"{self.stage}: {apart}{heads}; {mark}"
+
+    @property
+    def positions_in_words(self) -> str:
+        """The positions at which it parts, in words; "" for all."""
+        return "" if not self.positions else _format_noun_with_numbers("position", self.positions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageGaps:
+    """Differences of one stage in one call, head by head.
+
+    Attributes:
+        stage: its name.
+        probe: the input.
+        call: number of the call on this input; those after the first have earlier keys.
+        sizes: the relative difference of each head; one number where the stage has no heads, or
+            where shapes differ, which makes it infinite.
+        shares: likewise, the largest difference as a share of what rounding explains.
+        by_position: the relative difference at each token, 0 where it is rounding; () for a stage
+            that does not part, or has another shape.
+    """
+
+    stage: str
+    probe: str
+    call: int
+    sizes: tuple[float, ...]
+    shares: tuple[float, ...]
+    by_position: tuple[float, ...] = ()
+
+    @property
+    def largest_relative_difference(self) -> float:
+        """The largest relative difference of a head."""
+        return max(self.sizes)
+
+    @property
+    def is_rounding(self) -> bool:
+        """True if rounding explains the differences of all heads."""
+        return max(self.shares) <= 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundCause:
+    """Cause of a difference, with the numbers in the side that has it.
+
+    Attributes:
+        name: the cause.
+        parameters: name -> value in that side.
+        stages: the stages that it explains.
+        heads: the heads that it concerns; None for all.
+        repair: what makes that side equal to the other.
+        equals: other causes that would look the same on these inputs.
+        page: the path of the page about it, a Markdown file in the installed package.
+        side: "first" or "second": the one of the two that departs from the other, which is known
+            as data.
+        share: of the differences of all stages that part, 0 to 1, those that it explains.
+        output_left: the relative difference of the outputs after it and those before it are
+            repaired.
+        partner: the cause without which it explains nothing; "" for none.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    stages: tuple[str, ...]
+    heads: tuple[int, ...] | None
+    repair: str
+    equals: tuple[str, ...]
+    page: str
+    side: str = "first"
+    share: float = 1.0
+    output_left: float = 0.0
+    partner: str = ""
+
+    @property
+    def parameters_in_words(self) -> str:
+        """The parameters in words: ``theta 10000``."""
+        return ", ".join(
+            _format_roles(value) if name == "roles" else f"{name} {_format_parameter(value)}"
+            for name, value in self.parameters.items()
+        )
+
+    @property
+    def heads_in_words(self) -> str:
+        """The heads that it concerns, in words; "" for all."""
+        return "" if self.heads is None else _format_noun_with_numbers("head", self.heads)
+
+    @property
+    def lines(self) -> list[str]:
+        """Sentences about the cause."""
+        where = f", {self.heads_in_words} alone" if self.heads_in_words else ""
+        values = f": {self.parameters_in_words}" if self.parameters_in_words else ""
+        lines = [f"{self.name}{values} in the {self.side}{where}"]
+        lines.append(
+            f"  explains {', '.join(self.stages)} to rounding{self.explained_share_in_words}"
+        )
+        if self.repair:
+            side = "" if self.side == "first" else f" of the {self.side}"
+            lines.append(f"  repair{side}: {self.repair}")
+        if self.equals:
+            lines.append(f"  the same on these inputs: {', '.join(self.equals)}")
+        lines.append(f"  more: {self.page}")
+        return lines
+
+    @property
+    def name_with_equals(self) -> str:
+        """The name, with those of causes that look the same."""
+        return f"{self.name} (or {', '.join(self.equals)})" if self.equals else self.name
+
+    @property
+    def explained_share_in_words(self) -> str:
+        """A clause on the share that it explains; "" if it alone explains everything."""
+        partner = f", but only together with {self.partner}" if self.partner else ""
+        if self.share > ALL:
+            return partner
+        return (
+            f"{partner}: {100 * self.share:.2g} % of the differences of stages; the outputs are "
+            f"then apart by {self.output_left:.2g} of their size"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientGap:
+    """Difference of one gradient, that of a random sum of outputs.
+
+    Attributes:
+        name: "x", "source", or the weights: "wq", "bo".
+        size: norm of the difference over the norm of the second's gradient.
+        allowed: the size that rounding explains: three times that between a run in float32 and one
+            in float64.
+    """
+
+    name: str
+    size: float
+    allowed: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """True if rounding explains the difference."""
+        return self.size <= self.allowed
+
+    def __str__(self) -> str:
+        return (
+            f"gradient of {self.name}: apart by {self.size:.2g} of its size, of which rounding "
+            f"explains {self.allowed:.2g}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionComparison:
+    """Two attentions run on the same inputs, in float64 where that is possible.
+
+    Attributes:
+        kinds: what the two are.
+        probes: the inputs, in words.
+        seed: of random inputs.
+        output_gap: the largest relative difference of the outputs.
+        stages: the stages that were compared.
+        parted: those that differ.
+        causes: the causes, that which explains most first.
+        blind: the reason why the inputs could not show a difference; "" if they could.
+        isolated: what probes say about the parts of a function that no cause explains.
+        tried: number of causes that were tried.
+        unseen: small changes of settings that these inputs could not have shown either, in words.
+        unprobed: arguments that no input had, in words.
+        gaps: the differences of all stages in all calls, also of those that are the same.
+        gradients: the differences of the gradients; () where they were not compared.
+    """
+
+    kinds: tuple[str, str]
+    probes: tuple[str, ...]
+    seed: int
+    output_gap: float
+    stages: tuple[str, ...]
+    parted: tuple[PartedStage, ...] = ()
+    causes: tuple[FoundCause, ...] = ()
+    blind: str = ""
+    isolated: tuple[str, ...] = ()
+    tried: int = 0
+    unseen: tuple[str, ...] = ()
+    unprobed: tuple[str, ...] = ()
+    gaps: tuple[StageGaps, ...] = ()
+    gradients: tuple[GradientGap, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as numbers, texts, lists and dicts, for JSON.
+
+        Numbers that are not finite, which JSON lacks, are None.
+        """
+        fields: dict[str, Any] = _convert_to_json(asdict(self))
+        return fields
+
+    @property
+    def cause_names(self) -> list[str]:
+        """The names of the causes."""
+        return [cause.name for cause in self.causes]
+
+    @property
+    def cause_names_with_equals(self) -> list[str]:
+        """The names of the causes, each with those that look the same."""
+        return [cause.name_with_equals for cause in self.causes]
+
+    @property
+    def shapes(self) -> str:
+        """The first stage with other heads or channels, in words; "" where all are equal."""
+        return next((f"{each.stage} has {each.shapes}" for each in self.parted if each.shapes), "")
+
+    @property
+    def unexplained_places(self) -> list[str]:
+        """The stages that differ without a cause."""
+        return [stage.stage for stage in self.parted if not stage.is_explained]
+
+    @property
+    def lines(self) -> list[str]:
+        """Sentences: what was compared, where it parts, and why."""
+        lines = [f"{self.kinds[0]} against {self.kinds[1]}"]
+        for number, cause in enumerate(self.causes, 1):
+            first, *others = cause.lines
+            lines += [f"  {number}. {first}", *(f"     {line.strip()}" for line in others)]
+        lines += [f"  {stage}" for stage in map(str, self.parted)]
+        lines += [f"  {gap}" for gap in self.gradients if not gap.is_rounding]
+        lines += [f"  {sentence}" for sentence in self.isolated]
+        if self.unexplained_places and self.tried:
+            lines.append(f"  {self.tried} causes were tried, alone and in pairs")
+        lines += [f"  {self.blind}"] if self.blind else []
+        if self.unseen:
+            lines.append(f"  could not have shown {', or '.join(self.unseen)}")
+        if self.unprobed:
+            lines.append(f"  not probed: {', and '.join(self.unprobed)}")
+        lines.append(
+            f"  compared {', '.join(self.stages)} on {len(self.probes)} inputs (seed {self.seed}): "
+            f"{'; '.join(self.probes)}"
+        )
+        if self.gradients:
+            names = ", ".join(gap.name for gap in self.gradients)
+            lines.append(f"  compared the gradients of {names}")
+        return lines
+
+
+def _format_noun_with_numbers(noun: str, numbers: tuple[int, ...]) -> str:
+    """Return "head 3", "heads 2 to 5" or "heads 1, 4 and 9 more"."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return f"{noun} {first}"
+    if numbers == tuple(range(first, last + 1)):
+        return f"{noun}s {first} to {last}"
+    shown = ", ".join(map(str, numbers[:MOST_NUMBERS]))
+    more = len(numbers) - MOST_NUMBERS
+    return f"{noun}s {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _format_roles(roles: str) -> str:
+    """Return ``projections q and k`` for "qk"."""
+    if len(roles) == 1:
+        return f"projection {roles}"
+    return f"projections {', '.join(roles[:-1])} and {roles[-1]}"
+
+
+def _format_parameter(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(_format_parameter, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _convert_to_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _convert_to_json(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_convert_to_json(part) for part in value]
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    return value if isinstance(value, int | str | None) else str(value)

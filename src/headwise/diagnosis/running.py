@@ -1,0 +1,369 @@
+"""Detection of a layout by running a model that has the same weights.
+
+The scores, the values and each head's part of the output projection are captured in every layer of
+the model. A layout fits if a layer made with it computes the same from the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.checkpoints.config import rotary_section_of_layer
+from headwise.checkpoints.options import attention_options, layout_in_layer
+from headwise.diagnosis.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
+from headwise.diagnosis.results.detection import Detection, narrow_detection
+from headwise.errors import HeadwiseError, OptionError, UndecidedError
+from headwise.function.budget import Budget
+from headwise.function.spec import AttentionSpec
+from headwise.function.stages import repeat_kv_heads, split_heads
+from headwise.layers.attention import Attention
+from headwise.layouts._layout import Layout
+from headwise.layouts.modules import NamedModule
+from headwise.layouts.sizes import Sizes
+from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.capture import capture_attention
+from headwise.scanning.inputs import require_finite_parameters
+from headwise.support.modes import evaluation_mode
+
+
+@dataclass(frozen=True, eq=False)
+class FirstCall:
+    """First attention call of one module of a model.
+
+    Attributes:
+        module: the module.
+        name: its name in the model.
+        x: its input.
+        scores: (batch, heads, queries, keys): scale * q.k in float64, before masks and softcaps.
+        values: (batch, heads, keys, value_dim), in float64.
+        out_proj: each head's part of the output projection; None if it was not captured.
+        is_capped: True if the scores have a softcap.
+    """
+
+    module: nn.Module
+    name: str
+    x: Tensor
+    scores: Tensor
+    values: Tensor
+    out_proj: Tensor | None
+    is_capped: bool
+
+    @property
+    def is_over_sequences(self) -> bool:
+        """True if ``x`` is (batch, length, embed_dim) and its tokens attend to each other.
+
+        Layers that cut pictures into windows, or join sequences, have other inputs.
+        """
+        batch, _, queries, keys = self.scores.shape
+        return self.x.dim() == 3 and self.x.shape[:2] == (batch, queries) and queries == keys
+
+
+def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[FirstCall]:
+    """Return the first call of each self-attention module of a model, in the order of the run."""
+    calls: dict[nn.Module, FirstCall] = {}
+
+    def on_complete(call: CapturedCall) -> None:
+        if call.module is None or call.is_cross or call.module in calls:
+            return
+        if call.state is None or call.values is None:
+            return
+        calls[call.module] = FirstCall(
+            module=call.module,
+            name=call.layer,
+            x=call.state,
+            scores=compute_scaled_scores(call.matrix),
+            values=call.values.double(),
+            out_proj=call.out_proj,
+            is_capped=call.matrix.softcap is not None,
+        )
+
+    require_finite_parameters(model)  # NaN agrees with nothing
+    capturing = capture_attention(model, on_complete=on_complete)
+    with torch.no_grad(), evaluation_mode(model), capturing as capture:
+        capture.begin_input()
+        model(**inputs)
+    return list(calls.values())
+
+
+def compute_scaled_scores(matrix: AttentionMatrix) -> Tensor:
+    """Return scale * q.k in float64."""
+    q, k = matrix.q.double(), matrix.k.double()
+    return matrix.scale * q @ repeat_kv_heads(k, heads=q.shape[1]).mT
+
+
+def pair_modules(
+    modules: Iterable[NamedModule], calls: Iterable[FirstCall], state: Mapping[str, Tensor]
+) -> list[tuple[NamedModule, FirstCall]]:
+    """Pair the modules of a checkpoint with the calls of modules that hold the same matrices.
+
+    A module with no equal matrices (other weights, or another layout) is paired by name. If there
+    are no pairs at all, all are paired by order if there are as many modules as calls. Cross
+    attention and modules that did not run have no pair.
+    """
+    unpaired, waiting, pairs = list(calls), [], []
+    for module in modules:
+        call = _find_call_sharing_most_matrices([state[name] for name in module.tensors], unpaired)
+        if call is None:
+            waiting.append(module)
+        else:
+            unpaired.remove(call)
+            pairs.append((module, call))
+    for module in list(waiting):
+        call = next((each for each in unpaired if _has_similar_name(each, module)), None)
+        if call is not None:
+            unpaired.remove(call)
+            waiting.remove(module)
+            pairs.append((module, call))
+    if not pairs and len(waiting) == len(unpaired):
+        return list(zip(waiting, unpaired, strict=True))
+    return pairs
+
+
+def _find_call_sharing_most_matrices(
+    tensors: Iterable[Tensor], calls: Iterable[FirstCall]
+) -> FirstCall | None:
+    """Return the call whose module shares most matrices: some may be the same in all modules."""
+    matrices = [x for x in tensors if x.dim() > 1]
+    shared = {
+        call: sum(
+            any(_is_equal_after_cast(x, p) for p in call.module.parameters()) for x in matrices
+        )
+        for call in calls
+    }
+    most = max(shared.values(), default=0)
+    return next((call for call, count in shared.items() if count == most), None) if most else None
+
+
+def _is_equal_after_cast(x: Tensor, parameter: Tensor) -> bool:
+    if x.shape != parameter.shape:
+        return False
+    # Most matrices differ in the first row, so a large file is read as a whole only once.
+    return torch.equal(x[0].to(parameter.dtype), parameter[0]) and torch.equal(
+        x.to(parameter.dtype), parameter
+    )
+
+
+def _has_similar_name(call: FirstCall, module: NamedModule) -> bool:
+    """True if one name is part of the other: base models omit a prefix."""
+    a, b = f".{call.name}.", "." + module.prefix.rstrip("./") + "."
+    return module.prefix != "" and (a in b or b in a)
+
+
+SCORES, VALUES = "scores", "values"
+USE_REFERENCE = "compare values instead: --reference, the same weights in a known layout"
+
+
+class NotComparedError(NamedTuple):
+    """Reason why a candidate and the model cannot be compared, with the fields of an error."""
+
+    saw: str
+    needed: str
+
+
+def narrow_by_running(
+    detection: Detection,
+    state: Mapping[str, Tensor],
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> Detection:
+    """Return the detection with the candidates whose layers compute the same as the model's.
+
+    Args:
+        detection: by names and shapes.
+        state: the tensors of the checkpoint.
+        model: with the same weights.
+        inputs: keyword arguments of the model, with at least some tens of tokens.
+        config: of the model: the numbers of rotations and norms.
+
+    Raises:
+        OptionError: no self-attention of the model could be captured.
+        UndecidedError: no candidate agrees, and at least one could not be compared: none of its
+            modules was captured, or headwise does not support the model's rotation.
+    """
+    if not (calls := record_first_calls(model, inputs)):
+        raise OptionError(
+            saw="a model in which no self-attention was seen",
+            needed="a model whose attention headwise scan can capture",
+            do=USE_REFERENCE,
+        )
+    groups: list[LayoutGroup] = []
+    refuted = dict(detection.refuted)
+    uncompared: list[tuple[LayoutGroup, NotComparedError]] = []
+    for group in (*detection.candidates, *detection.misplaced):
+        trial = _Trial(group[0], state, calls, config)
+        verdict = trial.find_agreeing_sizes()
+        if isinstance(verdict, NotComparedError):
+            uncompared.append((group, verdict))
+        elif isinstance(verdict, str):
+            refuted |= {each.layout.name: verdict for each in group}
+        else:
+            sized = [each.with_sizes(verdict) for each in group]
+            groups.append(tuple(trial.with_comparison_as_reason(each) for each in sized))
+    for group, why in uncompared:
+        if not groups:
+            raise UndecidedError(
+                saw=f"{' = '.join(each.layout.name for each in group)}, which could not be "
+                f"compared with the model: {why.saw}",
+                needed=why.needed,
+                do=USE_REFERENCE,
+            )
+        refuted |= {each.layout.name: f"not compared: {why.saw}" for each in group}
+    return narrow_detection(detection, groups, refuted, by="behaviour")
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """Comparison of one candidate with the captured calls of the model."""
+
+    candidate: CandidateLayout
+    state: Mapping[str, Tensor]
+    calls: list[FirstCall]
+    config: Mapping[str, Any]
+
+    @cached_property
+    def pair_modules_with_calls(self) -> list[tuple[NamedModule, FirstCall]]:
+        modules = [each for each in self.candidate.modules if each.place.role != "cross"]
+        pairs = pair_modules(modules, self.calls, self.state)
+        return [(module, call) for module, call in pairs if call.is_over_sequences]
+
+    def find_agreeing_sizes(self) -> Sizes | str | NotComparedError:
+        """Return the first sizes that agree; else the first difference, or why none was sought."""
+        first = self.candidate.modules[0]
+        heads = next(
+            (
+                call.scores.shape[1]
+                for module, call in self.pair_modules_with_calls
+                if module is first
+            ),
+            None,
+        )
+        fits = [fit for fit in self.candidate.fits if heads in (None, fit["heads"])]
+        outcomes = [self._compare_with_sizes(fit) for fit in fits]
+        if None in outcomes:
+            return fits[outcomes.index(None)]
+        differences = [outcome for outcome in outcomes if outcome is not None]
+        uncompared = (each for each in differences if isinstance(each, NotComparedError))
+        return next(uncompared, differences[0] if differences else f"the model has {heads} heads")
+
+    def with_comparison_as_reason(self, candidate: CandidateLayout) -> CandidateLayout:
+        """Return a candidate of the same map with the comparison as one more reason."""
+        compared, total = len(self.pair_modules_with_calls), len(candidate.modules)
+        reason = f"behaviour: {compared} of {total} modules compared, alike"
+        return replace(candidate, reasons=(*candidate.reasons, reason))
+
+    def _compare_with_sizes(self, sizes: Sizes) -> str | NotComparedError | None:
+        """Return the first difference, or why a layer cannot be compared; None if all agree."""
+        if not self.pair_modules_with_calls:
+            number = sum(call.is_over_sequences for call in self.calls)
+            return NotComparedError(
+                saw=f"none of its {len(self.candidate.modules)} modules is one of the {number} "
+                "that attend to whole sequences",
+                needed="the same weights, in layers whose input is (batch, length, embed_dim)",
+            )
+        try:
+            outcomes = (
+                self._find_difference(module, call, sizes)
+                for module, call in self.pair_modules_with_calls
+            )
+            return next((outcome for outcome in outcomes if outcome is not None), None)
+        except HeadwiseError as error:
+            return NotComparedError(error.saw, error.needed)
+
+    def _find_difference(
+        self, module: NamedModule, call: FirstCall, sizes: Sizes
+    ) -> str | NotComparedError | None:
+        layout = _layout_without_bias_cap_and_window(
+            self.candidate.layout, self.config, module.layer
+        )
+        layer = self._build_layer(layout, module, _head_counts_of_call(call, sizes))
+        part = _find_differing_stage(layer, self.candidate.layout.function, call)
+        why = self._describe_unknown_rotation(layout, module) if part == SCORES else None
+        if part is None or why is not None:
+            return why
+        return f"{module.prefix}: {part} differ from the model's"
+
+    def _describe_unknown_rotation(
+        self, layout: Layout, module: NamedModule
+    ) -> NotComparedError | None:
+        """Return why different scores decide nothing, if the rotation of the model is unknown."""
+        rotary = layout.function.rotary
+        rotation = rotary_section_of_layer(self.config, module.layer)
+        if rotary is None:
+            return NotComparedError(
+                saw="different scores: neither the layout nor the config says whether it rotates",
+                needed="a layout with a rotation, or rope_parameters in the config",
+            )
+        if rotary != "none" and ("patch_size" in self.config or "mrope_section" in rotation):
+            return NotComparedError(
+                saw="different scores of a vision model that rotates",
+                needed="a rotation by token position: this model may rotate by row and column",
+            )
+        return None
+
+    def _build_layer(self, layout: Layout, module: NamedModule, heads: Sizes) -> Attention:
+        return Attention.from_layout(
+            {
+                local: self.state[name].double()
+                for name, local in module.tensors.items()
+                # A distance bias is added to the scores: see _layout_without_bias_cap_and_window.
+                if layout.patterns[local].tensors != ("distances",)
+            },
+            layout=layout,
+            num_heads=heads["heads"],
+            num_kv_heads=heads["kv_heads"],
+            **attention_options(self.config, layout.function, layer=module.layer),
+        )
+
+
+def _head_counts_of_call(call: FirstCall, sizes: Sizes) -> Sizes:
+    """Return the head counts of a call: they may differ between towers of a model."""
+    call_heads, (heads, kv_heads) = call.scores.shape[1], query_and_kv_head_counts(sizes)
+    return {"heads": call_heads, "kv_heads": max(1, kv_heads * call_heads // heads)}
+
+
+def _layout_without_bias_cap_and_window(
+    layout: Layout, config: Mapping[str, Any], number: int
+) -> Layout:
+    """Return the layout of one layer, without the operations on finished scores."""
+    layout = layout_in_layer(layout, config, number)
+    bare = replace(layout.function, score_bias="none", softcap="none", window="none", clip="none")
+    return replace(layout, function=bare)
+
+
+@torch.no_grad()
+def _find_differing_stage(layer: Attention, spec: AttentionSpec, call: FirstCall) -> str | None:
+    """Return the stage of a layer that differs by more than rounding in the model's dtype."""
+    if spec.softcap is not None and (spec.softcap != "none") != call.is_capped:
+        return "softcaps"
+    if call.out_proj is not None:
+        heads = layer.out_proj.weight.mT.unflatten(0, (layer.num_heads, layer.value_dim))
+        if not torch.equal(heads.to(call.out_proj.dtype), call.out_proj):
+            return "output projections"
+    # transformers rotates and normalises in float32, even if all else is float64.
+    x = call.x.float() if call.x.dtype == torch.float64 else call.x
+    rounded = deepcopy(layer).to(x.dtype)
+
+    def in_dtype_of(x: Tensor) -> Attention:
+        return layer if x.dtype == torch.float64 else rounded
+
+    def scores(x: Tensor) -> Tensor:
+        return compute_scaled_scores(in_dtype_of(x).matrix(x))
+
+    def values(x: Tensor) -> Tensor:
+        v = split_heads(in_dtype_of(x).v_proj(x), heads=layer.num_kv_heads)
+        return repeat_kv_heads(v, heads=call.values.shape[1])  # some models repeat theirs first
+
+    for stage, ours, theirs in ((SCORES, scores, call.scores), (VALUES, values, call.values)):
+        budget = Budget.for_function(ours, x)
+        if budget.exact.shape != theirs.shape or not budget.check(theirs):
+            return stage
+    return None

@@ -1,0 +1,287 @@
+"""Simulated attention: weights, settings, and a function for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.simulation.settings import Settings
+from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
+from headwise.function.stages import repeat_kv_heads
+from headwise.function.weights import State
+
+StageFunction = Callable[["ForcedStage"], Tensor]
+BEFORE: Mapping[str, tuple[str, ...]] = {
+    "q": (),
+    "k": (),
+    "v": (),
+    "q after norm": ("q",),
+    "k after norm": ("k",),
+    "q after rotary": ("q after norm",),
+    "k after rotary": ("k after norm",),
+    "scores": ("q after rotary", "k after rotary"),
+    "weights": ("scores",),
+    "head outputs": ("weights", "v"),
+    "output": ("head outputs",),
+}
+
+
+@dataclass(frozen=True)
+class AttentionModel:
+    """Attention as data, which computes any stage from the recorded stages before it.
+
+    Attributes:
+        settings: sizes, scale, rotation and other settings.
+        weights: canonical tensors in float64 (`headwise.function.weights`).
+        replaced: stage name -> the function that computes it in place of the usual one. It takes
+            the `ForcedStage` stage, whose ``usual()`` is the usual result.
+        of_weights: the model of the stored weights, where the modules of a layer do more than
+            multiply by them; None where they do not.
+    """
+
+    settings: Settings
+    weights: State
+    replaced: Mapping[str, StageFunction] = field(default_factory=dict)
+    of_weights: AttentionModel | None = None
+
+    def with_settings(self, **changes: Any) -> AttentionModel:
+        """Return the model with other settings."""
+        return replace(self, settings=replace(self.settings, **changes))
+
+    def with_rotary(self, **changes: Any) -> AttentionModel:
+        """Return the model with fields of its rotation changed."""
+        return replace(self, settings=self.settings.with_rotary(**changes))
+
+    def with_weights(self, **changes: Tensor | None) -> AttentionModel:
+        """Return the model with other weights; None removes one."""
+        weights = {name: x for name, x in (self.weights | changes).items() if x is not None}
+        return replace(self, weights=weights)
+
+    def with_stage_function(self, stage: str, function: StageFunction) -> AttentionModel:
+        """Return the model with another function for a stage, which may use the one before."""
+        before = self.replaced.get(stage)
+
+        def applied(forced: ForcedStage) -> Tensor:
+            return function(forced if before is None else forced.replace_usual_function(before))
+
+        return replace(self, replaced={**self.replaced, stage: applied})
+
+    def is_equal(self, other: AttentionModel) -> bool:
+        """True if the settings and every tensor are equal, and no stage is replaced."""
+        mine, theirs = (model.weights | model.settings.tensors for model in (self, other))
+        return (
+            not self.replaced
+            and not other.replaced
+            and replace(self.settings, slopes=None) == replace(other.settings, slopes=None)
+            and mine.keys() == theirs.keys()
+            and all(torch.equal(x, theirs[name]) for name, x in mine.items())
+        )
+
+    def predict_stage(self, stage: str, call: RecordedCall) -> Tensor:
+        """Return a stage of the call, computed from the recorded stages before it."""
+        return self.prepare_stage(stage, call).compute_stage()
+
+    def prepare_stage(self, stage: str, call: RecordedCall) -> ForcedStage:
+        """Return a stage of the call, to be computed from the recorded stages before it."""
+        recorded = {name: x for name, x in call.stages.items() if name != stage}
+        return ForcedStage(self, call.with_stages(recorded), stage)
+
+    def predict_all_stages(self, call: RecordedCall) -> dict[str, Tensor]:
+        """Return every stage of the call, computed from its inputs alone."""
+        for stage in STAGES:
+            call = call.with_stages({**call.stages, stage: self.predict_stage(stage, call)})
+        return dict(call.stages)
+
+
+@dataclass(frozen=True)
+class ForcedStage:
+    """A stage of a model that is computed from the recorded stages of a call.
+
+    Recorded stages come from the layer that is examined. A stage that was not recorded is computed
+    by the model.
+    """
+
+    model: AttentionModel
+    call: RecordedCall
+    stage: str
+    substitute: StageFunction | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the model."""
+        return self.model.settings
+
+    def replace_usual_function(self, function: StageFunction) -> ForcedStage:
+        """Return the stage with another function as the usual one."""
+        return replace(self, substitute=function)
+
+    def compute_stage(self) -> Tensor:
+        """Return the stage, which is computed once."""
+        return self._computed_stage
+
+    @cached_property
+    def _computed_stage(self) -> Tensor:
+        function = self.model.replaced.get(self.stage)
+        return self.usual_result() if function is None else function(self)
+
+    def usual_result(self) -> Tensor:
+        """Return the stage by the usual function."""
+        if self.substitute is not None:
+            return self.substitute(replace(self, substitute=None))
+        return USUAL[self.stage](self)
+
+    def __getitem__(self, stage: str) -> Tensor:
+        """Return an earlier stage: as recorded, or else computed by the model."""
+        if stage in self.call.stages:
+            return self.call.stages[stage]
+        return ForcedStage(self.model, self.call, stage).compute_stage()
+
+    def weight(self, name: str) -> Tensor | None:
+        """Return a tensor of the weights, None where the model has none."""
+        return self.model.weights.get(name)
+
+    @property
+    def keys_of_all_calls(self) -> Tensor:
+        """Rotated keys of earlier calls and of this one, (batch, kv_heads, keys, head_dim)."""
+        return self._join_stage_over_calls("k after rotary")
+
+    @property
+    def values_of_all_calls(self) -> Tensor:
+        """Values of earlier calls and of this one, (batch, kv_heads, keys, value_dim)."""
+        return self._join_stage_over_calls("v")
+
+    def _join_stage_over_calls(self, stage: str) -> Tensor:
+        calls = [*self.call.earlier, self.call]
+        return torch.cat([ForcedStage(self.model, call, stage)[stage] for call in calls], 2)
+
+
+# ---- the usual function of each stage ----------------------------------------------------------
+
+
+def project_heads(forced: ForcedStage) -> Tensor:
+    """Return q, k or v: x @ weight + bias for each head."""
+    role, inputs = forced.stage, forced.call.inputs
+    x = inputs.x if role == "q" else inputs.key_source
+    weight, bias = forced.model.weights[f"w{role}"], forced.weight(f"b{role}")
+    projected = torch.einsum("ble,hde->bhld", x.to(weight.dtype), weight)
+    return projected if bias is None else projected + bias[:, None]
+
+
+def normalise_heads(forced: ForcedStage) -> Tensor:
+    """Return queries or keys after a norm before the rotation."""
+    role = forced.stage[0]
+    return _apply_norm_at_place(forced, forced[role], "before")
+
+
+def rotate_heads(forced: ForcedStage) -> Tensor:
+    """Return queries or keys after the rotation and a norm that follows it."""
+    role = forced.stage[0]
+    x, form = forced[f"{role} after norm"], forced.settings.rotary
+    if form is not None:
+        is_query = role == "q"
+        positions = forced.call.query_positions if is_query else forced.call.new_key_positions
+        x = form.rotate(x, positions + (form.q_offset if is_query else form.k_offset))
+    return _apply_norm_at_place(forced, x, "after")
+
+
+def _apply_norm_at_place(forced: ForcedStage, x: Tensor, place: str) -> Tensor:
+    role, norm = forced.stage[0], forced.settings.norm
+    if norm is None or norm.place != place:
+        return x
+    weight, bias = forced.weight(f"{role}_norm"), forced.weight(f"{role}_norm_bias")
+    if weight is None:
+        weight, bias = forced.weight(f"{role}_norms"), forced.weight(f"{role}_norms_bias")
+        weight, bias = (None if each is None else each[:, None] for each in (weight, bias))
+    x = norm.normalise_without_weight(x)
+    x = x if weight is None else x * (norm.weight_offset + weight)
+    return x if bias is None else x + bias
+
+
+def compute_scores(forced: ForcedStage) -> Tensor:
+    """Return the scores, -inf where a key is hidden."""
+    return hide_keys(forced, add_distance_bias(forced, scale_products(forced)))
+
+
+def scale_products(forced: ForcedStage) -> Tensor:
+    """Return scaled and softcapped products of queries and keys."""
+    q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
+    s = q @ repeat_kv_heads(keys, heads=q.shape[1]).mT * settings.scale
+    cap = settings.softcap
+    return s if cap is None else cap * torch.tanh(s / cap)
+
+
+def key_query_distances(call: RecordedCall) -> Tensor:
+    """Return position of the key less that of the query, (batch, 1, queries, keys)."""
+    return (call.key_positions[:, None] - call.query_positions[..., None])[:, None]
+
+
+def add_distance_bias(forced: ForcedStage, s: Tensor) -> Tensor:
+    """Return scores with the bias by distance."""
+    settings, apart = forced.settings, key_query_distances(forced.call)
+    if settings.slopes is not None:
+        s = s - settings.slopes[:, None, None] * apart.abs().to(s.dtype)
+    if settings.buckets is not None:
+        buckets = settings.buckets.bucket_of(apart.flatten()).reshape(apart.shape)
+        s = s + forced.model.weights["distances"][buckets[:, 0]].permute(0, 3, 1, 2)
+    return s
+
+
+def hide_keys(forced: ForcedStage, s: Tensor) -> Tensor:
+    """Return scores with -inf where a key is hidden."""
+    return s.masked_fill(~visible_keys(forced), -torch.inf)
+
+
+def visible_keys(forced: ForcedStage) -> Tensor:
+    """Return True where a query may attend, (batch, 1 or heads, queries, keys)."""
+    call, settings = forced.call, forced.settings
+    ahead = key_query_distances(call)
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    if settings.causal:
+        seen = seen & (ahead <= 0)
+    if settings.window is not None:
+        left, right = settings.window
+        seen = seen if left is None else seen & (ahead >= -left)
+        seen = seen if right is None else seen & (ahead <= right)
+    return seen if call.inputs.mask is None else seen & call.inputs.mask
+
+
+def softmax_scores(forced: ForcedStage) -> Tensor:
+    """Return the weights of the scores; a row without keys is 0."""
+    s, sink = forced["scores"], forced.weight("sink")
+    if sink is not None:
+        column = sink.to(s.dtype)[None, :, None, None].expand(*s.shape[:3], 1)
+        return torch.cat([s, column], -1).softmax(-1)[..., :-1]
+    return s.softmax(-1).nan_to_num(0.0)
+
+
+def mix_values(forced: ForcedStage) -> Tensor:
+    """Return weights @ values for each head."""
+    weights = forced["weights"]
+    return weights @ repeat_kv_heads(forced.values_of_all_calls, heads=weights.shape[1])
+
+
+def project_output(forced: ForcedStage) -> Tensor:
+    """Return the projected head outputs."""
+    heads, bias = forced["head outputs"], forced.weight("bo")
+    projected = heads.transpose(1, 2).flatten(2) @ forced.model.weights["wo"].flatten(0, 1)
+    return projected if bias is None else projected + bias
+
+
+USUAL: Mapping[str, StageFunction] = {
+    "q": project_heads,
+    "k": project_heads,
+    "v": project_heads,
+    "q after norm": normalise_heads,
+    "k after norm": normalise_heads,
+    "q after rotary": rotate_heads,
+    "k after rotary": rotate_heads,
+    "scores": compute_scores,
+    "weights": softmax_scores,
+    "head outputs": mix_values,
+    "output": project_output,
+}

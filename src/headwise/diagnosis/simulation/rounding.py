@@ -1,0 +1,327 @@
+"""Rounding of each stage: the a-priori bounds of the sums and products that make it.
+
+A sum of n products is off by at most n u times the sum of their absolute values, where u is half
+the distance of neighbouring numbers near 1 (Higham 2002, Accuracy and Stability of Numerical
+Algorithms, section 3.1). Products of 16-bit tensors are summed in float32, so that u is that of
+float32 there, and each stored result is off by up to its own U (docs/budget.md). Frequencies of a
+rotation are float32 in most libraries, so an angle is off by its size times the u of float32.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from headwise.diagnosis.simulation.model import (
+    BEFORE,
+    AttentionModel,
+    ForcedStage,
+    key_query_distances,
+)
+from headwise.diagnosis.simulation.settings import Settings
+from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.function.stages import repeat_kv_heads
+
+MOST_KEPT = 1 << 22  # entries of a tensor whose moved copies are kept
+
+
+class PerturbedTensors:
+    """Moved copies of tensors, kept as long as the tensor itself is.
+
+    The causes of a search mostly share the weights and stages of one model.
+    """
+
+    def __init__(self) -> None:
+        self._kept = WeakTensorKeyDictionary()
+
+    def perturb(self, x: Tensor, name: str, draw: int, share: float) -> Tensor:
+        """Return x in float64, each entry times 1 + s, with s uniform from -share to share.
+
+        The draws of a name and a number are the same in every call.
+        """
+        if x.numel() > MOST_KEPT:
+            return _perturb_tensor(x, name, draw, share)
+        copies = self._kept.setdefault(x, {})
+        key = (name, draw, share)
+        if key not in copies:
+            copies[key] = _perturb_tensor(x, name, draw, share)
+        moved: Tensor = copies[key]
+        return moved
+
+
+def _perturb_tensor(x: Tensor, name: str, draw: int, share: float) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {draw}".encode()))
+    shares = torch.rand(x.shape, generator=generator).mul_(2).sub_(1).double()
+    return x.double() * shares.mul_(share).add_(1)
+
+
+# Both sides round, and the frequencies and slopes of both may be float32.
+SIDES = 2
+DRAWS = 3
+DRAWS_OF_STORED = 5  # for stored results: where weights are nearly tied, few draws show it
+STORED_BY_PLAIN_CODE = 17  # results, without a norm, a rotation or a loop over heads
+FAR = 30  # times one draw's change: no three draws differ by as much
+PERTURBED = PerturbedTensors()
+FLOAT32 = torch.finfo(torch.float32).eps / 2
+WEIGHTS_OF = {
+    "q": ("wq", "bq"),
+    "k": ("wk", "bk"),
+    "v": ("wv", "bv"),
+    "q after norm": ("q_norm", "q_norms", "q_norm_bias", "q_norms_bias"),
+    "k after norm": ("k_norm", "k_norms", "k_norm_bias", "k_norms_bias"),
+    "q after rotary": ("q_norm", "q_norms", "q_norm_bias", "q_norms_bias"),
+    "k after rotary": ("k_norm", "k_norms", "k_norm_bias", "k_norms_bias"),
+    "scores": ("distances",),
+    "weights": ("sink",),
+    "output": ("wo", "bo"),
+}
+
+
+class Units(NamedTuple):
+    """Unit roundoffs of a dtype: of sums (u), and of results that are stored (U)."""
+
+    u: float
+    U: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Units:
+        """Return the units of a dtype."""
+        stored = torch.finfo(dtype).eps / 2
+        return cls(min(stored, FLOAT32), stored)
+
+
+def function_share(terms: int, dtype: torch.dtype) -> float:
+    """Return the share by which rounding moves the input of an unknown attention.
+
+    Args:
+        terms: the number of products in its longest sum.
+        dtype: of its arithmetic.
+    """
+    units = Units.of(dtype)
+    stored = math.sqrt(STORED_BY_PLAIN_CODE) * units.U if units.u < units.U else 0.0
+    return terms * units.u + stored
+
+
+def allowed_difference(forced: ForcedStage) -> Tensor:
+    """Return the difference that rounding explains, of the shape of the stage."""
+    units = Units.of(forced.call.dtype)
+    if _can_bound_by_formula(forced):
+        return SIDES * _BOUNDS[forced.stage](forced, units)
+    return SIDES * _largest_change_by_perturbation(forced, units)
+
+
+def _can_bound_by_formula(forced: ForcedStage) -> bool:
+    """True if all that the stage is made of was recorded, in its usual shape."""
+    call, stage = forced.call, forced.stage
+    is_recorded = all(before in call.stages for before in BEFORE[stage])
+    return is_recorded and _recorded_weights_fit_call(call, stage)
+
+
+def _recorded_weights_fit_call(call: RecordedCall, stage: str) -> bool:
+    """False for head outputs whose recorded weights are of other keys or batches than the call."""
+    if stage != "head outputs":
+        return True
+    weights, batch = call.stages["weights"], call.inputs.x.shape[0]
+    return (weights.shape[0], weights.shape[-1]) == (batch, call.key_positions.shape[1])
+
+
+def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
+    """True if a difference is so much larger than rounding that one draw of it says so.
+
+    False where a formula bounds the stage, which costs little.
+    """
+    units = Units.of(forced.call.dtype)
+    if _can_bound_by_formula(forced):
+        return False
+    change = (
+        _change_by_one_perturbation(forced, units, 0).amax()
+        + _count_summed_terms(forced) * units.u * forced.compute_stage().abs().amax()
+    )
+    return bool(apart.amax() > FAR * SIDES * change)
+
+
+def _largest_change_by_perturbation(forced: ForcedStage, units: Units) -> Tensor:
+    """Return the largest change of a stage when all that it is made of changes by n u.
+
+    Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
+    (Higham 2002, section 3.1). Some draws of such factors stand for all. Where results are stored
+    in a narrower dtype than sums are, each of them is moved by that rounding as well.
+    """
+    exact = forced.compute_stage()
+    draws = DRAWS if units.u == units.U else DRAWS_OF_STORED
+    largest = torch.stack(
+        [_change_by_one_perturbation(forced, units, draw).amax() for draw in range(draws)]
+    ).amax()
+    last = _count_summed_terms(forced) * units.u * exact.abs().nan_to_num(0.0, posinf=0.0)
+    return largest.expand_as(exact) + last
+
+
+def _count_summed_terms(forced: ForcedStage) -> int:
+    """Return the number of products in the longest sum."""
+    tensors = (*forced.model.weights.values(), forced.call.inputs.x)
+    return max(sum(x.shape[-2:]) for x in tensors if x.dim() > 1)
+
+
+def _change_by_one_perturbation(forced: ForcedStage, units: Units, draw: int) -> Tensor:
+    """Return the change of a stage when all that it is made of is moved once."""
+    model, call, stage = forced.model, forced.call, forced.stage
+    share = _count_summed_terms(forced) * units.u + (units.U - units.u)
+
+    def moved(x: Tensor, name: str) -> Tensor:
+        return PERTURBED.perturb(x, name, draw, share)
+
+    used, source = _name_used_weights(call, stage), call.inputs.source
+    weights = {name: moved(x, name) if name in used else x for name, x in model.weights.items()}
+    inputs = replace(
+        call.inputs,
+        x=moved(call.inputs.x, "x"),
+        source=None if source is None else moved(source, "source"),
+    )
+    near = replace(call, inputs=inputs, stages={n: moved(x, n) for n, x in call.stages.items()})
+    other = replace(model, weights=weights, settings=_settings_with_float32_angles(model.settings))
+    if units.u < units.U:
+        other = _store_stages(other, units.U, draw)
+    change = other.predict_stage(stage, near) - forced.compute_stage()
+    return change.abs().nan_to_num(0.0, posinf=0.0)
+
+
+def _store_stages(model: AttentionModel, unit: float, draw: int) -> AttentionModel:
+    """Return the model with each stage moved as it is by results that are stored on the way.
+
+    The roundings of k results are independent, and move a stage by sqrt(k) of one.
+    """
+    for stage, count in _count_stored_results(model).items():
+        share, name = math.sqrt(count) * unit, f"stored {stage}"
+
+        def stored(forced: ForcedStage, share: float = share, name: str = name) -> Tensor:
+            return PERTURBED.perturb(forced.usual_result(), name, draw, share)
+
+        model = model.with_stage_function(stage, stored)
+    return model
+
+
+def _count_stored_results(model: AttentionModel) -> dict[str, int]:
+    """Return how many results code without a fused kernel stores on the way to each stage.
+
+    A projection and its bias; the squares, mean, root, product and two more of a norm; cos, sin,
+    two products and a sum of a rotation; the products, scale, bias, mask and distance from the
+    maximum of scores, and three more of a softcap; exp, sum and quotient of a softmax; the heads
+    that are added one by one, and a bias.
+    """
+    settings = model.settings
+    counts = dict.fromkeys(("q", "k", "v"), 2)
+    if settings.norm is not None:
+        counts |= {"q after norm": 6, "k after norm": 6}
+    if settings.rotary is not None:
+        counts |= {"q after rotary": 5, "k after rotary": 5}
+    counts |= {"scores": 5 if settings.softcap is None else 8, "weights": 3, "head outputs": 1}
+    return counts | {"output": 1 + settings.num_heads}
+
+
+def _name_used_weights(call: RecordedCall, stage: str) -> set[str]:
+    """Return names of the weights by which a stage is computed from the recorded ones."""
+    names = {*WEIGHTS_OF.get(stage, ())}
+    for earlier in BEFORE[stage]:
+        if earlier not in call.stages:
+            names |= _name_used_weights(call, earlier)
+    return names
+
+
+def _settings_with_float32_angles(settings: Settings) -> Settings:
+    """Return settings whose angles are off by as much as float32 frequencies make them.
+
+    With theta * (1 + d), pair i turns by e d theta ** -e less, e = 2i / width, which is at most
+    d / (2.718 log(theta)).
+    """
+    if settings.rotary is None:
+        return settings
+    theta = settings.rotary.theta
+    return settings.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
+
+
+def _bound_projection(forced: ForcedStage, units: Units) -> Tensor:
+    role, inputs = forced.stage, forced.call.inputs
+    x = inputs.x if role == "q" else inputs.key_source
+    weight, bias = forced.model.weights[f"w{role}"], forced.weight(f"b{role}")
+    sizes = torch.einsum("ble,hde->bhld", x.double().abs(), weight.abs())
+    sizes = sizes if bias is None else sizes + bias.abs()[:, None]
+    return (x.shape[-1] * units.u + units.U) * sizes
+
+
+def _bound_norm(forced: ForcedStage, units: Units) -> Tensor:
+    x = forced.compute_stage()
+    count = x.shape[1] * x.shape[3]
+    # a mean that is subtracted cancels digits of the largest entry
+    return (count * units.u + 8 * units.U) * x.abs().amax((1, 3), keepdim=True).expand_as(x)
+
+
+def _bound_rotation(forced: ForcedStage, units: Units) -> Tensor:
+    bound = _bound_norm(forced, units)
+    form = forced.settings.rotary
+    if form is None or not form.width:
+        return bound
+    role = forced.stage[0]
+    call, x = forced.call, forced.compute_stage()
+    positions = call.query_positions if role == "q" else call.new_key_positions
+    largest = positions.abs().max() * form.frequencies().max()
+    size = forced[f"{role} after norm"].abs().amax(3, keepdim=True)
+    return bound + (8 * units.U + FLOAT32 * largest) * form.amplitude * size.expand_as(x)
+
+
+def _bound_scores(forced: ForcedStage, units: Units) -> Tensor:
+    q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
+    sizes = q.abs() @ repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.scale)
+    bound = (q.shape[-1] * units.u + 8 * units.U) * sizes
+    scores = forced.compute_stage()
+    if scores.shape == bound.shape:  # numbers that are added to products round at their size
+        bound = bound + 8 * units.U * scores.abs().nan_to_num(0.0, posinf=0.0)
+    if settings.slopes is not None:
+        bias = settings.slopes.abs()[:, None, None] * key_query_distances(forced.call).abs()
+        bound = bound + (8 * units.U + FLOAT32) * bias
+    return bound
+
+
+def _bound_softmax(forced: ForcedStage, units: Units) -> Tensor:
+    s, weights = forced["scores"], forced.compute_stage()
+    seen = s.masked_fill(~s.isfinite(), 0.0)
+    largest = seen.abs().amax(-1, keepdim=True)
+    tiny = torch.finfo(forced.call.dtype).tiny
+    return (s.shape[-1] * units.u + (8 + 4 * largest) * units.U) * weights + tiny
+
+
+def _bound_head_outputs(forced: ForcedStage, units: Units) -> Tensor:
+    weights = forced["weights"]
+    values = repeat_kv_heads(forced.values_of_all_calls, heads=weights.shape[1]).abs()
+    # A fused kernel computes scores and weights again, with a rounding of its own.
+    again = _bound_softmax(replace(forced, stage="weights"), units)
+    again = again + 2 * weights.abs() * _bound_scores(forced, units).amax(-1, keepdim=True)
+    return (weights.shape[-1] * units.u + 2 * units.U) * (weights.abs() @ values) + again @ values
+
+
+def _bound_output(forced: ForcedStage, units: Units) -> Tensor:
+    heads, bias = forced["head outputs"], forced.weight("bo")
+    joined = heads.abs().transpose(1, 2).flatten(2)
+    sizes = joined @ forced.model.weights["wo"].abs().flatten(0, 1)
+    sizes = sizes if bias is None else sizes + bias.abs()
+    return (heads.shape[1] * heads.shape[3] * units.u + 2 * units.U) * sizes
+
+
+_BOUNDS = {
+    "q": _bound_projection,
+    "k": _bound_projection,
+    "v": _bound_projection,
+    "q after norm": _bound_norm,
+    "k after norm": _bound_norm,
+    "q after rotary": _bound_rotation,
+    "k after rotary": _bound_rotation,
+    "scores": _bound_scores,
+    "weights": _bound_softmax,
+    "head outputs": _bound_head_outputs,
+    "output": _bound_output,
+}

@@ -1,0 +1,247 @@
+"""A function as the subject of a comparison: nothing but its outputs is known."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.subject import Subject
+from headwise.errors import OptionError
+
+# An error of a model. headwise's own code runs beside it, so others are left as they are.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    Warning,  # where a filter makes errors of warnings
+)
+# An error of a caller's function, beside which nothing else runs: it may have a class of its own.
+# It is shown, and kept as the cause.
+FAILURES_OF_A_FUNCTION: tuple[type[Exception], ...] = (Exception,)
+
+
+def describe_error(error: Exception) -> str:
+    """Return the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+class BlackBox(Subject):
+    """A function of ``x``, and of ``source`` and ``mask`` where it takes them.
+
+    It may take and return NumPy arrays. Its outputs are checked: of the right shape, finite, the
+    same in a second run and after other inputs, and without a change of its inputs.
+
+    Attributes:
+        dtype: the narrowest one that holds every output so far: a float16 function that ends in
+            `.float()` computes in float16.
+    """
+
+    def __init__(self, function: Callable[..., Any], kind: str = "function") -> None:
+        self.function, self.kind = function, kind
+        self.dtype = torch.float32
+        self.takes_mask, self.takes_source = self._takes("mask"), self._takes("source")
+        self.takes_arrays = False  # known after the first call
+        self._first: tuple[Inputs, Tensor] | None = None
+
+    @torch.no_grad()
+    def output(self, inputs: Inputs) -> Tensor:
+        """Return the output of a call.
+
+        Raises:
+            OptionError: the function fails, returns no tensor, has another output in a second run,
+                returns NaN, or changes its input.
+        """
+        first, second = self._call_function(inputs), self._call_function(inputs)
+        if first.shape[:2] != inputs.x.shape[:2] or first.dim() != 3:
+            raise _function_fault_error(
+                f"an output of shape {tuple(first.shape)} for x of shape {tuple(inputs.x.shape)}",
+                "an output of (batch, queries, out_dim)",
+                "compare(lambda x: layer(x)[0], ...) selects the output of a tuple",
+            )
+        if not first.isfinite().all():
+            word = "NaN" if first.isnan().any() else "infinite"
+            count = int((first.isnan() if word == "NaN" else first.isinf()).sum())
+            raise _function_fault_error(
+                f"{count} of {first.numel()} outputs that are {word}",
+                "finite outputs",
+                "look for rows whose keys are all hidden, or for weights that are not finite",
+            )
+        self._require_same(first, second, "in a second run on the same input")
+        held = _narrowest_dtype(first)
+        self.dtype = held if self._first is None else finer_dtype(self.dtype, held)
+        self._first = self._first or (inputs, first)
+        return first
+
+    @torch.no_grad()
+    def require_stateless(self) -> None:
+        """Run the first input again, after all others.
+
+        Raises:
+            OptionError: the function has another output than before.
+        """
+        if self._first is not None:
+            inputs, output = self._first
+            self._require_same(
+                output, self._call_function(inputs), "on the same input, after other inputs"
+            )
+
+    def _require_same(self, before: Tensor, now: Tensor, when: str) -> None:
+        if before.shape != now.shape:
+            apart = f"of shape {tuple(now.shape)} in place of {tuple(before.shape)}"
+        elif not torch.equal(before, now):
+            apart = f"they differ by up to {float((before - now).abs().max()):.3g}"
+        else:
+            return
+        raise _function_fault_error(
+            f"other outputs {when}: {apart}",
+            "a function without randomness or state",
+            "call eval() first, which turns dropout off, and pass a fresh cache in each call",
+        )
+
+    def record(self, inputs: Inputs) -> RecordedCall:
+        """Return the output alone."""
+        output = self.output(inputs)
+        return RecordedCall(inputs, {"output": output.double()}, self.dtype)
+
+    def gradients(
+        self,
+        inputs: Inputs,
+        direction: Tensor,
+        dtype: torch.dtype,  # noqa: ARG002 (a function computes in its own)
+    ) -> dict[str, Tensor]:
+        """Return the gradients of the inputs.
+
+        Raises:
+            OptionError: no gradient of the output is recorded.
+        """
+        given = {"x": inputs.x, "source": inputs.source}
+        leaves = {n: t.clone().requires_grad_() for n, t in given.items() if t is not None}
+        with torch.enable_grad():
+            output = self._call_function(
+                replace(inputs, x=leaves["x"], source=leaves.get("source"))
+            )
+        if not output.requires_grad:
+            raise _function_fault_error(
+                f"{self.kind}, whose output records no gradient",
+                "torch operations from the input to the output, without detach() or NumPy",
+                "compare(a, b) without gradients",
+            )
+        (output * direction.to(output.dtype)).sum().backward()
+        none = torch.zeros(())
+        return {
+            name: none.expand_as(leaf) if leaf.grad is None else leaf.grad
+            for name, leaf in leaves.items()
+        }
+
+    def _call_function(self, inputs: Inputs) -> Tensor:
+        named = {"x": inputs.x, "source": inputs.source, "mask": inputs.mask}
+        given = {name: value for name, value in named.items() if value is not None}
+        for name in given.keys() - {"x"}:
+            if not self._takes(name):
+                raise _function_fault_error(
+                    f"inputs with a {name} for {self.kind}, which has no argument {name}",
+                    f"a function of x and {name}",
+                    f"compare(lambda x, {name}=None: function(x, {name}={name}), ...)",
+                )
+        result, used = self._run_on_copies(given)
+        changed = [name for name, x in used.items() if not torch.equal(x, given[name])]
+        if changed:
+            raise _function_fault_error(
+                f"a function that changes its {'input' if 'x' in changed else changed[0]}",
+                "an input that stays as it was",
+                "compare(lambda x: function(x.clone()), ...)",
+            )
+        if isinstance(result, tuple) and result and isinstance(result[0], Tensor | np.ndarray):
+            result = result[0]
+        if isinstance(result, np.ndarray):
+            result = torch.from_numpy(result)
+        if not isinstance(result, Tensor):
+            raise _function_fault_error(
+                f"an output of type {type(result).__name__}",
+                "a tensor or a NumPy array of (batch, queries, out_dim)",
+                "compare(lambda x: function(x)[0], ...) selects one output of several",
+            )
+        return result
+
+    def _run_on_copies(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
+        """Run the function on copies: tensors, or NumPy arrays where it fails on tensors.
+
+        Returns:
+            Its result, and the copies as it left them.
+        """
+        if self.takes_arrays:
+            return self._run_on_arrays(given)
+        copies = {name: x.clone() for name, x in given.items()}
+        try:
+            return self._call_with_named_arguments(copies), copies
+        except FAILURES_OF_A_FUNCTION as error:
+            try:
+                ran = self._run_on_arrays(given)
+            except FAILURES_OF_A_FUNCTION as other:
+                raise self._make_failure_error(given, error, other) from error
+            self.takes_arrays = True
+            return ran
+
+    def _run_on_arrays(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
+        copies = {name: x.detach().clone() for name, x in given.items()}
+        return self._call_with_named_arguments(
+            {name: x.numpy() for name, x in copies.items()}
+        ), copies
+
+    def _call_with_named_arguments(self, arguments: Mapping[str, Any]) -> Any:
+        named = {name: argument for name, argument in arguments.items() if name != "x"}
+        return self.function(arguments["x"], **named)
+
+    def _make_failure_error(
+        self, given: Mapping[str, Tensor], on_tensors: Exception, on_arrays: Exception
+    ) -> OptionError:
+        shapes = " and ".join(f"{name} of shape {tuple(x.shape)}" for name, x in given.items())
+        return _function_fault_error(
+            f"{self.kind} that fails on tensors ({describe_error(on_tensors)}) and on NumPy "
+            f"arrays ({describe_error(on_arrays)})",
+            f"a function that runs on {shapes}, float32",
+            "run it on such an input first",
+        )
+
+    def _takes(self, name: str) -> bool:
+        """True if the function has an argument of this name; ``**kwargs`` may ignore it."""
+        called = self.function.forward if isinstance(self.function, nn.Module) else self.function
+        try:
+            parameters = inspect.signature(called).parameters
+        except (TypeError, ValueError):  # of a function that is not written in Python
+            return False
+        return name in parameters
+
+
+def finer_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """Return the one of two dtypes whose numbers are nearer to each other."""
+    return min(first, second, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def coarser_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """Return the one of two dtypes whose numbers are farther from each other."""
+    return max(first, second, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _narrowest_dtype(x: Tensor) -> torch.dtype:
+    """Return the coarsest dtype that holds every entry of a tensor."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.equal(x.to(dtype).to(x.dtype), x):
+            return coarser_dtype(dtype, x.dtype)
+    return x.dtype
+
+
+def _function_fault_error(saw: str, needed: str, do: str) -> OptionError:
+    return OptionError(saw=saw, needed=needed, do=do)

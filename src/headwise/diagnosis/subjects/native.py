@@ -1,0 +1,161 @@
+"""A layer of headwise as the subject of a comparison."""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.diagnosis.simulation.settings import NormForm, RotaryForm, Settings
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.adapters import merge_adapters
+from headwise.diagnosis.subjects.subject import ModuleSubject
+from headwise.errors import OptionError
+from headwise.function.rotary import Rotary
+from headwise.function.stages import split_heads
+from headwise.layers.attention import Attention
+from headwise.layers.checks import POSITIONAL_OPTIONS
+from headwise.layers.conversion import state_per_head
+from headwise.layers.distance import AlibiSlopes, T5BucketTable
+from headwise.layers.norm import QKNorm
+from headwise.masks.mask import Mask
+
+
+class NativeSubject(ModuleSubject):
+    """An `Attention`, without dropout."""
+
+    module: Attention
+
+    def __init__(self, layer: Attention, kind: str = "headwise.Attention") -> None:
+        super().__init__(layer, kind)
+        self.takes_source = all(getattr(layer, name) is None for name in POSITIONAL_OPTIONS)
+
+    def subject_of_module(self, module: nn.Module) -> Self:
+        """Return the subject of another layer."""
+        assert isinstance(module, Attention)
+        return type(self)(module, self.kind)
+
+    @cached_property
+    def float64_layer(self) -> Attention:
+        """The layer in float64."""
+        return copy.deepcopy(self.module).double()
+
+    @cached_property
+    def model(self) -> AttentionModel:
+        """The layer as data."""
+        merged = merge_adapters(copy.deepcopy(self.float64_layer))
+        weights = state_per_head(self.float64_layer, merged.state_dict())
+        return AttentionModel(settings_from_layer(self.float64_layer), weights)
+
+    def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
+        """Return the output of a layer in its dtype."""
+        dtype = next(module.parameters()).dtype
+        source = None if inputs.source is None else inputs.source.to(dtype)
+        output: Tensor = module(inputs.x.to(dtype), source, mask=mask_from_inputs(inputs))
+        return output
+
+    @torch.no_grad()
+    def record(self, inputs: Inputs) -> RecordedCall:
+        """Return all stages but the scores, each computed by the modules of the layer."""
+        layer, call = self.float64_layer, RecordedCall(inputs, {})
+        x, source = inputs.x.double(), inputs.key_source.double()
+        q, k, v = (
+            split_heads(projection(tokens), heads=heads)
+            for projection, tokens, heads in (
+                (layer.q_proj, x, layer.num_heads),
+                (layer.k_proj, source, layer.num_kv_heads),
+                (layer.v_proj, source, layer.num_kv_heads),
+            )
+        )
+        stages = {"q": q, "k": k, "v": v}
+        q, k = self._normalise_at_place(q, k, "before")
+        stages |= {"q after norm": q, "k after norm": k}
+        if layer.rotary is not None:
+            q = layer.rotary.rotate(q, call.query_positions)
+            k = layer.rotary.rotate(k, call.new_key_positions)
+        q, k = self._normalise_at_place(q, k, "after")
+        stages |= {"q after rotary": q, "k after rotary": k}
+        matrix = layer.matrix(
+            x, None if inputs.source is None else source, mask=mask_from_inputs(inputs)
+        )
+        weights = matrix.dense()
+        heads = matrix @ v
+        stages |= {"weights": weights, "head outputs": heads}
+        stages["output"] = layer.out_proj(heads.transpose(1, 2).flatten(2))
+        return call.with_stages(stages)
+
+    def _normalise_at_place(self, q: Tensor, k: Tensor, place: str) -> tuple[Tensor, Tensor]:
+        layer = self.float64_layer
+        norm = layer.qk_norm
+        if norm is None or norm.place != place:
+            return q, k
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        if norm.over == "head":
+            return layer.q_norm(q), layer.k_norm(k)
+        normed = (
+            split_heads(module(t.transpose(1, 2).flatten(2)), heads=t.shape[1])
+            for module, t in ((layer.q_norm, q), (layer.k_norm, k))
+        )
+        q, k = normed
+        return q, k
+
+
+def mask_from_inputs(inputs: Inputs) -> Mask | None:
+    """Return the mask of a call."""
+    if inputs.mask is None:
+        return None
+    batch, queries = inputs.x.shape[:2]
+    keys = inputs.key_source.shape[1]
+    allowed = inputs.mask.expand(batch, -1, queries, keys)
+    axes = "batch queries keys" if allowed.shape[1] == 1 else "batch heads queries keys"
+    return Mask.may_attend(allowed.squeeze(1) if allowed.shape[1] == 1 else allowed, axes=axes)
+
+
+def settings_from_layer(layer: Attention) -> Settings:
+    """Return the settings of a layer as data.
+
+    Raises:
+        OptionError: a score bias whose formula is not known.
+    """
+    bias = layer.score_bias
+    if not isinstance(bias, AlibiSlopes | T5BucketTable | None):
+        raise OptionError(
+            saw=f"a score bias of {type(bias).__name__}",
+            needed="Alibi, T5Bias or none, whose formula is known",
+            do="compare the layers without it, or as functions: compare(lambda x: a(x), b)",
+        )
+    return Settings(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        scale=layer.head_dim**-0.5 if layer.scale is None else layer.scale,
+        rotary=None if layer.rotary is None else _rotary_form(layer.rotary, layer.head_dim),
+        norm=None if layer.qk_norm is None else _norm_form(layer.qk_norm),
+        softcap=layer.softcap,
+        slopes=bias.numbers.double() if isinstance(bias, AlibiSlopes) else None,
+        buckets=bias.options if isinstance(bias, T5BucketTable) else None,
+        window=layer.window,
+    )
+
+
+def _rotary_form(rotary: Rotary, head_dim: int) -> RotaryForm:
+    return RotaryForm(
+        theta=rotary.theta,
+        width=rotary.rotated_width(head_dim),
+        pairing=rotary.pairing,
+        scaling=rotary.scaling,
+    )
+
+
+def _norm_form(norm: QKNorm) -> NormForm:
+    return NormForm(
+        kind=norm.kind,
+        over=norm.over,
+        place=norm.place,
+        weight_offset=1.0 if norm.one_plus else 0.0,
+        eps=norm.eps,
+    )

@@ -1,0 +1,192 @@
+"""An attention module of transformers as the subject of a comparison."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Self, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from headwise.checkpoints.config import attention_window
+from headwise.diagnosis.simulation.model import AttentionModel, key_query_distances
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.function import FAILURES, describe_error
+from headwise.diagnosis.subjects.modules import read_attention_modules
+from headwise.diagnosis.subjects.run import find_main_tensor, record_layers
+from headwise.diagnosis.subjects.subject import ModuleSubject
+from headwise.errors import HeadwiseError, OptionError
+
+SOURCES = ("encoder_hidden_states", "key_value_states")  # names of the source of cross attention
+MASKS = ("attention_mask", "mask")  # names of the mask
+
+
+def is_transformers_attention(value: object) -> TypeGuard[nn.Module]:
+    """True for a module of transformers that is not a whole model."""
+    return (
+        isinstance(value, nn.Module)
+        and not hasattr(value, "get_input_embeddings")
+        and type(value).__module__.startswith("transformers.")
+        and _find_attribute_in_submodules(value, "config") is not None
+    )
+
+
+def _find_attribute_in_submodules(module: nn.Module, name: str) -> Any:
+    """Return an attribute of a module or of the first part that has it; None if none has."""
+    owners = (part for part in module.modules() if getattr(part, name, None) is not None)
+    return next((getattr(owner, name) for owner in owners), None)
+
+
+def layer_index(module: nn.Module) -> int:
+    """Return the number of the layer that an attention module belongs to; 0 if it has none."""
+    return stated_layer_index(module) or 0
+
+
+def stated_layer_index(module: nn.Module) -> int | None:
+    """Return the number of the layer that an attention module states; None if it states none."""
+    index: int | None = _find_attribute_in_submodules(module, "layer_idx")
+    return index
+
+
+def is_causal_in_its_model(module: nn.Module) -> bool:
+    """True if the model of an attention module hides later keys from its queries.
+
+    Where no part of the module states it, its file does, if it makes no other mask.
+    """
+    stated = _find_attribute_in_submodules(module, "is_causal")
+    if stated is not None:
+        return bool(stated)
+    made = vars(sys.modules[type(module).__module__])
+    return "create_causal_mask" in made and "create_bidirectional_mask" not in made
+
+
+class TransformersSubject(ModuleSubject):
+    """An attention module of transformers.
+
+    The stages come from a float64 copy that attends by headwise, the output from the module itself
+    with its own attention implementation. Its model makes a mask of causality and window, so calls
+    have that mask, and that of the caller.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, type(module).__name__)
+        names = inspect.signature(module.forward).parameters
+        self.is_causal = is_causal_in_its_model(module)
+        self.takes_mask = any(name in names for name in MASKS)
+        # Others take encoder_hidden_states in self-attention too, and ignore them there.
+        self.takes_source = "key_value_states" in names and not self.is_causal
+
+    def subject_of_module(self, module: nn.Module) -> Self:
+        """Return the subject of another module."""
+        return type(self)(module)
+
+    @cached_property
+    def model(self) -> AttentionModel | None:
+        """The module as data; None where its class has no layout in the catalogue."""
+        alone = _OneModuleModel(self.module)
+        modules = read_attention_modules(alone)
+        model = modules[0].model if len(modules) == 1 else None
+        if model is None:
+            return None
+        window = None if alone.window is None else (alone.window - 1, None)
+        return model.with_settings(causal=alone.is_causal, window=window)
+
+    def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
+        """Return the output of a module in its dtype."""
+        return find_main_tensor(_OneModuleModel(module)(inputs, next(module.parameters()).dtype))
+
+    def record(self, inputs: Inputs) -> RecordedCall:
+        """Return the stages that can be reached, computed in float64."""
+        wide = copy.deepcopy(self.module).double()
+        [layer], _ = record_layers(_OneModuleModel(wide), ((inputs, torch.float64), {}))
+        stages = dict(layer.call.stages)
+        stages.setdefault("output", self.output(inputs).double())
+        return RecordedCall(inputs, stages, torch.float32)
+
+
+class _OneModuleModel(nn.Module):
+    """A model that holds one attention module, under the number of its layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.config = _find_attribute_in_submodules(module, "config")
+        self.number = _find_attribute_in_submodules(module, "layer_idx") or 0
+        self.layers = nn.ModuleDict({str(self.number): module})
+        self.is_causal, self.window = is_causal_in_its_model(module), None
+        with suppress(HeadwiseError):  # of a config that does not say which layers have its window
+            self.window = attention_window(self.config.to_dict(), self.number)
+
+    def forward(self, inputs: Inputs, dtype: torch.dtype) -> Any:
+        """Return the result of the module."""
+        [module] = self.layers.values()
+        names = inspect.signature(module.forward).parameters
+        x = inputs.x.to(dtype)
+        arguments: dict[str, Any] = {}
+        if inputs.source is not None:
+            name = next((name for name in SOURCES if name in names), None)
+            if name is None:
+                raise _unsupported_module_error(f"inputs with a source for {type(module).__name__}")
+            arguments[name] = inputs.source.to(dtype)
+        if mask_name := next((name for name in MASKS if name in names), None):
+            arguments[mask_name] = _mask_as_added_numbers(self._add_mask_of_model(inputs), dtype)
+        if "position_embeddings" in names:
+            arguments["position_embeddings"] = self._compute_rotation(module, x, inputs)
+        try:
+            return module(x, **arguments)
+        except HeadwiseError:
+            raise
+        except FAILURES as error:
+            given = ", ".join(["tokens", *arguments])
+            raise _unsupported_module_error(
+                f"{type(module).__name__}, which fails on {given}: {describe_error(error)}"
+            ) from error
+
+    def _add_mask_of_model(self, inputs: Inputs) -> Inputs:
+        """Return the inputs under the mask that the model would make, and that of the caller."""
+        ahead = key_query_distances(RecordedCall(inputs, {}))
+        seen = torch.ones_like(ahead, dtype=torch.bool)
+        if self.is_causal:
+            seen &= ahead <= 0
+        if self.window is not None:
+            seen &= ahead > -self.window
+        return replace(inputs, mask=seen if inputs.mask is None else seen & inputs.mask)
+
+    def _compute_rotation(self, module: nn.Module, x: Tensor, inputs: Inputs) -> Any:
+        """Return cos and sin, by the class in the module's file that computes them."""
+        classes = vars(sys.modules[type(module).__module__]).items()
+        rotary = next((c for name, c in classes if name.endswith("RotaryEmbedding")), None)
+        if rotary is None:
+            raise _unsupported_module_error(
+                f"{type(module).__name__}, whose rotation has no class in its file"
+            )
+        positions = RecordedCall(inputs, {}).query_positions
+        embedding = rotary(config=self.config)
+        kinds = getattr(self.config, "layer_types", None)
+        has_kinds = "layer_type" in inspect.signature(embedding.forward).parameters
+        more = (kinds[self.number],) if has_kinds and kinds else ()
+        return embedding(x, positions, *more)
+
+
+def _mask_as_added_numbers(inputs: Inputs, dtype: torch.dtype) -> Tensor:
+    """Return the mask as transformers adds it to scores, (batch, 1 or heads, queries, keys)."""
+    shape = (len(inputs.x), 1, inputs.x.shape[1], inputs.key_source.shape[1])
+    mask = torch.ones(shape, dtype=torch.bool) if inputs.mask is None else inputs.mask
+    lowest = torch.finfo(dtype).min
+    return (
+        torch.zeros(mask.shape, dtype=dtype)
+        .masked_fill(~mask, lowest)
+        .expand(len(inputs.x), -1, *shape[2:])
+    )
+
+
+def _unsupported_module_error(saw: str) -> OptionError:
+    return OptionError(
+        saw=saw,
+        needed="an attention module that takes tokens, a mask and a rotation",
+        do="compare it as a function: compare(lambda x: module(x, ...)[0], b)",
+    )

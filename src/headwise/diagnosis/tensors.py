@@ -1,0 +1,366 @@
+"""Comparison of two sets of tensors byte for byte, and of the outputs of their layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints.attention import attention_from_state
+from headwise.checkpoints.options import layout_in_layer
+from headwise.diagnosis.results.diagnosis import OutputComparison, TensorComparison, TensorEvidence
+from headwise.errors import DTypeError, OptionError, ShapeError
+from headwise.function.weights import BIASES
+from headwise.layers.attention import Attention
+from headwise.layouts._layout import Layout, is_positive_zero
+from headwise.layouts.equality import (
+    describe_differing_part,
+    list_differing_tensors,
+    mark_differing_entries,
+    same_bytes,
+)
+from headwise.layouts.modules import AS_STORED, NamedModule, NameForm, find_modules
+from headwise.layouts.plan import find_spec_conflicts, plan_conversion, plan_renaming_within_layout
+from headwise.layouts.registry import layout
+from headwise.layouts.steps import ConversionStep
+from headwise.support.progress import Progress, no_progress
+
+KINDS = ("apart", "infinite", "nan", "nan_bits", "zero_signs")  # of entries that differ
+PART = 1 << 20  # entries that are compared at a time
+BATCH, LENGTH = 2, 48
+UNIT = torch.finfo(torch.float64).eps
+UNREADABLE = (OptionError, ShapeError, DTypeError)
+Stored = Mapping[str, Tensor]
+
+
+def compare_outputs_of_layers(
+    first: Stored,
+    second: Stored,
+    first_layout: Layout,
+    second_layout: Layout,
+    config: Mapping[str, Any],
+    **counts: int,
+) -> list[OutputComparison]:
+    """Run every layer of both in float64, and compare the outputs.
+
+    Each layer pairs rotated channels as its layout does. ``config`` has the numbers of rotations,
+    norms and softcaps.
+
+    Raises:
+        OptionError: the config lacks what the layouts leave to it, or outputs are not finite.
+    """
+    layers = (
+        _build_float64_layers(first, first_layout, config, counts),
+        _build_float64_layers(second, second_layout, config, counts),
+    )
+    return [_run_both(*pair) for pair in zip(*layers, strict=True)]
+
+
+def _build_float64_layers(
+    state: Stored, layout: Layout, config: Mapping[str, Any], counts: Mapping[str, int]
+) -> Iterator[tuple[str, Attention]]:
+    modules = find_modules(layout, state)
+    for module in modules:
+        described = layout_in_layer(layout, config, module.layer)
+        sizes, dtype = dict(counts), torch.float64
+        layer = attention_from_state(module, modules, state, described, config, sizes, dtype=dtype)
+        yield module.prefix, layer.eval()
+
+
+@torch.no_grad()
+def _run_both(
+    first_layer: tuple[str, Attention], second_layer: tuple[str, Attention]
+) -> OutputComparison:
+    (first, a), (second, b) = first_layer, second_layer
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(BATCH, LENGTH, a.embed_dim, generator=generator, dtype=torch.float64)
+    source = None
+    if a.source_dim != a.embed_dim:
+        source = torch.randn(BATCH, LENGTH, a.source_dim, generator=generator, dtype=torch.float64)
+    mine, theirs = a(x, source), b(x, source)
+    largest = float(mine.abs().max())
+    if not math.isfinite(largest):
+        raise OptionError(
+            saw=f"outputs of {first} that are NaN or infinite",
+            needed="finite weights",
+            do="leave --outputs out: verify compares the bytes without it",
+        )
+    apart = float((mine - theirs).abs().max()) / largest
+    # A weight changes by 2 p u where scores of size p are rounded; a sum of n products by n u.
+    peak = float(a.matrix(x, source).logsumexp().abs().max())
+    terms = a.embed_dim + a.head_dim + LENGTH + a.num_heads * a.value_dim
+    return OutputComparison(first, second, apart, UNIT * terms * (1 + 4 * peak))
+
+
+def compare_tensors(
+    first: Stored,
+    second: Stored,
+    first_layout: str | Layout,
+    second_layout: str | Layout,
+    *,
+    progress: Progress = no_progress,
+    names_heads: bool = True,
+    **counts: int,
+) -> TensorComparison:
+    """Convert the first to the layout of the second, step by step, and compare every byte.
+
+    A bias of attention that is +0 in one set and absent in the other is no difference. Tensors
+    outside attention may keep their names, as `headwise.convert` leaves them. Where
+    some modules of the first lack tensors or do not fit, the second is converted in its place.
+
+    Args:
+        first: name -> tensor, read one at a time, so they may be memory-mapped.
+        second: likewise.
+        first_layout: the layout of the first, or its name.
+        second_layout: the layout of the second, or its name.
+        progress: called with the number of steps done and the number of all steps.
+        names_heads: name the heads that differ; False where ``counts`` are a guess.
+        counts: heads, and other counts that no shape decides.
+
+    Raises:
+        OptionError, ShapeError, DTypeError: a set cannot be read in its own layout; see
+            `headwise.layouts.plan_conversion`.
+    """
+    mine, theirs = layout(first_layout), layout(second_layout)
+    is_damaged = _only_some_modules_fit(first, mine, counts)
+    if is_damaged and _all_modules_fit(second, theirs, counts):
+        return _compare_converted(
+            second, first, theirs, mine, counts, progress, names_heads=names_heads
+        ).swapped()
+    return _compare_converted(
+        first,
+        second,
+        mine,
+        theirs,
+        counts,
+        progress,
+        names_heads=names_heads,
+        is_damaged=is_damaged,
+    )
+
+
+def _all_modules_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
+    """True if every module has all its tensors in shapes that fit."""
+    with suppress(*UNREADABLE):
+        _require_fit(state, of, counts)
+        return True
+    return False
+
+
+def _require_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> None:
+    plan_conversion(state, of, of, accept=(), form=AS_STORED, **counts)
+
+
+def _only_some_modules_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
+    """True if some modules fit and others do not."""
+    return not _all_modules_fit(state, of, counts) and any(
+        _all_modules_fit(
+            {name: state[name] for name in (*module.tensors, *module.beside)}, of, counts
+        )
+        for module in find_modules(of, state)
+    )
+
+
+def _compare_converted(
+    first: Stored,
+    second: Stored,
+    source: Layout,
+    target: Layout,
+    counts: Mapping[str, int],
+    progress: Progress,
+    *,
+    names_heads: bool,
+    is_damaged: bool = False,
+) -> TensorComparison:
+    conflicts = source.function.conflicts(target.function)
+    # Names as in the second, if the layouts list every module's name or both hold a single module.
+    mine, theirs = find_modules(source, first), find_modules(target, second)
+    are_listed = {bool(module.place.role) for module in (*mine, *theirs)}
+    is_single = len(mine) == len(theirs) == 1
+    if is_single and not (mine[0].prefix and theirs[0].prefix):  # a layer alone, and in a model
+        first, second = (
+            _strip_prefix(first, mine[0].prefix),
+            _strip_prefix(second, theirs[0].prefix),
+        )
+    is_single = is_single and len(are_listed) == 1
+    form = NameForm.shared_by(theirs) if are_listed == {True} or is_single else AS_STORED
+    if is_damaged and source == target:  # stored tensors are compared without conversion
+        steps = plan_renaming_within_layout(first, source, form=form)
+    else:
+        try:
+            conflicts |= find_spec_conflicts(first, source, target, counts)
+            steps = plan_conversion(first, source, target, accept=conflicts, form=form, **counts)
+        except UNREADABLE as error:
+            # Unreadable weights are an error; weights of other shapes are a difference.
+            _require_fit(first, source, counts)
+            with suppress(ShapeError, DTypeError):
+                _require_fit(second, target, counts)
+            return TensorComparison(
+                conflicts=conflicts, unheld=f"{error.saw}; needed: {error.needed}"
+            )
+    evidence = _StepwiseTensorEvidence(first, second, source, target, steps, counts, names_heads)
+    for number, step in enumerate(steps):
+        evidence.compare_step(step)
+        progress("tensors", number + 1, len(steps))
+    return evidence.comparison(conflicts)
+
+
+def _strip_prefix(stored: Stored, prefix: str) -> Stored:
+    """Return the tensors under the names that they have within their module."""
+    if not all(name.startswith(prefix) for name in stored):
+        return stored
+    return {name.removeprefix(prefix): stored[name] for name in stored}
+
+
+@dataclass
+class _StepwiseTensorEvidence:
+    """Evidence collected from one conversion step after another."""
+
+    first: Stored
+    second: Stored
+    source: Layout
+    target: Layout
+    steps: list[ConversionStep]
+    counts: Mapping[str, int]
+    names_heads: bool
+    same: int = 0
+    compared: set[str] = field(default_factory=set)
+    differences: list[TensorEvidence] = field(default_factory=list)
+    only_first: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def compare_step(self, step: ConversionStep) -> None:
+        """Compare the outputs of one step with the second's tensors."""
+        stored = {name: self.first[name] for name in step.inputs}
+        if not step.outputs:  # biases that the second's layout has no tensor for
+            nonzero = [name for name, tensor in stored.items() if not is_positive_zero(tensor)]
+            self.only_first |= dict.fromkeys(nonzero, ())
+            return
+        converted = stored if self._has_unconverted_names(step) else step.convert(stored)
+        missing = []
+        for name, tensor in converted.items():
+            if name in self.second:
+                self._compare_tensor(name, step, tensor)
+            elif not self._is_zero_bias(name, tensor):
+                missing.append(name)
+        if missing:
+            self.only_first |= dict.fromkeys(step.inputs, tuple(missing))
+
+    def comparison(self, conflicts: Mapping[str, tuple[str, str]]) -> TensorComparison:
+        """Return the evidence of all steps, and the second's tensors that no step made."""
+        left = [name for name in self.second if name not in self.compared]
+        return TensorComparison(
+            same=self.same,
+            differences=tuple(self.differences),
+            only_first=self.only_first,
+            only_second=tuple(n for n in left if not self._is_zero_bias(n, self.second[n])),
+            conflicts=conflicts,
+        )
+
+    def _has_unconverted_names(self, step: ConversionStep) -> bool:
+        """True if the second has these tensors under the first's names, not the converted ones."""
+        return (
+            self._attention_names.isdisjoint(step.inputs)
+            and self.second.keys().isdisjoint(step.outputs)
+            and self.second.keys() >= {*step.inputs}
+            and self._output_names_of_all_steps.isdisjoint(step.inputs)
+        )
+
+    def _is_zero_bias(self, name: str, tensor: Tensor) -> bool:
+        return name in self._attention_bias_names and is_positive_zero(tensor)
+
+    def _compare_tensor(self, name: str, step: ConversionStep, tensor: Tensor) -> None:
+        self.compared.add(name)
+        other = self.second[name]
+        if same_bytes(tensor, other):
+            self.same += 1
+            return
+        evidence: dict[str, Any] = {"kind": "entries"}
+        for kind in ("dtype", "shape"):
+            mine, theirs = getattr(tensor, kind), getattr(other, kind)
+            if mine != theirs:
+                sides = (mine, theirs) if kind == "dtype" else (tuple(mine), tuple(theirs))
+                evidence = {"kind": kind, "sides": tuple(map(str, sides))}
+        if evidence["kind"] == "entries":
+            evidence |= {
+                "numbers": _count_differing_entries(tensor, other),
+                "where": self._locate_difference(name, tensor),
+            }
+        self.differences.append(TensorEvidence(name=name, made_of=step.inputs, **evidence))
+
+    def _locate_difference(self, name: str, tensor: Tensor) -> str:
+        """Return the projections and heads that differ; "" outside attention."""
+        module = next((m for m in self._second_modules if name in m.tensors), None)
+        if module is None:
+            return ""
+        shapes = {local: tuple(self.second[n].shape) for n, local in module.tensors.items()}
+        with suppress(OptionError, ShapeError):  # another tensor of the module may be the wrong one
+            sizes = self.target.sizes(shapes, self.counts)
+            local = module.tensors[name]
+            pair = (tensor, self.second[name])
+            mine, theirs = (self.target.read({local: x}, sizes=sizes) for x in pair)
+            names = list_differing_tensors(mine, theirs)
+            return "; ".join(
+                describe_differing_part(n, mine[n], theirs[n], names_heads=self.names_heads)
+                for n in names
+            )
+        return ""
+
+    @cached_property
+    def _second_modules(self) -> list[NamedModule]:
+        return find_modules(self.target, self.second)
+
+    @cached_property
+    def _attention_names(self) -> set[str]:
+        return {n for module in find_modules(self.source, self.first) for n in module.tensors}
+
+    @cached_property
+    def _output_names_of_all_steps(self) -> set[str]:
+        return {name for step in self.steps for name in step.outputs}
+
+    @cached_property
+    def _attention_bias_names(self) -> set[str]:
+        """Names of attention's biases in the second's layout, with or without a tensor."""
+        return _list_bias_names(
+            find_modules(self.target, self._output_names_of_all_steps), self.target
+        ) | _list_bias_names(self._second_modules, self.target)
+
+
+def _list_bias_names(modules: Iterable[NamedModule], of: Layout) -> set[str]:
+    return {
+        name
+        for module in modules
+        for name, local in module.tensors.items()
+        if {*BIASES}.issuperset(of.patterns[local].tensors)
+    }
+
+
+def _count_differing_entries(a: Tensor, b: Tensor) -> dict[str, int | float]:
+    """Count the entries that differ, by kind: see `TensorEvidence`."""
+    counts: dict[str, int | float] = {"entries": a.numel(), "differing": 0}
+    if not a.is_floating_point():
+        return counts | {"differing": int(mark_differing_entries(a, b).sum())}
+    counts |= dict.fromkeys((*KINDS, "largest"), 0)
+    for x, y in zip(*(t.reshape(-1).split(PART) for t in (a, b)), strict=True):
+        differ = mark_differing_entries(x, y)
+        counts["differing"] += int(differ.sum())
+        # torch cannot index float8 numbers.
+        x, y = ((t.double() if t.element_size() == 1 else t)[differ].double() for t in (x, y))
+        nan, infinite = (test(x) | test(y) for test in (torch.isnan, torch.isinf))
+        kinds = (
+            (x != y) & ~nan & ~infinite,
+            infinite & ~nan,
+            nan & (x.isnan() != y.isnan()),
+            x.isnan() & y.isnan(),
+            x == y,
+        )
+        for name, kind in zip(KINDS, kinds, strict=True):
+            counts[name] += int(kind.sum())
+        finite = (x - y)[kinds[0]].abs()
+        counts["largest"] = max(counts["largest"], float(finite.max()) if len(finite) else 0.0)
+    return counts

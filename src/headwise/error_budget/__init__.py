@@ -1,1 +1,0 @@
-"""Error budget: the allowed error of an attention implementation, with its rounding formulas."""

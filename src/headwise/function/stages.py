@@ -1,0 +1,141 @@
+"""Reference attention, dense and in any dtype: every kernel is tested against it.
+
+    scores  = scale * q.k,  then softcap,  then + score_bias,  then mask
+    weights = softmax of the scores over the keys, with an optional sink in the denominator
+    head outputs = weights @ v
+
+Attention Is All You Need (arXiv:1706.03762) section 3.2.1; softcap as in Gemma 2
+(arXiv:2408.00118); the sink as in gpt-oss: one logit per head that adds to the denominator and has
+no value vector. These functions allocate queries x keys; kernels may not.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwise.masks.bound import BoundMask
+from headwise.masks.casts import cast_biases_for_sum
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import BoundBias, ScoreBias
+
+
+def scores(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    *,
+    mask: Mask | None = None,
+    score_bias: ScoreBias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Return the softmax's input, -inf where masked. ``scale`` is 1/sqrt(head_dim) by default."""
+    batch, heads, queries, _ = q.shape
+    bound = {"batch": batch, "heads": heads, "queries": queries, "keys": k.shape[2]}
+    rows = torch.arange(queries, device=q.device)
+    return scores_at_rows(
+        q,
+        k,
+        rows,
+        mask=(mask or Mask()).bind(**bound, device=q.device),
+        score_bias=(score_bias or ScoreBias()).bind(**bound, device=q.device, dtype=q.dtype),
+        scale=default_scale(q) if scale is None else scale,
+        softcap=softcap,
+    )
+
+
+def scores_at_rows(
+    q: Float[Tensor, "batch heads rows head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    rows: Int[Tensor, " rows"],
+    *,
+    mask: BoundMask,
+    score_bias: BoundBias,
+    scale: float,
+    softcap: float | None,
+) -> Float[Tensor, "batch heads rows keys"]:
+    """Return the scores of some queries: ``rows`` are their positions, ``q`` their vectors."""
+    s = scale * (q @ repeat_kv_heads(k, heads=q.shape[1]).transpose(-2, -1))
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    for part in cast_biases_for_sum(score_bias.parts_at_rows(rows), s.dtype):
+        s = s + part
+    return s.masked_fill(~mask.evaluate_rows(rows), -torch.inf)
+
+
+def default_scale(q: Float[Tensor, "batch heads queries head_dim"]) -> float:
+    """Return 1/sqrt(head_dim), the paper's scale; 1 for a head_dim of 0."""
+    return 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
+
+
+def weights_from_scores(
+    s: Float[Tensor, "batch heads queries keys"], sink: Float[Tensor, " heads"] | None = None
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Return the softmax of scores over keys, without the sink's column.
+
+    A row without allowed keys is zero. With a sink, a row sums to 1 less the sink's share.
+    """
+    # The sink is an extra column; -inf stands for no sink, and also covers rows without keys.
+    logit = s.new_tensor(-torch.inf) if sink is None else sink.to(s.dtype)[:, None, None]
+    s = torch.cat([s, logit.expand(*s.shape[:-1], 1)], dim=-1)
+    peak = s.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
+    e = torch.exp(s - peak)
+    total = e.sum(-1, keepdim=True)
+    return e[..., :-1] / total.masked_fill(total == 0, 1.0)
+
+
+def weights(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    *,
+    mask: Mask | None = None,
+    score_bias: ScoreBias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Float[Tensor, " heads"] | None = None,
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Return the attention matrix as a dense tensor."""
+    s = scores(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap)
+    return weights_from_scores(s, sink)
+
+
+def head_outputs(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    *,
+    mask: Mask | None = None,
+    score_bias: ScoreBias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Float[Tensor, " heads"] | None = None,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """Return weights @ v for each head."""
+    w = weights(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap, sink=sink)
+    return w @ repeat_kv_heads(v, heads=q.shape[1])
+
+
+def repeat_kv_heads(
+    kv: Float[Tensor, "batch kv_heads keys width"], *, heads: int
+) -> Float[Tensor, "batch heads keys width"]:
+    """Repeat each kv head: query head h uses kv head h // (heads // kv_heads)."""
+    return kv.repeat_interleave(heads // kv.shape[1], dim=1) if kv.shape[1] != heads else kv
+
+
+def split_heads(
+    x: Float[Tensor, "batch length width"], *, heads: int
+) -> Float[Tensor, "batch heads length head_width"]:
+    """Split a projection into heads: head h is the h-th contiguous block of ``width / heads``."""
+    # Not unflatten: torch's older ONNX exporter makes the length a constant there.
+    batch, length, width = x.shape
+    return x.reshape(batch, length, heads, width // heads).transpose(1, 2)
+
+
+def merge_heads(
+    outputs: Float[Tensor, "batch heads queries value_dim"],
+) -> Float[Tensor, "batch queries width"]:
+    """Concatenate head outputs along the width, as input of the output projection."""
+    return outputs.transpose(1, 2).flatten(2)

@@ -1,0 +1,209 @@
+"""Attention function of `register_huggingface`: the attention of one layer by `AttentionMatrix`.
+
+    scores = scaling * q.k, softcap, + position_bias (+ a float mask), mask;  output = weights @ v
+
+Supported keywords of a model are ``scaling``, ``softcap`` (Gemma 2), ``s_aux`` (the sinks of
+gpt-oss), ``position_bias`` (T5), ``is_causal``, ``dropout``, ``output_attentions``, and
+``cu_seq_lens_q``/``cu_seq_lens_k`` of sequences packed into one row. ``sliding_window`` is part of
+the model's mask, and applies by itself if there is no mask. The keywords of `UNSUPPORTED` raise an
+error. Other keywords do not affect attention and are ignored.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import OptionError
+from headwise.huggingface.lazy import MEANING, LazyMask
+from headwise.huggingface.masks import file_has_no_sdpa
+from headwise.layers.hooks import call_hook
+from headwise.masks.casts import cast_bias
+from headwise.masks.clauses.segments import Segments
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias, split_additive_mask
+from headwise.matrix.operator import AttentionMatrix
+from headwise.support.tracing import cast_like_autocast
+
+AXES = "batch heads queries keys"
+
+# keyword -> the feature that an AttentionMatrix does not have
+UNSUPPORTED = {
+    "cache": "continuous batching, which keeps keys and values in pages",
+    "indices": "chosen keys for each query (sparse attention)",
+    "block_indices": "chosen blocks of keys for each query (sparse attention)",
+    "sinks": "a sink for each query",
+    "head_mask": "factors on the weights of each head",
+}
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of one layer for a transformers model.
+
+    Shapes:
+        query: (batch, heads, queries, head_dim).
+        key, value: (batch, kv_heads, keys, head_dim) and (batch, kv_heads, keys, value_dim).
+        attention_mask: broadcastable to (batch, heads, queries, keys). In a bool mask, True = may
+            attend. A float mask is added to the scores, and hides a key at or below half of its
+            dtype's lowest number, as transformers does (in a `ScoreBias` only -inf hides). None
+            means causal from the first key on, if there is more than one query and ``is_causal``
+            (by default the module's ``is_causal``) is True. A query without keys is padding and
+            gets zeros; in eager mode such a query gets the mean of the values.
+        returns: (batch, queries, heads, value_dim), and the weights (batch, heads, queries, keys)
+            before dropout if ``output_attentions`` requests them, else None.
+
+    Raises:
+        OptionError: an option is not supported.
+        MaskError, ShapeError, DTypeError, DeviceError: the tensors do not fit together.
+    """
+    matrix, value = build_matrix_and_values(module, query, key, value, attention_mask, options)
+    dropout = float(options.get("dropout", 0.0))
+    outputs = matrix @ value if dropout == 0 else matrix.dropped(value, dropout_p=dropout)
+    weights = matrix.dense(limit=None) if _weights_requested(options) else None
+    return call_hook(matrix, value, outputs).transpose(1, 2).contiguous(), weights
+
+
+def build_matrix_and_values(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[AttentionMatrix, Tensor]:
+    """Return the attention matrix that the operands of `attend` state, and the values.
+
+    Raises:
+        OptionError: an option is not supported.
+        MaskError, ShapeError, DTypeError, DeviceError: the tensors do not fit together.
+    """
+    for name, what in UNSUPPORTED.items():
+        if options.get(name) is not None:
+            _raise_unsupported(name, what, module)
+    query, key, value = _match_qkv_dtypes_and_batches(query, key, value)
+    scores = _read_mask_and_bias(module, query, key, attention_mask, options)
+    matrix = AttentionMatrix(
+        query,
+        key,
+        mask=scores.mask,
+        score_bias=scores.score_bias,
+        scale=options.get("scaling"),
+        softcap=options.get("softcap"),
+        sink=options.get("s_aux"),
+    )
+    return matrix, value
+
+
+class _Scores(NamedTuple):
+    mask: Mask
+    score_bias: ScoreBias
+
+
+def _read_mask_and_bias(
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: object, options: dict[str, Any]
+) -> _Scores:
+    """Return the mask and the score bias of a call."""
+    mask, score_bias = Mask(), ScoreBias()
+    if isinstance(attention_mask, LazyMask) and attention_mask.written is not None:
+        attention_mask = attention_mask.written  # the model may have edited the dense tensor
+    if attention_mask is None:
+        mask = _default_mask(module, query, options)
+    elif isinstance(attention_mask, LazyMask):
+        mask = attention_mask.mask
+    elif not isinstance(attention_mask, Tensor):
+        _raise_unsupported(
+            "attention_mask", f"a {type(attention_mask).__name__} instead of a tensor", module
+        )
+    elif attention_mask.dtype == torch.bool:
+        meaning = getattr(attention_mask, MEANING, None)
+        mask = (
+            Mask.may_attend(_add_leading_axes(attention_mask), axes=AXES)
+            if meaning is None
+            else meaning
+        )
+    else:
+        mask, score_bias = split_additive_mask(
+            _add_leading_axes(_narrow_float64(attention_mask, query)), axes=AXES
+        )
+    if options.get("cu_seq_lens_q") is not None and not mask.clauses_of_kind(Segments):
+        mask &= _packed_mask(module, query, key, options)
+    if (added := options.get("position_bias")) is not None:
+        score_bias += ScoreBias.dense(_add_leading_axes(_narrow_float64(added, query)), axes=AXES)
+    return _Scores(mask, score_bias)
+
+
+def _narrow_float64(added: Tensor, query: Tensor) -> Tensor:
+    """Return a float64 mask in the dtype of the scores; no other dtype is wider than that."""
+    if added.dtype != torch.float64:
+        return added
+    return cast_bias(added, torch.promote_types(query.dtype, torch.float32))
+
+
+def _default_mask(module: nn.Module, query: Tensor, options: dict[str, Any]) -> Mask:
+    """Return the mask of a layer without a mask, by transformers' rule for ``is_causal``."""
+    causal = options.get("is_causal")
+    if causal is None:
+        # In a model with float masks only, None means that every key may be attended.
+        causal = getattr(module, "is_causal", True) and not file_has_no_sdpa(type(module))
+    window = options.get("sliding_window")
+    reach = None if window is None else window - 1
+    if causal and query.shape[2] > 1:
+        return Mask.window(reach, 0, align="top-left")
+    return Mask() if reach is None else Mask.window(reach, reach, align="bottom-right")
+
+
+def _packed_mask(module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]) -> Mask:
+    """Return the mask of sequences packed into one row, bounded by ``cu_seq_lens``."""
+    length = query.shape[2]
+    if query.shape[0] != 1 or key.shape[2] != length:
+        _raise_unsupported(
+            "cu_seq_lens_q", "packed sequences in a batch, or with earlier keys", module
+        )
+    return Mask.packed(options["cu_seq_lens_q"], options.get("cu_seq_lens_k"))
+
+
+def _add_leading_axes(tensor: Tensor) -> Tensor:
+    """Add leading axes of size 1, as broadcasting does."""
+    return tensor[(None,) * (len(AXES.split()) - tensor.dim())]
+
+
+def _match_qkv_dtypes_and_batches(
+    query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convert to autocast's dtype, as torch's operator does, and expand to a common batch."""
+    query, key, value = cast_like_autocast(query, key, value)
+    batch = max(query.shape[0], key.shape[0])
+    if query.shape[0] != key.shape[0]:  # the batch shares learned queries
+        query, key, value = (
+            x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value)
+        )
+    return query, key, value
+
+
+def _weights_requested(options: dict[str, Any]) -> bool:
+    """Check whether the model's caller requested weights; some models do not pass this on."""
+    if options.get("output_attentions"):
+        return True
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if torch.compiler.is_compiling() or not hasattr(capturing, "_active_collector"):
+        return False
+    collected = capturing._active_collector.get()  # type: ignore[union-attr]
+    return any("attentions" in name for name in collected or ())
+
+
+def _raise_unsupported(name: str, what: str, module: nn.Module) -> NoReturn:
+    raise OptionError(
+        saw=f"{name} from {type(module).__name__}: {what}",
+        needed="scores of q.k, a softcap, a score bias, a mask, and one sink for each head",
+        do='load this model with attn_implementation="eager" or "sdpa"',
+    )

@@ -1,0 +1,377 @@
+"""In-place replacement of a model's torch.nn.MultiheadAttention layers by the drop-in.
+
+`upgrade` changes the class of each layer. The object keeps its parameters, hooks, flags and
+parametrizations, and references to it (in an optimizer, a wrapper, another module) stay valid. The
+drop-in adds no state, which makes this safe.
+
+torch's encoder layers do not call their attention in eval under no_grad: a fused path reads its
+weights. `upgrade` switches these paths off by plain attributes of the modules, which survive
+deepcopy and pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import multi_head_attention_forward
+from torch.nn.utils.parametrize import is_parametrized
+
+from headwise.function.budget import Budget, BudgetVerdict
+from headwise.layers.torch_api.layer import MultiheadAttention
+from headwise.support.modes import evaluation_mode
+from headwise.support.tensors import iterate_leaves
+
+SCRIPTING = "torch.jit.script of a swapped layer; use torch.export, or script the model before"
+PRINTED = 4  # entries of each printed list
+BATCH, LENGTH, SEED = 3, 17, 0  # of the input on which a layer is measured
+
+
+@dataclass(frozen=True)
+class OutputDifference:
+    """Difference between the outputs of two runs.
+
+    Attributes:
+        largest: the largest absolute difference; infinite if a value was finite before only.
+        scale: the largest absolute value before.
+        mended: the number of values that were NaN or infinite before and are finite now.
+    """
+
+    largest: float
+    scale: float
+    mended: int
+
+    def __str__(self) -> str:
+        text = f"{self.largest:.2g} at most, of values up to {self.scale:.2g}"
+        return (
+            f"{text}; {self.mended} NaN or infinite values are now finite" if self.mended else text
+        )
+
+
+@dataclass(frozen=True)
+class LayerChange:
+    """Measured change of one layer alone, on a seeded random input.
+
+    Attributes:
+        difference: None if torch's forward cannot run: on the meta device, with parameters of
+            several dtypes, or with an ``out_proj`` without a weight.
+        verdict: the new output against the float64 reference; None if ``out_proj`` has hooks or is
+            no plain linear.
+        note: another change of behaviour, or None.
+    """
+
+    difference: OutputDifference | None
+    verdict: BudgetVerdict | None
+    note: str | None
+
+
+@dataclass(frozen=True)
+class UpgradeChange:
+    """Measured change of the output.
+
+    Attributes:
+        layers: the change of each swapped layer, by its first name.
+        output: the change of the whole model on the example inputs; None without inputs.
+    """
+
+    layers: Mapping[str, LayerChange]
+    output: OutputDifference | None
+
+    @property
+    def largest(self) -> float:
+        """The largest absolute difference: of the model's output, else of any layer."""
+        if self.output is not None:
+            return self.output.largest
+        differences = (c.difference.largest for c in self.layers.values() if c.difference)
+        return max(differences, default=0.0)
+
+    @property
+    def within_budget(self) -> bool:
+        """True if every layer with a verdict is within the error budget."""
+        return all(c.verdict for c in self.layers.values() if c.verdict is not None)
+
+    def __str__(self) -> str:
+        lines = [] if self.output is None else [f"output of the model: {self.output}"]
+        measured = [c for c in self.layers.values() if c.difference is not None]
+        if measured:
+            worst = max((c.difference.largest for c in measured if c.difference), default=0.0)
+            verdicts = [c.verdict for c in measured if c.verdict is not None]
+            inside = sum(bool(verdict) for verdict in verdicts)
+            judged = f"; {inside} of {len(verdicts)} within the error budget" if verdicts else ""
+            lines.append(f"each layer alone: {worst:.2g} at most{judged}")
+        if len(measured) < len(self.layers):
+            lines.append(f"not measured: {len(self.layers) - len(measured)}")
+        lines += [f"{name or 'the layer'}: {c.note}" for name, c in self.layers.items() if c.note]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """Printable report of `upgrade`.
+
+    Attributes:
+        swapped: the names of the swapped layers; "" is the model itself.
+        kept: name -> reason, for the attention layers that were not swapped.
+        switched_off: name -> attribute, for the modules whose fused path was switched off.
+        change: the measured change of the output.
+        is_transformers_model: True for a model of transformers, by its ``config.model_type``.
+    """
+
+    swapped: tuple[str, ...]
+    kept: dict[str, str]
+    switched_off: dict[str, str]
+    change: UpgradeChange
+    is_transformers_model: bool = False
+
+    def __str__(self) -> str:
+        head = f"Upgrade: {_count_noun(len(self.swapped), 'layer')} swapped, {len(self.kept)} kept"
+        if not self.swapped and not self.kept:
+            text = f"{head}\n  The model has no torch.nn.MultiheadAttention; nothing was changed."
+            advice = "\n  For a model of transformers, call headwise.register_huggingface()."
+            return text + advice if self.is_transformers_model else text
+        sections = {
+            "swapped": [_display_name(name) for name in self.swapped],
+            "kept": [f"{_display_name(name)}: {why}" for name, why in self.kept.items()],
+            "switched off": [
+                f"{_display_name(name)}: {a}" for name, a in self.switched_off.items()
+            ],
+            "change": str(self.change).splitlines() if self.swapped else [],
+            "fails now": [SCRIPTING] if self.swapped else [],
+        }
+        if any(a.startswith("use_nested_tensor") for a in self.switched_off.values()):
+            cause = "padded positions are now computed; torch's nested path returned zeros there"
+            if self.change.output is None:
+                sections["change"].append(cause)
+            else:
+                sections["change"][0] += f" ({cause})"
+        lines = (
+            line for label, entries in sections.items() for line in _format_entries(label, entries)
+        )
+        return "\n".join([head, *lines])
+
+    __repr__ = __str__
+
+
+def upgrade(model: nn.Module, *inputs: Any, **options: Any) -> Upgrade:
+    """Swap every torch.nn.MultiheadAttention of ``model`` for `MultiheadAttention`, in place.
+
+    `upgrade` measures the change of each layer's output on a seeded random input, in eval mode
+    under no_grad. With example ``inputs`` and ``options`` it also runs the whole model before and
+    after. Modes and random state are restored; hooks run during these runs.
+
+    `torch.jit.script` of a swapped layer fails, where torch's layer scripts; the report says so.
+    Use torch.export or torch.compile, or script the model before.
+
+    Subclasses of torch's layer, and layers whose ``forward`` was replaced on the instance, are not
+    swapped, since their changes would be lost.
+
+    Args:
+        model: any module; a `torch.nn.MultiheadAttention` itself is swapped too.
+        *inputs: positional arguments of one call of the model.
+        **options: keyword arguments of that call.
+
+    Raises:
+        Exception: the errors of the model on the example inputs; the model is then unchanged.
+    """
+    before = _run_in_eval_mode(model, inputs, options) if inputs or options else None
+    names, kept = _find_layers_to_swap(model)
+    layers: dict[str, LayerChange] = {}
+    with ExitStack() as undo:
+        for layer, (name, *_) in names.items():
+            undo.callback(setattr, layer, "__class__", layer.__class__)
+            layer.__class__ = _upgraded_class(layer)
+            layers[name] = _measure_layer_change(layer)
+        switched_off = dict(_switch_off_fused_paths(model, undo))
+        after = None if before is None else _run_in_eval_mode(model, inputs, options)
+        undo.pop_all()  # nothing failed: keep the changes
+    output = None if before is None or after is None else _largest_difference(before, after)
+    swapped = tuple(name for group in names.values() for name in group)
+    is_known = hasattr(getattr(model, "config", None), "model_type")
+    return Upgrade(swapped, kept, switched_off, UpgradeChange(layers, output), is_known)
+
+
+def _find_layers_to_swap(
+    model: nn.Module,
+) -> tuple[dict[nn.MultiheadAttention, list[str]], dict[str, str]]:
+    """Return the layers to swap with all their names, and name -> reason for the others."""
+    names: dict[nn.MultiheadAttention, list[str]] = {}
+    kept: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, torch.jit.ScriptModule):
+            if getattr(module, "original_name", "") == "MultiheadAttention":
+                kept[name] = "scripted: its code is compiled into it"
+        elif isinstance(module, nn.MultiheadAttention):
+            reason = _reason_to_keep(module)
+            if reason:
+                kept[name] = reason
+            else:
+                names.setdefault(module, []).append(name)
+    return names, kept
+
+
+def _reason_to_keep(module: nn.MultiheadAttention) -> str | None:
+    if isinstance(module, MultiheadAttention):
+        return "already headwise's"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    kind = _class_without_parametrization(module)
+    if kind is not nn.MultiheadAttention:
+        return f"{kind.__module__}.{kind.__qualname__} is a subclass, whose changes would be lost"
+    return None
+
+
+def _class_without_parametrization(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module below the subclass that parametrize creates."""
+    kind = type(module)
+    return kind.__bases__[0] if is_parametrized(module) else kind
+
+
+def _upgraded_class(layer: nn.MultiheadAttention) -> type[MultiheadAttention]:
+    if not is_parametrized(layer):
+        return MultiheadAttention
+    # parametrize stores its properties on a subclass for this one module: rebase that subclass.
+    members = {k: v for k, v in vars(type(layer)).items() if k not in ("__dict__", "__weakref__")}
+    return type(type(layer).__name__, (MultiheadAttention,), members)
+
+
+def _switch_off_fused_paths(model: nn.Module, undo: ExitStack) -> Iterator[tuple[str, str]]:
+    """Turn off the fused paths that read the weights of a swapped layer; yield name, attribute."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            attribute, off, inner = "activation_relu_or_gelu", 0, [module]
+        elif isinstance(module, nn.TransformerEncoder):
+            attribute, off, inner = "use_nested_tensor", False, list(module.layers)
+        else:
+            continue
+        swapped = any(isinstance(getattr(x, "self_attn", None), MultiheadAttention) for x in inner)
+        if swapped and getattr(module, attribute, off) != off:
+            undo.callback(setattr, module, attribute, getattr(module, attribute))
+            setattr(module, attribute, off)
+            yield name, f"{attribute} = {off}"
+
+
+def _display_name(name: str) -> str:
+    return name or "(the model itself)"
+
+
+def _count_noun(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _format_entries(label: str, entries: list[str]) -> list[str]:
+    more = len(entries) - PRINTED
+    printed = entries if more <= 1 else [*entries[:PRINTED], f"... and {more} more"]
+    labels = [label, *[""] * len(printed)]
+    return [f"  {label:<13}{entry}" for label, entry in zip(labels, printed, strict=False)]
+
+
+# ---- the measured change -------------------------------------------------------------------------
+
+
+def _measure_layer_change(layer: nn.MultiheadAttention) -> LayerChange:
+    """Compare torch's forward with the drop-in's, on the same layer and a seeded random input."""
+    note = _note_on_out_proj(layer)
+    like = next(layer.parameters())
+    if like.is_meta:
+        return LayerChange(None, None, note)
+    if len({parameter.dtype for parameter in layer.parameters()}) > 1:
+        return LayerChange(None, None, note or "its parameters have several dtypes")
+    if not isinstance(getattr(layer.out_proj, "weight", None), Tensor):
+        return LayerChange(None, None, note)  # torch's forward cannot run
+    generator = torch.Generator().manual_seed(SEED)
+
+    def random_input(width: int) -> Tensor:
+        return torch.randn(BATCH, LENGTH, width, generator=generator).to(like)
+
+    x = random_input(layer.embed_dim)
+    inputs = (x, x, x)
+    if layer.kdim != layer.embed_dim or layer.vdim != layer.embed_dim:
+        inputs = (x, random_input(layer.kdim), random_input(layer.vdim))
+    with evaluation_mode(layer), torch.no_grad():
+        before = nn.MultiheadAttention.forward(layer, *inputs, need_weights=False)[0]
+        after = MultiheadAttention.forward(layer, *inputs, need_weights=False)[0]  # type: ignore[arg-type]
+        # The reference lacks what a replaced out_proj or its hooks add.
+        verdict = _layer_error_budget(layer, inputs).check(after) if note is None else None
+    return LayerChange(_largest_difference([before], [after]), verdict, note)
+
+
+def _run_in_eval_mode(
+    model: nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the float tensors of the model's output, in eval mode under no_grad, seeded."""
+    with evaluation_mode(model), torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        output = model(*inputs, **options)
+    tensors = [leaf for leaf in iterate_leaves(output) if isinstance(leaf, Tensor)]
+    parts = [part for leaf in tensors for part in (leaf.unbind() if leaf.is_nested else (leaf,))]
+    return [part.detach().clone() for part in parts if part.is_floating_point()]
+
+
+def _largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> OutputDifference:
+    """Compare two lists of tensors element by element."""
+    largest, scale, mended = 0.0, 0.0, 0
+    for x, y in zip(before, after, strict=True):
+        x, y = x.double(), y.double()
+        was, is_now = x.isfinite(), y.isfinite()
+        gap = (x - y).abs().where(was & is_now, 0.0)
+        gap = gap.masked_fill(was & ~is_now, torch.inf)
+        if gap.numel():
+            largest = max(largest, float(gap.max()))
+            scale = max(scale, float(x.abs().where(was, 0.0).max()))
+        mended += int((~was & is_now).sum())
+    return OutputDifference(largest, scale, mended)
+
+
+def _layer_error_budget(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) -> Budget:
+    """Return the error budget of the whole layer; plain torch is torch's unfused path."""
+    same = inputs[0] is inputs[1]
+
+    def plain(*x: Tensor) -> Tensor:
+        def cast(weight: Tensor | None) -> Tensor | None:
+            return None if weight is None else weight.to(x[0].dtype)
+
+        query, key, value = (x[0], x[0], x[0]) if same else x
+        if layer.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        output = multi_head_attention_forward(
+            query,
+            key,
+            value,
+            layer.embed_dim,
+            layer.num_heads,
+            cast(layer.in_proj_weight),
+            cast(layer.in_proj_bias),
+            cast(layer.bias_k),
+            cast(layer.bias_v),
+            layer.add_zero_attn,
+            0.0,
+            layer.out_proj.weight.to(x[0].dtype),
+            cast(layer.out_proj.bias),
+            use_separate_proj_weight=not layer._qkv_same_embed_dim,
+            q_proj_weight=cast(layer.q_proj_weight),
+            k_proj_weight=cast(layer.k_proj_weight),
+            v_proj_weight=cast(layer.v_proj_weight),
+        )[0]
+        return output.transpose(0, 1) if layer.batch_first else output
+
+    inputs = inputs[:1] if same else inputs
+    if inputs[0].dtype != torch.float64:
+        return Budget.for_function(plain, *inputs, name="output")
+    # In float64 plain torch is the reference itself, so scale the budget of float32.
+    single = Budget.for_function(plain, *(x.float() for x in inputs), name="output")
+    scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    allowed = single.allowed * scale
+    return replace(single, dtype=torch.float64, exact=plain(*inputs), allowed=allowed)
+
+
+def _note_on_out_proj(layer: nn.MultiheadAttention) -> str | None:
+    out_proj = layer.out_proj
+    if type(out_proj) not in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return f"out_proj is a {type(out_proj).__name__}, which is now called (torch reads weights)"
+    if out_proj._forward_hooks or out_proj._forward_pre_hooks:
+        return "out_proj has hooks, which now run"
+    return None

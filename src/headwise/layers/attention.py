@@ -1,0 +1,420 @@
+"""Multi-head attention layer with rotary, ALiBi, QK-norm, windows, softcap, sinks and caches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from headwise.function.rotary import Rotary
+from headwise.layers import advice, conversion
+from headwise.layers import options as option_checks
+from headwise.layers.base import AttentionBase
+from headwise.layers.cache import Cache
+from headwise.layers.checks import projection_parameter
+from headwise.layers.distance import PositionBias
+from headwise.layers.explain import LayerExplanation, projection_lines
+from headwise.layers.hooks import call_hook
+from headwise.layers.initial import Source, initialise_projections
+from headwise.layers.norm import QKNorm
+from headwise.layers.packing import Packed, Unpacked, keep_cached_keys, select_packing
+from headwise.layouts import registry
+from headwise.layouts._layout import Layout
+from headwise.masks.mask import Mask
+from headwise.masks.score_bias import ScoreBias
+from headwise.matrix.operator import AttentionMatrix
+from headwise.support.arguments import explain_arguments
+from headwise.support.tensors import tensors_of_arrays
+
+
+class HeadReadings(AttentionBase):
+    """Methods for the results of single heads; arguments and errors as in the forward pass.
+
+    A layer with a `HeadPart` computes the matrix and the head outputs of its own heads.
+    """
+
+    @explain_arguments(
+        advice.CALL,
+        beyond=advice.advice_on_positional_call_arguments,
+    )
+    def matrix(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> AttentionMatrix:
+        """Return the attention matrix (batch, heads, queries, keys) as an operator.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
+            MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
+        """
+        call = self._prepare_call(x, source, mask, score_bias)
+        return self._matrix_and_values(Unpacked.of(call), call)[0]
+
+    @explain_arguments(
+        advice.CALL,
+        beyond=advice.advice_on_positional_call_arguments,
+    )
+    def head_outputs(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """Return weights @ v for each head, the input of the output projection.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
+            MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
+        """
+        call = self._prepare_call(x, source, mask, score_bias)
+        matrix, v = self._matrix_and_values(Unpacked.of(call), call)
+        return matrix @ v
+
+    @explain_arguments(
+        advice.CALL,
+        beyond=advice.advice_on_positional_call_arguments,
+    )
+    def contributions(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> Float[Tensor, "batch heads queries out_dim"]:
+        """Return each head's part of the output; their sum is the output less its bias.
+
+        The output projection is called once for each head, so that adapters, quantisation and
+        sharding apply.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
+            MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
+        """
+        outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
+        bias = self.out_proj(torch.zeros_like(outputs[:1, :, :1]).transpose(1, 2).flatten(2))
+        # Fill, do not multiply by 0: an infinite head would make the others NaN.
+        here = range(self.num_heads) if self.part is None else self.part.heads
+        heads = torch.arange(here.start, here.stop, device=outputs.device)[:, None, None]
+        parts = [
+            self.out_proj(outputs.masked_fill(heads != head, 0).transpose(1, 2).flatten(2)) - bias
+            for head in range(self.num_heads)
+        ]
+        return torch.stack(parts, dim=1)
+
+    @explain_arguments(
+        advice.CALL,
+        beyond=advice.advice_on_positional_call_arguments,
+    )
+    def explain(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> LayerExplanation:
+        """Return a printable report on a forward pass of this input: tokens, kernels and costs."""
+        call = self._prepare_call(x, source, mask, score_bias)
+        tokens = select_packing(call)
+        matrix, v = self._matrix_and_values(tokens, call)
+        total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
+        line = f"{total:,}, all of the input"
+        if isinstance(tokens, Packed):
+            line = f"{real:,} of {total:,} are real and packed into one row; padding is skipped"
+        if self.applies_dropout:
+            line += "; dropout in training allocates queries x keys for A @ v"
+        if self.part is not None:
+            line += f"; {self.part} of {self.num_heads} here"
+        counts = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}
+        return LayerExplanation(line, projection_lines(self, counts), matrix.explain(v))
+
+
+class Attention(HeadReadings):
+    """Multi-head attention layer: (batch, queries, embed_dim) to (batch, queries, out_dim).
+
+    Args:
+        embed_dim: width of ``x``.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of num_heads (the default): query
+            head h uses kv head h // (num_heads // num_kv_heads).
+        head_dim: width of a head's queries and keys; embed_dim / num_heads by default.
+        value_dim: width of a head's values; head_dim by default.
+        out_dim: width of the output; embed_dim by default.
+        source_dim: width of ``source``, for cross attention; embed_dim by default.
+        q_bias: True for a bias in the projection of queries.
+        k_bias: True for a bias in the projection of keys.
+        v_bias: True for a bias in the projection of values.
+        out_bias: True for a bias in the output projection.
+        rotary: rotates queries and keys by their positions.
+        score_bias: added to the scores by distance, `Alibi` or `T5Bias`.
+        qk_norm: normalises queries and keys.
+        window: (left, right): the number of keys before and after its position that a query may
+            attend to; None for no bound.
+        scale: factor of q.k; 1/sqrt(head_dim) by default.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sink: True for a learned logit of each head in the softmax's denominator, without a value.
+        dropout: probability of dropping each weight in training.
+        init: the library whose initialisation is used; see `initialise_projections` in
+            `headwise.layers.initial`.
+        device: the device of the parameters, as in torch.
+        dtype: the dtype of the parameters, as in torch.
+
+    Raises:
+        OptionError: sizes or options that contradict each other, or lie outside their range.
+    """
+
+    @explain_arguments(
+        advice.CONSTRUCTOR,
+        beyond=advice.advice_on_positional_constructor_arguments,
+    )
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        out_dim: int | None = None,
+        source_dim: int | None = None,
+        q_bias: bool = True,
+        k_bias: bool = True,
+        v_bias: bool = True,
+        out_bias: bool = True,
+        rotary: Rotary | None = None,
+        score_bias: PositionBias | None = None,
+        qk_norm: QKNorm | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: bool = False,
+        dropout: float = 0.0,
+        init: Source = "torch-packed",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        option_checks.check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
+        self.head_dim = (
+            option_checks.default_head_dim(embed_dim, num_heads) if head_dim is None else head_dim
+        )
+        self.value_dim = self.head_dim if value_dim is None else value_dim
+        self.out_dim = embed_dim if out_dim is None else out_dim
+        self.source_dim = embed_dim if source_dim is None else source_dim
+        self.rotary, self.qk_norm, self.window = rotary, qk_norm, window
+        self.scale, self.softcap, self.dropout, self.init = scale, softcap, dropout, init
+        option_checks.check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
+        heads, kv_heads = num_heads, self.num_kv_heads
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, heads * self.head_dim, q_bias, **options)
+        self.k_proj = nn.Linear(self.source_dim, kv_heads * self.head_dim, k_bias, **options)
+        self.v_proj = nn.Linear(self.source_dim, kv_heads * self.value_dim, v_bias, **options)
+        self.out_proj = nn.Linear(heads * self.value_dim, self.out_dim, out_bias, **options)
+        self.q_norm, self.k_norm = (self._make_qk_norm(n, **options) for n in (heads, kv_heads))
+        self.score_bias = score_bias.module(heads, **options) if score_bias else None
+        self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None
+        self.identity = uuid4().hex  # the owner of the caches that this layer makes
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters: projections as in ``init``, the sink to 0."""
+        initialise_projections(self, self.init)
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
+        for module in (self.q_norm, self.k_norm, self.score_bias):
+            if reset := getattr(module, "reset_parameters", None):  # ALiBi and None have none
+                reset()
+
+    @explain_arguments(
+        advice.CALL,
+        beyond=advice.advice_on_positional_call_arguments,
+    )
+    def forward(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+        gate: Float[Tensor, "*batch heads"] | None = None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "batch queries out_dim"]:
+        """Compute attention; return (batch, queries, out_dim).
+
+        Padded queries are skipped in eager mode when you pass
+        ``Mask.lengths(queries=n, keys=n)`` or segments, alone or with bands, and every score bias
+        is by distance; `explain` shows it. Their output is the bias of the output projection.
+
+        Args:
+            x: (batch, queries, embed_dim), the input of queries, and by default of keys and values.
+            source: (batch, keys, source_dim), the input of keys and values in cross attention.
+            mask: which keys each query may attend to; combined with the layer's window.
+            score_bias: added to the scores, and to the layer's own score bias.
+            gate: a factor for each head's outputs, (heads,) or (batch, heads); 1 by default. Its
+                gradient at 1 is the head's importance (Michel et al. 2019, arXiv:1905.10650).
+            cache: a `Cache` of earlier keys and values; the call adds those of ``x`` in place.
+                Alignments are then bottom-right, and lengths count the tokens of this call.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: inputs that do not fit the layer or each other.
+            MaskError: a mask or a score bias for other sizes, or one that a cache cannot take.
+            OptionError: a source missing or not allowed, another layer's or a full cache.
+        """
+        call = self._prepare_call(x, source, mask, score_bias, cache, gate)
+        tokens = select_packing(call)
+        matrix, v = self._matrix_and_values(tokens, call)
+        outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
+        outputs = call_hook(matrix, v, outputs)
+        if call.gate is not None:
+            outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))
+        merged = outputs.transpose(1, 2).flatten(2)
+        output = tokens.project_and_restore_batch(merged, self.out_proj)
+        keep_cached_keys(call, tokens.cached)
+        return output
+
+    @classmethod
+    @explain_arguments(advice.COUNTS)
+    def from_layout(
+        cls,
+        state: Mapping[str, Tensor | np.ndarray],
+        *,
+        layout: str | Layout,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        accept: Iterable[str] = (),
+        **options: Any,
+    ) -> Attention:
+        """Make a layer that computes the same function as a module with these weights.
+
+        Sizes, biases and the scale come from the weights and the layout. Pass the rest as options
+        of the constructor: for example ``rotary`` or ``softcap``.
+
+        Args:
+            state: the tensors or NumPy arrays of one module, by their names within it.
+            layout: the layout of these tensors, or its name; ``headwise layouts`` lists them.
+            num_heads: number of query heads, which shapes do not determine.
+            num_kv_heads: number of kv heads, where shapes do not determine it.
+            accept: the fields of `AttentionSpec` in which the options may differ from the layout,
+                as in `convert`.
+            options: see the constructor.
+
+        Raises:
+            OptionError: tensors or options that contradict the layout.
+            ShapeError: shapes that do not fit the numbers of heads.
+        """
+        source = registry.layout(layout)
+        canonical = conversion.canonical_tensors_of_module(
+            tensors_of_arrays(state), source, options, heads=num_heads, kv_heads=num_kv_heads
+        )
+        layer = cls(
+            **conversion.constructor_arguments_from_weights(canonical, source.function, options)
+        )
+        conversion.require_same_function_as_source(source, layer, accept)
+        layer.load_state_dict(conversion.layer_state_dict_from_canonical(canonical, layer))
+        return layer
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Name the way to load tensors of another layout, where strict loading finds them."""
+        if strict:
+            error_msgs += conversion.advise_foreign_tensors(self, state_dict, prefix)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
+    def to_layout(self, target: str | Layout, *, accept: Iterable[str] = ()) -> dict[str, Tensor]:
+        """Return a copy of the weights in another layout.
+
+        A module of that layout computes the function of this layer, if its config has this layer's
+        numbers (``rotary``, ``softcap``). Nothing of the function is folded into the weights.
+
+        Args:
+            target: the layout to write, or its name; ``headwise layouts`` lists them.
+            accept: the fields of `AttentionSpec` in which the layout may differ, as in `convert`.
+
+        Raises:
+            OptionError: the layout has another function than this layer, or lacks one of its
+                tensors; or the layer computes a part of its heads.
+            ShapeError: numbers of heads that the layout cannot hold.
+        """
+        if self.part is not None:
+            conversion.refuse_head_part(self)
+        target = registry.layout(target)
+        conversion.require_same_function_as_target(target, self, accept)
+        canonical = conversion.canonical_state(self, self.state_dict())
+        width = (
+            {}
+            if self.rotary is None
+            else {"rotary_width": self.rotary.rotated_width(self.head_dim)}
+        )
+        return target.pack(canonical, **width)
+
+    def cache(self, *, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
+        """Make an empty cache for ``length`` tokens of each of ``batch`` sequences.
+
+        A layer whose window is shorter than ``length`` keeps only the tokens that its window
+        needs: any number of tokens may pass. Steps with a cache equal one full forward pass where
+        no query attends to later tokens: with a causal mask, or a window of (left, 0).
+
+        Raises:
+            OptionError: a batch or length below 1.
+        """
+        option_checks.check_positive_whole_numbers(batch=batch, length=length)
+        left = None if self.window is None else self.window[0]
+        evicts = left is not None and left < length
+        slots = min(length, 2 * left + 1) if left is not None and evicts else length
+        like = projection_parameter(self.k_proj, torch.empty(0))
+        options: dict[str, Any] = {"device": like.device, "dtype": dtype or like.dtype}
+        kv_heads = self._head_counts[1]
+        k, v = (
+            torch.zeros(batch, kv_heads, slots, width, **options)
+            for width in (self.head_dim, self.value_dim)
+        )
+        return Cache(k, v, window=left if evicts else None, owner=self.identity)
+
+    def extra_repr(self) -> str:
+        """Return the sizes, and the options that are no modules."""
+        return option_checks.describe_options(self)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Attention:
+        """Copy the layer; a cache belongs to the copy only if it is copied in the same call."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)], memo[self.identity] = copied, uuid4().hex
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.identity = memo[self.identity]
+        return copied
+
+    def _make_qk_norm(self, heads: int, **options: Any) -> nn.Module | None:
+        if self.qk_norm is None:
+            return None
+        per_head = self.qk_norm.over == "head"
+        return self.qk_norm.module(self.head_dim * (1 if per_head else heads), **options)

@@ -1,0 +1,163 @@
+"""Checks of the arguments of a layer's call."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
+from headwise.layers.cache import Cache
+from headwise.layers.packing import CallInputs
+from headwise.masks.clauses.lengths import PaddingClause
+from headwise.support.text import describe_move, describe_sizes, describe_value
+
+X_AXES = ("batch", "queries", "embed_dim")
+SOURCE_AXES = ("batch", "keys", "source_dim")
+POSITIONAL_OPTIONS = ("rotary", "window", "score_bias")  # need positions in one sequence
+
+
+def projection_parameter(projection: nn.Module, default: Tensor) -> Tensor:
+    """Return a parameter of a projection, for its device and dtype; ``default`` without any.
+
+    The attribute ``weight`` is avoided: parametrizations compute it on each access, and
+    spectral_norm then takes a step of its iteration.
+    """
+    weight = projection._parameters.get("weight")
+    return next(projection.parameters(), default) if weight is None else weight
+
+
+def check_tokens(
+    name: str, x: Tensor, width: int, axes: tuple[str, str, str], projection: nn.Module
+) -> None:
+    """Raise ShapeError, DTypeError or DeviceError unless the projection fits these tokens."""
+    if not isinstance(x, Tensor):
+        raise ShapeError(
+            saw=f"{name}={describe_value(x)}",
+            needed=f"a tensor ({axes[0]}, {axes[1]}, {axes[2]} {width})",
+            do=f"{name}=torch.as_tensor({name})"
+            if hasattr(x, "__array__") or isinstance(x, list)
+            else "layer(x, source, mask=..., score_bias=..., gate=..., cache=...)",
+        )
+    weight = projection_parameter(projection, x)
+    if x.dim() != 3 or x.shape[2] != width:
+        raise ShapeError(
+            saw=f"{name} of shape {tuple(x.shape)}",
+            needed=f"({axes[0]}, {axes[1]}, {axes[2]} {width})",
+            do=_shape_advice(name, x, width),
+        )
+    if x.device != weight.device:
+        raise DeviceError(
+            saw=f"{name} on {x.device} for a layer on {weight.device}",
+            needed="one device",
+            do=describe_move(name, x, weight.device),
+        )
+    if x.is_floating_point() and (x.dtype == weight.dtype or not weight.is_floating_point()):
+        return
+    if not x.is_floating_point() or not torch.is_autocast_enabled(x.device.type):
+        raise DTypeError(
+            saw=f"{name} of dtype {x.dtype} for weights of {weight.dtype}",
+            needed="one dtype for both, or autocast",
+            do=f"{name}.to({weight.dtype}), or layer.to({x.dtype})"
+            if x.is_floating_point()
+            else f"{name}.to({weight.dtype}); token ids go through an nn.Embedding first",
+        )
+
+
+def _shape_advice(name: str, x: Tensor, width: int) -> str:
+    """Return the code or advice that gives ``x`` the shape of tokens."""
+    if x.dim() == 0 or x.shape[-1] != width:
+        if x.dim() == 3 and x.shape[1] == width:
+            return f"{name}.transpose(1, 2): its second axis is {width} wide"
+        return f"pass {name} of width {width}, or construct the layer for the width of {name}"
+    if x.dim() < 3:
+        return f"{name}[None] for one sequence" if x.dim() == 2 else f"{name}[None, None]"
+    return f"{name}.flatten(0, {x.dim() - 3}): all leading axes are the batch"
+
+
+def check_source(x: Tensor, source: Tensor, width: int, projection: nn.Module) -> None:
+    """Raise the errors of `check_tokens`, and ShapeError for a source of another batch."""
+    check_tokens("source", source, width, SOURCE_AXES, projection)
+    if source.shape[0] != x.shape[0]:
+        raise ShapeError(
+            saw=f"x {describe_sizes(x, X_AXES)} and source {describe_sizes(source, SOURCE_AXES)}",
+            needed="the same batch",
+            do="source.expand(...), or one source for each sequence",
+        )
+
+
+def refuse_missing_source(source_dim: int, embed_dim: int) -> NoReturn:
+    """Raise OptionError for a call without the source that the layer needs for its keys."""
+    raise OptionError(
+        saw=f"no source for a layer with source_dim={source_dim}, embed_dim={embed_dim}",
+        needed="a source (batch, keys, source_dim)",
+        do="layer(x, source)",
+    )
+
+
+def refuse_in_cross_attention(name: str, option: object, source: str) -> NoReturn:
+    """Raise OptionError for an option that depends on positions, in cross attention."""
+    raise OptionError(
+        saw=f"{name}={option} with {source}",
+        needed="one or the other: positions in x and in the source have no distance",
+        do=f"leave out {name}; pass the call a Mask or ScoreBias with align=... instead",
+    )
+
+
+def check_cache_owner(cache: Cache, identity: str, *, crosses: bool) -> None:
+    """Raise OptionError for a cache of another layer, or in cross attention."""
+    if not isinstance(cache, Cache):
+        raise OptionError(
+            saw=f"cache={describe_value(cache)}",
+            needed="a Cache of this layer",
+            do="cache = layer.cache(batch=..., length=...)",
+        )
+    if crosses:
+        raise OptionError(
+            saw="a cache and a source",
+            needed="one or the other: a cache holds keys and values of x",
+            do="leave out cache=...",
+        )
+    if cache.owner != identity:
+        raise OptionError(
+            saw=f"{cache!r}, which this layer did not make",
+            needed="a cache made by this layer",
+            do="caches = [layer.cache(batch=..., length=...) for layer in layers]",
+        )
+
+
+def check_projection_output_width(name: str, x: Tensor, axis: str, heads: int, width: int) -> None:
+    """Raise ShapeError unless a projection gives the channels of all heads of this module."""
+    if x.shape[-1] != heads * width:
+        raise ShapeError(
+            saw=f"{name} gives {x.shape[-1]} channels for {heads} {axis} of {width}",
+            needed=f"{heads * width} channels, all of these heads",
+            do="to divide the heads over processes, parallelize the layer by "
+            "headwise.sharding.Heads(), not its projections",
+        )
+
+
+def check_gate(gate: Tensor, x: Tensor, num_heads: int) -> None:
+    """Raise unless a gate is (heads,) or (batch, heads) on the device of x."""
+    if not isinstance(gate, Tensor) or gate.device != x.device:
+        device = f" on {gate.device}" if isinstance(gate, Tensor) else ""
+        raise DeviceError(
+            saw=f"gate is a {type(gate).__name__}{device}",
+            needed=f"a tensor on {x.device}",
+            do=f'torch.ones({num_heads}, device="{x.device}")',
+        )
+    if gate.shape not in ((num_heads,), (x.shape[0], num_heads)):
+        raise ShapeError(
+            saw=f"gate of shape {tuple(gate.shape)}",
+            needed=f"(heads {num_heads},) or (batch {x.shape[0]}, heads {num_heads})",
+            do=f"e.g. torch.ones({num_heads})",
+        )
+
+
+def check_mask_and_bias(call: CallInputs, *, heads: int, keys: int) -> None:
+    """Raise MaskError if mask or score bias have other sizes, before the cache changes."""
+    batch, queries, _ = call.x.shape
+    matrix = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
+    call.mask.without_kind(PaddingClause).bind(**matrix, device=call.x.device)
+    call.score_bias.check(**matrix, device=call.x.device)

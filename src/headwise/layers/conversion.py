@@ -1,0 +1,252 @@
+"""Conversion of a layer's weights from and to layouts, with checks that the function is kept."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from headwise.errors import DTypeError, OptionError
+from headwise.function.rotary import Rotary
+from headwise.function.spec import SCALES, USUAL_SCALE, AttentionSpec, require_conflicts_accepted
+from headwise.function.weights import State
+from headwise.layers.base import AttentionBase
+from headwise.layers.distance import BIAS_MAX, Alibi, AlibiSlopes, T5Bias, T5BucketTable
+from headwise.layers.norm import QKNorm
+from headwise.layouts import pattern
+from headwise.layouts._layout import Layout
+from headwise.layouts.modules import find_modules
+from headwise.layouts.plan import FLOATING
+from headwise.layouts.registry import layout
+
+# Score biases with a class of this library; layouts describe others in free text.
+_SUPPORTED_BIASES = ("none", "alibi", "t5")
+_ROUNDING = 4 * sys.float_info.epsilon  # relative error of a scale computed in another order
+
+
+def canonical_tensors_of_module(
+    state: Mapping[str, Tensor], source: Layout, options: Mapping[str, Any], **heads: int | None
+) -> State:
+    """Return the canonical tensors of a module; ``heads`` are known numbers of heads, or None."""
+    _require_one_module(state, source)
+    for name in source.tensors:
+        if name in state and state[name].dtype not in FLOATING and options.get("dtype") is None:
+            raise DTypeError(
+                saw=f"{name} in {state[name].dtype}",
+                needed="weights in float64, float32, bfloat16 or float16",
+                do="tensor.to(torch.float32) of each, if no scales belong to them",
+            )
+    rotary, sizes = options.get("rotary"), {k: n for k, n in heads.items() if n is not None}
+    if rotary is not None:
+        source.require_whole(state)
+        _require_stated_rotary_width(rotary, source)
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        sizes["rotary_width"] = rotary.width or source.sizes(shapes, sizes)["head_dim"]
+    return source.unpack(state, **sizes)
+
+
+def _require_stated_rotary_width(rotary: Rotary, source: Layout) -> None:
+    if rotary.width is None and source.function.rotary_width is None:
+        raise OptionError(
+            saw=f"{rotary} without a width",
+            needed=f"a width, since {source.name} may rotate a part of each head",
+            do="pass Rotary(width=...): rotary_dim in the model's config, or head_dim for all",
+        )
+
+
+def _require_one_module(state: Mapping[str, Tensor], source: Layout) -> None:
+    modules = find_modules(source, state)
+    if source.tensors.keys().isdisjoint(state) and modules:
+        prefix = modules[0].prefix
+        raise OptionError(
+            saw=f"{len(state)} tensors of {len(modules)} modules of {source.name}, such as "
+            f"{prefix}",
+            needed="the tensors of one module, by their names within it",
+            do=f"{{name.removeprefix(p): x for name, x in state.items() if name.startswith(p)}} "
+            f"with p={prefix!r}",
+        )
+
+
+def constructor_arguments_from_weights(
+    canonical: State, function: AttentionSpec, user_options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the constructor's arguments for a layer with these tensors and this function.
+
+    Raises:
+        OptionError: no ``scale`` where the layout leaves it open; or a table of distances without
+            `T5Bias`, or the reverse.
+    """
+    if function.scale is None and "scale" not in user_options:
+        raise OptionError(
+            saw="no scale",
+            needed="scale, which this layout leaves to the model's config",
+            do="pass scale=None for 1/sqrt(head_dim), or the number",
+        )
+    if isinstance(user_options.get("score_bias"), T5Bias) and "distances" not in canonical:
+        raise OptionError(
+            saw="score_bias=T5Bias(...) without a table of distances",
+            needed="the table, which T5 stores in its first layer for all layers",
+            do="add the first layer's table to the tensors of this layer",
+        )
+    if "distances" in canonical and not isinstance(user_options.get("score_bias"), T5Bias):
+        raise OptionError(
+            saw="a table of distances without score_bias=T5Bias(...)",
+            needed="T5Bias for T5's table; the layer has no parameter for other tables",
+            do="pass score_bias=T5Bias(...), or remove the table and pass a ScoreBias in calls",
+        )
+    wq, wk, wo = (canonical[name] for name in ("wq", "wk", "wo"))
+    (heads, head_dim, embed_dim), source_dim = wq.shape, wk.shape[2]
+    options: dict[str, Any] = {
+        "embed_dim": embed_dim,
+        "num_heads": heads,
+        "num_kv_heads": wk.shape[0],
+        "head_dim": head_dim,
+        "value_dim": wo.shape[1],
+        "out_dim": wo.shape[2],
+        "sink": "sink" in canonical,
+        "dtype": wq.dtype,
+        "device": wq.device,
+    }
+    options |= {f"{name}_bias": f"b{name[0]}" in canonical for name in ("q", "k", "v", "out")}
+    if source_dim != embed_dim:
+        options["source_dim"] = source_dim
+    if function.scale in SCALES and function.scale != USUAL_SCALE:
+        options["scale"] = SCALES[function.scale](head_dim)
+    if function.score_bias == "alibi":
+        options["score_bias"] = Alibi()
+    return options | dict(user_options)
+
+
+def _layout_of_layer(layer: AttentionBase) -> Layout:
+    norm = layer.qk_norm
+    return layout("headwise-width-norm" if norm and norm.over == "width" else "headwise")
+
+
+def layer_state_dict_from_canonical(canonical: State, layer: AttentionBase) -> dict[str, Tensor]:
+    """Return the layer's state_dict from canonical tensors, head_dim in its rotation's order."""
+    if layer.rotary is not None and layer.rotary.pairing != "half-split":
+        width = layer.rotary.rotated_width(layer.head_dim)
+        canonical = pattern.to_interleaved(canonical, width=width)
+    return _layout_of_layer(layer).pack(canonical)
+
+
+def state_per_head(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
+    """Return the tensors of a layer per head, head_dim in its rotation's order."""
+    source = _layout_of_layer(layer)
+    return source.unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
+
+
+def refuse_head_part(layer: AttentionBase) -> NoReturn:
+    """Raise OptionError for a layer that holds the weights of a part of its heads."""
+    raise OptionError(
+        saw=f"to_layout of a layer that computes {layer.part} of {layer.num_heads}",
+        needed="the weights of all heads",
+        do="load headwise.sharding.gather_state(layer) into a layer of its own first",
+    )
+
+
+def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
+    """Return the canonical tensors of a layer from its state_dict."""
+    canonical = state_per_head(layer, state)
+    if layer.rotary is None or layer.rotary.pairing == "half-split":
+        return canonical
+    return pattern.to_half_split(canonical, width=layer.rotary.rotated_width(layer.head_dim))
+
+
+# ---- the function -------------------------------------------------------------------------------
+
+
+def function_settings_of_layer(layer: AttentionBase) -> AttentionSpec:
+    """Return the layer's function in the terms of layouts.
+
+    A window without a left bound counts as none, since callers pass such masks with each call.
+    """
+    rotary, window = layer.rotary, layer.window
+    function = AttentionSpec(
+        scale=_scale_in_words(layer.scale, layer.head_dim),
+        rotary="none" if rotary is None else rotary.pairing,
+        rotary_width=None,
+        score_bias=_score_bias_in_words(layer.score_bias),
+        softcap="none" if layer.softcap is None else "tanh",
+        qk_norm="none" if layer.qk_norm is None else _qk_norm_in_words(layer.qk_norm),
+        window="none" if window is None or window[0] is None else "left",
+    )
+    if rotary is None:
+        return function
+    sizes = {"head_dim": layer.head_dim, "rotary_width": rotary.rotated_width(layer.head_dim)}
+    return function.with_rotary_width_from_sizes(sizes)
+
+
+def require_same_function_as_source(
+    layout: Layout, layer: AttentionBase, accept: Iterable[str]
+) -> None:
+    """Raise OptionError if a layer made of a layout's weights computes another function."""
+    expected, actual = layout.function, function_settings_of_layer(layer)
+    has_user_bias = not isinstance(layer.score_bias, AlibiSlopes | T5BucketTable | None)
+    if has_user_bias and expected.score_bias not in (None, *_SUPPORTED_BIASES):
+        actual = replace(actual, score_bias=None)  # trust the user's class for the described bias
+    conflicts = expected.conflicts(actual)
+    options = ", ".join(f"{name}=..." for name in conflicts)
+    require_conflicts_accepted(
+        conflicts,
+        accept,
+        between=f"{layout.name} and a layer with these options",
+        do=f"pass {options} as in the layout and the model's config; or",
+    )
+
+
+def require_same_function_as_target(
+    layout: Layout, layer: AttentionBase, accept: Iterable[str]
+) -> None:
+    """Raise OptionError if modules of a layout compute another function than the layer."""
+    conflicts = function_settings_of_layer(layer).conflicts(layout.function)
+    require_conflicts_accepted(conflicts, accept, between=f"this layer and {layout.name}")
+
+
+def _scale_in_words(scale: float | None, head_dim: int) -> str:
+    if scale is None:
+        return USUAL_SCALE
+    for words, number in SCALES.items():
+        if math.isclose(scale, number(head_dim), rel_tol=_ROUNDING):
+            return words
+    return f"{scale:g}"
+
+
+def _score_bias_in_words(module: nn.Module | None) -> str:
+    if module is None:
+        return "none"
+    if isinstance(module, T5BucketTable):
+        return "t5"
+    if isinstance(module, AlibiSlopes):
+        usual = module.bias_max == BIAS_MAX
+        return "alibi" if usual else f"alibi with bias_max={module.bias_max:g}"
+    return f"that of {type(module).__name__}"
+
+
+def _qk_norm_in_words(norm: QKNorm) -> str:
+    """Return the text of `AttentionSpec.qk_norm`: "rms over head, weight + 1, before rotary"."""
+    offset = ["weight + 1"] if norm.one_plus else []
+    return ", ".join([f"{norm.kind} over {norm.over}", *offset, f"{norm.place} rotary"])
+
+
+def advise_foreign_tensors(
+    layer: AttentionBase, state: Mapping[str, Tensor], prefix: str
+) -> list[str]:
+    """Return the line that loads tensors under a prefix from another layout, or none."""
+    names = layer.state_dict().keys()
+    given = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+    if names <= given or given <= names:
+        return []
+    named = "... (headwise.detect(state) names it)"
+    for candidate in map(layout, ("torch-packed", "torch-separate")):
+        if candidate.required <= given <= candidate.tensors.keys():
+            named = repr(candidate.name)
+    start = f"{{n.removeprefix({prefix!r}): t for n, t in state.items()}}" if prefix else "state"
+    return [
+        f"these tensors are in another layout: headwise.Attention.from_layout({start}, "
+        f"layout={named}, num_heads={layer.num_heads})"
+    ]

@@ -1,0 +1,278 @@
+"""Score biases by distance: ALiBi's slopes, and T5's learned buckets.
+
+ALiBi (Press et al. 2022, arXiv:2108.12409) is a penalty that grows linearly with distance. For n
+heads, n a power of two, head h (from 1) has the slope ``2 ** (-8 h / n)``. For other numbers of
+heads the paper's code (ofirpress/attention_with_linear_biases; BLOOM, Falcon) takes the slopes of
+the next lower power of two, then every other slope of the next higher one. MPT's rule
+(mosaicml/llm-foundry) gives the same slopes in the same order; MPT makes the 8 an option.
+
+Falcon adds its bias before the scores are scaled, and rounds the slopes to bfloat16. Its slopes
+here are therefore divided by the root of head_dim.
+
+T5's relative position bias is one learned number for each head and bucket of distances. Each short
+distance has its own bucket; longer ones share buckets that grow with the logarithm. The last
+bucket holds all distances from ``max_distance`` on (Raffel et al. 2020, arXiv:1910.10683, section
+2.1; Mesh TensorFlow, transformer_layers.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from headwise.errors import OptionError
+from headwise.masks.clause import Align
+from headwise.masks.score_bias import ScoreBias
+
+BIAS_MAX = 8.0  # the last head's slope is 2 ** -BIAS_MAX
+
+
+@runtime_checkable
+class PositionBias(Protocol):
+    """Protocol of a score bias by position as an option of a layer."""
+
+    def module(
+        self,
+        num_heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Module:
+        """Make the module whose ``forward(*, align)`` returns the `ScoreBias` of these heads."""
+        ...
+
+
+class FixedTable(nn.Module):
+    """Module with a constant tensor ``numbers``, which is not in its state_dict.
+
+    The tensor moves with the module, but never to a dtype narrower than ``least``, which would
+    round it for good. ``double()`` widens it.
+    """
+
+    numbers: Tensor
+
+    def __init__(
+        self,
+        numbers: tuple[float, ...] | tuple[int, ...],
+        *,
+        least: torch.dtype,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._exact, self._least = numbers, least
+        buffer = self._make_numbers(device, least if dtype is None else dtype)
+        self.register_buffer("numbers", buffer, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedTable:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Recomputed: fn may have rounded the numbers, or left them empty (to_empty).
+        self.numbers = self._make_numbers(self.numbers.device, self.numbers.dtype)
+        return self
+
+    def _make_numbers(self, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
+        numbers = torch.tensor(self._exact, dtype=self._least, device=device)
+        return numbers.to(torch.promote_types(dtype, self._least))
+
+
+# ---- ALiBi -----------------------------------------------------------------------------------
+
+
+def alibi_slopes(num_heads: int, *, bias_max: float = BIAS_MAX) -> Float[Tensor, " heads"]:
+    """Return ALiBi's slope of each head, (heads,), float32.
+
+    Args:
+        num_heads: number of heads.
+        bias_max: the smallest slope is ``2 ** -bias_max``; MPT's alibi_bias_max.
+
+    Raises:
+        OptionError: num_heads below 1, or a ``bias_max`` that is not positive and finite.
+    """
+    _require_slope_options(num_heads, bias_max)
+    return torch.tensor(_alibi_slope_values(num_heads, bias_max), dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """ALiBi as an option of a layer: adds ``-slope * |key - query|``; see `alibi_slopes`.
+
+    Raises:
+        OptionError: a ``bias_max`` that is not positive and finite.
+    """
+
+    bias_max: float = BIAS_MAX
+
+    def __post_init__(self) -> None:
+        _require_slope_options(1, self.bias_max)
+
+    def module(
+        self,
+        num_heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> AlibiSlopes:
+        """Make the slopes of ``num_heads`` heads, as a module without parameters."""
+        return AlibiSlopes(num_heads, bias_max=self.bias_max, device=device, dtype=dtype)
+
+
+class AlibiSlopes(FixedTable):
+    """ALiBi's slopes, which move with the layer and are not in its state_dict.
+
+    Slopes stay float32 under ``half()`` and ``bfloat16()``. For 32 heads the error of the first
+    slope, 2 ** -0.25, is 0.0011 in bfloat16: a score of 4.3 at a distance of 4,096.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        bias_max: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _require_slope_options(num_heads, bias_max)
+        slopes = _alibi_slope_values(num_heads, bias_max)
+        super().__init__(slopes, least=torch.float32, device=device, dtype=dtype)
+        self.bias_max = bias_max
+
+    def forward(self, *, align: Align | None) -> ScoreBias:
+        """Return the bias ``-slope * |key - query|``."""
+        return ScoreBias.alibi(self.numbers, align=align)
+
+    def extra_repr(self) -> str:
+        """Return the number of heads."""
+        return f"num_heads={len(self.numbers)}"
+
+
+def _require_slope_options(num_heads: int, bias_max: float) -> None:
+    if num_heads < 1:
+        raise OptionError(
+            saw=f"ALiBi slopes for {num_heads} heads", needed="at least one", do="num_heads=8"
+        )
+    if not 0 < bias_max < math.inf:
+        raise OptionError(
+            saw=f"bias_max={bias_max}",
+            needed="a positive finite number",
+            do=f"bias_max={BIAS_MAX}, the paper's",
+        )
+
+
+def _alibi_slope_values(num_heads: int, bias_max: float) -> tuple[float, ...]:
+    # Python floats, which fake tensors and default devices do not affect.
+    below = 2 ** (num_heads.bit_length() - 1)
+    above = _geometric_slopes(2 * below, bias_max)
+    return (_geometric_slopes(below, bias_max) + above[::2])[:num_heads]
+
+
+def _geometric_slopes(count: int, bias_max: float) -> tuple[float, ...]:
+    return tuple(2 ** (-bias_max * (head + 1) / count) for head in range(count))
+
+
+# ---- T5 --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class T5Bias:
+    """T5's relative position bias as an option of a layer.
+
+    T5 does not scale its scores: construct the layer with ``scale=1.0``.
+
+    Args:
+        buckets: the number of learned numbers of each head.
+        max_distance: all distances from here on share a bucket.
+        bidirectional: True if half of the buckets are for later keys (T5's encoder); False if
+            later keys share the bucket of distance 0 (T5's decoder, whose mask hides them).
+
+    Raises:
+        OptionError: too few buckets, an odd number of them for two directions, or a max_distance
+            that leaves no distance to share a bucket.
+    """
+
+    buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = True
+
+    def __post_init__(self) -> None:
+        sides = 2 if self.bidirectional else 1
+        if self.buckets < 2 * sides or self.buckets % sides:
+            raise OptionError(
+                saw=f"T5Bias(buckets={self.buckets}, bidirectional={self.bidirectional})",
+                needed="an even number from 4, half for each direction"
+                if self.bidirectional
+                else "at least 2",
+                do="e.g. buckets=32, as in T5",
+            )
+        if self.max_distance <= self._count_unshared_distances():
+            unshared = self._count_unshared_distances()
+            raise OptionError(
+                saw=f"T5Bias(buckets={self.buckets}, max_distance={self.max_distance})",
+                needed=f"more than {unshared}, the number of distances with their own bucket",
+                do="e.g. max_distance=128, as in T5",
+            )
+
+    def module(
+        self,
+        num_heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> T5BucketTable:
+        """Make the learned table of ``num_heads`` heads, initialised to 0."""
+        return T5BucketTable(self, num_heads, device=device, dtype=dtype)
+
+    def bucket_of(self, distances: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """Return the bucket of each distance ``key - query``."""
+        buckets = self.buckets // 2 if self.bidirectional else self.buckets
+        near = self._count_unshared_distances()
+        later = (distances > 0) * (self.buckets - buckets)
+        far = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
+        # Float32 in T5's order of operations: the last bit decides where a bucket begins.
+        steps = torch.log(far.clamp(min=near).float() / near) / math.log(self.max_distance / near)
+        shared = (near + (steps * (buckets - near)).long()).clamp(max=buckets - 1)
+        return later + torch.where(far < near, far, shared)
+
+    def _count_unshared_distances(self) -> int:
+        """Return the number of distances with their own bucket, on each side."""
+        return self.buckets // (4 if self.bidirectional else 2)
+
+
+class T5BucketTable(FixedTable):
+    """Learned table of T5's bias, (buckets, heads), as ``relative_attention_bias.weight``."""
+
+    def __init__(
+        self,
+        options: T5Bias,
+        num_heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        reach = options.max_distance
+        distances = torch.arange(-reach, reach + 1, device="cpu")
+        buckets = tuple(options.bucket_of(distances).tolist())
+        super().__init__(buckets, least=torch.int64, device=device)
+        self.options = options
+        self.relative_attention_bias = nn.Embedding(
+            options.buckets, num_heads, device=device, dtype=dtype
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the table to 0."""
+        nn.init.zeros_(self.relative_attention_bias.weight)
+
+    def forward(self, *, align: Align | None) -> ScoreBias:
+        """Return the bias of each distance ``key - query``, as a table by distance."""
+        table: Tensor = self.relative_attention_bias(self.numbers)
+        return ScoreBias.relative(table.transpose(-2, -1), align=align)
+
+    def extra_repr(self) -> str:
+        """Return the options."""
+        return repr(self.options)

@@ -1,0 +1,153 @@
+"""QK-norm: normalisation of queries and keys, which bounds the scores.
+
+Henry et al. 2020 (arXiv:2010.04245); with learned weights as in Dehghani et al. 2023
+(arXiv:2302.05442). Model families differ in the options of `QKNorm`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwise.errors import OptionError
+from headwise.support.text import describe_value
+from headwise.support.tracing import is_jit_tracing
+
+Kind = Literal["rms", "layer"]
+Over = Literal["head", "width"]
+Place = Literal["before", "after"]
+_CHOICES = {"kind": ("rms", "layer"), "over": ("head", "width"), "place": ("before", "after")}
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """Options of QK-norm; `module` makes the norm.
+
+        Qwen3       QKNorm()                            each head, RMS
+        OLMo 2      QKNorm(over="width")                all heads of a token together
+        Gemma 3     QKNorm(one_plus=True)               the weight is stored less 1
+        torchtune   QKNorm(place="after")               after the rotation
+
+    All heads share one weight. The layer norms of Cohere, Chameleon and StableLM 2 have a weight
+    of (heads, head_dim), one row for each head: they fit only where the rows are equal.
+
+    Args:
+        kind: "rms" divides by the root mean square; "layer" subtracts the mean first, and adds a
+            bias.
+        over: "head" normalises the head_dim numbers of each head; "width" the whole projection of
+            a token, before it is split into heads.
+        place: "before" or "after" the rotary rotation.
+        one_plus: True if the weight is stored as its difference from 1, so that weight decay
+            pulls it towards 1.
+        eps: added to the mean square, or to the variance.
+
+    Raises:
+        OptionError: a value outside its range, or ``over="width"`` with ``place="after"``.
+    """
+
+    kind: Kind = "rms"
+    over: Over = "head"
+    place: Place = "before"
+    one_plus: bool = False
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise OptionError(
+                    saw=f"QKNorm({name}={describe_value(getattr(self, name))})",
+                    needed=" or ".join(f'"{choice}"' for choice in choices),
+                    do=f'{name}="{choices[0]}" is the default',
+                )
+        if not 0 < self.eps < math.inf:
+            raise OptionError(
+                saw=f"QKNorm(eps={self.eps})",
+                needed="a positive finite number, since vectors of zeros give NaN otherwise",
+                do="eps=1e-6",
+            )
+        if self.over == "width" and self.place == "after":
+            raise OptionError(
+                saw='QKNorm(over="width", place="after")',
+                needed='over="width" before the rotation: rotation applies to heads, after the '
+                "width is split",
+                do='over="head" with place="after", or place="before"',
+            )
+
+    def module(
+        self,
+        width: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Norm:
+        """Return the norm of a last axis of ``width``, with its learned weight (and bias).
+
+        ``width`` is head_dim for ``over="head"``, num_heads * head_dim for ``over="width"``.
+        """
+        return Norm(self, width, device=device, dtype=dtype)
+
+
+def normalise(
+    x: Float[Tensor, "*axes width"],
+    weight: Float[Tensor, " width"],
+    bias: Float[Tensor, " width"] | None,
+    *,
+    options: QKNorm,
+) -> Float[Tensor, "*axes width"]:
+    """Normalise the last axis; a bias makes it the norm of kind "layer"."""
+    exact, eps = torch.promote_types(x.dtype, torch.float32), options.eps
+    wide, weight = x.to(exact), weight.to(exact)
+    if options.one_plus:
+        weight = 1.0 + weight
+    if bias is None and torch.onnx.is_in_onnx_export() and is_jit_tracing():
+        # torch's older ONNX exporter has no rms_norm.
+        mean = wide.square().mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)
+    if bias is None:
+        return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
+    return F.layer_norm(wide, weight.shape, weight, bias.to(exact), eps).to(x.dtype)
+
+
+class Norm(nn.Module):
+    """Norm of the last axis, made by `QKNorm.module`.
+
+    Half types are normalised in float32 and rounded once, as in Gemma and OLMo; Llama and Qwen
+    also round before they apply the weight.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        options: QKNorm,
+        width: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = options
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        bias = torch.empty(width, device=device, dtype=dtype) if options.kind == "layer" else None
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 1 and the bias to 0."""
+        nn.init.constant_(self.weight, 0.0 if self.options.one_plus else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
+        """Divide x by its root mean square, or subtract its mean and divide by its deviation."""
+        return normalise(x, self.weight, self.bias, options=self.options)
+
+    def extra_repr(self) -> str:
+        """Return the width and the options."""
+        return f"{len(self.weight)}, {self.options}"

@@ -1,0 +1,397 @@
+"""Checks of the drop-in's inputs, with the order and the error types of torch's layer."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from headwise.errors import DeviceError, DTypeError, MaskError, OptionError, ShapeError
+from headwise.support.arguments import is_number
+from headwise.support.text import describe_move, describe_value, nearest_counts
+from headwise.support.tracing import is_autocast_enabled
+
+
+class AssertedShapeError(ShapeError, AssertionError):
+    """Sizes that do not fit, where torch asserts."""
+
+
+class RuntimeShapeError(ShapeError, RuntimeError):
+    """Sizes that do not fit, where torch's operators raise RuntimeError."""
+
+
+class AssertedMaskError(MaskError, AssertionError):
+    """A mask for other sizes or of another rank, where torch asserts."""
+
+
+class RuntimeMaskError(MaskError, RuntimeError):
+    """A mask for other sizes, where torch raises RuntimeError."""
+
+
+class AssertedMaskDTypeError(DTypeError, MaskError, AssertionError):
+    """A mask that is neither bool nor float."""
+
+
+class AssertedOptionError(OptionError, AssertionError):
+    """Options that contradict each other, where torch asserts."""
+
+
+class RuntimeOptionError(OptionError, RuntimeError):
+    """Options that contradict each other, where torch raises RuntimeError."""
+
+
+class RuntimeDTypeError(DTypeError, RuntimeError):
+    """Inputs and parameters of different dtypes."""
+
+
+class RuntimeDeviceError(DeviceError, RuntimeError):
+    """Inputs and parameters on different devices."""
+
+
+def require_divisible_embed_dim(embed_dim: int, num_heads: int) -> None:
+    """Raise unless both sizes are positive and embed_dim is divisible by num_heads."""
+    if embed_dim <= 0 or num_heads <= 0:
+        raise OptionError(
+            saw="embed_dim and num_heads must be greater than 0,"
+            f" got embed_dim={embed_dim} and num_heads={num_heads} instead",
+            needed="at least one head, of at least one number",
+            do="e.g. MultiheadAttention(embed_dim=512, num_heads=8)",
+        )
+    if embed_dim % num_heads:
+        near = nearest_counts(num_heads, lambda n: embed_dim % n == 0, most=embed_dim)
+        raise AssertedOptionError(
+            saw="embed_dim must be divisible by num_heads:"
+            f" embed_dim {embed_dim} not divisible by num_heads {num_heads}",
+            needed="a whole head_dim: embed_dim / num_heads",
+            do=f"for embed_dim={embed_dim}, num_heads={near}",
+        )
+
+
+def raise_nested_error(what: str) -> NoReturn:
+    """Raise OptionError for nested tensors, where torch's own code cannot serve."""
+    raise OptionError(
+        saw=f"{what} with nested tensors",
+        needed="tensors with one length, since torch's code computes nested ones",
+        do="x.to_padded_tensor(0.0) for the input, with key_padding_mask=...",
+    )
+
+
+def require_mask_for_hint(*, is_causal: bool, attn_mask: Tensor | None) -> None:
+    """Raise for ``is_causal`` without ``attn_mask``, also on the paths where torch ignores it."""
+    if is_causal and attn_mask is None:
+        raise RuntimeOptionError(
+            saw="is_causal=True without attn_mask. Need attn_mask if specifying the is_causal hint."
+            " You may use the Transformer module method `generate_square_subsequent_mask`"
+            " to create this mask.",
+            needed="attn_mask, since is_causal is only a hint that attn_mask is the causal mask",
+            do="attn_mask=torch.nn.Transformer.generate_square_subsequent_mask(length)",
+        )
+
+
+def require_ranks(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, attn_mask: Tensor | None
+) -> bool:
+    """Raise unless the inputs are all 3-D or all 2-D with fitting masks; return True for 3-D."""
+    if padding is None and attn_mask is None and query.dim() == key.dim() == value.dim() == 3:
+        return True
+    for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
+        _require_mask_kind(name, mask)
+    rank = query.dim()
+    if rank not in (2, 3):
+        raise AssertedShapeError(
+            saw="query should be unbatched 2D or batched 3D tensor but received"
+            f" {rank}-D query tensor of shape {tuple(query.shape)}",
+            needed="(queries, embed_dim), or three axes with batch",
+            do="fold further axes into the batch",
+        )
+    kind = "For batched (3-D) `query`" if rank == 3 else "For unbatched (2-D) `query`"
+    if key.dim() != rank or value.dim() != rank:
+        raise AssertedShapeError(
+            saw=f"{kind}, expected `key` and `value` to be {rank}-D but found {key.dim()}-D and"
+            f" {value.dim()}-D tensors respectively",
+            needed="a batch axis in all of query, key and value, or in none",
+            do="add the batch axis with unsqueeze, or expand the tensor to the batch",
+        )
+    if padding is not None and padding.dim() != rank - 1:
+        raise AssertedMaskError(
+            saw=f"{kind}, expected `key_padding_mask` to be `None` or {rank - 1}-D but found"
+            f" {padding.dim()}-D tensor instead, of shape {tuple(padding.shape)}",
+            needed="(batch, keys)" if rank == 3 else "(keys,)",
+            do="pass a mask over queries and keys as attn_mask",
+        )
+    if attn_mask is not None and attn_mask.dim() not in (2, 3):
+        raise AssertedMaskError(
+            saw=f"{kind}, expected `attn_mask` to be `None`, 2-D or 3-D but found"
+            f" {attn_mask.dim()}-D tensor instead, of shape {tuple(attn_mask.shape)}",
+            needed="(queries, keys) or (batch*heads, queries, keys)",
+            do="pass attn_mask.flatten(0, 1) for a mask (batch, heads, queries, keys)",
+        )
+    return rank == 3
+
+
+def _require_mask_kind(name: str, mask: Tensor | None) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise AssertedMaskError(
+            saw=f"{name}={describe_value(mask)}",
+            needed="a tensor in torch's convention: bool (True = may not attend) or float",
+            do=f"{name}=torch.as_tensor({name})"
+            if hasattr(mask, "__array__")
+            else "for a causal mask: torch.nn.Transformer.generate_square_subsequent_mask(length);"
+            " a headwise Mask goes to headwise.Attention or AttentionMatrix",
+        )
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AssertedMaskDTypeError(
+            saw=f"only bool and floating types of {name} are supported, but got {mask.dtype}",
+            needed="bool (True = may not attend) or float (added to the scores);"
+            " an integer mask may mean either polarity",
+            do="mask.bool() if nonzero means hidden, mask == 0 if nonzero means may attend",
+        )
+
+
+def require_input_sizes(
+    query: Tensor, key: Tensor, value: Tensor, *, embed_dim: int, packed: bool, batch_first: bool
+) -> None:
+    """Raise unless widths, lengths and batch of 3-D inputs agree."""
+    if query.shape[2] != embed_dim:
+        raise AssertedShapeError(
+            saw=f"was expecting embedding dimension of {embed_dim}, but got {query.shape[2]}:"
+            f" query has shape {tuple(query.shape)}",
+            needed=f"{_expected_axes_text('queries', batch_first)} with embed_dim {embed_dim}",
+            do=f"pass queries of width {embed_dim}, or make the layer with"
+            f" embed_dim={query.shape[2]}",
+        )
+    if (key.shape != value.shape) if packed else (key.shape[:2] != value.shape[:2]):
+        torch_wording = (
+            f"key shape {key.shape} does not match value shape {value.shape}"
+            if packed
+            else f"key's sequence and batch dims {key.shape[:2]} do not match value's"
+            f" {value.shape[:2]}"
+        )
+        raise AssertedShapeError(
+            saw=torch_wording,
+            needed=f"one value for each key, both {_expected_axes_text('keys', batch_first)}",
+            do="pass as many values as keys; other widths need kdim and vdim",
+        )
+    batch, keys = (0, 1) if batch_first else (1, 0)
+    if key.shape[batch] != query.shape[batch]:
+        raise RuntimeShapeError(
+            saw=f"batch {query.shape[batch]} of query {tuple(query.shape)} but batch"
+            f" {key.shape[batch]} of key {tuple(key.shape)}, read as"
+            f" {_expected_axes_text('length', batch_first)}: shape '[{key.shape[keys]}, ...]' is"
+            f" invalid for input of size {key.numel()}",
+            needed="one batch for query, key and value",
+            do="expand key and value to the batch, or check the order of axes:"
+            f" batch_first is {batch_first}",
+        )
+
+
+def require_fitting_weight(
+    name: str, x: Tensor, weight: Tensor, expected: int, *, packed: bool
+) -> None:
+    """Raise unless an input fits its projection weight: width, rows, dtype, device."""
+    if x.shape[-1] != weight.shape[1] or weight.shape[0] != expected:
+        _refuse_weight(name, x, weight, expected, packed=packed)
+    if x.dtype != weight.dtype or x.device != weight.device:
+        _refuse_mixed_dtypes_or_devices(name, x, weight)
+
+
+def require_fitting_masks(
+    padding: Tensor | None, attn_mask: Tensor | None, q: Tensor, k: Tensor, *, batched: bool
+) -> None:
+    """Raise unless the masks fit these queries and keys; ``padding`` has a batch axis here."""
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
+        if mask is not None and mask.device != q.device:
+            _refuse_device(name, mask, q, "query")
+    if attn_mask is not None:
+        expected = (queries, keys) if attn_mask.dim() == 2 else (batch * heads, queries, keys)
+        if attn_mask.shape != expected:
+            refuse_attn_mask_shape(attn_mask, expected, batch, heads, batched=batched)
+    if padding is not None:
+        for axis, (name, size) in enumerate((("batch", batch), ("keys", keys))):
+            if padding.shape[axis] != size:
+                raise AssertedMaskError(
+                    saw=f"Expected key_padded_mask.shape[{axis}] to be {size}, but got"
+                    f" {padding.shape[axis]}: {name} of key_padding_mask {tuple(padding.shape)}",
+                    needed=f"(batch {batch}, keys {keys})",
+                    do="make one row for each sequence, with True for the keys to hide",
+                )
+
+
+def require_present(name: str, weight: Tensor | None, *, separate: bool) -> Tensor:
+    """Return a weight, or raise if this form of the parameters lacks it."""
+    if weight is None:
+        raise AssertedOptionError(
+            saw=f"use_separate_proj_weight is {separate} but {name} is None",
+            needed="q_proj_weight, k_proj_weight and v_proj_weight, or in_proj_weight",
+            do=f"pass {name}, or use_separate_proj_weight={not separate}",
+        )
+    return weight
+
+
+def require_packed_bias_shape(bias: Tensor | None, embed_dim: int) -> None:
+    """Raise unless the bias packs those of queries, keys and values: (3 * embed_dim,)."""
+    if bias is not None and bias.shape != (3 * embed_dim,):
+        raise AssertedShapeError(
+            saw=f"expecting query bias shape of {(embed_dim,)}, but got in_proj_bias of shape"
+            f" {tuple(bias.shape)}",
+            needed=f"(3 * embed_dim,) = ({3 * embed_dim},)",
+            do="torch.cat([q_bias, k_bias, v_bias]), with zeros for a missing one",
+        )
+
+
+def require_probability(dropout_p: float) -> None:
+    """Raise unless a dropout probability is a number from 0 to 1."""
+    if type(dropout_p) is float and 0.0 <= dropout_p <= 1.0:
+        return
+    if not (is_number(dropout_p) and 0 <= dropout_p <= 1):
+        raise RuntimeOptionError(
+            saw="dropout probability has to be between 0 and 1, but got"
+            f" {describe_value(dropout_p)}",
+            needed="0 <= dropout <= 1",
+            do="set layer.dropout, e.g. 0.1",
+        )
+
+
+def split_static_heads(name: str, static: Tensor, *, like: Tensor) -> Tensor:
+    """Split ``static_k`` or ``static_v``, (batch*heads, keys, head_dim), into batch and heads."""
+    batch, heads, _, head_dim = like.shape
+    for axis, size in ((0, batch * heads), (2, head_dim)):
+        if static.dim() != 3 or static.shape[axis] != size:
+            actual = static.shape[axis] if static.dim() == 3 else tuple(static.shape)
+            raise AssertedShapeError(
+                saw=f"expecting {name}.size({axis}) of {size}, but got {actual}",
+                needed=f"(batch*heads {batch * heads}, keys, head_dim {head_dim})",
+                do=f"{name}.flatten(0, 1) for a tensor (batch, heads, keys, head_dim)",
+            )
+    return static.view(batch, heads, *static.shape[1:])
+
+
+def raise_unequal_lengths_error(k: Tensor, v: Tensor) -> NoReturn:
+    """Raise for different numbers of static keys and values."""
+    raise RuntimeShapeError(
+        saw=f"static_k and static_v: Expected size for first two dimensions of batch2 tensor"
+        f" to be: [{k.shape[0] * k.shape[1]}, {k.shape[2]}] but got:"
+        f" [{k.shape[0] * k.shape[1]}, {v.shape[2]}]",
+        needed=f"one value for each of {k.shape[2]} keys",
+        do="pass both static_k and static_v, of one length",
+    )
+
+
+def require_both_bias_k_and_v(
+    bias_k: Tensor | None, bias_v: Tensor | None, static_k: Tensor | None, static_v: Tensor | None
+) -> None:
+    """Raise unless ``bias_k`` and ``bias_v`` come together, without static keys or values."""
+    for bias, partner, name in ((bias_k, bias_v, "k"), (bias_v, bias_k, "v")):
+        if bias is not None and partner is None:
+            missing = "v" if name == "k" else "k"
+            raise AssertedOptionError(
+                saw=f"bias_{name} is set but bias_{missing} is None",
+                needed="a key and a value for the appended slot",
+                do="set bias_k and bias_v, or neither",
+            )
+    for static, name in ((static_k, "key"), (static_v, "value")):
+        if bias_k is not None and static is not None:
+            raise AssertedOptionError(
+                saw=f"bias cannot be added to static {name}.",
+                needed="bias_k and bias_v, or static_k and static_v",
+                do=f"append the bias to the static {name} yourself",
+            )
+
+
+def _expected_axes_text(length: str, batch_first: bool) -> str:
+    return f"(batch, {length}, width)" if batch_first else f"({length}, batch, width)"
+
+
+def _refuse_weight(name: str, x: Tensor, weight: Tensor, rows: int, *, packed: bool) -> NoReturn:
+    needed = f"{name}s of width {weight.shape[1]}, and a weight with {rows} rows"
+    do = f"pass {name} of that width, or make the layer with kdim and vdim"
+    if packed:
+        raise RuntimeShapeError(
+            saw=f"{name} {tuple(x.shape)} and a packed weight of shape {tuple(weight.shape)}:"
+            f" mat1 and mat2 shapes cannot be multiplied"
+            f" ({x.shape[:-1].numel()}x{x.shape[-1]} and {weight.shape[1]}x{rows})",
+            needed=needed,
+            do=do,
+        )
+    raise AssertedShapeError(
+        saw=f"expecting {name} weights shape of {(rows, x.shape[-1])}, but got {weight.shape}",
+        needed=needed,
+        do=do,
+    )
+
+
+def cast_under_autocast_or_raise(name: str, x: Tensor, like: Tensor) -> Tensor:
+    """Return ``x`` in the dtype of ``like``; under autocast it is cast.
+
+    Raises:
+        RuntimeDTypeError: another dtype without autocast.
+        RuntimeDeviceError: another device.
+    """
+    if x.device != like.device:
+        _refuse_device(name, x, like, "the queries")
+    if x.dtype == like.dtype:
+        return x
+    if not is_autocast_enabled(x.device.type):
+        raise RuntimeDTypeError(
+            saw=f"expected scalar type {like.dtype} but found {x.dtype} for the {name}",
+            needed="queries, keys and values of one dtype, or torch.autocast",
+            do=f"cast the input of the {name}: .to({like.dtype})",
+        )
+    return x.to(like.dtype)
+
+
+def _refuse_device(name: str, x: Tensor, like: Tensor, other: str) -> NoReturn:
+    raise RuntimeDeviceError(
+        saw=f"Expected all tensors to be on the same device, but {name} is on {x.device}"
+        f" and {other} on {like.device}",
+        needed="one device",
+        do=describe_move(name, x, like.device),
+    )
+
+
+def _refuse_mixed_dtypes_or_devices(name: str, x: Tensor, weight: Tensor) -> None:
+    """Raise for a mix of devices or dtypes, unless autocast or a tensor subclass handles it."""
+    if not {type(x), type(weight)} <= {Tensor, torch.nn.Parameter}:
+        return
+    if x.device != weight.device:
+        _refuse_device(name, x, weight, "its weight")
+    if not is_autocast_enabled(x.device.type):
+        raise RuntimeDTypeError(
+            saw=f"mat1 and mat2 must have the same dtype, but got {x.dtype} for {name}"
+            f" and {weight.dtype} for its weight",
+            needed="one dtype, or torch.autocast",
+            do=f"{name}.to({weight.dtype}), or layer.to({x.dtype})"
+            if x.is_floating_point()
+            else f"{name}.to({weight.dtype}); token ids go through an nn.Embedding first",
+        )
+
+
+def refuse_attn_mask_shape(
+    mask: Tensor, expected: tuple[int, ...], batch: int, heads: int, *, batched: bool
+) -> NoReturn:
+    """Raise for an ``attn_mask`` of another shape than the expected one."""
+    queries, keys = expected[-2:]
+    advice = {
+        (keys, queries): "attn_mask.mT, if its two axes are swapped",
+        (batch, keys): "pass a mask (batch, keys) as key_padding_mask",
+        (1, queries, keys): "attn_mask[0], for one mask for all heads",
+        (batch, queries, keys): f"attn_mask.repeat_interleave({heads}, dim=0), for one mask for"
+        " each sequence",
+        (heads, queries, keys): f"attn_mask.repeat({batch}, 1, 1), for one mask for each head",
+    }
+    do = advice.get(tuple(mask.shape), "make a mask for these queries and keys")
+    if batched or mask.dim() == 2:
+        raise RuntimeMaskError(
+            saw=f"The shape of the {mask.dim()}D attn_mask is {mask.shape},"
+            f" but should be {expected}.",
+            needed=f"(queries {queries}, keys {keys}) or"
+            f" (batch*heads {batch * heads}, queries {queries}, keys {keys})",
+            do=do,
+        )
+    raise AssertedMaskError(
+        saw=f"Expected `attn_mask` shape to be {expected} but got {mask.shape}",
+        needed=f"(queries {queries}, keys {keys}) or (heads {heads}, queries, keys)",
+        do=do,
+    )

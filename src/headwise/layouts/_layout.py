@@ -1,0 +1,377 @@
+"""Layout: a description of how an implementation stores the weights of attention."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from headwise.errors import OptionError, ShapeError
+from headwise.function.spec import AttentionSpec
+from headwise.function.weights import AXES, BIASES, NORMS, OPTIONAL, State
+from headwise.layouts.pattern import (
+    GROUPED,
+    Pattern,
+    Splits,
+    canonical_shape,
+    find_axis_led_by,
+    names_by_canonical_axis,
+    pack_tensors,
+    parse_pattern,
+    to_half_split,
+    to_interleaved,
+    unpack_tensor,
+)
+from headwise.layouts.sizes import Sizes, solve_axis_sizes
+from headwise.support.forms import ShownInNotebook
+from headwise.support.quantised import require_unquantised
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MATRICES = ("wq", "wk", "wv", "wo")
+ROLES = ("self", "encoder", "decoder", "cross")
+NUMBERED = ("layer", "stage", "block", "half")
+NAMED = 4  # in an error
+SLOT = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(ShownInNotebook):
+    """One layout. Both directions follow from it; "Weight layouts" in the docs shows an example.
+
+    Attributes:
+        name: in kebab case.
+        tensors: stored name within the module -> pattern (`headwise.layouts.pattern`).
+        source: the paper, or the file of which project, that it was read from.
+        where: role -> the module's place in a checkpoint, with {layer} for its number; the roles
+            are "self", "encoder", "decoder" and "cross".
+        outside: stored name -> pattern of tensors outside of attention, for layouts that hold
+            whole models; {layer} as in ``where``.
+        beside: names within the module, or patterns such as `"*.inv_freq"`, of tensors that hold no
+            weights of attention: a mask, a table of angles, a norm after it. They are passed on.
+        optional: canonical tensors that a module may lack, beside biases and distances, and norms
+            where the function does not say that there are any.
+        splits: canonical axes that patterns write by several names, beside heads by
+            kv_heads and group.
+        fixed: sizes that the layout itself sets.
+        sharded: names of the axes that tensor-parallel processes divide among themselves; a tensor
+            without any is the same on each of them. () where files are of one process.
+        sharded_also: stored name in ``outside`` -> another axis that some code divides instead.
+        function: what is in no tensor.
+        unchecked: why no test runs the real implementation; "" where one does.
+        note: what else a reader must know.
+    """
+
+    name: str
+    tensors: Mapping[str, str]
+    source: str
+    where: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    splits: Splits = field(default_factory=dict)
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    sharded: tuple[str, ...] = ()
+    sharded_also: Mapping[str, str] = field(default_factory=dict)
+    function: AttentionSpec = field(default_factory=AttentionSpec)
+    unchecked: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise OptionError for a pattern that cannot be read later."""
+        pattern_names: dict[str, str] = {}
+        for name, pattern in self.patterns.items():
+            for tensor in pattern.tensors:
+                if tensor not in AXES or tensor in pattern_names:
+                    raise OptionError(
+                        saw=f"{tensor} in {name} of {self.name}"
+                        + (f", and in {pattern_names[tensor]}" if tensor in pattern_names else ""),
+                        needed=f"each tensor once, of {', '.join(AXES)}",
+                        do="rewrite the pattern; Weight layouts in the docs lists the tensors",
+                    )
+                pattern_names[tensor] = name
+                names_by_canonical_axis(
+                    tensor, pattern.names_of(tensor), self.axis_splits_with_defaults
+                )
+        if missing := [name for name in MATRICES if name not in pattern_names]:
+            raise OptionError(
+                saw=f"{self.name} without {', '.join(missing)}",
+                needed=f"patterns for {', '.join(MATRICES)}, alone or fused",
+                do="add these patterns; Weight layouts in the docs lists the tensors",
+            )
+        for role, template in self.where.items():
+            unknown = [part for part in SLOT.findall(template) if part not in NUMBERED]
+            if role not in ROLES or unknown:
+                raise OptionError(
+                    saw=f"{template}, the place of {role} attention in {self.name}",
+                    needed=f"a role among {', '.join(ROLES)}; in the place, numbers called "
+                    f"{', '.join(NUMBERED)}",
+                    do='write it as where={"self": "layers.{layer}.attention."}',
+                )
+        for text in (*self.tensors.values(), *self.outside.values()):
+            find_axis_led_by(parse_pattern(text), self.sharded)
+
+    @cached_property
+    def patterns(self) -> dict[str, Pattern]:
+        """The parsed patterns of the tensors of attention."""
+        return {name: parse_pattern(text) for name, text in self.tensors.items()}
+
+    def sizes(self, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, int]) -> Sizes:
+        """Solve the size of every axis from the shapes of stored tensors and the known counts.
+
+        Raises:
+            ShapeError, OptionError: see `layouts.sizes.solve_axis_sizes`; and where a known count
+                has no name here, or contradicts what an axis is written by.
+        """
+        patterns = self.patterns
+        stored = {name: (patterns[name], tuple(shape)) for name, shape in shapes.items()}
+        sizes = self._solve_sizes(stored, known)
+        for tensor, shape in self.canonical_shapes(shapes, sizes).items():
+            for axis, size in zip(AXES[tensor], shape, strict=True):
+                if known.get(axis, size) != size:
+                    raise ShapeError(
+                        saw=f"{axis} {known[axis]}",
+                        needed=f"{axis} {size}: so {self.name} stores {tensor} here",
+                        do="give the counts that the model has, or the layout that it is in",
+                    )
+        return sizes
+
+    def unpack(self, stored: Mapping[str, Tensor], **known: int) -> State:
+        """Return the canonical form of a module's tensors.
+
+        Args:
+            stored: by their names within the module.
+            known: heads, and what else no shape tells: kv_heads, or the rotary_width of heads that
+                are rotated in part.
+
+        Raises:
+            OptionError: tensors are missing, or are none of this layout's.
+            ShapeError: shapes that do not fit.
+        """
+        self.require_whole(stored)
+        sizes = self.sizes({name: tensor.shape for name, tensor in stored.items()}, known)
+        return self.read(stored, sizes=sizes)
+
+    def pack(self, canonical: Mapping[str, Tensor], **known: int) -> State:
+        """Return the stored tensors of a module.
+
+        A missing bias is stored as +0 where it is fused with others. A bias that the layout has no
+        tensor for is left out only if every entry is +0.
+
+        Args:
+            canonical: see `headwise.function.weights`.
+            known: the rotary_width of heads that are rotated in part.
+
+        Raises:
+            OptionError: a tensor that has no place here, or is missing.
+            ShapeError: heads that this layout cannot hold.
+        """
+        self.require_whole(
+            {
+                name: pattern
+                for name, pattern in self.patterns.items()
+                if not canonical.keys().isdisjoint(pattern.tensors)
+            }
+        )
+        shapes = {name: tuple(tensor.shape) for name, tensor in canonical.items()}
+        return self.write(canonical, sizes=self.canonical_sizes(shapes, known))
+
+    def read(self, stored: Mapping[str, Tensor], *, sizes: Sizes) -> State:
+        """Return the canonical tensors of some stored ones."""
+        require_unquantised(**stored)
+        patterns = self.patterns
+        canonical: State = {}
+        for name, tensor in stored.items():
+            canonical |= unpack_tensor(
+                patterns[name], tensor, sizes, self.axis_splits_with_defaults
+            )
+        if self.function.rotary == "interleaved":
+            return to_half_split(canonical, width=self.rotary_width(sizes))
+        return canonical
+
+    def write(self, canonical: Mapping[str, Tensor], *, sizes: Sizes) -> State:
+        """Return the stored tensors of some canonical ones."""
+        state = dict(canonical)
+        if self.function.rotary == "interleaved":
+            state = to_interleaved(state, width=self.rotary_width(sizes))
+        self._require_places_for_tensors(
+            name
+            for name in state.keys() - self.canonical_tensor_names
+            if not (name in BIASES and is_positive_zero(state[name]))
+        )
+        stored: State = {}
+        for name, pattern in self.patterns.items():
+            absent = [tensor for tensor in pattern.tensors if tensor not in state]
+            if len(absent) == len(pattern.tensors):
+                continue
+            if not {*BIASES}.issuperset(absent):
+                raise OptionError(
+                    saw=f"no {', '.join(absent)}",
+                    needed=f"all that {name} of {self.name} is fused of: "
+                    f"{', '.join(pattern.tensors)}",
+                    do="give the whole module",
+                )
+            shapes = self.canonical_shapes([name], sizes) if absent else {}
+            for tensor in absent:  # a missing bias, fused with others that are present
+                like = next(state[other] for other in pattern.tensors if other in state)
+                state[tensor] = like.new_zeros(shapes[tensor])
+            stored[name] = pack_tensors(pattern, state, sizes, self.axis_splits_with_defaults)
+        return stored
+
+    def canonical_sizes(
+        self, shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, int]
+    ) -> Sizes:
+        """Solve the size of every axis from the shapes of canonical tensors.
+
+        Raises:
+            ShapeError: tensors that contradict each other, or that this layout cannot hold.
+        """
+        tensors = {
+            name: (parse_pattern(f"{name}: {' '.join(AXES[name])}"), shape)
+            for name, shape in shapes.items()
+        }
+        return self._solve_sizes(tensors, known)
+
+    def _solve_sizes(
+        self, shapes: Mapping[str, tuple[Pattern, tuple[int, ...]]], known: Mapping[str, int]
+    ) -> Sizes:
+        if unnamed := known.keys() - self._allowed_count_names:
+            raise OptionError(
+                saw=f"a count of {', '.join(sorted(unnamed))}",
+                needed=f"counts of {', '.join(sorted(self._allowed_count_names))}",
+                do="give {heads}, and {kv_heads} where they are fewer",
+                parameter={"heads": (), "kv_heads": ()},
+            )
+        for name, size in self.fixed.items():
+            if known.get(name, size) != size:
+                raise ShapeError(
+                    saw=f"{name} {known[name]}",
+                    needed=f"{name} {size}: {self.name} has no other",
+                    do="give the counts that the model has, or the layout that it is in",
+                )
+        sizes = solve_axis_sizes(shapes, {**known, **self.fixed}, self.axis_splits_with_defaults)
+        if self.function.rotary == "interleaved" and "rotary_width" in sizes:
+            self.rotary_width(sizes)  # raises before any tensor is converted
+        return sizes
+
+    @cached_property
+    def _allowed_count_names(self) -> frozenset[str]:
+        """Names that a count may have in this layout."""
+        names = {name for pattern in self.patterns.values() for name in pattern.axis_names()}
+        names |= {
+            name
+            for whole, parts in self.axis_splits_with_defaults.items()
+            for name in (whole, *parts)
+        }
+        return frozenset(
+            {*names, "rotary_width", *(axis for axes in AXES.values() for axis in axes)}
+        )
+
+    def rotary_width(self, sizes: Sizes) -> int:
+        """Return the number of rotated channels of a head.
+
+        Raises:
+            OptionError: the number of rotated channels is unknown.
+            ShapeError: the number is odd, or larger than head_dim.
+        """
+        head_dim = sizes["head_dim"]
+        if self.function.rotary_width is None and "rotary_width" not in sizes:
+            raise OptionError(
+                saw=f"{self.name}, whose heads may be rotated in part, and no rotary_width",
+                needed="a rotary_width: only rotated channels are reordered",
+                do="give {rotary_width}: rotary_dim in the model's config, or "
+                f"{head_dim} for all",
+                parameter="rotary_width",
+            )
+        width = sizes.get("rotary_width", head_dim)
+        if width % 2 or width > head_dim:
+            raise ShapeError(
+                saw=f"a rotary_width of {width} in a head_dim of {head_dim}",
+                needed="an even number of channels, at most all: two of them turn together",
+                do="give {rotary_width} as the model's config says it",
+                parameter="rotary_width",
+            )
+        return width
+
+    def require_can_store(self, shapes: Mapping[str, tuple[int, ...]], sizes: Sizes) -> None:
+        """Raise unless canonical tensors of these shapes can be written; a bias may be +0."""
+        for name, pattern in self.patterns.items():
+            if shapes.keys().isdisjoint(pattern.tensors):
+                continue
+            for tensor, fitting in self.canonical_shapes([name], sizes).items():
+                if shapes.get(tensor, fitting) != fitting:
+                    raise ShapeError(
+                        saw=f"{tensor} of shape {shapes[tensor]}",
+                        needed=f"{fitting} {AXES[tensor]}, for {name} of {self.name}",
+                        do="choose a layout that has these axes apart: headwise layouts lists "
+                        "them. Nothing is repeated: one kv head does not become several",
+                    )
+        self._require_places_for_tensors(shapes.keys() - {*BIASES})
+
+    def canonical_shapes(self, stored: Iterable[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """The shapes of the canonical tensors that the stored tensors of these names hold."""
+        patterns = self.patterns
+        return {
+            tensor: canonical_shape(patterns[name], tensor, sizes, self.axis_splits_with_defaults)
+            for name in stored
+            for tensor in patterns[name].tensors
+        }
+
+    @cached_property
+    def axis_splits_with_defaults(self) -> Splits:
+        """``splits``, with that of heads into kv_heads and group unless it says another."""
+        return {**GROUPED, **self.splits}
+
+    @property
+    def canonical_tensor_names(self) -> set[str]:
+        """The canonical tensors that have a place here."""
+        return {tensor for pattern in self.patterns.values() for tensor in pattern.tensors}
+
+    def _require_places_for_tensors(self, tensors: Iterable[str]) -> None:
+        placeless = sorted({*tensors} - self.canonical_tensor_names)
+        if placeless:
+            raise OptionError(
+                saw=f"{', '.join(placeless)}, which {self.name} has no tensor for",
+                needed=f"tensors among {', '.join(sorted(self.canonical_tensor_names))}",
+                do="choose a layout that holds it; headwise layouts lists them",
+            )
+
+    @property
+    def required(self) -> set[str]:
+        """The stored tensors that every module has."""
+        has_norms = self.function.qk_norm not in (None, "none")
+        may_lack = {*OPTIONAL, *self.optional, *(() if has_norms else NORMS)}
+        return {
+            n for n, pattern in self.patterns.items() if not may_lack.issuperset(pattern.tensors)
+        }
+
+    def require_whole(self, stored: Mapping[str, object], *, prefix: str = "") -> None:
+        """Raise OptionError unless these are the tensors of one module of this layout.
+
+        ``prefix`` is what stands before their names in a checkpoint.
+        """
+        patterns = self.patterns
+        unknown = sorted(stored.keys() - patterns.keys())
+        missing = sorted(self.required - stored.keys())
+        if unknown or missing:
+            raise OptionError(
+                saw=f"{len(stored)} tensors: unknown are {_join_some(unknown, prefix)}, "
+                f"missing are {_join_some(missing, prefix)}",
+                needed=f"those of {self.name}: {', '.join(patterns)}",
+                do="give the tensors of one attention module, or name the layout they are in",
+            )
+
+
+def is_positive_zero(x: Tensor) -> bool:
+    """True if every bit is 0; a negative zero has a bit set."""
+    import torch
+
+    return not bool(x.contiguous().view(torch.uint8).any())
+
+
+def _join_some(names: list[str], prefix: str) -> str:
+    more = f" ... ({len(names)})" if len(names) > NAMED else ""
+    return ", ".join(prefix + name for name in names[:NAMED]) + more if names else "none"

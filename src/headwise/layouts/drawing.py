@@ -1,0 +1,316 @@
+"""Drawing of a layout: the head that each row or column of a stored tensor belongs to.
+
+The layout itself stores labelled entries, and the drawing looks the labels up. A drawing therefore
+shows what a conversion does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from math import prod
+from textwrap import wrap
+
+import torch
+from torch import Tensor
+
+from headwise.errors import ShapeError
+from headwise.function.spec import CALLING, PAIRINGS
+from headwise.function.weights import AXES, WIDER
+from headwise.layouts._layout import Layout
+from headwise.layouts.pattern import names_by_canonical_axis
+from headwise.layouts.sizes import Sizes
+
+EXAMPLE: Sizes = {
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 4,
+    "value_dim": 4,
+    "embed_dim": 12,
+    "source_dim": 12,
+    "out_dim": 12,
+    "buckets": 5,
+}
+WIDTH = 76  # of the text
+MOST_LINES = 12  # for one axis
+_SHORT = {"wq": "q", "wk": "k", "wv": "v", "wo": "o", "bq": "q", "bk": "k", "bv": "v"}
+_WORDS = {
+    "rotary_width": "rotary width",
+    "score_bias": "score bias",
+    "qk_norm": "norm of q and k",
+    "mask": "its own mask",
+}
+_PER_HEAD, _WITHIN = {"heads", "kv_heads"}, {"head_dim", "value_dim"}
+_MOST = 1 << 20  # heads of a tensor, and channels of a head
+
+Owners = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class DrawnCell:
+    """Adjacent rows or columns that belong to the same heads.
+
+    Attributes:
+        owners: each canonical tensor that stands in them, with its heads.
+        start: the first.
+        length: how many.
+        channel: which channel of the head, where the channels of a head lie apart.
+    """
+
+    owners: Owners
+    start: int
+    length: int
+    channel: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Label such as "q0", "k0-3", or "q0.7" for a channel."""
+        channel = "" if self.channel is None else f".{self.channel}"
+        return (
+            " ".join(
+                f"{short_name(tensor)}{_format_number_ranges(heads)}"
+                for tensor, heads in self.owners
+            )
+            + channel
+        )
+
+
+@dataclass(frozen=True)
+class DrawnStrip:
+    """Drawn axis of a stored tensor; no cells where the axis is the same for all heads."""
+
+    axis: int
+    length: int
+    cells: tuple[DrawnCell, ...]
+
+
+def short_name(tensor: str) -> str:
+    """Return a canonical tensor's name in a drawing."""
+    return _SHORT.get(tensor, tensor)
+
+
+def equalise_indistinct_axes(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
+    """Return ``sizes`` with equal sizes for axes that the layout does not distinguish."""
+    fitting = {**sizes, **layout.fixed}
+    for pattern in layout.patterns.values():
+        for tensor in pattern.tensors:
+            groups = names_by_canonical_axis(
+                tensor, pattern.names_of(tensor), layout.axis_splits_with_defaults
+            )
+            for axis, group in zip(AXES[tensor], groups, strict=True):
+                wider = WIDER.get(axis)
+                if wider and group in ((wider,), layout.splits.get(wider)):
+                    fitting[axis] = fitting[wider]
+                if not group:
+                    fitting[axis] = 1
+    return fitting
+
+
+def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
+    """Return the sizes of a drawing: those given, and `EXAMPLE` for the others.
+
+    Raises:
+        ShapeError: the layout cannot have them.
+    """
+    base = dict(EXAMPLE)
+    if "heads" in layout.splits:  # two in each of its parts
+        base["heads"] = 2 * prod(layout.fixed.values())
+    # A width that is not given follows from those that are.
+    requested = dict(given)
+    if "embed_dim" not in given and {"heads", "head_dim"} & given.keys():
+        requested["embed_dim"] = requested.get("heads", base["heads"]) * requested.get(
+            "head_dim", base["head_dim"]
+        )
+    base |= {axis: requested[wider] for axis, wider in WIDER.items() if wider in requested}
+    base |= requested
+    fitting = equalise_indistinct_axes(layout, base)
+    for name, size in given.items():
+        if fitting.get(name, size) != size:
+            raise ShapeError(
+                saw=f"{name} {size}",
+                needed=f"{name} {fitting[name]}, with {layout.name} and what else was given",
+                do=f"leave {{{name}}} out, or choose another layout: headwise layouts lists them",
+                parameter=name,
+            )
+    return layout.canonical_sizes(
+        _canonical_shapes(layout, fitting), _rotary_width_or_head_dim(fitting)
+    )
+
+
+def draw_axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
+    """Return every axis of every stored tensor."""
+    patterns = layout.patterns
+    shapes = {name: pattern.shape(sizes) for name, pattern in patterns.items()}
+    # Axes outside of heads are drawn whole, so two entries are enough.
+    narrow = {
+        name: 2 if name not in _PER_HEAD | _WITHIN else n
+        for name, n in sizes.items()
+        if name in EXAMPLE
+    }
+    stored = layout.write(
+        {tensor: _labelled_tensor(tensor, narrow) for tensor in layout.canonical_tensor_names},
+        sizes=layout.canonical_sizes(
+            _canonical_shapes(layout, narrow), _rotary_width_or_head_dim(sizes)
+        ),
+    )
+    return {
+        name: tuple(_draw_strip(stored[name], axis, length) for axis, length in enumerate(shape))
+        for name, shape in shapes.items()
+    }
+
+
+def draw(layout: Layout, **given: int) -> str:
+    """Every stored tensor with its pattern and its shape, and whose its rows or columns are.
+
+    Args:
+        layout: which.
+        given: heads, kv_heads, head_dim, embed_dim and so on; small ones where nothing is said.
+
+    Raises:
+        ShapeError, OptionError: the layout cannot have these sizes.
+    """
+    sizes = drawing_sizes(layout, given)
+    strips_by_name = draw_axis_strips(layout, sizes)
+    lines: list[str] = []
+    required = layout.required
+    for name, pattern in layout.patterns.items():
+        lines += ["", f"{name}  {pattern.shape(sizes)}{'' if name in required else ', if any'}"]
+        lines += wrap(layout.tensors[name], WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += [
+            f"  {line}"
+            for strip in strips_by_name[name]
+            for line in _strip_lines(strip, len(strips_by_name[name]))
+        ]
+    return "\n".join(lines[1:])
+
+
+def attention_spec_lines(layout: Layout, sizes: Sizes) -> list[str]:
+    """Return a line for each setting that no tensor stores, and one for those of the config."""
+    values = {field.name: getattr(layout.function, field.name) for field in fields(layout.function)}
+    if layout.function.rotary not in PAIRINGS or values["rotary_width"]:
+        del values["rotary_width"]  # heads turn whole, or not at all
+    lines = [
+        f"{_WORDS.get(name, name)}: {value}"
+        for name, value in values.items()
+        if value not in (None, "none")
+    ]
+    if layout.function.rotary in PAIRINGS:
+        width = sizes.get("rotary_width", sizes["head_dim"])
+        shown = rotary_pairs(layout.function.rotary, width)
+        listed = ", ".join(f"{a} and {b}" for a, b in shown[:3]) + ", ..." * (len(shown) > 3)
+        lines.append(f"rotated together in q and k: channels {listed}")
+    left = [_WORDS.get(n, n) for n, value in values.items() if value is None and n not in CALLING]
+    return lines + ([f"left to the model's config: {', '.join(left)}"] if left else [])
+
+
+def rotary_pairs(rotary: str, width: int) -> list[tuple[int, int]]:
+    """Return the channels of a stored head that are rotated together."""
+    half = width // 2
+    return [(2 * i, 2 * i + 1) if rotary == "interleaved" else (i, i + half) for i in range(half)]
+
+
+def _canonical_shapes(layout: Layout, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    return {
+        tensor: tuple(sizes[axis] for axis in AXES[tensor])
+        for tensor in layout.canonical_tensor_names
+    }
+
+
+def _rotary_width_or_head_dim(sizes: Mapping[str, int]) -> Sizes:
+    """Return the rotary_width; head_dim where it is unknown."""
+    return {"rotary_width": sizes.get("rotary_width", sizes["head_dim"])}
+
+
+_NAMES = tuple(AXES)
+
+
+def _labelled_tensor(tensor: str, sizes: Mapping[str, int]) -> Tensor:
+    """Return a canonical tensor whose entries encode the tensor, the head and the channel."""
+    axes = AXES[tensor]
+    entries = torch.full([sizes[axis] for axis in axes], _NAMES.index(tensor))
+    for names in (_PER_HEAD, _WITHIN):
+        entries = entries * _MOST
+        for at, axis in enumerate(axes):
+            if axis in names:
+                shape = [-1 if n == at else 1 for n in range(len(axes))]
+                entries = entries + torch.arange(sizes[axis]).view(shape)
+    return entries
+
+
+def _draw_strip(stored: Tensor, axis: int, length: int) -> DrawnStrip:
+    rows = stored.movedim(axis, 0).flatten(1) if stored.dim() > 1 else stored[:, None]
+    owners = [_owners_of_row(row) for row in rows // _MOST]
+    if len(set(owners)) == 1:
+        return DrawnStrip(axis, length, ())
+    runs = [(whose, len(list(run))) for whose, run in groupby(owners)]
+    apart = len({whose for whose, _ in runs}) < len(runs)
+    if apart:  # the channels of a head are not side by side
+        channels = (rows[:, 0] % _MOST).tolist()
+        cells = [DrawnCell(whose, at, 1, channels[at]) for at, whose in enumerate(owners)]
+        return DrawnStrip(axis, length, tuple(cells))
+    cells, start = [], 0
+    for whose, size in runs:
+        cells.append(DrawnCell(whose, start, size))
+        start += size
+    return DrawnStrip(axis, length, tuple(cells))
+
+
+def _owners_of_row(row: Tensor) -> Owners:
+    owners = [divmod(int(entry), _MOST) for entry in row.unique()]
+    return tuple(
+        (_NAMES[tensor], tuple(head for _, head in heads))
+        for tensor, heads in groupby(owners, key=lambda whose: whose[0])
+    )
+
+
+def _format_number_ranges(numbers: Sequence[int]) -> str:
+    """Return numbers such as 3, or 0-3, or 0,2,4."""
+    if len(numbers) > 2 and [*numbers] == [*range(numbers[0], numbers[-1] + 1)]:
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers))
+
+
+def _strip_lines(strip: DrawnStrip, axes: int) -> Iterator[str]:
+    if not strip.cells:
+        return
+    words = {1: ("entries",), 2: ("rows", "columns")}
+    word = words[axes][strip.axis] if axes in words else f"axis {strip.axis}"
+    yield f"{word}: {_describe_cell_lengths(strip.cells)}"
+    rows = list(_wrap_cells_into_lines(strip.cells))
+    left = len(str(rows[-1][0].start))
+    lines = [f"  {cells[0].start:>{left}}  {_cell_names(cells)}" for cells in rows]
+    if len(lines) > MOST_LINES:
+        cut = len(lines) - MOST_LINES + 1
+        lines[MOST_LINES - 3 : -2] = [f"  {'':>{left}}  ... {cut} lines of the same kind"]
+    yield from lines
+
+
+def _describe_cell_lengths(cells: Sequence[DrawnCell]) -> str:
+    by_length: dict[int, list[str]] = {}
+    for cell in cells:
+        names = by_length.setdefault(cell.length, [])
+        names += [n for n in (short_name(tensor) for tensor, _ in cell.owners) if n not in names]
+    if len(by_length) == 1:
+        return f"{cells[0].length} for each name"
+    return ", ".join(f"{n} for each {' and '.join(names)}" for n, names in by_length.items())
+
+
+def _cell_names(cells: Iterable[DrawnCell]) -> str:
+    return "  ".join(cell.name for cell in cells)
+
+
+def _wrap_cells_into_lines(cells: Sequence[DrawnCell]) -> Iterator[list[DrawnCell]]:
+    """Yield the cells of each line: a repeated part, or a tensor; long lines are wrapped."""
+    kinds = [cell.owners[0][0] for cell in cells]
+    runs = [kind for kind, _ in groupby(kinds)]
+    comes_again = len(set(runs)) < len(runs)
+    line: list[DrawnCell] = []
+    for at, cell in enumerate(cells):
+        changes = at > 0 and kinds[at] != kinds[at - 1]
+        begins = changes and (kinds[at] == kinds[0] if comes_again else True)
+        if line and (begins or len(_cell_names([*line, cell])) > WIDTH - 12):
+            yield line
+            line = []
+        line.append(cell)
+    yield line

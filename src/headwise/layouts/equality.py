@@ -1,0 +1,142 @@
+"""Equality of layouts, and of sets of canonical tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from headwise.function.weights import AXES, State
+from headwise.layouts._layout import Layout, is_positive_zero
+from headwise.layouts.sizes import Sizes
+
+# Tensors are compared as integers: NaNs then equal themselves, and -0 differs from 0.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+LISTED = 6  # heads that are named
+# canonical tensor -> the words for it in messages
+PARTS = {
+    "wq": "queries",
+    "wk": "keys",
+    "wv": "values",
+    "wo": "output projection",
+    "bq": "query bias",
+    "bk": "key bias",
+    "bv": "value bias",
+    "bo": "output bias",
+    "q_norms": "query norms",
+    "k_norms": "key norms",
+    "wg": "gate",
+    "bg": "gate bias",
+}
+_NARROW = {"embed_dim": 2, "source_dim": 2, "out_dim": 3}
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """True if two tensors have the same shape, dtype and bits."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_view_as_bits(a), _view_as_bits(b))
+
+
+def mark_differing_entries(a: Tensor, b: Tensor) -> Tensor:
+    """Return True for each entry whose bits differ, of the shape of both."""
+    differ = _view_as_bits(a) != _view_as_bits(b)
+    return differ.any(-1) if a.is_complex() else differ
+
+
+def _view_as_bits(x: Tensor) -> Tensor:
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return x.contiguous().view(_BITS[x.element_size()])
+
+
+def list_differing_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the canonical tensors that differ; a bias of +0 may be absent."""
+    names = []
+    for name in AXES:
+        x, y = a.get(name), b.get(name)
+        if x is not None and y is not None:
+            if not same_bytes(x, y):
+                names.append(name)
+        elif (alone := y if x is None else x) is not None and not is_positive_zero(alone):
+            names.append(name)
+    return names
+
+
+def describe_differing_part(
+    name: str, x: Tensor | None, y: Tensor | None, *, names_heads: bool = True
+) -> str:
+    """Return the part of a module where two canonical tensors differ: "values of kv head 3".
+
+    Heads are numbered from 0; of keys and values they are kv heads. They are not named where the
+    two tensors have no heads, other shapes or dtypes, or where one is missing; nor without
+    ``names_heads``, for weights whose number of heads is not known.
+    """
+    axis = next((a for a, axis in enumerate(AXES[name]) if axis in ("heads", "kv_heads")), None)
+    part = PARTS.get(name, name)
+    if axis is None or x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
+        return part
+    if not names_heads:
+        return part
+    heads = [
+        head
+        for head in range(x.shape[axis])
+        if not same_bytes(x.select(axis, head), y.select(axis, head))
+    ]
+    word = "kv head" if AXES[name][axis] == "kv_heads" else "head"
+    return f"{part} of {_describe_heads(heads, word, of=x.shape[axis])}"
+
+
+def _describe_heads(heads: list[int], word: str, *, of: int) -> str:
+    if len(heads) == 1:
+        return f"{word} {heads[0]}"
+    if len(heads) == of:
+        return f"all {of} {word}s"
+    *most, last = map(str, heads[:LISTED])
+    if len(heads) > LISTED:
+        return f"{word}s {', '.join([*most, last])} and {len(heads) - LISTED} more"
+    return f"{word}s {', '.join(most)} and {last}"
+
+
+@dataclass(frozen=True)
+class LayoutReading:
+    """Some tensors read as those of one layout. ``names``: full name -> name within the module."""
+
+    layout: Layout
+    names: Mapping[str, str]
+    sizes: Sizes
+
+    def make_numbered_tensors(self) -> State:
+        """Return tensors of a narrower model, each with its entries numbered from 1."""
+        narrow = self.sizes | {name: n for name, n in _NARROW.items() if name in self.sizes}
+        patterns = self.layout.patterns
+        shapes = {name: patterns[local].shape(narrow) for name, local in self.names.items()}
+        return {name: torch.arange(1, prod(n) + 1).reshape(n) for name, n in shapes.items()}
+
+    def number_entries_converted_to(self, other: LayoutReading) -> bytes:
+        """Return where each entry of a narrower model goes in the layout of ``other``."""
+        narrow = {**other.sizes, **{name: n for name, n in _NARROW.items() if name in other.sizes}}
+        converted = other.layout.write(self.read(self.make_numbered_tensors()), sizes=narrow)
+        return b"".join(converted[name].numpy().tobytes() for name in sorted(converted))
+
+    def read(self, stored: State) -> State:
+        """Return the canonical form of the tensors."""
+        known = {k: self.sizes[k] for k in ("heads", "kv_heads", "rotary_width") if k in self.sizes}
+        return self.layout.unpack({self.names[name]: x for name, x in stored.items()}, **known)
+
+
+def is_same_reading(reading: LayoutReading, other: LayoutReading) -> bool:
+    """True if two readings of the same tensors give the same matrices.
+
+    With one kv head, or as many as heads, many layouts coincide. Both readings
+    are therefore compared on a small example with numbered entries.
+    """
+    first, second = reading.make_numbered_tensors(), other.make_numbered_tensors()
+    if {name: x.shape for name, x in first.items()} != {n: x.shape for n, x in second.items()}:
+        return False
+    # Without a rotary_width, all channels of a head are rotated.
+    whole = ({"rotary_width": x.sizes["head_dim"], **x.sizes} for x in (reading, other))
+    pairs = zip((reading, other), whole, strict=True)
+    return not list_differing_tensors(*(replace(x, sizes=sizes).read(first) for x, sizes in pairs))

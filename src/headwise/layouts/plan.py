@@ -1,0 +1,278 @@
+"""Conversion plans: the steps between two layouts, from names and shapes alone.
+
+The steps are as small as the two layouts allow, so that a checkpoint streams: a tensor waits for
+another one only where they are fused on one side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from headwise.errors import DTypeError, OptionError, ShapeError
+from headwise.function.spec import require_conflicts_accepted
+from headwise.function.weights import ROTATED
+from headwise.layouts._layout import Layout
+from headwise.layouts.modules import (
+    AS_STORED,
+    NamedModule,
+    NameForm,
+    find_modules,
+    find_unlisted_tensors_of_module,
+    template_fields,
+)
+from headwise.layouts.pattern import require_one_dtype
+from headwise.layouts.sizes import Sizes
+from headwise.layouts.steps import (
+    ConversionStep,
+    ModuleTensors,
+    TensorHeader,
+    group_tensors_by_content,
+    make_copy_step,
+    steps_outside_attention,
+)
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def plan_conversion(
+    headers: Mapping[str, TensorHeader],
+    source: Layout,
+    target: Layout,
+    *,
+    accept: Iterable[str] = (),
+    form: NameForm = AS_STORED,
+    **known: int,
+) -> list[ConversionStep]:
+    """Return the steps from one layout to another; steps that only check come first.
+
+    Args:
+        headers: name -> shape and dtype of every tensor; tensors fit, also those on "meta".
+        source: the layout that they are in.
+        target: the layout to write.
+        accept: fields of `AttentionSpec` that may differ.
+        form: prefix and base name of the target's names; by default those of the source.
+        known: heads, kv_heads, rotary_width, and other counts that follow from no shape.
+
+    Raises:
+        OptionError: no module is found, the layouts are other functions, or names collide.
+        ShapeError: shapes that do not fit, or that the target cannot hold.
+        DTypeError: attention in integers or in 8-bit numbers, or in several dtypes where they
+            would share a tensor.
+    """
+    modules = find_modules(source, headers)
+    if not modules:
+        raise OptionError(
+            saw=f"{len(headers)} tensors, among them {sorted(headers)[:3]}",
+            needed=f"modules of {source.name}, which have {', '.join(source.tensors)}",
+            do="headwise detect tells which layout a file is in",
+        )
+    for module in modules:
+        _require_tensors_listed_by_layout(module, source, headers)
+    fitted = [(module, _solve_module_sizes(module, source, headers, known)) for module in modules]
+    conflicts = _conflicting_function_settings([sizes for _, sizes in fitted], source, target)
+    require_conflicts_accepted(conflicts, accept, between=f"{source.name} and {target.name}")
+    _require_same_head_dim_across_modules(fitted, known)
+    if form.base is None and any(module.place.is_base for module in modules):
+        form = replace(form, base=True)  # so an unembedding gets its name without the base as well
+    steps: list[ConversionStep] = []
+    for module, sizes in fitted:
+        steps += _module_steps(module, sizes, source, target, headers, form)
+    return _add_steps_outside_attention(steps, modules, source, target, headers, form)
+
+
+def plan_renaming_within_layout(
+    headers: Mapping[str, TensorHeader], layout: Layout, *, form: NameForm
+) -> list[ConversionStep]:
+    """Return the steps that only rename tensors; modules may lack some of their tensors."""
+    modules = find_modules(layout, headers)
+    steps = [
+        make_copy_step(name, _target_prefix(module, layout, form) + local, headers[name])
+        for module in modules
+        for name, local in module.tensors.items()
+    ]
+    return _add_steps_outside_attention(steps, modules, layout, layout, headers, form)
+
+
+def _add_steps_outside_attention(
+    steps: list[ConversionStep],
+    modules: Iterable[NamedModule],
+    source: Layout,
+    target: Layout,
+    headers: Mapping[str, TensorHeader],
+    form: NameForm,
+) -> list[ConversionStep]:
+    """Return the steps of all modules and of the weights outside of attention."""
+    done = {name for step in steps for name in step.inputs}
+    roots = {module.place.root for module in modules}
+    rest = [name for name in headers if name not in done]
+    steps = steps + steps_outside_attention(rest, source, target, headers, roots, form=form)
+    makers: dict[str, tuple[str, ...]] = {}
+    for step in steps:
+        for name in step.outputs:
+            if name in makers:
+                raise OptionError(
+                    saw=f"{name}, made of {', '.join(makers[name])} and of "
+                    f"{', '.join(step.inputs)}",
+                    needed="one tensor for each name",
+                    do="take one of them out of the source",
+                )
+            makers[name] = step.inputs
+    return sorted(steps, key=lambda step: bool(step.outputs))
+
+
+def find_spec_conflicts(
+    headers: Mapping[str, TensorHeader], source: Layout, target: Layout, known: Mapping[str, int]
+) -> dict[str, tuple[str, str]]:
+    """Return the fields of `AttentionSpec` in which these modules differ from the target.
+
+    A known rotary_width is compared too.
+
+    Raises:
+        OptionError, ShapeError: the modules cannot be read in the source's layout.
+    """
+    modules = find_modules(source, headers)
+    return _conflicting_function_settings(
+        [_solve_module_sizes(module, source, headers, known) for module in modules], source, target
+    )
+
+
+def _conflicting_function_settings(
+    sizes: Iterable[Sizes], source: Layout, target: Layout
+) -> dict[str, tuple[str, str]]:
+    conflicts = source.function.conflicts(target.function)
+    for each in sizes:
+        conflicts |= source.function.with_rotary_width_from_sizes(each).conflicts(target.function)
+    return conflicts
+
+
+def _require_tensors_listed_by_layout(
+    module: NamedModule, layout: Layout, headers: Mapping[str, TensorHeader]
+) -> None:
+    stray = find_unlisted_tensors_of_module(module, layout)
+    if stray:
+        raise OptionError(
+            saw=f"{', '.join(stray[:4])}{' ...' if len(stray) > 4 else ''}, within {module.prefix}",
+            needed=f"the tensors of {layout.name}: {', '.join(layout.tensors)}",
+            do="name the layout that the file is in; adapters and quantised weights have to be "
+            "merged first",
+        )
+    for name in module.tensors:
+        if headers[name].dtype not in FLOATING:
+            raise DTypeError(
+                saw=f"{name} in {headers[name].dtype}",
+                needed="weights in float64, float32, bfloat16 or float16",
+                do="convert before quantising: rows that move must take their scales along",
+            )
+
+
+def _require_same_head_dim_across_modules(
+    fitted: Iterable[tuple[NamedModule, Sizes]], known: Mapping[str, int]
+) -> None:
+    """Raise ShapeError if one count of heads gives the modules different head_dims."""
+    first: dict[int, str] = {}
+    for module, sizes in fitted:
+        first.setdefault(sizes["head_dim"], module.prefix)
+    if len(first) > 1 and "heads" in known and "head_dim" not in known:
+        widths = ", ".join(f"{head_dim} in {prefix}" for head_dim, prefix in first.items())
+        raise ShapeError(
+            saw=f"heads {known['heads']}, which gives a head_dim of {widths}",
+            needed="one head_dim: modules of another width have other heads",
+            do="give {head_dim} in place of {heads}, if all of them share it; or convert the parts "
+            "of the model one by one",
+            parameter={"head_dim": (), "heads": ()},
+        )
+
+
+def _solve_module_sizes(
+    module: NamedModule,
+    source: Layout,
+    headers: Mapping[str, TensorHeader],
+    known: Mapping[str, int],
+) -> Sizes:
+    stored = {local: headers[name] for name, local in module.tensors.items()}
+    source.require_whole(stored, prefix=module.prefix)
+    return source.sizes({local: tuple(header.shape) for local, header in stored.items()}, known)
+
+
+def _module_steps(
+    module: NamedModule,
+    sizes: Sizes,
+    source: Layout,
+    target: Layout,
+    headers: Mapping[str, TensorHeader],
+    form: NameForm,
+) -> list[ConversionStep]:
+    shapes = source.canonical_shapes(module.tensors.values(), sizes)
+    known = {name: n for name, n in sizes.items() if name == "rotary_width"}
+    target_sizes = target.canonical_sizes(shapes, known)
+    target.require_can_store(shapes, target_sizes)
+    if "interleaved" in (source.function.rotary, target.function.rotary):
+        for either in (source, target):
+            either.rotary_width(sizes)  # raises where the width is unknown or odd
+    written = {
+        local: pattern
+        for local, pattern in target.patterns.items()
+        if any(tensor in shapes for tensor in pattern.tensors)
+    }
+    target.require_whole(written)
+    dtypes = {
+        tensor: headers[name].dtype
+        for name, local in module.tensors.items()
+        for tensor in source.patterns[local].tensors
+    }
+    for pattern in written.values():
+        require_one_dtype({t: dtypes[t] for t in pattern.tensors if t in dtypes})
+    prefix = _target_prefix(module, target, form)
+    stored = {local: source.patterns[local] for local in module.tensors.values()}
+    steps = []
+    for locals_in, locals_out in group_tensors_by_content(stored, written):
+        inputs = tuple(name for name, local in module.tensors.items() if local in locals_in)
+        outputs = {prefix + local: written[local].shape(target_sizes) for local in locals_out}
+        if _is_stored_alike(source, target, locals_in, locals_out):
+            steps.append(make_copy_step(inputs[0], next(iter(outputs)), headers[inputs[0]]))
+            continue
+        reader = ModuleTensors(source, {name: module.tensors[name] for name in inputs}, sizes)
+        writer = ModuleTensors(
+            target, {prefix + local: local for local in locals_out}, target_sizes
+        )
+        steps.append(ConversionStep(inputs, outputs, (reader, writer)))
+    return steps
+
+
+def _is_stored_alike(source: Layout, target: Layout, stored: list[str], written: list[str]) -> bool:
+    """True if both layouts store one tensor in the same way, whatever its name."""
+    if len(stored) != 1 or len(written) != 1:
+        return False
+    mine, theirs = source.patterns[stored[0]], target.patterns[written[0]]
+    pairings = {source.function.rotary, target.function.rotary}
+    is_turned = len(pairings) == 2 and "interleaved" in pairings
+    return (
+        (mine.axes, mine.tensors) == (theirs.axes, theirs.tensors)
+        and source.axis_splits_with_defaults == target.axis_splits_with_defaults
+        and not (is_turned and not {*ROTATED}.isdisjoint(mine.tensors))
+    )
+
+
+def _target_prefix(module: NamedModule, target: Layout, form: NameForm) -> str:
+    place = module.place.in_name_form(form)
+    if not place.role:
+        return place.root
+    template = target.where.get(place.role)
+    if not target.where:
+        raise OptionError(
+            saw=f"{module.prefix}, one of the modules of a model",
+            needed=f"a layout of whole models: {target.name} is that of one layer",
+            do="choose another one; or read one module by Attention.from_layout",
+        )
+    numbers = {name for name, _ in place.numbers}
+    if template is None or not template_fields(template) <= numbers:
+        places = ", ".join(f"{role} ({at})" for role, at in target.where.items())
+        raise OptionError(
+            saw=f"{module.prefix}, which is {place.role} attention",
+            needed=f"a place for it in {target.name}, which has {places}",
+            do="choose a layout that has one; headwise layouts lists them",
+        )
+    return place.fill_name_template(template)

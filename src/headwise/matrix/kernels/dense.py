@@ -1,0 +1,128 @@
+"""Dense kernel: the results of the tiled kernel in queries x keys memory.
+
+ONNX export and torch.func use it, and tests compare the tiled kernel with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from headwise.function import stages
+from headwise.matrix.kernels import pool
+from headwise.matrix.kernels.input import KernelInput
+from headwise.matrix.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
+from headwise.matrix.kernels.tiled import (
+    KernelResult,
+    Requested,
+    initial_result,
+    least_shifted_score,
+    softmax_shift,
+)
+from headwise.support.tracing import is_autocast_enabled, is_recording_operators
+
+
+class DenseKernel(Kernel):
+    """Kernel in queries x keys memory, for every task."""
+
+    name = "dense"
+
+    def refusal_reason(self, task: Task) -> str | None:  # noqa: ARG002
+        """See `Kernel.refusal_reason`."""
+        return None
+
+    def run(self, task: Task) -> KernelResult:
+        """See `Kernel.run`."""
+        if task.dropout_p == 0 or task.v is None:
+            return dense_result(task.problem, task.v, task.y, task.requested_statistics)
+        p = dropout(dense_weights(task.problem), task.dropout_p)
+        values = stages.repeat_kv_heads(task.v.to(p.dtype), heads=p.shape[1])
+        return result_of_outputs_only((p @ values).to(task.v.dtype))
+
+    def cost(self, task: Task) -> Cost:
+        """Return the cost with scores, exponentials and weights in memory at the same time."""
+        q, k = task.problem.q, task.problem.k
+        width = q.new_empty(0, dtype=task.problem.accumulation_dtype).element_size()
+        return Cost(task.operation_count, 3 * q.shape[:3].numel() * k.shape[2] * width)
+
+
+def attend_one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    """Return head outputs and the mean weights over heads for one query, or None.
+
+    Like `sdpa.head_outputs_without_options` this is a shortcut for single tokens, whose row costs
+    less than the choice of a kernel. Scores have no mask, bias, softcap or sink.
+    """
+    # First, since a graph holds only for the sizes that it compares.
+    if is_recording_operators() or q.dtype != torch.float32 or is_autocast_enabled(q.device.type):
+        return None
+    if q.shape[2] != 1 or v.shape != k.shape or k.shape[1] != q.shape[1] or not k.numel():
+        return None
+    if v.dtype != q.dtype or v.device != q.device:
+        return None
+    p = (q @ k.mT * scale).softmax(-1)
+    return p @ v, p.mean(1)
+
+
+def dense_result(
+    problem: KernelInput, v: Tensor | None, y: Tensor | None, requested: Requested
+) -> KernelResult:
+    """Return the requested results from dense weights."""
+    exact, (queries, keys) = problem.accumulation_dtype, (problem.q.shape[2], problem.k.shape[2])
+    result = initial_result(problem.q, problem.k, v, y, requested)
+    if 0 in (queries, keys):
+        return result
+    s = _dense_scores(problem)
+    p = stages.weights_from_scores(s, problem.sink)
+    peak = s.amax(-1)
+    shift = softmax_shift(peak.detach(), None if problem.sink is None else problem.sink.detach())
+    log_sum, sink_entropy = _log_normaliser(s, shift, problem.sink)
+    log_p = (s - (shift + log_sum)[..., None]).clamp(min=least_shifted_score(exact))
+    out = result.out if v is None else p @ stages.repeat_kv_heads(v.to(exact), heads=p.shape[1])
+    transposed = result.transposed if y is None else p.transpose(-2, -1) @ y.to(exact)
+    return KernelResult(
+        out=out.to(problem.q.dtype),
+        transposed=transposed.to(problem.q.dtype),
+        peak=peak,
+        log_sum=log_sum,
+        entropy=sink_entropy - (p * log_p).sum(-1) if requested.entropy else result.entropy,
+        received=p.sum(2) if requested.received else result.received,
+        average=p.mean(1).to(problem.q.dtype) if requested.average else result.average,
+        cells=_pool_weights(p, requested) if requested.query_blocks else result.cells,
+    )
+
+
+def _pool_weights(p: Tensor, requested: Requested) -> Tensor:
+    in_query_block = pool.block_membership(p.shape[2], requested.query_blocks, p)
+    return (
+        in_query_block.transpose(-2, -1)
+        @ p
+        @ pool.block_membership(p.shape[3], requested.key_blocks, p)
+    )
+
+
+def dense_weights(problem: KernelInput) -> Tensor:
+    """Return the attention matrix in the dtype of accumulation."""
+    return stages.weights_from_scores(_dense_scores(problem), problem.sink)
+
+
+def _dense_scores(problem: KernelInput) -> Tensor:
+    return stages.scores_at_rows(
+        problem.q.to(problem.accumulation_dtype),
+        problem.k.to(problem.accumulation_dtype),
+        torch.arange(problem.q.shape[2], device=problem.q.device),
+        mask=problem.mask,
+        score_bias=problem.bias,
+        scale=problem.scale,
+        softcap=problem.softcap,
+    )
+
+
+def _log_normaliser(s: Tensor, shift: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return log Z, 0 in rows without keys and sink, and the sink's term of the entropy."""
+    total = torch.exp(s - shift[..., None]).sum(-1)
+    if sink is None:
+        return total.masked_fill(total == 0, 1.0).log(), torch.zeros_like(total)
+    gap = (sink.to(s.dtype)[:, None] - shift).clamp(min=least_shifted_score(s.dtype))
+    log_sum = (total + gap.exp()).log()
+    return log_sum, torch.exp(gap - log_sum) * (log_sum - gap)

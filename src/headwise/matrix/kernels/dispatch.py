@@ -1,0 +1,103 @@
+"""Choice of the kernel for every task, and the report on the choices for a matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from headwise.matrix.kernels.dense import DenseKernel
+from headwise.matrix.kernels.input import KernelInput
+from headwise.matrix.kernels.kernel import Kernel, Task
+from headwise.matrix.kernels.sdpa import FusedKernel
+from headwise.matrix.kernels.tiled import KernelResult, Requested
+from headwise.matrix.kernels.tiled_op import TiledKernel
+from headwise.matrix.kernels.varlen import VarlenKernel
+from headwise.support.text import human_bytes
+
+
+class KernelChoice(NamedTuple):
+    """Kernel for a task, with the reason in one line."""
+
+    kernel: Kernel
+    why: str
+
+
+def choose_kernel(task: Task) -> KernelChoice:
+    """Return the first kernel that accepts the task; the reason is its own or the last refusal."""
+    refused = ""
+    for kernel in KERNELS:
+        refusal = kernel.refusal_reason(task)
+        if refusal is None:
+            return KernelChoice(kernel, kernel.choice_reason(task) or refused)
+        refused = refusal
+    raise AssertionError(f"no kernel takes {task}")  # the last one takes every task
+
+
+def run_kernel(task: Task) -> KernelResult:
+    """Return the requested results, from the kernel that `choose_kernel` returns."""
+    return choose_kernel(task).kernel.run(task)
+
+
+# In order of preference. Add a new kernel here. If a kernel refuses a task, its refusal is the
+# reported reason for the next one.
+KERNELS: tuple[Kernel, ...] = (
+    VarlenKernel(choose_kernel),
+    FusedKernel(),
+    TiledKernel(),
+    DenseKernel(),
+)
+
+
+@dataclass(frozen=True)
+class ExplanationLine:
+    """Kernel of one result, the reason, and the `Cost`."""
+
+    reading: str
+    kernel: str
+    why: str
+    operations: int
+    memory: int
+
+    def __str__(self) -> str:
+        cost = f"{self.operations / 1e9:.2g} GFLOP, {human_bytes(self.memory)}"
+        return f"{self.reading:<22} {self.kernel:<7} {cost:<22} {self.why}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Printable report that ``A.explain()`` returns."""
+
+    lines: tuple[ExplanationLine, ...]
+
+    def __str__(self) -> str:
+        head = f"{'reading':<22} {'kernel':<7} {'cost beside result':<22} why"
+        return "\n".join([head, *map(str, self.lines)])
+
+    __repr__ = __str__
+
+
+def explain_kernels(problem: KernelInput, v: Tensor) -> Explanation:
+    """Return the kernels of all results of this matrix, for values shaped like ``v``."""
+    y = v.new_zeros(()).expand(*problem.q.shape[:3], v.shape[3])
+    tasks = {
+        "A @ v": Task(problem, v=v),
+        "A.mT @ y": Task(problem, y=y),
+        "statistics, diagonal": Task(problem, statistics=Requested(entropy=True, received=True)),
+        "head_average": Task(problem, statistics=Requested(average=True)),
+    }
+    rows = ExplanationLine(
+        "rows, dense",
+        DenseKernel.name,
+        "dense on request",
+        *DenseKernel().cost(Task(problem)),
+    )
+    return Explanation(
+        (*(_make_explanation_line(reading, task) for reading, task in tasks.items()), rows)
+    )
+
+
+def _make_explanation_line(reading: str, task: Task) -> ExplanationLine:
+    kernel, why = choose_kernel(task)
+    return ExplanationLine(reading, kernel.name, why, *kernel.cost(task))

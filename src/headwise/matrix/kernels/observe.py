@@ -1,0 +1,176 @@
+"""Iteration over the tiles of the weights, for custom reductions.
+
+Every query's row is complete in one tile, so its statistics are final. Tiles share their memory:
+copy what you keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.masks.bound import BoundMask
+from headwise.masks.clause import Span
+from headwise.matrix.kernels import tiled
+from headwise.matrix.kernels.input import KernelInput
+from headwise.matrix.kernels.tiles import (
+    TILE_ELEMENTS,
+    KeysByColumn,
+    Scratch,
+    Tile,
+    plan_tiles,
+    tile_scores,
+    yield_subranges_outside_span,
+)
+from headwise.support.tracing import without_autocast
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedTile:
+    """Weights and row statistics of one tile.
+
+    ``weights`` and ``scores`` are (batches, heads, rows, columns); the other tensors are
+    (batches, heads, rows), one number for each query.
+
+    Attributes:
+        place: the tile's index ranges in the matrix.
+        weights: a row sums to 1 less the sink's share, or to 0 without allowed keys.
+        scores: -inf where hidden; None unless requested by ``with_scores``.
+        highest: the largest score; -inf without allowed keys.
+        lowest: the smallest score that is not hidden; inf without allowed keys, None unless
+            requested by ``with_lowest``.
+        maximum: the largest weight.
+        logsumexp: log sum exp of the scores and the sink; -inf without either.
+        entropy: in nats; the sink counts as an outcome.
+        sink: the sink's weight; None without a sink.
+        allowed: the number of keys that the query may attend to.
+    """
+
+    place: Tile
+    weights: Tensor
+    scores: Tensor | None
+    highest: Tensor
+    lowest: Tensor | None
+    maximum: Tensor
+    logsumexp: Tensor
+    entropy: Tensor
+    sink: Tensor | None
+    allowed: Tensor
+
+
+def yield_observed_tiles(
+    problem: KernelInput, *, with_scores: bool = False, with_lowest: bool = False
+) -> Iterator[ObservedTile]:
+    """Yield every tile with an allowed key, in one pass over the matrix."""
+    scratch, second, third = Scratch(problem), Scratch(problem), Scratch(problem)
+    keys, mask = KeysByColumn(problem), _mask_if_bias_hides_nothing(problem)
+    for tile in plan_tiles(problem):
+        if tile.columns.start == tile.columns.stop:
+            continue
+        with without_autocast(problem.q):
+            s, _, _ = tile_scores(problem, tile, keys, scratch)
+            scores = third.view(*s.shape).copy_(s) if with_scores else None
+            lowest = _lowest_visible_score_per_row(mask, tile, s, second) if with_lowest else None
+            allowed = _count_keys_allowed_to_each_query(mask, tile, s)
+            peak = s.amax(-1)
+            sink = None if problem.sink is None else problem.sink[tile.heads]
+            shift = tiled.softmax_shift(peak, sink)
+            e, total, entropy = tiled.compute_exponentials(problem, tile, s, shift, second, True)
+            assert entropy is not None
+            weights = e.div_(total[..., None])
+        top = peak if sink is None else torch.maximum(peak, sink.to(peak.dtype)[:, None])
+        yield ObservedTile(
+            place=tile,
+            weights=weights,
+            scores=scores,
+            highest=peak,
+            lowest=lowest,
+            maximum=torch.exp(peak - shift) / total,
+            logsumexp=top + total.log(),
+            entropy=entropy,
+            sink=None if sink is None else (sink.to(s.dtype)[:, None] - shift).exp() / total,
+            allowed=allowed,
+        )
+
+
+def count_attending_queries(problem: KernelInput, queries: Tensor) -> Tensor:
+    """Count the queries of (batch, queries), bool, that may attend to each key.
+
+    Returns (batch, heads, keys), or (batch, 1, keys) where the counts of all heads are equal.
+    """
+    batch, length = queries.shape
+    mask = _mask_if_bias_hides_nothing(problem)
+    interval = (
+        None
+        if mask is None
+        else mask.key_interval_per_query(_row_numbers(slice(0, length), queries))
+    )
+    if mask is None or interval is None:
+        return _count_attending_by_dense_mask(problem, queries)
+    # +1 at a query's first key, -1 at its stop; the running sum is the count.
+    keys, counts = mask.sizes.keys, queries.long()
+    changes = counts.new_zeros(batch, keys + 1)
+    for positions, change in zip(interval, (counts, -counts), strict=True):
+        changes.scatter_add_(1, positions.clamp(0, keys).expand(batch, -1), change)
+    return changes.cumsum(1)[:, None, :keys]
+
+
+def _count_attending_by_dense_mask(problem: KernelInput, queries: Tensor) -> Tensor:
+    """Count for any mask, from dense rows of the mask, some rows at a time."""
+    batch, heads, length, _ = problem.q.shape
+    keys = problem.k.shape[2]
+    counts = torch.zeros(batch, heads, keys, dtype=torch.long, device=queries.device)
+    step = max(1, TILE_ELEMENTS // max(1, batch * heads * keys))
+    for rows in torch.arange(length, device=queries.device).split(step):
+        allowed = problem.mask.evaluate_rows(rows)
+        for part in problem.bias.parts_at_rows(rows):
+            allowed = allowed & (part > -torch.inf)
+        counts += (allowed & queries[:, None, rows, None]).sum(2)
+    return counts
+
+
+def _mask_if_bias_hides_nothing(problem: KernelInput) -> BoundMask | None:
+    """Return the mask, or None if the score bias may hide keys too."""
+    return None if problem.bias.may_hide else problem.mask
+
+
+def _row_numbers(rows: slice, like: Tensor) -> Tensor:
+    return torch.arange(rows.start, rows.stop, device=like.device)
+
+
+def _lowest_visible_score_per_row(
+    mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch
+) -> Tensor:
+    """Return the smallest score of each row that is not hidden, or inf.
+
+    Hidden keys: see `_mask_if_bias_hides_nothing`.
+    """
+    start, opened = tile.columns.start, Span(0, 0)
+    if mask is not None:
+        opened = mask.fully_allowed_key_range(tile.rows.start, tile.rows.stop)
+    opened = opened.intersection(Span(start, tile.columns.stop))
+    lowest = s.new_full(s.shape[:3], torch.inf)
+    if opened.size:
+        lowest = s[..., opened.first - start : opened.stop - start].amin(-1)
+    for edge in yield_subranges_outside_span(tile.columns, opened):
+        scores = s[..., edge.start - start : edge.stop - start]
+        finite = spare.view(*scores.shape)
+        torch.nan_to_num(scores, torch.nan, neginf=torch.inf, posinf=torch.inf, out=finite)
+        lowest = torch.minimum(lowest, finite.amin(-1))
+    return lowest
+
+
+def _count_keys_allowed_to_each_query(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
+    """Count the keys that each query may attend to, (batches, heads, rows)."""
+    interval = (
+        None
+        if mask is None
+        else mask.key_interval_per_query(_row_numbers(tile.rows, s), tile.batches)
+    )
+    if interval is None:
+        return (s > -torch.inf).sum(-1)
+    first, stop = interval
+    return (stop - first)[:, None].expand(s.shape[:3])

@@ -1,0 +1,399 @@
+"""Tiled kernel: results of the attention matrix in one pass, their gradients in a second one.
+
+For the scores s of one query, shifted by m = max(s, sink) (0 in a row without keys and sink):
+
+    e = exp(s - m)            Z = sum e + exp(sink - m)            weights p = e / Z
+    out         = (e @ v) / Z                      head outputs
+    transposed  = p^T @ y                          weighted sums over queries
+    received    = p^T @ 1
+    average     = mean of p over heads
+    cells       = sum of p over a block of queries and a block of keys
+    log_sum     = log Z                            logsumexp = m + log_sum
+    entropy     = log Z + sum p (m - s)            the sink counts as an outcome
+
+All terms of the entropy are nonnegative; ``logsumexp - sum p s`` would cancel at large scores.
+Weights are divided by Z, not by exp(logsumexp), so that rows sum to 1.
+
+Backward: every result is a function of p, or of log Z, whose gradient for fixed m is that of the
+logsumexp. All gradients are therefore summed in dp = dL/dp, followed by one softmax backward:
+
+    dp = dout v^T + y dtransposed^T + dreceived + daverage / heads + dcells - dentropy log p
+    ds = p (dp - sum p dp + dlog_sum)              (+ dpeak at the row's maximum)
+
+(the softmax backward of FlashAttention, arXiv:2205.14135 appendix B, for more results).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.matrix.kernels import pool, tiles
+from headwise.matrix.kernels.input import KernelInput, accumulation_dtype
+from headwise.matrix.kernels.tiles import KeysByColumn, Scratch, Tile, cut_tile, tile_scores
+
+
+class KernelResult(NamedTuple):
+    """Results of one pass; those that were not requested have no elements."""
+
+    out: Tensor  # (batch, heads, queries, value_dim)
+    transposed: Tensor  # (batch, heads, keys, y_dim)
+    peak: Tensor  # (batch, heads, queries): largest score, -inf without keys
+    log_sum: Tensor  # (batch, heads, queries): log Z, 0 without keys and sink
+    entropy: Tensor  # (batch, heads, queries), nats
+    received: Tensor  # (batch, heads, keys)
+    average: Tensor  # (batch, queries, keys)
+    cells: Tensor  # (batch, heads, blocks of queries, blocks of keys)
+
+
+class Requested(NamedTuple):
+    """Statistics to compute besides peak and log_sum, which every pass computes."""
+
+    entropy: bool = False
+    received: bool = False
+    average: bool = False
+    query_blocks: int = 0  # `cells` if both are above 0
+    key_blocks: int = 0
+
+
+# exp(x) is computed as exp2(x log2 e), three times faster on CPU. The shift is subtracted first, so
+# rounding is relative to s - m <= 0: at most 0.37 eps of the largest weight.
+LOG2_E = 1.4426950408889634
+
+
+def least_shifted_score(dtype: torch.dtype) -> float:
+    """Return a finite bound: shifted scores below it have weight 0 in ``dtype``."""
+    return -800.0 if dtype == torch.float64 else -200.0
+
+
+def softmax_shift(peak: Tensor, sink: Tensor | None) -> Tensor:
+    """Return m, the maximum of scores and sink, or 0 if it is -inf; the shape is that of peak."""
+    if sink is not None:
+        peak = torch.maximum(peak, sink.to(peak.dtype)[:, None])
+    return peak.masked_fill(peak == -torch.inf, 0.0)
+
+
+# ---- forward -----------------------------------------------------------------------------------
+
+
+def compute_results(
+    problem: KernelInput, v: Tensor | None, y: Tensor | None, requested: Requested
+) -> KernelResult:
+    """Compute the requested results in one pass over the matrix."""
+    result = initial_result(problem.q, problem.k, v, y, requested)
+    # Sums over queries stay in the accumulation dtype and are cast once at the end.
+    transposed = result.transposed.to(problem.accumulation_dtype)
+    scratch, second = Scratch(problem), Scratch(problem)
+    keys = KeysByColumn(problem)
+    for tile in tiles.plan_tiles(problem, all_heads=requested.average):
+        at = tile.batches, tile.heads, tile.rows
+        if tile.columns.start == tile.columns.stop:
+            continue
+        s, _, _ = tile_scores(problem, tile, keys, scratch)
+        result.peak[at] = s.amax(-1)
+        shift = softmax_shift(result.peak[at], _cut_sink(problem, tile))
+        e, total, entropy = compute_exponentials(problem, tile, s, shift, second, requested.entropy)
+        result.log_sum[at] = total.log()
+        if entropy is not None:
+            result.entropy[at] = entropy
+        if v is not None:
+            result.out[at] = _multiply_by_values(problem, tile, e, v) / total[..., None]
+        _add_column_sums(tile, e, total, y, transposed, result.received)
+        if requested.average or result.cells.numel():
+            e.div_(total[..., None])
+        if result.cells.numel():
+            pool.add_tile(result.cells, problem, tile, e)
+        if requested.average:
+            mean = e.sum(1).div_(e.shape[1])
+            result.average[tile.batches, tile.rows, tile.columns] = mean.to(result.average.dtype)
+    return result._replace(transposed=transposed.to(problem.q.dtype))
+
+
+def initial_result(
+    q: Tensor, k: Tensor, v: Tensor | None, y: Tensor | None, requested: Requested
+) -> KernelResult:
+    """Return the result before the first tile: that of queries that may attend to nothing."""
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    exact = accumulation_dtype(q.dtype)
+    rows, columns = (batch, heads, queries), (batch, heads, keys)
+    blocks = (batch, heads, requested.query_blocks, requested.key_blocks)
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype, needed: bool) -> Tensor:
+        return q.new_zeros(shape if needed else (0,), dtype=dtype)
+
+    return KernelResult(
+        out=zeros((*rows, v.shape[-1] if v is not None else 0), q.dtype, v is not None),
+        transposed=zeros((*columns, y.shape[-1] if y is not None else 0), q.dtype, y is not None),
+        peak=q.new_full(rows, -torch.inf, dtype=exact),
+        log_sum=zeros(rows, exact, True),
+        entropy=zeros(rows, exact, requested.entropy),
+        received=zeros(columns, exact, requested.received),
+        average=zeros((batch, queries, keys), q.dtype, requested.average),
+        cells=zeros(blocks, exact, requested.query_blocks > 0),
+    )
+
+
+def _cut_sink(problem: KernelInput, tile: Tile) -> Tensor | None:
+    return None if problem.sink is None else problem.sink[tile.heads]
+
+
+def compute_exponentials(
+    problem: KernelInput, tile: Tile, s: Tensor, shift: Tensor, second: Scratch, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return e (in scratch memory), Z (1 in rows without keys and sink), and entropy or None."""
+    s.sub_(shift[..., None])
+    entropy = None
+    if with_entropy:
+        s.clamp_(min=least_shifted_score(s.dtype)).mul_(LOG2_E)
+        e = torch.exp2(s, out=second.view(*s.shape))
+        entropy = s.mul_(e).sum(-1).div_(-LOG2_E)
+    else:
+        e = s.mul_(LOG2_E).exp2_()
+    total = e.sum(-1)
+    sink = _cut_sink(problem, tile)
+    if sink is not None:
+        gap = (sink.to(s.dtype)[:, None] - shift).clamp_(min=least_shifted_score(s.dtype))
+        total = total + gap.exp()
+        entropy = entropy - gap * gap.exp() if entropy is not None else None
+    total = total.masked_fill(total == 0, 1.0)
+    return e, total, None if entropy is None else entropy / total + total.log()
+
+
+def _multiply_by_values(problem: KernelInput, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
+    batches, kv_heads, group, rows, columns = tile.axis_sizes(problem.group)
+    values = cut_tile(v, tile, tile.columns, tile.kv_heads, e.dtype)
+    out = torch.bmm(e.view(batches * kv_heads, group * rows, columns), values)
+    return out.view(batches, kv_heads * group, rows, v.shape[-1])
+
+
+def _add_column_sums(
+    tile: Tile, e: Tensor, total: Tensor, y: Tensor | None, transposed: Tensor, received: Tensor
+) -> None:
+    """Add this tile's part of p^T @ y and p^T @ 1."""
+    batches, heads, rows, columns = e.shape
+    per_head = e.view(batches * heads, rows, columns)
+    at = tile.batches, tile.heads, tile.columns
+    if y is not None:
+        divided = y[tile.batches, tile.heads, tile.rows].to(e.dtype) / total[..., None]
+        divided = divided.reshape(batches * heads, rows, y.shape[-1])
+        transposed[at] += torch.bmm(per_head.mT, divided).unflatten(0, (batches, heads))
+    if received.numel():
+        share = total.reciprocal().view(batches * heads, 1, rows)
+        received[at] += torch.bmm(share, per_head).view(batches, heads, columns)
+
+
+# ---- backward ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class UpstreamGradients:
+    """Gradients of the results; None for results without a gradient."""
+
+    out: Tensor | None
+    transposed: Tensor | None
+    peak: Tensor | None
+    log_sum: Tensor | None
+    entropy: Tensor | None
+    received: Tensor | None
+    average: Tensor | None
+    cells: Tensor | None
+    row_means: Tensor | None = None  # sum p dp of rows of which the problem is a part
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Gradients of the inputs in the accumulation dtype; None if not needed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    y: Tensor | None
+    sink: Tensor | None
+    table: Tensor | None
+    tensors: list[Tensor | None]
+
+
+def compute_gradients(
+    problem: KernelInput,
+    v: Tensor | None,
+    y: Tensor | None,
+    row_statistics: tuple[Tensor, Tensor],
+    upstream: UpstreamGradients,
+    bias_needs: tuple[bool, list[bool]],
+) -> Gradients:
+    """Recompute each tile's weights from the row's peak and log_sum; add its gradients."""
+    gradients = _zero_gradients(problem, v, y, bias_needs)
+    scratch, second, slope = Scratch(problem), Scratch(problem), Scratch(problem)
+    k = problem.k.to(problem.accumulation_dtype).contiguous()
+    keys = KeysByColumn(problem)
+    for tile in tiles.plan_tiles(problem):
+        if tile.columns.start == tile.columns.stop and problem.sink is None:
+            continue
+        s, q, derivative = tile_scores(problem, tile, keys, scratch, slope)
+        peak, log_sum = (t[tile.batches, tile.heads, tile.rows] for t in row_statistics)
+        # The maximum is recomputed, since another tiling than the saved peak's rounds differently.
+        needs_peak = upstream.peak is not None and s.shape[-1] > 0
+        at_peak = s == s.amax(-1, keepdim=True) if needs_peak else None
+        shift = softmax_shift(peak, _cut_sink(problem, tile))
+        s.sub_(shift[..., None]).sub_(log_sum[..., None])
+        dp = second.view(*s.shape)
+        _write_gradient_of_weights(problem, tile, s, dp, v, y, upstream)
+        p = s.mul_(LOG2_E).exp2_()
+        _write_gradients_of_v_and_y(problem, tile, p, upstream, gradients)
+        ds = _gradient_of_scores_and_sink(problem, tile, p, dp, log_sum, shift, upstream, gradients)
+        if at_peak is not None and upstream.peak is not None:
+            ds.add_(_gradient_at_peak(tile, at_peak, upstream.peak))
+        _add_bias_gradients(problem, tile, ds, gradients)
+        if derivative is not None:
+            ds.mul_(derivative)
+        _add_query_key_gradients(problem, tile, ds, q, k, gradients)
+    return gradients
+
+
+def _zero_gradients(
+    problem: KernelInput, v: Tensor | None, y: Tensor | None, bias_needs: tuple[bool, list[bool]]
+) -> Gradients:
+    def zeros(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return torch.zeros(tensor.shape, dtype=problem.accumulation_dtype, device=tensor.device)
+
+    table, tensors = bias_needs
+    return Gradients(
+        q=problem.q.new_zeros(problem.q.shape, dtype=problem.accumulation_dtype),
+        k=problem.k.new_zeros(problem.k.shape, dtype=problem.accumulation_dtype),
+        v=zeros(v),
+        y=zeros(y),
+        sink=zeros(problem.sink),
+        table=zeros(problem.bias.table) if table else None,
+        tensors=[
+            zeros(bias) if needed else None
+            for bias, needed in zip(problem.bias.tensors, tensors, strict=True)
+        ],
+    )
+
+
+def _write_gradient_of_weights(
+    problem: KernelInput,
+    tile: Tile,
+    log_p: Tensor,
+    dp: Tensor,
+    v: Tensor | None,
+    y: Tensor | None,
+    upstream: UpstreamGradients,
+) -> None:
+    """Write dp, and clamp ``log_p`` in place."""
+    batches, heads, rows, columns = log_p.shape
+    group, exact = problem.group, log_p.dtype
+    if upstream.out is not None and v is not None:
+        values = cut_tile(v, tile, tile.columns, tile.kv_heads, exact)
+        dout = tiles.cut_tile_by_kv_head(upstream.out, tile, group, exact)
+        torch.bmm(dout, values.mT, out=dp.view(len(dout), group * rows, columns))
+    else:
+        dp.zero_()
+    if upstream.transposed is not None and y is not None:
+        rows_of_y = cut_tile(y, tile, tile.rows, tile.heads, exact)
+        received = cut_tile(upstream.transposed, tile, tile.columns, tile.heads, exact)
+        dp.view(batches * heads, rows, columns).baddbmm_(rows_of_y, received.mT)
+    if upstream.received is not None:
+        dp.add_(upstream.received[tile.batches, tile.heads, None, tile.columns])
+    if upstream.average is not None:
+        share = upstream.average[tile.batches, None, tile.rows, tile.columns].to(exact)
+        dp.add_(share, alpha=1.0 / problem.q.shape[1])
+    if upstream.cells is not None:
+        dp.add_(pool.expand_to_tile(upstream.cells, problem, tile))
+    if upstream.entropy is not None:
+        log_p.clamp_(min=least_shifted_score(exact))
+        dentropy = upstream.entropy[tile.batches, tile.heads, tile.rows, None]
+        dp.addcmul_(log_p, dentropy, value=-1.0)
+
+
+def _write_gradients_of_v_and_y(
+    problem: KernelInput,
+    tile: Tile,
+    p: Tensor,
+    upstream: UpstreamGradients,
+    gradients: Gradients,
+) -> None:
+    """Add dv = p^T dout and write dy = p dtransposed."""
+    batches, heads, rows, columns = p.shape
+    group = problem.group
+    if upstream.out is not None and gradients.v is not None:
+        dout = tiles.cut_tile_by_kv_head(upstream.out, tile, group, p.dtype)
+        dv = torch.bmm(p.view(len(dout), group * rows, columns).mT, dout)
+        at = tile.batches, tile.kv_heads, tile.columns
+        gradients.v[at] += dv.unflatten(0, (batches, heads // group))
+    if upstream.transposed is not None and gradients.y is not None:
+        received = cut_tile(upstream.transposed, tile, tile.columns, tile.heads, p.dtype)
+        dy = torch.bmm(p.view(batches * heads, rows, columns), received)
+        gradients.y[tile.batches, tile.heads, tile.rows] = dy.unflatten(0, (batches, heads))
+
+
+def _gradient_of_scores_and_sink(
+    problem: KernelInput,
+    tile: Tile,
+    p: Tensor,
+    dp: Tensor,
+    log_sum: Tensor,
+    shift: Tensor,
+    upstream: UpstreamGradients,
+    gradients: Gradients,
+) -> Tensor:
+    """Return ds = p (dp - sum p dp + dlog_sum) in dp's memory; add the sink's gradient."""
+    at = tile.batches, tile.heads, tile.rows
+    known = upstream.row_means
+    mean = torch.linalg.vecdot(p, dp) if known is None else known[at].clone()
+    constant = torch.zeros_like(mean) if upstream.log_sum is None else upstream.log_sum[at].clone()
+    sink = _cut_sink(problem, tile)
+    if sink is not None and gradients.sink is not None:
+        gap = (sink.to(p.dtype)[:, None] - shift - log_sum).clamp_(min=least_shifted_score(p.dtype))
+        p_sink = gap.exp()
+        dp_sink = torch.zeros_like(gap)
+        if upstream.entropy is not None:
+            dp_sink = -gap * upstream.entropy[at]
+        mean += p_sink * dp_sink
+        gradients.sink[tile.heads] += (p_sink * (dp_sink - mean + constant)).sum((0, 2))
+    return dp.add_((constant - mean)[..., None]).mul_(p)
+
+
+def _gradient_at_peak(tile: Tile, at_peak: Tensor, dpeak: Tensor) -> Tensor:
+    """Return the maximum's gradient for the largest score, shared by equal ones as in amax."""
+    share = dpeak[tile.batches, tile.heads, tile.rows, None] / at_peak.sum(-1, keepdim=True)
+    return torch.where(at_peak & share.isfinite(), share, 0.0)
+
+
+def _add_query_key_gradients(
+    problem: KernelInput, tile: Tile, ds: Tensor, q: Tensor, k: Tensor, gradients: Gradients
+) -> None:
+    """Write dq = scale ds k and add dk = ds^T (scale q); ``q`` is already scaled."""
+    batches, heads, rows, columns = ds.shape
+    group = problem.group
+    ds = ds.view(len(q), group * rows, columns)
+    keys = cut_tile(k, tile, tile.columns, tile.kv_heads, k.dtype)
+    dq = torch.bmm(ds, keys).mul_(problem.scale)
+    gradients.q[tile.batches, tile.heads, tile.rows] = dq.view(batches, heads, rows, q.shape[-1])
+    dk = torch.bmm(ds.mT, q).unflatten(0, (batches, heads // group))
+    gradients.k[tile.batches, tile.kv_heads, tile.columns] += dk
+
+
+def _add_bias_gradients(problem: KernelInput, tile: Tile, ds: Tensor, gradients: Gradients) -> None:
+    for gradient in gradients.tensors:
+        if gradient is not None:
+            index = (tile.batches, tile.heads, tile.rows, tile.columns)
+            part = tuple(
+                i if n != 1 else slice(None) for i, n in zip(index, gradient.shape, strict=True)
+            )
+            shared = [axis for axis, n in enumerate(gradient.shape) if n == 1]
+            gradient[part] += ds.sum(shared, keepdim=True) if shared else ds
+    if gradients.table is not None:
+        diagonals = tiles.sum_diagonals(ds.sum(0))
+        first = tile.columns.start - (tile.rows.stop - 1) + problem.mask.sizes.queries - 1
+        span = slice(first, first + diagonals.shape[-1])
+        if gradients.table.shape[0] == 1:
+            gradients.table[0, span] += diagonals.sum(0)
+        else:
+            gradients.table[tile.heads, span] += diagonals

@@ -1,0 +1,205 @@
+"""Division of the attention matrix into tiles, and the scores of one tile.
+
+A tile holds consecutive queries of some heads with all keys inside their bands. A row is always
+complete in one tile: the softmax needs no rescaling and row statistics are exact in one pass.
+Memory grows with keys, never with queries x keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from headwise.masks.bound import BoundMask
+from headwise.masks.casts import cast_biases_for_sum
+from headwise.masks.clause import Clause, Span
+from headwise.matrix.kernels.input import KernelInput
+
+# 8 MB of float32. On two cores, half of it took 13 % longer and twice of it 10 % (docs/log.md).
+TILE_ELEMENTS = 2**21
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Index ranges of one tile; ``heads`` are the query heads of ``kv_heads``."""
+
+    batches: slice
+    kv_heads: slice
+    heads: slice
+    rows: slice
+    columns: slice
+
+    def axis_sizes(self, group: int) -> tuple[int, int, int, int, int]:
+        """Return the sizes (batches, kv_heads, group, rows, columns)."""
+        spans = (self.batches, self.kv_heads, self.rows, self.columns)
+        batches, kv_heads, rows, columns = (part.stop - part.start for part in spans)
+        return batches, kv_heads, group, rows, columns
+
+
+def plan_tiles(problem: KernelInput, *, all_heads: bool = False) -> Iterator[Tile]:
+    """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile."""
+    batch, heads, queries, _ = problem.q.shape
+    kv_heads = problem.k.shape[1]
+    if 0 in (batch, heads, queries):
+        return
+    group = heads // kv_heads
+    rows = _rows_per_tile(problem, group * (kv_heads if all_heads else 1))
+    width = max(1, _tile_width(problem, rows))
+    lanes = max(1, TILE_ELEMENTS // (group * rows * width))
+    kv_step = kv_heads if all_heads else min(kv_heads, lanes)
+    batch_step = max(1, lanes // kv_heads) if kv_step == kv_heads else 1
+    for b in range(0, batch, batch_step):
+        for h in range(0, kv_heads, kv_step):
+            kv = slice(h, min(h + kv_step, kv_heads))
+            for i in range(0, queries, rows):
+                stop = min(i + rows, queries)
+                yield Tile(
+                    batches=slice(b, min(b + batch_step, batch)),
+                    kv_heads=kv,
+                    heads=slice(kv.start * group, kv.stop * group),
+                    rows=slice(i, stop),
+                    columns=slice(*problem.mask.key_range(i, stop)),
+                )
+
+
+def _rows_per_tile(problem: KernelInput, heads: int) -> int:
+    """Return the number of queries in a tile of this many heads; fewer under a narrow window."""
+    queries, span = problem.q.shape[2], _widest_key_span(problem)
+    rows = min(queries, max(128, span))
+    return max(
+        1, min(rows, TILE_ELEMENTS // (heads * max(1, min(problem.k.shape[2], span + rows))))
+    )
+
+
+def _tile_width(problem: KernelInput, rows: int) -> int:
+    return min(problem.k.shape[2], _widest_key_span(problem) + rows)
+
+
+def _widest_key_span(problem: KernelInput) -> int:
+    """Return the most keys that bands allow to one query."""
+    return problem.mask.max_visible_keys
+
+
+class Scratch:
+    """Buffer that all tiles reuse, since fresh memory costs more time than the arithmetic on it."""
+
+    def __init__(self, problem: KernelInput) -> None:
+        self._memory = problem.q.new_empty(0, dtype=problem.accumulation_dtype)
+
+    def view(self, *shape: int) -> Tensor:
+        """Return uninitialised memory of this shape, valid until the next call."""
+        count = prod(shape)
+        if self._memory.numel() < count:
+            self._memory = self._memory.new_empty(count)
+        return self._memory[:count].view(shape)
+
+
+class KeysByColumn:
+    """Keys of a tile's heads, transposed in memory to (head_dim, keys) for a faster product.
+
+    Tiles of the same heads come in succession, so one copy is enough.
+    """
+
+    def __init__(self, problem: KernelInput) -> None:
+        self._problem = problem
+        self._heads: tuple[slice, slice] | None = None
+        self._columns = problem.k
+
+    def cut(self, tile: Tile) -> Tensor:
+        """Return the keys of a tile, (batches * kv_heads, head_dim, columns)."""
+        heads = (tile.batches, tile.kv_heads)
+        if heads != self._heads:
+            k = self._problem.k[heads].to(self._problem.accumulation_dtype)
+            self._heads, self._columns = heads, k.mT.contiguous().flatten(0, 1)
+        return self._columns[:, :, tile.columns]
+
+
+def cut_tile(tensor: Tensor, tile: Tile, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor:
+    """Cut (batch, heads, length, width) to a tile: (batches * heads, length, width)."""
+    cut = tensor[tile.batches, heads, rows].to(dtype)
+    return cut.flatten(0, 1)
+
+
+def cut_tile_by_kv_head(tensor: Tensor, tile: Tile, group: int, dtype: torch.dtype) -> Tensor:
+    """Concatenate the rows of each kv head's query heads: (kv lanes, group * rows, width)."""
+    cut = tensor[tile.batches, tile.heads, tile.rows].to(dtype)
+    batches, kv_heads, _, rows, _ = tile.axis_sizes(group)
+    return cut.reshape(batches * kv_heads, group * rows, cut.shape[-1])
+
+
+def tile_scores(
+    problem: KernelInput,
+    tile: Tile,
+    keys: KeysByColumn,
+    scratch: Scratch,
+    slope: Scratch | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute the scores of one tile in the reference's order: scale, softcap, score bias, mask.
+
+    Returns:
+        scores (batches, heads, rows, columns) in scratch memory; the scaled queries
+        (batches * kv_heads, group * rows, head_dim); and with ``slope`` the softcap's derivative.
+    """
+    batches, kv_heads, group, rows, columns = tile.axis_sizes(problem.group)
+    q = cut_tile_by_kv_head(problem.q, tile, group, problem.accumulation_dtype) * problem.scale
+    out = scratch.view(batches * kv_heads, group * rows, columns)
+    torch.bmm(q, keys.cut(tile), out=out)
+    s = out.view(batches, kv_heads * group, rows, columns)
+    derivative = None
+    if problem.softcap is not None:
+        s.div_(problem.softcap).tanh_()
+        if slope is not None:
+            derivative = slope.view(*s.shape)
+            torch.mul(s, s, out=derivative).neg_().add_(1)
+        s.mul_(problem.softcap)
+    parts = problem.bias.parts_of_block(tile.batches, tile.heads, tile.rows, tile.columns)
+    for part in cast_biases_for_sum(parts, s.dtype):
+        s.add_(part)
+    _apply_mask(problem, tile, s)
+    return s, q, derivative
+
+
+def sum_diagonals(block: Tensor) -> Tensor:
+    """Sum (heads, rows, columns) over equal column - row: (heads, rows + columns - 1)."""
+    heads, rows, columns = block.shape
+    # Flip the rows and shorten them by one column: row i then starts i positions to the right.
+    padded = torch.nn.functional.pad(block.flip(1), (0, rows)).flatten(1)
+    return padded[:, : rows * (rows + columns - 1)].view(heads, rows, -1).sum(1)
+
+
+def _apply_mask(problem: KernelInput, tile: Tile, s: Tensor) -> None:
+    """Write -inf where the mask hides; for a band, only in the columns at its edges."""
+    mask, whole = problem.mask, tile.columns
+    without_range = []
+    for clause in mask.clauses:
+        open_range = clause.fully_allowed_key_range(tile.rows.start, tile.rows.stop)
+        if open_range is None:
+            without_range.append(clause)
+            continue
+        for columns in yield_subranges_outside_span(whole, open_range):
+            _hide_by_clauses(s, mask, tile, columns, (clause,))
+    if without_range:
+        _hide_by_clauses(s, mask, tile, whole, without_range)
+
+
+def _hide_by_clauses(
+    s: Tensor, mask: BoundMask, tile: Tile, columns: slice, clauses: Iterable[Clause]
+) -> None:
+    """Write -inf where these clauses hide, in some columns of a tile."""
+    allowed = mask.evaluate_block(tile.batches, tile.heads, tile.rows, columns, clauses)
+    assert allowed is not None
+    first = tile.columns.start
+    s[..., columns.start - first : columns.stop - first].masked_fill_(~allowed, -torch.inf)
+
+
+def yield_subranges_outside_span(whole: slice, inside: Span) -> Iterator[slice]:
+    """Yield the nonempty parts of a range before and after another range."""
+    left = min(max(inside.first, whole.start), whole.stop)
+    right = min(max(inside.stop, left), whole.stop)
+    for part in (slice(whole.start, left), slice(right, whole.stop)):
+        if part.start < part.stop:
+            yield part

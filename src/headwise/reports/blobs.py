@@ -1,0 +1,204 @@
+"""Data of the viewer in bytes: maps, thumbnails, offsets, top keys and texts of a scan.
+
+`viewer/src/contract.ts` describes the blobs to their reader. A weight is stored as a byte, the
+rounded 255 times its square root, so a value that is shown is right to 1/255 of the square root.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.scanning.layer import LayerScan
+from headwise.scanning.result import HeadScan
+from headwise.scanning.statistics.maps import OffsetProfile
+from headwise.scanning.text import ScannedText
+
+MAP, OFFSETS, RECEIVED = "map", "offset_profile", "most_received"
+TOP_KEYS = "top_keys_of_every_query"
+THUMB = 16  # cells of a thumbnail on each side
+MOST_CELLS = 1024  # of a map on each side
+MANY_TOKENS = 2**16  # keys beyond this number take four bytes instead of two
+OFFSET_REACH = OffsetProfile.OFFSETS
+MOST_RECEIVING = 4  # keys in the list of those that receive most
+
+Names = Callable[[int], str]
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def scan_blobs(
+    scan: HeadScan, maps: Sequence[Array | None], *, name_of: Names | None, prefix: str
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the bytes of every blob of a scan; `maps` are those of its layers."""
+    for index, text in enumerate(scan.texts):
+        if has_known_tokens(text):
+            yield f"{prefix}/text/{index}", _token_words_json(text, name_of)
+    for index, values in enumerate(maps):
+        if values is not None:
+            yield f"{prefix}/map/{index}", quantise_square_roots(values)
+    thumbs = [
+        pool_thumbnails(values)
+        if values is not None
+        else np.zeros((len(layer.heads), THUMB, THUMB))
+        for values, layer in zip(maps, scan.layer_scans, strict=True)
+    ]
+    if thumbs:
+        yield f"{prefix}/thumbs", b"".join(map(quantise_square_roots, thumbs))
+    if OFFSETS in scan.measured:
+        yield (
+            f"{prefix}/profile",
+            b"".join(offset_profile_arrays(layer).tobytes() for layer in scan.layer_scans),
+        )
+    if RECEIVED in scan.measured:
+        yield f"{prefix}/received", _received_weights_json(scan, name_of)
+    for index, layer in enumerate(scan.layer_scans):
+        for head in heads_with_top_keys(scan, layer):
+            yield f"{prefix}/top/{index}.{head}", _top_key_planes(scan, layer, head)
+
+
+def quantise_square_roots(values: Array) -> bytes:
+    """Return a byte for each weight: the rounded 255 times its square root; NaN is 0."""
+    steps = np.fmax(values, 0)  # fmax takes 0 instead of NaN
+    # In place: new memory for each step takes longer than the arithmetic.
+    np.sqrt(np.fmin(steps, 1, out=steps), out=steps)
+    steps *= 255
+    stored: bytes = np.rint(steps, out=steps).astype(np.uint8).tobytes()
+    return stored
+
+
+# ---- maps ----------------------------------------------------------------------------------------
+
+
+def head_map_arrays(scan: HeadScan, layer: LayerScan, *, most: int = MOST_CELLS) -> Array | None:
+    """Return (heads, rows, cols) of the weights of a layer in blocks, NaN for a head without.
+
+    A single text of few tokens has a cell for each token. Otherwise the map is the finest in which
+    each block has a token.
+
+    Args:
+        scan: the scan.
+        layer: one of its layers.
+        most: the largest number of blocks on a side.
+    """
+    summary = layer.summaries.get(MAP)
+    if summary is None:
+        return None
+    cells = summary["count"].shape[-1]
+    queries, keys = (
+        sequence_lengths_of_text(scan, text) for text in (layer.query_text, layer.key_text)
+    )
+    if len(queries) == len(keys) == 1 and 0 < max(*queries, *keys) <= min(cells, most):
+        total, count = summary["sum"], summary["count"]
+        rows, cols = (torch.arange(n) * cells // n for n in (*queries, *keys))
+        return (total[:, rows][:, :, cols] / count[:, rows, None]).numpy()
+    limit = max(1, min([*queries, *keys, most]))
+    size, count = cells, summary["count"]
+    while (size > limit or not bool((count > 0).all())) and size % 2 == 0:
+        size //= 2
+        count = count.unflatten(-1, (size, 2)).sum(-1)
+    step = cells // size
+    total = summary["sum"].unflatten(1, (size, step)).unflatten(3, (size, step)).sum((2, 4))
+    maps: Array = (total / count[..., None]).numpy()
+    return maps
+
+
+def pool_thumbnails(maps: Array) -> Array:
+    """Return (heads, 16, 16): the mean over the queries, the sum over the keys of each cell."""
+    rows, cols = maps.shape[1:]
+    mean = THUMB * _block_overlap(rows)
+    spread = cols * _block_overlap(cols).T
+    pooled: Array = mean @ np.fmax(maps, 0) @ spread  # fmax takes 0 instead of NaN
+    return pooled
+
+
+def _block_overlap(blocks: int) -> Array:
+    """Return (16, blocks): the share of the axis that a cell and a block have in common."""
+    edges, others = np.linspace(0, 1, THUMB + 1), np.linspace(0, 1, blocks + 1)
+    low = np.maximum(edges[:-1, None], others[None, :-1])
+    high = np.minimum(edges[1:, None], others[None, 1:])
+    common: Array = np.clip(high - low, 0, None)
+    return common
+
+
+# ---- offsets, and what receives most -------------------------------------------------------------
+
+
+def offset_profile_arrays(layer: LayerScan) -> Array:
+    """Return float32 (heads, offsets + 1): the last entry is the weight inside all offsets."""
+    summary = layer.summaries.get(OFFSETS)
+    if summary is None:
+        return np.full((len(layer.heads), 2 * OFFSET_REACH + 2), np.nan, "<f4")
+    # Every query has a key at offset 0, its own.
+    inside = summary["sum"].sum(-1) / summary["count"][:, OFFSET_REACH]
+    values = torch.cat([summary["sum"] / summary["count"], inside[:, None]], 1)
+    return values.numpy().astype("<f4")
+
+
+def _received_weights_json(scan: HeadScan, name_of: Names | None) -> bytes:
+    rows = scan[RECEIVED]
+    layers = [
+        [most_received_tokens(rows[index, head], name_of) for head in layer.heads]
+        for index, layer in enumerate(scan.layer_scans)
+    ]
+    return json.dumps(layers).encode()
+
+
+def most_received_tokens(rows: Tensor, name_of: Names | None) -> list[tuple[int, str, float]]:
+    """Return (key, its token's text, the weight that it receives), the most first."""
+    received = []
+    for key, token, weight in rows[:MOST_RECEIVING].tolist():
+        if weight > 0:
+            name = name_of(int(token)) if name_of is not None and token >= 0 else ""
+            received.append((int(key), name, weight))
+    return received
+
+
+# ---- texts and single tokens ---------------------------------------------------------------------
+
+
+def has_known_tokens(text: ScannedText) -> bool:
+    """True if the tokens of a text are known."""
+    return bool((text.ids >= 0).all()) and len(text.ids) > 0
+
+
+def sequence_lengths_of_text(scan: HeadScan, text: int | None) -> tuple[int, ...]:
+    """Return the lengths of the sequences of a text; none if it is unknown."""
+    return () if text is None else scan.texts[text].lengths
+
+
+def _token_words_json(text: ScannedText, name_of: Names | None) -> bytes:
+    ids, index = torch.unique(text.ids, return_inverse=True)
+    words = [str(token) if name_of is None else name_of(token) for token in ids.tolist()]
+    return json.dumps({"words": words, "ids": index.tolist()}).encode()
+
+
+def heads_with_top_keys(scan: HeadScan, layer: LayerScan) -> list[int]:
+    """Return the numbers of the heads of which a page can show every query's top keys."""
+    summary = layer.summaries.get(TOP_KEYS)
+    if summary is None or not sequence_lengths_of_text(scan, layer.query_text):
+        return []
+    kept = sequence_lengths_of_text(scan, layer.query_text)
+    if tuple(summary["lengths"].tolist()[: len(kept)]) != kept:
+        return []
+    rows = summary["row"].tolist()
+    return [head for head, row in zip(layer.heads, rows, strict=True) if row >= 0]
+
+
+def _top_key_planes(scan: HeadScan, layer: LayerScan, head: int) -> bytes:
+    """Return the planes of the keys, low bytes first, and the plane of the shares."""
+    summary = layer.summaries[TOP_KEYS]
+    row = int(summary["row"][layer.heads.index(head)])
+    queries = sum(sequence_lengths_of_text(scan, layer.query_text))
+    share = summary["share"][row, :queries].numpy()
+    key = summary["key"][row, :queries].clamp(min=0).numpy().astype("<u4")
+    planes = (
+        4 if max(sequence_lengths_of_text(scan, layer.key_text), default=0) > MANY_TOKENS else 2
+    )
+    by_byte = key.reshape(-1, 1).view(np.uint8)
+    keys = b"".join(np.ascontiguousarray(by_byte[:, plane]).tobytes() for plane in range(planes))
+    return keys + quantise_square_roots(share)

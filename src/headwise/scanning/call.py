@@ -1,0 +1,295 @@
+"""Record of one attention call of a running model, from capture to the statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int, Integer
+from torch import Tensor, nn
+
+from headwise.errors import ShapeError
+from headwise.function import stages
+from headwise.matrix.kernels.input import accumulation_dtype
+from headwise.matrix.operator import AttentionMatrix
+from headwise.support.integers import convert_to_int64
+from headwise.support.text import describe_sizes
+
+CELLS = 64  # blocks of queries, and of keys, in a map, unless others are chosen
+SAMPLES = 64  # sampled rows of each sequence, at most
+T = TypeVar("T")
+
+
+class SampledRows:
+    """Whole rows of the weights, for sampled queries of each sequence.
+
+    The sample depends on the sequence alone, never on padding or on the rest of the batch.
+
+    Attributes:
+        queries: (batch, samples), the sampled queries; any number where ``real`` is False.
+        real: (batch, samples), False beyond the last sample of a short sequence.
+        weights: (batch, heads, samples, keys).
+        sink: (batch, heads, samples), the sink's share; 0 without a sink.
+        counted: (batch, heads, samples), True if the query may attend to a key.
+    """
+
+    def __init__(
+        self, matrix: AttentionMatrix, real_queries: Bool[Tensor, "batch queries"]
+    ) -> None:
+        batch, heads, _, keys = matrix.shape
+        self.queries, self.real = evenly_spaced_positions(real_queries, at_most=SAMPLES)
+        samples, device = self.queries.shape[1], matrix.q.device
+        exact = accumulation_dtype(matrix.q.dtype)
+        self.weights = torch.zeros(batch, heads, samples, keys, dtype=exact, device=device)
+        self.sink = torch.zeros(batch, heads, samples, dtype=exact, device=device)
+        self.counted = torch.zeros(batch, heads, samples, dtype=torch.bool, device=device)
+
+
+def evenly_spaced_positions(
+    real: Bool[Tensor, "batch length"], *, at_most: int
+) -> tuple[Int[Tensor, "batch samples"], Bool[Tensor, "batch samples"]]:
+    """Return the middles of equal stretches of each sequence, or all positions of a short one.
+
+    Returns:
+        Positions, and False where a sequence has fewer.
+    """
+    samples = min(at_most, real.shape[1])
+    count = real.sum(-1, keepdim=True)
+    nth = torch.arange(samples, device=real.device)
+    spread = (2 * nth + 1) * count // (2 * max(1, samples))
+    nth = torch.where(count > samples, spread, nth)
+    in_order = (~real).int().argsort(dim=-1, stable=True)  # the real ones first
+    return in_order.gather(1, nth.clamp(max=max(0, real.shape[1] - 1))), nth < count
+
+
+class RepeatedTokens:
+    """For each key, the earlier keys that hold the same token.
+
+    Keys are sorted by token once, so the work grows with the number of repeats: no tile of
+    queries x keys is compared.
+    """
+
+    def __init__(
+        self, tokens: Integer[Tensor, "batch keys"], real: Bool[Tensor, "batch keys"]
+    ) -> None:
+        tokens = convert_to_int64(tokens, "tokens")
+        # Padding and unknown tokens share the index 0 and never count as repeats.
+        is_token = real & (tokens >= 0)
+        index = torch.unique(tokens, return_inverse=True)[1] + 1
+        index = index.masked_fill(~is_token, 0)
+        self._order = index.argsort(dim=-1, stable=True)
+        in_order = index.gather(1, self._order)
+        self._first = torch.searchsorted(in_order, index)  # where the token's keys begin
+        nth = torch.arange(index.shape[1], device=index.device).expand_as(index)
+        rank = torch.empty_like(index).scatter_(1, self._order, nth)
+        self.earlier = (rank - self._first).masked_fill(~is_token, 0)
+        """(batch, keys): number of earlier keys with the token of this key."""
+
+    def earlier_repeat_pairs(
+        self, batches: slice, keys: Int[Tensor, " rows"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (batch, row, key) of every earlier key with the token of the row's key."""
+        earlier = self.earlier[batches][:, keys].flatten()
+        row = torch.repeat_interleave(torch.arange(len(earlier), device=keys.device), earlier)
+        nth = torch.arange(len(row), device=keys.device) - (earlier.cumsum(0) - earlier)[row]
+        rank = self._first[batches][:, keys].flatten()[row] + nth
+        batch = row // max(1, len(keys))
+        return batch, row - batch * len(keys), self._order[batches][batch, rank]
+
+
+@dataclass(eq=False, kw_only=True)
+class CapturedCall:
+    """One attention call of a layer, with what was observed around it.
+
+    An attribute is None if it is unknown; statistics that need it are left out.
+
+    Attributes:
+        matrix: the attention matrix.
+        real_queries: False where a query is padding.
+        real_keys: False where a key is padding.
+        own_key: the key at the position of query 0: 0 in self-attention, the number of earlier
+            keys with a cache, and None in cross attention.
+        tokens: the token of each key; below 0 where it is unknown.
+        separators: True where a key holds a separator, such as a full stop or [SEP].
+        specials: True where a key holds one of the tokenizer's special tokens.
+        dropped: number of earlier keys that a cache has dropped; no query sees them.
+        values: the values of the keys.
+        outputs: the head outputs, before any output projection.
+        out_proj: each head's part of the output projection, recorded once that has run.
+        residual: the tensor to which the layer's output is added: the input state of its block.
+            Recorded for the first attention of a block, if the state has not changed since.
+        unembedding: the weight that maps a residual to a score for each token of the vocabulary.
+        layer: the layer's name in the model; with "(2)" where the same module runs again in one
+            pass, and with "(call 2)" where one run attends once more for the same tokens.
+        module: the module that ran; None outside of modules.
+        state: the first floating-point input of the module.
+        is_cross: True if keys and queries are projected from different tensors.
+        layer_index: number of the layer among the scanned layers, in call order.
+        heads: numbers of the heads in their layer; all heads of the layer if None.
+        cells: number of blocks of queries, and of keys, in a map.
+    """
+
+    matrix: AttentionMatrix
+    real_queries: Bool[Tensor, "batch queries"]
+    real_keys: Bool[Tensor, "batch keys"]
+    own_key: int | None
+    tokens: Integer[Tensor, "batch keys"] | None = None
+    separators: Bool[Tensor, "batch keys"] | None = None
+    specials: Bool[Tensor, "batch keys"] | None = None
+    dropped: int = 0
+    values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None
+    outputs: Float[Tensor, "batch heads queries value_dim"] | None = None
+    out_proj: Float[Tensor, "heads value_dim embed_dim"] | None = None
+    residual: Float[Tensor, "batch queries embed_dim"] | None = None
+    unembedding: Float[Tensor, "vocabulary embed_dim"] | None = None
+    layer: str = "attention"
+    module: nn.Module | None = None
+    state: Tensor | None = None
+    is_cross: bool = False
+    layer_index: int = 0
+    heads: tuple[int, ...] | None = None
+    cells: int = CELLS
+
+    def __post_init__(self) -> None:
+        batch, _, queries, keys = self.matrix.shape
+        lengths = dict.fromkeys(("real_keys", "tokens", "separators", "specials"), keys)
+        for name, length in {"real_queries": queries, **lengths}.items():
+            tensor, axis = getattr(self, name), "queries" if name == "real_queries" else "keys"
+            if tensor is not None and tensor.shape != (batch, length):
+                raise ShapeError(
+                    saw=f"{name} {describe_sizes(tensor, ('batch', axis))}",
+                    needed=f"(batch {batch}, {axis} {length})",
+                    do=f"give one entry for each of the {axis} of each sequence",
+                )
+
+    @classmethod
+    def for_self_attention(
+        cls,
+        matrix: AttentionMatrix,
+        *,
+        real: Bool[Tensor, "batch keys"] | None = None,
+        own_key: int | None = 0,
+        **attributes: Any,
+    ) -> CapturedCall:
+        """Return a call of self-attention, where queries are keys.
+
+        Args:
+            matrix: its attention matrix.
+            real: False where a key, and the query that stands there, is padding; none is if None.
+            own_key: as in the class; None for cross attention, whose queries are all real.
+            attributes: any other attribute.
+        """
+        batch, _, queries, keys = matrix.shape
+        if real is None:
+            real = torch.ones(batch, keys, dtype=torch.bool, device=matrix.q.device)
+        real_queries = (
+            real.new_ones(batch, queries)
+            if own_key is None
+            else real[:, own_key : own_key + queries]
+        )
+        return cls(
+            matrix=matrix, real_queries=real_queries, real_keys=real, own_key=own_key, **attributes
+        )
+
+    def of_heads(self, heads: Int[Tensor, " heads"]) -> CapturedCall:
+        """Return the call of some query heads, each with the keys and the values that it reads."""
+        matrix, count = self.matrix, self.matrix.shape[1]
+
+        def chosen(shared: Tensor | None) -> Tensor | None:
+            if shared is None:
+                return None
+            return stages.repeat_kv_heads(shared, heads=count).index_select(1, heads)
+
+        return replace(
+            self,
+            matrix=AttentionMatrix(
+                matrix.q.index_select(1, heads),
+                stages.repeat_kv_heads(matrix.k, heads=count).index_select(1, heads),
+                mask=matrix.mask.of_heads(heads),
+                score_bias=matrix.score_bias.of_heads(heads),
+                scale=matrix.scale,
+                softcap=matrix.softcap,
+                sink=None if matrix.sink is None else matrix.sink.index_select(0, heads),
+            ),
+            values=chosen(self.values),
+            outputs=chosen(self.outputs),
+            out_proj=None if self.out_proj is None else self.out_proj.index_select(0, heads),
+            heads=tuple(heads.tolist()),
+        )
+
+    @cached_property
+    def first_real_key(self) -> Int[Tensor, " batch"]:
+        """The first key of each sequence that is no padding."""
+        # There may be no keys at all.
+        return torch.nn.functional.pad(self.real_keys.int(), (0, 1)).argmax(-1)
+
+    @cached_property
+    def query_map_block(self) -> Int[Tensor, "batch queries"]:
+        """The map block of each query, −1 for padding."""
+        if self.own_key is None:
+            return _map_block_of_positions(self.real_queries, self.cells)
+        queries = self.matrix.shape[2]
+        cells = _map_block_of_positions(self.real_keys, self.cells)[
+            :, self.own_key : self.own_key + queries
+        ]
+        return cells.masked_fill(~self.real_queries, -1)
+
+    @cached_property
+    def key_map_block_one_hot(self) -> Float[Tensor, "batch keys cells"]:
+        """1 where a key is in a block of a map."""
+        cells = _map_block_of_positions(self.real_keys, self.cells)
+        return (cells[..., None] == torch.arange(self.cells, device=cells.device)).float()
+
+    @cached_property
+    def seen_by(self) -> Int[Tensor, "batch _ keys"]:
+        """Number of real queries that may attend to each key; one head if all heads agree."""
+        return self.matrix.seen_by(self.real_queries)
+
+    @cached_property
+    def repeated_tokens(self) -> RepeatedTokens:
+        """Earlier keys with the same token, for each key."""
+        return RepeatedTokens(require_not_none(self.tokens), self.real_keys)
+
+    @cached_property
+    def sampled_rows(self) -> SampledRows:
+        """Sampled rows, which the tiles fill in."""
+        return SampledRows(self.matrix, self.real_queries)
+
+    @cached_property
+    def norm_preserving_out_proj_factors(self) -> Float[Tensor, "heads value_dim width"]:
+        """F with ‖z W_O‖ = ‖z F‖ for every z: no wider than z, so that norms are cheap."""
+        # W_O^T = Q R, and Q keeps norms. Squaring W_O would lose half of the digits.
+        factors: Tensor = torch.linalg.qr(require_not_none(self.out_proj).double().mT, mode="r")[
+            1
+        ].mT
+        return factors
+
+    @cached_property
+    def projected_value_norms(self) -> Float[Tensor, "batch heads keys"]:
+        """‖v W_O‖ of each key: the norm of the contribution of a head that attends to it alone."""
+        values = require_not_none(self.values)
+        batch, heads, _, keys = self.matrix.shape
+        group = heads // values.shape[1]
+        exact = accumulation_dtype(values.dtype)
+        norms = torch.empty(batch, heads, keys, dtype=exact, device=values.device)
+        for head, factor in enumerate(self.norm_preserving_out_proj_factors.to(exact)):
+            written = values[:, head // group].to(exact) @ factor
+            norms[:, head] = torch.linalg.vector_norm(written, dim=-1)
+        return norms
+
+
+def require_not_none(value: T | None) -> T:
+    """Return a value that the ``needs`` of a statistic declare to be there."""
+    assert value is not None, "a statistic must list what it uses in its needs"
+    return value
+
+
+def _map_block_of_positions(
+    real: Bool[Tensor, "batch length"], cells: int
+) -> Int[Tensor, "batch length"]:
+    """Return block floor(i * cells / n) for the i-th of n real positions, −1 for padding."""
+    position = real.long().cumsum(-1) - 1
+    count = real.sum(-1, keepdim=True).clamp(min=1)
+    return (position * cells // count).masked_fill(~real, -1)

@@ -1,0 +1,338 @@
+"""Observed context of an attention call: the tokens of its keys and its output projection.
+
+Tokens are model inputs that an embedding looked up, never tensors that only have a fitting length.
+They belong to the layers of the same part of the model. Tokens in a cache are known only if every
+key was observed to come in.
+
+A module counts as the output projection if it receives exactly the concatenated head outputs and
+only multiplies them by its weight and adds its bias. Inside the attention module, its output must
+also be the output of that module. An adapter around the weight, a gate beside it, or a norm in
+between fails this check; then the projection is unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from headwise.matrix.kernels.input import accumulation_dtype
+from headwise.scanning.call import CapturedCall, require_not_none
+from headwise.scanning.modules import (
+    ModuleCall,
+    dequantize_weight,
+    find_unembedding_module,
+    find_unembedding_weight,
+    is_divided_over_devices,
+    version_counter,
+)
+
+COLUMNS = 4096  # of a weight that are compared at once
+
+# ---- tokens -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Stream:
+    """Tokens that an embedding looked up in this pass."""
+
+    part: str  # prefix of the layer names in the same part of the model
+    within: ModuleCall | None  # the innermost module around the embedding, embeddings apart
+    tokens: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KeyTokens:
+    """The tokens of the keys of one call.
+
+    Attributes:
+        tokens: (batch, keys), −1 in the free space of a cache; None if unknown.
+        count: number of tokens that have come in, up to the last query; None if unknown.
+        dropped: number of these that a cache no longer holds.
+    """
+
+    tokens: Tensor | None = None
+    count: int | None = None
+    dropped: int = 0
+
+
+class TokenStreams:
+    """The tokens that one model has looked up in this pass, and in earlier ones with a cache."""
+
+    def __init__(self) -> None:
+        self._inputs: list[Tensor] = []
+        self._streams: list[_Stream] = []
+        self._history: dict[str, Tensor] = {}
+
+    def begin_input(self) -> None:
+        """Start another input, and drop the tokens of earlier sequences."""
+        self._history.clear()
+        self._streams.clear()
+
+    def begin_pass(self, inputs: list[Tensor]) -> None:
+        """Start a forward pass of the model with these integer inputs."""
+        self._inputs = inputs
+        self._streams.clear()
+
+    def add_lookup(self, embedding: str, tokens: Tensor, outer_calls: list[ModuleCall]) -> bool:
+        """Add tokens (batch, length) that an embedding looks up inside ``outer_calls``.
+
+        Return True if the tokens are a model input. Some models have a second embedding, so equal
+        tokens in the same run count as one text.
+        """
+        if not any(_tensors_are_equal(tokens, model_input) for model_input in self._inputs):
+            return False  # positions, segment ids, or ids that the model computed
+        part = _model_part_name(embedding)
+        outside = [
+            module_call for module_call in outer_calls[1:] if "embed" not in module_call.name
+        ]
+        within = next(iter([*reversed(outside), *outer_calls[:1]]), None)
+        before = [
+            text.tokens for text in self._streams if (text.part, text.within) == (part, within)
+        ]
+        if any(_tensors_are_equal(tokens, text) for text in before):
+            return True
+        self._streams.append(_Stream(part, within, tokens))
+        past = self._history.get(part)
+        if past is not None:
+            fits = len(past) == len(tokens)
+            self._history[part] = torch.cat([past, tokens], 1) if fits else tokens[:, :0]
+        return True
+
+    def key_tokens_of_self_attention(
+        self,
+        layer: str,
+        shape: tuple[int, int, int, int],
+        outer_calls: list[ModuleCall],
+        *,
+        own_key: int | None,
+        windowed: bool,
+    ) -> KeyTokens:
+        """Return the tokens of the keys of self-attention.
+
+        Args:
+            layer: the name of the layer.
+            shape: of the matrix, (batch, heads, queries, keys).
+            outer_calls: the modules around the layer that are running, outermost first.
+            own_key: the key at the position of query 0, if the mask determines it.
+            windowed: True if a window allows the cache to drop old keys.
+        """
+        batch, _, queries, keys = shape
+        stream = self._stream_of_layer(layer, (batch, queries), outer_calls)
+        if stream is None:
+            return KeyTokens()
+        if own_key == 0:  # the queries begin the text
+            self._history[stream.part] = stream.tokens
+        past = self._history.get(stream.part)
+        if past is None or past.shape[0] != batch or past.shape[1] < queries:
+            return KeyTokens()
+        seen = past.shape[1]
+        if seen > keys:
+            return KeyTokens(count=seen, dropped=seen - keys) if windowed else KeyTokens()
+        if own_key is not None and own_key != seen - queries:
+            return KeyTokens()  # the cache holds other tokens than those that were observed
+        return KeyTokens(pad(past, (0, keys - seen), value=-1), count=seen)
+
+    def _stream_of_layer(
+        self, layer: str, shape: tuple[int, int], outer_calls: list[ModuleCall]
+    ) -> _Stream | None:
+        """Return the text (batch, length) of the layer's part, from the innermost run around it.
+
+        An encoder that runs twice reads two texts. If one run looked up two texts of one shape,
+        the text of the layer is unknown.
+        """
+
+        def nearness(stream: _Stream) -> tuple[int, int]:
+            depth = next((n for n, run in enumerate(outer_calls) if run is stream.within), -1)
+            return depth, len(stream.part)
+
+        streams = [stream for stream in self._streams if layer.startswith(stream.part)]
+        nearest = max(map(nearness, streams), default=None)
+        fitting = [s for s in streams if nearness(s) == nearest and s.tokens.shape == shape]
+        return fitting[0] if len(fitting) == 1 else None
+
+    def key_tokens_of_cross_attention(
+        self, layer: str, shape: tuple[int, int, int, int]
+    ) -> KeyTokens:
+        """Return the tokens of the keys of cross attention: the only other text, if it fits."""
+        batch, _, _, keys = shape
+        others = [s for s in self._streams if not (s.part and layer.startswith(s.part))]
+        fitting = [s for s in others if s.tokens.shape == (batch, keys)]
+        # The text of the queries must have been looked up after the text of the keys.
+        if len(self._streams) != 2 or not fitting or fitting[0] is self._streams[-1]:
+            return KeyTokens()
+        return KeyTokens(fitting[0].tokens)
+
+
+def _tensors_are_equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and bool(torch.equal(a, b)))
+
+
+def _model_part_name(embedding: str) -> str:
+    """Return ``text_model.`` for text_model.embeddings.token_embedding, "" for a whole model."""
+    parts = embedding.split(".")[:-1]
+    for index, part in enumerate(parts):
+        if "embed" in part:
+            parts = parts[:index]
+            break
+    return "".join(f"{part}." for part in parts)
+
+
+# ---- the output projection ----------------------------------------------------------------------
+
+
+class CallAwaitingProjection:
+    """A call whose output projection has not run yet.
+
+    Args:
+        call: the captured call.
+        block: the block around the layer, to whose state the output is added; None if unknown.
+        outputs: the head outputs that the layer goes on with: those of ``call``, or some of them
+            if the heads are divided over devices.
+
+    Attributes:
+        version: the version of the outputs at the call, which counts changes in place.
+    """
+
+    def __init__(self, call: CapturedCall, block: ModuleCall | None, outputs: Tensor) -> None:
+        self.call, self.block, self.outputs = call, block, outputs
+        self.version = version_counter(outputs)
+        self._whole_outputs = require_not_none(call.outputs)
+        self.is_complete = False
+        self.was_read = False  # True once a module received the unchanged head outputs
+        # A consumer of the head outputs: True if it is inside the attention module, and the number
+        # of consumers behind that module that had ended when it began.
+        self._consumers: dict[ModuleCall, tuple[bool, int]] = {}
+        self._inside: list[tuple[Tensor, Tensor]] = []  # projections there, and their outputs
+        self._behind: list[Tensor | None] = []  # weights, None for more than a product with it
+
+    def note_module_start(self, module_call: ModuleCall, outer_modules: list[nn.Module]) -> None:
+        """Note a module that is about to run inside ``outer_modules``."""
+        if module_call.state is not None and _is_concatenated_heads(
+            module_call.state, self.outputs
+        ):
+            is_inside = self.call.module in outer_modules
+            self._consumers[module_call] = is_inside, len(self._behind)
+            self.was_read = True
+
+    def note_module_output(self, module_call: ModuleCall, output: Any) -> None:
+        """Note the output of a module, and complete the call if it was the output projection."""
+        result = _first_tensor(output)
+        if module_call.module is self.call.module:
+            fitting = [
+                weight
+                for weight, projected in self._inside
+                if result is not None and _first_token_vectors_are_equal(projected, result)
+            ]
+            self.call.out_proj = fitting[0] if fitting else None
+            self.is_complete = bool(self._inside)
+            return
+        is_inside, before = self._consumers.pop(module_call, (None, 0))
+        if is_inside is None or result is None:
+            return
+        module = module_call.module
+        weight = split_weight_by_head(module, self._whole_outputs)
+        inputs = self._whole_outputs[0, :, 0].flatten()  # of which the module received its part
+        is_linear = weight is not None and _is_linear_output(module, inputs, result)
+        if is_inside:
+            self._inside += [(weight, result)] if weight is not None and is_linear else []
+            return
+        if weight is not None or _has_own_matrix(module):
+            self._behind[before:] = [weight if is_linear else None]  # in place of those within it
+        self.call.out_proj = self._behind[0] if len(self._behind) == 1 else None
+        is_open = any(not inside for inside, _ in self._consumers.values())
+        self.is_complete = bool(self._behind) and not is_open
+
+
+def split_weight_by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
+    """Return (heads, value_dim, embed_dim): each head's part of the weight of a module."""
+    matrix = _weight_inputs_by_outputs(module)
+    _, heads, _, value_dim = outputs.shape
+    if matrix is None or matrix.shape[0] != heads * value_dim:
+        return None
+    parts: Tensor = matrix.detach().unflatten(0, (heads, value_dim))
+    return parts
+
+
+def _has_own_matrix(module: nn.Module) -> bool:
+    """True if a module multiplies by more than its submodules do, such as an adapter's."""
+    return any(p is not None and p.dim() == 2 for p in module._parameters.values())
+
+
+def _weight_inputs_by_outputs(module: nn.Module) -> Tensor | None:
+    """Return the floating-point weight (in, out) of a module, if it has one."""
+    stored = getattr(module, "weight", None)
+    weight = dequantize_weight(stored.detach()) if isinstance(stored, Tensor) else None
+    if weight is None or weight.dim() != 2:
+        return None
+    # The Conv1D of transformers, as in GPT-2, stores (in, out); linear layers store (out, in).
+    return weight if type(module).__name__.startswith("Conv1D") else weight.mT
+
+
+def _is_linear_output(module: nn.Module, inputs: Tensor, result: Tensor) -> bool:
+    """True if a module's first output is its first inputs times its weight, plus its bias.
+
+    The error may be n u (|x| |W|) from the sum of n products in the dtype of accumulation, and two
+    roundings of the result (docs/budget.md).
+    """
+    matrix = require_not_none(_weight_inputs_by_outputs(module))
+    stored = getattr(module, "bias", None)
+    bias = dequantize_weight(stored.detach()) if isinstance(stored, Tensor) else None
+    if result.shape[-1] != matrix.shape[1]:
+        return False
+    x, first = inputs.double(), result.reshape(-1, matrix.shape[1])[0]
+    unit = torch.finfo(accumulation_dtype(result.dtype)).eps
+    for start in range(0, matrix.shape[1], COLUMNS):  # of a vocabulary, all are large in float64
+        part = slice(start, start + COLUMNS)
+        w = matrix[:, part].double()
+        exact = x @ w + (0.0 if bias is None else bias[part].double())
+        allowed = len(x) * unit * (x.abs() @ w.abs())
+        allowed += 2 * torch.finfo(result.dtype).eps * exact.abs()
+        if not bool(((first[part].double() - exact).abs() <= allowed).all()):
+            return False
+    return True
+
+
+def find_plain_unembedding(model: Any) -> Tensor | None:
+    """Return the (vocabulary, embed_dim) weight that maps a state to logits.
+
+    None if the last layer of the model is more than a product with its weight, such as an adapter
+    around it: it is run on one state. A layer that is divided over devices cannot run alone; it
+    only has to own its weight, which an adapter does not.
+    """
+    module, weight = find_unembedding_module(model), find_unembedding_weight(model)
+    # A tensor, and the table of an embedding, are multiplied by a function.
+    if weight is None or isinstance(module, (Tensor, nn.Embedding)):
+        return weight
+    if is_divided_over_devices(module.weight):
+        return weight if "weight" in module._parameters else None
+    if weight.is_meta:
+        return None
+    state = torch.linspace(0.5, 1.5, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    with torch.no_grad():
+        result = module(state[None, None])
+    return weight if _is_linear_output(module, state, result) else None
+
+
+def _is_concatenated_heads(state: Tensor, outputs: Tensor) -> bool:
+    """True if the first and the last token of a module's input are concatenated head outputs."""
+    if state.numel() != outputs.numel() or not state.numel():
+        return False
+    tokens = state.reshape(-1, outputs.shape[1] * outputs.shape[3])
+    first, last = outputs[0, :, 0].flatten(), outputs[-1, :, -1].flatten()
+    return torch.equal(tokens[0], first) and torch.equal(tokens[-1], last)
+
+
+def _first_token_vectors_are_equal(a: Tensor, b: Tensor) -> bool:
+    """True if the first tokens of two tensors are equal."""
+    return a.shape[-1] == b.shape[-1] and torch.equal(
+        a.reshape(-1, a.shape[-1])[0], b.reshape(-1, b.shape[-1])[0]
+    )
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    parts = output if isinstance(output, (tuple, list)) else [output]
+    return next((part for part in parts if isinstance(part, Tensor)), None)

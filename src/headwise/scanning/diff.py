@@ -1,0 +1,333 @@
+"""Difference of two scans, head by head, with an optional assignment of heads to heads.
+
+The distance between two heads is the mean over statistics of
+
+    sqrt(mean over the statistic's entries of (x - y)²) / mean of the same over all pairs,
+
+where the pairs are those of a head of one scan with a head of the other in the same layer, taken
+over all layers. So the unit and the number of entries of a statistic do not matter: a distance of 1
+is the mean over the pairs of heads of a layer. An entry that neither head has does not count. An
+entry that only one of them has counts as 1. A statistic that is the same for all pairs adds 0.
+Statistics that compare the heads of a layer are left out, since they change with the order of the
+heads.
+
+Statistics that name keys and tokens, such as the keys that receive most, have no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headwise.errors import OptionError
+from headwise.scanning.layer import (
+    OTHER_HEAD,
+    HeadValue,
+    Row,
+    ScanReadings,
+    make_table_rows_by_head,
+    top_heads,
+)
+from headwise.support.extras import require_package
+from headwise.support.files import write_whole
+from headwise.support.forms import Displayed, render_form
+
+FIELD = "field"  # the axis of a statistic that names keys and tokens
+APART = "apart"  # the distance of two heads, among the columns of a table
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class ScanDiff(Displayed):
+    """The difference of two scans with equal numbers of layers and heads, from `HeadScan.diff`.
+
+    Attributes:
+        before: the first scan, which gives the names of the layers.
+        after: the second scan.
+        names: the statistics that both scans have and that can be subtracted.
+        assignment: for each layer and each scanned head, the head of ``after`` that is compared
+            with it; the same head without matching.
+    """
+
+    before: ScanReadings
+    after: ScanReadings
+    names: tuple[str, ...]
+    assignment: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def between(cls, before: ScanReadings, after: ScanReadings, *, match: bool) -> ScanDiff:
+        """Return the difference of two scans, as `HeadScan.diff` does.
+
+        Raises:
+            OptionError: other layers or heads, or no statistic that both have.
+            MissingExtraError: matching without scipy.
+        """
+        _require_same_heads(before, after)
+        names = _shared_statistics(before, after)
+        assignment = tuple(layer.heads for layer in before.layer_scans)
+        if match:
+            distances = _head_distances(before, after, names)
+            pairs = zip(assignment, distances, strict=True)
+            assignment = tuple(_assign_heads(heads, distance) for heads, distance in pairs)
+        return cls(before=before, after=after, names=names, assignment=assignment)
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Names of the statistics with one number for each head."""
+        return tuple(name for name in self.names if not self.before.definition(name).axes)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers, as in ``before``."""
+        return self.before.layers
+
+    def __repr__(self) -> str:
+        heads = len(self.before.heads)
+        moved = sum(
+            head != partner
+            for layer, partners in zip(self.before.layer_scans, self.assignment, strict=True)
+            for head, partner in zip(layer.heads, partners, strict=True)
+        )
+        models = dict.fromkeys((self.before.model, self.after.model))
+        matched = f", matched={moved} to another head" if moved else ""
+        sizes = f"layers={len(self.layers)}, heads={heads}, statistics={len(self.names)}"
+        return f"ScanDiff({' to '.join(models)}, {sizes}{matched})"
+
+    def save_page(
+        self,
+        path: str | PathLike[str],
+        *,
+        names: tuple[str, str] = ("before", "after"),
+        title: str | None = None,
+        name_of: Callable[[int], str] | None = None,
+    ) -> Path:
+        """Write the viewer's page of both scans, and return its path.
+
+        A is ``after`` and B is ``before``, so that A − B is the difference.
+
+        Args:
+            path: the HTML file; it is replaced as a whole.
+            names: names of the two scans.
+            title: the name of the model; its class if None.
+            name_of: returns the text of a token id; without it, tokens are numbers.
+
+        Raises:
+            OptionError: nothing can be written there.
+        """
+        page = render_form(self, "page", names=names, title=title, name_of=name_of)
+        return write_whole(Path(path), page)
+
+    def plot(self, statistic: str | None = None, *, ax: Any = None, width: float = 3.35) -> Any:
+        """Return a matplotlib Figure of the change of a statistic: layers x heads.
+
+        The colours are centred on 0.
+
+        Args:
+            statistic: the statistic; the one with the largest change if None.
+            ax: matplotlib axes to draw into, instead of a new figure.
+            width: of a new figure, in inches.
+
+        Raises:
+            OptionError: a statistic that one of the scans lacks, or with several numbers a head.
+            MissingExtraError: matplotlib is not installed.
+        """
+        return render_form(self, "figure", statistic=statistic, ax=ax, width=width)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return ``after - before``, (layers, heads, *axes) in float64; NaN where one has no value.
+
+        Raises:
+            OptionError: a statistic that one of the scans lacks.
+        """
+        if name not in self.names:
+            raise OptionError(
+                saw=f"statistic {name!r}",
+                needed=f"a statistic that both scans have: {', '.join(self.names)}",
+                do="choose from these",
+            )
+        before, after = self.before[name], self.after[name]
+        partners = torch.full_like(before, torch.nan)
+        for index, layer in enumerate(self.before.layer_scans):
+            values = after[index, list(self.assignment[index])]
+            for axis, axis_name in enumerate(self.before.definition(name).axes, start=1):
+                if axis_name == OTHER_HEAD:
+                    order = torch.arange(values.shape[axis])
+                    order[list(layer.heads)] = torch.tensor(self.assignment[index])
+                    values = values.index_select(axis, order)
+            partners[index, list(layer.heads)] = values
+        return partners - before
+
+    @cached_property
+    def apart(self) -> Float[Tensor, "layers heads"]:
+        """The distance of each head from its partner, as the docstring of the module defines it."""
+        heads = max(layer.num_heads for layer in self.before.layer_scans)
+        whole = torch.full((len(self.layers), heads), torch.nan, dtype=torch.float64)
+        distances = _head_distances(self.before, self.after, self.names)
+        for index, (layer, distance) in enumerate(
+            zip(self.before.layer_scans, distances, strict=True)
+        ):
+            column = [layer.heads.index(head) for head in self.assignment[index]]
+            whole[index, list(layer.heads)] = distance[range(len(column)), column]
+        return whole
+
+    def top(self, name: str = APART, n: int = 5, *, lowest: bool = False) -> list[HeadValue]:
+        """Return the ``n`` heads that changed most, the first of equals first.
+
+        The signature is that of `HeadScan.top`. Heads without a value are left out.
+
+        Args:
+            name: "apart" for the distance over all statistics; or a statistic with one number a
+                head, ranked by absolute change. The values are the changes with their signs.
+            n: how many heads.
+            lowest: True for the heads that changed least.
+
+        Raises:
+            OptionError: a name that is neither "apart" nor a statistic that both scans have with
+                one number a head.
+        """
+        if name == APART:
+            return top_heads(self.layers, self.apart, n, lowest=lowest)
+        if name not in self.names:
+            raise OptionError(
+                saw=f"name={name!r}, which is no statistic of this comparison",
+                needed=f"{APART!r}, or a statistic that both scans have: {', '.join(self.names)}",
+                do=f"diff.top({APART!r}, 5) for the heads that changed most over all statistics",
+            )
+        change = self[name]
+        if axes := self.before.definition(name).axes:
+            raise OptionError(
+                saw=f"{name}, which has {' x '.join(axes)} numbers for each head",
+                needed="one number for each head",
+                do=f"reduce diff[{name!r}] yourself",
+            )
+        chosen = top_heads(self.layers, change.abs(), n, lowest=lowest)
+        return [head._replace(value=float(change[head.layer_index, head.head])) for head in chosen]
+
+    def table(self) -> list[Row]:
+        """Return a row for each head: layer, layer_index, head, and its partner as ``after``.
+
+        Then come the distance ``apart`` and the change of each statistic with one number a head.
+        """
+        partners = torch.full(self.apart.shape, -1)
+        for index, layer in enumerate(self.before.layer_scans):
+            partners[index, list(layer.heads)] = torch.tensor(self.assignment[index])
+        changes = {name: self[name] for name in self.scalars}
+        return make_table_rows_by_head(
+            self.before.heads, {"after": partners, APART: self.apart, **changes}
+        )
+
+
+def _require_same_heads(before: ScanReadings, after: ScanReadings) -> None:
+    first, second = before.layer_scans, after.layer_scans
+    difference = None
+    if len(first) != len(second):
+        difference = f"{len(first)} layers, and {len(second)}"
+    elif not first:
+        difference = "scans without layers"
+    for layer, other in zip(first, second, strict=False):
+        counts = (layer.num_heads, layer.heads), (other.num_heads, other.heads)
+        if difference is None and counts[0] != counts[1]:
+            difference = (
+                f"{layer.name} with {len(layer.heads)} of {layer.num_heads} heads scanned, and "
+                f"{other.name} with {len(other.heads)} of {other.num_heads}"
+            )
+            if len(layer.heads) == len(other.heads):
+                difference += f": {list(layer.heads)}, and {list(other.heads)}"
+    if difference is not None:
+        raise OptionError(
+            saw=difference,
+            needed="scans with the same number of layers and the same heads",
+            do="compare models of one shape, scanned with the same layers= and heads=",
+        )
+
+
+def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, ...]:
+    """Return the statistics that both scans have and that can be subtracted."""
+    names = tuple(
+        name
+        for name in before.measured
+        if name in after.measured and FIELD not in before.definition(name).axes
+    )
+    for name in names:
+        first, second = before.definition(name), after.definition(name)
+        if first.id != second.id:
+            raise OptionError(
+                saw=f"{name} as {first.formula} ({first.id}), and as {second.formula} "
+                f"({second.id})",
+                needed="the same definition of each statistic",
+                do="scan both models with the same statistics",
+            )
+    if not names:
+        raise OptionError(
+            saw="scans with no statistic in common",
+            needed=f"one of {', '.join(before.measured) or 'none'} in the second scan",
+            do="scan both models with the same statistics",
+        )
+    return names
+
+
+def _head_distances(
+    before: ScanReadings, after: ScanReadings, names: tuple[str, ...]
+) -> list[Tensor]:
+    """Return, for each layer, the distances (heads of before, heads of after)."""
+    scanned = [list(layer.heads) for layer in before.layer_scans]
+    totals = [torch.zeros(len(heads), len(heads), dtype=torch.float64) for heads in scanned]
+    counts = [torch.zeros_like(total) for total in totals]
+    for name in names:
+        if OTHER_HEAD in before.definition(name).axes:
+            continue
+        first, second = (scan[name][..., None].flatten(2) for scan in (before, after))
+        gaps = [
+            _sum_squared_gaps_of_head_pairs(first[index, heads], second[index, heads])
+            for index, heads in enumerate(scanned)
+        ]
+        # The mean over all pairs that have an entry in common; 1 where they are all the same.
+        apart = torch.cat([(gap.squares / gap.both)[gap.both > 0].sqrt() for gap in gaps])
+        scale = (float(apart.mean()) if apart.numel() else 0.0) or 1.0
+        for (squares, both, alone), total, count in zip(gaps, totals, counts, strict=True):
+            entries = both + alone
+            total += ((squares / scale**2 + alone) / entries.clamp(min=1)).sqrt()
+            count += entries > 0
+    return [total / count.clamp(min=1) for total, count in zip(totals, counts, strict=True)]
+
+
+class _Gaps(NamedTuple):
+    """Squared differences of each pair of heads, summed, and the entries of both or of one head."""
+
+    squares: Float[Tensor, "heads others"]
+    both: Int[Tensor, "heads others"]
+    alone: Int[Tensor, "heads others"]
+
+
+def _sum_squared_gaps_of_head_pairs(
+    first: Float[Tensor, "heads entries"], second: Float[Tensor, "others entries"]
+) -> _Gaps:
+    squares, both, alone = [], [], []
+    for head in first:  # all pairs at once would be heads times as large as the statistic
+        gap = head - second
+        is_real = gap.isfinite()
+        squares.append(gap.masked_fill(~is_real, 0.0).square().sum(-1))
+        both.append(is_real.sum(-1))
+        alone.append((head.isfinite() ^ second.isfinite()).sum(-1))
+    return _Gaps(torch.stack(squares), torch.stack(both), torch.stack(alone))
+
+
+def _assign_heads(
+    heads: tuple[int, ...], distance: Float[Tensor, "heads others"]
+) -> tuple[int, ...]:
+    """Return the head of the second scan for each head, by the least total distance."""
+    optimize = require_package(
+        "scipy.optimize", purpose="which assigns heads to heads", pip="scipy"
+    )
+    _, columns = optimize.linear_sum_assignment(distance.numpy())
+    return tuple(heads[column] for column in columns.tolist())

@@ -1,0 +1,377 @@
+"""Statistics of head outputs: norm, effective rank, copying, and similarity of two heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headwise.function.rounding import LAMBDA, Roundoff
+from headwise.matrix.kernels.input import accumulation_dtype
+from headwise.scanning.call import CapturedCall, require_not_none
+from headwise.scanning.statistics.rows import EXCLUDED, RowStatistic
+from headwise.scanning.statistics.statistic import (
+    COUNT,
+    HEADS,
+    MEAN,
+    Definition,
+    Parts,
+    Summary,
+    SummaryPart,
+    TileStatistic,
+    parts_of_mean,
+)
+from headwise.scanning.statistics.tile import WeightTile
+
+AT_ONCE = 2**20  # numbers that are processed at once
+FEWEST = 4  # rows that the unbiased CKA needs
+PAIRS = parts_of_mean(HEADS)
+# These cannot be attributed to one head: a norm acts on the sum of all heads.
+BEHIND = (
+    "; what stands between the output projection and the residual: its bias, a norm (as in OLMo 2) "
+    "and a factor (as in Granite)"
+)
+
+
+# ---- contributions ------------------------------------------------------------------------------
+
+
+def _residual_norms(tile: WeightTile) -> Tensor:
+    """Return (batches, 1, rows): the norm of the residual that the layer's output is added to."""
+    residual = require_not_none(tile.call.residual)[tile.batches, tile.rows].to(tile.weights.dtype)
+    norms: Tensor = torch.linalg.vector_norm(residual, dim=-1)
+    return norms[:, None]
+
+
+def _relative_contribution(tile: WeightTile) -> Tensor:
+    norms = _residual_norms(tile)
+    return tile.contribution_norms / norms.where(norms > 0, 1.0)
+
+
+CONTRIBUTED = (
+    RowStatistic(
+        lambda tile: tile.contribution_norms,
+        name="contribution_norm",
+        formula="mean over queries i of ‖zᵢ W_O‖, for the head's output zᵢ and its part of the "
+        "output projection",
+        unit="of the residual, before any norm or factor",
+        excluded=EXCLUDED + BEHIND,
+        source="Kobayashi et al. 2021, arXiv:2109.07152, of one head",
+        title="Norm of the contribution",
+        most="has the largest contribution: norm {}",
+        needs=("outputs", "out_proj"),
+    ),
+    RowStatistic(
+        _relative_contribution,
+        name="relative_contribution",
+        formula="mean over queries i of ‖zᵢ W_O‖ / ‖xᵢ‖, for the residual xᵢ that the layer's "
+        "output is added to",
+        unit="ratio, from 0",
+        excluded=EXCLUDED + "; queries with a residual of 0" + BEHIND,
+        source="mixing against preserving: Kobayashi et al. 2021, arXiv:2109.07152, of one head",
+        title="Relative contribution",
+        most="has the largest contribution: {} times the norm of the residual",
+        counts=lambda tile: tile.is_counted_query & (_residual_norms(tile) > 0),
+        needs=("outputs", "out_proj", "residual"),
+    ),
+    RowStatistic(
+        lambda tile: tile.sum_weights_times_key_entries(tile.call.projected_value_norms),
+        name="value_weighted",
+        formula="mean over queries i of Σⱼ A[i, j] ‖vⱼ W_O‖",
+        unit="of the residual; at least contribution_norm",
+        excluded=EXCLUDED + "; biases of the projections; a sink, which has no value",
+        source="Kobayashi et al. 2020, arXiv:2004.10102, summed over the keys",
+        title="Value-weighted norm, before values cancel",
+        most="has the largest value-weighted norm: {}",
+        needs=("values", "out_proj"),
+    ),
+)
+
+
+class EffectiveRank(TileStatistic):
+    """The number of directions in which a head's outputs vary."""
+
+    definition = Definition(
+        name="effective_rank",
+        formula="exp(−Σₖ p[k] ln p[k]), p[k] = σ[k] / Σ σ, for the singular values σ of the head's "
+        "outputs z less their mean over all queries; those that rounding cannot tell from 0 are 0",
+        unit="directions, from 1 to the width of the head's values",
+        excluded=EXCLUDED + "; no value where all outputs are equal",
+        source="Roy and Vetterli 2007, The effective rank, EUSIPCO; from centred second moments",
+        title="Effective rank of the outputs",
+        most="has outputs in most directions: {}",
+    )
+    needs = ("outputs",)
+    parts: ClassVar[Parts] = {
+        "count": COUNT,
+        "sum": SummaryPart(axes=("value_dim",)),
+        "outer": SummaryPart(axes=("value_dim", "value_dim")),
+    }
+
+    def start(self, call: CapturedCall) -> Tensor:
+        """Return a tensor for the queries that count."""
+        shape, device = call.matrix.shape[:3], call.matrix.q.device
+        return torch.zeros(shape, dtype=torch.bool, device=device)
+
+    def update(self, gathered: Tensor, tile: WeightTile) -> None:
+        gathered[tile.batches, tile.heads, tile.rows] = tile.is_counted_query
+
+    def make_summary(self, gathered: Tensor, call: CapturedCall) -> Summary:
+        """Return count, sum and sum of outer products, in float64."""
+        outputs = require_not_none(call.outputs)
+        _, heads, _, width = outputs.shape
+        rows = outputs.transpose(1, 2).flatten(0, 1)
+        counted = gathered.transpose(1, 2).flatten(0, 1)
+        total = rows.new_zeros(heads, width, dtype=torch.float64)
+        outer = rows.new_zeros(heads, width, width, dtype=torch.float64)
+        step = max(1, AT_ONCE // (heads * width))
+        for z, real in zip(rows.split(step), counted.split(step), strict=True):
+            part = z.double().masked_fill(~real[..., None], 0.0).transpose(0, 1)
+            total += part.sum(1)
+            outer.baddbmm_(part.mT, part)
+        count = gathered.sum((0, 2)).double()
+        return {"count": count.cpu(), "sum": total.cpu(), "outer": outer.cpu()}
+
+    def result(self, summary: Summary) -> Tensor:
+        """(heads,)."""
+        outer, count = summary["outer"], summary["count"].clamp(min=1)
+        mean = summary["sum"] / count[:, None]
+        centred = outer - count[:, None, None] * mean[:, :, None] * mean[:, None, :]
+        finite = centred.isfinite().all(-1).all(-1)  # eigvalsh fails at NaN
+        squares = torch.linalg.eigvalsh(centred.where(finite[:, None, None], 0.0))
+        sigma = squares.where(
+            squares > _zero_eigenvalue_rounding_bound(outer, count)[:, None], 0.0
+        ).sqrt()
+        p = sigma / sigma.sum(-1, keepdim=True)  # NaN where nothing is left
+        rank: Tensor = torch.special.entr(p).sum(-1).exp()
+        return rank
+
+
+def _zero_eigenvalue_rounding_bound(outer: Tensor, count: Tensor) -> Tensor:
+    """Return (heads,): a bound on the rounding of an eigenvalue that is 0.
+
+    The bound covers sums of n terms for the outer product and each mean, and the eigenvalues.
+    """
+    terms = torch.minimum(
+        count, LAMBDA * count.sqrt()
+    )  # headwise.function.rounding.sum_error_bound
+    u = Roundoff.of(torch.float64).u
+    size: Tensor = outer.diagonal(dim1=1, dim2=2).sum(-1)
+    return u * (3 * terms + outer.shape[-1]) * size
+
+
+class Copying(TileStatistic):
+    """The share of the raised logits that belongs to the tokens a head attends to."""
+
+    definition = Definition(
+        name="copying",
+        formula="l[t] = (zᵢ W_O) · U[t], the head's direct part of the logit of t, for the "
+        "different tokens t of the keys with any weight; r[t] = max(0, l[t] − mean of l); mean "
+        "over queries i of Σₜ w[t] r[t] / Σₜ r[t], w[t] being the weight of i on all keys "
+        "that hold t. At most 64 queries of each sequence, evenly spaced",
+        unit="share, 0 (raises only others) to 1 (all weight on one token, which alone is raised)",
+        excluded="keys whose token is not known or has no row in the unembedding; queries that see "
+        "fewer than two different tokens, or raise none; what stands behind the output projection "
+        "(its bias, a norm, a factor), and the normalisation before the unembedding",
+        source="Olsson et al. 2022, arXiv:2209.11895, copying score: logits centred over the "
+        "tokens of the context, cut off at 0, the share of the token attended to (there rescaled "
+        "to [−1, 1]); here on any text, and each token attended to counts by its weight",
+        title="Copying: raises the tokens it attends to",
+        most="raises the logits of tokens it attends to: {} of all that it raises",
+    )
+    needs = ("tokens", "outputs", "out_proj", "unembedding")
+    parts = MEAN
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
+        tile.copy_sampled_rows_to_call()
+
+    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
+        """Return the sums over sequences, each with its tokens, one head after the other."""
+        samples = call.sampled_rows
+        for sequence in range(call.matrix.shape[0]):
+            tokens, written = (
+                _unembedding_rows_of_sequence(call, sequence),
+                _head_contributions(call, sequence),
+            )
+            pairs = zip(samples.weights[sequence], written, strict=True)
+            scores = [tokens.copying_scores(weights, z) for weights, z in pairs]
+            share, raises = (torch.stack(part) for part in zip(*scores, strict=True))
+            counted = samples.counted[sequence] & samples.real[sequence] & raises
+            gathered["sum"] += share.masked_fill(~counted, 0.0).sum(1)
+            gathered["count"] += counted.sum(1)
+        return super().make_summary(gathered, call)
+
+
+@dataclass(frozen=True)
+class _UnembeddingRows:
+    """The distinct tokens of a sequence.
+
+    Attributes:
+        keys: the keys whose token is known and has a row in the unembedding.
+        kind: the index of the distinct token of each of these keys.
+        directions: the row of the unembedding of each distinct token.
+    """
+
+    keys: Tensor
+    kind: Tensor
+    directions: Tensor
+
+    def copying_scores(self, weights: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (samples,) scores of the rows of a head, and True where a row raises a token."""
+        rows = weights[:, self.keys].double()
+        on_token = rows.new_zeros(len(rows), len(self.directions)).index_add_(1, self.kind, rows)
+        unseen = on_token <= 0
+        raised = torch.matmul(written, self.directions.mT).double().masked_fill_(unseen, 0.0)
+        mean = raised.sum(-1) / (~unseen).sum(-1).clamp(min=1)
+        raised = raised.sub_(mean[:, None]).clamp_(min=0.0).masked_fill_(unseen, 0.0)
+        total = raised.sum(-1)
+        share = torch.linalg.vecdot(on_token, raised) / total.where(total > 0, 1.0)
+        # A token alone is not above the mean: total is 0 there too.
+        return share, total > 0
+
+
+def _unembedding_rows_of_sequence(call: CapturedCall, sequence: int) -> _UnembeddingRows:
+    """Return the distinct tokens of a sequence that have a row in the unembedding."""
+    unembedding, tokens = (
+        require_not_none(call.unembedding),
+        require_not_none(call.tokens)[sequence],
+    )
+    has_row = (tokens >= 0) & (tokens < len(unembedding))
+    keys = (call.real_keys[sequence] & has_row).nonzero().squeeze(1)
+    kinds, kind = torch.unique(tokens[keys], return_inverse=True)
+    exact = accumulation_dtype(require_not_none(call.outputs).dtype)
+    return _UnembeddingRows(keys, kind, unembedding[kinds].to(exact))
+
+
+def _head_contributions(call: CapturedCall, sequence: int) -> Tensor:
+    """Return (heads, samples, embed_dim): each head's contribution at the sampled queries."""
+    outputs, out_proj = require_not_none(call.outputs), require_not_none(call.out_proj)
+    exact = accumulation_dtype(outputs.dtype)
+    z = outputs[sequence][:, call.sampled_rows.queries[sequence]].to(exact)
+    return torch.bmm(z, out_proj.to(exact))
+
+
+# ---- similarity of two heads --------------------------------------------------------------------
+
+
+class TotalVariation(TileStatistic):
+    """Similarity of the weights of two heads."""
+
+    definition = Definition(
+        name="total_variation",
+        formula="1 − ½ · mean over queries i of Σⱼ |A[i, j] − B[i, j]| for two heads A and B; a "
+        "sink counts as one more key. At most 64 queries of each sequence, evenly spaced",
+        unit="similarity, 0 (no key in common) to 1 (the same weights)",
+        excluded="padded queries, and those for which either head may attend to nothing",
+        source="Bhojanapalli et al. 2021, arXiv:2110.06821",
+        axes=("other_head",),
+    )
+    parts = PAIRS
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
+        tile.copy_sampled_rows_to_call()
+
+    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
+        """Return sums of similarities over rows, and the number of rows."""
+        samples = call.sampled_rows
+        heads, keys = samples.weights.shape[1], samples.weights.shape[3]
+        step = max(1, AT_ONCE // max(1, heads * keys))
+        for weights, sink, counted in zip(
+            samples.weights, samples.sink, samples.counted, strict=True
+        ):
+            both = counted[:, None] & counted[None]
+            gathered["count"] += both.sum(-1)
+            parts = (weights.split(step, 1), sink.split(step, 1), both.split(step, -1))
+            for some, share, real in zip(*parts, strict=True):
+                rows = torch.cat([some, share[..., None]], -1).transpose(0, 1).double()
+                alike = (1 - torch.cdist(rows, rows, p=1.0) / 2).permute(1, 2, 0)
+                gathered["sum"] += alike.masked_fill(~real, 0.0).sum(-1)
+        return super().make_summary(gathered, call)
+
+
+class OutputCosine(TileStatistic):
+    """Cosine of the contributions of two heads."""
+
+    definition = Definition(
+        name="output_cosine",
+        formula="mean over queries i of cos(zᵢ W_O of the one head, zᵢ W_O of the other)",
+        unit="cosine, −1 to 1",
+        excluded="padded queries, and those for which either head writes nothing; a bias of the "
+        "output projection",
+        source="output disagreement, with the sign turned: Li et al. 2018, arXiv:1810.10183",
+        axes=("other_head",),
+    )
+    parts = PAIRS
+    needs = ("outputs", "out_proj")
+
+    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
+        """Return sums of cosines over rows, and the number of rows."""
+        outputs, out_proj = require_not_none(call.outputs), require_not_none(call.out_proj)
+        exact = accumulation_dtype(outputs.dtype)
+        rows = outputs.transpose(1, 2)[call.real_queries]
+        step = max(1, AT_ONCE // (out_proj.shape[0] * out_proj.shape[2]))
+        for z in rows.split(step):
+            written = torch.bmm(z.to(exact).transpose(0, 1), out_proj.to(exact)).transpose(0, 1)
+            norm = torch.linalg.vector_norm(written, dim=-1, keepdim=True)
+            some = (norm > 0).double().squeeze(-1)
+            written = written / norm.where(norm > 0, 1.0)
+            gathered["sum"] += torch.bmm(written, written.mT).double().sum(0)
+            gathered["count"] += some.mT @ some
+        return super().make_summary(gathered, call)
+
+
+class CKA(TileStatistic):
+    """Similarity of the outputs of two heads, up to rotation and scale."""
+
+    definition = Definition(
+        name="cka",
+        formula="Σ HSIC(Z, Y) / √(Σ HSIC(Z, Z) · Σ HSIC(Y, Y)), the sums over sequences, for the "
+        "outputs Z and Y of two heads at the same queries; HSIC is the unbiased linear one, which "
+        "centres within the sequence. At most 64 queries of each, evenly spaced",
+        unit="similarity: 1 for the same up to rotation and scale, about 0 for unrelated ones "
+        "(noise may take it below 0)",
+        excluded="padded queries, those for which any head may attend to nothing, and sequences "
+        "with fewer than 4 queries that count",
+        source="Kornblith et al. 2019, arXiv:1905.00414; over minibatches, unbiased: Nguyen et al. "
+        "2021, arXiv:2010.15327, section 3",
+        axes=("other_head",),
+    )
+    parts = PAIRS
+    needs = ("outputs",)
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
+        tile.copy_sampled_rows_to_call()
+
+    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
+        """Return sums of HSIC over sequences, which are small and can be merged exactly."""
+        samples = call.sampled_rows
+        for outputs, sampled, counted in zip(
+            require_not_none(call.outputs), samples.queries, samples.counted.all(1), strict=True
+        ):
+            rows = sampled[counted]
+            if len(rows) >= FEWEST:
+                gathered["sum"] += _estimate_hsic(outputs[:, rows].double())
+                gathered["count"] += 1
+        return super().make_summary(gathered, call)
+
+    def result(self, summary: Summary) -> Tensor:
+        """Return (heads, other_head); NaN where a head's outputs do not vary."""
+        norms = summary["sum"].diagonal()
+        norms = norms.where(norms > 0, torch.nan).sqrt()
+        return summary["sum"] / (norms[:, None] * norms)
+
+
+def _estimate_hsic(z: Tensor) -> Tensor:
+    """Return (heads, heads): the unbiased estimate from outputs (heads, rows, width).
+
+    HSIC₁ of Song et al. 2012 (JMLR 13), with kernels K = Z Zᵀ whose diagonal is set to 0.
+    """
+    z = z - z.mean(1, keepdim=True)  # changes nothing but the rounding
+    kernel = torch.bmm(z, z.mT)
+    kernel.diagonal(dim1=1, dim2=2).zero_()
+    n, sums = z.shape[1], kernel.sum(-1)
+    flat, total = kernel.flatten(1), sums.sum(-1)
+    product = flat @ flat.T + total[:, None] * total / ((n - 1) * (n - 2))
+    return (product - 2 / (n - 2) * (sums @ sums.T)) / (n * (n - 3))

@@ -1,0 +1,218 @@
+"""Tracing of a forward pass: every operation, and its stage between input and output.
+
+A pass has four stages. A product with parameters leads from ``INPUT`` to ``PROJECTED``, a product
+of activations from ``PROJECTED`` to ``ATTENDED``, and a product with parameters from there to
+``OUTPUT``. All other operations (views, copies, scaling, softmax) keep the stage of their inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwise.support.private_torch import DispatchMode
+from headwise.support.tensors import iterate_leaves
+
+INPUT, PROJECTED, ATTENDED, OUTPUT = range(4)
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
+FUSED = "_scaled_dot_product"  # both products of attention in one operation
+
+# The axes of each stage. "a*b" is one axis that holds a and b.
+AXES = {
+    "torch": {
+        "x": ("batch", "length", "embed_dim"),
+        "q": ("length", "batch", "embed_dim"),
+        "per_head": ("batch*heads", "length", "head_dim"),
+        "weights": ("batch*heads", "length", "length"),
+        "head_outputs": ("batch*heads", "length", "head_dim"),
+        "merged": ("length*batch", "embed_dim"),
+        "output": ("length", "batch", "embed_dim"),
+        "returned": ("batch", "length", "embed_dim"),
+    },
+    "native": {
+        "x": ("batch", "length", "embed_dim"),
+        "q": ("batch", "length", "embed_dim"),
+        "per_head": ("batch", "heads", "length", "head_dim"),
+        "weights": ("batch", "heads", "length", "length"),
+        "head_outputs": ("batch", "heads", "length", "head_dim"),
+        "merged": ("batch", "length", "embed_dim"),
+        "output": ("batch", "length", "embed_dim"),
+        "returned": ("batch", "length", "embed_dim"),
+    },
+}
+# Pairs of stages that hold the same numbers in another order of axes.
+SAME_NUMBERS = (("q", "per_head"), ("head_outputs", "merged"), ("output", "returned"))
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """One operation of a forward pass.
+
+    Attributes:
+        operation: torch's name of the operation.
+        stage: the stage of its results.
+        inputs: the activations among its arguments, without parameters.
+        results: the tensors that it returned.
+    """
+
+    operation: str
+    stage: int
+    inputs: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+    @property
+    def result(self) -> Tensor:
+        """The first result."""
+        return self.results[0]
+
+    @property
+    def is_product(self) -> bool:
+        """True if the operation multiplies matrices."""
+        return _is_product(self.operation)
+
+    @property
+    def is_view(self) -> bool:
+        """True if the result shares memory with an input: nothing is computed."""
+        return _storage_address(self.result) in {_storage_address(x) for x in self.inputs}
+
+
+def trace_operations(
+    layer: nn.Module, x: Tensor, forward: Callable[[Tensor], Any]
+) -> tuple[TracedStep, ...]:
+    """Return the operations of ``forward(x)`` that depend on ``x``.
+
+    Args:
+        layer: the module whose parameters distinguish projections from products of activations.
+        x: the input.
+        forward: the pass, e.g. ``lambda x: layer(x, x, x)``.
+    """
+    recorder = _Recorder(layer, x)
+    with recorder:
+        forward(x)
+    return tuple(recorder.steps)
+
+
+def head_splits(steps: Sequence[TracedStep], *, head_dim: int) -> tuple[TracedStep, ...]:
+    """Return the steps that split a wider last axis into heads of width ``head_dim``."""
+    return tuple(
+        step
+        for step in steps
+        if step.result.shape[-1] == head_dim
+        and step.inputs[0].shape[-1] > head_dim
+        and not step.is_product
+    )
+
+
+def stage_tensors(steps: Sequence[TracedStep], *, head_dim: int) -> dict[str, Tensor]:
+    """Return the tensors between input and output of a pass, by the names in `AXES`.
+
+    ``weights`` is missing if a fused operation does not return them.
+    """
+    attending = [step for step in steps if step.is_product and step.stage == ATTENDED]
+    merged = next(
+        step
+        for step in steps[steps.index(attending[-1]) + 1 :]
+        if step.result.shape[-1] > step.inputs[0].shape[-1]
+    )
+    tensors = {
+        "x": steps[0].inputs[0],
+        "q": head_splits(steps, head_dim=head_dim)[0].inputs[0],
+        "per_head": attending[0].inputs[0],
+        "weights": attending[-1].inputs[0],
+        "head_outputs": attending[-1].result,
+        "merged": merged.result,
+        "output": next(s for s in steps if s.stage == OUTPUT and s.result.dim() == 3).result,
+        "returned": [s for s in steps if s.stage == OUTPUT][-1].result,
+    }
+    if len(attending) == 1:
+        del tensors["weights"]
+    return tensors
+
+
+def has_axis_order(
+    tensors: dict[str, Tensor], axes: dict[str, tuple[str, ...]], sizes: dict[str, int]
+) -> bool:
+    """Check that paired stages hold the same numbers in the order of their axis names."""
+    all_sizes = sizes_with_head_dim(sizes)
+    (q, per_head), *rest = (
+        [rearrange_to_common_axes(tensors[key], axes[key], all_sizes) for key in pair]
+        for pair in SAME_NUMBERS
+    )
+    scaled = q * math.sqrt(1 / all_sizes["head_dim"])  # torch's layer scales q, not the scores
+    return any(per_head.equal(x) for x in (q, scaled)) and all(a.equal(b) for a, b in rest)
+
+
+def sizes_with_head_dim(sizes: dict[str, int]) -> dict[str, int]:
+    """Return the sizes with head_dim = embed_dim / heads added."""
+    return sizes | {"head_dim": sizes["embed_dim"] // sizes["heads"]}
+
+
+def expected_shapes_from_axis_names(sizes: dict[str, int]) -> dict[str, dict[str, list[int]]]:
+    """Return the shapes that follow from the axis names."""
+    all_sizes = sizes_with_head_dim(sizes)
+    return {
+        layer: {
+            stage: [math.prod(all_sizes[part] for part in axis.split("*")) for axis in axes]
+            for stage, axes in stages.items()
+        }
+        for layer, stages in AXES.items()
+    }
+
+
+def rearrange_to_common_axes(x: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
+    """Return a tensor as (batch, length, heads, head_dim), from the names of its axes.
+
+    Args:
+        x: the tensor.
+        axes: the name of each axis. "a*b" is one axis that holds a and b, a outside; "embed_dim"
+            is "heads*head_dim".
+        sizes: the size of each name.
+    """
+    names = "*".join(axes).replace("embed_dim", "heads*head_dim").split("*")
+    order = [names.index(name) for name in ("batch", "length", "heads", "head_dim")]
+    return x.reshape([sizes[name] for name in names]).permute(order)
+
+
+class _Recorder(DispatchMode):  # type: ignore[misc]
+    """Records operations. It identifies tensors by memory, and keeps them so none is reused."""
+
+    def __init__(self, layer: nn.Module, x: Tensor) -> None:
+        super().__init__()
+        self.parameters = {_storage_address(p) for p in layer.parameters()}
+        self.stages = {_storage_address(x): INPUT}
+        self.steps: list[TracedStep] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        arguments = [x for x in iterate_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = tuple(x for x in arguments if _storage_address(x) in self.stages)
+        results = tuple(x for x in iterate_leaves(out) if isinstance(x, Tensor))
+        if inputs and results:
+            operation = func.overloadpacket.__name__
+            stage = max(self.stages[_storage_address(x)] for x in inputs)
+            if _is_product(operation):
+                stage = self._stage_after_product(stage, arguments)
+            for result in results:
+                self.stages[_storage_address(result)] = stage
+            self.steps.append(TracedStep(operation, stage, inputs, results))
+        return out
+
+    def _stage_after_product(self, stage: int, arguments: list[Tensor]) -> int:
+        if any(_storage_address(x) in self.parameters for x in arguments):
+            return PROJECTED if stage < ATTENDED else OUTPUT
+        return max(stage, ATTENDED)
+
+
+def _is_product(operation: str) -> bool:
+    return operation in PRODUCTS or operation.startswith(FUSED)
+
+
+def _storage_address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

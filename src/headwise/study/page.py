@@ -1,0 +1,117 @@
+"""HTML page of the study: questions, verdicts, pictures, facts.
+
+The pictures are SVG and take their colours from the page.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from headwise.reports.templates import secure_page, template_environment
+from headwise.study import drawing
+from headwise.study.drawing import Figure
+from headwise.study.question import Answer
+from headwise.study.run import Study
+from headwise.support import extras
+from headwise.support.files import write_whole
+
+HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
+
+# CSS variables by colour. Outside of a page that defines them, a picture keeps its own colours.
+CSS_VARIABLES = {
+    drawing.INK: "--ink",
+    drawing.SOFT: "--soft",
+    drawing.LINE: "--line",
+    drawing.CARD: "--card",
+    drawing.BAD: "--bad",
+    **{colour: f"--series-{n}" for n, colour in enumerate(drawing.SERIES)},
+}
+
+STYLE = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "svg.fonttype": "none",  # text stays text
+    "text.color": drawing.INK,
+    "axes.facecolor": "none",
+    "axes.edgecolor": drawing.LINE,
+    "axes.labelcolor": drawing.SOFT,
+    "axes.titlecolor": drawing.INK,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": drawing.SOFT,
+    "ytick.color": drawing.SOFT,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 2,
+    "legend.frameon": False,
+}
+
+
+def save_study_page(result: Study, path: Path) -> Path:
+    """Write the page as a whole, and return its absolute path.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    return write_whole(path, render_study_page(result))
+
+
+def render_study_page(result: Study) -> str:
+    """Return the page as HTML."""
+    # matplotlib escapes the text in the pictures.
+    pictures = {answer.question.id: Markup(answer_svg(answer)) for answer in result.answers}
+    template = template_environment().get_template("study.html")
+    page = template.render(study=result, pictures=pictures, version=result.setting["headwise"])
+    return secure_page(page)
+
+
+def require_matplotlib() -> None:
+    """Check that matplotlib is installed, which draws the pictures.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    extras.require_package("matplotlib", purpose="which draws the pictures of the page")
+
+
+def answer_svg(answer: Answer) -> str:
+    """Return the picture as an ``svg`` element, with its caption as the label for screen readers.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    import matplotlib as mpl
+    from cycler import cycler
+    from matplotlib.figure import Figure
+
+    # The salt makes ids unique on a page and equal in every run.
+    settings: dict[Any, Any] = STYLE | {
+        "axes.prop_cycle": cycler(color=drawing.SERIES),
+        "svg.hashsalt": answer.question.id,
+    }
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=(drawing.WIDTH, HEIGHT), layout="constrained")
+        answer.question.draw(figure, answer.numbers)
+        return _svg_element(figure, answer.fill(answer.question.caption))
+
+
+def _svg_element(figure: Figure, caption: str) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", facecolor="none", metadata={"Date": None})
+    drawn = file.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
+    for colour, name in CSS_VARIABLES.items():
+        drawn = re.sub(rf"{colour}\b", f"var({name}, {colour})", drawn)
+    return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(caption)}" ', 1)

@@ -1,0 +1,68 @@
+"""Terminal output of a study, for 80 columns and with or without colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from headwise.reports.terminal import GAP, indent_content, make_table
+from headwise.study.question import Answer
+from headwise.study.run import Study
+
+
+def show_study(result: Study, console: Console, *, whole: bool) -> None:
+    """Print each question with its verdict; with ``whole`` also the reason, facts and table."""
+    if result.fallback:
+        console.print(f"Not the trained encoder: {result.fallback.reason}.", style="yellow")
+        console.print(f"To get it: {result.fallback.remedy}\n", markup=False, soft_wrap=True)
+    for answer in result.answers:
+        console.print(Text(answer.question.asks, "bold"))
+        console.print(indent_content(Text(answer.verdict, "" if answer.holds else "bold red")))
+        if whole:
+            _show_evidence(answer, console)
+        console.print()
+    for skipped in result.left_out:
+        console.print(Text(skipped.asks, "bold"))
+        message = f"Left out: {skipped.reason}.\nTo get it: {skipped.remedy}"
+        console.print(indent_content(Text(message, "yellow")))
+        console.print()
+    confirmed = sum(answer.holds for answer in result.answers)
+    console.print(f"{confirmed} of {len(result.answers)} claims are borne out.")
+    if not whole:
+        example = result.answers[0].question.id if result.answers else "parameters"
+        console.print(
+            "For the facts and figures of one question, run for instance:\n"
+            f"headwise study {example}"
+        )
+
+
+def _show_evidence(answer: Answer, console: Console) -> None:
+    console.print(indent_content(Text(answer.fill(answer.question.why), "dim")))
+    for holds, sentence in answer.facts:
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        grid.add_row(Text("✓", "green") if holds else Text("✗", "red"), Text(sentence))
+        console.print(indent_content(grid))
+    if answer.question.table:
+        console.print(indent_content(_answer_table(answer.question.table.columns, answer, console)))
+
+
+def _answer_table(columns: Sequence[str], answer: Answer, console: Console) -> Table | Group:
+    table = make_table(zip(columns, answer.numeric_columns, strict=True))
+    for row in answer.rows:
+        table.add_row(*map(Text, row))
+    if console.measure(table).minimum <= console.width - 2 * GAP:
+        return table
+    # Too many columns for this terminal: list each cell beside the name of its column.
+    return Group(*(_table_row_as_list(columns, row) for row in answer.rows))
+
+
+def _table_row_as_list(columns: Sequence[str], row: Sequence[str]) -> Table:
+    record = Table.grid(padding=(0, 2, 0, 0))
+    record.add_row("", "")
+    record.add_row(Text(columns[0], "dim"), Text(row[0], "bold"))
+    for name, cell in zip(columns[1:], row[1:], strict=True):
+        record.add_row(Text(name, "dim"), Text(cell))
+    return record

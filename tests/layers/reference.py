@@ -1,0 +1,106 @@
+"""The layer written out by hand, in the dtype of its parameters: the oracle of its tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from headwise import Attention, Mask, Rotary, ScoreBias
+from headwise.function import stages
+from headwise.layers.norm import QKNorm
+
+
+def head_outputs(
+    layer: Attention,
+    x: Tensor,
+    source: Tensor | None = None,
+    *,
+    mask: Mask | None = None,
+    score_bias: ScoreBias | None = None,
+) -> Tensor:
+    """(batch, heads, queries, value_dim)."""
+    keys_from = x if source is None else source
+    q = placed(layer, applied(layer.q_proj, x), layer.num_heads, layer.q_norm)
+    k = placed(layer, applied(layer.k_proj, keys_from), layer.num_kv_heads, layer.k_norm)
+    v = torch.stack(applied(layer.v_proj, keys_from).chunk(layer.num_kv_heads, -1), 1)
+    mask, score_bias = mask or Mask(), score_bias or ScoreBias()
+    if layer.window is not None:
+        mask = mask & Mask.window(*layer.window)
+    if layer.score_bias is not None:
+        score_bias = score_bias + layer.score_bias(align=None)
+    return stages.head_outputs(
+        q,
+        k,
+        v,
+        mask=mask,
+        score_bias=score_bias,
+        scale=layer.scale,
+        softcap=layer.softcap,
+        sink=layer.sink,
+    )
+
+
+def output(
+    layer: Attention,
+    x: Tensor,
+    source: Tensor | None = None,
+    *,
+    mask: Mask | None = None,
+    score_bias: ScoreBias | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """(batch, queries, out_dim), as the sum of what each head contributes, and the bias."""
+    outputs = head_outputs(layer, x, source, mask=mask, score_bias=score_bias)
+    if gate is not None:
+        gate = gate.expand(len(x), -1)
+        outputs = torch.einsum("bhqd,bh->bhqd", outputs, gate)
+    parts = layer.out_proj.weight.split(layer.value_dim, dim=1)
+    out = sum(outputs[:, head] @ part.mT for head, part in enumerate(parts))
+    assert isinstance(out, Tensor)
+    return out if layer.out_proj.bias is None else out + layer.out_proj.bias
+
+
+def applied(projection: nn.Linear, x: Tensor) -> Tensor:
+    out = x @ projection.weight.mT
+    return out if projection.bias is None else out + projection.bias
+
+
+def placed(layer: Attention, x: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
+    spec = layer.qk_norm
+    if spec is not None and spec.over == "width":
+        x = normalised(x, spec, norm)
+    x = torch.stack(x.chunk(heads, dim=-1), dim=1)
+    if spec is not None and spec.over == "head" and spec.place == "before":
+        x = normalised(x, spec, norm)
+    if layer.rotary is not None:
+        x = rotated(x, layer.rotary)
+    if spec is not None and spec.place == "after":
+        x = normalised(x, spec, norm)
+    return x
+
+
+def normalised(x: Tensor, spec: QKNorm, norm: nn.Module | None) -> Tensor:
+    assert norm is not None
+    weight = 1 + norm.weight if spec.one_plus else norm.weight
+    if spec.kind == "rms":
+        return x / (x.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight
+    centred = x - x.mean(-1, keepdim=True)
+    return (
+        centred / (centred.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight + norm.bias
+    )
+
+
+def rotated(x: Tensor, rotary: Rotary) -> Tensor:
+    """Pair by pair, as rotations of the plane."""
+    width = rotary.rotated_width(x.shape[-1])
+    angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * rotary.frequencies(x.shape[-1]).to(
+        x.dtype
+    )
+    out = list(x.unbind(-1))
+    for pair in range(width // 2):
+        interleaved = rotary.pairing == "interleaved"
+        i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + width // 2)
+        cos, sin = angles[:, pair].cos(), angles[:, pair].sin()
+        out[i] = (x[..., i] * cos - x[..., j] * sin) * rotary.attention_factor
+        out[j] = (x[..., i] * sin + x[..., j] * cos) * rotary.attention_factor
+    return torch.stack(out, -1)
