@@ -2,13 +2,17 @@
 
 const box = document.querySelector(".filter");
 
-/** The elements of each entry: a row of a table, or a dated paragraph and what follows it. */
+/** The elements of each entry: a row of a table, a dated item of a list, or a dated paragraph and what follows it. */
 function entriesOf(article) {
   const dated = (element) => /^\d{4}-\d\d-\d\d/.test(element.querySelector("strong")?.textContent);
   const entries = [];
+  let open = null; // the entry of the last dated paragraph, up to the next heading
   for (const element of article.children) {
-    if (element.tagName === "P" && dated(element)) entries.push([element]);
-    else if (entries.length) entries.at(-1).push(element);
+    const items = [...element.children].filter((child) => child.tagName === "LI" && dated(child));
+    if (items.length) entries.push(...items.map((item) => [item]));
+    else if (element.tagName === "P" && dated(element)) entries.push((open = [element]));
+    else if (/^H\d$/.test(element.tagName)) open = null;
+    else open?.push(element);
   }
   return entries.length ? entries : [...article.querySelectorAll("tbody tr")].map((row) => [row]);
 }
