@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.study import page as charts
-from headwise.study.question import Answer
-from headwise.study.run import answer_questions, load_question
+from headwise.study.question import Answer, load_question
+from headwise.study.run import answer_questions
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "study.json"
@@ -81,9 +81,9 @@ def render_section(answer: Answer) -> str:
         f"`headwise study {question.id}` measured:",
         "\n".join(f"- {fact}" if holds else f"- Not so: {fact}" for holds, fact in answer.facts),
     ]
-    if question.table:
-        rule = ["---:" if figures else "---" for figures in answer.numeric_columns]
-        rows = (question.table.columns, rule, *answer.rows)
+    if answer.rows:
+        titles, figures = zip(*answer.columns, strict=True)
+        rows = (titles, ["---:" if right else "---" for right in figures], *answer.rows)
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
     return "\n\n".join(parts) + "\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headwise.study.question import Answer, Fact, FactTable, Numbers, Question
+from headwise.study.question import Answer, Numbers, Question, read_text
 from headwise.study.run import LeftOut, Study
 from headwise.study.trained import Fallback
 
@@ -18,20 +18,43 @@ def _draw(figure: Figure, n: Numbers) -> None:
     axes.bar(["<a>", "b & c"], n["bars"])
 
 
+TEXT = """# Are two and two <four> & "more"?
+
+They are four.
+
+## Verdict
+
+Yes: the sum <is>
+{sum}.
+
+## Why
+
+Because {sum} & nothing else.
+
+## Caption
+
+Two "bars", {bars[0]} and {bars[1]}.
+
+## Facts
+
+- `sum`: the sum
+  is {sum}
+- `bar`: a bar is {bars[1]:.2f} high
+
+## Table
+
+| what | how much |
+| --- | --- |
+| sum | {sum} |
+| <bar> | {bars[1]:.1f} |
+"""
 QUESTION = Question(
     id="made-up",
-    asks='Are two and two <four> & "more"?',
-    claim="They are four.",
     measure=lambda progress: {"sum": 4, "bars": [1.0, 2.5]},
-    facts=(
-        Fact("the sum is {sum}", lambda n: n["sum"] == 4),
-        Fact("a bar is {bars[1]:.2f} high", lambda n: n["bars"][1] > 2),
-    ),
-    verdict="Yes: the sum <is> {sum}.",
-    why="Because {sum} & nothing else.",
-    caption='Two "bars", {bars[0]} and {bars[1]}.',
+    facts=lambda n: {"sum": n["sum"] == 4, "bar": n["bars"][1] > 2},
     draw=_draw,
-    table=FactTable(("what", "how much"), (("sum", "{sum}"), ("<bar>", "{bars[1]:.1f}"))),
+    varies=set(),
+    **read_text(TEXT),
 )
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from headwise.study.question import Answer, Question
+from headwise.study.question import Answer, load_question
 from headwise.study.run import answer_question
 
 
-def failed_facts(question: Question) -> list[str]:
+def ask(name: str) -> Answer:
+    """The answer to a question, measured now."""
+    return answer_question(load_question(name))
+
+
+def failed_facts(name: str) -> list[str]:
     """The facts that do not hold, each of which the verdict names."""
-    return failing(answer_question(question))
+    return failing(ask(name))
 
 
 def failing(answer: Answer) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.study.question import FactTable, round_numbers_for_json
+from headwise.study.question import round_numbers_for_json
 from tests.study.answers import answer
 
 
@@ -56,8 +56,8 @@ def test_a_tensor_is_refused() -> None:
 
 
 def test_columns_of_figures_are_told_from_columns_of_words() -> None:
-    table = FactTable(
-        ("what", "n", "words", "mixed"), (("1", "(2, 3)", "4x", "5"), ("2", "−0.5", "a", ""))
-    )
+    titles = ("what", "n", "words", "mixed")
+    table = (titles, ("1", "(2, 3)", "4x", "5"), ("2", "−0.5", "a", ""))
     given = replace(answer(), question=replace(answer().question, table=table))
-    assert given.numeric_columns == (False, True, False, True)
+    assert given.columns == tuple(zip(titles, (False, True, False, True), strict=True))
+    assert given.rows == table[1:]

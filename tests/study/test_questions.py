@@ -15,7 +15,7 @@ import pytest
 
 from headwise.study import page as charts
 from headwise.study import run as catalogue
-from headwise.study.question import Answer, Question
+from headwise.study.question import Answer, Question, load_question
 from headwise.study.run import answer_question
 from tests.reports.html import Tree
 from tools import study as documentation
@@ -30,9 +30,9 @@ def documented() -> dict[str, dict[str, Any]]:
 
 
 def templates(question: Question) -> list[str]:
-    rows = question.table.rows if question.table else ()
-    facts = (fact.sentence for fact in question.facts)
-    return [question.verdict, question.why, question.caption, *facts, *(c for r in rows for c in r)]
+    cells = [cell for row in question.table[1:] for cell in row]
+    sentences = question.sentences.values()
+    return [question.verdict, question.why, question.caption, *sentences, *cells]
 
 
 def apart(ours: Any, theirs: Any, where: str = "") -> list[str]:
@@ -82,7 +82,7 @@ QUESTIONS = [
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_it_is_borne_out_and_the_documentation_has_its_numbers(name: str) -> None:
-    question = catalogue.load_question(name)
+    question = load_question(name)
     answer = answer_question(question)
     assert answer.holds, answer.verdict
     recorded = documented()[name]["numbers"]
@@ -95,34 +95,35 @@ def test_it_is_borne_out_and_the_documentation_has_its_numbers(name: str) -> Non
 @pytest.mark.parametrize("name", catalogue.IDS)
 def test_the_documentation_was_written_from_answers_that_hold(name: str) -> None:
     record = documented()[name]
-    answer = Answer(catalogue.load_question(name), record["numbers"])
+    answer = Answer(load_question(name), record["numbers"])
     assert answer.holds, answer.verdict
     assert answer.as_json() == record
 
 
 @pytest.mark.parametrize("name", catalogue.IDS)
 def test_every_number_that_is_said_was_measured(name: str) -> None:
-    for template in templates(catalogue.load_question(name)):
+    for template in templates(load_question(name)):
         words = "".join(text for text, *_ in string.Formatter().parse(template))
         assert not re.search(r"\d", NAMES.sub("", words)), template
 
 
 @pytest.mark.parametrize("name", catalogue.IDS)
 def test_a_question_is_short_and_in_its_place(name: str) -> None:
-    question = catalogue.load_question(name)
+    question = load_question(name)
     answer = Answer(question, documented()[name]["numbers"])
     assert question.id == name
     assert question.asks.endswith("?")
     assert question.claim.endswith(".")
     assert answer.verdict.endswith(".")
     assert len(answer.verdict.split()) <= 60
-    assert len(question.facts) >= 2
+    assert len(question.sentences) >= 2
 
 
 def test_every_file_is_in_the_catalogue() -> None:
     folder = documentation.ROOT / "src" / "headwise" / "study" / "questions"
-    files = {path.stem.replace("_", "-") for path in folder.glob("*.py")} - {"--init--"}
-    assert files == set(catalogue.IDS)
+    for kind in ("*.py", "*.md"):
+        files = {path.stem.replace("_", "-") for path in folder.glob(kind)} - {"--init--"}
+        assert files == set(catalogue.IDS)
 
 
 def test_the_comparison_can_fail() -> None:
@@ -153,7 +154,7 @@ def test_the_page_opens_with_every_question_and_its_short_answer() -> None:
     page = documentation.PAGE.read_text("utf-8")
     contents = page[: page.index("\n## ")]
     for name in catalogue.IDS:
-        answer = Answer(catalogue.load_question(name), documented()[name]["numbers"])
+        answer = Answer(load_question(name), documented()[name]["numbers"])
         assert f"[{answer.question.asks}](#{name}) {answer.short_verdict}\n" in contents
         assert answer.verdict.startswith(answer.short_verdict)
         assert len(answer.short_verdict) < 160
@@ -162,7 +163,7 @@ def test_the_page_opens_with_every_question_and_its_short_answer() -> None:
 
 @pytest.mark.parametrize("name", catalogue.IDS)
 def test_a_caption_is_on_the_page_once(name: str) -> None:
-    answer = Answer(catalogue.load_question(name), documented()[name]["numbers"])
+    answer = Answer(load_question(name), documented()[name]["numbers"])
     caption = answer.fill(answer.question.caption)
     assert documentation.PAGE.read_text("utf-8").count(caption) == 1
 
@@ -182,7 +183,7 @@ def test_a_difference_with_default_initialisation_names_its_tokens(page: Path) -
 
 @pytest.mark.parametrize("name", catalogue.IDS)
 def test_the_picture_is_that_of_the_record(name: str) -> None:
-    answer = Answer(catalogue.load_question(name), documented()[name]["numbers"])
+    answer = Answer(load_question(name), documented()[name]["numbers"])
     drawn = Tree((documentation.PICTURES / f"{name}.svg").read_text("utf-8")).root
     anew = Tree(charts.answer_svg(answer)).root
     (element,) = drawn.all("svg")

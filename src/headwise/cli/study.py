@@ -70,7 +70,8 @@ def _run_study(questions: list[str], out: Path, *, as_json: bool) -> None:
 
 
 def _print_list(questions: list[str]) -> None:
-    from headwise.study.run import load_question, select_ids
+    from headwise.study.question import load_question
+    from headwise.study.run import select_ids
 
     names = select_ids(questions)
     wide = max(map(len, names))

@@ -6,11 +6,13 @@ the JSON, and an answer can be written and drawn again from the JSON.
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headwise.study.drawing import Figure
@@ -25,56 +27,74 @@ SIGNIFICANT = 6  # digits: more is noise, and would triple the JSON
 
 
 @dataclass(frozen=True)
-class Fact:
-    """A statement that must be true of the numbers for the claim to hold.
-
-    Attributes:
-        sentence: the fact in a sentence, as a template over the numbers.
-        holds: True if the numbers confirm the fact.
-    """
-
-    sentence: str
-    holds: Callable[[Numbers], bool]
-
-
-@dataclass(frozen=True)
-class FactTable:
-    """A table whose cells are templates over the numbers."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
 class Question:
-    """A question that people ask, and the experiment that answers it.
+    """A question that people ask, and the experiment that answers it: NAME.py with NAME.md.
+
+    The texts are templates over the numbers.
 
     Attributes:
-        id: the name on the command line and in the JSON: the file's name, with hyphens.
+        id: the name on the command line and in the JSON: the files' name, with hyphens.
         asks: the question, in the words of the people who ask it.
         claim: the statement that the experiment tests.
+        verdict: the answer, shown if all facts hold.
+        why: the reason in a few sentences.
+        caption: how to read the picture; also its text for screen readers.
+        sentences: the facts, the statements that the numbers must confirm.
+        table: the figures beside the picture: a row of titles, then the others; empty without one.
         measure: runs the experiment. It may use torch's global random numbers: `answer_question`
             seeds them before the call and restores them afterwards.
-        facts: the statements that the numbers must confirm.
-        verdict: the answer, as a template over the numbers; shown if all facts hold.
-        why: the reason in a few sentences, as a template.
-        caption: how to read the picture, as a template; also its text for screen readers.
+        facts: returns True for each of ``sentences`` that the numbers confirm.
         draw: draws the picture from the numbers.
-        table: the figures beside the picture.
         varies: keys of numbers that differ between machines: times and rounding errors.
     """
 
     id: str
     asks: str
     claim: str
-    measure: Callable[[Progress], Numbers]
-    facts: tuple[Fact, ...]
     verdict: str
     why: str
     caption: str
+    sentences: Mapping[str, str]
+    table: Sequence[Sequence[str]]
+    measure: Callable[[Progress], Numbers]
+    facts: Callable[[Numbers], Mapping[str, bool]]
     draw: Callable[[Figure, Numbers], None]
-    table: FactTable | None = None
-    varies: frozenset[str] = frozenset()
+    varies: Set[str]
+
+
+def load_question(name: str) -> Question:
+    """Load the question with an id from its two files."""
+    code = importlib.import_module(f"headwise.study.questions.{name.replace('-', '_')}")
+    assert code.__file__ is not None
+    text = Path(code.__file__).with_suffix(".md").read_text("utf-8")
+    return Question(
+        id=name,
+        measure=code.measure,
+        facts=code.facts,
+        draw=code.draw,
+        varies=getattr(code, "VARIES", frozenset()),
+        **read_text(text),
+    )
+
+
+def read_text(text: str) -> dict[str, Any]:
+    """Return the parts of a question's text by the names of `Question`."""
+    first, *sections = text.removeprefix("# ").split("\n## ")
+    asks, claim = _paragraphs(first)
+    under = dict(section.split("\n\n", 1) for section in sections)
+    items = _paragraphs(under["Facts"])[0].removeprefix("- `").split(" - `")
+    rows = [line.strip("| ").split(" | ") for line in under.get("Table", "").splitlines()]
+    return {
+        "asks": asks,
+        "claim": claim,
+        **{name.lower(): _paragraphs(under[name])[0] for name in ("Verdict", "Why", "Caption")},
+        "sentences": dict(item.split("`: ", 1) for item in items),
+        "table": rows[:1] + rows[2:],
+    }
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [part.replace("\n  ", " ").replace("\n", " ") for part in text.strip().split("\n\n")]
 
 
 @dataclass(frozen=True)
@@ -87,7 +107,9 @@ class Answer:
     @property
     def facts(self) -> tuple[tuple[bool, str], ...]:
         """For each fact, True if it holds, and its sentence with the numbers."""
-        return tuple((f.holds(self.numbers), self.fill(f.sentence)) for f in self.question.facts)
+        holds, sentences = self.question.facts(self.numbers), self.question.sentences
+        assert [*holds] == [*sentences]
+        return tuple((holds[name], self.fill(sentences[name])) for name in sentences)
 
     @property
     def holds(self) -> bool:
@@ -108,18 +130,21 @@ class Answer:
         return re.split(r"(?<=\.)\s+(?=[A-Z])", self.verdict, maxsplit=1)[0]
 
     @property
-    def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The rows of the table with their numbers; empty if there is no table."""
-        table = self.question.table
-        return tuple(tuple(map(self.fill, row)) for row in table.rows) if table else ()
+    def columns(self) -> tuple[tuple[str, bool], ...]:
+        """The titles of the table, and True for columns of figures, which are aligned right."""
+        return tuple(
+            (title, count > 0 and all(_FIGURE.match(cell) for cell in column))
+            for count, (title, *column) in enumerate(zip(*self._table, strict=True))
+        )
 
     @property
-    def numeric_columns(self) -> tuple[bool, ...]:
-        """For each column of the table, True if it holds figures and is aligned right."""
-        return tuple(
-            count > 0 and all(_FIGURE.match(cell) for cell in column)
-            for count, column in enumerate(zip(*self.rows, strict=True))
-        )
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """The rows of the table with their numbers, without the titles."""
+        return self._table[1:]
+
+    @property
+    def _table(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(map(self.fill, row)) for row in self.question.table)
 
     def fill(self, template: str) -> str:
         """Fill a template with this answer's numbers."""

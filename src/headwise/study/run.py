@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,12 @@ import torch
 
 from headwise.errors import MissingExtraError, OptionError
 from headwise.study import trained
-from headwise.study.question import Answer, Question, round_numbers_for_json
+from headwise.study.question import (
+    Answer,
+    Question,
+    load_question,
+    round_numbers_for_json,
+)
 from headwise.study.trained import Fallback
 from headwise.support.progress import Progress, no_progress
 
@@ -65,14 +69,6 @@ class Study:
             "setting": dict(self.setting),
             "fallback": asdict(self.fallback) if self.fallback else None,
         }
-
-
-def load_question(question: str) -> Question:
-    """Load the question with an id from its file."""
-    module = importlib.import_module(f"headwise.study.questions.{question.replace('-', '_')}")
-    loaded = module.QUESTION
-    assert isinstance(loaded, Question)
-    return loaded
 
 
 def select_ids(ids: Sequence[str] = ()) -> tuple[str, ...]:

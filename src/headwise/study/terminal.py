@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -45,24 +43,21 @@ def _show_evidence(answer: Answer, console: Console) -> None:
         grid = Table.grid(padding=(0, 1, 0, 0))
         grid.add_row(Text("✓", "green") if holds else Text("✗", "red"), Text(sentence))
         console.print(indent_content(grid))
-    if answer.question.table:
-        console.print(indent_content(_answer_table(answer.question.table.columns, answer, console)))
+    if answer.rows:
+        console.print(indent_content(_answer_table(answer, console)))
 
 
-def _answer_table(columns: Sequence[str], answer: Answer, console: Console) -> Table | Group:
-    table = make_table(zip(columns, answer.numeric_columns, strict=True))
+def _answer_table(answer: Answer, console: Console) -> Table | Group:
+    table = make_table(answer.columns)
     for row in answer.rows:
         table.add_row(*map(Text, row))
     if console.measure(table).minimum <= console.width - 2 * GAP:
         return table
     # Too many columns for this terminal: list each cell beside the name of its column.
-    return Group(*(_table_row_as_list(columns, row) for row in answer.rows))
-
-
-def _table_row_as_list(columns: Sequence[str], row: Sequence[str]) -> Table:
-    record = Table.grid(padding=(0, 2, 0, 0))
-    record.add_row("", "")
-    record.add_row(Text(columns[0], "dim"), Text(row[0], "bold"))
-    for name, cell in zip(columns[1:], row[1:], strict=True):
-        record.add_row(Text(name, "dim"), Text(cell))
-    return record
+    lists = []
+    for row in answer.rows:
+        lists.append(record := Table.grid(padding=(0, 2, 0, 0)))
+        record.add_row("", "")
+        for count, ((title, _), cell) in enumerate(zip(answer.columns, row, strict=True)):
+            record.add_row(Text(title, "dim"), Text(cell, "" if count else "bold"))
+    return Group(*lists)

@@ -14,7 +14,7 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.study.question import Answer
 from headwise.study.questions import axis_order
-from headwise.study.run import answer_question
+from tests.study.asking import ask
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked() -> Answer:
-    return answer_question(axis_order.QUESTION)
+    return ask("axis-order")
 
 
 def assert_fails(answer: Answer, *facts: int) -> None:

@@ -16,8 +16,7 @@ from headwise.study import implementations
 from headwise.study.experiments.measures import layer_output
 from headwise.study.implementations import HeadwiseAttention, Implementation, SharedWeights
 from headwise.study.questions import diagram
-from headwise.study.run import answer_question
-from tests.study.asking import failing
+from tests.study.asking import ask, failing
 
 LENGTH, HEADS, HEAD_DIM = 5, 3, 8
 
@@ -50,7 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_small_model_would_do() -> None:
-    answer = answer_question(diagram.QUESTION)
+    answer = ask("diagram")
     assert answer.holds, answer.verdict
     assert answer.numbers["length"] == LENGTH
     assert answer.numbers["layers"] == 2
@@ -65,13 +64,13 @@ def test_another_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*sizes, scale=1.0, **options)
 
     monkeypatch.setattr(implementations, "Attention", Loud)
-    assert "own output" in failing(answer_question(diagram.QUESTION))[0]
+    assert "own output" in failing(ask("diagram"))[0]
 
 
 def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
-    said = failing(answer_question(diagram.QUESTION))
+    said = failing(ask("diagram"))
     assert "own output" in said[0]
     assert "add up to the output" in said[1]
 
@@ -82,7 +81,7 @@ def test_a_layer_that_reads_a_part_of_x_is_noticed(monkeypatch: pytest.MonkeyPat
 
     forward = Attention.forward
     monkeypatch.setattr(Attention, "forward", in_part)
-    said = failing(answer_question(diagram.QUESTION))
+    said = failing(ask("diagram"))
     assert any(words.startswith("all of x") for words in said)
 
 
@@ -92,7 +91,7 @@ def test_rows_that_do_not_sum_to_one_are_noticed(monkeypatch: pytest.MonkeyPatch
 
     dense = AttentionMatrix.dense
     monkeypatch.setattr(AttentionMatrix, "dense", more)
-    (said,) = failing(answer_question(diagram.QUESTION))
+    (said,) = failing(ask("diagram"))
     assert "rows of the maps" in said
 
 
@@ -102,7 +101,7 @@ def test_heads_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
     head_outputs = Attention.head_outputs
     monkeypatch.setattr(Attention, "head_outputs", turned)
-    assert any("bit for bit" in words for words in failing(answer_question(diagram.QUESTION)))
+    assert any("bit for bit" in words for words in failing(ask("diagram")))
 
 
 def test_a_head_that_does_not_add_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +110,7 @@ def test_a_head_that_does_not_add_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
     contributions = Attention.contributions
     monkeypatch.setattr(Attention, "contributions", without_one)
-    (said,) = failing(answer_question(diagram.QUESTION))
+    (said,) = failing(ask("diagram"))
     assert "add up to the output" in said
 
 
@@ -124,7 +123,7 @@ def test_an_order_that_does_not_matter_is_noticed(monkeypatch: pytest.MonkeyPatc
 
     fill = HeadwiseAttention.load_weights
     monkeypatch.setattr(HeadwiseAttention, "load_weights", alike)
-    assert any("reverse order" in words for words in failing(answer_question(diagram.QUESTION)))
+    assert any("reverse order" in words for words in failing(ask("diagram")))
 
 
 def test_places_of_the_most_weight() -> None:

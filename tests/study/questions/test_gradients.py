@@ -12,7 +12,6 @@ from headwise.function import stages
 from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study.questions import gradients
-from headwise.study.questions.gradients import QUESTION
 from tests.study.asking import failed_facts
 
 
@@ -24,7 +23,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_small_sizes_hold() -> None:
-    assert failed_facts(QUESTION) == []
+    assert failed_facts("gradients") == []
 
 
 def test_a_layer_with_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,13 +34,13 @@ def test_a_layer_with_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         return product(matrix, v + 1e-6 * (v - v.detach()))
 
     monkeypatch.setattr(AttentionMatrix, "__matmul__", loud)
-    (words,) = failed_facts(QUESTION)
+    (words,) = failed_facts("gradients")
     assert words.startswith("the closed formulas")
 
 
 def test_a_softmax_step_without_its_row_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "softmax_gradient", torch.mul)
-    words = failed_facts(QUESTION)
+    words = failed_facts("gradients")
     assert words[0].startswith("the formula of the softmax's step")
 
 
@@ -52,7 +51,7 @@ def test_one_softmax_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0 * s + 1 / s.shape[-1]
 
     monkeypatch.setattr(stages, "weights_from_scores", even)
-    found = failed_facts(QUESTION)
+    found = failed_facts("gradients")
     assert any(words.startswith("up to this step one head has the sums") for words in found)
 
 
@@ -66,7 +65,7 @@ def test_heads_whose_queries_know_of_each_other(monkeypatch: pytest.MonkeyPatch)
         return matrix, v
 
     monkeypatch.setattr(Attention, "_matrix_and_values", mixed)
-    found = failed_facts(QUESTION)
+    found = failed_facts("gradients")
     assert any("exactly zero in all other weights" in words for words in found)
 
 
@@ -80,13 +79,14 @@ def test_scores_that_values_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         return matrix, v
 
     monkeypatch.setattr(Attention, "_matrix_and_values", shared)
-    assert any("exactly zero in all other weights" in words for words in failed_facts(QUESTION))
+    assert any("exactly zero in all other weights" in words for words in failed_facts("gradients"))
 
 
 def test_a_text_of_fewer_tokens_than_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "LENGTH", 20)
     assert any(
-        "have rank 20 with one head, 16, 16 with two" in words for words in failed_facts(QUESTION)
+        "have rank 20 with one head, 16, 16 with two" in words
+        for words in failed_facts("gradients")
     )
 
 
@@ -99,7 +99,7 @@ def test_tokens_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         return drawn[:, :1].expand_as(drawn) if next(calls) == 0 else drawn
 
     monkeypatch.setattr(gradients, "random_tokens", same)
-    assert any("are least alike in wq and wk" in words for words in failed_facts(QUESTION))
+    assert any("are least alike in wq and wk" in words for words in failed_facts("gradients"))
 
 
 def test_a_layer_that_has_eight_heads_whatever_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,14 +107,14 @@ def test_a_layer_that_has_eight_heads_whatever_it_is_told(monkeypatch: pytest.Mo
         return Attention(embed_dim, 8, **options)
 
     monkeypatch.setattr(gradients, "Attention", eight)
-    found = failed_facts(QUESTION)
+    found = failed_facts("gradients")
     assert any("are least alike" in words for words in found)
     assert any("difference of 0\u00a0% after one step" in words for words in found)
 
 
 def test_training_that_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "LEARNING_RATE", 0.0)
-    trained, moved = failed_facts(QUESTION)
+    trained, moved = failed_facts("gradients")
     assert trained.startswith("trained from the same weights")
     assert moved.startswith("in the end wo differs most")
 
@@ -127,7 +127,7 @@ def test_an_output_projection_that_starts_large(monkeypatch: pytest.MonkeyPatch)
         return state | {"out_proj.weight": 3 * state["out_proj.weight"]}
 
     monkeypatch.setattr(gradients, "initial_weights", large)
-    (words,) = failed_facts(QUESTION)
+    (words,) = failed_facts("gradients")
     assert words.startswith("in the end wo differs most")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study.questions import learning
-from headwise.study.questions.learning import QUESTION, LabelledTexts
+from headwise.study.questions.learning import LabelledTexts
 from tests.study.asking import failed_facts
 
 pytestmark = pytest.mark.slow  # each trains again
@@ -31,7 +31,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_small_sizes_hold() -> None:
-    assert failed_facts(QUESTION) == []
+    assert failed_facts("learning") == []
 
 
 def test_heads_that_keep_their_width(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_heads_that_keep_their_width(monkeypatch: pytest.MonkeyPatch) -> None:
         return layer(num_heads, **{"head_dim": 6} | sizes)
 
     monkeypatch.setattr(learning, "make_layer", as_wide)
-    assert "the same number of parameters" in failed_facts(QUESTION)[0]
+    assert "the same number of parameters" in failed_facts("learning")[0]
 
 
 def test_both_lookups_are_about_the_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_both_lookups_are_about_the_same_token(monkeypatch: pytest.MonkeyPatch) 
         return dataclasses.replace(given, values=given.values[:, :, :1].expand(-1, -1, 2, -1))
 
     monkeypatch.setattr(learning, "random_texts", twice)
-    assert "one head left at least half" in failed_facts(QUESTION)[0]
+    assert "one head left at least half" in failed_facts("learning")[0]
 
 
 def test_heads_that_all_attend_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_heads_that_all_attend_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         return AttentionMatrix(*first), v
 
     monkeypatch.setattr(Attention, "_matrix_and_values", alike)
-    found = " ".join(failed_facts(QUESTION))
+    found = " ".join(failed_facts("learning"))
     assert "two heads left less than half" in found
     assert "each of two heads learned one lookup" in found
     assert "four and eight heads" in found
@@ -79,7 +79,7 @@ def test_a_gate_that_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return output
 
     monkeypatch.setattr(Attention, "forward", open_always)
-    (fact,) = failed_facts(QUESTION)
+    (fact,) = failed_facts("learning")
     assert "with one of two heads switched off" in fact
 
 
@@ -93,13 +93,13 @@ def test_two_heads_that_stay_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(learning, "run_training_steps", worse)
-    (fact,) = failed_facts(QUESTION)
+    (fact,) = failed_facts("learning")
     assert "median error is larger than with two heads" in fact
 
 
 def test_nothing_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "RATE", 0.0)
-    found = " ".join(failed_facts(QUESTION))
+    found = " ".join(failed_facts("learning"))
     assert "in a task with a single lookup" in found
 
 

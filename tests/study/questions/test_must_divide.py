@@ -13,8 +13,7 @@ from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study.einops_block import EinopsPostNormBlock
 from headwise.study.questions import must_divide
-from headwise.study.run import answer_question
-from tests.study.asking import failing
+from tests.study.asking import ask, failing
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +29,7 @@ def test_a_scale_of_embed_dim_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
             self.reset_parameters()
 
     monkeypatch.setattr(must_divide, "Attention", ByWidth)
-    said = failing(answer_question(must_divide.QUESTION))
+    said = failing(ask("must-divide"))
     assert said[0].startswith("6 heads with head_dim 10")
     assert "2 of 12 other pairs" in said[1]  # 1 * 40 and 4 * 10
     assert "source_dim" in said[2]
@@ -43,14 +42,14 @@ def test_a_wrong_block_of_einops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         )
 
     monkeypatch.setattr(EinopsPostNormBlock, "matrix", swapped)
-    (said,) = failing(answer_question(must_divide.QUESTION))
+    (said,) = failing(ask("must-divide"))
     assert "EinopsPostNormBlock" in said
 
 
 def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
-    said = failing(answer_question(must_divide.QUESTION))
+    said = failing(ask("must-divide"))
     assert said[0].startswith("6 heads with head_dim 10")
     assert said[1].startswith("0 of 12 other pairs")
     assert "EinopsPostNormBlock" in said[2]
@@ -64,7 +63,7 @@ def test_a_torch_that_does_not_divide_is_noticed(monkeypatch: pytest.MonkeyPatch
             super().__init__(embed_dim, heads, **options)
 
     monkeypatch.setattr(nn, "MultiheadAttention", Free)
-    (said,) = failing(answer_question(must_divide.QUESTION))
+    (said,) = failing(ask("must-divide"))
     assert "and no other" in said
 
 
@@ -75,14 +74,14 @@ def test_another_count_of_parameters_is_noticed(monkeypatch: pytest.MonkeyPatch)
             self.further = nn.Parameter(torch.zeros(num_heads))
 
     monkeypatch.setattr(must_divide, "Attention", Wide)
-    (said,) = failing(answer_question(must_divide.QUESTION))
+    (said,) = failing(ask("must-divide"))
     assert "number of parameters" in said
 
 
 def test_widths_that_follow_the_heads_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(must_divide, "EMBED_DIM", 48)  # 6 divides it
     monkeypatch.setattr(must_divide, "GRID_HEAD_DIMS", (8, 12, 48))
-    (said,) = failing(answer_question(must_divide.QUESTION))
+    (said,) = failing(ask("must-divide"))
     assert "(remainder 0)" in said
 
 
@@ -93,5 +92,5 @@ def test_other_inputs_of_torchs_layer_are_noticed(monkeypatch: pytest.MonkeyPatc
 
     forward = nn.MultiheadAttention.forward
     monkeypatch.setattr(nn.MultiheadAttention, "forward", swapped)
-    (said,) = failing(answer_question(must_divide.QUESTION))
+    (said,) = failing(ask("must-divide"))
     assert "kdim 29" in said

@@ -21,9 +21,8 @@ from headwise.study.implementations import (
     SharedWeights,
 )
 from headwise.study.questions import packing
-from headwise.study.questions.packing import QUESTION, PackingForm
-from headwise.study.run import answer_question
-from tests.study.asking import failed_facts
+from headwise.study.questions.packing import PackingForm
+from tests.study.asking import ask, failed_facts
 
 pytest.importorskip("transformers")
 
@@ -37,7 +36,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_small_sizes_hold() -> None:
-    assert failed_facts(QUESTION) == []
+    assert failed_facts("packing") == []
 
 
 @pytest.mark.parametrize("kind", [DropIn, HeadwiseAttention, GPT2])
@@ -51,7 +50,7 @@ def test_a_layer_that_stores_rounded_weights(
         return fill(self, SharedWeights.of_matrices(matrices, given.biases or ()))
 
     monkeypatch.setattr(kind, "load_weights", rounded)
-    found = failed_facts(QUESTION)
+    found = failed_facts("packing")
     assert "with no bit changed" in found[0]
     assert "in self-attention the outputs" in found[1]
 
@@ -66,7 +65,7 @@ def test_a_gpt2_that_does_not_transpose(monkeypatch: pytest.MonkeyPatch) -> None
         return SharedWeights(*packed.chunk(3), out.weight.mT, biases)
 
     monkeypatch.setattr(GPT2, "as_shared_weights", by_rows)
-    kept, output = failed_facts(QUESTION)
+    kept, output = failed_facts("packing")
     assert "GPT-2's layer" in kept
     assert "in self-attention the outputs" in output
 
@@ -83,13 +82,13 @@ def test_a_form_that_loses_something(lost: str, monkeypatch: pytest.MonkeyPatch)
         return matrices
 
     monkeypatch.setattr(PackingForm, "pack", careless)
-    assert "with no bit changed" in failed_facts(QUESTION)[0]
+    assert "with no bit changed" in failed_facts("packing")[0]
 
 
 def test_a_product_that_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
-    found = failed_facts(QUESTION)
+    found = failed_facts("packing")
     assert "in self-attention the outputs" in found[0]
     assert "from another text" in found[1]
 
@@ -102,7 +101,7 @@ def test_keys_and_values_taken_from_the_wrong_text(monkeypatch: pytest.MonkeyPat
         return output
 
     monkeypatch.setattr(Attention, "forward", stubborn)
-    (words,) = failed_facts(QUESTION)
+    (words,) = failed_facts("packing")
     assert "from another text" in words
 
 
@@ -110,7 +109,7 @@ def test_heads_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With weights of zero and biases of one, no order of the packed matrix is wrong."""
     monkeypatch.setattr(activation, "xavier_uniform_", nn.init.zeros_)
     monkeypatch.setattr(nn.init, "normal_", lambda x, **sizes: nn.init.ones_(x))
-    (words,) = failed_facts(QUESTION)
+    (words,) = failed_facts("packing")
     assert words.startswith("the order matters")
 
 
@@ -122,14 +121,14 @@ def test_a_layer_that_asks_which_objects_it_was_given(monkeypatch: pytest.Monkey
         return (q, k, v) if query is key or key is value else (q, k, 1.001 * v)
 
     monkeypatch.setattr(shared_forward, "_project_packed", peeking)
-    (words,) = failed_facts(QUESTION)
+    (words,) = failed_facts("packing")
     assert "one object or as equal copies" in words
 
 
 def test_torchs_layer_in_the_place_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison is for: its NaN with one object are seen."""
     monkeypatch.setattr(MultiheadAttention, "forward", nn.MultiheadAttention.forward)
-    answer = answer_question(QUESTION)
+    answer = ask("packing")
     assert answer.numbers["nan"] == answer.numbers["torch_nan"]["one"] > 0
     assert not answer.holds
     assert "one object or as equal copies" in answer.verdict

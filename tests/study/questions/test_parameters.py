@@ -12,7 +12,6 @@ from headwise.layers.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.study.implementations import Paper
 from headwise.study.questions import parameters
-from headwise.study.questions.parameters import QUESTION
 from tests.study.asking import failed_facts
 
 
@@ -27,7 +26,7 @@ def test_a_layer_with_a_parameter_for_each_head(
 
     where = nn if layer is nn.MultiheadAttention else parameters
     monkeypatch.setattr(where, "MultiheadAttention", Gated)
-    (words,) = failed_facts(QUESTION)
+    (words,) = failed_facts("parameters")
     assert "the same parameters, by name and shape" in words
 
 
@@ -39,7 +38,7 @@ def test_heads_that_share_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         self.wk = nn.Parameter(self.wk[:1])
 
     monkeypatch.setattr(Paper, "__init__", sharing)
-    (words,) = failed_facts(QUESTION)
+    (words,) = failed_facts("parameters")
     assert "557,056 numbers" in words
     assert "786,432" in words
 
@@ -51,7 +50,7 @@ def test_heads_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
         own(self, embed_dim, num_heads + 1)
 
     monkeypatch.setattr(Paper, "__init__", narrow)
-    (words,) = failed_facts(QUESTION)
+    (words,) = failed_facts("parameters")
     assert "a matrix (56, 512)" in words
 
 
@@ -60,6 +59,6 @@ def test_a_native_layer_that_forgets_its_options(monkeypatch: pytest.MonkeyPatch
         return Attention(embed_dim, num_heads)
 
     monkeypatch.setattr(parameters, "Attention", plain)
-    first, second = failed_facts(QUESTION)
+    first, second = failed_facts("parameters")
     assert "and sixteen have 1,050,624" in first
     assert "has 1,050,624 parameters; with a kv head for each head it has 1,050,624" in second

@@ -19,9 +19,7 @@ from headwise.study.experiments.quantised import (
     expected_error,
 )
 from headwise.study.questions import quantised
-from headwise.study.questions.quantised import QUESTION
-from headwise.study.run import answer_question
-from tests.study.asking import failed_facts
+from tests.study.asking import ask, failed_facts
 
 unheard = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # asking ignores it
 
@@ -38,7 +36,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_small_sizes_hold() -> None:
-    assert failed_facts(QUESTION) == []
+    assert failed_facts("quantised") == []
 
 
 def test_wide_integers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +44,7 @@ def test_wide_integers(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.quantize_per_tensor(weight.detach(), 1e-3, 0, torch.qint32)
 
     monkeypatch.setattr(quantised, "quantise_weight", wide)
-    (fact,) = failed_facts(QUESTION)
+    (fact,) = failed_facts("quantised")
     assert "four times as many" in fact
 
 
@@ -57,7 +55,7 @@ def test_packing_that_changes_the_weights(monkeypatch: pytest.MonkeyPatch) -> No
         return linear(x, weight, bias + 0.1, scale, zero)
 
     monkeypatch.setattr(torch.ao.nn.quantized.functional, "linear", other)
-    (fact,) = failed_facts(QUESTION)
+    (fact,) = failed_facts("quantised")
     assert "bit for bit" in fact
 
 
@@ -66,20 +64,20 @@ def test_steps_that_are_larger_than_they_say(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         quantised_projections, "quantise_weight", lambda given: weight((8 * given).round() / 8)
     )
-    assert "no element of q, k and v has a larger error" in failed_facts(QUESTION)[0]
+    assert "no element of q, k and v has a larger error" in failed_facts("quantised")[0]
 
 
 def test_bfloat16_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = BFloat16Projection.forward
     monkeypatch.setattr(BFloat16Projection, "forward", lambda self, x: 1.1 * forward(self, x))
-    (fact,) = failed_facts(QUESTION)
+    (fact,) = failed_facts("quantised")
     assert "the error of int8 is larger than that of bfloat16" in fact
 
 
 def test_float32_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * 1.0001)
-    (fact,) = failed_facts(QUESTION)
+    (fact,) = failed_facts("quantised")
     assert "times the error budget of float32" in fact
 
 
@@ -87,7 +85,7 @@ def test_a_way_that_torch_has_dropped_is_gone_in_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(torch.ao.quantization, "quantize_dynamic")
-    answer = answer_question(QUESTION)
+    answer = ask("quantised")
     assert answer.holds
     assert [row[2] for row in answer.rows if row[0] == "whole model"] == ["gone"]
 
@@ -95,7 +93,7 @@ def test_a_way_that_torch_has_dropped_is_gone_in_the_table(
 def test_without_quantised_tensors_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "quantize_per_tensor")
     with pytest.raises(MissingExtraError, match="without quantised linears"):
-        answer_question(QUESTION)
+        ask("quantised")
 
 
 @pytest.mark.parametrize("way", ["Linear", "functional", "dynamic"])
@@ -104,7 +102,7 @@ def test_without_quantised_linears_there_is_nothing_to_ask(
 ) -> None:
     monkeypatch.delattr(torch.ao.nn.quantized, way)
     with pytest.raises(MissingExtraError, match="without quantised linears"):
-        answer_question(QUESTION)
+        ask("quantised")
 
 
 # ---- steps -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from headwise.study.experiments import measures
 from headwise.study.experiments.measures import Projected
 from headwise.study.question import Answer
 from headwise.study.questions import same_function
-from headwise.study.run import answer_question
+from tests.study.asking import ask
 from tests.study.readings import random_reading
 
 SEEDS = 6
@@ -40,7 +40,7 @@ def _small(compared: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked() -> Answer:
-    return answer_question(same_function.QUESTION)
+    return ask("same-function")
 
 
 def assert_fails(answer: Answer, *facts: int) -> None:

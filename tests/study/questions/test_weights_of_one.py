@@ -13,7 +13,7 @@ from headwise.function import stages
 from headwise.study.implementations import TorchLayer
 from headwise.study.question import Answer
 from headwise.study.questions import weights_of_one
-from headwise.study.run import answer_question
+from tests.study.asking import ask
 
 pytestmark = pytest.mark.slow  # each measures the study's question again
 
@@ -36,7 +36,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def asked() -> Answer:
-    return answer_question(weights_of_one.QUESTION)
+    return ask("weights-of-one")
 
 
 def assert_fails(answer: Answer, *facts: int) -> None:

@@ -25,8 +25,7 @@ from headwise.study.experiments.trace import (
 )
 from headwise.study.implementations import TorchLayer
 from headwise.study.questions import when_split
-from headwise.study.run import answer_question
-from tests.study.asking import failing
+from tests.study.asking import ask, failing
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,7 @@ def operands_split_first(self: Attention, frame: Any, call: Any) -> tuple[Attent
 
 def test_a_layer_that_splits_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Attention, "_matrix_and_values", operands_split_first)
-    said = failing(answer_question(when_split.QUESTION))
+    said = failing(ask("when-split"))
     assert any("splits into heads" in words and "3 come after" in words for words in said)
     assert any("depend on 16 of 32 inputs" in words for words in said)
     assert any("the paper's formula" in words for words in said)
@@ -60,7 +59,7 @@ def test_a_cut_that_copies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert head_splits(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
     monkeypatch.setattr(base, "split_heads", copied)
     assert not head_splits(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
-    (said,) = failing(answer_question(when_split.QUESTION))
+    (said,) = failing(ask("when-split"))
     assert "splits into heads" in said
 
 
@@ -71,10 +70,7 @@ def test_other_axes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             return output.flatten(0, 1)[None], weights
 
     monkeypatch.setattr(TorchLayer, "layer", Turned)
-    assert any(
-        "for 3 sequences of 5 tokens" in words
-        for words in failing(answer_question(when_split.QUESTION))
-    )
+    assert any("for 3 sequences of 5 tokens" in words for words in failing(ask("when-split")))
 
 
 class Written(nn.MultiheadAttention):
@@ -113,7 +109,7 @@ class Written(nn.MultiheadAttention):
 
 def test_torchs_layer_written_out_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchLayer, "layer", Written)
-    assert answer_question(when_split.QUESTION).holds
+    assert ask("when-split").holds
 
 
 @pytest.mark.parametrize(("axis", "order"), [("rows", "heads batch"), ("tokens", "batch length")])
@@ -123,7 +119,7 @@ def test_another_order_inside_an_axis_is_noticed(
     """Every shape is the same, and so is the output."""
     monkeypatch.setattr(Written, axis, order)
     monkeypatch.setattr(TorchLayer, "layer", Written)
-    (said,) = failing(answer_question(when_split.QUESTION))
+    (said,) = failing(ask("when-split"))
     assert "the order inside each axis" in said
 
 
@@ -135,7 +131,7 @@ def test_heads_of_interleaved_channels_are_noticed(monkeypatch: pytest.MonkeyPat
         return torch.stack([x.index_select(-1, own) for own in index], dim=1)
 
     monkeypatch.setattr(base, "split_heads", interleaved)
-    said = " ".join(failing(answer_question(when_split.QUESTION)))
+    said = " ".join(failing(ask("when-split")))
     assert "the order inside each axis" in said
     assert "the paper's formula" in said
     assert "equals attention with block-diagonal projections" in said
@@ -144,7 +140,7 @@ def test_heads_of_interleaved_channels_are_noticed(monkeypatch: pytest.MonkeyPat
 def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     product = AttentionMatrix.__matmul__
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: product(a, v) * (1 + 2e-4))
-    merged, formula, blocks = failing(answer_question(when_split.QUESTION))
+    merged, formula, blocks = failing(ask("when-split"))
     assert "the order inside each axis" in merged
     assert "the paper's formula" in formula
     assert "equals attention with block-diagonal projections" in blocks
@@ -152,7 +148,7 @@ def test_head_outputs_that_are_a_little_larger_are_noticed(monkeypatch: pytest.M
 
 def test_a_layer_that_writes_its_weights_down_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionMatrix, "__matmul__", lambda a, v: a.dense() @ v)
-    answer = answer_question(when_split.QUESTION)
+    answer = ask("when-split")
     assert answer.numbers["fused"] == []
     assert "returns no attention weights" in failing(answer)[0]
 
@@ -160,7 +156,7 @@ def test_a_layer_that_writes_its_weights_down_is_noticed(monkeypatch: pytest.Mon
 def test_parameters_off_the_diagonal_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     block_diag = torch.block_diag
     monkeypatch.setattr(torch, "block_diag", lambda *blocks: block_diag(*blocks).clamp(min=1e-9))
-    said = failing(answer_question(when_split.QUESTION))
+    said = failing(ask("when-split"))
     assert any("leaves 3,072 of the 3,072 parameters" in words for words in said)
 
 
@@ -177,7 +173,7 @@ def test_weights_that_are_zero_off_the_diagonal_are_noticed(
                 projection.weight.data.mul_(kept)
 
     monkeypatch.setattr(implementations, "Attention", Blocks)
-    said = failing(answer_question(when_split.QUESTION))
+    said = failing(ask("when-split"))
     assert any("depend on 16 of 32 inputs" in words for words in said)
     assert any("does not equal attention" in words for words in said)
 

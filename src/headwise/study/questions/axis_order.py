@@ -23,7 +23,7 @@ from headwise.study.experiments.measures import (
     relative_times,
 )
 from headwise.study.implementations import SharedWeights
-from headwise.study.question import Fact, FactTable, Numbers, Question
+from headwise.study.question import Numbers
 from headwise.support.progress import Progress
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
@@ -34,6 +34,7 @@ MASKED = ("padding", "causal", "source")
 REFUSED = {"torch": MASKED, "headwise": MASKED, "native": ("padding",)}  # sizes disagree
 Layer = type[nn.MultiheadAttention]
 LAYERS: dict[str, Layer] = {"torch": nn.MultiheadAttention, "headwise": MultiheadAttention}
+VARIES = {"messages", "own_order", "times"}
 
 
 def measure(progress: Progress) -> dict[str, Any]:
@@ -237,6 +238,44 @@ def length_first_relative_times(kind: Layer) -> dict[str, float]:
     }
 
 
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "own-order": n["own_order"] <= 1,
+        "no-error": (
+            not any(by_call["alone"]["refused"] for by_call in n["told"].values())
+            and all(shape == n["x"] for shape in n["output"].values())
+        ),
+        "right-order": (
+            all(
+                counts["own"] == [n["length"]] * 2 and counts["others"] == [0, 0]
+                for counts in n["reach"]["right"].values()
+            )
+        ),
+        "wrong-order": (
+            all(
+                counts == {"own": [1, 1], "others": [n["others"]] * 2, "position": [n["batch"]] * 2}
+                for counts in n["reach"]["wrong"].values()
+            )
+        ),
+        "refused": (
+            all(
+                n["told"][name][call]["refused"]
+                for name, calls in REFUSED.items()
+                for call in calls
+            )
+        ),
+        "accepted": (
+            not n["told"]["native"]["causal"]["refused"]
+            and not any(outcome["refused"] for outcome in n["square"].values())
+        ),
+        "weights": (
+            n["weights"]["right"] == [n["batch"], n["length"], n["length"]]
+            and n["weights"]["wrong"] == [n["length"], n["batch"], n["batch"]]
+        ),
+    }
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
 EXAMPLE = 8  # the token that the picture marks
@@ -274,120 +313,3 @@ def draw_dependency_map(axes: Axes, rows: list[list[int]], n: Numbers) -> None:
     axes.set_xticks(centres, names)
     axes.set_yticks(centres, names, rotation=90, va="center")
     axes.set(xlabel="input tokens", ylabel="output tokens")
-
-
-QUESTION = Question(
-    id="axis-order",
-    asks="Is it (length, batch, embed_dim) or (batch, length, embed_dim), what if I mix them up, "
-    "and which is faster?",
-    claim="The order depends on the layer, and both orders give the same output. In the wrong "
-    "order the output has the right shape and the wrong numbers: tokens attend across the batch. "
-    "The layer raises no error, unless a mask or a source has other sizes.",
-    measure=measure,
-    facts=(
-        Fact(
-            "with tokens in the layer's own order, length-first and batch-first layers return the "
-            "same output, both PyTorch's and headwise.MultiheadAttention: the largest error is "
-            "{own_order:.2f} of the error budget",
-            lambda n: n["own_order"] <= 1,
-        ),
-        Fact(
-            "a batch-first tensor {x:shape} passes through a length-first layer, PyTorch's or "
-            "headwise.MultiheadAttention, without an error, and the output has the same shape; a "
-            "length-first tensor also passes through headwise.Attention, which is batch-first",
-            lambda n: (
-                not any(by_call["alone"]["refused"] for by_call in n["told"].values())
-                and all(shape == n["x"] for shape in n["output"].values())
-            ),
-        ),
-        Fact(
-            "in the right order every output token depends on the {length} tokens of its own "
-            "sequence and on {reach[right][torch][others][1]} of others",
-            lambda n: all(
-                counts["own"] == [n["length"]] * 2 and counts["others"] == [0, 0]
-                for counts in n["reach"]["right"].values()
-            ),
-        ),
-        Fact(
-            "in the wrong order an output token depends on its own input and on the "
-            "{reach[wrong][torch][others][0]} tokens at its position in other sequences, but on no "
-            "other token of its own sequence",
-            lambda n: all(
-                counts == {"own": [1, 1], "others": [n["others"]] * 2, "position": [n["batch"]] * 2}
-                for counts in n["reach"]["wrong"].values()
-            ),
-        ),
-        Fact(
-            "in the wrong order PyTorch's layer and headwise.MultiheadAttention raise an error for "
-            "a padding mask, a causal mask and a source of another length; headwise.Attention "
-            "raises one for lengths",
-            lambda n: all(
-                n["told"][name][call]["refused"]
-                for name, calls in REFUSED.items()
-                for call in calls
-            ),
-        ),
-        Fact(
-            "a causal mask without fixed sizes (Mask.causal() of headwise.Attention) passes; if "
-            "batch and length are the same number, every mask passes",
-            lambda n: (
-                not n["told"]["native"]["causal"]["refused"]
-                and not any(outcome["refused"] for outcome in n["square"].values())
-            ),
-        ),
-        Fact(
-            "the returned attention weights show the wrong order: their shape is "
-            "{weights[wrong]:shape} instead of {weights[right]:shape}",
-            lambda n: (
-                n["weights"]["right"] == [n["batch"], n["length"], n["length"]]
-                and n["weights"]["wrong"] == [n["length"], n["batch"], n["batch"]]
-            ),
-        ),
-    ),
-    verdict="It is a convention about the order of the axes: PyTorch's default is (length, batch, "
-    "embed_dim), and batch_first=True swaps the first two. In the wrong order a call without "
-    "masks raises no error, but each token attends to its position in every sequence instead of "
-    "to its own sequence.",
-    why="The shape alone does not show which axis is the batch. In the wrong order the relative "
-    "difference of the outputs is {apart:percent}. A mask of the right sizes, or the shape of the "
-    "attention weights, reveals the mistake. Length first took {times[torch][infer]:.2f} of the "
-    "time of batch first in inference and {times[torch][train]:.2f} in training (PyTorch's layer, "
-    "{timed[batch]} sequences of {timed[length]} tokens, {timed[embed_dim]} wide, on the machine "
-    "of this run). In headwise.MultiheadAttention the ratios were {times[headwise][infer]:.2f} and "
-    "{times[headwise][train]:.2f}.",
-    caption="The same tensor, {batch} sequences of {length} tokens stored as (batch, length, "
-    "embed_dim), in two PyTorch layers. A cell is filled where an output token (row) depends on "
-    "an input token (column). The second colour marks one output token. Left: each output token "
-    "depends on all tokens of its own sequence. Right: each depends on the tokens at its own "
-    "position in all sequences. The running time is not drawn: length first took "
-    "{times[torch][infer]:.2f} of the time of batch first (inference, on the machine of this "
-    "run).",
-    draw=draw,
-    table=FactTable(
-        columns=("wrong order, with", "PyTorch", "headwise", "headwise's message"),
-        rows=(
-            *(
-                (
-                    title,
-                    f"{{told[torch][{call}][answer]}}",
-                    f"{{told[headwise][{call}][answer]}}",
-                    f"{{messages[headwise][{call}]}}",
-                )
-                for call, title in (
-                    ("alone", "no mask"),
-                    ("padding", "padding mask (batch, length)"),
-                    ("causal", "causal mask (length, length)"),
-                    ("source", "source of another length"),
-                )
-            ),
-            *(
-                (title, "–", f"{{told[native][{call}][answer]}}", f"{{messages[native][{call}]}}")
-                for call, title in (
-                    ("padding", "Mask.lengths, headwise.Attention"),
-                    ("causal", "Mask.causal, headwise.Attention"),
-                )
-            ),
-        ),
-    ),
-    varies=frozenset({"messages", "times", "own_order"}),
-)

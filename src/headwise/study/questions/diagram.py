@@ -28,7 +28,7 @@ from headwise.study.drawing import (
 from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.experiments.same_weights import shared_weights_from_projections
 from headwise.study.implementations import HeadwiseAttention
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.study.question import Numbers, fill_template
 from headwise.support.progress import Progress
 
 WORDS = 9  # of the text: few enough for every map to be drawn whole
@@ -36,6 +36,7 @@ EVERY = 4  # one of so many numbers along embed_dim is drawn
 ENLARGED = 3  # heads
 NEARLY_ALL = 0.98  # share of the numbers below the strongest colour
 NEIGHBOURS = ("the token before", "the same token", "the token after")
+VARIES = {"row_error"}
 
 
 def measure(progress: Progress) -> dict[str, Any]:
@@ -144,6 +145,24 @@ def check_sum_of_contributions(
         "order_equal": allowed.check(swapped).within,
         "order_moved": float((swapped - output).norm() / output.norm()),
         "order_of_both_equal": allowed.check(linear(reversed_heads, rows, bias)).within,
+    }
+
+
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "model": n["equal_to_model"] and n["equal_to_formula"],
+        "shapes": (
+            n["reads_all_of_x"]
+            and n["shapes"]["q"] == [n["heads"], n["length"], n["head_dim"]]
+            and n["shapes"]["weights"] == [n["heads"], n["length"], n["length"]]
+            and n["shapes"]["x"] == n["shapes"]["merged"] == n["shapes"]["output"]
+            and n["heads"] * n["head_dim"] == n["embed_dim"]
+        ),
+        "rows": n["row_error"] <= n["row_bound"],
+        "concatenated": n["concatenated"],
+        "contributions": n["sum_equal"],
+        "order": not n["order_equal"] and n["order_of_both_equal"],
     }
 
 
@@ -256,81 +275,3 @@ def write_tokens(axes: Axes, tokens: list[str], right: float, top: float, pitch:
     """Write the tokens beside their rows."""
     for row, token in enumerate(tokens):
         write_note(axes, right, top + pitch * (row + 0.5), token, align="right")
-
-
-QUESTION = Question(
-    id="diagram",
-    asks="What does the picture everybody draws look like with real numbers: embedding, heads, "
-    "concatenation, output?",
-    claim="Every head projects all of x with its own matrices and has its own attention map; the "
-    "head outputs are concatenated and multiplied by one more matrix.",
-    measure=measure,
-    facts=(
-        Fact(
-            "the layer in the picture gives {model}'s own output, and the output of the paper's "
-            "formula, within the error budget",
-            lambda n: n["equal_to_model"] and n["equal_to_formula"],
-        ),
-        Fact(
-            "all of x {shapes[x]:shape} is the input of the projections; q, k and v are "
-            "{shapes[q]:shape}, the maps are {shapes[weights]:shape}, and the output has the "
-            "shape of x",
-            lambda n: (
-                n["reads_all_of_x"]
-                and n["shapes"]["q"] == [n["heads"], n["length"], n["head_dim"]]
-                and n["shapes"]["weights"] == [n["heads"], n["length"], n["length"]]
-                and n["shapes"]["x"] == n["shapes"]["merged"] == n["shapes"]["output"]
-                and n["heads"] * n["head_dim"] == n["embed_dim"]
-            ),
-        ),
-        Fact(
-            "each of the {rows} rows of the maps sums to one within {row_error:sci}; rounding may "
-            "change the sum by {row_bound:sci}",
-            lambda n: n["row_error"] <= n["row_bound"],
-        ),
-        Fact(
-            "the input of the output projection is the concatenation of the head outputs, bit for "
-            "bit",
-            lambda n: n["concatenated"],
-        ),
-        Fact(
-            "the contributions of the {heads} heads and the bias add up to the output, within the "
-            "error budget",
-            lambda n: n["sum_equal"],
-        ),
-        Fact(
-            "concatenating the heads in reverse order changes the output (relative difference "
-            "{order_moved:percent}); reversing the heads' columns of wo as well changes nothing "
-            "beyond the error budget",
-            lambda n: not n["order_equal"] and n["order_of_both_equal"],
-        ),
-    ),
-    verdict="In the trained encoder {model}, x {shapes[x]:shape} is projected to {heads} heads of "
-    "{head_dim}. Each head has its own {length} × {length} attention map. The head outputs are "
-    "concatenated to {shapes[merged]:shape} and multiplied by the output projection wo.",
-    why="Concatenating and multiplying by wo is a sum. Each head has its own columns of wo and "
-    "adds its contribution to the output. The order of the heads has no meaning, but it must be "
-    "the same in the concatenation and in wo.",
-    caption="One forward pass from top to bottom, in layer {layer} of the {layers} layers of "
-    "{model}. From the embeddings x follow q, k and v, an attention map for each head, the head "
-    "outputs, their concatenation, and the output. Rows are the {length} tokens; in a map, rows "
-    "are queries and columns keys. Stronger colours are larger numbers, on a square-root scale; "
-    "one number in {every} is drawn. At the bottom are three enlarged maps, each with the target "
-    "of the largest share of the head's attention weights.",
-    draw=draw,
-    table=FactTable(
-        columns=("tensor", "shape", "axes"),
-        rows=(
-            ("x", "{shapes[x]:shape}", "length, embed_dim"),
-            ("wq, wk, wv, each", "{shapes[w]:shape}", "heads × head_dim, embed_dim"),
-            ("one head's rows of each", "{shapes[w_of_a_head]:shape}", "head_dim, embed_dim"),
-            ("q, k, v, each", "{shapes[q]:shape}", "heads, length, head_dim"),
-            ("attention weights", "{shapes[weights]:shape}", "heads, queries, keys"),
-            ("head outputs", "{shapes[head_outputs]:shape}", "heads, length, head_dim"),
-            ("concatenated", "{shapes[merged]:shape}", "length, heads × head_dim"),
-            ("wo", "{shapes[wo]:shape}", "embed_dim, heads × head_dim"),
-            ("output", "{shapes[output]:shape}", "length, embed_dim"),
-        ),
-    ),
-    varies=frozenset({"row_error"}),
-)

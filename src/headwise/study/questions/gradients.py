@@ -20,13 +20,21 @@ from headwise.study.experiments.gradients import (
     rounding_bounds,
     softmax_gradient,
 )
-from headwise.study.question import Fact, FactTable, Numbers, Question
+from headwise.study.question import Numbers
 from headwise.support.modes import one_thread
 from headwise.support.progress import Progress
 
 EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last is "many"
 BATCH, LENGTH = 2, 96  # LENGTH > EMBED_DIM, so that only head_dim bounds the rank
 LEARNING_RATE, STEPS = 0.05, (0, 1, *range(5, 101, 5))  # steps of the curve
+VARIES = {
+    "formula_difference",
+    "formula_share",
+    "merged",
+    "rounding",
+    "roundings",
+    "softmax_share",
+}
 
 
 @one_thread()  # small matrices
@@ -280,6 +288,40 @@ def depends_on_own_rows_only(lines: list[list[int]], blocks: int) -> bool:
     )
 
 
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "formulas": n["formula_share"] <= 1,
+        "softmax": n["softmax_share"] <= 1,
+        "sums": max(n["merged"]["scores"], n["merged"]["dP"]) <= 1 < n["merged"]["dS"],
+        "rows": (
+            depends_on_own_rows_only(n["reach"]["1"], n["many"])
+            and depends_on_own_rows_only(n["reach"][str(n["many"])], n["many"])
+        ),
+        "ranks": (
+            all(
+                rank == n["head_dim"][heads]
+                for heads, ranks in n["ranks"].items()
+                for rank in ranks
+            )
+        ),
+        "cosines": (
+            n["roundings"] > 1
+            and max(n["cosine"]["q"], n["cosine"]["k"]) < min(n["cosine"]["v"], n["cosine"]["o"])
+        ),
+        "training": (
+            all(
+                distance[0] == 0 < distance[1] < distance[-1] and distance[1] > n["rounding"][name]
+                for name, distance in n["distance"].items()
+            )
+        ),
+        "largest": (
+            max(n["moved"], key=n["moved"].get) == "o"
+            and max(n["distance"], key=lambda name: float(n["distance"][name][-1])) == "o"
+        ),
+    }
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
 WEIGHTS = {"q": "queries", "k": "keys", "v": "values", "o": "output"}
@@ -351,128 +393,3 @@ def _draw_distances(axes: Axes, n: Numbers) -> None:
         xlabel="training step",
         ylabel="relative difference",
     )
-
-
-QUESTION = Question(
-    id="gradients",
-    asks="Where do the gradients of one head and of many differ?",
-    claim="In all four weight matrices, although the formulas are the same: the scores of a head "
-    "depend only on its own rows of wq and wk, and their rank is at most head_dim. Layers with "
-    "equal weights therefore differ from the first step of training.",
-    measure=measure,
-    facts=(
-        Fact(
-            "the closed formulas agree with autograd through headwise.Attention: the largest "
-            "relative difference is {formula_difference:sci}, at most {formula_share:sci} of the "
-            "difference that rounding allows",
-            lambda n: n["formula_share"] <= 1,
-        ),
-        Fact(
-            "the formula of the softmax's step, dS = P * (dP - rowsum(P * dP)), gives autograd's "
-            "gradient of the scores: the largest difference is {softmax_share:sci} of what "
-            "rounding allows",
-            lambda n: n["softmax_share"] <= 1,
-        ),
-        Fact(
-            "up to this step one head has the sums of the {many} heads, within rounding. Its dP is "
-            "the sum of theirs; its scores are the sum of theirs divided by the root of {many}. "
-            "After this step dS of the one head and the sum of dS of {many} heads have a "
-            "relative difference of {merged[apart]:percent}",
-            lambda n: max(n["merged"]["scores"], n["merged"]["dP"]) <= 1 < n["merged"]["dS"],
-        ),
-        Fact(
-            "the scores of each of {many} heads have a gradient in the head's own rows of wq and "
-            "wk, and exactly zero in all other weights. The scores of a single head have a "
-            "gradient in all rows of both",
-            lambda n: (
-                depends_on_own_rows_only(n["reach"]["1"], n["many"])
-                and depends_on_own_rows_only(n["reach"][str(n["many"])], n["many"])
-            ),
-        ),
-        Fact(
-            "over {length} tokens the scores have rank {ranks[1]:list} with one head, "
-            "{ranks[2]:list} with two and {ranks[8]:list} with {many}; every rank equals head_dim",
-            lambda n: all(
-                rank == n["head_dim"][heads]
-                for heads, ranks in n["ranks"].items()
-                for rank in ranks
-            ),
-        ),
-        Fact(
-            "the gradients of one head and of {many} are least alike in wq and wk: the cosines are "
-            "{cosine[q]:.2f} and {cosine[k]:.2f}, against {cosine[v]:.2f} in wv and "
-            "{cosine[o]:.2f} in wo. Weights, input and gradient of the output are the same. Each "
-            "difference is at least {roundings:sci} times the difference that rounding allows",
-            lambda n: (
-                n["roundings"] > 1
-                and max(n["cosine"]["q"], n["cosine"]["k"])
-                < min(n["cosine"]["v"], n["cosine"]["o"])
-            ),
-        ),
-        Fact(
-            "trained from the same weights, wq of one head and of {many} have a relative "
-            "difference of {distance[q][1]:percent} after one step and {distance[q][-1]:percent} "
-            "after {steps[-1]}. The other matrices also part. Weights that start with a difference "
-            "in the last digit only end {rounding[q]:sci} apart in wq",
-            lambda n: all(
-                distance[0] == 0 < distance[1] < distance[-1] and distance[1] > n["rounding"][name]
-                for name, distance in n["distance"].items()
-            ),
-        ),
-        Fact(
-            "in the end wo differs most, and training has changed wo most: by {moved[o]:percent} "
-            "of its initial size, wq by {moved[q]:percent}",
-            lambda n: (
-                max(n["moved"], key=n["moved"].get) == "o"
-                and max(n["distance"], key=lambda name: float(n["distance"][name][-1])) == "o"
-            ),
-        ),
-    ),
-    verdict="In all four weight matrices, and in direction most in wq and wk. With one head a "
-    "single softmax determines the gradient of every row; with {many} heads each softmax "
-    "determines only its head's rows. The cosine of the two gradients is {cosine[q]:.2f} in wq but "
-    "{cosine[v]:.2f} in wv.",
-    why="The softmax's step is the only place where one head and {many} differ. Backward it is "
-    "dS = P * (dP - rowsum(P * dP)), separately in each head. P are the head's attention weights, "
-    "dP = G wo vᵀ their gradient, dS the gradient of the scores; * multiplies entry by entry, and "
-    "rowsum adds up a query's keys. "
-    "G is the gradient of the layer's output. Every other step is a matrix product of the same "
-    "numbers: up to the softmax's step the scores and dP of one head are sums of those of {many}. "
-    "But one head has one P and one dS for all its columns, and {many} heads have one each for "
-    "their own columns. Both wq and wk get their gradients through dS alone; wv and wo get theirs "
-    "through P, and differ less. Narrower heads also have scores of lower rank: over {length} "
-    "tokens the rank is {ranks[1][0]} with one head, {ranks[2][0]} with two and {ranks[8][0]} with "
-    "{many}, which is head_dim. In the table x is the input and o = P v a head's output.",
-    caption="Above: the columns are parts of the four weight matrices (of wq, wk and wv the rows "
-    "that belong to one of {many} heads, of wo the columns). Coloured: the head's scores have a "
-    "gradient there; grey: the gradient is exactly zero. Below, left: the cosine between the "
-    "gradients of the same loss in layers with one head and with {many} and equal weights. Right: "
-    "the difference of both layers' weights after gradient descent from these weights towards the "
-    "same random targets, relative to the weights with {many} heads. The largest difference is in "
-    "wo, and training changes wo most: by {moved[o]:percent} of its initial size, wq by "
-    "{moved[q]:percent}.",
-    draw=draw,
-    table=FactTable(
-        columns=("matrix", "gradient per head", "cosine", "difference, first step", "last step"),
-        rows=(
-            *(
-                (
-                    f"w{name} ({word})",
-                    formula,
-                    f"{{cosine[{name}]:.2f}}",
-                    f"{{distance[{name}][1]:percent}}",
-                    f"{{distance[{name}][-1]:percent}}",
-                )
-                for (name, word), formula in zip(
-                    WEIGHTS.items(),
-                    ("scale × (dS k)ᵀ x", "scale × (dSᵀ q)ᵀ x", "(Pᵀ G wo)ᵀ x", "Gᵀ o"),
-                    strict=True,
-                )
-            ),
-            ("(the softmax)", "dS = P * (dP - rowsum(P * dP))", "–", "–", "–"),
-        ),
-    ),
-    varies=frozenset(
-        {"formula_share", "formula_difference", "softmax_share", "merged", "roundings", "rounding"}
-    ),
-)

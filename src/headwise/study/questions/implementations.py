@@ -11,10 +11,7 @@ from headwise.study.experiments import conventions, same_weights
 from headwise.study.experiments.same_weights import EMBED_DIM, NUM_HEADS
 from headwise.study.implementations import IMPLEMENTATIONS, PEERS, REWRITTEN
 from headwise.study.question import (
-    Fact,
-    FactTable,
     Numbers,
-    Question,
     fill_template,
     format_scientific,
 )
@@ -35,13 +32,17 @@ NAMED = {
     "interleaved": "heads interleaved",
     "scale": "factor",
 }
-TABLE = {
-    "boolean": "True in a mask",
-    "empty_row": "query without keys",
-    "dropped": "dropout on",
-    "weights": "weights returned per",
-    "weights_in_training": "weights in training",
-    "block": "also inside",
+TABLE = ("boolean", "empty_row", "dropped", "weights", "weights_in_training", "block")
+VARIES = {
+    "allowed",
+    "largest_pair",
+    "largest_share",
+    "largest_share_of_a_model",
+    "least_misread_share",
+    "misread_share",
+    "pairs",
+    "share",
+    "share_of_a_model",
 }
 
 
@@ -123,6 +124,29 @@ def paths_differ(paths: Numbers) -> bool:
     )
 
 
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "random-weights": (
+            max(n["largest_share"]["plain"], n["largest_share"]["masked"]) <= 1
+            and n["each_pair_within"]
+        ),
+        "biases": max(n["largest_share"]["biased"], n["largest_share_of_a_model"]) <= 1,
+        "misread": n["least_misread_share"] > 1,
+        "float64": (n["outside_in_float64"] == n["narrow_softmax"]),
+        "masks": has_several_kinds(n, "boolean") and has_several_kinds(n, "empty_row"),
+        "dropout": has_several_kinds(n, "dropped") and n["idle_dropout"] != "none",
+        "blocks": (
+            has_several_kinds(n, "block")
+            and n["blocks_are_sums"]
+            and n["orders_of_weights"] > 1
+            and n["narrowest_start"] < n["widest_start"]
+        ),
+        "one-class": paths_differ(n["one_class"]),
+        "causes": n["misread_causes"] == NAMED,
+    }
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
 
@@ -187,124 +211,3 @@ def draw_differences(
             if value == 0:
                 axes.text(column + 0.5, row + 0.5, "=", color=SOFT, ha="center", va="center")
     axes.text(columns + 0.2, -0.1, "at most", color=SOFT, va="bottom")
-
-
-QUESTION = Question(
-    id="implementations",
-    asks="Are the implementations the same?",
-    claim="With the same weights they give the same output, up to rounding. Their conventions "
-    "around the formula differ: masks, dropout, residual and norm, the returned attention weights, "
-    "and the initialisation.",
-    measure=measure,
-    facts=(
-        Fact(
-            "each of the {count} implementations is within the error budget of the float64 result: "
-            "they use at most {largest_share[plain]:percent} without a mask, and "
-            "{largest_share[masked]:percent} with a causal and padding mask in their own "
-            "convention. Any two differ by no more than rounding allows both",
-            lambda n: (
-                max(n["largest_share"]["plain"], n["largest_share"]["masked"]) <= 1
-                and n["each_pair_within"]
-            ),
-        ),
-        Fact(
-            "with biases, the implementations that have them (not {without_biases}) use at most "
-            "{largest_share[biased]:percent}. With the weights and tokens of the {layers} layers "
-            "of {model}, these and the model itself use at most "
-            "{largest_share_of_a_model:percent}",
-            lambda n: max(n["largest_share"]["biased"], n["largest_share_of_a_model"]) <= 1,
-        ),
-        Fact(
-            "misread weights do not pass this test: their error is at least "
-            "{least_misread_share:,.0f} times the error budget",
-            lambda n: n["least_misread_share"] > 1,
-        ),
-        Fact(
-            "in float64 all outputs are within the smaller error budget, except those of "
-            "{who_narrows}, whose softmax stays in float32",
-            lambda n: n["outside_in_float64"] == n["narrow_softmax"],
-        ),
-        Fact(
-            "True in a boolean mask hides the key ({who[boolean][hides the key]}), keeps it "
-            "({who[boolean][keeps the key]}) or adds one to its score "
-            "({who[boolean][adds 1 to the score]}). A hidden score is {fills}. A query without "
-            "keys gets NaN ({who[empty_row][NaN]}), the mean of all values "
-            "({who[empty_row][mean of all values]}) or zeros ({who[empty_row][zeros]})",
-            lambda n: has_several_kinds(n, "boolean") and has_several_kinds(n, "empty_row"),
-        ),
-        Fact(
-            "dropout acts on the attention weights ({who[dropped][attention weights]}), on the "
-            "output ({who[dropped][output]}) or on both ({who[dropped][both]}). Some have a "
-            "dropout module that they never call ({idle_dropout})",
-            lambda n: has_several_kinds(n, "dropped") and n["idle_dropout"] != "none",
-        ),
-        Fact(
-            "some blocks include a residual and a norm ({who[block][residual, norm]}): the output "
-            "is the norm of input plus attention, bit for bit. Attention weights are returned in "
-            "{orders_of_weights} orders of axes. The initial standard deviation of wo is "
-            "{narrowest_start:.4f} to {widest_start:.3f}. In {copies_of_one} all four matrices are "
-            "copies of one until the model initialises them",
-            lambda n: (
-                has_several_kinds(n, "block")
-                and n["blocks_are_sums"]
-                and n["orders_of_weights"] > 1
-                and n["narrowest_start"] < n["widest_start"]
-            ),
-        ),
-        Fact(
-            "even one class can have two conventions: with need_weights=False and no gradients, "
-            "PyTorch's layer gives a query without keys {one_class[torch_in_evaluation]} in "
-            "evaluation and {one_class[torch_in_training]} in training. In GPT-2's class, True "
-            "in a mask {one_class[gpt2_boolean][eager]} in the eager implementation and "
-            "{one_class[gpt2_boolean][sdpa]} in sdpa. Without a mask a query attends to later "
-            "keys in eager ({one_class[gpt2_sees_ahead][eager]:yesno}) and in sdpa "
-            "({one_class[gpt2_sees_ahead][sdpa]:yesno})",
-            lambda n: paths_differ(n["one_class"]),
-        ),
-        Fact(
-            "headwise.compare names the four mistakes: {misread[transposed]} "
-            "({misread_causes[transposed]}), {misread[exchanged]} ({misread_causes[exchanged]}), "
-            "{misread[interleaved]} ({misread_causes[interleaved]}), {misread[scale]} "
-            "({misread_causes[scale]}, here of wq)",
-            lambda n: n["misread_causes"] == NAMED,
-        ),
-    ),
-    verdict="They compute the same formula: with the same weights, {count} implementations agree "
-    "within {largest_pair:sci}, which is rounding. They differ around the formula: in masks, "
-    "dropout, residuals, returned attention weights and initialisation (table below).",
-    why="All compute the same formula. They store its matrices packed, transposed or head by head "
-    "and sum in another order, so only the last bits differ. Masks, dropout and initial weights "
-    "are not part of the formula, and every implementation chose its own conventions.",
-    caption="Above: the rows and columns are {count} implementations, and a square is the largest "
-    "difference between the outputs of two. The standard deviation of the outputs is "
-    "{typical_output:.1f}; = means that every bit agrees. Rewritten here from their source: "
-    "{written_anew} (the paper is “Attention Is All You Need”; the example is from einops' "
-    "documentation). The others run from installed packages; the last {own} are headwise's. "
-    "Below: four mistakes in porting weights, each far beyond rounding; the last divides scores by "
-    "√embed_dim instead of √head_dim.",
-    draw=draw,
-    table=FactTable(
-        columns=("implementation", *TABLE.values(), "initial std of wo"),
-        rows=tuple(
-            (
-                f"{{names[{key}]}}",
-                *(f"{{conventions[{key}][{what}]}}" for what in TABLE),
-                f"{{out[{key}]:.3f}}",
-            )
-            for key in CODE
-        ),
-    ),
-    varies=frozenset(
-        {
-            "pairs",
-            "largest_pair",
-            "allowed",
-            "share",
-            "largest_share",
-            "misread_share",
-            "least_misread_share",
-            "share_of_a_model",
-            "largest_share_of_a_model",
-        }
-    ),
-)

@@ -34,7 +34,7 @@ from headwise.study.drawing import (
     style_axes,
 )
 from headwise.study.experiments.measures import count_parameters
-from headwise.study.question import Fact, FactTable, Numbers, Question
+from headwise.study.question import Numbers
 from headwise.support.modes import one_thread
 from headwise.support.progress import Progress
 
@@ -50,6 +50,17 @@ SEEDS, FEWER_SEEDS, FIRST_SEED = 5, 3, 1  # fewer for the additional layers
 STEPS, POOLED, TEST = 200, 4, 1024  # a point of a curve is the mean of POOLED steps; texts
 STANDARD_ERRORS = 4  # a larger difference is not chance
 MAPPED = (1, 2, 4)  # heads of the layers whose maps are drawn
+VARIES = {
+    "blend",
+    "closed",
+    "curves",
+    "ends",
+    "looks",
+    "luck",
+    "maps",
+    "own",
+    "roles",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,11 +238,29 @@ def round_matrix(values: Tensor) -> list[list[float]]:
     return [[round(value, 3) for value in row] for row in values.tolist()]
 
 
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "parameters": len({n["parameters"][str(heads)] for heads in n["heads"]}) == 1,
+        "one-head": min(n["ends"][k]["best"] for k in ("1", "wide")) >= n["half"] - n["luck"],
+        "two-heads": n["ends"]["2"]["worst"] < n["half"],
+        "apart": n["own"]["apart"] and n["own"]["least"] > HALF,
+        "switched-off": n["closed"]["other"] < n["half"] < n["closed"]["own"],
+        "more-heads": (
+            all(
+                n["ends"][name]["worst"] < n["half"]
+                and n["ends"][name]["median"] > n["ends"]["2"]["median"]
+                for name in ("4", "8")
+            )
+        ),
+        "one-lookup": n["ends"]["one_lookup"]["worst"] < n["half"],
+    }
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
 FEW = {"1": "one head", "2": "two heads", "4": "four heads", "8": "eight heads"}
 COLOURS = dict(zip(FEW, SERIES, strict=False))
-ENDS = ("best", "worst")
 
 
 def draw(figure: Figure, n: Numbers) -> None:
@@ -299,102 +328,3 @@ def _draw_maps(figure: Any, n: Numbers) -> None:
     bar.set_ticks([0, 0.01, 0.1, 0.5, 1], labels=["0", "1 %", "10 %", "50 %", "100 %"])
     bar.outline.set_visible(False)
     bar.set_label("attention weight, on a square-root scale")
-
-
-QUESTION = Question(
-    id="learning",
-    asks="Can heads learn different things, and does it pay?",
-    claim="Yes, if a task needs more than one lookup at once: each of two heads learns one of two "
-    "lookups, a single head does not learn both, and more than two heads are no better.",
-    measure=measure,
-    facts=(
-        Fact(
-            "layers with {heads:list} heads have the same number of parameters, {parameters[1]:,}",
-            lambda n: len({n["parameters"][str(heads)] for heads in n["heads"]}) == 1,
-        ),
-        Fact(
-            "one head left at least half of the error, within the chance of the test: "
-            "{ends[1][best]:.3f} in the best of {seeds} seeds; a head {wider} times as wide "
-            "({parameters[wide]:,} parameters) left {ends[wide][best]:.3f}",
-            lambda n: min(n["ends"][k]["best"] for k in ("1", "wide")) >= n["half"] - n["luck"],
-        ),
-        Fact(
-            "two heads left less than half from every seed: at most {ends[2][worst]:percent}",
-            lambda n: n["ends"]["2"]["worst"] < n["half"],
-        ),
-        Fact(
-            "from every seed each of two heads learned one lookup, and put more than half of its "
-            "attention weight on the lookup's token, at least {own[least]:percent}",
-            lambda n: n["own"]["apart"] and n["own"]["least"] > HALF,
-        ),
-        Fact(
-            "with one of two heads switched off, the error of that head's lookup is at least "
-            "{closed[own]:percent}, and of the other head's lookup at most {closed[other]:percent}",
-            lambda n: n["closed"]["other"] < n["half"] < n["closed"]["own"],
-        ),
-        Fact(
-            "four and eight heads also left less than half from every seed, but their median "
-            "error is larger than with two heads: {ends[4][median]:percent} and "
-            "{ends[8][median]:percent} against {ends[2][median]:percent}",
-            lambda n: all(
-                n["ends"][name]["worst"] < n["half"]
-                and n["ends"][name]["median"] > n["ends"]["2"]["median"]
-                for name in ("4", "8")
-            ),
-        ),
-        Fact(
-            "in a task with a single lookup one head learned it from every seed: "
-            "{ends[one_lookup][worst]:percent} of the error was left in the worst seed",
-            lambda n: n["ends"]["one_lookup"]["worst"] < n["half"],
-        ),
-    ),
-    verdict="Yes, on a small made-up task with two lookups. A head returns one average, and a "
-    "single head left at least half of the error. Two heads learned one lookup each and left at "
-    "most {ends[2][worst]:percent}; four and eight heads left more after {steps} steps.",
-    why="An average of two values is neither of them. If the attention weights do not depend on "
-    "the values, one average provably leaves at least half of the error, for any width of the "
-    "head. A trained head's weights may depend on the values, but no trained head left clearly "
-    "less than half, not even a head {wider} times as wide. Two heads return two averages. Four "
-    "and eight heads still have only two lookups. Several heads learn the same lookup, each for a "
-    "narrower part of the value, and learn more slowly.",
-    caption="The task: each of {length} tokens must predict two values, that of the token before "
-    "it and that of a token it names. Above, left: the error on a logarithmic scale, as a share of "
-    "the error of predicting nothing. Lines are the median and bands the range of {seeds} seeds. "
-    "Right, in the same colours: each dot is a trained head, placed by its mean attention weight "
-    "on these two tokens. Most heads are near a corner, with one lookup. Single heads are in "
-    "between. Below: attention weights of one seed's layers on one text, a row for each query, "
-    "with the head's mean over all texts; the line beside the diagonal is the token before.",
-    draw=draw,
-    table=FactTable(
-        columns=(
-            "layer",
-            "error, best seed",
-            "error, worst seed",
-            "heads: token before",
-            "heads: named token",
-            "weight on it",
-            "weight on other",
-        ),
-        rows=(
-            *(
-                (
-                    words,
-                    *(f"{{ends[{heads}][{end}]:percent}}" for end in ENDS),
-                    *(f"{{roles[{heads}][{lookup}]}}" for lookup in LOOKUPS),
-                    *(f"{{blend[{heads}][{share}]:percent}}" for share in ("more", "less")),
-                )
-                for heads, words in FEW.items()
-            ),
-            *(
-                (title, *(f"{{ends[{name}][{end}]:percent}}" for end in ENDS), *["–"] * 4)
-                for name, title in (
-                    ("wide", "one wide head"),
-                    ("one_lookup", "one lookup to do"),
-                )
-            ),
-        ),
-    ),
-    varies=frozenset(
-        {"luck", "ends", "curves", "own", "closed", "looks", "roles", "blend", "maps"}
-    ),
-)

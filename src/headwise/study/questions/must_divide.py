@@ -27,7 +27,7 @@ from headwise.study.drawing import (
 from headwise.study.einops_block import EinopsPostNormBlock
 from headwise.study.experiments.measures import count_parameters, layer_error_budget
 from headwise.study.implementations import SharedWeights
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.study.question import Numbers, fill_template
 from headwise.support.progress import Progress
 
 EMBED_DIM = 40
@@ -36,6 +36,7 @@ BATCH, QUERIES, KEYS = 3, 24, 29
 GRID_HEADS = tuple(range(1, 13))
 GRID_HEAD_DIMS = (1, 2, 3, 4, 5, 7, 8, 10, 13, 20, 40)
 TORCH_HEADS, KEY_WIDTH, VALUE_WIDTH = 8, 29, 23  # torch calls the widths kdim and vdim
+VARIES = {"refusal"}
 
 
 def measure(progress: Progress) -> dict[str, Any]:
@@ -158,6 +159,29 @@ def check_torch_key_value_widths() -> dict[str, Any]:
     }
 
 
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "free-sizes": n["free"]["within"] and n["sizes"]["remainder"] > 0,
+        "pairs": n["pairs_right"] == n["pairs"],
+        "einops": n["page"]["within"],
+        "divisors": n["heads_torch_takes"] == n["heads_that_divide"],
+        "parameters": (
+            n["one_count_for_each_product"]
+            and len(n["parameters_of_torch"]) == 1
+            and n["parameters"] == n["parameters_of_torch"]
+        ),
+        "input-widths": (
+            n["torch_crossed"]["within"]
+            and n["crossed"]["within"]
+            and n["torch_head_dim"] * n["torch_heads"] == n["sizes"]["embed_dim"]
+            and n["q_weight_of_torch"] == [n["sizes"]["embed_dim"]] * 2
+            and n["k_weight_of_torch"] == [n["sizes"]["embed_dim"], n["key_width"]]
+            and n["v_weight_of_torch"] == [n["sizes"]["embed_dim"], n["value_width"]]
+        ),
+    }
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
 WIDTHS, PITCH, THICK = 4.12, 0.5, 0.22  # top of the lower half, row pitch, block height
@@ -270,119 +294,3 @@ def draw_input_widths(axes: Axes, n: Numbers) -> None:
             left = PROJECTED + SCALE * head_dim * head
             wide = SCALE * head_dim - 0.03
             draw_block(axes, left, top, wide, THICK, colour=SERIES[1], label=str(head_dim))
-
-
-QUESTION = Question(
-    id="must-divide",
-    asks="Must embed_dim be divisible by the number of heads? And are kdim and vdim head_dim times "
-    "heads?",
-    claim="Only in PyTorch's layer, by convention: with a free head_dim and value_dim the paper's "
-    "formula holds for any sizes. kdim and vdim are widths of inputs.",
-    measure=measure,
-    facts=(
-        Fact(
-            "{sizes[heads]} heads with head_dim {sizes[head_dim]} and value_dim "
-            "{sizes[value_dim]} on embed_dim {sizes[embed_dim]} (remainder {sizes[remainder]}) "
-            "give the paper's formula within the error budget. The weight matrices are "
-            "{q_weight:shape} for queries, {v_weight:shape} for values and {out_weight:shape} for "
-            "the output",
-            lambda n: n["free"]["within"] and n["sizes"]["remainder"] > 0,
-        ),
-        Fact(
-            "{pairs_right} of {pairs} other pairs of heads and head_dim give the formula too",
-            lambda n: n["pairs_right"] == n["pairs"],
-        ),
-        Fact(
-            "headwise's EinopsPostNormBlock, the block of einops' documentation, also has a free "
-            "head_dim and value_dim, and gives the formula",
-            lambda n: n["page"]["within"],
-        ),
-        Fact(
-            "of the numbers of heads up to {heads_tried}, PyTorch's layer accepts the divisors of "
-            "{sizes[embed_dim]} ({heads_that_divide:list}) and no other",
-            lambda n: n["heads_torch_takes"] == n["heads_that_divide"],
-        ),
-        Fact(
-            "the number of parameters depends only on heads × head_dim; if this product is "
-            "{sizes[embed_dim]}, the layer has {parameters[0]:,} parameters, and PyTorch's layer "
-            "with any number of heads {parameters_of_torch[0]:,}",
-            lambda n: (
-                n["one_count_for_each_product"]
-                and len(n["parameters_of_torch"]) == 1
-                and n["parameters"] == n["parameters_of_torch"]
-            ),
-        ),
-        Fact(
-            "with kdim {key_width} and vdim {value_width} PyTorch's layer has weight matrices "
-            "{q_weight_of_torch:shape}, {k_weight_of_torch:shape} and {v_weight_of_torch:shape}. "
-            "It still has {torch_heads} heads of {torch_head_dim}, and gives the formula for keys "
-            "and values of these widths, as headwise.Attention with source_dim {key_width} does",
-            lambda n: (
-                n["torch_crossed"]["within"]
-                and n["crossed"]["within"]
-                and n["torch_head_dim"] * n["torch_heads"] == n["sizes"]["embed_dim"]
-                and n["q_weight_of_torch"] == [n["sizes"]["embed_dim"]] * 2
-                and n["k_weight_of_torch"] == [n["sizes"]["embed_dim"], n["key_width"]]
-                and n["v_weight_of_torch"] == [n["sizes"]["embed_dim"], n["value_width"]]
-            ),
-        ),
-    ),
-    verdict="In PyTorch's layer yes, because it sets head_dim = embed_dim / num_heads. Attention "
-    "itself does not need this: {sizes[heads]} heads of {sizes[head_dim]} work on embed_dim "
-    "{sizes[embed_dim]}. And no: kdim and vdim are the widths of the inputs to k and v, by "
-    "default embed_dim.",
-    why="A head projects to its own head_dim, and the output projection maps heads × value_dim "
-    "to any width. So no size has to divide another. PyTorch's convention has an advantage: the "
-    "number of parameters is the same for every number of heads.",
-    caption="Above: each dot is a layer that gives the formula of Attention Is All You Need (the "
-    "paper). The values of head_dim are not evenly spaced. Below: the widths of the three inputs "
-    "of PyTorch's layer with kdim {key_width} and vdim {value_width}, to scale, and of q, k and v "
-    "made from them.",
-    draw=draw,
-    table=FactTable(
-        columns=("layer", "heads", "head_dim", "value_dim", "key, value inputs", "result"),
-        rows=(
-            (
-                "headwise.Attention",
-                "{sizes[heads]}",
-                "{sizes[head_dim]}",
-                "{sizes[value_dim]}",
-                "{sizes[embed_dim]}, {sizes[embed_dim]}",
-                "{free[output]:shape}",
-            ),
-            (
-                "headwise's EinopsPostNormBlock",
-                "{sizes[heads]}",
-                "{sizes[head_dim]}",
-                "{sizes[value_dim]}",
-                "{sizes[embed_dim]}, {sizes[embed_dim]}",
-                "{page[output]:shape}",
-            ),
-            (
-                "headwise.Attention",
-                "{sizes[heads]}",
-                "{sizes[head_dim]}",
-                "{sizes[head_dim]}",
-                "{key_width}, {key_width}",
-                "{crossed[output]:shape}",
-            ),
-            (
-                "PyTorch's layer",
-                "{torch_heads}",
-                "{torch_head_dim}",
-                "{torch_head_dim}",
-                "{key_width}, {value_width}",
-                "{torch_crossed[output]:shape}",
-            ),
-            (
-                "PyTorch's layer",
-                "{sizes[heads]}",
-                "–",
-                "–",
-                "{sizes[embed_dim]}, {sizes[embed_dim]}",
-                "refused: {refusal}",
-            ),
-        ),
-    ),
-    varies=frozenset({"refusal"}),
-)

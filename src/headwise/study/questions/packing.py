@@ -30,7 +30,7 @@ from headwise.study.implementations import (
     SharedWeights,
     TorchLayer,
 )
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.study.question import Numbers, fill_template
 from headwise.support.progress import Progress
 
 PARTS = 3  # queries, keys, values
@@ -38,6 +38,7 @@ EMBED_DIM, HEADS = 768, 12  # GPT-2's
 BATCH, QUERIES, KEYS = 2, 48, 64
 TOKENS, ROUNDS = 256, 16  # of the timing
 SHOWN_HEAD = 4  # in a strong colour in the picture
+VARIES = {"cross_attention", "self_attention", "times"}
 
 
 @dataclass(frozen=True)
@@ -262,30 +263,25 @@ def projection_times(layers: PackedLayers) -> dict[str, float]:
     return relative_times(functions, against="packed", rounds=ROUNDS)
 
 
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "bits": all(n["kept"].values()),
+        "self-attention": n["self_attention"] <= 1,
+        "cross-attention": n["cross_attention"] <= 1,
+        "order": not n["wrong_order"]["within"],
+        "objects": n["nan"] == n["objects_outside"] == 0,
+    }
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
-# The form, a layer that uses it, the stored shapes, and head h's part of them.
-TITLES = {
-    "per_head": ("a matrix a head", "the paper", "{[0][count]} of {[0][shape]:shape}", "matrix h"),
-    "separate": (
-        "q, k, v",
-        "headwise.Attention",
-        "{[0][count]} of {[0][shape]:shape}",
-        "head_dim rows from h × head_dim",
-    ),
-    "q_kv": (
-        "q; k with v",
-        "cross-attention",
-        "{[0][shape]:shape}, {[1][shape]:shape}",
-        "the same; v below k",
-    ),
-    "packed": ("all in one", "PyTorch", "{[0][shape]:shape}", "the same; k below q, v below k"),
-    "transposed": (
-        "all in one, transposed",
-        "GPT-2",
-        "{[0][shape]:shape}",
-        "the same in columns; k right of q, v right of k",
-    ),
+TITLES = {  # the form, and a layer that uses it
+    "per_head": ("a matrix a head", "the paper"),
+    "separate": ("q, k, v", "headwise.Attention"),
+    "q_kv": ("q; k with v", "cross-attention"),
+    "packed": ("all in one", "PyTorch"),
+    "transposed": ("all in one, transposed", "GPT-2"),
 }
 GAP, STRIP = 0.14, 0.03  # in units: between matrices, and between those that are small
 UNIT = 0.66  # inches: embed_dim
@@ -305,7 +301,7 @@ def draw(figure: Figure, n: Numbers) -> None:
             box = (left + UNIT * x, TOP + UNIT * y, UNIT * wide, UNIT * high)
             strong = head == n["shown_head"]
             draw_block(axes, *box, colour=SERIES[part], alpha=1.0 if strong else 0.3)
-        title, where, *_ = TITLES[name]
+        title, where = TITLES[name]
         write_heading(axes, centre, 0.18, title, align="center")
         write_note(axes, centre, 0.38, where, align="center")
         for line, run in enumerate(n["stored"][name]):
@@ -330,69 +326,3 @@ def _matrix_rectangles(form: PackingForm, heads: int) -> list[tuple[float, float
         return [(count * wide, 0.0, wide, 1.0) for count in range(sum(form.sizes))]
     gaps = [GAP * matrix for matrix, size in enumerate(form.sizes) for _ in range(size)]
     return [(0.0, count * wide + gap, 1.0, wide) for count, gap in enumerate(gaps)]
-
-
-QUESTION = Question(
-    id="packing",
-    asks="Is one packed matrix the same as many small ones?",
-    claim="Yes. The same numbers are stored in another order, and the output is the same up to "
-    "rounding. One object or copies for queries, keys and values make no difference either.",
-    measure=measure,
-    facts=(
-        Fact(
-            "each of the {forms} forms holds each of the {weights:,} weights once, at the position "
-            "of its index map, with no bit changed; headwise.MultiheadAttention, "
-            "headwise.Attention and GPT-2's layer each store one of these forms",
-            lambda n: all(n["kept"].values()),
-        ),
-        Fact(
-            "in self-attention the outputs of all forms and layers, with PyTorch's layer, use at "
-            "most {self_attention:percent} of the error budget",
-            lambda n: n["self_attention"] <= 1,
-        ),
-        Fact(
-            "in cross-attention, with keys and values from another text, the layers of PyTorch and "
-            "headwise and every form with more than one matrix use at most "
-            "{cross_attention:percent} of the error budget",
-            lambda n: n["cross_attention"] <= 1,
-        ),
-        Fact(
-            "the order matters: reading the packed matrix as q, k and v of each head in turn gives "
-            "another output (relative difference {wrong_order[difference]:percent})",
-            lambda n: not n["wrong_order"]["within"],
-        ),
-        Fact(
-            "q, k and v as one object or as equal copies give the same output, also for a text "
-            "that is all padding: {nan} NaN and {objects_outside} numbers outside the error budget "
-            "in headwise. PyTorch's layer gives {torch_nan[one]:,} NaN for one object and "
-            "{torch_nan[three]:,} for copies",
-            lambda n: n["nan"] == n["objects_outside"] == 0,
-        ),
-    ),
-    verdict="Yes: the packed matrix holds the {small} small ones (q, k and v of {heads} heads) "
-    "number for number, and in every form of storage the outputs are equal up to rounding.",
-    why="Each output of a projection is computed from the input and its own row of the matrix. The "
-    "rows of many matrices can therefore be stored as one matrix, and the outputs split again. You "
-    "only need to know the order, and whether the outputs are rows (PyTorch's Linear) or columns "
-    "(GPT-2). Packing saves calls, not arithmetic: on one CPU thread the projections of {tokens} "
-    "tokens take {times[per_head]:.2f} times as long with {small} small matrices as with one (the "
-    "last column of the table).",
-    caption="The weight matrices of q, k and v in one layer (embed_dim {embed_dim}, {heads} "
-    "heads of head_dim {head_dim}), drawn to scale as {forms} forms store them. A strip is one "
-    "head's small matrix: upright where its outputs are columns, flat where they are rows. The "
-    "paper is Attention Is All You Need.",
-    draw=draw,
-    table=FactTable(
-        columns=("form", "stored as", "head h's part", "time"),
-        rows=tuple(
-            (
-                f"{title} ({where})",
-                shapes.replace("{", f"{{stored[{name}]"),
-                rows,
-                f"{{times[{name}]:.2f}}",
-            )
-            for name, (title, where, shapes, rows) in TITLES.items()
-        ),
-    ),
-    varies=frozenset({"times", "self_attention", "cross_attention"}),
-)

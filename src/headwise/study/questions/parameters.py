@@ -11,7 +11,7 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.study.drawing import SERIES, Figure, label_point, style_axes
 from headwise.study.experiments.measures import count_parameters
 from headwise.study.implementations import Paper
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.study.question import Numbers, fill_template
 from headwise.support.progress import Progress
 
 EMBED_DIM = 512
@@ -61,6 +61,16 @@ def shape_as_list(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "tensors": n["same_tensors"],
+        "packed": n["one_by_one"] == n["packed"],
+        "head-dim": n["width_of_a_head_fixed"]["1"] < n["width_of_a_head_fixed"]["16"],
+        "kv-heads": n["grouped"]["1"] < n["grouped"]["8"],
+    }
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
 
@@ -105,56 +115,3 @@ def draw(figure: Figure, n: Numbers) -> None:
     axes.set_xticks(shown, [str(heads) for heads in shown])
     names = {"xlabel": "number of heads", "ylabel": "parameters, millions"}
     style_axes(axes, ylim=(0, 1.1 * fixed[-1]), **names)
-
-
-QUESTION = Question(
-    id="parameters",
-    asks="Does the number of heads change the number of parameters?",
-    claim="No, if the heads share embed_dim: every tensor keeps its shape. Yes, if you choose "
-    "head_dim yourself, or if heads share keys and values.",
-    measure=measure,
-    facts=(
-        Fact(
-            "PyTorch's layer and headwise.MultiheadAttention have the same parameters, by name and "
-            "shape, for every number of heads that divides {embed_dim}: {head_counts:list}",
-            lambda n: n["same_tensors"],
-        ),
-        Fact(
-            "in the form of Attention Is All You Need, each of {heads} heads has a matrix "
-            "{one_of_a_head:shape} for its queries, its keys and its values. Together they have "
-            "{one_by_one:,} numbers, as many as PyTorch's packed in_proj_weight: {packed:,}",
-            lambda n: n["one_by_one"] == n["packed"],
-        ),
-        Fact(
-            "with head_dim = {head_dim} for any number of heads, one head has "
-            "{width_of_a_head_fixed[1]:,} parameters and sixteen have "
-            "{width_of_a_head_fixed[16]:,}",
-            lambda n: n["width_of_a_head_fixed"]["1"] < n["width_of_a_head_fixed"]["16"],
-        ),
-        Fact(
-            "a layer of {heads} heads that share one kv head has {grouped[1]:,} parameters; with "
-            "a kv head for each head it has {grouped[8]:,}",
-            lambda n: n["grouped"]["1"] < n["grouped"]["8"],
-        ),
-    ),
-    verdict="No: PyTorch's layer of width {embed_dim} has {width_shared[8]:,} parameters with "
-    "every number of heads that divides {embed_dim}. More heads are narrower heads. The "
-    "number grows only if you choose head_dim yourself, as with Keras' key_dim.",
-    why="Each head projects to head_dim = embed_dim / heads numbers, so the concatenated matrices "
-    "of all heads always have embed_dim columns. This is not so if you choose head_dim yourself. "
-    "Heads that share keys and values (grouped-query attention) need fewer parameters.",
-    caption="Parameters of one layer of width {embed_dim} over its number of heads. Dots: the "
-    "heads share the width, as in PyTorch. Rings: each head is {head_dim} wide, as with Keras' "
-    "key_dim and headwise.Attention's head_dim. Diamonds: {heads} query heads that share "
-    "fewer heads for keys and values (kv heads).",
-    draw=draw,
-    table=FactTable(
-        columns=("PyTorch's parameter", "shape (any num_heads)"),
-        rows=(
-            ("in_proj_weight", "{tensors[in_proj_weight]:shape}"),
-            ("in_proj_bias", "{tensors[in_proj_bias]:shape}"),
-            ("out_proj.weight", "{tensors[out_proj.weight]:shape}"),
-            ("out_proj.bias", "{tensors[out_proj.bias]:shape}"),
-        ),
-    ),
-)

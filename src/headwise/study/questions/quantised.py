@@ -28,7 +28,7 @@ from headwise.study.experiments.quantised import (
     support_status_always_warning,
 )
 from headwise.study.implementations import SharedWeights
-from headwise.study.question import Fact, FactTable, Numbers, Question
+from headwise.study.question import Numbers
 from headwise.support.progress import Progress
 
 EMBED_DIM, HEADS, BATCH, LENGTH = 512, 8, 2, 128
@@ -44,6 +44,16 @@ FORMS: dict[str, Replacement] = {
     "dynamic": lambda projection, _: quantise_dynamically(projection),
     "once": lambda projection, x: StaticQuantised(projection, x, packs_every_call=False),
     "every_call": lambda projection, x: StaticQuantised(projection, x, packs_every_call=True),
+}
+VARIES = {
+    "budget",
+    "errors",
+    "least_times_bfloat16",
+    "speed",
+    "status",
+    "steps",
+    "times",
+    "torch",
 }
 
 
@@ -184,6 +194,17 @@ def torch_quantisation_status() -> dict[str, str]:
     return status
 
 
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "bytes": n["bytes"]["float32"] == 4 * n["bytes"]["int8"],
+        "packing": n["same_bits"],
+        "bound": max(errors["share"] for errors in n["steps"].values()) <= 1,
+        "bfloat16": (n["least_times_bfloat16"] > 1),
+        "budget": n["budget"]["float32"] <= 1 < min(n["budget"][name] for name in INTEGERS),
+    }
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
 NAMES = {
@@ -256,77 +277,3 @@ def _draw_times(axes: Axes, times: Mapping[str, float], title: str) -> None:
     axes.set_yticks(range(len(NAMES)), list(NAMES.values()))
     axes.set_ylim(len(NAMES) - 0.4, -0.6)
     axes.set_title(title, loc="left")
-
-
-QUESTION = Question(
-    id="quantised",
-    asks="What does quantising the projections do?",
-    claim="It makes the weight matrices four times smaller, and the error of the output far larger "
-    "than rounding in float32 does. Packing the weights at every call changes only the time.",
-    measure=measure,
-    facts=(
-        Fact(
-            "the weight matrix of a projection takes {bytes[int8]:,} bytes as int8 and "
-            "{bytes[float32]:,} as float32, four times as many",
-            lambda n: n["bytes"]["float32"] == 4 * n["bytes"]["int8"],
-        ),
-        Fact(
-            "packing the weights at every call or once gives the same output, bit for bit",
-            lambda n: n["same_bits"],
-        ),
-        Fact(
-            "no element of q, k and v has a larger error than half a step of each rounded number "
-            "allows: at most {steps[once][share]:.2f} of this bound with static steps, "
-            "{steps[dynamic][share]:.2f} with dynamic steps. The root mean square error of q is "
-            "{steps[once][measured]:.4f}, and independent roundings would give "
-            "{steps[once][expected]:.4f}",
-            lambda n: max(errors["share"] for errors in n["steps"].values()) <= 1,
-        ),
-        Fact(
-            "after every stage the error of int8 is larger than that of bfloat16, at least "
-            "{least_times_bfloat16:.1f} times. The error of the output is "
-            "{errors[once][output]:percent} with static steps and "
-            "{errors[dynamic][output]:percent} with dynamic steps, against "
-            "{errors[bfloat16][output]:percent}",
-            lambda n: n["least_times_bfloat16"] > 1,
-        ),
-        Fact(
-            "the error of the output is {budget[once]:,.0f} times the error budget of float32 with "
-            "static steps and {budget[dynamic]:,.0f} times with dynamic steps; float32 itself "
-            "uses {budget[float32]:.2f} of the budget",
-            lambda n: n["budget"]["float32"] <= 1 < min(n["budget"][name] for name in INTEGERS),
-        ),
-    ),
-    verdict="int8 makes the projections four times smaller and, on this CPU, {speed[least]:.1f} to "
-    "{speed[most]:.1f} times as fast as float32, at {errors[once][output]:percent} error in the "
-    "output (random weights). Pack the weights once: packing at every call gives the same bits but "
-    "takes {times[one][every_call]:.1f} times float32's time for one token.",
-    why="Eight bits hold a few hundred evenly spaced numbers. Every weight and every input "
-    "changes by up to half a step. Packing rearranges the same integers into the order that the "
-    "processor's kernel needs, once per call for one token as for many. The "
-    "table shows which classes and functions torch {torch}, measured here, still has.",
-    caption="Static int8 fixes the steps of its inputs beforehand. Dynamic int8 chooses the steps "
-    "from each input. Packed weights are stored in the order that the kernel needs. Both forms "
-    "pack once unless the label says otherwise. Left: the error after each stage of a layer "
-    "(embed_dim {embed_dim}, {heads} heads, random weights, {batch} texts of {length} tokens), on "
-    "a logarithmic scale. Only the projections are quantised. Right: the time of one projection as "
-    "a multiple of float32's. Forms to the left of the line at one are faster.",
-    draw=draw,
-    table=FactTable(
-        columns=("int8", "class or function", "in the torch installed here"),
-        rows=(
-            ("dynamic", "torch.ao.nn.quantized.dynamic.Linear", "{status[dynamic]}"),
-            ("static", "torch.ao.nn.quantized.Linear", "{status[once]}"),
-            ("every call", "torch.ao.nn.quantized.functional.linear", "{status[every_call]}"),
-            ("its tensors", "torch.quantize_per_tensor", "{status[tensors]}"),
-            ("whole model", "torch.ao.quantization.quantize_dynamic", "{status[whole_model]}"),
-            ("old name", "torch.nn.quantized", "{status[old_name]}"),
-        ),
-    ),
-    varies=frozenset(
-        {
-            *("steps", "errors", "least_times_bfloat16", "budget"),
-            *("times", "speed", "torch", "status"),
-        }
-    ),
-)

@@ -34,7 +34,7 @@ from headwise.study.experiments.measures import (
     relative_difference,
     score_error_budget,
 )
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.study.question import Numbers, fill_template
 from headwise.support.progress import Progress
 
 EMBED_DIM, HEADS = 512, 8
@@ -44,6 +44,7 @@ SEEDS = 200
 COMPARED = 12  # seeds whose layers `headwise.compare` compares
 SATURATED, OTHER_HEADS = "inconclusive: saturated", "number of heads"
 DIGITS = 3  # of the mean score size
+VARIES = {"beyond", "compared", "equal_maps", "said", "sum"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +228,32 @@ def weight_maps(sample: ConditionSample, seed: int) -> list[list[list[float]]]:
     return [[[round(w, 4) for w in row] for row in head] for head in weights.tolist()]
 
 
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "scores": n["sum"] <= 1,
+        "softmax": min(n["beyond"][name]["outputs"] for name in ("own", "positive")) > 1,
+        "published": (
+            0 < n["said"]["published"]["equal"] < n["said"]["published"]["seeds"]
+            and not any(counts["unexplained"] for counts in n["said"].values())
+        ),
+        "conditions": (
+            n["said"]["quiet"]["same_key"] > 0
+            and n["cases"]["normal"]["one_key"] > 0.5
+            and n["said"]["quiet"]["equal"] == n["said"]["normal"]["equal"] == 0
+        ),
+        "projected": (
+            0 < n["said"]["published"]["projected"] < n["said"]["published"]["seeds"]
+            and min(n["beyond"][name]["projected"] for name in ("own", "positive")) > 1
+        ),
+        "encoder": n["beyond"]["encoder"] > 1,
+        "compare": (
+            [*n["compared"]["of_equal"]] == [SATURATED]
+            and [*n["compared"]["of_others"], n["compared"]["elsewhere"]] == 2 * [OTHER_HEADS]
+        ),
+    }
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
 
@@ -284,129 +311,3 @@ def draw_encoder_head_changes(figure: SubFigure, n: Numbers) -> None:
         f"{encoder['model']}: the same projections used as one head instead of {encoder['heads']}",
         ylabel="relative difference of\neach head's output",
     )
-
-
-QUESTION = Question(
-    id="same-function",
-    asks="Are eight heads of 64 and one head of 512 the same function when the projections are "
-    "the same?",
-    claim="No. One head adds up the heads' scores and takes one softmax; several heads take one "
-    "softmax each. A test finds both equal only if every softmax picks a single key, and all heads "
-    "pick the same key.",
-    measure=measure,
-    facts=(
-        Fact(
-            "the single head's scores are the sum of the {heads} heads' scores, divided by the "
-            "root of {heads}: the largest error is {sum:.2f} of the error budget",
-            lambda n: n["sum"] <= 1,
-        ),
-        Fact(
-            "one softmax of that sum is not {heads} softmaxes. With PyTorch's default "
-            "initialisation the mean relative difference of the outputs is "
-            "{cases[own][apart]:percent} for tokens from torch.randn and "
-            "{cases[positive][apart]:percent} for tokens from torch.rand. In every seed it is at "
-            "least {beyond[own][outputs]:,.0f} and {beyond[positive][outputs]:,.0f} times the "
-            "error budget",
-            lambda n: min(n["beyond"][name]["outputs"] for name in ("own", "positive")) > 1,
-        ),
-        Fact(
-            "with tokens and matrices from torch.rand the outputs are equal, by ==, in "
-            "{said[published][equal]} of {said[published][seeds]} seeds. In all of these seeds "
-            "every output is a copy of one key's value, and every head picks the single head's "
-            "key. The mean entropy of a row is {entropy:.4f} nats",
-            lambda n: (
-                0 < n["said"]["published"]["equal"] < n["said"]["published"]["seeds"]
-                and not any(counts["unexplained"] for counts in n["said"].values())
-            ),
-        ),
-        Fact(
-            "equality needs both conditions: with the tokens times {factor} the heads pick the "
-            "same keys in {said[quiet][same_key]} seeds, but {said[quiet][equal]} seeds are equal. "
-            "With torch.randn {cases[normal][one_key]:percent} of the rows put all weight on one "
-            "key, but {said[normal][equal]} of {said[normal][seeds]} seeds are equal",
-            lambda n: (
-                n["said"]["quiet"]["same_key"] > 0
-                and n["cases"]["normal"]["one_key"] > 0.5
-                and n["said"]["quiet"]["equal"] == n["said"]["normal"]["equal"] == 0
-            ),
-        ),
-        Fact(
-            "a shared output projection does not change this result: after it "
-            "{said[published][projected]} of {said[published][seeds]} seeds from torch.rand are "
-            "equal. With the default initialisation the mean relative difference is "
-            "{cases[own][apart_projected]:percent} for tokens from torch.randn and "
-            "{cases[positive][apart_projected]:percent} for tokens from torch.rand. In every seed "
-            "it is at least {beyond[own][projected]:,.0f} and {beyond[positive][projected]:,.0f} "
-            "times the error budget",
-            lambda n: (
-                0 < n["said"]["published"]["projected"] < n["said"]["published"]["seeds"]
-                and min(n["beyond"][name]["projected"] for name in ("own", "positive")) > 1
-            ),
-        ),
-        Fact(
-            "with its projections used as one head, each of the {encoder[layers]} layers of "
-            "{encoder[model]} changes the output of every head: the relative difference is "
-            "{encoder[least]:percent} to {encoder[most]:percent}, and at least "
-            "{beyond[encoder]:,.0f} times the error budget",
-            lambda n: n["beyond"]["encoder"] > 1,
-        ),
-        Fact(
-            "headwise.compare does not call any of these layers equal. In the {compared[equal]} of "
-            "{compared[seeds]} seeds with equal outputs it says that the test is inconclusive, "
-            "since the softmax is saturated. In the others, and on its own inputs, it names the "
-            "number of heads as the cause",
-            lambda n: (
-                [*n["compared"]["of_equal"]] == [SATURATED]
-                and [*n["compared"]["of_others"], n["compared"]["elsewhere"]] == 2 * [OTHER_HEADS]
-            ),
-        ),
-    ),
-    verdict="No: one head of {shape[2]} adds up the {heads} heads' scores before its only softmax. "
-    "With default initialisation the outputs differ by {cases[own][apart]:percent} for tokens from "
-    "torch.randn and {cases[positive][apart]:percent} for tokens from torch.rand. If the matrices "
-    "are from torch.rand too, they are equal in {said[published][equal]} of "
-    "{said[published][seeds]} seeds, but only because all heads pick one key there.",
-    why="Several heads can attend to different keys. One head has a single row of attention "
-    "weights for each query. A test with torch.rand hides this difference, because all its numbers "
-    "are positive and the scores are about {cases[published][score]:,.0f}. Nearly every softmax "
-    "then puts all its weight on the largest score. In {cases[published][same_key]:percent} of the "
-    "rows the largest score belongs to the single head's key. If that is true of all rows, both "
-    "layers return copies of the same values.",
-    caption="Above: the attention weights of one head and of {heads} for one sequence. Rows are "
-    "queries, columns are keys. Beside the maps: how often the outputs are equal by ==, and their "
-    "mean relative difference. The first row repeats a published test with tokens and matrices "
-    "from torch.rand and no output projection. Its maps are of a seed with equal outputs. All its "
-    "numbers are positive, so scores are huge and the softmax picks a single key. A seed is "
-    "{shape[0]} sequences of {shape[1]} tokens. Below: the heads of a trained encoder over a "
-    "text. A dot is a head, in order from left to right within its layer. Relative differences "
-    "are relative to the norm of the several heads' output.",
-    draw=draw,
-    table=FactTable(
-        columns=(
-            "tokens and matrices",
-            "mean score size",
-            "rows on one key",
-            "same favourite key",
-            "mean relative difference",
-            "equal seeds",
-        ),
-        rows=tuple(
-            (
-                title,
-                f"{{cases[{name}][score]:{size}}}",
-                f"{{cases[{name}][one_key]:percent}}",
-                f"{{cases[{name}][same_key]:percent}}",
-                f"{{cases[{name}][apart]:percent}}",
-                f"{{said[{name}][equal]}} of {{said[{name}][seeds]}}",
-            )
-            for name, title, size in (
-                ("published", "torch.rand, as published", ",.0f"),
-                ("quiet", "torch.rand, tokens times {factor}", ".1f"),
-                ("normal", "torch.randn", ".0f"),
-                ("own", "tokens from torch.randn, default initialisation", ".1f"),
-                ("positive", "tokens from torch.rand, default initialisation", ".1f"),
-            )
-        ),
-    ),
-    varies=frozenset({"said", "compared", "sum", "beyond", "equal_maps"}),
-)

@@ -21,7 +21,7 @@ from headwise.study.experiments.measures import (
     score_error_budget,
 )
 from headwise.study.implementations import TorchLayer
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.study.question import Numbers, fill_template
 from headwise.support.progress import Progress
 
 EMBED_DIM, HEADS = 512, 8
@@ -29,6 +29,7 @@ BATCH, LENGTH, LONGER = 40, 5, 50
 QUIET = 0.01  # a factor of the tokens
 FACTORS = tuple(10 ** (quarter / 4) for quarter in range(-14, 5))  # of torch.randn, up to 10
 DIGITS = 3  # of the mean score size
+VARIES = {"equal", "rounding"}
 
 
 @torch.no_grad()
@@ -166,6 +167,23 @@ def error_budget_ratios_by_sequence(single: TorchLayer, layer: TorchLayer, x: Te
     return result
 
 
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "scores": n["rounding"]["scores"] <= 1,
+        "rescaled": n["rounding"]["rescaled"] <= 1,
+        "saturated": n["equal"]["rand"] == n["sequences"],
+        "even": n["rounding"]["same"] <= 1,
+        "between": n["rounding"]["quiet"] > 1,
+        "default": n["rounding"]["own"] > 1,
+        "compare": (
+            n["compared"]["rand"].startswith("inconclusive")
+            and n["compared"]["same"].startswith("inconclusive")
+            and n["compared"]["quiet"] == n["compared"]["elsewhere"] == "number of heads"
+        ),
+    }
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
 
@@ -196,103 +214,3 @@ def draw(figure: Figure, n: Numbers) -> None:
     grid[0][0].set_yticks(shares := [0, 0.5, 1], [f"{100 * x:g}\u00a0%" for x in shares])
     grid[1][0].set(ylim=(-0.08, 1.08), ylabel="softmax")
     grid[1][0].set_yticks([0, 1], ["one key", "even"])
-
-
-QUESTION = Question(
-    id="weights-of-one",
-    asks="I set all weights to one, and the number of heads changes nothing: does it never matter?",
-    claim="It does matter. With all weights one the heads are identical, and differ from a single "
-    "head only in the scale of their scores. A softmax that picks one key, or is even, hides this "
-    "scale.",
-    measure=measure,
-    facts=(
-        Fact(
-            "with all weights one the {heads} heads have identical scores, and the single head's "
-            "are the root of {heads}, {root:.2f}, times as large: the largest error is "
-            "{rounding[scores]:.2f} of the error budget",
-            lambda n: n["rounding"]["scores"] <= 1,
-        ),
-        Fact(
-            "with the single head's scores divided by that factor, one head gives the output of "
-            "all {heads}: the largest difference is {rounding[rescaled]:.2f} of both error budgets",
-            lambda n: n["rounding"]["rescaled"] <= 1,
-        ),
-        Fact(
-            "tokens from torch.rand give scores of about {tokens[rand][score]:,.0f}, and the "
-            "outputs of one head and {heads} are equal, by ==, for {equal[rand]} of {sequences} "
-            "sequences",
-            lambda n: n["equal"]["rand"] == n["sequences"],
-        ),
-        Fact(
-            "tokens that are all equal give even softmaxes ({tokens[same][several]:percent} of "
-            "the largest entropy), and the outputs are the same: the largest difference is "
-            "{rounding[same]:.2f} of both error budgets",
-            lambda n: n["rounding"]["same"] <= 1,
-        ),
-        Fact(
-            "in between, with tokens from torch.randn times {quiet}, the relative difference of "
-            "the outputs is {tokens[quiet][apart]:percent} with {length} tokens and "
-            "{longer_apart:percent} with {longer}. The difference in every sequence of {length} "
-            "is at least {rounding[quiet]:,.0f} times both error budgets",
-            lambda n: n["rounding"]["quiet"] > 1,
-        ),
-        Fact(
-            "with PyTorch's default initialisation and tokens from torch.randn the relative "
-            "difference is {own_apart:percent}, in every sequence at least {rounding[own]:,.0f} "
-            "times both error budgets",
-            lambda n: n["rounding"]["own"] > 1,
-        ),
-        Fact(
-            "headwise.compare, asked about the layers with all weights one, says "
-            "“{compared[rand]}” for tokens from torch.rand and “{compared[same]}” for equal "
-            "tokens. For small tokens, and on its own inputs, it names the cause: "
-            "{compared[elsewhere]}",
-            lambda n: (
-                n["compared"]["rand"].startswith("inconclusive")
-                and n["compared"]["same"].startswith("inconclusive")
-                and n["compared"]["quiet"] == n["compared"]["elsewhere"] == "number of heads"
-            ),
-        ),
-    ),
-    verdict="It does matter. With all weights one the {heads} heads are identical, and only their "
-    "scores are smaller than a single head's, by the root of {heads}. A softmax that picks one "
-    "key, or is even, hides this. With default initialisation, and tokens from torch.randn, the "
-    "outputs of one head and {heads} differ by {own_apart:percent}.",
-    why="With all weights one, every number of a query, key or value is the sum of its token's "
-    "numbers, so all heads compute the same. Tokens with large values saturate the softmax. Tokens "
-    "near zero, or all equal, leave the softmax even. A factor of the scores changes neither; in "
-    "between, the relative difference is {tokens[quiet][apart]:percent}. With default "
-    "initialisation the heads differ, and a saturated softmax does not hide the difference.",
-    caption="Two layers torch.nn.MultiheadAttention with the same parameters, of one head and of "
-    "{heads}. Above: the relative difference of the single head's output from that of {heads} "
-    "heads, the median of {sequences} sequences of {length} tokens. Below: the mean entropy of "
-    "the softmax over the largest possible, from all weight on one key to even. It is drawn for "
-    "{heads} heads and, dashed, for one head. Across: the factor of the tokens, which come from "
-    "torch.randn. The dots are the differences quoted in the text.",
-    draw=draw,
-    table=FactTable(
-        columns=(
-            "tokens, weights of one",
-            "mean score size",
-            "entropy / largest",
-            "relative difference",
-            "equal by ==",
-        ),
-        rows=tuple(
-            (
-                title,
-                f"{{tokens[{name}][score]:{size}}}",
-                f"{{tokens[{name}][several]:percent}}",
-                f"{{tokens[{name}][apart]:percent}}",
-                f"{{equal[{name}]}} of {{sequences}}",
-            )
-            for name, title, size in (
-                ("rand", "torch.rand", ",.0f"),
-                ("randn", "torch.randn", ",.0f"),
-                ("quiet", "torch.randn, times {quiet}", ".1f"),
-                ("same", "all equal, times {quiet}", ".1f"),
-            )
-        ),
-    ),
-    varies=frozenset({"rounding", "equal"}),
-)

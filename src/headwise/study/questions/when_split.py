@@ -36,7 +36,7 @@ from headwise.study.experiments.trace import (
     trace_operations,
 )
 from headwise.study.implementations import HeadwiseAttention, TorchLayer
-from headwise.study.question import Fact, FactTable, Numbers, Question, fill_template
+from headwise.study.question import Numbers, fill_template
 from headwise.support.progress import Progress
 
 SIZES = {"batch": 1, "length": 12, "embed_dim": 512, "heads": 2}
@@ -185,6 +185,28 @@ def nonzero_share_by_block(reach: Tensor, heads: int) -> list[list[float]]:
     return F.adaptive_avg_pool2d(reach.float()[None], heads)[0].tolist()
 
 
+def facts(n: Numbers) -> dict[str, bool]:
+    """Check the facts of the text by the numbers."""
+    return {
+        "shapes": n["shapes"] == n["by_axes"] and n["fused"] == ["native"],
+        "axes": n["other_shapes"] == n["other_by_axes"] and n["in_order"],
+        "outputs": n["right"],
+        "splits": (
+            n["cuts"] == 3 * len(n["shapes"])  # q, k and v in each layer
+            and n["cuts"] == n["cuts_after_projection"] == n["cuts_that_are_views"]
+        ),
+        "inputs": (
+            n["reached"]["attention"] == n["pairs"]
+            and n["inputs"]["split_first"] == n["asked"]["head_dim"]
+            and n["reached"]["split_first"] == n["asked"]["head_dim"] ** 2
+        ),
+        "blocks": (
+            n["equal_to_blocks"] and n["weights_split_first"] * n["asked"]["heads"] == n["weights"]
+        ),
+        "whole": not n["equal_to_attention"],
+    }
+
+
 # ---- the picture -------------------------------------------------------------------------------
 
 LEFT, FULL = 1.35, 3.35  # inches: where blocks begin, and the width of embed_dim
@@ -286,100 +308,3 @@ def draw_dependency_square(
             draw_block(axes, *box, colour=SERIES[head], alpha=share)
     across, down = [left, right, right, left, left], [top, top, bottom, bottom, top]
     axes.plot(across, down, color=SOFT, linewidth=0.8)
-
-
-QUESTION = Question(
-    id="when-split",
-    asks="When does the split into heads happen: is x cut into pieces before the projection, or "
-    "are q, k and v cut after it?",
-    claim="After the projection: every entry of q uses all of x, and q, k and v are split into "
-    "heads afterwards. Splitting x first is another function, with fewer parameters.",
-    measure=measure,
-    facts=(
-        Fact(
-            "in PyTorch's layer x is {shapes[torch][x]:shape}, q {shapes[torch][q]:shape}, q per "
-            "head {shapes[torch][per_head]:shape}, the attention weights "
-            "{shapes[torch][weights]:shape}, the concatenated head outputs "
-            "{shapes[torch][merged]:shape}, the output {shapes[torch][output]:shape}. In both "
-            "layers every shape agrees with the names of its axes. The fused kernel of "
-            "headwise.Attention returns no attention weights, so matrix(x).dense() gives them",
-            lambda n: n["shapes"] == n["by_axes"] and n["fused"] == ["native"],
-        ),
-        Fact(
-            "the shapes also agree for {other[batch]} sequences of {other[length]} tokens with "
-            "embed_dim {other[embed_dim]} and {other[heads]} heads. The numbers confirm "
-            "the order inside each axis: row b × heads + h of PyTorch's q per head is head h of "
-            "sequence b",
-            lambda n: n["other_shapes"] == n["other_by_axes"] and n["in_order"],
-        ),
-        Fact(
-            "with the same weights, the outputs of both layers equal the paper's formula within "
-            "the error budget",
-            lambda n: n["right"],
-        ),
-        Fact(
-            "of the {cuts} splits into heads in the two forward passes, {cuts_after_projection} "
-            "come after the projection, and {cuts_that_are_views} are views: nothing is computed "
-            "or copied",
-            lambda n: (
-                n["cuts"] == 3 * len(n["shapes"])  # q, k and v in each layer
-                and n["cuts"] == n["cuts_after_projection"] == n["cuts_that_are_views"]
-            ),
-        ),
-        Fact(
-            "the {asked[head_dim]} entries of q in one head depend on {inputs[attention]} "
-            "of {asked[embed_dim]} inputs: {reached[attention]:,} of {pairs:,} derivatives are not "
-            "zero; if x is split first, the entries depend on {inputs[split_first]} inputs",
-            lambda n: (
-                n["reached"]["attention"] == n["pairs"]
-                and n["inputs"]["split_first"] == n["asked"]["head_dim"]
-                and n["reached"]["split_first"] == n["asked"]["head_dim"] ** 2
-            ),
-        ),
-        Fact(
-            "splitting x first equals attention with block-diagonal projections, within the error "
-            "budget; this leaves {weights_split_first:,} of the {weights:,} parameters of wq, wk "
-            "and wv",
-            lambda n: (
-                n["equal_to_blocks"]
-                and n["weights_split_first"] * n["asked"]["heads"] == n["weights"]
-            ),
-        ),
-        Fact(
-            "splitting x first does not equal attention with the whole matrices: the relative "
-            "difference of the outputs is {difference:percent}",
-            lambda n: not n["equal_to_attention"],
-        ),
-    ),
-    verdict="After the projection: every entry of q, k and v uses all {asked[embed_dim]} numbers "
-    "of a token. Then q, k and v are split into {asked[heads]} heads of {asked[head_dim]}. "
-    "Splitting x first is another function.",
-    why="The projection mixes all of x, so no head is tied to a part of the embedding. The split "
-    "itself computes nothing: it only assigns columns to heads. If x were split first, each head "
-    "would use only its own part of x. That is as if the projections kept only the blocks on "
-    "their diagonals.",
-    caption="Above: the shapes in a real forward pass, from x to the output. A colour is a head; "
-    "grey belongs to no head. The line of q is one piece, and the next line splits it. In "
-    "headwise.Attention the fused kernel does not return the attention weights. There matrix(x) "
-    "computes them on request, and their shape is from there. Below: a cell is coloured "
-    "where an entry of q (row) depends on an input (column): the derivative is not zero there. In "
-    "attention every cell is coloured. If x is split first, each head depends only on its own part "
-    "of x.",
-    draw=draw,
-    table=FactTable(
-        columns=("stage", "PyTorch's layer", "its axes", "headwise.Attention", "its axes"),
-        rows=tuple(
-            (
-                name,
-                f"{{shapes[torch][{stage}]:shape}}",
-                ", ".join(AXES["torch"][stage]).replace("*", " × "),
-                f"{{shapes[native][{stage}]:shape}}",
-                ", ".join(AXES["native"][stage]).replace("*", " × "),
-            )
-            for stage, name in [
-                *((stage, name) for stage, name, *_ in STAGES),
-                ("returned", "returned"),
-            ]
-        ),
-    ),
-)
