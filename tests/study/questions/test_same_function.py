@@ -57,7 +57,7 @@ def test_the_small_experiment_holds_unperturbed() -> None:
 def test_scores_without_the_root_are_not_the_sum_over_the_root(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reference, "default_scale", lambda q: 0.05)
+    monkeypatch.setattr(stages, "default_scale", lambda q: 0.05)
     assert_fails(asked(), 0)
 
 
@@ -67,7 +67,7 @@ def test_a_softmax_that_ignores_the_scores(monkeypatch: pytest.MonkeyPatch) -> N
     def even(s: Tensor, sink: Tensor | None = None) -> Tensor:
         return torch.full_like(s, 1 / s.shape[-1])
 
-    monkeypatch.setattr(reference, "weights_from_scores", even)
+    monkeypatch.setattr(stages, "weights_from_scores", even)
     answer = asked()
     for number in (1, 2, 4, 5):
         held, words = answer.facts[number]
@@ -100,7 +100,7 @@ def test_a_softmax_that_always_picks_one_key(monkeypatch: pytest.MonkeyPatch) ->
     def hard(s: Tensor, sink: Tensor | None = None) -> Tensor:
         return torch.zeros_like(s).scatter(-1, s.argmax(-1, keepdim=True), 1)
 
-    monkeypatch.setattr(reference, "weights_from_scores", hard)
+    monkeypatch.setattr(stages, "weights_from_scores", hard)
     answer = asked()
     assert_fails(answer, 3)
     said = answer.numbers["said"]["quiet"]
