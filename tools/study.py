@@ -122,8 +122,8 @@ def measure_all() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"{time.perf_counter() - start:.0f} s, {peak:.2f} GB at the peak", file=sys.stderr)
     failed = [answer.verdict for answer in result.answers if not answer.holds]
-    missing = [*(left.reason for left in result.left_out)]
-    missing += [result.fallback.reason] if result.fallback else []
+    missing = [*(error.saw for _, error in result.left_out)]
+    missing += [result.fallback.saw] if result.fallback else []
     if failed or missing:
         sys.exit("\n".join([*failed, *missing]))
     RECORD.write_text(record_as_text(result.as_json()), "utf-8")

@@ -17,9 +17,9 @@ from headwise.cli.scan.command import run_scan_with_progress
 from headwise.cli.scan.options import ScanOptions
 from headwise.errors import HeadwiseError, MissingExtraError
 from headwise.models import minilm
-from headwise.models.recorded import RecordedRun
 from headwise.reports.page import ScanReport
-from headwise.study import trained
+from headwise.study import encoder
+from headwise.study.encoder import RecordedRun
 from tests.cli.alone import Alone
 from tests.reports.html import Tree
 from tests.study.readings import small_reading
@@ -57,7 +57,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[RecordedRun], None]:
     """Makes the trained encoder a small one, which has read at once."""
 
     def at_once(reading: RecordedRun) -> None:
-        monkeypatch.setattr(trained, "run_minilm", lambda _progress: reading)
+        monkeypatch.setattr(encoder, "run_minilm", lambda progress: reading)
 
     monkeypatch.setattr(minilm, "model_folder", lambda: Path("the model"))
     at_once(small_reading())

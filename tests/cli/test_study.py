@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,10 @@ import pytest
 from headwise.cli.study import study
 from headwise.errors import OptionError
 from headwise.study import run as studies
-from headwise.study.run import LeftOut, Study
-from headwise.study.trained import Fallback
+from headwise.study.run import Study
 from tests.cli.alone import Alone
 from tests.reports.html import Tree
-from tests.study.answers import answer, made_up
+from tests.study.answers import QUESTION, answer, made_up, missing
 
 Show = Callable[[Study], None]
 STUDY = Alone(study)
@@ -72,7 +72,8 @@ def test_json_is_all_of_standard_output(shown: Show, tmp_path: Path) -> None:
 
 
 def test_what_was_left_out_is_announced(shown: Show, tmp_path: Path) -> None:
-    shown(made_up(left_out=(LeftOut("needy", "And this?", "no thing", "pip install thing"),)))
+    needy = replace(QUESTION, id="needy", asks="And this?")
+    shown(made_up(left_out=((needy, missing("no thing", "pip install thing")),)))
     out, _ = run("--out", str(tmp_path / "page.html"))
     assert "Left out: no thing." in out
     assert "To get it: pip install thing" in out
@@ -90,7 +91,7 @@ def test_the_list_of_some(tmp_path: Path) -> None:
 
 
 def test_the_fallback_is_announced(shown: Show, tmp_path: Path) -> None:
-    shown(made_up(fallback=Fallback("no weights", "pip install weights[all]")))
+    shown(made_up(fallback=missing("no weights", "pip install weights[all]")))
     out, _ = run("--out", str(tmp_path / "page.html"))
     assert out.startswith("Not the trained encoder: no weights.\n")
     assert "To get it: pip install weights[all]" in out

@@ -126,7 +126,8 @@ def test_a_trained_encoder_on_a_padded_batch(side: str) -> None:
     except MissingExtraError as missing:
         pytest.skip(f"the trained encoder is not installed: {missing.do}")
     register_huggingface()
-    tokenizer, model = minilm._load_model_and_tokenizer(place, "sdpa")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+    model = transformers.AutoModel.from_pretrained(place, attn_implementation="sdpa").eval()
     batch = tokenizer(TEXTS, padding=True, padding_side=side, return_tensors="pt")
     real = batch["attention_mask"].bool()
     assert not real.all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,8 @@ from headwise.reports.templates import mark_identifiers_as_code
 from headwise.study import drawing as style
 from headwise.study import page as charts
 from headwise.study.page import render_study_page, save_study_page
-from headwise.study.run import LeftOut
-from headwise.study.trained import Fallback
 from tests.reports.html import Tree, everything, outside
-from tests.study.answers import answer, made_up
+from tests.study.answers import QUESTION, answer, made_up, missing
 
 
 def test_nothing_is_loaded_from_outside() -> None:
@@ -59,14 +58,15 @@ def test_a_claim_that_failed_stands_at_the_top() -> None:
 
 
 def test_what_was_left_out_is_said_with_its_remedy() -> None:
-    left = LeftOut("needy", "And this?", "a <thing> is missing", "pip install 'thing'")
+    needy = replace(QUESTION, id="needy", asks="And this?")
+    left = (needy, missing("a <thing> is missing", "pip install 'thing'"))
     words = Tree(render_study_page(made_up(left_out=(left,)))).root.text
     assert "Left out: And this? The reason: a <thing> is missing." in words
     assert "pip install 'thing'" in words
 
 
 def test_the_fallback_says_what_it_is() -> None:
-    fallback = Fallback("no <weights>", "pip install weights")
+    fallback = missing("no <weights>", "pip install weights")
     words = Tree(render_study_page(made_up(fallback=fallback))).root.all("header")[0].text
     assert "This is not the trained encoder" in words
     assert "no <weights>" in words

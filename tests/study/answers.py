@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from headwise.errors import MissingExtraError
 from headwise.study.question import Answer, Numbers, Question, read_text
-from headwise.study.run import LeftOut, Study
-from headwise.study.trained import Fallback
+from headwise.study.run import Study
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,9 +64,13 @@ def answer(**changed: Any) -> Answer:
 
 def made_up(
     *answers: Answer,
-    left_out: tuple[LeftOut, ...] = (),
+    left_out: tuple[tuple[Question, MissingExtraError], ...] = (),
     setting: Mapping[str, str | int] = {},
-    fallback: Fallback | None = None,
+    fallback: MissingExtraError | None = None,
 ) -> Study:
     where = {"headwise": "0.1.0", "torch": "2.13.0", "threads": 2} | dict(setting)
     return Study(answers or (answer(),), left_out, where, fallback)
+
+
+def missing(saw: str, do: str) -> MissingExtraError:
+    return MissingExtraError(saw=saw, needed="it", do=do)

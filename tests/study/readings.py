@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from headwise.masks.mask import Mask
-from headwise.models.recorded import AttentionCall, Projections, RecordedRun
+from headwise.study.encoder import AttentionCall, RecordedRun
 from headwise.study.experiments.measures import layer_output
 from headwise.study.implementations import SharedWeights
 
@@ -23,13 +25,13 @@ def random_reading(tokens: tuple[str, ...] | None = None) -> RecordedRun:
         nn.init.normal_(layer.in_proj_weight, std=0.4)
         x = torch.randn(2, len(tokens), HEADS * HEAD_DIM)
         output, _ = layer(x, x, x, key_padding_mask=~real, need_weights=False)
-        projections = Projections(
+        weights = SharedWeights.from_packed(
             layer.in_proj_weight.detach(),
             layer.in_proj_bias.detach(),
             layer.out_proj.weight.detach(),
             layer.out_proj.bias.detach(),
         )
-        calls.append(AttentionCall(x, output.detach(), projections))
+        calls.append(AttentionCall(x, output.detach(), weights))
     return RecordedRun(
         model="a model with random weights",
         num_heads=HEADS,
@@ -52,15 +54,11 @@ def small_reading(*, exchanged: bool = False) -> RecordedRun:
     may_attend = real[:, None].expand(-1, 7, -1)
     mask = Mask.may_attend(may_attend, axes="batch queries keys")
     output = layer_output(x, x, x, *given.tensors, num_heads=2, mask=mask)
-    q, k, v = given.matrices[:3]
-    rows = (k, q, v) if exchanged else (q, k, v)
-    projections = Projections(
-        torch.cat(rows), torch.cat(given.biases[:3]), given.out, given.biases[3]
-    )
+    told = replace(given, q=given.k, k=given.q) if exchanged else given
     return RecordedRun(
         model="a layer",
         num_heads=2,
         tokens=tuple("abcdefg"),
         real=real,
-        calls=(AttentionCall(x, output, projections),),
+        calls=(AttentionCall(x, output, told),),
     )

@@ -46,10 +46,17 @@ def test_what_needs_an_extra_is_left_out_of_the_whole_study(two: SimpleNamespace
     result = answer_questions()
     assert [a.question.id for a in result.answers] == ["made-up"]
     (left,) = result.left_out
-    assert (left.id, left.reason, left.remedy) == ("needy", "no such thing", "pip install thing")
+    assert (left[0].id, left[1].saw, left[1].do) == ("needy", "no such thing", "pip install thing")
     record = result.as_json()
     assert list(record) == ["questions", "left_out", "setting", "fallback"]
-    assert record["left_out"][0]["id"] == "needy"
+    assert record["left_out"] == [
+        {
+            "id": "needy",
+            "asks": QUESTION.asks,
+            "reason": "no such thing",
+            "remedy": "pip install thing",
+        }
+    ]
     assert record["setting"]["torch"] == torch.__version__
 
 

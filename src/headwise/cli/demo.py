@@ -108,11 +108,11 @@ def _scan_and_compare_encoder(page: Path) -> ScanReport:
     from headwise.cli.scan.command import run_scan_with_progress
     from headwise.cli.scan.options import ScanOptions
     from headwise.models import minilm
-    from headwise.study import trained as run_pretrained_or_small_encoder
+    from headwise.study import encoder
     from headwise.study.experiments.same_weights import compare_with_model_layers
 
     with progress_bar(stderr_console(), "loading the trained encoder") as progress:
-        recorded = run_pretrained_or_small_encoder.run_minilm(progress)
+        recorded = encoder.run_minilm(progress=progress)
         same = compare_with_model_layers(recorded)
     report = run_scan_with_progress(ScanOptions(model_dir=minilm.model_folder(), page=page))
     return replace(report, title=recorded.model, same_function=same)

@@ -2,6 +2,5 @@
 
 * `planted`: weights written by hand, with an exact rule for every head.
 * `tiny`: a trained language model of bytes, whose weights ship with the package.
-* `minilm` and `small_encoder`: encoders, one from another package, one trained on the spot. Each
-  records the inputs and outputs of its attention layers in a `RecordedRun`.
+* `minilm`: the folder of a trained encoder, which another package ships.
 """

@@ -87,6 +87,13 @@ class SharedWeights:
             (matrix.double() for matrix in self.matrices), (b.double() for b in self.biases or ())
         )
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of ``x``."""
+        q, k, v = (
+            F.linear(x, *pair) for pair in zip(self.matrices[:3], self.biases or (), strict=False)
+        )
+        return q, k, v
+
     @property
     def matrices(self) -> tuple[Tensor, ...]:
         """The matrices of queries, keys, values and output."""

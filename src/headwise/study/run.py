@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 import torch
 
 from headwise.errors import MissingExtraError, OptionError
-from headwise.study import trained
+from headwise.study import encoder
 from headwise.study.question import (
     Answer,
     Question,
     load_question,
     round_numbers_for_json,
 )
-from headwise.study.trained import Fallback
 from headwise.support.progress import Progress, no_progress
 
 # In the order in which they build on each other.
@@ -40,35 +39,37 @@ STEPS_PER_QUESTION = 100  # on the progress bar
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """A question that cannot run here, with the reason and the remedy."""
-
-    id: str
-    asks: str
-    reason: str
-    remedy: str
-
-
-@dataclass(frozen=True)
 class Study:
     """The answers, the questions left out, and the machine and versions of the measurement.
 
-    ``fallback`` is None if the trained encoder ran, or if no question needed an encoder.
+    Attributes:
+        answers: the answers.
+        left_out: questions that cannot run here, each with the reason and the remedy.
+        setting: the machine and the versions.
+        fallback: the reason why the trained encoder did not run; None if it did, or if no question
+            needed an encoder.
     """
 
     answers: tuple[Answer, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[tuple[Question, MissingExtraError], ...]
     setting: Mapping[str, str | int]
-    fallback: Fallback | None = None
+    fallback: MissingExtraError | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers, with stable keys."""
         return {
             "questions": [answer.as_json() for answer in self.answers],
-            "left_out": [asdict(left) for left in self.left_out],
+            "left_out": [
+                {"id": question.id, "asks": question.asks, **_reason_and_remedy(missing)}
+                for question, missing in self.left_out
+            ],
             "setting": dict(self.setting),
-            "fallback": asdict(self.fallback) if self.fallback else None,
+            "fallback": _reason_and_remedy(self.fallback) if self.fallback else None,
         }
+
+
+def _reason_and_remedy(missing: MissingExtraError) -> dict[str, str]:
+    return {"reason": missing.saw, "remedy": missing.do}
 
 
 def select_ids(ids: Sequence[str] = ()) -> tuple[str, ...]:
@@ -117,13 +118,10 @@ def answer_questions(ids: Sequence[str] = (), *, progress: Progress = no_progres
         except MissingExtraError as missing:
             if ids:
                 raise
-            left_out.append(LeftOut(name, question.asks, missing.saw, missing.do))
+            left_out.append((question, missing))
     progress("done", STEPS_PER_QUESTION * len(names), STEPS_PER_QUESTION * len(names))
     return Study(
-        tuple(answers),
-        tuple(left_out),
-        describe_setting(),
-        trained.reason_for_encoder_fallback(),
+        tuple(answers), tuple(left_out), describe_setting(), encoder.reason_for_small_encoder()
     )
 
 

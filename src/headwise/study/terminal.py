@@ -14,17 +14,17 @@ from headwise.study.run import Study
 def show_study(result: Study, console: Console, *, whole: bool) -> None:
     """Print each question with its verdict; with ``whole`` also the reason, facts and table."""
     if result.fallback:
-        console.print(f"Not the trained encoder: {result.fallback.reason}.", style="yellow")
-        console.print(f"To get it: {result.fallback.remedy}\n", markup=False, soft_wrap=True)
+        console.print(f"Not the trained encoder: {result.fallback.saw}.", style="yellow")
+        console.print(f"To get it: {result.fallback.do}\n", markup=False, soft_wrap=True)
     for answer in result.answers:
         console.print(Text(answer.question.asks, "bold"))
         console.print(indent_content(Text(answer.verdict, "" if answer.holds else "bold red")))
         if whole:
             _show_evidence(answer, console)
         console.print()
-    for skipped in result.left_out:
-        console.print(Text(skipped.asks, "bold"))
-        message = f"Left out: {skipped.reason}.\nTo get it: {skipped.remedy}"
+    for question, missing in result.left_out:
+        console.print(Text(question.asks, "bold"))
+        message = f"Left out: {missing.saw}.\nTo get it: {missing.do}"
         console.print(indent_content(Text(message, "yellow")))
         console.print()
     confirmed = sum(answer.holds for answer in result.answers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headwise.errors import MissingExtraError
-from headwise.study import trained
+from headwise.study import encoder
 from headwise.study.experiments.same_weights import compare_with_model_layers
 from tests.study.readings import small_reading
 
@@ -35,7 +35,7 @@ def test_a_model_that_computes_with_other_weights_is_not() -> None:
 @pytest.mark.slow
 def test_every_layer_of_the_trained_encoder() -> None:
     try:
-        reading = trained.run_minilm()
+        reading = encoder.run_minilm()
     except MissingExtraError as missing:
         pytest.skip(str(missing))
     assert 200 <= len(reading.tokens) <= 400

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
-from headwise.models import minilm
-from headwise.models.recorded import AttentionCall, Projections, RecordedRun
-from headwise.study import implementations
+from headwise.study import encoder, implementations
+from headwise.study.encoder import AttentionCall, RecordedRun
 from headwise.study.experiments.measures import layer_output
 from headwise.study.implementations import HeadwiseAttention, Implementation, SharedWeights
 from headwise.study.questions import diagram
@@ -30,11 +29,11 @@ def call(seed: int) -> AttentionCall:
         made: Tensor = torch.randn(shape, generator=generator) * width**-0.5
         return made
 
-    p = Projections(drawn(3 * width, width), drawn(3 * width), drawn(width, width), drawn(width))
-    weights = (*p.in_proj_weight.chunk(3), p.out_proj_weight)
-    biases = (*p.in_proj_bias.chunk(3), p.out_proj_bias)
+    weights = SharedWeights.from_packed(
+        drawn(3 * width, width), drawn(3 * width), drawn(width, width), drawn(width)
+    )
     x = torch.randn(2, LENGTH, width, generator=generator)
-    return AttentionCall(x, layer_output(x, x, x, *weights, *biases, num_heads=HEADS), p)
+    return AttentionCall(x, layer_output(x, x, x, *weights.tensors, num_heads=HEADS), weights)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         real = torch.ones(2, LENGTH, dtype=torch.bool)
         return RecordedRun("a small model", HEADS, tuple("abcde"), real, calls)
 
-    monkeypatch.setattr(minilm, "record_run", read)
+    monkeypatch.setattr(encoder, "run_minilm", read)
 
 
 def test_the_small_model_would_do() -> None:

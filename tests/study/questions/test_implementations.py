@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.study import trained
+from headwise.study import encoder
 from headwise.study.experiments import conventions, same_weights
 from headwise.study.implementations import (
     GPT2,
@@ -65,7 +65,7 @@ def causes() -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def _small(causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     reading = small_reading()
-    monkeypatch.setattr(trained, "encoder_run", lambda *_: reading)
+    monkeypatch.setattr(encoder, "encoder_run", lambda *_: reading)
     monkeypatch.setattr(same_weights, "named_causes_of_misread_weights", lambda _: causes)
 
 
@@ -152,7 +152,7 @@ def test_biases_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_encoder_that_gave_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = small_reading()
     call = replace(reading.calls[0], output=reading.calls[0].output * (1 + 1e-4))
-    monkeypatch.setattr(trained, "encoder_run", lambda *_: replace(reading, calls=(call,)))
+    monkeypatch.setattr(encoder, "encoder_run", lambda *_: replace(reading, calls=(call,)))
     assert failed() == {"biased"}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.function import stages
 from headwise.function.budget import Budget
-from headwise.study import trained
+from headwise.study import encoder
 from headwise.study.experiments import measures
 from headwise.study.experiments.measures import Projected
 from headwise.study.question import Answer
@@ -35,7 +35,7 @@ def _small(compared: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Few seeds, of which some say equal; an encoder with random weights."""
     reading = random_reading()
     monkeypatch.setattr(same_function, "compare_published_check", lambda *_: compared)
-    monkeypatch.setattr(trained, "encoder_run", lambda *_: reading)
+    monkeypatch.setattr(encoder, "encoder_run", lambda *_: reading)
     monkeypatch.setattr(same_function, "SEEDS", SEEDS)
 
 
@@ -109,7 +109,7 @@ def test_a_softmax_that_always_picks_one_key(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_encoder_with_one_head_has_nothing_to_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     single = replace(random_reading(), num_heads=1)
-    monkeypatch.setattr(trained, "encoder_run", lambda *_: single)
+    monkeypatch.setattr(encoder, "encoder_run", lambda *_: single)
     assert_fails(asked(), 5)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headwise.function.budget import Budget
 from headwise.masks.mask import Mask
-from headwise.models.recorded import Projections, RecordedRun
 from headwise.reports.report import SameFunction
+from headwise.study.encoder import RecordedRun
 from headwise.study.experiments.causes import name_cause
 from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.implementations import (
@@ -114,13 +114,6 @@ def named_causes_of_misread_weights(weights: SharedWeights) -> dict[str, str]:
     }
 
 
-def shared_weights_from_projections(p: Projections) -> SharedWeights:
-    """Return the weights of a model's attention layer."""
-    return SharedWeights.from_packed(
-        p.in_proj_weight, p.in_proj_bias, p.out_proj_weight, p.out_proj_bias
-    )
-
-
 def error_budget_shares_over_layers(
     run: RecordedRun, keys: Iterable[str] = tuple(IMPLEMENTATIONS)
 ) -> dict[str, float]:
@@ -135,12 +128,10 @@ def error_budget_shares_over_layers(
     may_attend = run.real[:, None].expand(-1, run.real.shape[1], -1)
     largest: dict[str, float] = {}
     for call in run.calls:
-        weights = shared_weights_from_projections(call.projections)
-        outputs = compute_outputs(implementations, call.x, weights, may_attend) | {
-            "encoder": call.output
-        }
+        outputs = compute_outputs(implementations, call.x, call.weights, may_attend)
+        outputs["encoder"] = call.output
         allowed = output_error_budget(
-            call.x, weights, num_heads=run.num_heads, may_attend=may_attend
+            call.x, call.weights, num_heads=run.num_heads, may_attend=may_attend
         )
         for key, share in budget_share_of_each_output(allowed, outputs).items():
             largest[key] = max(share, largest.get(key, 0.0))

@@ -10,7 +10,8 @@ from torch.nn.functional import linear
 
 from headwise.function import stages
 from headwise.layers.attention import Attention
-from headwise.models import minilm, text
+from headwise.models.text import read_opening_paragraphs
+from headwise.study import encoder
 from headwise.study.drawing import (
     SERIES,
     WIDTH,
@@ -26,7 +27,6 @@ from headwise.study.drawing import (
     write_note,
 )
 from headwise.study.experiments.measures import layer_error_budget
-from headwise.study.experiments.same_weights import shared_weights_from_projections
 from headwise.study.implementations import HeadwiseAttention
 from headwise.study.question import Numbers, fill_template
 from headwise.support.progress import Progress
@@ -41,11 +41,11 @@ VARIES = {"row_error"}
 
 def measure(progress: Progress) -> dict[str, Any]:
     """Run MiniLM over a few words, and trace its first layer, whose input is the embeddings."""
-    sentence = " ".join(text.read_opening_paragraphs()[0].split()[:WORDS])
-    run = minilm.record_run(sentence, sentence, progress=progress)
+    sentence = " ".join(read_opening_paragraphs()[0].split()[:WORDS])
+    run = encoder.run_minilm(sentence, progress=progress)
     call = run.calls[0]
     native = HeadwiseAttention(call.x.shape[-1], run.num_heads).requires_grad_(False)
-    native.load_weights(shared_weights_from_projections(call.projections)).eval()
+    native.load_weights(call.weights).eval()
     layer, x = native.inner, call.x[:1]
     return {
         "model": run.model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headwise.study import trained
+from headwise.study import encoder
 from headwise.study.drawing import CARD, INK, SOFT, Axes, Figure
 from headwise.study.experiments import conventions, same_weights
 from headwise.study.experiments.same_weights import EMBED_DIM, NUM_HEADS
@@ -52,7 +52,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     same = same_weights.compare_random_weights()
     same["blocks_are_sums"] = same_weights.einops_and_bert_blocks_are_post_norm()
     progress("the weights of an encoder", 1, 3)
-    run = trained.encoder_run(progress)
+    run = encoder.encoder_run(progress)
     shares = same_weights.error_budget_shares_over_layers(run)
     progress("conventions", 2, 3)
     each = {key: conventions.measure_conventions(IMPLEMENTATIONS[key]) for key in CODE}

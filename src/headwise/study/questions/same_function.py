@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from headwise.function import stages
 from headwise.function.budget import Budget
 from headwise.matrix.operator import AttentionMatrix
-from headwise.models.recorded import AttentionCall
-from headwise.study import trained
+from headwise.study import encoder
 from headwise.study.drawing import (
     INK,
     SERIES,
@@ -70,7 +68,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     for name, sample in conditions.items():
         checks[name], cases[name] = check_samples(sample)
     example = next((seed for seed, equal in enumerate(checks["published"]["equal"]) if equal), 0)
-    run = trained.encoder_run(progress)
+    run = encoder.encoder_run(progress)
     layers = [compare_merged_head(call, run.num_heads) for call in run.calls]
     apart = [[round(x, 4) for x in layer["apart"]] for layer in layers]
     sums = [score_sum_error(sample.projected, HEADS) for sample in (published, default)]
@@ -203,11 +201,9 @@ def least_error_budget_ratios(sample: ConditionSample) -> dict[str, float]:
     return {name: float(sample.one_row_per_seed(x).amax(1).min()) for name, x in ratios.items()}
 
 
-def compare_merged_head(call: AttentionCall, heads: int) -> dict[str, Any]:
+def compare_merged_head(call: encoder.AttentionCall, heads: int) -> dict[str, Any]:
     """Compare a layer's projections used as one head with its own heads, on the demo text."""
-    p = call.projections
-    parts = linear(call.x[:1], p.in_proj_weight, p.in_proj_bias).chunk(3, dim=-1)
-    projected = Projected(*parts)
+    projected = Projected(*call.weights.project(call.x[:1]))
     merged, several = projected.outputs(1), projected.outputs(heads)
     pair = (stages.split_heads(x, heads=heads)[0] for x in (merged, several))
     budget = Budget.for_head_outputs(*projected.split(heads))
