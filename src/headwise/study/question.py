@@ -82,13 +82,13 @@ def read_text(text: str) -> dict[str, Any]:
     first, *sections = text.removeprefix("# ").split("\n## ")
     asks, claim = _paragraphs(first)
     under = dict(section.split("\n\n", 1) for section in sections)
-    items = _paragraphs(under["Facts"])[0].removeprefix("- `").split(" - `")
+    facts = _paragraphs(under["Facts"])[0].removeprefix("- `").split(" - `")
     rows = [line.strip("| ").split(" | ") for line in under.get("Table", "").splitlines()]
     return {
         "asks": asks,
         "claim": claim,
         **{name.lower(): _paragraphs(under[name])[0] for name in ("Verdict", "Why", "Caption")},
-        "sentences": dict(item.split("`: ", 1) for item in items),
+        "sentences": dict(fact.split("`: ", 1) for fact in facts),
         "table": rows[:1] + rows[2:],
     }
 
