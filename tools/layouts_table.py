@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from headwise.function.spec import CALLING, AttentionSpec
+from headwise.function.spec import AttentionSpec
 from headwise.function.weights import BIASES
 from headwise.layouts._layout import Layout
 from headwise.layouts.registry import catalogue_by_family, layout
@@ -56,11 +56,11 @@ def _tensors(entry: Layout) -> Iterator[str]:
 
 
 def _function(entry: Layout) -> list[str]:
-    usual = vars(AttentionSpec())
+    usual = AttentionSpec().words()
     options = [
         f"{name.replace('_', ' ')}: {value or 'by config'}"
-        for name, value in vars(entry.function).items()
-        if name not in CALLING and value != usual[name]
+        for name, value in entry.function.words().items()
+        if value != usual[name]
     ]
     return [f"*{'; '.join(options)}*"] if options else []
 

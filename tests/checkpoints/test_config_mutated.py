@@ -14,9 +14,9 @@ import torch
 
 from headwise.checkpoints.config import layout_name, merge_counts, read_config
 from headwise.checkpoints.options import (
-    attention_options,
     find_config_contradiction,
     layout_in_layer,
+    resolve,
 )
 from headwise.checkpoints.safetensors import StoredTensor
 from headwise.diagnosis.results.detection import detect_by_names_and_shapes
@@ -146,7 +146,7 @@ def answered(folder: Path, name: str, *, in_full: bool) -> bool:
             detect_by_names_and_shapes(HEADERS[name], config=config, **{"heads": 12, **known})
         for number in range(2):
             described = layout_in_layer(layout(name), config, number)
-            attention_options(config, described.function, layer=number)
+            resolve(described.function, config, layer=number)
     except HeadwiseError as error:
         if len(str(error)) > LONGEST:
             raise

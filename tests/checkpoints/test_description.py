@@ -27,8 +27,9 @@ from headwise.checkpoints.description import (
 )
 from headwise.checkpoints.source import open_source
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import ABSENT, USUAL_SCALE
 from headwise.layouts.registry import layout, layouts_by_name
+from headwise.layouts.shared import OPEN
 from tests.checkpoints import llamas
 from tests.diagnosis.test_detect import file_of
 from tests.layouts.examples import known_of
@@ -134,11 +135,12 @@ def test_a_description_is_read_back_and_fits(name: str, tmp_path: Path) -> None:
 def test_weights_keep_their_function_in_a_layout_that_says_another(
     source: str, target: str, rotary: str | None
 ) -> None:
-    before = layout(source).function if source in layouts_by_name() else AttentionSpec(rotary=None)
-    moved = before.after_conversion_to(layout(target).function)
-    same = {"rotary": None, "mask": None, "axes": None}
-    assert replace(moved, **same) == replace(before, **same)
-    assert moved.rotary == rotary
+    is_known = source in layouts_by_name()
+    before = layout(source) if is_known else replace(layout("llama"), function=OPEN)
+    moved = layout(target).of_weights_from(before)
+    same = {"rotary": ABSENT}
+    assert replace(moved.function, **same) == replace(before.function, **same)
+    assert moved.settings()["rotary"] == rotary
 
 
 def test_an_accepted_difference_is_not_forgotten(tmp_path: Path) -> None:
@@ -148,11 +150,30 @@ def test_an_accepted_difference_is_not_forgotten(tmp_path: Path) -> None:
     convert_checkpoint(open_source(source), jax, "llama", "maxtext", accept=["scale"], **counts)
     described = read_description(open_source(jax))
     assert described is not None
-    assert layout("maxtext").function.scale == "1"
-    assert layout_with_described_function("maxtext", described).function.scale == "1/sqrt(head_dim)"
+    assert layout("maxtext").function.scale == 1.0
+    assert layout_with_described_function("maxtext", described).function.scale == USUAL_SCALE
     convert_checkpoint(open_source(jax), back, "maxtext", "llama", **counts)
     llamas.assert_same(llamas.read(back), llamas.weights())
     assert verify(jax, back)
+
+
+def test_rows_have_the_order_of_their_layout_where_the_function_does_not_rotate(
+    tmp_path: Path,
+) -> None:
+    """OPT's weights in Meta's layout, accepted: its rows are interleaved, whoever reads them."""
+    start = "decoder.layers.0.self_attn."
+    state = {f"{start}{name}_proj.weight": torch.randn(40, 40) for name in ("q", "k", "v", "out")}
+    first, meta, back = (tmp_path / f"{name}.safetensors" for name in "abc")
+    save_file(state, first)
+    convert_checkpoint(open_source(first), meta, "opt", "llama-meta", accept=["rotary"], heads=4)
+    described = read_description(open_source(meta))
+    assert described is not None
+    assert described.layout.settings()["rotary"] == "none"
+    diagnosis = verify(first, meta, first_layout="opt", heads=4)
+    assert diagnosis
+    assert not diagnosis.moves
+    convert_checkpoint(open_source(meta), back, "llama-meta", "opt", heads=4)
+    llamas.assert_same(llamas.read(back), state)
 
 
 def test_counts_that_only_the_shapes_of_the_source_tell(tmp_path: Path) -> None:
@@ -173,7 +194,7 @@ def test_a_layout_with_places_for_norms_that_the_weights_have_not(tmp_path: Path
     )
     found = detect(done.target)
     assert found.layout is not None
-    assert (found.layout.name, found.layout.function.qk_norm) == ("vllm", "none")
+    assert (found.layout.name, found.layout.function.qk_norm) == ("vllm", ABSENT)
 
 
 def drop(name: str) -> Callable[[dict[str, Any]], None]:
@@ -197,7 +218,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda s: s["function"].update(scale=1),
         "value that is no text",
     ),
-    "an unknown rotation": (lambda s: s["function"].update(rotary="left"), "rotary='left'"),
+    "an unknown softcap": (lambda s: s["function"].update(softcap="50"), "softcap=Other"),
     "a config that is a list": (lambda s: s.update(config=[]), "a config that is a list"),
     "another layout": (lambda s: s.update(layout="gpt2"), "describes 2 modules of gpt2, but"),
     "other heads": (lambda s: s["counts"].update(heads=7), "modules of llama-meta, but"),

@@ -10,7 +10,7 @@ import torch
 from headwise.diagnosis.results.diagnosis import TensorComparison
 from headwise.diagnosis.tensors import compare_tensors as verify
 from headwise.errors import OptionError
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import AttentionSpec, ScaleRule
 from headwise.function.weights import State
 from headwise.layouts._convert import convert
 from headwise.layouts.registry import layout
@@ -212,7 +212,7 @@ def test_another_dtype_or_shape_is_said(dtype: torch.dtype) -> None:
 def test_the_same_weights_used_for_another_function_are_not_the_same() -> None:
     state = {n: x for n, x in example(layout("gpt2")).items() if not n.startswith("extra")}
     first = layout("gpt2").pack(state)
-    other = replace(layout("gpt2"), name="mup", function=AttentionSpec(scale="1/head_dim"))
+    other = replace(layout("gpt2"), name="mup", function=AttentionSpec(scale=ScaleRule(-1.0)))
     found = verify(first, first, "gpt2", other, heads=12)
     assert not found.differences
     assert not found

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from headwise import Attention, Mask, Rotary, convert
-from headwise.checkpoints.options import attention_options
+from headwise.checkpoints.options import resolve
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.scaling import LinearScaling
+from headwise.function.spec import FROM_CONFIG, BucketRule
+from headwise.layers.conversion import options_of_spec
 from headwise.layers.distance import Alibi, T5Bias
 from headwise.layers.norm import QKNorm
 from headwise.layouts._layout import Layout
@@ -74,12 +76,11 @@ def distinct() -> list[Layout]:
     """One layout for each function and each set of tensors; the other tests compare axis maps."""
     found: dict[object, Layout] = {}
     for described in layouts_by_name().values():
-        function = replace(described.function, mask=None, axes=None)
         bare = frozenset(described.canonical_tensor_names - {"bq", "bk", "bv", "bo"})
         shared = "kv_heads" in {
             name for p in described.patterns.values() for name in p.axis_names()
         }
-        found.setdefault((function, bare, frozenset(described.fixed), shared), described)
+        found.setdefault((described.function, bare, frozenset(described.fixed), shared), described)
     return list(found.values())
 
 
@@ -102,19 +103,19 @@ def given(described: Layout, layer: Attention, options: Mapping[str, Any]) -> di
     gives it; where the layout says that there is nothing, the reader gives nothing.
     """
     function = described.function
-    found = attention_options({"head_dim": HEAD_DIM}, function, layer=0)
+    found = options_of_spec(resolve(function, {"head_dim": HEAD_DIM}, layer=0))
     for name in ("scale", "rotary", "softcap", "qk_norm", "score_bias", "window"):
-        if getattr(function, name) is None:
+        if getattr(function, name) is FROM_CONFIG:
             found[name] = options.get(name)
-    if function.softcap == "tanh":
+    if function.softcap:
         found["softcap"] = layer.softcap or 30.0
-    if function.score_bias == "t5":
+    if isinstance(function.score_bias, BucketRule):
         found["score_bias"] = options.get("score_bias", T5Bias())
     if layer.rotary is not None and found.get("rotary") is not None:
-        width = layer.rotary.width if function.rotary_width is None else None
-        width = width or (HEAD_DIM if function.rotary_width is None else None)
+        width = layer.rotary.width if function.is_rotary_width_open else None
+        width = width or (HEAD_DIM if function.is_rotary_width_open else None)
         found["rotary"] = replace(layer.rotary, width=width)
-        if function.rotary is None:
+        if function.rotary is FROM_CONFIG:
             found["rotary"] = layer.rotary
     return found
 

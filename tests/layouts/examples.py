@@ -38,7 +38,7 @@ def known_of(layout: Layout) -> dict[str, int]:
 
 def width_of(layout: Layout) -> dict[str, int]:
     """How much of a head turns, where that is to be said."""
-    is_open = layout.function.rotary == "interleaved" and layout.function.rotary_width is None
+    is_open = layout.rows == "interleaved" and layout.function.is_rotary_width_open
     return {"rotary_width": ROTARY_WIDTH} if is_open else {}
 
 

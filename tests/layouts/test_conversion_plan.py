@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import FROM_CONFIG, AttentionSpec, RotaryRule, Softcap
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NameForm
 from headwise.layouts.plan import plan_conversion
 
-ROPE = AttentionSpec(rotary="half-split")
+ROPE = AttentionSpec(rotary=RotaryRule())
 APART = Layout(
     name="apart",
     tensors={
@@ -224,9 +224,9 @@ def test_counts_that_are_none_of_the_layouts_are_refused() -> None:
 @pytest.mark.parametrize(
     ("function", "name"),
     [
-        (AttentionSpec(rotary="half-split", scale="1"), "scale: 1/sqrt\\(head_dim\\) against 1"),
+        (AttentionSpec(rotary=RotaryRule(), scale=1.0), "scale: 1/sqrt\\(head_dim\\) against 1"),
         (AttentionSpec(), "rotary: half-split against none"),
-        (AttentionSpec(rotary="half-split", softcap="tanh"), "softcap: none against tanh"),
+        (AttentionSpec(rotary=RotaryRule(), softcap=Softcap()), "softcap: none against tanh"),
     ],
 )
 def test_another_function_is_refused_unless_it_is_accepted(
@@ -244,9 +244,11 @@ def test_what_is_accepted_is_a_field() -> None:
 
 
 def test_the_config_may_decide_and_pairings_are_no_conflict() -> None:
-    for function in (AttentionSpec(rotary="interleaved"), AttentionSpec(rotary=None, scale=None)):
+    for function in (
+        AttentionSpec(rotary=RotaryRule(pairing="interleaved")),
+        AttentionSpec(rotary=FROM_CONFIG, scale=FROM_CONFIG),
+    ):
         assert ROPE.conflicts(function) == {}
-    assert AttentionSpec(mask="True hides").conflicts(AttentionSpec(mask="True attends")) == {}
 
 
 def test_a_role_that_the_target_has_no_place_for_is_refused() -> None:
@@ -258,7 +260,7 @@ def test_a_role_that_the_target_has_no_place_for_is_refused() -> None:
 
 
 def test_one_name_to_accept_may_stand_alone() -> None:
-    other = replace(FUSED, name="other", function=AttentionSpec(rotary="half-split", scale="1"))
+    other = replace(FUSED, name="other", function=AttentionSpec(rotary=RotaryRule(), scale=1.0))
     assert plan_conversion(model(), APART, other, heads=6, accept="scale")
 
 

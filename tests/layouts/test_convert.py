@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import AttentionSpec, RotaryRule
 from headwise.layouts._convert import RoundTripError, convert
 from headwise.layouts._layout import Layout
 from headwise.layouts.equality import same_bytes
@@ -28,7 +28,7 @@ BY_HEAD = Layout(
         "o.weight": "wo: out_dim (heads head_dim)",
     },
     where={"self": "layers.{layer}."},
-    function=AttentionSpec(rotary="half-split"),
+    function=AttentionSpec(rotary=RotaryRule()),
     source="here",
 )
 WITHOUT_K = replace(
@@ -70,7 +70,7 @@ def test_side_by_side_and_head_by_head_by_hand() -> None:
 
 
 def test_interleaved_rows_are_moved() -> None:
-    paired = replace(APART, name="paired", function=AttentionSpec(rotary="interleaved"))
+    paired = replace(APART, name="paired", rows="interleaved")
     state = weights(biases=False, kv_heads=2)
     moved = convert(state, paired, APART, heads=6)
     order = [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
@@ -267,11 +267,19 @@ def test_a_layout_that_could_not_be_placed_is_refused(changes: dict[str, Any], s
 
 @pytest.mark.parametrize(
     ("field", "said"),
-    [("rotary", "neighbours"), ("mask", "true"), ("axes", "bld"), ("softcap", "50")],
+    [("rotary", "interleaved"), ("scale", "1"), ("softcap", 50.0), ("qk_norm", "rms")],
 )
-def test_a_function_in_unknown_words_is_refused(field: str, said: str) -> None:
+def test_a_setting_of_another_type_is_refused(field: str, said: object) -> None:
     with pytest.raises(OptionError, match=f"{field}={said!r}"):
         AttentionSpec(**{field: said})
+
+
+@pytest.mark.parametrize(
+    ("field", "said"), [("rows", "neighbours"), ("mask", "true"), ("axes", "bld")]
+)
+def test_a_convention_in_unknown_words_is_refused(field: str, said: str) -> None:
+    with pytest.raises(OptionError, match=f"{field}={said!r} of apart"):
+        replace(APART, **{field: said})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headwise.errors import ShapeError
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import FROM_CONFIG, AttentionSpec, RotaryRule
 from headwise.function.weights import AXES
 from headwise.layouts._layout import Layout
 from headwise.layouts.drawing import (
@@ -31,7 +31,8 @@ GROUPED = Layout(
         "out_bias": "bo: out_dim",
     },
     source="here",
-    function=AttentionSpec(rotary="interleaved", scale=None, softcap=None),
+    function=AttentionSpec(rotary=RotaryRule(), scale=FROM_CONFIG, softcap=FROM_CONFIG),
+    rows="interleaved",
 )
 
 

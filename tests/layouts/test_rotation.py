@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import AttentionSpec, RotaryRule
 from headwise.function.weights import AXES, ROTATED
 from headwise.layouts._layout import Layout
 from headwise.layouts.pattern import to_half_split, to_interleaved
@@ -22,10 +22,14 @@ TENSORS = {
     "q.bias": "bq: (heads head_dim)",
 }
 PAIRED = Layout(
-    name="paired", tensors=TENSORS, source="here", function=AttentionSpec(rotary="interleaved")
+    name="paired",
+    tensors=TENSORS,
+    source="here",
+    function=AttentionSpec(rotary=RotaryRule()),
+    rows="interleaved",
 )
 HALVED = Layout(
-    name="halved", tensors=TENSORS, source="here", function=AttentionSpec(rotary="half-split")
+    name="halved", tensors=TENSORS, source="here", function=AttentionSpec(rotary=RotaryRule())
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +37,14 @@ def measure_layouts() -> Entries:
             x = torch.randn([sizes[axis] for axis in AXES[tensor]], generator=generator)
             x.view(-1)[0], x.view(-1)[-1] = -0.0, torch.inf  # bits that arithmetic would change
             canonical[tensor] = x
-        rotary = layout.function.rotary
         paper = headwise.Layout(
             name="paper",
             tensors={tensor: f"{tensor}: {' '.join(AXES[tensor])}" for tensor in canonical},
-            function=replace(
-                layout.function, rotary="half-split" if rotary == "interleaved" else rotary
-            ),
+            function=layout.function,
             source="Vaswani et al. 2017",
         )
         known: dict[str, Any] = {count: sizes[count] for count in ("heads", "kv_heads")}
-        if rotary == "interleaved" and layout.function.rotary_width is None:
+        if layout.rows == "interleaved" and layout.function.is_rotary_width_open:
             known["rotary_width"] = ROTARY_WIDTH
         stored = headwise.convert(canonical, paper, layout, **known)
         back = headwise.convert(stored, layout, paper, **known)

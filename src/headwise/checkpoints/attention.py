@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints import options as config_against_layout
-from headwise.checkpoints.config import Config, attention_window, layout_name
+from headwise.checkpoints.config import Config, layout_name
 from headwise.checkpoints.description import COUNTS, layout_with_described_function
 from headwise.checkpoints.read import Checkpoint, open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import OptionError
+from headwise.function.spec import ABSENT, BucketRule
 from headwise.function.weights import State
 from headwise.layers.attention import Attention
-from headwise.layers.distance import T5Bias
+from headwise.layers.conversion import options_of_spec
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
 from headwise.layouts.foreign import find_obstacle
@@ -75,9 +76,6 @@ def load_attention(
     sizes = stored.sizes(shapes, opened.known)
     described = config_against_layout.layout_in_layer(stored, stated, module.layer)
     _require_fitting_config(module, source, described, stated, sizes, options)
-    if described.function.window != "none" and "window" not in options:
-        window = attention_window(stated, module.layer)
-        options["window"] = None if window is None else (window - 1, None)
     return attention_from_state(module, modules, source, described, stated, sizes, **options)
 
 
@@ -97,7 +95,7 @@ def _require_fitting_config(
             needed="a layout and a config of the same model",
             do="pass the layout=... or the config=... of this model",
         )
-    if layout.function.rotary not in (None, "none") and not config and "rotary" not in options:
+    if layout.function.rotary and not config and "rotary" not in options:
         raise OptionError(
             saw=f"{source.path} has rotary {layout.name} attention and no config",
             needed="the theta of the rotation, which no tensor holds",
@@ -129,22 +127,20 @@ def attention_from_state(
         options: arguments of `Attention` that override the config's.
     """
     stored = {local: state[name] for name, local in module.tensors.items()}
-    if layout.function.score_bias == "t5":
+    if isinstance(layout.function.score_bias, BucketRule):
         layout = _add_shared_distance_table(layout, module, modules, stored, state)
     if dtype is not None:
         stored = {local: tensor.to(dtype) for local, tensor in stored.items()}
-    stated = config_against_layout.attention_options(config, layout.function, layer=module.layer)
-    bias = stated.get("score_bias")
-    if isinstance(bias, T5Bias) and module.place.role == "decoder":
-        stated["score_bias"] = replace(bias, bidirectional=False)  # no later keys to tell apart
-    rotary = stated.get("rotary")
-    if rotary is not None:
-        is_interleaved = layout.function.rotary == "interleaved"
-        stated["rotary"] = replace(
-            rotary,
-            pairing="interleaved" if is_interleaved else rotary.pairing,
-            width=sizes.get("rotary_width", rotary.width),
-        )
+    function = layout.function
+    if "window" in options:  # the config need not tell which layers have one
+        function = replace(function, window=ABSENT)
+    spec = config_against_layout.resolve(function, config, layer=module.layer)
+    if isinstance(spec.score_bias, BucketRule) and module.place.role == "decoder":
+        one_sided = replace(spec.score_bias, bidirectional=False)  # no later keys to tell apart
+        spec = replace(spec, score_bias=one_sided)
+    if spec.rotation is not None and "rotary_width" in sizes:
+        spec = replace(spec, rotary=replace(spec.rotation, width=sizes["rotary_width"]))
+    stated = options_of_spec(spec)
     return Attention.from_layout(
         stored,
         layout=layout,
@@ -239,6 +235,6 @@ def _add_shared_distance_table(
     )
     table = next(tables, None)
     if table is None:
-        return replace(layout, function=replace(layout.function, score_bias="none"))
+        return replace(layout, function=replace(layout.function, score_bias=ABSENT))
     stored[local] = state[table]
     return layout

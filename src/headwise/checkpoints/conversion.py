@@ -46,7 +46,7 @@ def convert_checkpoint(
         target: a new path: a file if the source is one and ``files`` "safetensors", else a folder.
         source_layout: the layout of the source, or its name.
         target_layout: the layout of the target, or its name.
-        accept: fields of `AttentionSpec` that may differ between the layouts.
+        accept: settings of `AttentionSpec` that may differ between the layouts.
         root: the prefix of all names in the target; that of the source if None.
         files: "safetensors", or files of tensor-parallel processes: "meta" or "megatron".
         shards: the number of these processes.

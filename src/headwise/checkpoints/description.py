@@ -10,7 +10,7 @@ files of a checkpoint carry the same text, so a file that is copied without the 
      "function": {"scale": "1/sqrt(head_dim)", "rotary": "interleaved", ...},
      "config": {"rms_norm_eps": 1e-05, "rope_theta": 500000.0, ...}}
 
-``modules`` counts the attention modules. ``function`` has every field of `AttentionSpec`; null
+``modules`` counts the attention modules. ``function`` has `Layout.settings`; null
 leaves a field to ``config``, the config.json of the original model without its private names.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from headwise.checkpoints.model_args import read_model_args
 from headwise.checkpoints.safetensors import KEY, unique_keys
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import CheckpointError, DTypeError, OptionError, ShapeError
-from headwise.function.spec import FIELDS, AttentionSpec
-from headwise.layouts._layout import Layout
+from headwise.function.spec import SETTINGS
+from headwise.layouts._layout import CALLING, Layout
 from headwise.layouts.modules import AS_STORED, NamedModule, find_modules
 from headwise.layouts.plan import plan_conversion
 from headwise.layouts.registry import layout, layouts_by_name
@@ -37,6 +37,7 @@ from headwise.layouts.sizes import Sizes
 from headwise.layouts.steps import TensorHeader
 
 VERSION = 1
+FIELDS = (*SETTINGS, *CALLING)  # of a function
 COUNTS = ("heads", "kv_heads", "head_dim", "rotary_width")
 _PLAN_ERRORS = (OptionError, ShapeError, DTypeError)
 
@@ -63,7 +64,7 @@ class Description:
 
     def encode(self) -> str:
         """Return the JSON text that a file carries."""
-        function, config = asdict(self.layout.function), _without_private_names(self.config)
+        function, config = self.layout.settings(), _without_private_names(self.config)
         fields = {"version": VERSION, "layout": self.layout.name, "modules": self.modules}
         sections = {"counts": dict(self.counts), "function": function, "config": config}
         return json.dumps(fields | sections)
@@ -139,8 +140,9 @@ def describe_target(
         for name in COUNTS
         if name in sizes[0] and all(each.get(name) == sizes[0][name] for each in sizes)
     }
-    moved = replace(target, function=source.function.after_conversion_to(target.function))
-    return Description(moved, len(modules), shared, ConfigFields.wrap(config))
+    return Description(
+        target.of_weights_from(source), len(modules), shared, ConfigFields.wrap(config)
+    )
 
 
 def _sizes_in_target_layout(
@@ -223,7 +225,7 @@ def _decode_description(text: str, path: Path) -> Description:
     if not all(value is None or isinstance(value, str) for value in function.values()):
         raise _metadata_error(path, "has a function with a value that is no text")
     try:
-        described = replace(layout(name), function=AttentionSpec(**function))
+        described = layout(name).with_settings(function)
     except OptionError as error:
         raise _metadata_error(path, f"has a function with {error.saw}") from error
     origin = f"the metadata of {path}"

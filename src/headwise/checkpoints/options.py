@@ -1,4 +1,4 @@
-"""Contradictions between a config.json and a layout, and the layer options in a config.json.
+"""Contradictions between a config.json and a layout, and the numbers that a layout leaves to it.
 
 The names are those of transformers (modeling_rope_utils.py and the models' configurations).
 """
@@ -12,6 +12,7 @@ from typing import Any
 from headwise.checkpoints.config import (
     Config,
     ConfigFields,
+    attention_window,
     layer_rotates,
     layout_name,
     read_head_dim,
@@ -21,11 +22,20 @@ from headwise.checkpoints.config import (
     text_config,
 )
 from headwise.errors import OptionError
-from headwise.function.rotary import Rotary
 from headwise.function.scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
-from headwise.function.spec import PAIRINGS, USUAL_SCALE, AttentionSpec
-from headwise.layers.distance import T5Bias
-from headwise.layers.norm import QKNorm
+from headwise.function.spec import (
+    ABSENT,
+    FROM_CONFIG,
+    USUAL_SCALE,
+    AlibiRule,
+    AttentionSpec,
+    BucketRule,
+    NormRule,
+    RotaryRule,
+    ScaleRule,
+    Softcap,
+    Unset,
+)
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule
 from headwise.layouts.sizes import Sizes
@@ -41,7 +51,7 @@ def find_config_contradiction(config: Config, function: AttentionSpec, sizes: Si
     for name, value in _find_contradictions(text_config(config), function, sizes):
         is_argument = name == "rotary_width" and name not in read_stated_counts(config)
         origin = "the argument says" if is_argument else "the config says"
-        return f"{name}: {getattr(function, name)}; {origin} {value}"
+        return f"{name}: {function.words()[name]}; {origin} {value}"
     return None
 
 
@@ -50,15 +60,18 @@ def _find_contradictions(
 ) -> Iterator[tuple[str, object]]:
     """Yield the fields of the layout that the config contradicts, with the value of the config."""
     kind, alibi = fields.text("position_embedding_type"), fields.flag("alibi")
-    has_alibi = str(function.score_bias).startswith("alibi")
-    if function.score_bias is not None and fields.get("alibi") is not None and has_alibi != alibi:
+    is_alibi, is_stated = (
+        isinstance(function.score_bias, AlibiRule),
+        fields.get("alibi") is not None,
+    )
+    if function.score_bias is not FROM_CONFIG and is_stated and is_alibi != alibi:
         yield "score_bias", f"alibi {alibi}"
-    if function.score_bias == "none" and str(kind).startswith(("alibi", "relative_key")):
+    if function.score_bias is ABSENT and str(kind).startswith(("alibi", "relative_key")):
         yield "score_bias", f"position_embedding_type {kind}"
-    rotates = function.rotary in PAIRINGS
+    rotates = function.rotation is not None
     if rotates and (kind in ("absolute", "alibi") or alibi):
         yield "rotary", f"position_embedding_type {kind}" if kind else f"alibi {alibi}"
-    if function.rotary == "none" and kind in ("rotary", "rope"):
+    if function.rotary is ABSENT and kind in ("rotary", "rope"):
         yield "rotary", f"position_embedding_type {kind}"
     layers = fields.layer_values("no_rope_layers")
     if rotates and layers and not any(layers):
@@ -68,21 +81,21 @@ def _find_contradictions(
     usual = {"attention_multiplier": head_dim**-0.5, "query_pre_attn_scalar": head_dim}
     for name, factor in usual.items():
         value = fields.number(name)
-        if function.scale is not None and value is not None and value != factor:
+        if function.scale is not FROM_CONFIG and value is not None and value != factor:
             yield "scale", f"{name} {fields[name]}"
     for name, plain in _FACTORS.items():
         flag = fields.flag(name, default=plain)
         if function.scale == USUAL_SCALE and flag is not plain:
             yield "scale", f"{name} {flag}"
     capped = fields.number("attn_logit_softcapping")
-    is_capped = function.softcap == "tanh" and "attn_logit_softcapping" in fields
-    if (function.softcap == "none" and capped) or (is_capped and not capped):
+    is_capped = isinstance(function.softcap, Softcap) and "attn_logit_softcapping" in fields
+    if (function.softcap is ABSENT and capped) or (is_capped and not capped):
         yield "softcap", f"attn_logit_softcapping {capped}"
     for section in (fields, fields.section("attn_config") or ConfigFields({})):
-        if section.number("clip_qkv") and function.clip == "none":
+        if section.number("clip_qkv") and function.clip is ABSENT:
             yield "clip", f"clip_qkv {section['clip_qkv']}"
     width = sizes.get("rotary_width", head_dim)
-    if rotates and function.rotary_width == "head_dim" and width != head_dim:
+    if function.rotation and not function.is_rotary_width_open and width != head_dim:
         yield "rotary_width", f"{width} of {head_dim}"
 
 
@@ -125,56 +138,58 @@ def layout_in_layer(layout: Layout, config: Config, number: int) -> Layout:
     """Return the layout of one layer: some models rotate in only some of their layers."""
     rotates, rotary = layer_rotates(config, number), layout.function.rotary
     if rotates is False:
-        rotary = "none"
-    elif rotates and rotary is None:
-        rotary = "half-split"
+        rotary = ABSENT
+    elif rotates and rotary is FROM_CONFIG:
+        rotary = RotaryRule()
     return replace(layout, function=replace(layout.function, rotary=rotary))
 
 
-def attention_options(config: Config, function: AttentionSpec, *, layer: int) -> dict[str, Any]:
-    """Return the options of `Attention.from_layout` that the layout leaves to the config.
+def resolve(function: AttentionSpec, config: Config, *, layer: int) -> AttentionSpec:
+    """Return a function with the numbers that its model's config states for one layer.
+
+    No field is FROM_CONFIG then, but for the scale where there is no config.
 
     Args:
+        function: the function of the stored layout, in that layer; see `layout_in_layer`.
         config: the fields of config.json.
-        function: the function of the stored layout, in that layer.
         layer: the number of the layer, from 0.
 
     Raises:
-        OptionError: a rotary scaling that `Rotary` does not have.
+        OptionError: a rotary scaling that `Rotary` does not have; or a window, of which the config
+            does not say in which layers it is.
     """
     fields = text_config(config)
-    options: dict[str, Any] = {}
-    if function.rotary not in (None, "none"):
-        options["rotary"] = _read_rotary(fields, layer)
-    if function.scale is None:
-        options |= _read_scale(fields)
-    softcap = fields.number("attn_logit_softcapping")
-    if function.softcap != "none" and softcap:
-        options["softcap"] = softcap
-    if function.qk_norm not in (None, "none"):
-        # a text such as "rms over head, weight + 1, before rotary"
-        norm, epsilons = function.qk_norm, (fields.number(name) for name in _EPS)
-        options["qk_norm"] = QKNorm(
-            kind="layer" if norm.startswith("layer") else "rms",
-            over="width" if "over width" in norm else "head",
-            place="after" if "after rotary" in norm else "before",
-            one_plus="weight + 1" in norm,
-            eps=next((number for number in epsilons if number is not None), 1e-6),
-        )
-    if function.score_bias == "t5":
-        options["score_bias"] = T5Bias(
+    stated: dict[str, Any] = {}
+    if function.rotary:
+        stated["rotary"] = _read_rotary(fields, layer, function.rotation or RotaryRule())
+    if function.scale is FROM_CONFIG:
+        stated["scale"] = _read_scale(fields)
+    if function.softcap is not ABSENT:
+        softcap = fields.number("attn_logit_softcapping")
+        stated["softcap"] = Softcap(softcap) if softcap else ABSENT
+    if isinstance(function.qk_norm, NormRule):
+        epsilons = (fields.number(name) for name in _EPS)
+        eps = next((number for number in epsilons if number is not None), 1e-6)
+        stated["qk_norm"] = replace(function.qk_norm, eps=eps)
+    if isinstance(function.score_bias, BucketRule):
+        stated["score_bias"] = BucketRule(
             buckets=fields.count("relative_attention_num_buckets") or 32,
             max_distance=fields.count("relative_attention_max_distance") or 128,
             bidirectional=not fields.flag("is_decoder"),
         )
-    return options
+    if function.window is FROM_CONFIG:
+        window = attention_window(fields, layer)
+        stated["window"] = ABSENT if window is None else (window - 1, None)
+    left = {name: ABSENT for name, value in vars(function).items() if value is FROM_CONFIG}
+    return replace(function, **{**left, **stated})
 
 
-def _read_rotary(fields: ConfigFields, layer: int) -> Rotary:
+def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRule:
     rotary = rotary_section_of_layer(fields, layer)
     theta = rotary.number("rope_theta") or fields.number("rope_theta")
     counts = read_stated_counts(fields)
-    return Rotary(
+    return replace(
+        rule,
         theta=theta or fields.number("rotary_emb_base") or 10_000.0,
         width=counts.get("rotary_width", read_head_dim(fields, counts)),
         scaling=_read_rotary_scaling(rotary, fields),
@@ -221,10 +236,9 @@ _SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields], Scaling]] = {
 }
 
 
-def _read_scale(fields: ConfigFields) -> dict[str, float | None]:
+def _read_scale(fields: ConfigFields) -> float | ScaleRule | Unset:
     """Return the scale of the config; the usual scale if the config states none."""
     if (scalar := fields.positive("query_pre_attn_scalar")) is not None:
-        return {"scale": scalar**-0.5}
-    if multiplier := fields.number("attention_multiplier"):
-        return {"scale": multiplier}
-    return {"scale": None} if fields else {}
+        return float(scalar**-0.5)
+    usual = USUAL_SCALE if fields else FROM_CONFIG
+    return fields.number("attention_multiplier") or usual

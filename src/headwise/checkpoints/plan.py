@@ -57,7 +57,7 @@ class ConversionReport:
         earlier_run: files of an earlier run: "nothing", "its beginning", or "other work", removed.
         roots: prefixes before the module names of the layout.
         unchanged_names: names as in the source, because the target layout has no other names.
-        accepted: fields of `AttentionSpec` that differ and were accepted -> (source, target).
+        accepted: settings of `AttentionSpec` that differ and were accepted -> (source, target).
         not_copied: files beside the weights that were not copied: they describe the source.
     """
 

@@ -251,8 +251,8 @@ def split_candidate_by_sizes(candidate: CandidateLayout) -> list[CandidateLayout
 
     The largest width comes first. Widths end at 4: the two pairings of two channels are the same.
     """
-    function, candidates = candidate.layout.function, []
-    is_open = function.rotary == "interleaved" and function.rotary_width is None
+    layout, candidates = candidate.layout, []
+    is_open = layout.rows == "interleaved" and layout.function.is_rotary_width_open
     for sizes in candidate.fits:
         widths: list[Sizes] = [{}]
         if is_open and "rotary_width" not in sizes:

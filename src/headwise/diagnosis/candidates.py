@@ -224,7 +224,7 @@ def _solve_sizes(
 ) -> Sizes | None:
     with suppress(OptionError, ShapeError):
         sizes = layout.sizes(shapes, counts)
-        if layout.function.rotary == "interleaved" and layout.function.rotary_width is not None:
+        if layout.rows == "interleaved" and not layout.function.is_rotary_width_open:
             layout.rotary_width(sizes)  # raises for an odd head_dim: channels turn in pairs
         return sizes
     return None

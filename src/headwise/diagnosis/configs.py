@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 
 from headwise.checkpoints.config import Config, attention_window
-from headwise.checkpoints.options import attention_options, layout_in_layer
+from headwise.checkpoints.options import layout_in_layer, resolve
 from headwise.errors import OptionError
+from headwise.function.spec import ABSENT, Softcap
 from headwise.layouts._layout import Layout
 
 Fields = dict[str, str]
@@ -38,11 +40,10 @@ def find_config_differences(
 
 def _read_attention_settings(config: Config, layout: Layout, layer: int) -> Fields:
     described = layout_in_layer(layout, config, layer)
-    options = attention_options(config, described.function, layer=layer)
+    spec = resolve(replace(described.function, window=ABSENT), config, layer=layer)
     fields = {"window": str(attention_window(config, layer))}
-    if described.function.softcap != "none":
-        fields["softcap"] = str(options.get("softcap"))
-    if "rotary" in options:
-        rotary = options["rotary"]
+    if described.function.softcap is not ABSENT:
+        fields["softcap"] = str(spec.softcap.limit if isinstance(spec.softcap, Softcap) else None)
+    if (rotary := spec.rotation) is not None:
         fields |= {"rope_theta": f"{rotary.theta:g}", "rotary scaling": str(rotary.scaling)}
     return fields

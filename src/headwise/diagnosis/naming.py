@@ -143,7 +143,7 @@ def find_module_moves(
                     state,
                     right,
                     rotary_width=counts.get("rotary_width"),
-                    was_interleaved=layouts[0].function.rotary == "interleaved",
+                    was_interleaved=layouts[0].rows == "interleaved",
                 )
                 if report.moves or report.unexplained:  # signs of zeros alone move nothing
                     named.append(_describe_moves_of_module(a, report))

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checkpoints.config import rotary_section_of_layer
-from headwise.checkpoints.options import attention_options, layout_in_layer
+from headwise.checkpoints.options import layout_in_layer, resolve
 from headwise.diagnosis.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
 from headwise.diagnosis.results.detection import Detection, narrow_detection
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.function.budget import Budget
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec
 from headwise.function.stages import repeat_kv_heads, split_heads
 from headwise.layers.attention import Attention
+from headwise.layers.conversion import options_of_spec
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule
 from headwise.layouts.sizes import Sizes
@@ -297,12 +298,12 @@ class _Trial:
         """Return why different scores decide nothing, if the rotation of the model is unknown."""
         rotary = layout.function.rotary
         rotation = rotary_section_of_layer(self.config, module.layer)
-        if rotary is None:
+        if rotary is FROM_CONFIG:
             return NotComparedError(
                 saw="different scores: neither the layout nor the config says whether it rotates",
                 needed="a layout with a rotation, or rope_parameters in the config",
             )
-        if rotary != "none" and ("patch_size" in self.config or "mrope_section" in rotation):
+        if rotary is not ABSENT and ("patch_size" in self.config or "mrope_section" in rotation):
             return NotComparedError(
                 saw="different scores of a vision model that rotates",
                 needed="a rotation by token position: this model may rotate by row and column",
@@ -310,6 +311,7 @@ class _Trial:
         return None
 
     def _build_layer(self, layout: Layout, module: NamedModule, heads: Sizes) -> Attention:
+        spec = resolve(layout.function, self.config, layer=module.layer)
         return Attention.from_layout(
             {
                 local: self.state[name].double()
@@ -320,7 +322,7 @@ class _Trial:
             layout=layout,
             num_heads=heads["heads"],
             num_kv_heads=heads["kv_heads"],
-            **attention_options(self.config, layout.function, layer=module.layer),
+            **options_of_spec(spec),
         )
 
 
@@ -335,14 +337,15 @@ def _layout_without_bias_cap_and_window(
 ) -> Layout:
     """Return the layout of one layer, without the operations on finished scores."""
     layout = layout_in_layer(layout, config, number)
-    bare = replace(layout.function, score_bias="none", softcap="none", window="none", clip="none")
+    dropped: dict[str, Any] = dict.fromkeys(("score_bias", "softcap", "window", "clip"), ABSENT)
+    bare = replace(layout.function, **dropped)
     return replace(layout, function=bare)
 
 
 @torch.no_grad()
 def _find_differing_stage(layer: Attention, spec: AttentionSpec, call: FirstCall) -> str | None:
     """Return the stage of a layer that differs by more than rounding in the model's dtype."""
-    if spec.softcap is not None and (spec.softcap != "none") != call.is_capped:
+    if spec.softcap is not FROM_CONFIG and (spec.softcap is not ABSENT) != call.is_capped:
         return "softcaps"
     if call.out_proj is not None:
         heads = layer.out_proj.weight.mT.unflatten(0, (layer.num_heads, layer.value_dim))

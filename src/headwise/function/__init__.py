@@ -12,12 +12,30 @@ if TYPE_CHECKING:
     from headwise.function.scaling import NTKScaling as NTKScaling
     from headwise.function.scaling import Scaling as Scaling
     from headwise.function.scaling import YarnScaling as YarnScaling
+    from headwise.function.spec import ABSENT as ABSENT
+    from headwise.function.spec import FROM_CONFIG as FROM_CONFIG
+    from headwise.function.spec import AlibiRule as AlibiRule
     from headwise.function.spec import AttentionSpec as AttentionSpec
+    from headwise.function.spec import BucketRule as BucketRule
+    from headwise.function.spec import NormRule as NormRule
+    from headwise.function.spec import Other as Other
+    from headwise.function.spec import RotaryRule as RotaryRule
+    from headwise.function.spec import ScaleRule as ScaleRule
+    from headwise.function.spec import Softcap as Softcap
 
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
+        "ABSENT": "spec",
+        "AlibiRule": "spec",
         "AttentionSpec": "spec",
+        "BucketRule": "spec",
+        "FROM_CONFIG": "spec",
+        "NormRule": "spec",
+        "Other": "spec",
+        "RotaryRule": "spec",
+        "ScaleRule": "spec",
+        "Softcap": "spec",
         "LinearScaling": "scaling",
         "Llama3Scaling": "scaling",
         "NTKScaling": "scaling",

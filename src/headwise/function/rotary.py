@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Integer
@@ -19,10 +18,9 @@ from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.function.scaling import Scaling, require_positive_fields, unscaled_frequencies
+from headwise.function.spec import Pairing
 from headwise.support.text import describe_value
 from headwise.support.tracing import may_read_values
-
-Pairing = Literal["half-split", "interleaved"]
 
 
 @dataclass(frozen=True)

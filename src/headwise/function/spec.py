@@ -1,120 +1,332 @@
-"""Settings of an attention function that no tensor stores, such as its scale.
+"""Description of an attention function: all that no tensor stores, such as its scale.
 
-A conversion never folds a setting into weights: a factor multiplied in and out again changes 15 %
-of the entries of a bfloat16 matrix with a head_dim of 128.
+A field of `AttentionSpec` is a value, ABSENT, or FROM_CONFIG: the model's config then decides. A
+form that has no arithmetic here is an `Other`, which is compared by its name. Nothing in a
+description is a tensor, and a conversion never folds a setting into weights: a factor multiplied in
+and out again changes 15 % of the entries of a bfloat16 matrix with a head_dim of 128.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import product
+from typing import Any, Final, Literal, Self, get_args
 
 from headwise.errors import OptionError
+from headwise.function.scaling import Scaling
+from headwise.support.text import describe_value
 
-# Conventions of the call: they do not change the result, and a caller can follow either.
-CALLING = ("mask", "axes")
-PAIRINGS = ("half-split", "interleaved")
-USUAL_SCALE = "1/sqrt(head_dim)"
-# The scales that layouts name, as functions of head_dim.
-SCALES: dict[str, Callable[[int], float]] = {
-    USUAL_SCALE: lambda head_dim: head_dim**-0.5,
-    "1": lambda _: 1.0,
-    "1/head_dim": lambda head_dim: 1 / head_dim,
-}
-# The choices of each field that is not free text; more words may follow a pairing.
-_CHOICES = {
-    "rotary": ("none", *PAIRINGS),
-    "softcap": ("none", "tanh"),
-    "mask": ("True attends", "True hides", "added"),
-    "axes": ("batch length width", "length batch width", "length width"),
-}
+Pairing = Literal["half-split", "interleaved"]
+NormKind = Literal["rms", "layer", "l2"]
+Over = Literal["head", "width"]
+Place = Literal["before", "after"]
+# A number that may be FROM_CONFIG. As any type, so that arithmetic after `resolve` needs no cast.
+Open = Any
+
+
+class Unset(Enum):
+    """What a field is that has no value."""
+
+    ABSENT = "absent"
+    FROM_CONFIG = "from config"
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __bool__(self) -> bool:
+        return False
+
+
+ABSENT: Final = Unset.ABSENT
+FROM_CONFIG: Final = Unset.FROM_CONFIG
+
+
+@dataclass(frozen=True)
+class Other:
+    """A form without arithmetic in headwise, such as Other("relative keys")."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """A scale that follows from head_dim: ``head_dim ** power``."""
+
+    power: float
+
+    def scale(self, head_dim: int) -> float:
+        """Return the factor of q.k."""
+        return float(head_dim**self.power)
+
+
+USUAL_SCALE: Final = ScaleRule(-0.5)
+SCALE_WORDS = {USUAL_SCALE: "1/sqrt(head_dim)", 1.0: "1", ScaleRule(-1.0): "1/head_dim"}
+
+
+@dataclass(frozen=True)
+class RotaryRule:
+    """Rotation of queries and keys.
+
+    Attributes:
+        theta: base of the frequencies.
+        width: number of leading channels of a head that turn; None for all.
+        pairing: which two channels turn together; in a layout, that of its rows.
+        scaling: of the frequencies; None for none.
+    """
+
+    theta: float | Open = FROM_CONFIG
+    width: int | Open | None = None
+    pairing: Pairing = "half-split"
+    scaling: Scaling | Open | None = FROM_CONFIG
+
+
+@dataclass(frozen=True)
+class NormRule:
+    """Normalisation of queries and keys.
+
+    Attributes:
+        kind: "rms" divides by the root mean square, "layer" subtracts the mean first, "l2" divides
+            by the length.
+        over: the channels of a "head", or the "width" of all heads.
+        place: "before" or "after" the rotation.
+        weight_offset: added to the stored weight.
+        eps: added to the mean square.
+        has_rows: True if the weight has a row for each head.
+    """
+
+    kind: NormKind = "rms"
+    over: Over = "head"
+    place: Place = "before"
+    weight_offset: float = 0.0
+    eps: float | Open = FROM_CONFIG
+    has_rows: bool = False
+
+    @property
+    def words(self) -> str:
+        """Words such as "rms over head, weight + 1, before rotary"."""
+        parts = [f"{self.kind} over {self.over}"]
+        parts += ["rows for heads"] if self.has_rows else []
+        parts += [f"weight + {self.weight_offset:g}"] if self.weight_offset else []
+        return ", ".join([*parts, f"{self.place} rotary"])
+
+
+@dataclass(frozen=True)
+class Softcap:
+    """A bound of the scores: ``limit * tanh(scores / limit)``."""
+
+    limit: float | Open = FROM_CONFIG
+
+
+@dataclass(frozen=True)
+class AlibiRule:
+    """A score bias of -slope * distance; the last head's slope is ``2 ** -bias_max``.
+
+    Attributes:
+        bias_max: sets all slopes; see `headwise.layers.alibi_slopes`.
+        before_scale: True if the bias is added before the products are scaled, as in Falcon.
+    """
+
+    bias_max: float = 8.0
+    before_scale: bool = False
+
+    @property
+    def words(self) -> str:
+        """Words such as "alibi before the scale"."""
+        if self.before_scale:
+            return "alibi before the scale"
+        return "alibi" if self.bias_max == 8.0 else f"alibi with bias_max={self.bias_max:g}"
+
+
+@dataclass(frozen=True)
+class BucketRule:
+    """T5's learned score bias by buckets of distances; see `headwise.layers.T5Bias`."""
+
+    buckets: int | Open = FROM_CONFIG
+    max_distance: int | Open = FROM_CONFIG
+    bidirectional: bool | Open = FROM_CONFIG
+
+
+Window = tuple[int | Open | None, int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Settings of the function that uses the weights; the model's config sets those that are None.
+    """Settings of an attention function that its weights do not hold.
+
+    Each field has a value, or is ABSENT, or FROM_CONFIG, where the model's config decides. Sinks
+    are tensors: weights tell whether there are any.
 
     Attributes:
-        scale: the factor of q.k, such as "1/sqrt(head_dim)", "1" or "1/head_dim".
-        rotary: "none", or which two channels turn together, "half-split" or "interleaved".
-        rotary_width: how many channels of a head turn: "head_dim", all of them.
-        score_bias: "none", "alibi", "alibi before the scale", "t5", or what else is added.
-        softcap: "none" or "tanh".
-        qk_norm: "none", or what is normalised how, such as "rms over head, before rotary".
-        window: "none" or "left".
-        clip: "none", or that projected queries, keys and values are clipped.
-        mask: what a layer's own mask means: "True attends", "True hides" or "added".
-        axes: of its input: "batch length width" or "length batch width".
+        num_heads, num_kv_heads, head_dim: sizes; None where they are open.
+        scale: the factor of q.k: a number, or a `ScaleRule`.
+        rotary: a `RotaryRule`, or an `Other`.
+        qk_norm: the normalisation of queries and keys, a `NormRule` or an `Other`.
+        softcap: a `Softcap`.
+        score_bias: what is added to the scores: an `AlibiRule`, a `BucketRule` or an `Other`.
+        window: (left, right), the numbers of keys before and after a query; None for no bound.
+        causal: True if a query attends to no later key.
+        clip: that projected queries, keys and values are clipped.
+        output_gate: a gate of each "head" or "channel" of the head outputs, computed from x.
     """
 
-    scale: str | None = USUAL_SCALE
-    rotary: str | None = "none"
-    rotary_width: str | None = "head_dim"
-    score_bias: str | None = "none"
-    softcap: str | None = "none"
-    qk_norm: str | None = "none"
-    window: str | None = "none"
-    clip: str | None = "none"
-    mask: str | None = None
-    axes: str | None = "batch length width"
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    scale: float | ScaleRule | Unset = USUAL_SCALE
+    rotary: RotaryRule | Other | Unset = ABSENT
+    qk_norm: NormRule | Other | Unset = ABSENT
+    softcap: Softcap | Unset = ABSENT
+    score_bias: AlibiRule | BucketRule | Other | Unset = ABSENT
+    window: Window | Other | Unset = ABSENT
+    causal: bool = False
+    clip: float | Other | Unset = ABSENT
+    output_gate: Literal["head", "channel"] | Unset = ABSENT
 
     def __post_init__(self) -> None:
-        """Raise OptionError for a value that is not among the choices of its field."""
-        for name, choices in _CHOICES.items():
+        """Raise OptionError for a value of another type, such as the words of a setting."""
+        for name, kinds in _KINDS.items():
             value = getattr(self, name)
-            if value is not None and not value.startswith(choices):
+            if not isinstance(value, (*kinds, Unset)):
+                listed = ", ".join(kind.__name__ for kind in kinds)
                 raise OptionError(
-                    saw=f"{name}={value!r}",
-                    needed=f"None, which leaves it to the config, or {', '.join(choices)}",
-                    do="write it as the other layouts do: headwise layouts show NAME",
+                    saw=f"{name}={describe_value(value)}",
+                    needed=f"ABSENT, FROM_CONFIG, or a value of {listed}",
+                    do=f"e.g. {name}={_EXAMPLES[name]}, of headwise.function",
                 )
 
-    def is_same(self, other: AttentionSpec) -> bool:
-        """True if both set the same fields to the same values, but for conventions of the call."""
-        called = dict.fromkeys(CALLING)
-        return replace(self, **called) == replace(other, **called)
+    @property
+    def rotation(self) -> RotaryRule | None:
+        """The rotation, None where there is none that headwise computes."""
+        return self.rotary if isinstance(self.rotary, RotaryRule) else None
+
+    @property
+    def factor(self) -> float:
+        """The scale as a number."""
+        if isinstance(self.scale, ScaleRule):
+            assert self.head_dim is not None
+            return self.scale.scale(self.head_dim)
+        assert not isinstance(self.scale, Unset)
+        return self.scale
+
+    @property
+    def is_rotary_width_open(self) -> bool:
+        """True if the config says how many channels of a head turn."""
+        return self.rotation is not None and self.rotation.width is FROM_CONFIG
+
+    def words(self) -> dict[str, str | None]:
+        """Return the settings in words, as pages and files have them; None leaves it to the config.
+
+        The names are those that ``accept`` takes in `headwise.convert`.
+        """
+        rotary, width = self.rotation, "head_dim"
+        if rotary is not None and rotary.width not in (None, self.head_dim):
+            width = f"{rotary.width} of {self.head_dim}"
+        return {
+            "scale": _in_words(self.scale, lambda x: SCALE_WORDS.get(x) or f"{x:g}"),
+            "rotary": _in_words(self.rotary, lambda x: x.pairing),
+            "rotary_width": None if self.is_rotary_width_open else width,
+            "score_bias": _in_words(
+                self.score_bias, lambda x: x.words if isinstance(x, AlibiRule) else "t5"
+            ),
+            "softcap": _in_words(self.softcap, lambda _: "tanh"),
+            "qk_norm": _in_words(self.qk_norm, lambda x: x.words),
+            # A window without a left bound is a part of the mask that comes with each call.
+            "window": _in_words(self.window, lambda x: "none" if x[0] is None else "left"),
+            "clip": _in_words(self.clip, lambda x: f"{x:g}"),
+        }
+
+    @classmethod
+    def from_words(cls, words: Mapping[str, str | None]) -> Self:
+        """Return the description whose `words` these are; words that are not known are an `Other`.
+
+        Files that headwise 0.1.0 converted hold such words in their metadata.
+        """
+        found: dict[str, Any] = {}
+        for name, word in words.items():
+            if word is None:
+                found[name] = FROM_CONFIG
+            elif name != "rotary_width":
+                unlisted = ABSENT if word == "none" else Other(word)
+                found[name] = _VALUES.get(name, {}).get(word, unlisted)
+        width = found.pop("rotary_width", None)
+        if isinstance(found.get("rotary"), RotaryRule):
+            found["rotary"] = replace(found["rotary"], width=width)
+        return cls(**found)
 
     def conflicts(self, other: AttentionSpec) -> dict[str, tuple[str, str]]:
-        """Return the fields that both set, to different values: name -> (this, other).
+        """Return the settings that both know, and in which they differ: name -> (this, other).
 
         Two pairings of the rotation do not conflict: a conversion reorders the rows. The width of
         a rotation is compared only where both functions rotate.
         """
-        both_rotate = not {None, "none"} & {self.rotary, other.rotary}
-        differences = {}
-        for name in FIELDS:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if name in CALLING or None in (mine, theirs) or mine == theirs:
+        differences, words = {}, other.words()
+        for name, mine in self.words().items():
+            theirs = words[name]
+            if mine is None or theirs is None or mine == theirs:
                 continue
-            if name == "rotary" and {mine, theirs} == set(PAIRINGS):
+            are_pairings = {mine, theirs} == {*get_args(Pairing)}
+            if are_pairings or (name == "rotary_width" and not (self.rotary and other.rotary)):
                 continue
-            if name == "rotary_width" and not both_rotate:
-                continue
-            differences[name] = (mine, theirs)
+            differences[name] = mine, theirs
         return differences
 
-    def after_conversion_to(self, target: AttentionSpec) -> AttentionSpec:
-        """Return this function for weights that were converted to a layout of ``target``.
-
-        Only the pairing of the rotation changes: rows are then in the order of the target, or
-        half-split where the target names no order.
-        """
-        rotary = self.rotary
-        if rotary in (None, *PAIRINGS):
-            rotary = target.rotary if target.rotary in PAIRINGS else rotary and "half-split"
-        return replace(self, rotary=rotary, mask=target.mask, axes=target.axes)
-
     def with_rotary_width_from_sizes(self, sizes: Mapping[str, int]) -> AttentionSpec:
-        """Return this function with the rotary_width in ``sizes``, where its own is None."""
+        """Return this function with the rotary_width in ``sizes``, where its own is open."""
         width, head_dim = sizes.get("rotary_width"), sizes["head_dim"]
-        if width is None or self.rotary_width is not None:
+        if width is None or self.rotation is None or not self.is_rotary_width_open:
             return self
-        return replace(
-            self, rotary_width="head_dim" if width == head_dim else f"{width} of {head_dim}"
-        )
+        return replace(self, head_dim=head_dim, rotary=replace(self.rotation, width=width))
 
 
-FIELDS = tuple(field.name for field in fields(AttentionSpec))
+# The types of a field beside `Unset`, and an example.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "scale": (float, int, ScaleRule),
+    "rotary": (RotaryRule, Other),
+    "qk_norm": (NormRule, Other),
+    "softcap": (Softcap,),
+    "score_bias": (AlibiRule, BucketRule, Other),
+    "window": (tuple, Other),
+    "clip": (float, int, Other),
+}
+_EXAMPLES = {
+    "scale": "ScaleRule(-0.5)",
+    "rotary": 'RotaryRule(); Layout(rows="interleaved") has the order of its channels',
+    "qk_norm": 'NormRule(over="head")',
+    "softcap": "Softcap()",
+    "score_bias": "AlibiRule()",
+    "window": "(127, 0)",
+    "clip": "6.0",
+}
+
+
+def _in_words(value: Any, words: Callable[[Any], str]) -> str | None:
+    """Return a field in words: None from the config, "none" for an absent one."""
+    if isinstance(value, Unset):
+        return None if value is FROM_CONFIG else "none"
+    return value.name if isinstance(value, Other) else words(value)
+
+
+_NORMS = (
+    NormRule(kind, over, place, offset, has_rows=has_rows)
+    for kind, over, place, offset, has_rows in product(
+        get_args(NormKind), get_args(Over), get_args(Place), (0.0, 1.0), (False, True)
+    )
+)
+# The words of each setting -> its value; those of any other form are an `Other`.
+_VALUES: dict[str, dict[str, Any]] = {
+    "scale": {words: scale for scale, words in SCALE_WORDS.items()},
+    "rotary": {pairing: RotaryRule(pairing=pairing) for pairing in get_args(Pairing)},
+    "qk_norm": {norm.words: norm for norm in _NORMS},
+    "softcap": {"tanh": Softcap()},
+    "score_bias": {
+        "t5": BucketRule(),
+        **{rule.words: rule for rule in (AlibiRule(), AlibiRule(before_scale=True))},
+    },
+    "window": {"left": (FROM_CONFIG, None)},
+}
+SETTINGS = tuple(AttentionSpec().words())
 
 
 def require_conflicts_accepted(
@@ -124,19 +336,19 @@ def require_conflicts_accepted(
     between: str,
     do: str = "configure the model that reads the weights accordingly, and",
 ) -> None:
-    """Raise OptionError where two functions differ in a field that is not accepted.
+    """Raise OptionError where two functions differ in a setting that is not accepted.
 
     Args:
         conflicts: see `AttentionSpec.conflicts`.
-        accept: names of `AttentionSpec`; one name may be given alone.
+        accept: names of settings, those of `AttentionSpec.words`; one name may be given alone.
         between: the two that are compared, such as "llama and gpt2".
         do: the advice before 'pass accept=["rotary"]'.
     """
     accepted = {accept} if isinstance(accept, str) else {*accept}
-    if unknown := sorted(accepted - {*FIELDS}):
+    if unknown := sorted(accepted - {*SETTINGS}):
         raise OptionError(
             saw=f"{{accept}} {', '.join(unknown)}",
-            needed=f"names among {', '.join(sorted(FIELDS))}",
+            needed=f"names among {', '.join(sorted(SETTINGS))}",
             do="leave out {accept} first: the error then names what differs",
             parameter="accept",
         )

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from headwise.function.rotary import Rotary
+from headwise.function.spec import AttentionSpec
 from headwise.layers import advice, conversion
 from headwise.layers import options as option_checks
 from headwise.layers.base import AttentionBase
@@ -309,7 +310,7 @@ class Attention(HeadReadings):
             layout: the layout of these tensors, or its name; ``headwise layouts`` lists them.
             num_heads: number of query heads, which shapes do not determine.
             num_kv_heads: number of kv heads, where shapes do not determine it.
-            accept: the fields of `AttentionSpec` in which the options may differ from the layout,
+            accept: the settings of `AttentionSpec` in which the options may differ from the layout,
                 as in `convert`.
             options: see the constructor.
 
@@ -359,7 +360,7 @@ class Attention(HeadReadings):
 
         Args:
             target: the layout to write, or its name; ``headwise layouts`` lists them.
-            accept: the fields of `AttentionSpec` in which the layout may differ, as in `convert`.
+            accept: the settings of `AttentionSpec` in which the layout may differ, as in `convert`.
 
         Raises:
             OptionError: the layout has another function than this layer, or lacks one of its
@@ -400,6 +401,11 @@ class Attention(HeadReadings):
             for width in (self.head_dim, self.value_dim)
         )
         return Cache(k, v, window=left if evicts else None, owner=self.identity)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The function of the layer, without that of its weights."""
+        return conversion.spec_of_layer(self)
 
     def extra_repr(self) -> str:
         """Return the sizes, and the options that are no modules."""

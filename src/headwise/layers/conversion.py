@@ -12,10 +12,23 @@ from torch import Tensor, nn
 
 from headwise.errors import DTypeError, OptionError
 from headwise.function.rotary import Rotary
-from headwise.function.spec import SCALES, USUAL_SCALE, AttentionSpec, require_conflicts_accepted
+from headwise.function.spec import (
+    ABSENT,
+    FROM_CONFIG,
+    USUAL_SCALE,
+    AlibiRule,
+    AttentionSpec,
+    BucketRule,
+    NormRule,
+    Other,
+    RotaryRule,
+    Softcap,
+    Unset,
+    require_conflicts_accepted,
+)
 from headwise.function.weights import State
 from headwise.layers.base import AttentionBase
-from headwise.layers.distance import BIAS_MAX, Alibi, AlibiSlopes, T5Bias, T5BucketTable
+from headwise.layers.distance import Alibi, AlibiSlopes, T5Bias, T5BucketTable
 from headwise.layers.norm import QKNorm
 from headwise.layouts import pattern
 from headwise.layouts._layout import Layout
@@ -23,8 +36,6 @@ from headwise.layouts.modules import find_modules
 from headwise.layouts.plan import FLOATING
 from headwise.layouts.registry import layout
 
-# Score biases with a class of this library; layouts describe others in free text.
-_SUPPORTED_BIASES = ("none", "alibi", "t5")
 _ROUNDING = 4 * sys.float_info.epsilon  # relative error of a scale computed in another order
 
 
@@ -50,7 +61,7 @@ def canonical_tensors_of_module(
 
 
 def _require_stated_rotary_width(rotary: Rotary, source: Layout) -> None:
-    if rotary.width is None and source.function.rotary_width is None:
+    if rotary.width is None and source.function.is_rotary_width_open:
         raise OptionError(
             saw=f"{rotary} without a width",
             needed=f"a width, since {source.name} may rotate a part of each head",
@@ -80,7 +91,7 @@ def constructor_arguments_from_weights(
         OptionError: no ``scale`` where the layout leaves it open; or a table of distances without
             `T5Bias`, or the reverse.
     """
-    if function.scale is None and "scale" not in user_options:
+    if function.scale is FROM_CONFIG and "scale" not in user_options:
         raise OptionError(
             saw="no scale",
             needed="scale, which this layout leaves to the model's config",
@@ -114,11 +125,7 @@ def constructor_arguments_from_weights(
     options |= {f"{name}_bias": f"b{name[0]}" in canonical for name in ("q", "k", "v", "out")}
     if source_dim != embed_dim:
         options["source_dim"] = source_dim
-    if function.scale in SCALES and function.scale != USUAL_SCALE:
-        options["scale"] = SCALES[function.scale](head_dim)
-    if function.score_bias == "alibi":
-        options["score_bias"] = Alibi()
-    return options | dict(user_options)
+    return options | options_of_spec(replace(function, head_dim=head_dim)) | dict(user_options)
 
 
 def _layout_of_layer(layer: AttentionBase) -> Layout:
@@ -160,35 +167,74 @@ def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
 # ---- the function -------------------------------------------------------------------------------
 
 
-def function_settings_of_layer(layer: AttentionBase) -> AttentionSpec:
-    """Return the layer's function in the terms of layouts.
-
-    A window without a left bound counts as none, since callers pass such masks with each call.
-    """
-    rotary, window = layer.rotary, layer.window
-    function = AttentionSpec(
-        scale=_scale_in_words(layer.scale, layer.head_dim),
-        rotary="none" if rotary is None else rotary.pairing,
-        rotary_width=None,
-        score_bias=_score_bias_in_words(layer.score_bias),
-        softcap="none" if layer.softcap is None else "tanh",
-        qk_norm="none" if layer.qk_norm is None else _qk_norm_in_words(layer.qk_norm),
-        window="none" if window is None or window[0] is None else "left",
+def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
+    """Return the function of a layer, without that of its weights."""
+    rotary, norm, scale = layer.rotary, layer.qk_norm, layer.scale
+    usual = layer.head_dim**-0.5
+    is_usual = scale is None or math.isclose(scale, usual, rel_tol=_ROUNDING)
+    return AttentionSpec(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        scale=USUAL_SCALE if scale is None or is_usual else scale,
+        rotary=ABSENT if rotary is None else _rotary_rule(rotary, layer.head_dim),
+        qk_norm=ABSENT if norm is None else norm.rule,
+        softcap=ABSENT if layer.softcap is None else Softcap(layer.softcap),
+        score_bias=_score_bias_rule(layer.score_bias),
+        window=ABSENT if layer.window is None else layer.window,
     )
-    if rotary is None:
-        return function
-    sizes = {"head_dim": layer.head_dim, "rotary_width": rotary.rotated_width(layer.head_dim)}
-    return function.with_rotary_width_from_sizes(sizes)
+
+
+def _rotary_rule(rotary: Rotary, head_dim: int) -> RotaryRule:
+    width = rotary.rotated_width(head_dim)
+    return RotaryRule(rotary.theta, width, rotary.pairing, rotary.scaling)
+
+
+def _score_bias_rule(module: nn.Module | None) -> AlibiRule | BucketRule | Other | Unset:
+    if isinstance(module, AlibiSlopes):
+        return AlibiRule(module.bias_max)
+    if isinstance(module, T5BucketTable):
+        t5 = module.options
+        return BucketRule(t5.buckets, t5.max_distance, t5.bidirectional)
+    return ABSENT if module is None else Other(f"that of {type(module).__name__}")
+
+
+def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the options of `Attention` by which a layer has this function.
+
+    Settings that are open, and forms that no layer has, have none.
+    """
+    options: dict[str, Any] = {}
+    rotary, norm, bias = spec.rotation, spec.qk_norm, spec.score_bias
+    if rotary is not None and rotary.theta is not FROM_CONFIG:
+        options["rotary"] = Rotary(rotary.theta, rotary.width, rotary.pairing, rotary.scaling)
+    if spec.scale == USUAL_SCALE:
+        options["scale"] = None
+    elif isinstance(spec.scale, float | int) or (spec.scale and spec.head_dim):
+        options["scale"] = spec.factor
+    if isinstance(norm, NormRule) and norm.eps is not FROM_CONFIG:
+        options["qk_norm"] = QKNorm.of(norm)
+    if isinstance(spec.softcap, Softcap) and spec.softcap.limit is not FROM_CONFIG:
+        options["softcap"] = spec.softcap.limit
+    if isinstance(bias, AlibiRule) and not bias.before_scale:
+        options["score_bias"] = Alibi(bias.bias_max)
+    if isinstance(bias, BucketRule) and bias.buckets is not FROM_CONFIG:
+        options["score_bias"] = T5Bias(bias.buckets, bias.max_distance, bias.bidirectional)
+    if isinstance(spec.window, tuple) and spec.window[0] is not FROM_CONFIG:
+        options["window"] = spec.window
+    return options
 
 
 def require_same_function_as_source(
     layout: Layout, layer: AttentionBase, accept: Iterable[str]
 ) -> None:
     """Raise OptionError if a layer made of a layout's weights computes another function."""
-    expected, actual = layout.function, function_settings_of_layer(layer)
-    has_user_bias = not isinstance(layer.score_bias, AlibiSlopes | T5BucketTable | None)
-    if has_user_bias and expected.score_bias not in (None, *_SUPPORTED_BIASES):
-        actual = replace(actual, score_bias=None)  # trust the user's class for the described bias
+    expected, actual = layout.function, spec_of_layer(layer)
+    is_described = isinstance(expected.score_bias, Other) or (
+        isinstance(expected.score_bias, AlibiRule) and expected.score_bias.before_scale
+    )
+    if is_described and isinstance(actual.score_bias, Other):
+        actual = replace(actual, score_bias=FROM_CONFIG)  # trust the user's class for it
     conflicts = expected.conflicts(actual)
     options = ", ".join(f"{name}=..." for name in conflicts)
     require_conflicts_accepted(
@@ -203,34 +249,8 @@ def require_same_function_as_target(
     layout: Layout, layer: AttentionBase, accept: Iterable[str]
 ) -> None:
     """Raise OptionError if modules of a layout compute another function than the layer."""
-    conflicts = function_settings_of_layer(layer).conflicts(layout.function)
+    conflicts = spec_of_layer(layer).conflicts(layout.function)
     require_conflicts_accepted(conflicts, accept, between=f"this layer and {layout.name}")
-
-
-def _scale_in_words(scale: float | None, head_dim: int) -> str:
-    if scale is None:
-        return USUAL_SCALE
-    for words, number in SCALES.items():
-        if math.isclose(scale, number(head_dim), rel_tol=_ROUNDING):
-            return words
-    return f"{scale:g}"
-
-
-def _score_bias_in_words(module: nn.Module | None) -> str:
-    if module is None:
-        return "none"
-    if isinstance(module, T5BucketTable):
-        return "t5"
-    if isinstance(module, AlibiSlopes):
-        usual = module.bias_max == BIAS_MAX
-        return "alibi" if usual else f"alibi with bias_max={module.bias_max:g}"
-    return f"that of {type(module).__name__}"
-
-
-def _qk_norm_in_words(norm: QKNorm) -> str:
-    """Return the text of `AttentionSpec.qk_norm`: "rms over head, weight + 1, before rotary"."""
-    offset = ["weight + 1"] if norm.one_plus else []
-    return ", ".join([f"{norm.kind} over {norm.over}", *offset, f"{norm.place} rotary"])
 
 
 def advise_foreign_tensors(

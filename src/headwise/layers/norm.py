@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.errors import OptionError
+from headwise.function.spec import NormRule, Over, Place
 from headwise.support.text import describe_value
 from headwise.support.tracing import is_jit_tracing
 
 Kind = Literal["rms", "layer"]
-Over = Literal["head", "width"]
-Place = Literal["before", "after"]
 _CHOICES = {"kind": ("rms", "layer"), "over": ("head", "width"), "place": ("before", "after")}
 
 
@@ -78,6 +77,18 @@ class QKNorm:
                 "width is split",
                 do='over="head" with place="after", or place="before"',
             )
+
+    @classmethod
+    def of(cls, rule: NormRule) -> QKNorm:
+        """Return the options of a norm that a description states."""
+        assert rule.kind != "l2"
+        return cls(rule.kind, rule.over, rule.place, rule.weight_offset == 1, rule.eps)
+
+    @property
+    def rule(self) -> NormRule:
+        """The norm, as `AttentionSpec` has it."""
+        offset = 1.0 if self.one_plus else 0.0
+        return NormRule(self.kind, self.over, self.place, offset, self.eps)
 
     def module(
         self,

@@ -41,7 +41,7 @@ def convert(
         state: name -> tensor or NumPy array; as from ``state_dict()`` or a file.
         source: the layout they are in, or its name.
         target: the wanted one.
-        accept: fields of `AttentionSpec` that may differ.
+        accept: settings of `AttentionSpec` that may differ.
         root: what stands before all names of the target, such as "transformer."; what stands
             before those of the source if None.
         known: heads, and other counts that follow from no shape: kv_heads, rotary_width.

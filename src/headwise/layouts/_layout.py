@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from headwise.errors import OptionError, ShapeError
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
 from headwise.function.weights import AXES, BIASES, NORMS, OPTIONAL, State
 from headwise.layouts.pattern import (
     GROUPED,
@@ -27,6 +27,7 @@ from headwise.layouts.pattern import (
 from headwise.layouts.sizes import Sizes, solve_axis_sizes
 from headwise.support.forms import ShownInNotebook
 from headwise.support.quantised import require_unquantised
+from headwise.support.text import describe_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +36,13 @@ MATRICES = ("wq", "wk", "wv", "wo")
 ROLES = ("self", "encoder", "decoder", "cross")
 NUMBERED = ("layer", "stage", "block", "half")
 NAMED = 4  # in an error
+# Conventions of the call: they do not change the result, and a caller can follow either.
+CALLING = ("mask", "axes")
+_CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "rows": get_args(Pairing),
+    "mask": (None, "True attends", "True hides", "added"),
+    "axes": (None, "batch length width", "length batch width", "length width"),
+}
 SLOT = re.compile(r"\{(\w+)\}")
 
 
@@ -60,7 +68,12 @@ class Layout(ShownInNotebook):
         sharded: names of the axes that tensor-parallel processes divide among themselves; a tensor
             without any is the same on each of them. () where files are of one process.
         sharded_also: stored name in ``outside`` -> another axis that some code divides instead.
-        function: what is in no tensor.
+        function: what is in no tensor; a rotation turns the channels that are pairs in ``rows``.
+        rows: the order of the rotated channels of a head: "half-split", those that turn together
+            half of the rotated width apart, or "interleaved", side by side.
+        mask: what a layer's own mask means: "True attends", "True hides" or "added".
+        axes: of its input: "batch length width", "length batch width" or "length width"; the two
+            are conventions of a call, which any caller can follow.
         unchecked: why no test runs the real implementation; "" where one does.
         note: what else a reader must know.
     """
@@ -77,11 +90,24 @@ class Layout(ShownInNotebook):
     sharded: tuple[str, ...] = ()
     sharded_also: Mapping[str, str] = field(default_factory=dict)
     function: AttentionSpec = field(default_factory=AttentionSpec)
+    rows: Pairing = "half-split"
+    mask: Literal["True attends", "True hides", "added"] | None = None
+    axes: str | None = "batch length width"
     unchecked: str = ""
     note: str = ""
 
     def __post_init__(self) -> None:
         """Raise OptionError for a pattern that cannot be read later."""
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise OptionError(
+                    saw=f"{name}={describe_value(getattr(self, name))} of {self.name}",
+                    needed=" or ".join(map(repr, choices)),
+                    do="write it as the other layouts do: headwise layouts show NAME",
+                )
+        if self.function.rotation is not None:
+            rotary = replace(self.function.rotation, pairing=self.rows)
+            object.__setattr__(self, "function", replace(self.function, rotary=rotary))
         pattern_names: dict[str, str] = {}
         for name, pattern in self.patterns.items():
             for tensor in pattern.tensors:
@@ -113,6 +139,23 @@ class Layout(ShownInNotebook):
                 )
         for text in (*self.tensors.values(), *self.outside.values()):
             find_axis_led_by(parse_pattern(text), self.sharded)
+
+    def settings(self) -> dict[str, str | None]:
+        """Return the function and the conventions of a call in words, for pages and files."""
+        return {**self.function.words(), "mask": self.mask, "axes": self.axes}
+
+    def with_settings(self, settings: Mapping[str, str | None]) -> Layout:
+        """Return this layout with the `settings` that a file states; its rows keep their order."""
+        call: dict[str, Any] = {name: settings[name] for name in CALLING}
+        words = {name: word for name, word in settings.items() if name not in CALLING}
+        return replace(self, function=AttentionSpec.from_words(words), **call)
+
+    def of_weights_from(self, source: Layout) -> Layout:
+        """Return this layout with the function of weights that were converted from another one."""
+        function = source.function
+        if function.rotary is FROM_CONFIG and self.function.rotation is not None:
+            function = replace(function, rotary=RotaryRule())
+        return replace(self, function=function)
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
@@ -188,14 +231,14 @@ class Layout(ShownInNotebook):
             canonical |= unpack_tensor(
                 patterns[name], tensor, sizes, self.axis_splits_with_defaults
             )
-        if self.function.rotary == "interleaved":
+        if self.rows == "interleaved":
             return to_half_split(canonical, width=self.rotary_width(sizes))
         return canonical
 
     def write(self, canonical: Mapping[str, Tensor], *, sizes: Sizes) -> State:
         """Return the stored tensors of some canonical ones."""
         state = dict(canonical)
-        if self.function.rotary == "interleaved":
+        if self.rows == "interleaved":
             state = to_interleaved(state, width=self.rotary_width(sizes))
         self._require_places_for_tensors(
             name
@@ -253,7 +296,7 @@ class Layout(ShownInNotebook):
                     do="give the counts that the model has, or the layout that it is in",
                 )
         sizes = solve_axis_sizes(shapes, {**known, **self.fixed}, self.axis_splits_with_defaults)
-        if self.function.rotary == "interleaved" and "rotary_width" in sizes:
+        if self.rows == "interleaved" and "rotary_width" in sizes:
             self.rotary_width(sizes)  # raises before any tensor is converted
         return sizes
 
@@ -278,7 +321,7 @@ class Layout(ShownInNotebook):
             ShapeError: the number is odd, or larger than head_dim.
         """
         head_dim = sizes["head_dim"]
-        if self.function.rotary_width is None and "rotary_width" not in sizes:
+        if self.function.is_rotary_width_open and "rotary_width" not in sizes:
             raise OptionError(
                 saw=f"{self.name}, whose heads may be rotated in part, and no rotary_width",
                 needed="a rotary_width: only rotated channels are reordered",
@@ -342,8 +385,7 @@ class Layout(ShownInNotebook):
     @property
     def required(self) -> set[str]:
         """The stored tensors that every module has."""
-        has_norms = self.function.qk_norm not in (None, "none")
-        may_lack = {*OPTIONAL, *self.optional, *(() if has_norms else NORMS)}
+        may_lack = {*OPTIONAL, *self.optional, *(() if self.function.qk_norm else NORMS)}
         return {
             n for n, pattern in self.patterns.items() if not may_lack.issuperset(pattern.tensors)
         }

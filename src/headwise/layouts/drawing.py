@@ -7,7 +7,7 @@ shows what a conversion does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from textwrap import wrap
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.function.spec import CALLING, PAIRINGS
 from headwise.function.weights import AXES, WIDER
-from headwise.layouts._layout import Layout
+from headwise.layouts._layout import CALLING, Layout
 from headwise.layouts.pattern import names_by_canonical_axis
 from headwise.layouts.sizes import Sizes
 
@@ -187,17 +186,17 @@ def draw(layout: Layout, **given: int) -> str:
 
 def attention_spec_lines(layout: Layout, sizes: Sizes) -> list[str]:
     """Return a line for each setting that no tensor stores, and one for those of the config."""
-    values = {field.name: getattr(layout.function, field.name) for field in fields(layout.function)}
-    if layout.function.rotary not in PAIRINGS or values["rotary_width"]:
+    values, rotates = layout.settings(), layout.function.rotation is not None
+    if not layout.function.is_rotary_width_open:
         del values["rotary_width"]  # heads turn whole, or not at all
     lines = [
         f"{_WORDS.get(name, name)}: {value}"
         for name, value in values.items()
         if value not in (None, "none")
     ]
-    if layout.function.rotary in PAIRINGS:
+    if rotates:
         width = sizes.get("rotary_width", sizes["head_dim"])
-        shown = rotary_pairs(layout.function.rotary, width)
+        shown = rotary_pairs(layout.rows, width)
         listed = ", ".join(f"{a} and {b}" for a, b in shown[:3]) + ", ..." * (len(shown) > 3)
         lines.append(f"rotated together in q and k: channels {listed}")
     left = [_WORDS.get(n, n) for n, value in values.items() if value is None and n not in CALLING]

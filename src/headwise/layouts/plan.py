@@ -52,7 +52,7 @@ def plan_conversion(
         headers: name -> shape and dtype of every tensor; tensors fit, also those on "meta".
         source: the layout that they are in.
         target: the layout to write.
-        accept: fields of `AttentionSpec` that may differ.
+        accept: settings of `AttentionSpec` that may differ.
         form: prefix and base name of the target's names; by default those of the source.
         known: heads, kv_heads, rotary_width, and other counts that follow from no shape.
 
@@ -126,7 +126,7 @@ def _add_steps_outside_attention(
 def find_spec_conflicts(
     headers: Mapping[str, TensorHeader], source: Layout, target: Layout, known: Mapping[str, int]
 ) -> dict[str, tuple[str, str]]:
-    """Return the fields of `AttentionSpec` in which these modules differ from the target.
+    """Return the settings of `AttentionSpec` in which these modules differ from the target.
 
     A known rotary_width is compared too.
 
@@ -209,7 +209,7 @@ def _module_steps(
     known = {name: n for name, n in sizes.items() if name == "rotary_width"}
     target_sizes = target.canonical_sizes(shapes, known)
     target.require_can_store(shapes, target_sizes)
-    if "interleaved" in (source.function.rotary, target.function.rotary):
+    if "interleaved" in (source.rows, target.rows):
         for either in (source, target):
             either.rotary_width(sizes)  # raises where the width is unknown or odd
     written = {
@@ -247,12 +247,10 @@ def _is_stored_alike(source: Layout, target: Layout, stored: list[str], written:
     if len(stored) != 1 or len(written) != 1:
         return False
     mine, theirs = source.patterns[stored[0]], target.patterns[written[0]]
-    pairings = {source.function.rotary, target.function.rotary}
-    is_turned = len(pairings) == 2 and "interleaved" in pairings
     return (
         (mine.axes, mine.tensors) == (theirs.axes, theirs.tensors)
         and source.axis_splits_with_defaults == target.axis_splits_with_defaults
-        and not (is_turned and not {*ROTATED}.isdisjoint(mine.tensors))
+        and (source.rows == target.rows or {*ROTATED}.isdisjoint(mine.tensors))
     )
 
 

@@ -9,7 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from headwise.function.spec import FROM_CONFIG, AttentionSpec
+
 Tensors = dict[str, str]
+
+# The function of a layer whose options are all left to the config.
+OPEN = AttentionSpec(
+    scale=FROM_CONFIG,
+    rotary=FROM_CONFIG,
+    qk_norm=FROM_CONFIG,
+    softcap=FROM_CONFIG,
+    score_bias=FROM_CONFIG,
+    window=FROM_CONFIG,
+)
 
 # The axes that Megatron's and Meta's tensor-parallel processes divide among themselves.
 TENSOR_PARALLEL = ("heads", "kv_heads", "hidden_dim", "vocabulary")

@@ -6,6 +6,7 @@ never a guess: names and shapes of two layouts often coincide, and so do the fir
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,6 @@ from headwise.diagnosis.candidates import (
 )
 from headwise.diagnosis.results.diagnosis import shorten_lines
 from headwise.errors import CheckpointError, OptionError, UndecidedError
-from headwise.function.spec import AttentionSpec
 from headwise.layouts._layout import Layout
 from headwise.layouts.foreign import Obstacle, find_obstacle
 from headwise.layouts.registry import layout
@@ -201,7 +201,7 @@ def _narrow_by_metadata_and_config(
     reasons = {each.layout.name: _find_refutation(each, candidates, config) for each in candidates}
     refuted = {name: reason for name, reason in reasons.items() if reason}
     groups = group_equal_layouts(
-        ((each,) for each in candidates if each.layout.name not in refuted), AttentionSpec.is_same
+        ((each,) for each in candidates if each.layout.name not in refuted), operator.eq
     )
     chosen = [g for g in groups if any(each.layout.name == stated for each in g)]
     more = {"metadata": described is not None, "config": bool(config)}

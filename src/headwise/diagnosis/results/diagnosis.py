@@ -110,7 +110,7 @@ class TensorComparison:
         only_first: tensors of the first -> their names in the second, which lacks them; no names
             where its layout has none.
         only_second: tensors of the second without a counterpart in the first.
-        conflicts: fields of `AttentionSpec` in which the two layouts differ -> (first, second).
+        conflicts: settings of `AttentionSpec` in which the two layouts differ -> (first, second).
         unheld: the reason why one layout cannot hold the weights of the other, so that no tensor
             was compared; "" where it can.
         narrow: the side with that layout, "first" or "second".
@@ -232,7 +232,7 @@ class UnappliedSetting:
     Attributes:
         side: "first" or "second".
         layout: the layout of the file.
-        name: a field of `AttentionSpec`.
+        name: a setting of `AttentionSpec`.
         recorded: its value in the metadata.
         applied: its value in the code of the layout.
     """

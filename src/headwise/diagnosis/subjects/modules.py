@@ -93,7 +93,7 @@ def _read_module_by_layout(
     with suppress(HeadwiseError):
         shapes = {local: tuple(state[full].shape) for full, local in module.tensors.items()}
         sizes = described.sizes(shapes, read_stated_counts(config))
-        layer = attention_from_state(module, modules, state, described, config, sizes)
+        layer = attention_from_state(module, modules, state, described, config, sizes, window=None)
         data = NativeSubject(layer).model
     owners = {
         role: full.rpartition(".")[0]

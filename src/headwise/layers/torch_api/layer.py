@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.function.spec import AttentionSpec
 from headwise.layers.explain import LayerExplanation
 from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
@@ -134,6 +135,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     # Class attributes, since `upgrade` does not call __init__.
     _warned: frozenset[str] = frozenset()  # the signs of the reverse polarity that were found
     part: HeadPart | None = None  # the heads that this module computes, if not all
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The function of the layer, without that of its weights."""
+        sizes = {"num_heads": self.num_heads, "num_kv_heads": self.num_heads}
+        return AttentionSpec(**sizes, head_dim=self.head_dim)
 
     @explain_arguments(RENAMED)
     def __init__(

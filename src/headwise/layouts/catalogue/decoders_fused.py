@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import (
+    FROM_CONFIG,
+    AlibiRule,
+    AttentionSpec,
+    NormRule,
+    Other,
+    RotaryRule,
+)
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     fused_projection_by_pattern,
@@ -14,8 +21,8 @@ from headwise.layouts.shared import (
     weights_outside_attention,
 )
 
-_HALVES = AttentionSpec(rotary="half-split")
-_SHARE = AttentionSpec(rotary="half-split", rotary_width=None)
+_HALVES = AttentionSpec(rotary=RotaryRule())
+_SHARE = AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG))
 _TRANSFORMERS = "transformers, models/"
 _NO_CLASS = "transformers has no class for it: its code lies beside the weights"
 _MASKS = ("bias", "masked_bias")
@@ -63,7 +70,7 @@ _GPT = (
         | output_projection("c_proj", columns=True),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
-        function=AttentionSpec(scale=None, score_bias=None),
+        function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
         source="vllm, vllm/model_executor/models/jais.py",
         unchecked=_NO_CLASS,
         note="the names of GPT-2; 1/head_dim with mup_scale_qk_dot_by_d, and ALiBi with "
@@ -82,7 +89,8 @@ _GPT = (
         beside=("causal_mask", *_MASKS),
         splits={"heads": ("shard", "shard_heads")},
         fixed={"shard": 4},
-        function=AttentionSpec(rotary_width=None, rotary="interleaved"),
+        function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
+        rows="interleaved",
         source=f"{_TRANSFORMERS}codegen/modeling_codegen.py",
         note="four shards, as it was trained on; in each all queries, all values, all keys. The "
         "first rotary_dim channels of a head are rotated",
@@ -152,7 +160,7 @@ _NEOX = (
         name="bloom",
         tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
-        function=AttentionSpec(score_bias="alibi"),
+        function=AttentionSpec(score_bias=AlibiRule()),
         source=f"{_TRANSFORMERS}bloom/modeling_bloom.py",
         note="the module adds the residual to its output",
     ),
@@ -163,9 +171,7 @@ _NEOX = (
         | head_norms("q_layernorm", "k_layernorm", bias=True),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
-        function=AttentionSpec(
-            rotary_width=None, rotary="half-split", qk_norm="layer over head, before rotary"
-        ),
+        function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), qk_norm=NormRule("layer")),
         source=f"{_TRANSFORMERS}persimmon/modeling_persimmon.py",
         note="Fuyu's decoder too. Half of a head is rotated",
     ),
@@ -174,9 +180,8 @@ _NEOX = (
         tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "layers.{layer}.attention."},
         beside=_ANGLES,
-        function=AttentionSpec(
-            rotary="half-split in each half of the head", axes="length batch width"
-        ),
+        function=AttentionSpec(rotary=Other("half-split in each half of the head")),
+        axes="length batch width",
         source="THUDM/ChatGLM-6B, modeling_chatglm.py",
         unchecked=_NO_CLASS,
         note="a head is two halves, the first rotated by the place in the text, the second by the "
@@ -189,7 +194,7 @@ _GROUPED = (
         name="falcon-rw",
         tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
-        function=AttentionSpec(score_bias="alibi before the scale"),
+        function=AttentionSpec(score_bias=AlibiRule(before_scale=True)),
         source=f"{_TRANSFORMERS}falcon/modeling_falcon.py",
         note="with multi_query and new_decoder_architecture false. The scores are "
         "(q.k + bias) / sqrt(head_dim), the slopes in bfloat16",
@@ -228,7 +233,7 @@ _GROUPED = (
         tensors=qkv_fused_by_projection("Wqkv", bias=False)
         | output_projection("out_proj", bias=False),
         where={"self": "blocks.{layer}.attn."},
-        function=AttentionSpec(score_bias="alibi", clip=None),
+        function=AttentionSpec(score_bias=AlibiRule(), clip=FROM_CONFIG),
         source=f"{_TRANSFORMERS}mpt/modeling_mpt.py",
         note="clip_qkv, where the config has it, clamps queries, keys and values",
     ),
@@ -237,7 +242,7 @@ _GROUPED = (
         tensors=qkv_fused_by_projection("Wqkv", kv_heads="kv_heads", bias=False)
         | output_projection("out_proj", bias=False),
         where={"self": "blocks.{layer}.norm_attn_norm.attn."},
-        function=AttentionSpec(rotary="half-split", clip=None),
+        function=AttentionSpec(rotary=RotaryRule(), clip=FROM_CONFIG),
         source=f"{_TRANSFORMERS}dbrx/modeling_dbrx.py",
         note="clip_qkv, where the config has it, clamps queries, keys and values",
     ),
@@ -247,7 +252,7 @@ _GROUPED = (
         | output_projection("o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
-        function=AttentionSpec(rotary_width=None, rotary="half-split", window=None),
+        function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), window=FROM_CONFIG),
         source=f"{_TRANSFORMERS}phi3/modeling_phi3.py",
         note="Phi-4 too; a part of a head is rotated where partial_rotary_factor says so",
     ),
@@ -256,7 +261,8 @@ _GROUPED = (
         tensors=qkv_fused_by_projection("query_key_value", kv_heads="kv_heads")
         | output_projection("dense"),
         where={"self": "encoder.layers.{layer}.self_attention."},
-        function=AttentionSpec(rotary_width=None, rotary="interleaved"),
+        function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
+        rows="interleaved",
         source="vllm, vllm/model_executor/models/chatglm.py",
         unchecked=_NO_CLASS,
         note="ChatGLM3, CodeGeeX2 and GLM-4's first files too. Half of a head is rotated; kv_heads "
@@ -268,7 +274,7 @@ _GROUPED = (
         | output_projection("o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
-        function=AttentionSpec(rotary=None, score_bias=None),
+        function=AttentionSpec(rotary=FROM_CONFIG, score_bias=FROM_CONFIG),
         source="vllm, vllm/model_executor/models/baichuan.py",
         unchecked=_NO_CLASS,
         note="the 7B models rotate, half-split; the 13B models have ALiBi",
@@ -279,7 +285,7 @@ _GROUPED = (
         | output_projection("attn_out"),
         where={"self": "blocks.{layer}."},
         beside=("attn_norm.*", "ff_norm.*", "ff_proj.*", "ff_out.*"),
-        function=AttentionSpec(rotary="half-split", clip=None),
+        function=AttentionSpec(rotary=RotaryRule(), clip=FROM_CONFIG),
         source="allenai/OLMo, olmo/model.py",
         unchecked="its package is no dependency",
         note="clip_qkv, where the config has it, clamps queries, keys and values",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule, Softcap
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     TENSOR_PARALLEL,
@@ -21,7 +21,7 @@ _MASKS = ("bias", "masked_bias")
 _ANGLES = ("rotary_emb.inv_freq",)
 
 _LLAMA = separate_projections("q_proj", "k_proj", "v_proj") | output_projection("o_proj")
-_ROTATED = AttentionSpec(rotary="half-split", window=None)
+_ROTATED = AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG)
 _HEAD_NORMS = _LLAMA | head_norms("q_norm", "k_norm")
 
 # The norms of queries and keys with a row for each head.
@@ -66,7 +66,8 @@ _GPT = (
         | output_projection("out_proj", bias=False),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
-        function=AttentionSpec(rotary_width=None, rotary="interleaved"),
+        function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
+        rows="interleaved",
         source=f"{_TRANSFORMERS}gptj/modeling_gptj.py",
         note="the first rotary_dim channels of a head are rotated, 64 of 256",
     ),
@@ -76,7 +77,7 @@ _GPT = (
         | output_projection("out_proj"),
         where={"self": "h.{layer}.attn.attention."},
         beside=_MASKS,
-        function=AttentionSpec(scale="1", window=None),
+        function=AttentionSpec(scale=1.0, window=FROM_CONFIG),
         source=f"{_TRANSFORMERS}gpt_neo/modeling_gpt_neo.py",
         note="every other layer sees the last 256 tokens only",
     ),
@@ -90,7 +91,7 @@ _GPT = (
     ),
     _llama_like_layout(
         "phi",
-        AttentionSpec(rotary_width=None, rotary="half-split"),
+        AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
         "Phi-1 to Phi-2. A part of a head is rotated",
         tensors=separate_projections("q_proj", "k_proj", "v_proj") | output_projection("dense"),
     ),
@@ -120,7 +121,8 @@ _LLAMAS = (
         where={"self": "layers.{layer}.attention."},
         outside=META,
         beside=("inner_attention.rope.freqs",),
-        function=AttentionSpec(rotary="interleaved", window=None),
+        function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
+        rows="interleaved",
         source="meta-llama/llama, llama/model.py",
         sharded=TENSOR_PARALLEL,
         sharded_also={"tok_embeddings.weight": "embed_dim"},
@@ -151,17 +153,17 @@ _LLAMAS = (
     ),
     _llama_like_layout(
         "nemotron",
-        AttentionSpec(rotary_width=None, rotary="half-split"),
+        AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
         "Llama's attention; half of a head is rotated",
     ),
     _llama_like_layout(
         "granite",
-        AttentionSpec(rotary="half-split", scale=None),
+        AttentionSpec(rotary=RotaryRule(), scale=FROM_CONFIG),
         "the scale is attention_multiplier of its config",
     ),
     _llama_like_layout(
         "gpt-oss",
-        replace(_ROTATED, scale=None),
+        replace(_ROTATED, scale=FROM_CONFIG),
         "every other layer has a window. Granite with windows has the names, and a scale of "
         "its own",
         tensors=_LLAMA | {"sinks": "sink: heads"},
@@ -169,7 +171,9 @@ _LLAMAS = (
     ),
     _llama_like_layout(
         "gemma2",
-        AttentionSpec(rotary="half-split", scale=None, softcap="tanh", window=None),
+        AttentionSpec(
+            rotary=RotaryRule(), scale=FROM_CONFIG, softcap=Softcap(), window=FROM_CONFIG
+        ),
         "the scale is 1/sqrt(query_pre_attn_scalar) of its config, the softcap "
         "attn_logit_softcapping",
     ),
@@ -178,32 +182,33 @@ _LLAMAS = (
 _NEIGHBOURS = (
     _llama_like_layout(
         "cohere",
-        AttentionSpec(rotary="interleaved", window=None),
+        AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
         "the names of Llama, another rotation: Command R, Helium, ERNIE 4.5. Cohere 2 does "
         "not rotate in its layers without a window",
+        rows="interleaved",
     ),
     _llama_like_layout(
         "cohere-qk-norm",
-        AttentionSpec(
-            rotary="interleaved", qk_norm="layer over head, rows for heads, before rotary"
-        ),
+        AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule("layer", has_rows=True)),
         "with use_qk_norm: Command R+",
         tensors=_LLAMA | _ROWS_OF_NORMS,
         model="cohere",
+        rows="interleaved",
     ),
     _llama_like_layout(
         "glm",
-        AttentionSpec(rotary_width=None, rotary="interleaved"),
+        AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
         "the names of Llama, another rotation, of half of a head",
         tensors=separate_projections("q_proj", "k_proj", "v_proj")
         | output_projection("o_proj", bias=False),
+        rows="interleaved",
     ),
 )
 
 _NORMED = (
     _llama_like_layout(
         "qwen3",
-        AttentionSpec(rotary="half-split", qk_norm="rms over head, before rotary", window=None),
+        AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule(), window=FROM_CONFIG),
         "the experts' models too",
         tensors=_HEAD_NORMS,
         beside=(),
@@ -211,10 +216,10 @@ _NORMED = (
     _llama_like_layout(
         "gemma3",
         AttentionSpec(
-            rotary="half-split",
-            scale=None,
-            qk_norm="rms over head, weight + 1, before rotary",
-            window=None,
+            rotary=RotaryRule(),
+            scale=FROM_CONFIG,
+            qk_norm=NormRule(weight_offset=1.0),
+            window=FROM_CONFIG,
         ),
         "the scale is 1/sqrt(query_pre_attn_scalar) of its config; layers with a window have "
         "another theta",
@@ -223,7 +228,7 @@ _NORMED = (
     ),
     _llama_like_layout(
         "olmo2",
-        AttentionSpec(rotary="half-split", qk_norm="rms over width, before rotary", window=None),
+        AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule(over="width"), window=FROM_CONFIG),
         "OLMo 3 and OLMoE too",
         tensors=_LLAMA
         | {
@@ -234,7 +239,7 @@ _NORMED = (
     ),
     _llama_like_layout(
         "hunyuan",
-        AttentionSpec(rotary="half-split", qk_norm="rms over head, after rotary"),
+        AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule(place="after")),
         "the experts' model too",
         tensors=_LLAMA | head_norms("query_layernorm", "key_layernorm"),
         beside=(),
@@ -242,7 +247,7 @@ _NORMED = (
     ),
     _llama_like_layout(
         "lfm2",
-        AttentionSpec(rotary="half-split", qk_norm="rms over head, before rotary"),
+        AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule()),
         "only some of its layers are attention",
         tensors=separate_projections("q_proj", "k_proj", "v_proj", biases="")
         | output_projection("out_proj", bias=False)
@@ -251,9 +256,7 @@ _NORMED = (
     ),
     _llama_like_layout(
         "chameleon",
-        AttentionSpec(
-            rotary="half-split", qk_norm="layer over head, rows for heads, before rotary"
-        ),
+        AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule("layer", has_rows=True)),
         tensors=_LLAMA | _ROWS_OF_NORMS | _ROWS_OF_BIASES,
     ),
 )

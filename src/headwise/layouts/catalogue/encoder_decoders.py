@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import AttentionSpec, BucketRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import Tensors, output_projection, separate_projections
 
@@ -18,7 +18,7 @@ _T5_WHERE = {
     "decoder": "decoder.block.{layer}.layer.0.SelfAttention.",
     "cross": "decoder.block.{layer}.layer.1.EncDecAttention.",
 }
-_T5_FUNCTION = AttentionSpec(scale="1", score_bias="t5", mask="added")
+_T5_FUNCTION = AttentionSpec(scale=1.0, score_bias=BucketRule())
 _BART_WHERE = {
     "encoder": "encoder.layers.{layer}.self_attn.",
     "decoder": "decoder.layers.{layer}.self_attn.",
@@ -86,6 +86,7 @@ LAYOUTS = (
         tensors=_T5,
         where=_T5_WHERE,
         function=_T5_FUNCTION,
+        mask="added",
         source="transformers, models/t5/modeling_t5.py",
         note="mT5, ByT5 and FLAN-T5 as well. The table of distances is in the first layer of each "
         "side and serves the others too; cross attention has none",
@@ -95,6 +96,7 @@ LAYOUTS = (
         tensors=_T5,
         where=_T5_WHERE,
         function=_T5_FUNCTION,
+        mask="added",
         source="transformers, models/umt5/modeling_umt5.py",
         note="T5's names; every layer of self attention has a table of distances of its own",
     ),
@@ -104,7 +106,7 @@ LAYOUTS = (
         | output_projection("out_proj"),
         where=_BART_WHERE,
         outside=_BART_LAYERS,
-        function=AttentionSpec(mask="added"),
+        mask="added",
         source="transformers, models/bart/modeling_bart.py",
         note="mBART, Pegasus, M2M-100 and Marian as well",
     ),
@@ -115,7 +117,7 @@ LAYOUTS = (
         where=_BART_WHERE,
         outside=_BART_LAYERS
         | {theirs: text for text, (theirs, _) in _WHISPER_BESIDE_LAYERS.items()},
-        function=AttentionSpec(mask="added"),
+        mask="added",
         source="transformers, models/whisper/modeling_whisper.py",
         note="keys have no bias. Everything stands below `model.`, which OpenAI's files lack",
     ),
@@ -133,7 +135,7 @@ LAYOUTS = (
         )
         | _layer_weights_outside_attention("decoder", "decoder.blocks.{layer}.", _WHISPER_DECODER)
         | {whisper_name: text for text, (_, whisper_name) in _WHISPER_BESIDE_LAYERS.items()},
-        function=AttentionSpec(mask="added"),
+        mask="added",
         source="openai/whisper, whisper/model.py",
         unchecked="openai-whisper is not among the packages of the tests; its 20250625 was run "
         "once, by hand, as a whole model",
@@ -147,7 +149,8 @@ LAYOUTS = (
             "ff_out.weight": "wo: out_dim (heads head_dim)",
         },
         where={"cross": "decoder.layers.{layer}.enc_attention."},
-        function=AttentionSpec(mask="True hides", axes="length batch width"),
+        mask="True hides",
+        axes="length batch width",
         source="awslabs/sockeye, sockeye/layers.py",
         unchecked="sockeye is not among the packages of the tests; its 3.1.34 was run once, by "
         "hand",

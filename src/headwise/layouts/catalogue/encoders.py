@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     output_projection,
@@ -36,7 +36,7 @@ LAYOUTS = (
         where=_WHERE | {"cross": "encoder.layer.{layer}.crossattention."},
         outside=_BERT,
         beside=(*_NORM, "ln.*"),
-        function=AttentionSpec(mask="added"),
+        mask="added",
         source="transformers, models/bert/modeling_bert.py",
         note="RoBERTa, ELECTRA, MiniLM and most that came of BERT. The norm of each block follows "
         "it, as in nn.TransformerEncoder with norm_first=False",
@@ -55,7 +55,7 @@ LAYOUTS = (
             up="transformer.layer.{layer}.ffn.lin1.*",
             down="transformer.layer.{layer}.ffn.lin2.*",
         ),
-        function=AttentionSpec(mask="added"),
+        mask="added",
         source="transformers, models/distilbert/modeling_distilbert.py",
         note="BERT's blocks; queries are divided by sqrt(head_dim) before the product",
     ),
@@ -69,7 +69,8 @@ LAYOUTS = (
             norm_1="encoder.layer.{layer}.attention.LayerNorm.*",
         ),
         beside=("LayerNorm.*",),
-        function=AttentionSpec(score_bias=None, mask="added"),
+        function=AttentionSpec(score_bias=FROM_CONFIG),
+        mask="added",
         source="transformers, models/mpnet/modeling_mpnet.py",
         note="one table of distances, encoder.relative_attention_bias, serves all layers and is "
         "passed on as it is",
@@ -79,7 +80,8 @@ LAYOUTS = (
         tensors=_SEPARATE,
         where=_WHERE,
         beside=("self.rotary_embeddings.inv_freq", "LayerNorm.*"),
-        function=AttentionSpec(rotary=None, mask="added"),
+        function=AttentionSpec(rotary=FROM_CONFIG),
+        mask="added",
         source="transformers, models/esm/modeling_esm.py",
         note="BERT's names. ESM-2's queries and keys are rotated, half-split; ESM-1b's are not",
     ),
@@ -94,7 +96,8 @@ LAYOUTS = (
         where=_WHERE,
         outside=_BERT,
         beside=(*_NORM, "self.pos_proj.weight", "self.pos_q_proj.*"),
-        function=AttentionSpec(scale=None, score_bias=None, mask="True attends"),
+        function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
+        mask="True attends",
         source="transformers, models/deberta/modeling_deberta.py",
         note="DeBERTa v1. With pos_att_type the scale is 1/sqrt((1 + its length) head_dim), and "
         "terms of the distance are added, whose projections are passed on as they are",
@@ -108,7 +111,8 @@ LAYOUTS = (
         where=_WHERE,
         outside=_BERT,
         beside=(*_NORM, "self.pos_key_proj.*", "self.pos_query_proj.*"),
-        function=AttentionSpec(scale=None, score_bias=None, mask="True attends"),
+        function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
+        mask="True attends",
         source="transformers, models/deberta_v2/modeling_deberta_v2.py",
         note="DeBERTa v2 and v3; the scale and the terms of the distance are as in v1",
     ),
@@ -124,7 +128,7 @@ LAYOUTS = (
             final_norm="final_norm.weight",
         ),
         beside=("rotary_emb.*",),
-        function=AttentionSpec(rotary="half-split", window=None),
+        function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
         source="transformers, models/modernbert/modeling_modernbert.py",
         note="most layers see a window to both sides; theta differs between them and the others",
     ),
@@ -138,9 +142,9 @@ LAYOUTS = (
         },
         where={"self": "layer.{layer}.rel_attn."},
         beside=("r", "r_w_bias", "r_r_bias", "r_s_bias", "seg_embed", "layer_norm.*"),
-        function=AttentionSpec(
-            score_bias="relative keys", mask="True hides", axes="length batch width"
-        ),
+        function=AttentionSpec(score_bias=Other("relative keys")),
+        mask="True hides",
+        axes="length batch width",
         source="transformers, models/xlnet/modeling_xlnet.py",
         note="all matrices, o among them, are (width, heads, head_dim). Keys of the distances and "
         "biases of the queries are passed on as they are; the check has them at 0",
@@ -151,7 +155,8 @@ LAYOUTS = (
         | output_projection("linear_out"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         beside=("linear_pos.weight", "pos_bias_u", "pos_bias_v", "distance_embedding.weight"),
-        function=AttentionSpec(rotary=None, score_bias=None, mask="added"),
+        function=AttentionSpec(rotary=FROM_CONFIG, score_bias=FROM_CONFIG),
+        mask="added",
         source="transformers, models/wav2vec2_conformer/modeling_wav2vec2_conformer.py",
         note="Wav2Vec2-Conformer and Wav2Vec2-BERT; ESPnet and NeMo use the names as well. What "
         "belongs to relative positions is passed on as it is",
@@ -167,7 +172,7 @@ LAYOUTS = (
             up="encoder.layers.{layer}.feed_forward.intermediate_dense.*",
             down="encoder.layers.{layer}.feed_forward.output_dense.*",
         ),
-        function=AttentionSpec(mask="added"),
+        mask="added",
         source="transformers, models/wav2vec2/modeling_wav2vec2.py",
         note="HuBERT and UniSpeech as well",
     ),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.function.spec import AttentionSpec
 from headwise.function.weights import AXES
 from headwise.layouts._layout import Layout
+from headwise.layouts.shared import OPEN
 
 _TENSORS = {
     "q_proj.weight": "wq: (heads head_dim) embed_dim",
@@ -18,9 +18,6 @@ _TENSORS = {
     "sink": "sink: heads",
     "score_bias.relative_attention_bias.weight": "distances: buckets heads",
 }
-_FUNCTION = AttentionSpec(
-    scale=None, rotary=None, score_bias=None, softcap=None, qk_norm=None, window=None
-)
 _SOURCE = "headwise, src/headwise/layers/attention.py"
 
 LAYOUTS = (
@@ -33,7 +30,7 @@ LAYOUTS = (
             "q_norm.bias": "q_norm_bias: head_dim",
             "k_norm.bias": "k_norm_bias: head_dim",
         },
-        function=_FUNCTION,
+        function=OPEN,
         optional=("sink",),
         source=_SOURCE,
         note="rotary layers hold rows in the order of their Rotary's pairing; this is half-split",
@@ -47,7 +44,7 @@ LAYOUTS = (
             "q_norm.bias": "q_norms_bias: (heads head_dim)",
             "k_norm.bias": "k_norms_bias: (kv_heads head_dim)",
         },
-        function=_FUNCTION,
+        function=OPEN,
         optional=("sink",),
         source=_SOURCE,
         note='with QKNorm(over="width")',
@@ -55,7 +52,7 @@ LAYOUTS = (
     Layout(
         name="canonical",
         tensors={name: f"{name}: {' '.join(axes)}" for name, axes in AXES.items()},
-        function=_FUNCTION,
+        function=OPEN,
         optional=tuple(name for name in AXES if name not in ("wq", "wk", "wv", "wo")),
         source="headwise, src/headwise/function/weights.py",
         note="the form between all layouts: a matrix for each head, and no fused axis",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import FROM_CONFIG, AttentionSpec, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     head_norms,
@@ -43,7 +43,8 @@ LAYOUTS = (
         where={"self": _BLOCK},
         outside=_GGUF,
         beside=_BESIDE,
-        function=AttentionSpec(rotary="interleaved"),
+        function=AttentionSpec(rotary=RotaryRule()),
+        rows="interleaved",
         source=_LLAMA_CPP,
         note="GGUF of the architecture llama, and of those that llama.cpp turns as it does: rows "
         f"of queries and keys are not in Hugging Face's order; {_READ}",
@@ -57,7 +58,9 @@ LAYOUTS = (
         where={"self": _BLOCK},
         outside=_GGUF,
         beside=_BESIDE,
-        function=AttentionSpec(rotary="half-split", qk_norm=None, softcap=None, window=None),
+        function=AttentionSpec(
+            rotary=RotaryRule(), qk_norm=FROM_CONFIG, softcap=FROM_CONFIG, window=FROM_CONFIG
+        ),
         source=_LLAMA_CPP,
         note="GGUF of architectures whose rows are kept as Hugging Face has them: qwen2, qwen3, "
         "gemma, starcoder2, gpt-oss. Names and shapes are those of gguf-llama: the field "
@@ -70,7 +73,7 @@ LAYOUTS = (
         where={"self": _BLOCK},
         outside=_GGUF,
         beside=_BESIDE,
-        function=AttentionSpec(rotary=None, score_bias=None, window=None),
+        function=AttentionSpec(rotary=FROM_CONFIG, score_bias=FROM_CONFIG, window=FROM_CONFIG),
         source=_LLAMA_CPP,
         note="GGUF of gpt2, phi3, bloom, falcon and gptneox: queries, keys and values one after "
         f"the other, whatever order they were fused in before; {_READ}",
@@ -89,7 +92,13 @@ LAYOUTS = (
             "encoder": "encoder/layer_{layer}/self_attention/",
         },
         beside=("*layer_norm/*", "*_norm/*"),
-        function=AttentionSpec(scale=None, rotary=None, score_bias=None, qk_norm=None, window=None),
+        function=AttentionSpec(
+            scale=FROM_CONFIG,
+            rotary=FROM_CONFIG,
+            score_bias=FROM_CONFIG,
+            qk_norm=FROM_CONFIG,
+            window=FROM_CONFIG,
+        ),
         source="OpenNMT/CTranslate2, python/ctranslate2/specs/attention_spec.py",
         unchecked=_BY_HAND,
         note="self-attention of a model.bin; missing biases are filled with zeros. Rows of GPT-J, "
@@ -110,7 +119,9 @@ LAYOUTS = (
             unembedding="lm_head.weight",
         )
         | {"model.layers.{layer}.mlp.gate_up_proj.weight": _GATE_AND_UP},
-        function=AttentionSpec(rotary=None, softcap=None, qk_norm=None, window=None),
+        function=AttentionSpec(
+            rotary=FROM_CONFIG, softcap=FROM_CONFIG, qk_norm=FROM_CONFIG, window=FROM_CONFIG
+        ),
         source="vllm-project/vllm, vllm/model_executor/layers/linear.py, QKVParallelLinear",
         unchecked="its modules run on a GPU only",
         note="as vLLM and SGLang hold a Llama in memory, in one tensor-parallel rank; each of "
@@ -129,7 +140,7 @@ LAYOUTS = (
             "out_proj.bias": "bo: out_dim",
         },
         where={"self": "layers.{layer}.attention."},
-        function=AttentionSpec(mask="added"),
+        mask="added",
         source="ml-explore/mlx, python/mlx/nn/layers/transformer.py",
         note="mlx.nn.MultiHeadAttention; the language models of mlx-lm keep the names and the "
         "order of Hugging Face. Tested on request: pip install headwise[libraries]",

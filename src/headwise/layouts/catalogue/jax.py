@@ -6,11 +6,10 @@ exports do, or with slashes where the library itself names a tensor so.
 
 from __future__ import annotations
 
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import FROM_CONFIG, AttentionSpec, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import weights_outside_attention
 
-_CALLED = AttentionSpec(mask="True attends")
 _ON_REQUEST = "tested on request: pip install headwise[jax]"
 _BERT = "encoder.layer.{layer}."
 _MAXTEXT = "decoder.layers_{layer}."
@@ -43,7 +42,8 @@ LAYOUTS = (
         name="flax",
         tensors=_three_axis_kernels()
         | {"query_ln.scale": "q_norm: head_dim", "key_ln.scale": "k_norm: head_dim"},
-        function=AttentionSpec(mask="True attends", qk_norm=None),
+        function=AttentionSpec(qk_norm=FROM_CONFIG),
+        mask="True attends",
         source="google/flax, flax/linen/attention.py and flax/nnx/nn/attention.py",
         note="MultiHeadDotProductAttention of Linen, MultiHeadAttention of NNX; Big Vision and "
         f"Scenic use it. {_ON_REQUEST}",
@@ -79,7 +79,7 @@ LAYOUTS = (
             pooler_bias="pooler.dense.bias",
             columns=True,
         ),
-        function=AttentionSpec(mask="True attends"),
+        mask="True attends",
         source="transformers 4, models/bert/modeling_flax_bert.py",
         unchecked="transformers 5 has no models in Flax",
         note="RoBERTa, ELECTRA and other encoders too; flax_model.msgpack, flattened, or its "
@@ -109,7 +109,7 @@ LAYOUTS = (
             final_norm="ln_f.scale",
             final_norm_bias="ln_f.bias",
         ),
-        function=AttentionSpec(mask="True attends"),
+        mask="True attends",
         source="transformers 4, models/gpt2/modeling_flax_gpt2.py, FlaxConv1D",
         unchecked="transformers 5 has no models in Flax",
         note="kernels here are stored as torch stores a linear layer, against the habit of Flax "
@@ -118,7 +118,7 @@ LAYOUTS = (
     Layout(
         name="keras",
         tensors=_three_axis_kernels(value_dim="value_dim", mark="/"),
-        function=_CALLED,
+        mask="True attends",
         source="keras-team/keras, keras/src/layers/attention/multi_head_attention.py",
         note="MultiHeadAttention, names as in variable.path behind the layer's own; its key_dim is "
         f"that of one head. {_ON_REQUEST}",
@@ -126,7 +126,7 @@ LAYOUTS = (
     Layout(
         name="keras-gqa",
         tensors=_three_axis_kernels(kv_heads="kv_heads", mark="/"),
-        function=_CALLED,
+        mask="True attends",
         source="keras-team/keras, keras/src/layers/attention/grouped_query_attention.py",
         note=f"GroupQueryAttention; names as in keras. {_ON_REQUEST}",
     ),
@@ -145,7 +145,8 @@ LAYOUTS = (
             columns=True,
         )
         | {"decoder.logits_dense.kernel": "unembedding: embed_dim vocabulary"},
-        function=AttentionSpec(scale="1", rotary="interleaved"),
+        function=AttentionSpec(scale=1.0, rotary=RotaryRule()),
+        rows="interleaved",
         source="AI-Hypercomputer/maxtext, src/MaxText/utils/ckpt_conversion/utils/param_mapping.py",
         unchecked="its layers are built only within its own configuration and device mesh",
         note="Llama 3.1, layers not scanned; files of Llama 2 and of Mistral have another order of "
@@ -165,7 +166,7 @@ LAYOUTS = (
             "decoder": "decoder.layers_{layer}.self_attention.",
             "cross": "decoder.layers_{layer}.encoder_decoder_attention.",
         },
-        function=AttentionSpec(scale="1", score_bias=None),
+        function=AttentionSpec(scale=1.0, score_bias=FROM_CONFIG),
         source="google-research/t5x, t5x/examples/t5/layers.py",
         unchecked="it is not released as a package",
         note="layers not scanned. One table of distances, relpos_bias.rel_embedding, of axes "
@@ -183,7 +184,7 @@ LAYOUTS = (
             "value/b": "bv: (heads value_dim)",
             "linear/b": "bo: out_dim",
         },
-        function=_CALLED,
+        mask="True attends",
         source="google-deepmind/dm-haiku, haiku/_src/attention.py",
         note=f"haiku.MultiHeadAttention: a module's name and its parameter's. {_ON_REQUEST}",
     ),
@@ -199,7 +200,8 @@ LAYOUTS = (
             "value_proj.bias": "bv: (heads value_dim)",
             "output_proj.bias": "bo: out_dim",
         },
-        function=AttentionSpec(mask="True attends", axes="length width"),
+        mask="True attends",
+        axes="length width",
         source="patrick-kidger/equinox, equinox/nn/_attention.py",
         note=f"equinox.nn.MultiheadAttention, of one sequence at a time. {_ON_REQUEST}",
     ),
@@ -218,8 +220,9 @@ LAYOUTS = (
             "k_norm.weight": "k_norm: head_dim",
         },
         function=AttentionSpec(
-            scale=None, rotary="half-split", softcap=None, qk_norm=None, mask="True attends"
+            scale=FROM_CONFIG, rotary=RotaryRule(), softcap=FROM_CONFIG, qk_norm=FROM_CONFIG
         ),
+        mask="True attends",
         source="stanford-crfm/levanter, src/levanter/layers/attention.py",
         unchecked="it needs releases of JAX and Haliax that do not install beside the others",
         note="one layer's arrays of Haliax, whose axes have these names; layers are stacked in its "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue.decoders_separate import META
 from headwise.layouts.shared import (
+    OPEN,
     head_norms,
     output_projection,
     qkv_fused_by_group,
@@ -72,9 +73,6 @@ _LENS_ENCODER = _LENS_BLOCKS | weights_outside_attention(
     columns=True,
 )
 _LENS_SOURCE = "TransformerLens 3, transformer_lens/components/abstract_attention.py"
-_LENS_FUNCTION = AttentionSpec(
-    scale=None, rotary=None, score_bias=None, softcap=None, qk_norm=None, window=None
-)
 _AS_IT_WAS = (
     "only as loaded by from_pretrained_no_processing: otherwise norms and biases are folded into "
     "the weights, and the writing weights are centred. attn_scale is what scores are divided by"
@@ -108,7 +106,9 @@ _FLASH_ATTN = (
         where=_FLASH_GPT,
         outside=weights_outside_attention(_FLASH_DECODER, up=_FLASH_BLOCK + "mlp.fc1.*"),
         beside=("rotary_emb.*",),
-        function=AttentionSpec(rotary=None, score_bias=None, softcap=None, window=None),
+        function=AttentionSpec(
+            rotary=FROM_CONFIG, score_bias=FROM_CONFIG, softcap=FROM_CONFIG, window=FROM_CONFIG
+        ),
         source=f"{_FLASH_SOURCE} and flash_attn/models/gpt.py",
         note="MHA, in its GPT-2, GPT-NeoX and OPT; rotary is half-split unless "
         "rotary_emb_interleaved is set. " + _IN_ITS_OWN,
@@ -123,7 +123,8 @@ _FLASH_ATTN = (
             _FLASH_BLOCK + "mlp.fc1.weight": "([up: hidden_dim | gate: hidden_dim]) embed_dim",
         },
         beside=("rotary_emb.*",),
-        function=AttentionSpec(rotary="interleaved", window=None),
+        function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
+        rows="interleaved",
         source=f"{_FLASH_SOURCE} and flash_attn/models/llama.py",
         note="MHA with rotary_emb_interleaved, in its Llama; the MLP fuses up before gate. "
         + _IN_ITS_OWN,
@@ -150,16 +151,18 @@ _FLASH_ATTN = (
         name="flash-attn-cross",
         tensors=_FLASH_CROSS | output_projection("out_proj"),
         beside=("rotary_emb.*",),
-        function=AttentionSpec(rotary=None, score_bias=None, softcap=None, window=None),
+        function=AttentionSpec(
+            rotary=FROM_CONFIG, score_bias=FROM_CONFIG, softcap=FROM_CONFIG, window=FROM_CONFIG
+        ),
         source=_FLASH_SOURCE,
         note="MHA with cross_attn=True. " + _IN_ITS_OWN,
     ),
 )
 
 
-def _x_transformers_layout(*, rotary: str) -> Layout:
+def _x_transformers_layout(*, rotates: bool) -> Layout:
     return Layout(
-        name="x-transformers" if rotary == "none" else "x-transformers-rotary",
+        name="x-transformers-rotary" if rotates else "x-transformers",
         tensors={
             "to_q.weight": "wq: (group kv_heads head_dim) embed_dim",
             "to_k.weight": "wk: (kv_heads head_dim) source_dim",
@@ -170,22 +173,20 @@ def _x_transformers_layout(*, rotary: str) -> Layout:
             "attend.head_attn_sink": "sink: (group kv_heads)",
         },
         optional=("extra_k", "extra_v", "sink"),
-        function=AttentionSpec(
-            rotary=rotary,
-            rotary_width="head_dim" if rotary == "none" else None,
-            mask="True attends",
-        ),
+        function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG) if rotates else ABSENT),
+        rows="interleaved" if rotates else "half-split",
+        mask="True attends",
         source="lucidrains/x-transformers, x_transformers/x_transformers.py and attend.py",
         note="query head h reads kv head h % kv_heads, against everyone's h // group. Layers are "
         "numbered with those of the MLP between them, so a module's place is not told. mem_k and "
         "mem_v are num_mem_kv=1"
-        + ("" if rotary == "none" else "; with rotary_pos_emb=True, of which inv_freq is a buffer"),
+        + ("; with rotary_pos_emb=True, of which inv_freq is a buffer" if rotates else ""),
     )
 
 
-def _torchtune_layout(*, rotary: str) -> Layout:
+def _torchtune_layout(*, rows: Pairing) -> Layout:
     return Layout(
-        name="torchtune" if rotary == "interleaved" else "torchtune-qwen2",
+        name="torchtune" if rows == "interleaved" else "torchtune-qwen2",
         tensors=separate_projections("q_proj", "k_proj", "v_proj")
         | output_projection("output_proj")
         | {"q_norm.scale": "q_norm: head_dim", "k_norm.scale": "k_norm: head_dim"},
@@ -202,12 +203,18 @@ def _torchtune_layout(*, rotary: str) -> Layout:
         ),
         beside=("kv_cache.*", "pos_embeddings.*"),
         function=AttentionSpec(
-            scale=None, rotary=rotary, softcap=None, qk_norm=None, window=None, mask="True attends"
+            scale=FROM_CONFIG,
+            rotary=RotaryRule(),
+            softcap=FROM_CONFIG,
+            qk_norm=FROM_CONFIG,
+            window=FROM_CONFIG,
         ),
+        rows=rows,
+        mask="True attends",
         source="pytorch/torchtune, torchtune/modules/attention.py",
         note=(
             "of Llama, Mistral and Gemma; the names say q_proj, the order is Meta's. "
-            if rotary == "interleaved"
+            if rows == "interleaved"
             else "of Qwen 2 and 3: names and shapes are those of torchtune, the order is another. "
         )
         + _IN_ITS_OWN,
@@ -237,12 +244,11 @@ def _litgpt_layout(*, legacy: bool) -> Layout:
         ),
         beside=("kv_cache.*",),
         function=AttentionSpec(
-            scale=None,
-            rotary="half-split",
-            rotary_width=None,
-            softcap=None,
-            qk_norm=None,
-            window=None,
+            scale=FROM_CONFIG,
+            rotary=RotaryRule(width=FROM_CONFIG),
+            softcap=FROM_CONFIG,
+            qk_norm=FROM_CONFIG,
+            window=FROM_CONFIG,
         ),
         source="Lightning-AI/litgpt, litgpt/model.py, CausalSelfAttention",
         note=(
@@ -262,7 +268,7 @@ LAYOUTS = (
         outside=_LENS_DECODER,
         beside=_LENS_BESIDE,
         optional=("sink",),
-        function=_LENS_FUNCTION,
+        function=OPEN,
         source=_LENS_SOURCE,
         note=f"HookedTransformer, {_AS_IT_WAS}. {_IN_ITS_OWN}",
     ),
@@ -273,7 +279,7 @@ LAYOUTS = (
         outside=_LENS_DECODER,
         beside=_LENS_BESIDE,
         optional=("sink",),
-        function=_LENS_FUNCTION,
+        function=OPEN,
         source="TransformerLens 3, transformer_lens/components/grouped_query_attention.py",
         note=f"HookedTransformer with n_key_value_heads, {_AS_IT_WAS}. {_IN_ITS_OWN}",
     ),
@@ -284,13 +290,13 @@ LAYOUTS = (
         outside=_LENS_ENCODER,
         beside=_LENS_BESIDE,
         optional=("sink",),
-        function=AttentionSpec(scale=None, qk_norm=None),
+        function=AttentionSpec(scale=FROM_CONFIG, qk_norm=FROM_CONFIG),
         source="TransformerLens 3, transformer_lens/HookedEncoder.py",
         note="HookedEncoder, which is BERT: its norms stand behind attention and MLP. "
         + _IN_ITS_OWN,
     ),
-    _x_transformers_layout(rotary="none"),
-    _x_transformers_layout(rotary="interleaved"),
+    _x_transformers_layout(rotates=False),
+    _x_transformers_layout(rotates=True),
     *_FLASH_ATTN,
     Layout(
         name="diffusers",
@@ -308,7 +314,8 @@ LAYOUTS = (
             "self": "transformer_blocks.{layer}.attn1.",
             "cross": "transformer_blocks.{layer}.attn2.",
         },
-        function=AttentionSpec(rotary=None, qk_norm=None, mask="added"),
+        function=AttentionSpec(rotary=FROM_CONFIG, qk_norm=FROM_CONFIG),
+        mask="added",
         source="huggingface/diffusers, src/diffusers/models/attention_processor.py",
         note=f"of U-Nets and of transformers with cross-attention. {_ON_REQUEST}",
     ),
@@ -318,7 +325,8 @@ LAYOUTS = (
             tensors=tensors | output_projection("output"),
             where={"self": "layers.{layer}.mha."},
             beside=("rotary_embeds.*",),
-            function=AttentionSpec(rotary=None, score_bias=None, mask="True attends"),
+            function=AttentionSpec(rotary=FROM_CONFIG, score_bias=FROM_CONFIG),
+            mask="True attends",
             source="explosion/curated-transformers, curated_transformers/layers/attention.py",
             note=f"SelfAttention with {spoken}; rotary is half-split. {_ON_REQUEST}",
         )
@@ -336,15 +344,16 @@ LAYOUTS = (
             ),
         )
     ),
-    _torchtune_layout(rotary="interleaved"),
-    _torchtune_layout(rotary="half-split"),
+    _torchtune_layout(rows="interleaved"),
+    _torchtune_layout(rows="half-split"),
     Layout(
         name="torchtitan",
         tensors=separate_projections("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv")
         | output_projection("wo"),
         where={"self": "layers.{layer}.attention."},
         outside=META,
-        function=AttentionSpec(rotary="interleaved"),
+        function=AttentionSpec(rotary=RotaryRule()),
+        rows="interleaved",
         source="pytorch/torchtitan, torchtitan/models/common/attention.py",
         unchecked=_NOT_RELEASED,
         note="of Llama 3, as it is today; before, its files were in llama-meta's layout. Models "
@@ -357,7 +366,9 @@ LAYOUTS = (
         where={"self": "layers.{layer}.attention."},
         outside=META,
         beside=("kv_cache.*",),
-        function=AttentionSpec(rotary="interleaved", mask="True attends"),
+        function=AttentionSpec(rotary=RotaryRule()),
+        rows="interleaved",
+        mask="True attends",
         source="pytorch-labs/gpt-fast, model.py",
         unchecked="it is a script, not a package",
     ),

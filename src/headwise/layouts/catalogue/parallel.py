@@ -6,7 +6,9 @@ tensor-parallel processes are joined where a layout names the axes that they div
 
 from __future__ import annotations
 
-from headwise.function.spec import AttentionSpec
+from typing import Any
+
+from headwise.function.spec import FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     TENSOR_PARALLEL,
@@ -20,14 +22,11 @@ from headwise.layouts.shared import (
     weights_outside_attention,
 )
 
-_MEGATRON = AttentionSpec(
-    rotary=None, qk_norm=None, window=None, mask="True hides", axes="length batch width"
-)
-# Megatron-LM 1 to 3: positions are learned, and nothing is normalised.
-_LEGACY = AttentionSpec(mask="True hides", axes="length batch width")
-_TRANSFORMER_ENGINE = AttentionSpec(
-    rotary=None, qk_norm=None, window=None, mask="True hides", axes=None
-)
+# How Megatron-LM calls its layers. In 1 to 3 positions are learned, and nothing is normalised.
+_LEGACY: dict[str, Any] = {"mask": "True hides", "axes": "length batch width"}
+_OPEN = AttentionSpec(rotary=FROM_CONFIG, qk_norm=FROM_CONFIG, window=FROM_CONFIG)
+_MEGATRON: dict[str, Any] = {"function": _OPEN, **_LEGACY}
+_TRANSFORMER_ENGINE: dict[str, Any] = {**_MEGATRON, "axes": None}
 _GATE_AND_UP = "([gate: hidden_dim | up: hidden_dim]) embed_dim"
 _STATE = ("*_extra_state",)
 _NEEDS_A_GPU = "its modules run on a GPU of NVIDIA's only"
@@ -63,7 +62,7 @@ _MEGATRON_CORE = (
         outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
         beside=_STATE,
         sharded=TENSOR_PARALLEL,
-        function=_MEGATRON,
+        **_MEGATRON,
         source=_CORE,
         note="of Megatron core, for models with a gated MLP such as Llama; NeMo fuses the same "
         f"way. {_MAY_TURN} {_ON_REQUEST}",
@@ -75,7 +74,7 @@ _MEGATRON_CORE = (
         outside=_OUTSIDE_OF_MEGATRON | _PLAIN_MLP,
         beside=_STATE,
         sharded=TENSOR_PARALLEL,
-        function=_MEGATRON,
+        **_MEGATRON,
         source=_CORE,
         note="of Megatron core, for models with an MLP of two matrices such as GPT. "
         f"{_MAY_TURN} {_ON_REQUEST}",
@@ -93,7 +92,7 @@ _MEGATRON_CORE = (
         outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
         beside=_STATE,
         sharded=TENSOR_PARALLEL,
-        function=_MEGATRON,
+        **_MEGATRON,
         source=f"{_CORE}, attention_output_gate",
         unchecked="headwise has no layer with such gates to run beside it",
         note="each head's outputs are multiplied by the sigmoid of a gate of their own",
@@ -110,7 +109,7 @@ _MEGATRON_CORE = (
         where={"cross": "decoder.layers.{layer}.cross_attention."},
         beside=_STATE,
         sharded=TENSOR_PARALLEL,
-        function=_MEGATRON,
+        **_MEGATRON,
         source=_CORE,
         note="of Megatron core, beside megatron or megatron-gpt. " + _ON_REQUEST,
     ),
@@ -149,7 +148,7 @@ def _legacy_megatron_layouts() -> tuple[Layout, ...]:
             outside=_legacy_weights_outside_attention(place.partition(".")[0]),
             beside=_STATE,
             sharded=TENSOR_PARALLEL,
-            function=_LEGACY,
+            **_LEGACY,
             source=_VERSIONS,
             unchecked="the versions that wrote it do not run with today's torch",
             note=f"of Megatron-LM before its core, checkpoint_version {spoken[version]}: the file "
@@ -173,7 +172,7 @@ _ENGINE = (
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=True; "
         "rotary is half-split unless rotary_pos_interleaved is set",
         beside=_STATE,
-        function=_TRANSFORMER_ENGINE,
+        **_TRANSFORMER_ENGINE,
         unchecked=_NEEDS_A_GPU,
     ),
     Layout(
@@ -183,7 +182,7 @@ _ENGINE = (
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=False; "
         "same names and shapes as transformer-engine",
         beside=_STATE,
-        function=_TRANSFORMER_ENGINE,
+        **_TRANSFORMER_ENGINE,
         unchecked=_NEEDS_A_GPU,
     ),
     Layout(
@@ -198,7 +197,7 @@ _ENGINE = (
         source=_TE_SOURCE,
         note="MultiheadAttention with fuse_qkv_params=False, as it is by default",
         beside=_STATE,
-        function=_TRANSFORMER_ENGINE,
+        **_TRANSFORMER_ENGINE,
         unchecked=_NEEDS_A_GPU,
     ),
     Layout(
@@ -214,13 +213,13 @@ _ENGINE = (
         source="NVIDIA/TransformerEngine, transformer_engine/pytorch/transformer.py",
         note="TransformerLayer with fuse_qkv_params=True and activation swiglu",
         beside=_STATE,
-        function=_TRANSFORMER_ENGINE,
+        **_TRANSFORMER_ENGINE,
         unchecked=_NEEDS_A_GPU,
     ),
 )
 
 
-def _nanotron_layout(pairing: str) -> Layout:
+def _nanotron_layout(pairing: Pairing) -> Layout:
     within = "model.decoder.{layer}.pp_block."
     interleaved = pairing == "interleaved"
     return Layout(
@@ -238,7 +237,8 @@ def _nanotron_layout(pairing: str) -> Layout:
         )
         | {within + "mlp.gate_up_proj.weight": _GATE_AND_UP},
         beside=("*inv_freq", "*freqs_cis"),
-        function=AttentionSpec(rotary=pairing),
+        function=AttentionSpec(rotary=RotaryRule()),
+        rows=pairing,
         source="huggingface/nanotron, src/nanotron/models/llama.py",
         unchecked=_NEEDS_A_CLUSTER,
         note=f"with rope_interleaved={interleaved} in its config; names and shapes do not tell",
@@ -254,9 +254,9 @@ LAYOUTS = (
         tensors=qkv_fused_by_projection("query_key_value", kv_heads="kv_heads")
         | output_projection("dense"),
         beside=("*inv_freq",),
-        function=AttentionSpec(
-            rotary_width=None, rotary="half-split", axes="length batch width", mask="True hides"
-        ),
+        function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
+        axes="length batch width",
+        mask="True hides",
         source="EleutherAI/gpt-neox, megatron/model/transformer.py, gqa_project",
         unchecked=_NEEDS_A_CLUSTER,
         note="GPT-NeoX's own files with num_kv_heads; without it they are fused as in neox. Layers "
@@ -270,7 +270,8 @@ LAYOUTS = (
         )
         | output_projection("out_proj"),
         where={"self": "decoder.layers.{layer}.self_attn."},
-        function=AttentionSpec(axes="length batch width", mask="added"),
+        axes="length batch width",
+        mask="added",
         source="facebookresearch/metaseq, metaseq/model_parallel/modules/multihead_attention.py",
         unchecked=_NEEDS_A_CLUSTER,
         note="the first files of OPT, after their shares were joined: all keys, all values, all "

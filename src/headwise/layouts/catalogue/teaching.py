@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headwise.function.spec import AttentionSpec
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue.decoders_fused import GPT2
 from headwise.layouts.shared import (
@@ -42,7 +41,7 @@ LAYOUTS = (
             "decoder": "transformer/body/decoder/layer_{layer}/self_attention/multihead_attention/",
             "cross": "transformer/body/decoder/layer_{layer}/encdec_attention/multihead_attention/",
         },
-        function=AttentionSpec(mask="added"),
+        mask="added",
         source="tensorflow/tensor2tensor, tensor2tensor/layers/common_attention.py",
         note="the paper's own code; TensorFlow's kernels are (in, out), and there are no biases",
     ),
@@ -55,7 +54,7 @@ LAYOUTS = (
             "decoder": "decoder.layers.{layer}.self_attn.",
             "cross": "decoder.layers.{layer}.src_attn.",
         },
-        function=AttentionSpec(mask="True attends"),
+        mask="True attends",
         source="harvardnlp/annotated-transformer, the_annotated_transformer.py",
     ),
     Layout(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headwise.function.spec import AttentionSpec
+from typing import Any
+
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     output_projection,
@@ -35,7 +36,7 @@ _LAYER = weights_outside_attention(
     up="layers.{layer}.linear1.*",
     down="layers.{layer}.linear2.*",
 )
-_CALLED = AttentionSpec(mask="True hides", axes=None)
+_CALLED: dict[str, Any] = {"mask": "True hides", "axes": None}
 _ABOUT_EXTRA = (
     "bias_k and bias_v, of add_bias_kv=True, are one more key and value behind the others"
 )
@@ -46,7 +47,7 @@ LAYOUTS = (
         tensors=_PACKED | _EXTRA,
         where=_WHERE,
         outside=_LAYER,
-        function=_CALLED,
+        **_CALLED,
         optional=("extra_k", "extra_v"),
         source="torch, torch/nn/modules/activation.py and transformer.py",
         note="nn.MultiheadAttention, and nn.TransformerEncoder around it; batch_first tells the "
@@ -64,7 +65,7 @@ LAYOUTS = (
         },
         where=_WHERE,
         outside=_LAYER,
-        function=_CALLED,
+        **_CALLED,
         optional=("extra_k", "extra_v"),
         source="torch, torch/nn/modules/activation.py",
         note="nn.MultiheadAttention with another width of keys and values: parameters of their own "
@@ -78,7 +79,7 @@ LAYOUTS = (
         where=_WHERE,
         outside=_LAYER,
         beside=("in_proj_weight", "in_proj_bias"),
-        function=_CALLED,
+        **_CALLED,
         optional=("extra_k", "extra_v"),
         source="torch, torch/ao/nn/quantizable/modules/activation.py",
         note="holds in_proj_weight and in_proj_bias as well, and uses neither. With "
@@ -94,7 +95,8 @@ LAYOUTS = (
             "decoder": "decoder.layers.{layer}.self_attn.",
             "cross": "decoder.layers.{layer}.encoder_attn.",
         },
-        function=AttentionSpec(mask="True hides", axes="length batch width"),
+        mask="True hides",
+        axes="length batch width",
         optional=("extra_k", "extra_v"),
         source="facebookresearch/fairseq, fairseq/modules/multihead_attention.py",
         unchecked="fairseq is not among the packages of the tests",
@@ -110,7 +112,8 @@ LAYOUTS = (
             up="transformer.resblocks.{layer}.mlp.c_fc.*",
             down="transformer.resblocks.{layer}.mlp.c_proj.*",
         ),
-        function=AttentionSpec(mask="added", axes="length batch width"),
+        mask="added",
+        axes="length batch width",
         source="openai/CLIP, clip/model.py",
         note="nn.MultiheadAttention; open_clip has the same names",
     ),
@@ -120,7 +123,7 @@ LAYOUTS = (
         | output_projection("c_proj"),
         where={"self": "attnpool."},
         beside=("positional_embedding",),
-        function=AttentionSpec(axes="length batch width"),
+        axes="length batch width",
         source="openai/CLIP, clip/model.py",
         note="the last layer of CLIP's ResNets: the mean is the only query, and the output has "
         "another width",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     Tensors,
@@ -41,7 +41,7 @@ LAYOUTS = (
         where=_VIT_WHERE,
         outside=_VIT,
         beside=("attention.relative_position_bias.*",),
-        function=AttentionSpec(score_bias=None),
+        function=AttentionSpec(score_bias=FROM_CONFIG),
         source="transformers, models/vit/modeling_vit.py and conversion_mapping.py",
         note="DeiT, DINOv2, BEiT and others, as their files are; since transformers 5 the modules "
         "say q_proj, k_proj, v_proj and o_proj. BEiT has no bias of keys",
@@ -64,7 +64,7 @@ LAYOUTS = (
             "encoder.layer.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"
         ),
         beside=("rel_pos_h", "rel_pos_w"),
-        function=AttentionSpec(score_bias=None),
+        function=AttentionSpec(score_bias=FROM_CONFIG),
         source="transformers, models/vitdet/modeling_vitdet.py",
     ),
     Layout(
@@ -78,7 +78,7 @@ LAYOUTS = (
         where={"self": "blocks.{layer}.attn."},
         outside=_TIMM,
         beside=("k_bias", "relative_position_bias_table", "relative_position_index"),
-        function=AttentionSpec(score_bias=None),
+        function=AttentionSpec(score_bias=FROM_CONFIG),
         source="microsoft/unilm, beit/modeling_finetune.py",
         unchecked="timm is not among the packages of the tests; its 1.0.31 was run once, by hand",
         note="BEiT, EVA and VideoMAE as published, and timm's eva: no bias of keys, and those of "
@@ -111,7 +111,8 @@ LAYOUTS = (
             "output.dense",
         ),
         beside=("self.relative_position_index",),
-        function=AttentionSpec(score_bias="by place in the window", mask="added"),
+        function=AttentionSpec(score_bias=Other("by place in the window")),
+        mask="added",
         source="transformers, models/swin/modeling_swin.py and conversion_mapping.py",
         note="stages have different numbers of heads: give head_dim, which they share",
     ),
@@ -125,7 +126,8 @@ LAYOUTS = (
             "layers.{stage}.blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"
         ),
         beside=("relative_position_index",),
-        function=AttentionSpec(score_bias="by place in the window", mask="added"),
+        function=AttentionSpec(score_bias=Other("by place in the window")),
+        mask="added",
         source="microsoft/Swin-Transformer, models/swin_transformer.py; timm has the same",
         unchecked="timm is not among the packages of the tests; its 1.0.31 was run once, by hand",
         note="stages have different numbers of heads: give head_dim, which they share",
@@ -138,7 +140,7 @@ LAYOUTS = (
         outside=_norm_and_mlp_weights(
             "layer.{layer}.", ("norm1", "norm2"), "mlp.up_proj", "mlp.down_proj"
         ),
-        function=AttentionSpec(rotary="half-split"),
+        function=AttentionSpec(rotary=RotaryRule()),
         source="transformers, models/dinov3_vit/modeling_dinov3_vit.py",
         note="half of the angles are of a patch's row and half of its column, and the first tokens "
         "have none; the check rotates by place. Keys have no bias",
@@ -149,7 +151,7 @@ LAYOUTS = (
         | output_projection("out_proj"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         outside=_CLIP,
-        function=AttentionSpec(mask="added"),
+        mask="added",
         source="transformers, models/clip/modeling_clip.py",
         note="SigLIP as well. The text and the image part are two models in one file, text_model "
         "and vision_model",
