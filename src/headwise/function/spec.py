@@ -27,7 +27,7 @@ Open = Any
 
 
 class Unset(Enum):
-    """What a field is that has no value."""
+    """Marks of a field without a value."""
 
     ABSENT = "absent"
     FROM_CONFIG = "from config"
@@ -243,17 +243,17 @@ class AttentionSpec:
 
         Files that headwise 0.1.0 converted hold such words in their metadata.
         """
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, word in words.items():
             if word is None:
-                found[name] = FROM_CONFIG
+                fields[name] = FROM_CONFIG
             elif name != "rotary_width":
                 unlisted = ABSENT if word == "none" else Other(word)
-                found[name] = _VALUES.get(name, {}).get(word, unlisted)
-        width = found.pop("rotary_width", None)
-        if isinstance(found.get("rotary"), RotaryRule):
-            found["rotary"] = replace(found["rotary"], width=width)
-        return cls(**found)
+                fields[name] = _VALUES.get(name, {}).get(word, unlisted)
+        width = fields.pop("rotary_width", None)
+        if isinstance(fields.get("rotary"), RotaryRule):
+            fields["rotary"] = replace(fields["rotary"], width=width)
+        return cls(**fields)
 
     def conflicts(self, other: AttentionSpec) -> dict[str, tuple[str, str]]:
         """Return the settings that both know, and in which they differ: name -> (this, other).
