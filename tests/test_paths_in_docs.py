@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +26,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = [*PAGES, ROOT / "docs" / "viewer.ipynb", *sorted(ROOT.glob("examples/**/*.py"))]
 
 # What the reader makes, and files of other projects.
-PLACEHOLDERS = re.compile(r"your_|NN-name|^script\.py$")
+PLACEHOLDERS = re.compile(r"your_|NAME|NN-name|^script\.py$")
 OF_OTHERS = {ROOT / "docs" / "catalogue.md"}
 
 CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
@@ -92,6 +93,16 @@ def test_imports_are_those_of_rooms(program: Path) -> None:
         exported = set(getattr(import_module(room), "__all__", ())) if room != home else set()
         deep += [f"from {room} import {n}" for n in re.findall(r"\w+", names) if n in exported]
     assert deep == []
+
+
+def test_contributors_see_every_room_on_its_floor() -> None:
+    project = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text("utf-8"))
+    floors = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    table = (
+        ROOT.joinpath("CONTRIBUTING.md").read_text("utf-8").split("| room |")[1].split("\n\n")[0]
+    )
+    rows = re.findall(r"^\| (`.*?) \|", table, re.M)
+    assert [row.replace("`", "").split(", ") for row in rows] == [f.split(" | ") for f in floors]
 
 
 @pytest.mark.parametrize(
