@@ -12,6 +12,11 @@ from headwise.function import stages
 from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study.questions import gradients
+from headwise.study.questions.gradients import (
+    ForwardPass,
+    projection_gradients,
+    rounding_bounds,
+)
 from tests.study.asking import failed_facts
 
 
@@ -41,7 +46,7 @@ def test_a_layer_with_another_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_softmax_step_without_its_row_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "softmax_gradient", torch.mul)
     words = failed_facts("gradients")
-    assert words[0].startswith("the formula of the softmax's step")
+    assert words[1].startswith("the formula of the softmax's step")
 
 
 def test_one_softmax_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,3 +156,82 @@ def test_the_heads_gradients_in_the_shapes_of_the_layer() -> None:
     )
     for name, weight in gradients.projection_weights(layer).items():
         assert by_hand[name].shape == weight.shape
+
+
+# ---- the closed formulas -----------------------------------------------------------------------
+
+SIZES = {"batch": 3, "heads": 5, "length": 13, "embed_dim": 10, "out_dim": 8}
+HEAD_DIM, VALUE_DIM = 4, 6
+
+
+def made(dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], ForwardPass]:
+    """Weights of each head, by the names of the formulas, and a forward pass with them."""
+    torch.manual_seed(1)
+    batch, heads, length, width, out = SIZES.values()
+    shapes = {"q": (HEAD_DIM, width), "k": (HEAD_DIM, width), "v": (VALUE_DIM, width)}
+    shapes["o"] = (out, VALUE_DIM)
+    drawn = {name: torch.randn(heads, *shape, dtype=dtype) / 3 for name, shape in shapes.items()}
+    w = {name: weight.requires_grad_() for name, weight in drawn.items()}
+    x = torch.randn(batch, length, width, dtype=dtype)
+    q, k, v = (torch.einsum("bld,hwd->bhlw", x, w[name]) + 0.5 for name in "qkv")
+    return w, ForwardPass(x, q, k, v, w["o"], torch.randn(batch, length, out, dtype=dtype))
+
+
+def by_autograd() -> tuple[dict[str, Tensor], ForwardPass]:
+    w, forward = made()
+    heads = stages.head_outputs(forward.q, forward.k, forward.v)
+    output = torch.einsum("bhqv,hov->bqo", heads, forward.wo)
+    found = torch.autograd.grad(output, list(w.values()), forward.upstream)
+    return dict(zip(w, found, strict=True)), ForwardPass(*(part.detach() for part in forward))
+
+
+def test_the_formulas_are_autograd() -> None:
+    found, forward = by_autograd()
+    formulas, bounds = projection_gradients(forward), rounding_bounds(forward)
+    for name, theirs in found.items():
+        assert formulas[name].shape == theirs.shape
+        assert torch.all((formulas[name] - theirs).abs() <= bounds[name]), name
+        assert bounds[name].max() < 1e-11 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "o"])
+def test_the_bounds_see_a_small_mistake(name: str) -> None:
+    """A value that is off by a millionth is more than rounding, in each formula."""
+    found, forward = by_autograd()
+    part = {"q": "k", "k": "q", "v": "upstream", "o": "v"}[name]
+    wrong = forward._replace(**{part: getattr(forward, part) * (1 + 1e-6)})
+    ours = projection_gradients(wrong)[name]
+    assert torch.all((ours - found[name]).abs().max() > rounding_bounds(forward)[name].max())
+
+
+def test_bounds_hold_in_float32() -> None:
+    narrow = made(torch.float32)[1]
+    wide = ForwardPass(*(part.double() for part in narrow))
+    exact, plain = projection_gradients(wide), projection_gradients(narrow)
+    bounds = rounding_bounds(narrow)
+    for name, theirs in exact.items():
+        assert torch.all((plain[name] - theirs).abs() <= bounds[name])
+        assert bounds[name].max() < 1e-3 * theirs.abs().max()
+
+
+def test_two_keys_by_hand() -> None:
+    """One head of width 1: p = 1 / (1 + exp(s1 - s0)), dS = p (1 - p) G (v0 - v1)."""
+    column = torch.tensor([[[[0.3], [-0.4]]]]).double()
+    v, one = torch.tensor([[[[2.0], [0.5]]]]).double(), torch.ones(1, 1, 1).double()
+    upstream = torch.tensor([[[5.0], [0.0]]]).double()  # only the first query counts
+    forward = ForwardPass(column[0], torch.ones_like(column), column, v, one, upstream)
+    p = 1 / (1 + torch.exp(torch.tensor(-0.7).double()))
+    ds = p * (1 - p) * 5 * 1.5
+    found = {name: float(part) for name, part in projection_gradients(forward).items()}
+    assert found["q"] == pytest.approx(float(ds * (0.3 + 0.4) * 0.3))
+    assert found["k"] == pytest.approx(float(ds * (0.3 + 0.4)))
+    assert found["v"] == pytest.approx(float(5 * (p * 0.3 - (1 - p) * 0.4)))
+    assert found["o"] == pytest.approx(float(5 * (p * 2 + (1 - p) * 0.5)))
+
+
+def test_no_other_head_is_in_a_heads_gradients() -> None:
+    forward = made()[1]
+    parts = {name: getattr(forward, name)[:, 2:3] for name in "qkv"}
+    alone = projection_gradients(forward._replace(**parts, wo=forward.wo[2:3]))
+    for name, whole in projection_gradients(forward).items():
+        torch.testing.assert_close(alone[name], whole[2:3])

@@ -1,4 +1,22 @@
-"""Question: where do the gradients of one head and of many differ?"""
+"""Question: where do the gradients of one head and of many differ?
+
+A head computes, with W as torch stores it (a row for each output):
+
+    q = x Wq.T    k = x Wk.T    v = x Wv.T    P = softmax(scale * q k.T)    o = P v
+
+and the output is the sum of o Wo.T over the heads, with any biases. Let G = dL/doutput be the
+gradient of the loss. Then, summed over the batch,
+
+    dL/dWo = G.T o
+    dL/dWv = (P.T dO).T x                        dO = G Wo
+    dL/dWq = scale * (dS k).T x                  dP = dO v.T
+    dL/dWk = scale * (dS.T q).T x                dS = P * (dP - rowsum(P * dP))
+
+dP is the gradient of the weights, and dS that of the scores. The step from dP to dS is the
+softmax's: the derivative of weight p_j by score s_i is p_j * ((i == j) - p_i), so a score's
+gradient depends on how far its key exceeds the average of dP over the row. All other steps are
+matrix products. Only G depends on the other heads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +24,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
@@ -13,13 +32,6 @@ from headwise.function import rounding, stages
 from headwise.function.rounding import Roundoff, sum_error_bound
 from headwise.layers.attention import Attention
 from headwise.study.drawing import INK, SERIES, SOFT, Axes, Figure, style_axes
-from headwise.study.experiments.gradients import (
-    ForwardPass,
-    WeightGradients,
-    projection_gradients,
-    rounding_bounds,
-    softmax_gradient,
-)
 from headwise.study.question import Numbers
 from headwise.support.modes import one_thread
 from headwise.support.progress import Progress
@@ -114,19 +126,91 @@ def projection_weights(layer: Attention) -> dict[str, Tensor]:
     return {name: part.weight for name, part in zip(WEIGHTS, projections, strict=True)}
 
 
+class ForwardPass(NamedTuple):
+    """The tensors of a forward pass that the gradients need, and the gradient of the output."""
+
+    x: Float[Tensor, "batch length embed_dim"]
+    q: Float[Tensor, "batch heads length head_dim"]
+    k: Float[Tensor, "batch heads length head_dim"]
+    v: Float[Tensor, "batch heads length value_dim"]
+    wo: Float[Tensor, "heads out_dim value_dim"]  # each head's part of the output projection
+    upstream: Float[Tensor, "batch length out_dim"]  # dL/doutput
+
+
 @torch.no_grad()
 def forward_pass(layer: Attention, x: Tensor, upstream: Tensor) -> ForwardPass:
     """Return the tensors of the forward pass that the formulas need."""
     matrix = layer.matrix(x)
     v = stages.split_heads(layer.v_proj(x), heads=layer.num_heads)
     wo = layer.out_proj.weight.detach().unflatten(1, (layer.num_heads, -1)).movedim(1, 0)
-    return ForwardPass(x, x, matrix.q, matrix.k, v, wo, upstream)
+    return ForwardPass(x, matrix.q, matrix.k, v, wo, upstream)
 
 
-def join_head_gradients(of_heads: WeightGradients) -> dict[str, Tensor]:
+def projection_gradients(forward: ForwardPass) -> dict[str, Tensor]:
+    """Compute dL/dW of the four projections of each head, by the formulas of this module."""
+    x, q, k, v, wo, upstream = forward
+    scale, weights = stages.default_scale(q), stages.weights(q, k)
+    of_outputs = upstream[:, None] @ wo
+    of_scores = softmax_gradient(weights, of_outputs @ v.mT)
+    return {
+        "q": _sum_over_tokens(scale * (of_scores @ k), x),
+        "k": _sum_over_tokens(scale * (of_scores.mT @ q), x),
+        "v": _sum_over_tokens(weights.mT @ of_outputs, x),
+        "o": _sum_over_tokens(weights @ v, upstream).mT,
+    }
+
+
+def softmax_gradient(
+    weights: Float[Tensor, "batch heads queries keys"],
+    of_weights: Float[Tensor, "batch heads queries keys"],
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Compute dS = P * (dP - rowsum(P * dP)) from P, the weights, and dP, their gradient."""
+    return weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+
+
+def rounding_bounds(forward: ForwardPass) -> dict[str, Tensor]:
+    """Return the largest difference that rounding can make between two computations.
+
+    The bound has three parts: the floors of `function.rounding` for dq, dk and dv in the dtype
+    of ``q``; the rounding of dO, in which the gradients are linear; and the sum over the tokens.
+    ``q``, ``k`` and ``v`` count as exact.
+    """
+    x, q, k, v, wo, upstream = (part.detach().double() for part in forward)
+    r, scale = Roundoff.of(forward.q.dtype), stages.default_scale(q)
+    rows = rounding.row_rounding(q, k, r, scale=scale)
+    weights = rows.weights
+    of_outputs = upstream[:, None] @ wo
+    error = r.u * sum_error_bound(wo.shape[1]) * (upstream.abs()[:, None] @ wo.abs())
+    error += r.U * of_outputs.abs()
+    floors = rounding.gradient_floors(rows, q, k, v, of_outputs, scale=scale, bias_gradient=None)
+    of_scores, weights_error = softmax_gradient(weights, of_outputs @ v.mT), error @ v.abs().mT
+    scores_error = weights * (weights_error + (weights * weights_error).sum(-1, keepdim=True))
+    over_tokens = r.u * sum_error_bound(x.shape[0] * x.shape[1]) + 2 * r.U  # inputs and result
+
+    def summed(gradient: Tensor, error: Tensor, tokens: Tensor) -> Tensor:
+        return _sum_over_tokens(error + over_tokens * gradient.abs(), tokens.abs())
+
+    q_error = floors["q"] + scale * scores_error @ k.abs()
+    k_error = floors["k"] + scale * scores_error.mT @ q.abs()
+    return {
+        "q": summed(scale * of_scores @ k, q_error, x),
+        "k": summed(scale * of_scores.mT @ q, k_error, x),
+        "v": summed(weights.mT @ of_outputs, floors["v"] + weights.mT @ error, x),
+        "o": summed(weights @ v, rounding.product_floor(rows, v), upstream).mT,
+    }
+
+
+def _sum_over_tokens(
+    gradient: Float[Tensor, "batch heads length width"], tokens: Float[Tensor, "batch length dim"]
+) -> Float[Tensor, "heads width dim"]:
+    """Return a weight's gradient from its outputs' gradient and its inputs, summed over tokens."""
+    return torch.einsum("bhlw,bld->hwd", gradient, tokens)
+
+
+def join_head_gradients(of_heads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join the heads' gradients into the shapes of the layer's weights."""
-    rows = [part.flatten(0, 1) for part in of_heads[:3]]
-    return dict(zip(WEIGHTS, (*rows, of_heads.wo.movedim(0, 1).flatten(1)), strict=True))
+    joined = {name: of_heads[name].flatten(0, 1) for name in "qkv"}
+    return joined | {"o": of_heads["o"].movedim(0, 1).flatten(1)}
 
 
 # ---- what is measured ------------------------------------------------------------------------
@@ -155,7 +239,7 @@ def softmax_step(forward: ForwardPass) -> SoftmaxStep:
     (by_autograd,) = torch.autograd.grad(weights @ v, scores, of_outputs)
     of_weights = of_outputs @ v.mT
     r = Roundoff.of(q.dtype)
-    rows = rounding.row_rounding(q, k, r, mask=None, scale=scale)
+    rows = rounding.row_rounding(q, k, r, scale=scale)
     floors = rounding.gradient_floors(
         rows, q, k, v, of_outputs, scale=scale, bias_gradient=lambda gradient: gradient
     )
