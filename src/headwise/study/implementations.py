@@ -89,9 +89,8 @@ class SharedWeights:
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values of ``x``."""
-        q, k, v = (
-            F.linear(x, *pair) for pair in zip(self.matrices[:3], self.biases or (), strict=False)
-        )
+        biases = self.biases or (None,) * 4
+        q, k, v = (F.linear(x, w, b) for w, b in zip(self.matrices[:3], biases[:3], strict=True))
         return q, k, v
 
     @property
@@ -193,7 +192,6 @@ class Paper(Implementation):
     mask_values = (0.0, -torch.inf)
 
     def build(self) -> None:
-        """See `Implementation.build`."""
         heads, width = self.num_heads, self.head_dim
         self.wq, self.wk, self.wv = (
             nn.Parameter(torch.zeros(heads, width, self.embed_dim)) for _ in range(3)
@@ -201,13 +199,11 @@ class Paper(Implementation):
         self.wo = nn.Parameter(torch.zeros(heads * width, self.embed_dim))
 
     def as_shared_weights(self) -> SharedWeights:
-        """See `Implementation.as_shared_weights`."""
         return SharedWeights.of_matrices(
             (*(w.flatten(0, 1) for w in (self.wq, self.wk, self.wv)), self.wo.mT)
         )
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
-        """Compute Concat(head_1, ..., head_h) W^O."""
         heads = []
         for wq, wk, wv in zip(self.wq, self.wk, self.wv, strict=True):
             scores = (x @ wq.mT) @ (x @ wk.mT).mT / math.sqrt(self.head_dim)
@@ -228,18 +224,15 @@ class Tensor2Tensor(Implementation):
     mask_values = (0.0, HIDDEN)
 
     def build(self) -> None:
-        """See `Implementation.build`."""
         self.q, self.k, self.v, self.output_transform = (
             nn.Parameter(nn.init.xavier_uniform_(torch.empty(self.embed_dim, self.embed_dim)))
             for _ in range(4)
         )
 
     def as_shared_weights(self) -> SharedWeights:
-        """See `Implementation.as_shared_weights`."""
         return SharedWeights(self.q.mT, self.k.mT, self.v.mT, self.output_transform.mT)
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
-        """Project, split the heads, attend, combine the heads, project."""
         weights = F.dropout(self.returned_attention_weights(x, mask), self.p, self.training)
         combined = (weights @ self._split_heads(x @ self.v)).transpose(1, 2).flatten(2)
         return combined @ self.output_transform
@@ -266,7 +259,6 @@ class Annotated(Implementation):
     projections = ("linears.0", "linears.1", "linears.2", "linears.3")
 
     def build(self) -> None:
-        """See `Implementation.build`."""
         linear = nn.Linear(self.embed_dim, self.embed_dim)
         self.linears: Any = nn.ModuleList(copy.deepcopy(linear) for _ in range(4))
         self.dropout = nn.Dropout(self.p)
@@ -288,7 +280,6 @@ class Annotated(Implementation):
         return last((self.attn @ v).transpose(1, 2).flatten(2))
 
     def returned_attention_weights(self, x: Tensor) -> Any:
-        """Call the layer and return ``attn``."""
         self(x)
         return self.attn
 
@@ -304,7 +295,6 @@ class EinopsPage(Implementation):
     mask_values = (False, True)
 
     def build(self) -> None:
-        """See `Implementation.build`."""
         self.rearrange = require_package("einops", purpose=PURPOSE).rearrange
         self.w_qs, self.w_ks, self.w_vs, self.fc = (
             nn.Linear(self.embed_dim, self.embed_dim) for _ in range(4)
@@ -319,11 +309,9 @@ class EinopsPage(Implementation):
         return self._attend(x, mask)[0]
 
     def compute_block(self, x: Tensor) -> Any:
-        """Compute the norm of the input plus the attention."""
         return self.layer_norm(self(x) + x)
 
     def returned_attention_weights(self, x: Tensor) -> Tensor:
-        """Return the second result of the example."""
         return self._attend(x, None)[1]
 
     def _attend(self, x: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
@@ -358,11 +346,9 @@ class TorchLayer(Implementation):
     need_weights = True
 
     def build(self) -> nn.MultiheadAttention:
-        """See `Implementation.build`."""
         return self.layer(self.embed_dim, self.num_heads, dropout=self.p, batch_first=True)
 
     def as_shared_weights(self) -> SharedWeights:
-        """See `Implementation.as_shared_weights`."""
         inner, out = self.inner, self.inner.out_proj
         return SharedWeights.from_packed(
             inner.in_proj_weight, inner.in_proj_bias, out.weight, out.bias
@@ -374,7 +360,6 @@ class TorchLayer(Implementation):
         return self.inner(x, x, x, attn_mask=mask, need_weights=self.need_weights)[0]
 
     def returned_attention_weights(self, x: Tensor) -> Any:
-        """Return the weights that the layer returns by default."""
         return self.inner(x, x, x)[1]
 
 
@@ -386,16 +371,13 @@ class XTransformers(Implementation):
     projections = ("inner.to_q", "inner.to_k", "inner.to_v", "inner.to_out")
 
     def build(self) -> Any:
-        """See `Implementation.build`."""
         layer = require_package("x_transformers.x_transformers", purpose=PURPOSE).Attention
         return layer(self.embed_dim, heads=self.num_heads, dim_head=self.head_dim, dropout=self.p)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
-        """Pass the mask as ``attn_mask`` with an axis for heads."""
         return self.inner(x, attn_mask=None if mask is None else mask[:, None])
 
     def returned_attention_weights(self, x: Tensor) -> Any:
-        """Return the weights among the layer's intermediate results."""
         return self.inner(x, return_intermediates=True)[1].post_softmax_attn
 
 
@@ -411,7 +393,6 @@ class OfTransformers(Implementation):
         super().__init__(*sizes, **options)
 
     def convert_mask(self, may_attend: Tensor) -> Any:
-        """Make the mask with the function of transformers."""
         masks = require_package("transformers.masking_utils", purpose=PURPOSE)
         batch, queries, keys = may_attend.shape
         return masks.ALL_MASK_ATTENTION_FUNCTIONS[self.implementation](
@@ -424,7 +405,6 @@ class OfTransformers(Implementation):
         )[:, 0]
 
     def returned_attention_weights(self, x: Tensor) -> Any:
-        """Return the second result of the layer."""
         return self.inner(x)[1]
 
 
@@ -435,7 +415,6 @@ class Bert(OfTransformers):
     projections = ("inner.self.query", "inner.self.key", "inner.self.value", "inner.output.dense")
 
     def build(self) -> Any:
-        """See `Implementation.build`."""
         bert = require_package("transformers.models.bert.modeling_bert", purpose=PURPOSE)
         config = bert.BertConfig(
             hidden_size=self.embed_dim,
@@ -456,7 +435,6 @@ class Bert(OfTransformers):
         return self.inner.output.dropout(self.inner.output.dense(heads))
 
     def compute_block(self, x: Tensor) -> Any:
-        """Compute the norm of the input plus the attention."""
         return self.inner(x)[0]
 
 
@@ -469,7 +447,6 @@ class GPT2(OfTransformers):
     name = "GPT-2"
 
     def build(self) -> Any:
-        """See `Implementation.build`."""
         gpt2 = require_package("transformers.models.gpt2.modeling_gpt2", purpose=PURPOSE)
         config = gpt2.GPT2Config(
             n_embd=self.embed_dim,
@@ -492,7 +469,6 @@ class GPT2(OfTransformers):
         return SharedWeights.from_packed(fused.weight.mT, fused.bias, out.weight.mT, out.bias)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
-        """Call the layer, which includes the output dropout."""
         return self.inner(x, attention_mask=None if mask is None else mask[:, None])[0]
 
 
@@ -510,7 +486,6 @@ class HeadwiseAttention(Implementation):
     projections = ("inner.q_proj", "inner.k_proj", "inner.v_proj", "inner.out_proj")
 
     def build(self) -> Attention:
-        """See `Implementation.build`."""
         return Attention(self.embed_dim, self.num_heads, dropout=self.p)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
@@ -518,11 +493,9 @@ class HeadwiseAttention(Implementation):
         return self.inner(x, mask=mask)
 
     def convert_mask(self, may_attend: Tensor) -> Mask:
-        """Return a `Mask` with named axes."""
         return Mask.may_attend(may_attend, axes="batch queries keys")
 
     def returned_attention_weights(self, x: Tensor) -> Tensor:
-        """Return the dense weights of the attention matrix."""
         result: Tensor = self.inner.matrix(x).dense()
         return result
 

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from headwise.errors import MissingExtraError
 from headwise.matrix.operator import AttentionMatrix
-from headwise.study.experiments import quantised as quantised_projections
-from headwise.study.experiments.quantised import (
+from headwise.study.questions import quantised
+from headwise.study.questions.quantised import (
     BFloat16Projection,
     QuantisedRange,
     StaticQuantised,
     error_bound,
     expected_error,
 )
-from headwise.study.questions import quantised
 from tests.study.asking import ask, failed_facts
 
 unheard = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # asking ignores it
@@ -60,10 +59,8 @@ def test_packing_that_changes_the_weights(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_steps_that_are_larger_than_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = quantised_projections.quantise_weight
-    monkeypatch.setattr(
-        quantised_projections, "quantise_weight", lambda given: weight((8 * given).round() / 8)
-    )
+    weight = quantised.quantise_weight
+    monkeypatch.setattr(quantised, "quantise_weight", lambda given: weight((8 * given).round() / 8))
     assert "no element of q, k and v has a larger error" in failed_facts("quantised")[0]
 
 
@@ -152,9 +149,9 @@ def test_a_status_says_what_became_of_it() -> None:
     def leaving() -> None:
         warnings.warn("this is deprecated", FutureWarning, stacklevel=1)
 
-    assert quantised_projections.support_status(missing) == "gone"
-    assert quantised_projections.support_status(leaving) == "works, deprecated"
-    assert quantised_projections.support_status(lambda: None) == "works"
+    assert quantised.support_status(missing) == "gone"
+    assert quantised.support_status(leaving) == "works, deprecated"
+    assert quantised.support_status(lambda: None) == "works"
 
 
 def test_what_torch_says_once_is_heard_again() -> None:
@@ -163,7 +160,7 @@ def test_what_torch_says_once_is_heard_again() -> None:
     def make() -> Tensor:
         return torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
 
-    assert quantised_projections.support_status_always_warning(
+    assert quantised.support_status_always_warning(make) == quantised.support_status_always_warning(
         make
-    ) == quantised_projections.support_status_always_warning(make)
+    )
     assert torch.is_warn_always_enabled() == always

@@ -23,6 +23,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headwise.diagnosis._compare import compare
+from headwise.diagnosis.results.diagnosis import Verdict
 from headwise.function import rounding, stages
 from headwise.function.budget import Budget
 from headwise.function.rounding import LAMBDA, Roundoff
@@ -211,3 +213,22 @@ def equals_value_of_top_key(
     heads = favourites.shape[1]
     values = stages.split_heads(v, heads=heads).take_along_dim(favourites[..., None], dim=2)
     return (stages.split_heads(outputs, heads=heads) == values).all(-1)
+
+
+# ---- causes ------------------------------------------------------------------------------------
+
+
+def name_cause(first: nn.Module, second: nn.Module, x: Tensor | None = None) -> str:
+    """Return the causes of a difference that `compare` names, or its verdict with the reason.
+
+    Args:
+        first: the layer in doubt.
+        second: the layer that it should equal.
+        x: (batch, tokens, width); None for the inputs that headwise makes.
+    """
+    diagnosis = compare(first, second, x)
+    assert diagnosis.function is not None
+    if diagnosis.verdict is Verdict.DIFFERENT:
+        return " and ".join(cause.name for cause in diagnosis.function.causes)
+    reason = diagnosis.function.blind.partition(":")[0]
+    return f"{diagnosis.verdict}: {reason}" if reason else str(diagnosis.verdict)

@@ -15,8 +15,7 @@ from headwise.function.budget import Budget
 from headwise.masks.mask import Mask
 from headwise.reports.report import SameFunction
 from headwise.study.encoder import RecordedRun
-from headwise.study.experiments.causes import name_cause
-from headwise.study.experiments.measures import layer_error_budget
+from headwise.study.experiments.measures import layer_error_budget, name_cause
 from headwise.study.implementations import (
     IMPLEMENTATIONS,
     Bert,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,12 @@ from headwise.study.drawing import (
     label_point,
     style_axes,
 )
-from headwise.study.experiments.causes import compare_published_check
 from headwise.study.experiments.measures import (
     Projected,
     equals_value_of_top_key,
     error_budget_ratios,
     merge_head_scores,
+    name_cause,
     relative_difference,
     score_error_budget,
 )
@@ -176,6 +177,41 @@ def count_seeds_by_check(checks: Mapping[str, list[bool]]) -> dict[str, int]:
     unexplained = sum(equal and not (copies and same) for equal, copies, same in seeds)
     counts = {name: sum(by_seed) for name, by_seed in checks.items()}
     return counts | {"seeds": SEEDS, "unexplained": unexplained}
+
+
+def compare_published_check(heads: int, shape: tuple[int, int, int], seeds: int) -> dict[str, Any]:
+    """Compare layers of several heads and of one, as a published test does, for each seed.
+
+    Tokens and projections come from torch.rand, and the output projection is the identity.
+
+    Returns:
+        The number of seeds, how often the outputs are equal, the answers with their counts for
+        equal and for other outputs, and the answer on the inputs that headwise makes.
+    """
+    answers: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        weight = torch.cat([torch.rand(shape[2], shape[2]) for _ in range(3)], dim=1)
+        x = torch.rand(shape)
+        several, single = (_published_layer(count, weight) for count in (heads, 1))
+        with torch.no_grad():
+            is_equal = torch.equal(several(x, x, x)[0], single(x, x, x)[0])
+        answers[is_equal][name_cause(several, single, x)] += 1
+    return {
+        "seeds": seeds,
+        "equal": answers[True].total(),
+        "of_equal": dict(answers[True]),
+        "of_others": dict(answers[False]),
+        "elsewhere": name_cause(several, single),
+    }
+
+
+@torch.no_grad()
+def _published_layer(heads: int, weight: Tensor) -> nn.MultiheadAttention:
+    layer = nn.MultiheadAttention(len(weight), heads, batch_first=True, bias=False)
+    layer.in_proj_weight.copy_(weight.mT)
+    layer.out_proj.weight.copy_(torch.eye(len(weight)))
+    return layer
 
 
 # ---- the identity of scores, and error budgets -------------------------------------------------

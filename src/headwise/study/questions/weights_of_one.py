@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from headwise.study.drawing import INK, SERIES, Figure, label_point, style_axes
-from headwise.study.experiments.causes import name_cause
 from headwise.study.experiments.measures import (
     Projected,
     error_budget_ratios,
     layer_error_budget,
+    name_cause,
     relative_difference,
     score_error_budget,
 )
