@@ -39,10 +39,8 @@ def test_small_sizes_hold() -> None:
 
 
 def test_wide_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wide(weight: Tensor) -> Tensor:
-        return torch.quantize_per_tensor(weight.detach(), 1e-3, 0, torch.qint32)
-
-    monkeypatch.setattr(quantised, "quantise_weight", wide)
+    stored = Tensor.int_repr
+    monkeypatch.setattr(Tensor, "int_repr", lambda weight: stored(weight).int())
     (fact,) = failed_facts("quantised")
     assert "four times as many" in fact
 
