@@ -19,7 +19,7 @@ from headwise.cli import progress
 from headwise.cli.output import option_text
 from headwise.errors import HeadwiseError
 from headwise.models import minilm
-from headwise.reports.statistics import RULE, clearest_statistic, standout_heads
+from headwise.reports.report import RULE, clearest_statistic, standout_heads
 from headwise.scanning import estimate
 from headwise.scanning.result import HeadScan
 from tests.cli.scan_command import refused, run

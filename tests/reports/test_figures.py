@@ -15,8 +15,8 @@ from matplotlib.testing.compare import compare_images
 from headwise import scan as scan_model
 from headwise.errors import MissingExtraError, OptionError
 from headwise.models import tiny
-from headwise.reports import statistics
-from headwise.reports.statistics import diverging_colour, most_changed_statistic
+from headwise.reports import report as view
+from headwise.reports.report import diverging_colour, most_changed_statistic
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import Map
 from tests.reports.viewer_scans import viewer_scan
@@ -111,8 +111,8 @@ def test_a_small_change_is_pale(scan: HeadScan) -> None:
     other.layer_scans[1].summaries["induction"]["sum"][2] -= 1e-6
     other.layer_scans[0].summaries["entropy"]["sum"][2] += 1e-6
     diff = scan.diff(other)
-    assert image_of(diff.plot("induction")).norm.vmax == statistics.LEAST_SHARE
-    middle = statistics.drawn_statistic(scan, "entropy").middle
+    assert image_of(diff.plot("induction")).norm.vmax == view.LEAST_SHARE
+    middle = view.drawn_statistic(scan, "entropy").middle
     assert image_of(diff.plot("entropy")).norm.vmax == pytest.approx(0.1 * middle)
 
 

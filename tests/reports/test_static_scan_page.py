@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.reports import images, static_page, statistics
+from headwise.reports import images, static_page
+from headwise.reports import report as view
 from headwise.reports.report import ScanReport
 from headwise.reports.static_page import render_static as render
 from headwise.reports.static_page import standout_cards
@@ -59,7 +60,7 @@ def test_every_number_of_the_grid(page: Element, shown: ScanReport, scan: HeadSc
     (table,) = page.all("table", class_="grid")
     name = standout_cards(shown)[0].reasons[0].statistic
     assert table.attributes["data-statistic"] == name
-    short = statistics.drawn_statistic(scan, name).scale.format_short
+    short = view.drawn_statistic(scan, name).scale.format_short
     cells = [cell.text for cell in table.all("td")]
     assert cells == [short(value) for value in scan[name].flatten().tolist()]
 
@@ -73,7 +74,7 @@ def test_every_statistic_is_explained(page: Element, scan: HeadScan) -> None:
 def test_the_table_has_every_head(page: Element, scan: HeadScan) -> None:
     (table,) = page.all("table", class_="plain")
     rows = [[cell.text for cell in row.all("td")] for row in table.all("tr")[1:]]
-    names = [one.name for one in statistics.drawn_statistics(scan)]
+    names = [one.name for one in view.drawn_statistics(scan)]
     assert rows == [
         [f"{row['layer_index']}, {row['head']}", *(f"{row[name]:.4g}" for name in names)]
         for row in scan.table()
@@ -181,7 +182,7 @@ def test_only_what_is_clearly_apart_from_the_middle_head_is_told(
     assert [one.sentence for one in scan.standouts()] == told
     html = render(report(scan))
     assert ("No head stands out." in html) == (told == [])
-    assert statistics.RULE in Tree(html).root.text
+    assert view.RULE in Tree(html).root.text
 
 
 def test_of_several_texts_no_one_length_is_named() -> None:
@@ -220,17 +221,15 @@ def test_everything_is_visible(text: str, seen: str) -> None:
 
 
 def test_what_has_nothing_to_show_has_no_picture(scan: HeadScan) -> None:
-    names = [each.name for each in statistics.statistics_whose_heads_differ(scan)]
+    names = [each.name for each in view.statistics_whose_heads_differ(scan)]
     assert {*scan.scalars} - {*names} == {"within_64", "within_256"}  # of 37 tokens
     at_most = with_values("within_16", [0.9, 0.5, 0.1], tokens=17)
-    assert (
-        statistics.statistics_whose_heads_differ(at_most) == []
-    )  # the first and the last are 16 apart
+    assert view.statistics_whose_heads_differ(at_most) == []  # the first and the last are 16 apart
     assert [
-        one.name for one in statistics.statistics_whose_heads_differ(replace(at_most, tokens=18))
+        one.name for one in view.statistics_whose_heads_differ(replace(at_most, tokens=18))
     ] == ["within_16"]
     same = with_values("first_token", [0.301, 0.3, 0.2999])
-    assert statistics.statistics_whose_heads_differ(same) == []
+    assert view.statistics_whose_heads_differ(same) == []
 
 
 # ---- other scans --------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def test_many_heads_are_a_picture() -> None:
     assert root.all("table", class_="grid") == []
     (image,) = root.all("img", class_="picture")
     name = standout_cards(report(wide))[0].reasons[0].statistic
-    drawn = statistics.drawn_statistic(wide, name)
+    drawn = view.drawn_statistic(wide, name)
     expected = [[round(254 * drawn.scale.position(x)) for x in row] for row in drawn.rows]
     assert indices_of(image.attributes["src"]) == expected
 
@@ -304,34 +303,34 @@ def test_json_is_plain_and_complete(shown: ScanReport, scan: HeadScan) -> None:
 @pytest.mark.parametrize(
     ("scale", "value", "text"),
     [
-        (statistics.Scale("weight", 0.0, 1.0), 0.784, "78"),
-        (statistics.Scale("range", -0.5, 0.4), -0.5, "−.50"),
-        (statistics.Scale("range", 0.0, 0.4), 0.123, ".12"),
-        (statistics.Scale("range", 0.0, 9.9), 5.44, "5.4"),
-        (statistics.Scale("range", 0.0, 800.0), 5.44, "5"),
-        (statistics.Scale("range", 0.0, 9000.0), 8765.0, "9k"),
+        (view.Scale("weight", 0.0, 1.0), 0.784, "78"),
+        (view.Scale("range", -0.5, 0.4), -0.5, "−.50"),
+        (view.Scale("range", 0.0, 0.4), 0.123, ".12"),
+        (view.Scale("range", 0.0, 9.9), 5.44, "5.4"),
+        (view.Scale("range", 0.0, 800.0), 5.44, "5"),
+        (view.Scale("range", 0.0, 9000.0), 8765.0, "9k"),
     ],
 )
-def test_short_numbers(scale: statistics.Scale, value: float, text: str) -> None:
+def test_short_numbers(scale: view.Scale, value: float, text: str) -> None:
     assert scale.format_short(value) == text
 
 
 def test_scales() -> None:
-    weight = statistics.Scale("weight", 0.0, 1.0)
+    weight = view.Scale("weight", 0.0, 1.0)
     assert weight.colour(0.25) == images.viridis_colour(0.5)
-    assert statistics.Scale("range", 2.0, 4.0).position(3.0) == 0.5
-    assert statistics.Scale("range", 2.0, 2.0).position(2.0) == 0.5
-    for scale in (weight, statistics.Scale("range", 2.0, 2.0)):
+    assert view.Scale("range", 2.0, 4.0).position(3.0) == 0.5
+    assert view.Scale("range", 2.0, 2.0).position(2.0) == 0.5
+    for scale in (weight, view.Scale("range", 2.0, 2.0)):
         assert math.isnan(scale.position(math.nan))
 
 
 def test_heads_that_are_alike_have_about_one_colour() -> None:
-    scale = statistics.drawn_statistic(
+    scale = view.drawn_statistic(
         with_values("effective_keys", [123.0, 124.0, 126.0]), "effective_keys"
     ).scale
     assert scale.high - scale.low == pytest.approx(0.1 * 124)
     assert abs(scale.position(126.0) - scale.position(123.0)) < 0.25
-    entropy = statistics.drawn_statistic(with_values("entropy", [1.0, 2.0]), "entropy").scale
+    entropy = view.drawn_statistic(with_values("entropy", [1.0, 2.0]), "entropy").scale
     assert (entropy.low, entropy.high) == (0.0, pytest.approx(math.log(LENGTH)))
 
 

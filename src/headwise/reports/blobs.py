@@ -139,6 +139,13 @@ def offset_profile_arrays(layer: LayerScan) -> Array:
     return values.numpy().astype("<f4")
 
 
+def offset_weights(layer: LayerScan, head: int) -> tuple[list[tuple[int, float]], float]:
+    """Return (offset, weight) of each offset that has a weight, and the weight outside of them."""
+    *weights, inside = offset_profile_arrays(layer)[layer.heads.index(head)].tolist()
+    pairs = [(place - OFFSET_REACH, x) for place, x in enumerate(weights) if x == x]
+    return pairs, max(0.0, 1 - inside)
+
+
 def _received_weights_json(scan: HeadScan, name_of: Names | None) -> bytes:
     rows = scan[RECEIVED]
     layers = [

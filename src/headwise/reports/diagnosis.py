@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from math import isfinite
 from pathlib import Path
 
@@ -17,12 +16,12 @@ from headwise.diagnosis.results.attention import FunctionComparison
 from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
 from headwise.diagnosis.results.model import LayerComparison
 from headwise.reports import images, stages
+from headwise.reports.report import library_versions
 from headwise.reports.stages import StageTables
 from headwise.reports.templates import secure_page, template_environment
 from headwise.support.files import write_whole
 from headwise.support.text import describe_count
 
-LIBRARIES = ("headwise", "torch")
 MOST_TENSORS = 200  # in a list; more are only counted
 MOST_GROUPS = 4  # of layers with tables of their own
 MOST_NAMES = 8  # of layers in a heading
@@ -44,9 +43,7 @@ class DiagnosisReport:
     first: str = ""
     second: str = ""
     call: str = "headwise.compare(first, second)"
-    versions: Mapping[str, str] = field(
-        default_factory=lambda: {name: metadata.version(name) for name in LIBRARIES}
-    )
+    versions: Mapping[str, str] = field(default_factory=library_versions)
 
     @property
     def verdict_css_class(self) -> str:

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headwise.errors import OptionError
-from headwise.reports import blobs, statistics
-from headwise.reports.statistics import change_scale_end, diverging_colour, most_changed_statistic
+from headwise.reports import blobs
+from headwise.reports.report import (
+    change_label,
+    change_scale_end,
+    clearest_statistic,
+    diverging_colour,
+    drawn_statistic,
+    first_head,
+    most_changed_statistic,
+)
 from headwise.scanning.diff import ScanDiff
 from headwise.scanning.layer import LayerScan
 from headwise.scanning.result import HeadScan
@@ -47,9 +55,9 @@ def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -
     colours = _require_matplotlib("colors")
     steps = np.linspace(-1, 1, 255)
     scale = colours.ListedColormap([np.array(diverging_colour(step)) / 255 for step in steps])
-    label = f"change of {diff.before.definition(name).label}"
+    label, values = change_label(diff, name), diff[name].numpy()
     with _paper_text_style_context():
-        return _draw_grid(diff[name].numpy(), label, ax, width, cmap=scale, vmin=-end, vmax=end)
+        return _draw_grid(values, label, ax, width, cmap=scale, vmin=-end, vmax=end)
 
 
 def plot_scan(
@@ -80,16 +88,10 @@ def plot_scan(
 
 
 def _choose_head(scan: HeadScan, layer: int | str | None, head: int | None) -> tuple[int, int]:
-    standouts = statistics.standout_heads(scan)
-    first = standouts[0].head if standouts else None
     heads = [(index, number) for _, index, number in scan.heads]
     number = list(scan.layers).index(layer) if layer in scan.layers else layer
-    if number is None:
-        number = first.layer_index if first else heads[0][0] if heads else 0
-    if head is None:
-        is_there = first is not None and first.layer_index == number
-        of_layer = [each for index, each in heads if index == number]
-        head = first.head if first and is_there else of_layer[0] if of_layer else 0
+    first = first_head(scan, None if isinstance(number, str) else number) or (0, 0)
+    number, head = first[0] if number is None else number, first[1] if head is None else head
     if isinstance(number, str) or (number, head) not in heads:
         raise OptionError(
             saw=f"layer={number!r}, head={head}",
@@ -102,7 +104,7 @@ def _choose_head(scan: HeadScan, layer: int | str | None, head: int | None) -> t
 
 def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> Figure:
     if statistic is None:
-        clearest = statistics.clearest_statistic(scan)
+        clearest = clearest_statistic(scan)
         statistic = clearest.name if clearest else next(iter(scan.scalars), None)
     if statistic not in scan.scalars:
         raise OptionError(
@@ -110,7 +112,7 @@ def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> 
             needed=f"one number for each head: {', '.join(scan.scalars)}",
             do="choose from these",
         )
-    drawn = statistics.drawn_statistic(scan, statistic)
+    drawn = drawn_statistic(scan, statistic)
     low, high = drawn.scale.low, drawn.scale.high
     norm = _make_colour_norm(
         low, max(high, low + 1e-9), power=0.5 if drawn.scale.kind == "weight" else 1.0
@@ -194,19 +196,18 @@ def _plot_offset_profile(scan: HeadScan, layer: int, head: int, ax: Any, width: 
     record = scan.layer_scans[layer]
     if blobs.OFFSETS not in record.summaries:
         raise _missing_statistic_error(blobs.OFFSETS)
-    *weights, inside = blobs.offset_profile_arrays(record)[record.heads.index(head)].tolist()
-    reach = len(weights) // 2
+    weights, outside = blobs.offset_weights(record, head)
     figure, axes = _make_axes(ax, width, PROFILE_HEIGHT)
-    heights = np.nan_to_num(np.array(weights))
-    last = reach if heights[reach + 1 :].any() else 0  # a causal head has no later keys
-    shown = slice(0, reach + 1 + last)
-    axes.bar(np.arange(-reach, last + 1), heights[shown], color="#1b716d", width=0.8)
+    # A causal head has no later keys.
+    last = blobs.OFFSET_REACH if any(weight for offset, weight in weights if offset > 0) else 0
+    shown, by_offset = range(-blobs.OFFSET_REACH, last + 1), dict(weights)
+    axes.bar(shown, [by_offset.get(offset, 0.0) for offset in shown], color="#1b716d", width=0.8)
     axes.set_ylim(0, 1)
     axes.xaxis.set_major_locator(_whole_number_locator())
     axes.set_xlabel("offset of the key from the query, tokens")
     axes.set_ylabel("weight")
-    outside = f"{100 * max(0, 1 - inside):.0f} % of the weight lies outside"
-    axes.set_title(f"layer {layer}, head {head}; {outside}")
+    words = f"{100 * outside:.0f} % of the weight lies outside"
+    axes.set_title(f"layer {layer}, head {head}; {words}")
     return figure
 
 

@@ -9,7 +9,7 @@ from headwise.layouts._layout import Layout
 from headwise.masks.mask import Mask
 from headwise.matrix.operator import AttentionMatrix
 from headwise.reports import images
-from headwise.reports.statistics import (
+from headwise.reports.report import (
     change_scale_end,
     diverging_colour,
     most_changed_heads,

@@ -11,11 +11,18 @@ import numpy as np
 from markupsafe import Markup, escape
 from torch import Tensor
 
-from headwise.reports import blobs, statistics
+from headwise.reports import blobs
 from headwise.reports import images as png_images
-from headwise.reports.report import ScanReport
+from headwise.reports.report import (
+    RULE,
+    WEIGHTS,
+    ScanReport,
+    clearest_statistic,
+    drawn_statistics,
+    standout_heads,
+)
 from headwise.reports.templates import secure_page, template_environment
-from headwise.scanning.layer import LayerScan, StandoutHead
+from headwise.scanning.layer import StandoutHead
 from headwise.scanning.result import HeadScan
 from headwise.support.text import describe_count, escape_unprintable
 
@@ -76,10 +83,10 @@ def _template_context(report: ScanReport) -> dict[str, Any]:
         "report": report,
         "version": report.versions["headwise"],
         "scan": scan,
-        "columns": statistics.drawn_statistics(scan),
-        "grid": statistics.clearest_statistic(scan),
-        "rule": statistics.RULE,
-        "weights": statistics.WEIGHTS,
+        "columns": drawn_statistics(scan),
+        "grid": clearest_statistic(scan),
+        "rule": RULE,
+        "weights": WEIGHTS,
         "cards": cards,
         "maps": maps,
         "shown_heads": [
@@ -98,13 +105,15 @@ def _template_context(report: ScanReport) -> dict[str, Any]:
 def standout_cards(report: ScanReport) -> list[HeadCard]:
     """Return a card for each head that stands out, with all of its reasons."""
     scan, by_head = report.scan, dict[tuple[int, int], list[StandoutHead]]()
-    for standout in statistics.standout_heads(scan):
+    for standout in standout_heads(scan):
         position = (standout.head.layer_index, standout.head.head)
         by_head.setdefault(position, []).append(standout)
     received = scan[blobs.RECEIVED] if blobs.RECEIVED in scan.measured else None
     cards = []
     for (layer, head), reasons in list(by_head.items())[:MOST_CARDS]:
-        offsets, outside = _offset_weights(scan.layer_scans[layer], head)
+        record = scan.layer_scans[layer]
+        has_offsets = blobs.OFFSETS in record.summaries
+        offsets, outside = blobs.offset_weights(record, head) if has_offsets else ([], 0.0)
         keys = (
             [] if received is None else _most_received_keys(received[layer, head], report.name_of)
         )
@@ -132,17 +141,6 @@ def map_images(scan: HeadScan, cards: list[HeadCard]) -> dict[tuple[int, int], s
                 positions[layer.heads.index(head)], colours=MAP_COLOURS
             )
     return images
-
-
-def _offset_weights(layer: LayerScan, head: int) -> tuple[list[tuple[int, float]], float]:
-    """Return (offset, weight) of each offset with a weight, and the weight outside of them."""
-    if blobs.OFFSETS not in layer.summaries:
-        return [], 0.0
-    values = blobs.offset_profile_arrays(layer)[layer.heads.index(head)].tolist()
-    *profile, inside = values
-    reach = len(profile) // 2
-    weights = [(index - reach, x) for index, x in enumerate(profile) if x == x]
-    return weights, max(0.0, 1 - inside)
 
 
 def _most_received_keys(

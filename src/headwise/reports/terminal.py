@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -14,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.reports.images import css_colour, text_colour_on
-from headwise.reports.report import ScanReport
-from headwise.reports.statistics import (
+from headwise.reports.report import (
     RULE,
     DrawnStatistic,
     Scale,
+    ScanReport,
+    change_label,
     clearest_statistic,
     most_changed_heads,
     most_changed_statistic,
@@ -42,33 +44,39 @@ GAP = 2  # columns between pictures, and of an indent
 
 def scan_text(scan: HeadScan) -> str:
     """Return the text of ``print(scan)``: the report of the scan alone, without colours."""
-    # In a notebook, rich would write to the cell and not to the file without force_jupyter=False.
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
-    with console.capture() as capture:
-        print_input_and_standouts(ScanReport.of(scan), console)
-        print_statistic_grid(ScanReport.of(scan), console)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    report = ScanReport.of(scan)
+    with _captured() as (console, lines):
+        print_input_and_standouts(report, console)
+        print_statistic_grid(report, console)
+    return "\n".join(lines)
 
 
 def diff_text(diff: ScanDiff) -> str:
     """Return the text of ``print(diff)``: the heads that changed most."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
     heads, name = most_changed_heads(diff), most_changed_statistic(diff)
-    changes = (
-        {} if name is None else {f"change of {diff.before.definition(name).label}": diff[name]}
-    )
-    columns = ("layer", "head", "distance", *changes)
-    table = make_table([(name, True) for name in columns])
+    columns = ["layer", "head", "distance", *([] if name is None else [change_label(diff, name)])]
+    table = make_table([(column, True) for column in columns])
     for head in heads:
-        values = [f"{change[head[1], head[2]]:+.3g}" for change in changes.values()]
+        values = [] if name is None else [f"{diff[name][head[1], head[2]]:+.3g}"]
         table.add_row(str(head.layer_index), str(head.head), f"{head.value:.3g}", *values)
-    with console.capture() as capture:
+    with _captured() as (console, lines):
         if heads:
             _print_paragraph(console, f"{diff!r}. The heads that changed most:")
             console.print(table)
         else:
             _print_paragraph(console, f"{diff!r}. No head has changed.")
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    return "\n".join(lines)
+
+
+@contextmanager
+def _captured() -> Iterator[tuple[Console, list[str]]]:
+    """Yield a console without colours, and a list that then has the lines that were printed."""
+    lines: list[str] = []
+    # In a notebook, rich would write to the cell and not to the file without force_jupyter=False.
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_jupyter=False)
+    with console.capture() as capture:
+        yield console, lines
+    lines += (line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
 def print_input_and_standouts(report: ScanReport, console: Console) -> None:

@@ -8,9 +8,8 @@ from functools import cache
 from typing import Any
 
 from headwise.errors import OptionError
-from headwise.reports import statistics
 from headwise.reports.page import read_viewer_asset, viewer_data
-from headwise.reports.report import ScanReport
+from headwise.reports.report import ScanReport, first_head
 from headwise.scanning.result import HeadScan
 from headwise.scanning.rows import ExactRows
 from headwise.support.extras import require_package
@@ -41,7 +40,8 @@ def view_scan(
     meta, blobs = viewer_data(report)
     rows = None if model is None else ExactRows(model, inputs)
     widget = _widget_class()(meta=meta, blobs=blobs, computes_rows=rows is not None, height=height)
-    widget.selected_head = _initially_shown_head(scan)
+    shown = first_head(scan)
+    widget.selected_head = None if shown is None else list(shown)
     if rows is not None:
 
         def answer(widget: Any, message: Any, _buffers: Any) -> None:
@@ -49,14 +49,6 @@ def view_scan(
 
         widget.on_msg(answer)
     return widget
-
-
-def _initially_shown_head(scan: HeadScan) -> list[int] | None:
-    """Return the head that the page shows first: one that stands out, else the first of all."""
-    standouts = statistics.standout_heads(scan)
-    if standouts:
-        return [standouts[0].head.layer_index, standouts[0].head.head]
-    return next(([index, head] for _, index, head in scan.heads), None)
 
 
 def answer_row_request(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:

@@ -17,7 +17,7 @@ DRAWN_BY: dict[tuple[str, Form], str] = {
     ("HeadScan", "page"): "headwise.reports.page.render_scan",
     ("HeadScan", "figure"): "headwise.reports.figures.plot_scan",
     ("HeadScan", "widget"): "headwise.reports.widget.view_scan",
-    ("HeadScan", "standouts"): "headwise.reports.statistics.standout_heads",
+    ("HeadScan", "standouts"): "headwise.reports.report.standout_heads",
     ("ScanDiff", "text"): "headwise.reports.terminal.diff_text",
     ("ScanDiff", "html"): "headwise.reports.notebook.diff_html",
     ("ScanDiff", "page"): "headwise.reports.page.render_diff",
