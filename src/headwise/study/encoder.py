@@ -130,6 +130,7 @@ def run_minilm(*texts: str, progress: Progress = no_progress) -> RecordedRun:
     require_package("transformers", purpose="which runs the trained encoder")
     stored = load(folder)
     model: Any = stored.model.requires_grad_(False)
+    model.set_attn_implementation("eager")
     assert stored.tokenizer is not None
     progress("running the model", 1, 2)
     ids = [torch.tensor(stored.tokenizer.ids(text)) for text in texts]
