@@ -1,6 +1,6 @@
-"""What is shown of a scan and of a difference: sentences, columns, scales, text of values, heads.
+"""View model of scans and differences: sentences, columns, scales, text of values, heads.
 
-Pages, terminals, figures and notebooks draw what this module says.
+Pages, terminals, figures and notebooks draw what stands here.
 """
 
 from __future__ import annotations
