@@ -18,6 +18,7 @@ SHAPES: tuple[Shape, ...] = (
     (8, 512, 768, 12),
     (64, 64, 256, 4),
 )
+ONE_TOKEN: Shape = (1, 1, 768, 12)
 
 Work = Callable[[], object]
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.case import SHAPES, Case, Make, Shape, step
+from benchmarks.case import ONE_TOKEN, SHAPES, Case, Make, Shape, step
 from headwise import MultiheadAttention
 
 LONG = (2, 2048, 512, 8)
@@ -60,9 +60,14 @@ def _makers() -> list[Make]:
                 for shape in SHAPES
             ]
     for training in (False, True):
-        group = f"drop-in, need_weights, {'training' if training else 'inference'}"
-        options = {"batch_first": True, "training": training, "need_weights": True}
-        makers.append(partial(_case, group, LONG, **options, limit=0.8))
+        mode = "training" if training else "inference"
+        options = {"batch_first": True, "training": training}
+        group = f"drop-in, need_weights, {mode}"
+        makers.append(partial(_case, group, LONG, **options, need_weights=True, limit=0.8))
+        for need_weights in (False, True):
+            group = f"drop-in, one token{', need_weights' if need_weights else ''}, {mode}"
+            options["need_weights"] = need_weights
+            makers.append(partial(_case, group, ONE_TOKEN, **options, limit=1.15))
     return makers
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks import peers
 from benchmarks.agreement import require_agreement
-from benchmarks.case import SHAPES, Case, Make, Shape, step
+from benchmarks.case import ONE_TOKEN, SHAPES, Case, Make, Shape, step
 from headwise import Attention, Mask, Rotary
 
 NO_BIAS: dict[str, Any] = dict.fromkeys(["q_bias", "k_bias", "v_bias", "out_bias"], False)
@@ -34,6 +34,18 @@ def _self_attention(shape: Shape, *, training: bool) -> Case:
     steps = {name: step(layer, layer, x, training=training) for name, layer in others.items()}
     require_agreement(ours, x[-1:], [run()[-1:] for run in (ours_step, *steps.values())])
     return Case(f"native, {_mode(training)}", str(shape), ours_step, {**steps}, 1.0)
+
+
+def _one_token(*, training: bool) -> Case:
+    """Compare with torch's layer; in inference three projections alone take longer than it."""
+    batch, length, embed_dim, heads = ONE_TOKEN
+    ours = Attention(embed_dim, heads)
+    peer = peers.Torch(ours)
+    x = torch.randn(batch, length, embed_dim)
+    ours_step, peer_step = (step(layer, layer, x, training=training) for layer in (ours, peer))
+    require_agreement(ours, x, [run() for run in (ours_step, peer_step)])
+    name, limit = f"native, one token, {_mode(training)}", 1.15 if training else None
+    return Case(name, str(ONE_TOKEN), ours_step, {"torch": peer_step}, limit)
 
 
 def _padded(fill: float, limit: float, *, training: bool) -> Case:
@@ -122,6 +134,7 @@ def _makers() -> list[Make]:
     makers: list[Make] = []
     for training in (False, True):
         makers += [partial(_self_attention, shape, training=training) for shape in SHAPES]
+        makers.append(partial(_one_token, training=training))
     for fill, in_inference, in_training in FILLS:
         makers += [
             partial(_padded, fill, in_inference, training=False),

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
-from headwise.support.lazy import export_lazily
+from headwise.support.lazy import OldLayers, export_lazily
 
 if TYPE_CHECKING:
     from headwise.diagnosis._compare import compare as compare
@@ -48,3 +49,5 @@ __getattr__, __dir__, __all__ = export_lazily(
         "verify": "diagnosis._verify",
     },
 )
+
+sys.meta_path.append(OldLayers())  # the last: asked about what no other finder found

@@ -18,9 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwise.masks.bound import BoundMask
-from headwise.masks.casts import cast_biases_for_sum
 from headwise.masks.mask import Mask
-from headwise.masks.score_bias import BoundBias, ScoreBias
+from headwise.masks.score_bias import BoundBias, ScoreBias, cast_biases_for_sum
 
 
 def scores(

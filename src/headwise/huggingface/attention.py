@@ -21,10 +21,9 @@ from headwise.errors import OptionError
 from headwise.huggingface.lazy import MEANING, LazyMask
 from headwise.huggingface.masks import file_has_no_sdpa
 from headwise.layers.hooks import call_hook
-from headwise.masks.casts import cast_bias
 from headwise.masks.clauses.segments import Segments
 from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias, split_additive_mask
+from headwise.masks.score_bias import ScoreBias, cast_bias, split_additive_mask
 from headwise.matrix.operator import AttentionMatrix
 from headwise.support.tracing import cast_like_autocast
 

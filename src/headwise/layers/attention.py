@@ -14,136 +14,34 @@ from torch import Tensor, nn
 
 from headwise.function.rotary import Rotary
 from headwise.function.spec import AttentionSpec
-from headwise.layers import advice, conversion
+from headwise.layers import advice, checks, conversion
 from headwise.layers import options as option_checks
-from headwise.layers.base import AttentionBase
 from headwise.layers.cache import Cache
-from headwise.layers.checks import projection_parameter
 from headwise.layers.distance import PositionBias
 from headwise.layers.explain import LayerExplanation, projection_lines
 from headwise.layers.hooks import call_hook
 from headwise.layers.initial import Source, initialise_projections
 from headwise.layers.norm import QKNorm
-from headwise.layers.packing import Packed, Unpacked, keep_cached_keys, select_packing
+from headwise.layers.packing import (
+    CallInputs,
+    Packed,
+    Unpacked,
+    keep_cached_keys,
+    select_packing,
+)
+from headwise.layers.part import HeadPart
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias
+from headwise.masks.mask import NO_MASK, Mask, require_mask_type
+from headwise.masks.score_bias import NO_BIAS, ScoreBias, require_score_bias_type
 from headwise.matrix.operator import AttentionMatrix
 from headwise.support.arguments import explain_arguments
 from headwise.support.tensors import tensors_of_arrays
 
-
-class HeadReadings(AttentionBase):
-    """Methods for the results of single heads; arguments and errors as in the forward pass.
-
-    A layer with a `HeadPart` computes the matrix and the head outputs of its own heads.
-    """
-
-    @explain_arguments(
-        advice.CALL,
-        beyond=advice.advice_on_positional_call_arguments,
-    )
-    def matrix(
-        self,
-        x: Float[Tensor, "batch queries embed_dim"],
-        source: Float[Tensor, "batch keys source_dim"] | None = None,
-        *,
-        mask: Mask | None = None,
-        score_bias: ScoreBias | None = None,
-    ) -> AttentionMatrix:
-        """Return the attention matrix (batch, heads, queries, keys) as an operator.
-
-        Raises:
-            ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
-            MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
-        """
-        call = self._prepare_call(x, source, mask, score_bias)
-        return self._matrix_and_values(Unpacked.of(call), call)[0]
-
-    @explain_arguments(
-        advice.CALL,
-        beyond=advice.advice_on_positional_call_arguments,
-    )
-    def head_outputs(
-        self,
-        x: Float[Tensor, "batch queries embed_dim"],
-        source: Float[Tensor, "batch keys source_dim"] | None = None,
-        *,
-        mask: Mask | None = None,
-        score_bias: ScoreBias | None = None,
-    ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return weights @ v for each head, the input of the output projection.
-
-        Raises:
-            ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
-            MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
-        """
-        call = self._prepare_call(x, source, mask, score_bias)
-        matrix, v = self._matrix_and_values(Unpacked.of(call), call)
-        return matrix @ v
-
-    @explain_arguments(
-        advice.CALL,
-        beyond=advice.advice_on_positional_call_arguments,
-    )
-    def contributions(
-        self,
-        x: Float[Tensor, "batch queries embed_dim"],
-        source: Float[Tensor, "batch keys source_dim"] | None = None,
-        *,
-        mask: Mask | None = None,
-        score_bias: ScoreBias | None = None,
-    ) -> Float[Tensor, "batch heads queries out_dim"]:
-        """Return each head's part of the output; their sum is the output less its bias.
-
-        The output projection is called once for each head, so that adapters, quantisation and
-        sharding apply.
-
-        Raises:
-            ShapeError, DTypeError, DeviceError: ``x`` or ``source`` does not fit the layer.
-            MaskError: ``mask`` is no `Mask`, or does not fit the sizes of the call.
-        """
-        outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
-        bias = self.out_proj(torch.zeros_like(outputs[:1, :, :1]).transpose(1, 2).flatten(2))
-        # Fill, do not multiply by 0: an infinite head would make the others NaN.
-        here = range(self.num_heads) if self.part is None else self.part.heads
-        heads = torch.arange(here.start, here.stop, device=outputs.device)[:, None, None]
-        parts = [
-            self.out_proj(outputs.masked_fill(heads != head, 0).transpose(1, 2).flatten(2)) - bias
-            for head in range(self.num_heads)
-        ]
-        return torch.stack(parts, dim=1)
-
-    @explain_arguments(
-        advice.CALL,
-        beyond=advice.advice_on_positional_call_arguments,
-    )
-    def explain(
-        self,
-        x: Float[Tensor, "batch queries embed_dim"],
-        source: Float[Tensor, "batch keys source_dim"] | None = None,
-        *,
-        mask: Mask | None = None,
-        score_bias: ScoreBias | None = None,
-    ) -> LayerExplanation:
-        """Return a printable report on a forward pass of this input: tokens, kernels and costs."""
-        call = self._prepare_call(x, source, mask, score_bias)
-        tokens = select_packing(call)
-        matrix, v = self._matrix_and_values(tokens, call)
-        total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
-        line = f"{total:,}, all of the input"
-        if isinstance(tokens, Packed):
-            line = f"{real:,} of {total:,} are real and packed into one row; padding is skipped"
-        if self.applies_dropout:
-            line += "; dropout in training allocates queries x keys for A @ v"
-        if self.part is not None:
-            line += f"; {self.part} of {self.num_heads} here"
-        counts = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}
-        return LayerExplanation(line, projection_lines(self, counts), matrix.explain(v))
+_explain_call = explain_arguments(advice.CALL, beyond=advice.advice_on_positional_call_arguments)
 
 
-class Attention(HeadReadings):
+class Attention(nn.Module):
     """Multi-head attention layer: (batch, queries, embed_dim) to (batch, queries, out_dim).
 
     Args:
@@ -177,10 +75,31 @@ class Attention(HeadReadings):
         OptionError: sizes or options that contradict each other, or lie outside their range.
     """
 
-    @explain_arguments(
-        advice.CONSTRUCTOR,
-        beyond=advice.advice_on_positional_constructor_arguments,
-    )
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    out_dim: int
+    source_dim: int
+    rotary: Rotary | None
+    qk_norm: QKNorm | None
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    dropout: float
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    score_bias: nn.Module | None
+    sink: Tensor | None
+    identity: str  # the owner of the caches that this layer makes
+    part: HeadPart | None = None  # the heads that this module computes, if not all
+
+    @explain_arguments(advice.CONSTRUCTOR, beyond=advice.advice_on_positional_constructor_arguments)
     def __init__(
         self,
         embed_dim: int,
@@ -229,7 +148,7 @@ class Attention(HeadReadings):
         self.q_norm, self.k_norm = (self._make_qk_norm(n, **options) for n in (heads, kv_heads))
         self.score_bias = score_bias.module(heads, **options) if score_bias else None
         self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None
-        self.identity = uuid4().hex  # the owner of the caches that this layer makes
+        self.identity = uuid4().hex
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -241,10 +160,7 @@ class Attention(HeadReadings):
             if reset := getattr(module, "reset_parameters", None):  # ALiBi and None have none
                 reset()
 
-    @explain_arguments(
-        advice.CALL,
-        beyond=advice.advice_on_positional_call_arguments,
-    )
+    @_explain_call
     def forward(
         self,
         x: Float[Tensor, "batch queries embed_dim"],
@@ -285,8 +201,92 @@ class Attention(HeadReadings):
             outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))
         merged = outputs.transpose(1, 2).flatten(2)
         output = tokens.project_and_restore_batch(merged, self.out_proj)
-        keep_cached_keys(call, tokens.cached)
+        if cache is not None:
+            keep_cached_keys(call, cache, tokens.cached)
         return output
+
+    # ---- readings of single heads -------------------------------------------------------------
+
+    @_explain_call
+    def matrix(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> AttentionMatrix:
+        """Return the attention matrix (batch, heads, queries, keys) as an operator.
+
+        Arguments and errors as in ``forward``, here and in the readings below.
+        """
+        call = self._prepare_call(x, source, mask, score_bias)
+        return self._matrix_and_values(Unpacked.of(call), call)[0]
+
+    @_explain_call
+    def head_outputs(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """Return weights @ v for each head, the input of the output projection."""
+        call = self._prepare_call(x, source, mask, score_bias)
+        matrix, v = self._matrix_and_values(Unpacked.of(call), call)
+        return matrix @ v
+
+    @_explain_call
+    def contributions(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> Float[Tensor, "batch heads queries out_dim"]:
+        """Return each head's part of the output; their sum is the output less its bias.
+
+        The output projection is called once for each head, so that adapters, quantisation and
+        sharding apply.
+        """
+        outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
+        bias = self.out_proj(torch.zeros_like(outputs[:1, :, :1]).transpose(1, 2).flatten(2))
+        # Fill, do not multiply by 0: an infinite head would make the others NaN.
+        here = range(self.num_heads) if self.part is None else self.part.heads
+        heads = torch.arange(here.start, here.stop, device=outputs.device)[:, None, None]
+        parts = [
+            self.out_proj(outputs.masked_fill(heads != head, 0).transpose(1, 2).flatten(2)) - bias
+            for head in range(self.num_heads)
+        ]
+        return torch.stack(parts, dim=1)
+
+    @_explain_call
+    def explain(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> LayerExplanation:
+        """Return a printable report on a forward pass of this input: tokens, kernels and costs."""
+        call = self._prepare_call(x, source, mask, score_bias)
+        tokens = select_packing(call)
+        matrix, v = self._matrix_and_values(tokens, call)
+        total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
+        line = f"{total:,}, all of the input"
+        if isinstance(tokens, Packed):
+            line = f"{real:,} of {total:,} are real and packed into one row; padding is skipped"
+        if self.applies_dropout:
+            line += "; dropout in training allocates queries x keys for A @ v"
+        if self.part is not None:
+            line += f"; {self.part} of {self.num_heads} here"
+        counts = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}
+        return LayerExplanation(line, projection_lines(self, counts), matrix.explain(v))
+
+    # ---- weights and caches -------------------------------------------------------------------
 
     @classmethod
     @explain_arguments(advice.COUNTS)
@@ -329,29 +329,6 @@ class Attention(HeadReadings):
         layer.load_state_dict(conversion.layer_state_dict_from_canonical(canonical, layer))
         return layer
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Name the way to load tensors of another layout, where strict loading finds them."""
-        if strict:
-            error_msgs += conversion.advise_foreign_tensors(self, state_dict, prefix)
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
-
     def to_layout(self, target: str | Layout, *, accept: Iterable[str] = ()) -> dict[str, Tensor]:
         """Return a copy of the weights in another layout.
 
@@ -379,6 +356,29 @@ class Attention(HeadReadings):
         )
         return target.pack(canonical, **width)
 
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Name the way to load tensors of another layout, where strict loading finds them."""
+        if strict:
+            error_msgs += conversion.advise_foreign_tensors(self, state_dict, prefix)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
     def cache(self, *, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """Make an empty cache for ``length`` tokens of each of ``batch`` sequences.
 
@@ -393,7 +393,7 @@ class Attention(HeadReadings):
         left = None if self.window is None else self.window[0]
         evicts = left is not None and left < length
         slots = min(length, 2 * left + 1) if left is not None and evicts else length
-        like = projection_parameter(self.k_proj, torch.empty(0))
+        like = checks.projection_parameter(self.k_proj, torch.empty(0))
         options: dict[str, Any] = {"device": like.device, "dtype": dtype or like.dtype}
         kv_heads = self._head_counts[1]
         k, v = (
@@ -418,6 +418,94 @@ class Attention(HeadReadings):
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         copied.identity = memo[self.identity]
         return copied
+
+    # ---- steps of a call ----------------------------------------------------------------------
+
+    @property
+    def applies_dropout(self) -> bool:
+        """True if the next forward pass applies dropout."""
+        return self.training and self.dropout > 0
+
+    def _prepare_call(
+        self,
+        x: Tensor,
+        source: Tensor | None,
+        mask: Mask | None,
+        score_bias: ScoreBias | None,
+        cache: Cache | None = None,
+        gate: Tensor | None = None,
+    ) -> CallInputs:
+        """Check the arguments of a call, and add the window and the score bias of the layer."""
+        checks.check_tokens("x", x, self.embed_dim, checks.X_AXES, self.q_proj)
+        if source is not None:
+            checks.check_source(x, source, self.source_dim, self.k_proj)
+            for name in checks.POSITIONAL_OPTIONS:
+                if getattr(self, name) is not None:
+                    checks.refuse_in_cross_attention(name, getattr(self, name), "a source")
+        elif self.source_dim != self.embed_dim:
+            checks.refuse_missing_source(self.source_dim, self.embed_dim)
+        mask = NO_MASK if mask is None else require_mask_type(mask, "mask=")
+        score_bias = (
+            NO_BIAS if score_bias is None else require_score_bias_type(score_bias, "score_bias=")
+        )
+        if self.window is not None:
+            mask = mask & Mask.window(*self.window)
+        if self.score_bias is not None:
+            score_bias = score_bias + self.score_bias(align=None)
+        if cache is not None:
+            checks.check_cache_owner(cache, self.identity, crosses=source is not None)
+            mask, score_bias = mask.aligned("bottom-right"), score_bias.aligned("bottom-right")
+        if gate is not None:
+            checks.check_gate(gate, x, self.num_heads)
+        call = CallInputs(x, x if source is None else source, mask, score_bias, cache, gate)
+        return call if self.part is None else call.prepare_tensors_for_part(self.part)
+
+    def _matrix_and_values(
+        self, tokens: Unpacked, call: CallInputs
+    ) -> tuple[AttentionMatrix, Tensor]:
+        """Project, split into heads, normalise, rotate and cache; return the matrix and values."""
+        q, k, v = self.q_proj(tokens.x), self.k_proj(tokens.source), self.v_proj(tokens.source)
+        place = None if self.qk_norm is None else (self.qk_norm.over, self.qk_norm.place)
+        if place == ("width", "before"):
+            q, k = self._normalise(q, k)
+        heads, kv_heads = self._head_counts
+        q = checks.split_projection("q_proj", q, "heads", heads, self.head_dim)
+        k = checks.split_projection("k_proj", k, "kv_heads", kv_heads, self.head_dim)
+        v = checks.split_projection("v_proj", v, "kv_heads", kv_heads, self.value_dim)
+        if place == ("head", "before"):
+            q, k = self._normalise(q, k)
+        if self.rotary is not None:
+            q, k = self.rotary.rotate_both(q, k, tokens.positions())
+        if place == ("head", "after"):
+            q, k = self._normalise(q, k)
+        mask, score_bias, sink, part = tokens.mask, call.score_bias, self.sink, self.part
+        if call.cache is not None:
+            keys = call.cache.key_count_after(k.shape[2])
+            checks.check_mask_and_bias(call, heads=self.num_heads, keys=keys)
+            tokens.cached = call.cache.extend(k, v, lengths=tokens.lengths)
+            k, v = tokens.cached.k, tokens.cached.v
+            mask = tokens.mask_with_cache(tokens.cached.starts)
+        if part is not None:
+            k, v = part.share_kv(k), part.share_kv(v)
+            sink = None if sink is None else part.own_share_of_parameter(sink)
+            sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": k.shape[2]}
+            mask = part.mask(mask, device=q.device, **sizes)
+            score_bias = part.score_bias(score_bias, device=q.device, **sizes)
+        options = {"scale": self.scale, "softcap": self.softcap}
+        return AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options), v
+
+    @property
+    def _head_counts(self) -> tuple[int, int]:
+        """The numbers of query heads and kv heads that this module computes."""
+        if self.part is None:
+            return self.num_heads, self.num_kv_heads
+        return len(self.part.heads), len(self.part.kv_heads)
+
+    def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise queries and keys."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        return self.q_norm(q), self.k_norm(k)
 
     def _make_qk_norm(self, heads: int, **options: Any) -> nn.Module | None:
         if self.qk_norm is None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
+from headwise.function.stages import split_heads
 from headwise.layers.cache import Cache
 from headwise.layers.packing import CallInputs
 from headwise.masks.clauses.lengths import PaddingClause
@@ -127,8 +128,12 @@ def check_cache_owner(cache: Cache, identity: str, *, crosses: bool) -> None:
         )
 
 
-def check_projection_output_width(name: str, x: Tensor, axis: str, heads: int, width: int) -> None:
-    """Raise ShapeError unless a projection gives the channels of all heads of this module."""
+def split_projection(name: str, x: Tensor, axis: str, heads: int, width: int) -> Tensor:
+    """Split a projection into the heads of this module, (batch, heads, length, width).
+
+    Raises:
+        ShapeError: a projection that gives other channels than those of these heads.
+    """
     if x.shape[-1] != heads * width:
         raise ShapeError(
             saw=f"{name} gives {x.shape[-1]} channels for {heads} {axis} of {width}",
@@ -136,6 +141,7 @@ def check_projection_output_width(name: str, x: Tensor, axis: str, heads: int, w
             do="to divide the heads over processes, parallelize the layer by "
             "headwise.sharding.Heads(), not its projections",
         )
+    return split_heads(x, heads=heads)
 
 
 def check_gate(gate: Tensor, x: Tensor, num_heads: int) -> None:

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -27,7 +27,6 @@ from headwise.function.spec import (
     require_conflicts_accepted,
 )
 from headwise.function.weights import State
-from headwise.layers.base import AttentionBase
 from headwise.layers.distance import Alibi, AlibiSlopes, T5Bias, T5BucketTable
 from headwise.layers.norm import QKNorm
 from headwise.layouts import pattern
@@ -35,6 +34,9 @@ from headwise.layouts._layout import Layout
 from headwise.layouts.modules import find_modules
 from headwise.layouts.plan import FLOATING
 from headwise.layouts.registry import layout
+
+if TYPE_CHECKING:
+    from headwise.layers.attention import Attention
 
 _ROUNDING = 4 * sys.float_info.epsilon  # relative error of a scale computed in another order
 
@@ -128,12 +130,12 @@ def constructor_arguments_from_weights(
     return options | options_of_spec(replace(function, head_dim=head_dim)) | dict(user_options)
 
 
-def _layout_of_layer(layer: AttentionBase) -> Layout:
+def _layout_of_layer(layer: Attention) -> Layout:
     norm = layer.qk_norm
     return layout("headwise-width-norm" if norm and norm.over == "width" else "headwise")
 
 
-def layer_state_dict_from_canonical(canonical: State, layer: AttentionBase) -> dict[str, Tensor]:
+def layer_state_dict_from_canonical(canonical: State, layer: Attention) -> dict[str, Tensor]:
     """Return the layer's state_dict from canonical tensors, head_dim in its rotation's order."""
     if layer.rotary is not None and layer.rotary.pairing != "half-split":
         width = layer.rotary.rotated_width(layer.head_dim)
@@ -141,13 +143,13 @@ def layer_state_dict_from_canonical(canonical: State, layer: AttentionBase) -> d
     return _layout_of_layer(layer).pack(canonical)
 
 
-def state_per_head(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
+def state_per_head(layer: Attention, state: Mapping[str, Tensor]) -> State:
     """Return the tensors of a layer per head, head_dim in its rotation's order."""
     source = _layout_of_layer(layer)
     return source.unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
 
 
-def refuse_head_part(layer: AttentionBase) -> NoReturn:
+def refuse_head_part(layer: Attention) -> NoReturn:
     """Raise OptionError for a layer that holds the weights of a part of its heads."""
     raise OptionError(
         saw=f"to_layout of a layer that computes {layer.part} of {layer.num_heads}",
@@ -156,7 +158,7 @@ def refuse_head_part(layer: AttentionBase) -> NoReturn:
     )
 
 
-def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
+def canonical_state(layer: Attention, state: Mapping[str, Tensor]) -> State:
     """Return the canonical tensors of a layer from its state_dict."""
     canonical = state_per_head(layer, state)
     if layer.rotary is None or layer.rotary.pairing == "half-split":
@@ -167,7 +169,7 @@ def canonical_state(layer: AttentionBase, state: Mapping[str, Tensor]) -> State:
 # ---- the function -------------------------------------------------------------------------------
 
 
-def spec_of_layer(layer: AttentionBase) -> AttentionSpec:
+def spec_of_layer(layer: Attention) -> AttentionSpec:
     """Return the function of a layer, without that of its weights."""
     rotary, norm, scale = layer.rotary, layer.qk_norm, layer.scale
     usual = layer.head_dim**-0.5
@@ -226,7 +228,7 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def require_same_function_as_source(
-    layout: Layout, layer: AttentionBase, accept: Iterable[str]
+    layout: Layout, layer: Attention, accept: Iterable[str]
 ) -> None:
     """Raise OptionError if a layer made of a layout's weights computes another function."""
     expected, actual = layout.function, spec_of_layer(layer)
@@ -246,16 +248,14 @@ def require_same_function_as_source(
 
 
 def require_same_function_as_target(
-    layout: Layout, layer: AttentionBase, accept: Iterable[str]
+    layout: Layout, layer: Attention, accept: Iterable[str]
 ) -> None:
     """Raise OptionError if modules of a layout compute another function than the layer."""
     conflicts = spec_of_layer(layer).conflicts(layout.function)
     require_conflicts_accepted(conflicts, accept, between=f"this layer and {layout.name}")
 
 
-def advise_foreign_tensors(
-    layer: AttentionBase, state: Mapping[str, Tensor], prefix: str
-) -> list[str]:
+def advise_foreign_tensors(layer: Attention, state: Mapping[str, Tensor], prefix: str) -> list[str]:
     """Return the line that loads tensors under a prefix from another layout, or none."""
     names = layer.state_dict().keys()
     given = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}

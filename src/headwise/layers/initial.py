@@ -8,20 +8,22 @@ removes that factor; the sources have none.)
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import nn
 
 from headwise.errors import OptionError
-from headwise.layers.base import AttentionBase
 from headwise.support.text import describe_value
+
+if TYPE_CHECKING:
+    from headwise.layers.attention import Attention
 
 Source = Literal["torch-packed", "torch-separate", "einops", "gpt2", "t5"]
 
 
 def initialise_projections(
-    layer: AttentionBase, source: Source, *, num_layers: int | None = None
+    layer: Attention, source: Source, *, num_layers: int | None = None
 ) -> None:
     """Initialise the projections of ``layer`` in place.
 
@@ -95,7 +97,7 @@ def _gpt2_stds(num_layers: int | None) -> tuple[float, ...]:
     return 0.02, 0.02, 0.02, 0.02 if num_layers is None else 0.02 / math.sqrt(2 * num_layers)
 
 
-def _t5_stds(layer: AttentionBase) -> tuple[float, ...]:
+def _t5_stds(layer: Attention) -> tuple[float, ...]:
     return (
         (layer.embed_dim * layer.head_dim) ** -0.5,
         layer.source_dim**-0.5,
@@ -110,7 +112,7 @@ def _zero_biases(projection: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def _rescale_query_projection(layer: AttentionBase, source_scale: float) -> None:
+def _rescale_query_projection(layer: Attention, source_scale: float) -> None:
     """Multiply the queries' projection by the source's scale over the layer's scale."""
     layer_scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
     if layer_scale in (0.0, source_scale):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from headwise.errors import OptionError
 from headwise.function.rotary import Rotary
-from headwise.layers.base import AttentionBase
 from headwise.layers.checks import refuse_in_cross_attention
 from headwise.layers.distance import PositionBias
 from headwise.layers.norm import QKNorm
@@ -14,6 +15,9 @@ from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
 from headwise.matrix.checks import check_probability, check_scale_and_softcap
 from headwise.support.text import describe_value, nearest_counts
+
+if TYPE_CHECKING:
+    from headwise.layers.attention import Attention
 
 
 def default_head_dim(embed_dim: int, num_heads: int) -> int:
@@ -40,7 +44,7 @@ def check_positive_whole_numbers(**counts: int) -> None:
 
 
 def check_options(
-    layer: AttentionBase,
+    layer: Attention,
     score_bias: PositionBias | None,
     *,
     crosses: bool,
@@ -66,7 +70,7 @@ def check_options(
     check_probability(layer.dropout)
 
 
-def _check_option_types(layer: AttentionBase, score_bias: object) -> None:
+def _check_option_types(layer: Attention, score_bias: object) -> None:
     kinds = (
         ("rotary", layer.rotary, Rotary, "a Rotary", "rotary=Rotary()"),
         ("qk_norm", layer.qk_norm, QKNorm, "a QKNorm", "qk_norm=QKNorm()"),
@@ -99,7 +103,7 @@ def _divisors_in_words(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def describe_options(layer: AttentionBase) -> str:
+def describe_options(layer: Attention) -> str:
     """Return the sizes and the options that differ from their defaults, modules left out."""
     parts = [f"{layer.embed_dim} to {layer.num_heads} heads of {layer.head_dim}"]
     if layer.part is not None:

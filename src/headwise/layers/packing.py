@@ -101,6 +101,8 @@ def select_packing(call: CallInputs) -> Unpacked:
     """Return left-padded tokens for a cache, packed ones where that saves work, else the batch."""
     if call.cache is not None:
         return left_pad_tokens(call, call.cache)
+    if not call.mask.clauses:
+        return Unpacked(call.x, call.source, call.mask)
     # An attention hook gets the batch of the call, not packed tokens.
     packed = pack_real_tokens(call) if _is_packable(call) and not has_attention_hook() else None
     return packed or Unpacked.of(call)
@@ -316,11 +318,11 @@ def _require_mask_for_hidden_cached_keys(call: CallInputs, cache: Cache) -> None
         )
 
 
-def keep_cached_keys(call: CallInputs, cached: CachedKeys | None) -> None:
+def keep_cached_keys(call: CallInputs, cache: Cache, cached: CachedKeys | None) -> None:
     """Let the cache of a call hold the keys of its tokens, after all else of the call succeeded."""
-    if call.cache is not None and cached is not None:
-        call.cache.needs_mask |= _has_key_hidden_from_all_queries(call, cached.k.shape[2])
-        call.cache.keep(cached)
+    assert cached is not None
+    cache.needs_mask |= _has_key_hidden_from_all_queries(call, cached.k.shape[2])
+    cache.keep(cached)
 
 
 def _has_key_hidden_from_all_queries(call: CallInputs, keys: int) -> bool:

@@ -238,7 +238,7 @@ class IntervalClause(Clause):
         """First key and stop for each query; see `Clause.key_interval_per_query`."""
 
     def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.evaluate_block`."""
+        """Compare the columns of a block with each query's run of keys."""
         rows = positions_of_index(block.rows, sizes.queries, block.device)
         columns = positions_of_index(block.columns, sizes.keys, block.device)
         first, stop = self.key_interval_per_query(rows, block.batches, sizes)
@@ -246,7 +246,7 @@ class IntervalClause(Clause):
         return allowed[:, None]
 
     def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.evaluate_pairs`."""
+        """Compare the key of a pair with its query's run of keys."""
         first, stop = self.key_interval_per_query(rows, WHOLE, sizes)
         return ((columns >= first) & (columns < stop))[:, None]
 

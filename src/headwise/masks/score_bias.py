@@ -8,7 +8,7 @@ queries x keys. Everything else is a dense tensor with named axes. An entry of -
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -17,7 +17,6 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, MaskError
-from headwise.masks.casts import cast_biases_for_sum
 from headwise.masks.clause import (
     WHOLE,
     Align,
@@ -202,6 +201,9 @@ class ScoreBias:
         return f"ScoreBias({self})"
 
 
+NO_BIAS = ScoreBias()  # the default of calls, recognised by identity
+
+
 @dataclass(frozen=True, eq=False)
 class BoundBias:
     """A score bias at known sizes; ``table[h, key - query + queries - 1]``."""
@@ -360,3 +362,32 @@ def split_additive_mask(added: Float[Tensor, "..."], *, axes: str) -> tuple[Mask
         if not added.requires_grad and not bool(added.masked_fill(hidden, 0).any()):
             return mask, ScoreBias()
     return mask, score_bias
+
+
+# ---- casts to the dtype of the scores, by which finite numbers stay finite ---------------------
+
+
+def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bias in ``dtype``; a number stays finite, and keeps its sign.
+
+    Rounding alone would make -inf, which hides a key, of float32's ``finfo.min`` in bfloat16, and
+    +inf, which makes NaN, of 7e4 in float16. Such numbers become the lowest or the largest one.
+    """
+    cast = bias.to(dtype)
+    limits = torch.finfo(dtype)
+    if torch.finfo(bias.dtype).max <= limits.max:
+        return cast
+    return torch.where(bias.isinf(), cast, bias.clamp(limits.min, limits.max).to(dtype))
+
+
+def cast_biases_for_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield biases in ``dtype``, to be added up: of finite numbers, the sum is finite too."""
+    if len(parts) < 2:
+        yield from (cast_bias(part, dtype) for part in parts)
+        return
+    limit = torch.finfo(dtype).max / len(parts)
+    for part in parts:
+        if torch.finfo(part.dtype).max <= limit:
+            yield part.to(dtype)
+        else:
+            yield torch.where(part.isinf(), part, part.clamp(-limit, limit)).to(dtype)

@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, LimitError, OptionError, ShapeError
-from headwise.masks.mask import Mask, require_mask_type
-from headwise.masks.score_bias import ScoreBias, require_score_bias_type
 from headwise.support.arguments import ArgumentAdvice, is_number, require_tensors
 from headwise.support.integers import convert_to_int64, convert_to_int_or_none, has_integer_dtype
 from headwise.support.text import describe_sizes, describe_value, human_bytes
 from headwise.support.tracing import may_check_values
 
-# Defaults of `AttentionMatrix`, recognized by identity.
-NO_MASK, NO_BIAS = Mask(), ScoreBias()
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Advice for the argument names of scaled_dot_product_attention.
@@ -36,22 +32,11 @@ ROWS_ADVICE = {
 }
 
 
-def require_mask_or_none(mask: object) -> Mask:
-    if mask is None:
-        return NO_MASK
-    return require_mask_type(mask, "mask=")
-
-
-def require_score_bias_or_none(score_bias: object) -> ScoreBias:
-    if score_bias is None:
-        return NO_BIAS
-    return require_score_bias_type(score_bias, "score_bias=")
-
-
 def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
-    require_tensors(q=q, k=k)
-    _refuse_dtensor("q", q)
-    _refuse_dtensor("k", k)
+    for name, tensor in (("q", q), ("k", k)):
+        if type(tensor) is not Tensor:
+            require_tensors(**{name: tensor})
+            _refuse_dtensor(name, tensor)
     if q.dim() != 4 or k.dim() != 4:
         raise ShapeError(
             saw=f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}",
@@ -78,7 +63,7 @@ def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
 
 def _refuse_dtensor(name: str, tensor: Tensor) -> None:
     """Raise OptionError for a tensor that is divided over processes, as torch's DTensor is."""
-    if type(tensor) is not Tensor and hasattr(tensor, "to_local"):
+    if hasattr(tensor, "to_local"):
         raise OptionError(
             saw=f"{name} is a {type(tensor).__name__}, a tensor divided over processes",
             needed="a plain tensor: the heads and tokens that this process computes",
@@ -87,7 +72,8 @@ def _refuse_dtensor(name: str, tensor: Tensor) -> None:
 
 
 def check_operand_dtype_and_device(name: str, tensor: Tensor, q: Tensor) -> None:
-    _refuse_dtensor(name, tensor)
+    if type(tensor) is not Tensor:
+        _refuse_dtensor(name, tensor)
     if tensor.dtype != q.dtype or q.dtype not in DTYPES:
         raise DTypeError(
             saw=f"q of dtype {q.dtype} and {name} of dtype {tensor.dtype}",

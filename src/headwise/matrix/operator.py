@@ -18,8 +18,8 @@ from torch import Tensor
 
 from headwise.function import stages
 from headwise.masks.bound import BoundMask
-from headwise.masks.mask import Mask
-from headwise.masks.score_bias import BoundBias, ScoreBias
+from headwise.masks.mask import NO_MASK, Mask, require_mask_type
+from headwise.masks.score_bias import NO_BIAS, BoundBias, ScoreBias, require_score_bias_type
 from headwise.matrix import checks
 from headwise.matrix.kernels import dense, pool, sdpa
 from headwise.matrix.kernels import rows as weight_rows
@@ -111,12 +111,15 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         sink: Float[Tensor, " heads"] | None = None,
     ) -> None:
         checks.check_queries_and_keys(q, k)
-        checks.check_scale_softcap_and_sink(q, scale, softcap, sink)
+        if scale is not None or softcap is not None or sink is not None:
+            checks.check_scale_softcap_and_sink(q, scale, softcap, sink)
         self.q, self.k, self.sink, self.softcap = q, k, sink, softcap
-        self.mask = checks.require_mask_or_none(mask)
-        self.score_bias = checks.require_score_bias_or_none(score_bias)
+        self.mask = NO_MASK if mask is None else require_mask_type(mask, "mask=")
+        self.score_bias = (
+            NO_BIAS if score_bias is None else require_score_bias_type(score_bias, "score_bias=")
+        )
         self.scale = stages.default_scale(q) if scale is None else scale
-        is_shaped = self.mask is not checks.NO_MASK or self.score_bias is not checks.NO_BIAS
+        is_shaped = self.mask is not NO_MASK or self.score_bias is not NO_BIAS
         self._is_plain = not is_shaped and softcap is None and sink is None
         self._bound = self.mask.bind(**self._axis_sizes, device=q.device) if is_shaped else None
         if is_shaped:
@@ -190,12 +193,12 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch queries keys"]]:
         """Return ``A @ v`` and ``A.head_average()``; without gradients one pass computes both."""
         require_tensors(v=v)
+        if row := self._outputs_and_average_of_single_query(v):
+            return row
         # torch checks a trace in another grad mode than it was made in: both must take one path.
         if is_jit_tracing() or self._needs_gradient(v):
             # Two forward passes: the fused kernel's faster backward outweighs the second pass.
             return self @ v, self.head_average()
-        if row := self._outputs_and_average_of_single_query(v):
-            return row
         task = Task(*self._kernel_input_and_values(v), statistics=Requested(average=True))
         result = run_kernel(task)
         return result.out, result.average
@@ -383,9 +386,10 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
 
     def _needs_gradient(self, v: Tensor) -> bool:
         """True if autograd records a product with these values."""
+        if not torch.is_grad_enabled():
+            return False
         leaves = (self.q, self.k, v) if self.sink is None else (self.q, self.k, v, self.sink)
-        needs = self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
-        return needs and torch.is_grad_enabled()
+        return self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
 
 
 class TransposedMatrix(LeftOperand):

@@ -97,7 +97,7 @@ def explain_arguments(
 
         @wraps(function)
         def explained(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
+            for name in () if names.issuperset(kwargs) else kwargs:
                 if name not in names and (name in answers or not takes_all):
                     _refuse_name(function, args, name, kwargs[name], answers)
             if len(args) > most and by_name:

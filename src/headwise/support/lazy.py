@@ -1,11 +1,17 @@
-"""Lazy exports of a room: its public names, each loaded from its module on first use."""
+"""Public names of a room, each loaded from its module on first use, and modules that moved."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.abc import MetaPathFinder
 from typing import Any
+
+from headwise.errors import join_error_lines
+
+# The modules of layers in 0.1.0, and before 0.2.0. A pickle of a whole layer names its module.
+OLD_LAYERS = frozenset(("headwise.layer", "headwise.drop_in", "headwise.layers.native"))
 
 
 def export_lazily(
@@ -28,3 +34,21 @@ def export_lazily(
 
     names = sorted(homes)
     return load, lambda: names, names
+
+
+class OldLayers(MetaPathFinder):
+    """Finder of no module, which refuses those of `OLD_LAYERS` by name."""
+
+    def find_spec(self, fullname: str, _path: object, _target: object = None) -> None:
+        """Raise ModuleNotFoundError for a module of `OLD_LAYERS`."""
+        if fullname not in OLD_LAYERS:
+            return
+        raise ModuleNotFoundError(
+            join_error_lines(
+                f"{fullname} is a module of an earlier headwise, named by a pickle of a layer",
+                "the weights of the layer, which load in every version",
+                "where that version is installed: torch.save(layer.state_dict(), path); here:"
+                " layer.load_state_dict(torch.load(path))",
+            ),
+            name=fullname,
+        )

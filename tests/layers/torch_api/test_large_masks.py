@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headwise import Attention, AttentionMatrix, ScoreBias
 from headwise.huggingface.attention import attend
 from headwise.layers import multi_head_attention_forward
-from headwise.masks.casts import cast_bias
+from headwise.masks.score_bias import cast_bias
 from tests.honest import normal
 from tests.layers.torch_api.cases import BATCH, EMBED, HEADS, KEYS, QUERIES, pair
 

@@ -114,13 +114,13 @@ def test_heads_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layer_that_asks_which_objects_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    projected = shared_forward._project_packed
+    projected = shared_forward._project_heads
 
     def peeking(query: Tensor, key: Tensor, value: Tensor, *layer: Any) -> Any:
         q, k, v = projected(query, key, value, *layer)
         return (q, k, v) if query is key or key is value else (q, k, 1.001 * v)
 
-    monkeypatch.setattr(shared_forward, "_project_packed", peeking)
+    monkeypatch.setattr(shared_forward, "_project_heads", peeking)
     (words,) = failed_facts("packing")
     assert "one object or as equal copies" in words
 

@@ -1,8 +1,8 @@
-"""Checks of the drop-in's inputs, with the order and the error types of torch's layer."""
+"""Arguments of one call of the drop-in, and their checks in torch's order, with its error types."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,6 +49,46 @@ class RuntimeDeviceError(DeviceError, RuntimeError):
     """Inputs and parameters on different devices."""
 
 
+class Parameters(NamedTuple):
+    """Parameters before the output projection, as one call reads them.
+
+    Attributes:
+        embed_dim: width of the queries' input.
+        width: that of all heads together: of the projected queries, keys and values.
+        num_heads: number of heads.
+        packed: True for one weight, of queries, keys and values together.
+        weights: the packed weight, or those of queries, keys and values.
+        bias: those of queries, keys and values, packed.
+        bias_k: the key of a slot that every query may attend to.
+        bias_v: its value.
+        add_zero_attn: True for a slot of zeros.
+    """
+
+    embed_dim: int
+    width: int
+    num_heads: int
+    packed: bool
+    weights: tuple[Tensor | None, ...]
+    bias: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+    add_zero_attn: bool
+
+
+class CallOptions(NamedTuple):
+    """Arguments of one call besides the inputs."""
+
+    padding: Tensor | None
+    attn_mask: Tensor | None
+    is_causal: bool
+    need_weights: bool
+    average: bool
+    dropout_p: float
+    batch_first: bool = False
+    static_k: Tensor | None = None
+    static_v: Tensor | None = None
+
+
 def require_divisible_embed_dim(embed_dim: int, num_heads: int) -> None:
     """Raise unless both sizes are positive and embed_dim is divisible by num_heads."""
     if embed_dim <= 0 or num_heads <= 0:
@@ -89,7 +129,7 @@ def require_mask_for_hint(*, is_causal: bool, attn_mask: Tensor | None) -> None:
         )
 
 
-def require_ranks(
+def check_ranks(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, attn_mask: Tensor | None
 ) -> bool:
     """Raise unless the inputs are all 3-D or all 2-D with fitting masks; return True for 3-D."""
@@ -149,61 +189,147 @@ def _require_mask_kind(name: str, mask: Tensor | None) -> None:
         )
 
 
-def require_input_sizes(
-    query: Tensor, key: Tensor, value: Tensor, *, embed_dim: int, packed: bool, batch_first: bool
+def check_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: Parameters,
+    options: CallOptions,
+    *,
+    batched: bool,
 ) -> None:
-    """Raise unless widths, lengths and batch of 3-D inputs agree."""
-    if query.shape[2] != embed_dim:
-        raise AssertedShapeError(
-            saw=f"was expecting embedding dimension of {embed_dim}, but got {query.shape[2]}:"
-            f" query has shape {tuple(query.shape)}",
-            needed=f"{_expected_axes_text('queries', batch_first)} with embed_dim {embed_dim}",
-            do=f"pass queries of width {embed_dim}, or make the layer with"
-            f" embed_dim={query.shape[2]}",
-        )
-    if (key.shape != value.shape) if packed else (key.shape[:2] != value.shape[:2]):
-        torch_wording = (
-            f"key shape {key.shape} does not match value shape {value.shape}"
-            if packed
-            else f"key's sequence and batch dims {key.shape[:2]} do not match value's"
-            f" {value.shape[:2]}"
-        )
-        raise AssertedShapeError(
-            saw=torch_wording,
-            needed=f"one value for each key, both {_expected_axes_text('keys', batch_first)}",
-            do="pass as many values as keys; other widths need kdim and vdim",
-        )
-    batch, keys = (0, 1) if batch_first else (1, 0)
-    if key.shape[batch] != query.shape[batch]:
+    """Raise unless 3-D inputs, parameters, masks and options fit each other.
+
+    ``batched`` is False for inputs and a padding mask that were given without the batch axis.
+    """
+    packed, bias = parameters.packed, parameters.bias
+    batch = 0 if options.batch_first else 1
+    if query.shape[2] != parameters.embed_dim:
+        _refuse_query_width(query, parameters.embed_dim, options)
+    if key is not value:
+        shapes = (key.shape, value.shape) if packed else (key.shape[:2], value.shape[:2])
+        if shapes[0] != shapes[1]:
+            _refuse_values(*shapes, options, packed=packed)
+    if key is not query and key.shape[batch] != query.shape[batch]:
+        _refuse_batch(query, key, options)
+    if bias is not None and bias.shape != (3 * parameters.width,):
+        _refuse_bias(bias, parameters.embed_dim)
+    inputs = [("query", query)]
+    if not packed or key is not query:
+        inputs.append(("key", key))
+    if not packed or value is not key:
+        inputs.append(("value", value))
+    rows = parameters.width * (3 if packed else 1)
+    for index, (name, x) in enumerate(inputs):
+        weight = parameters.weights[0 if packed else index]
+        if weight is None:
+            _refuse_missing_weight("in_proj_weight" if packed else f"{name[0]}_proj_weight", packed)
+        if x.shape[-1] != weight.shape[1] or weight.shape[0] != rows:
+            _refuse_weight(name, x, weight, rows, packed=packed)
+        if x.dtype != weight.dtype or x.device != weight.device:
+            _refuse_mixed_dtypes_or_devices(name, x, weight)
+    keys = key.shape[1 - batch]
+    if options.static_k is not None or options.static_v is not None:
+        keys = _check_static_keys_and_values(query, key, parameters, options)
+    if options.padding is not None or options.attn_mask is not None:
+        sizes = (query.shape[batch], parameters.num_heads, query.shape[1 - batch], keys)
+        _check_masks(options, query, sizes, batched=batched)
+    if parameters.bias_k is not None or parameters.bias_v is not None:
+        _check_slots(parameters, options)
+    dropout_p = options.dropout_p
+    if type(dropout_p) is not float or not 0.0 <= dropout_p <= 1.0:
+        require_probability(dropout_p)
+
+
+def _refuse_query_width(query: Tensor, embed_dim: int, options: CallOptions) -> NoReturn:
+    raise AssertedShapeError(
+        saw=f"was expecting embedding dimension of {embed_dim}, but got {query.shape[2]}:"
+        f" query has shape {tuple(query.shape)}",
+        needed=f"{_axes_in_words('queries', options)} with embed_dim {embed_dim}",
+        do=f"pass queries of width {embed_dim}, or make the layer with embed_dim={query.shape[2]}",
+    )
+
+
+def _refuse_values(
+    key: torch.Size, value: torch.Size, options: CallOptions, *, packed: bool
+) -> NoReturn:
+    raise AssertedShapeError(
+        saw=f"key shape {key} does not match value shape {value}"
+        if packed
+        else f"key's sequence and batch dims {key} do not match value's {value}",
+        needed=f"one value for each key, both {_axes_in_words('keys', options)}",
+        do="pass as many values as keys; other widths need kdim and vdim",
+    )
+
+
+def _refuse_batch(query: Tensor, key: Tensor, options: CallOptions) -> NoReturn:
+    batch = 0 if options.batch_first else 1
+    raise RuntimeShapeError(
+        saw=f"batch {query.shape[batch]} of query {tuple(query.shape)} but batch"
+        f" {key.shape[batch]} of key {tuple(key.shape)}, read as"
+        f" {_axes_in_words('length', options)}: shape '[{key.shape[1 - batch]}, ...]' is"
+        f" invalid for input of size {key.numel()}",
+        needed="one batch for query, key and value",
+        do="expand key and value to the batch, or check the order of axes:"
+        f" batch_first is {options.batch_first}",
+    )
+
+
+def _refuse_bias(bias: Tensor, embed_dim: int) -> NoReturn:
+    raise AssertedShapeError(
+        saw=f"expecting query bias shape of {(embed_dim,)}, but got in_proj_bias of shape"
+        f" {tuple(bias.shape)}",
+        needed=f"(3 * embed_dim,) = ({3 * embed_dim},)",
+        do="torch.cat([q_bias, k_bias, v_bias]), with zeros for a missing one",
+    )
+
+
+def _refuse_missing_weight(name: str, packed: bool) -> NoReturn:
+    raise AssertedOptionError(
+        saw=f"use_separate_proj_weight is {not packed} but {name} is None",
+        needed="q_proj_weight, k_proj_weight and v_proj_weight, or in_proj_weight",
+        do=f"pass {name}, or use_separate_proj_weight={packed}",
+    )
+
+
+def _check_static_keys_and_values(
+    query: Tensor, key: Tensor, parameters: Parameters, options: CallOptions
+) -> int:
+    """Return the number of keys, of ``static_k`` and ``static_v`` where they are given."""
+    batch, heads = query.shape[0 if options.batch_first else 1], parameters.num_heads
+    head_dim, lengths = parameters.width // heads, []
+    for name, static in (("static_k", options.static_k), ("static_v", options.static_v)):
+        if static is None:
+            lengths.append(key.shape[1 if options.batch_first else 0])
+            continue
+        for axis, size in ((0, batch * heads), (2, head_dim)):
+            if static.dim() != 3 or static.shape[axis] != size:
+                actual = static.shape[axis] if static.dim() == 3 else tuple(static.shape)
+                raise AssertedShapeError(
+                    saw=f"expecting {name}.size({axis}) of {size}, but got {actual}",
+                    needed=f"(batch*heads {batch * heads}, keys, head_dim {head_dim})",
+                    do=f"{name}.flatten(0, 1) for a tensor (batch, heads, keys, head_dim)",
+                )
+        lengths.append(static.shape[1])
+    if lengths[0] != lengths[1]:
         raise RuntimeShapeError(
-            saw=f"batch {query.shape[batch]} of query {tuple(query.shape)} but batch"
-            f" {key.shape[batch]} of key {tuple(key.shape)}, read as"
-            f" {_expected_axes_text('length', batch_first)}: shape '[{key.shape[keys]}, ...]' is"
-            f" invalid for input of size {key.numel()}",
-            needed="one batch for query, key and value",
-            do="expand key and value to the batch, or check the order of axes:"
-            f" batch_first is {batch_first}",
+            saw=f"static_k and static_v: Expected size for first two dimensions of batch2 tensor"
+            f" to be: [{batch * heads}, {lengths[0]}] but got: [{batch * heads}, {lengths[1]}]",
+            needed=f"one value for each of {lengths[0]} keys",
+            do="pass both static_k and static_v, of one length",
         )
+    return lengths[0]
 
 
-def require_fitting_weight(
-    name: str, x: Tensor, weight: Tensor, expected: int, *, packed: bool
+def _check_masks(
+    options: CallOptions, query: Tensor, sizes: tuple[int, int, int, int], *, batched: bool
 ) -> None:
-    """Raise unless an input fits its projection weight: width, rows, dtype, device."""
-    if x.shape[-1] != weight.shape[1] or weight.shape[0] != expected:
-        _refuse_weight(name, x, weight, expected, packed=packed)
-    if x.dtype != weight.dtype or x.device != weight.device:
-        _refuse_mixed_dtypes_or_devices(name, x, weight)
-
-
-def require_fitting_masks(
-    padding: Tensor | None, attn_mask: Tensor | None, q: Tensor, k: Tensor, *, batched: bool
-) -> None:
-    """Raise unless the masks fit these queries and keys; ``padding`` has a batch axis here."""
-    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    """Raise unless the masks fit ``sizes`` of batch, heads, queries and keys."""
+    batch, heads, queries, keys = sizes
+    padding, attn_mask = options.padding, options.attn_mask
     for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
-        if mask is not None and mask.device != q.device:
-            _refuse_device(name, mask, q, "query")
+        if mask is not None and mask.device != query.device:
+            _refuse_device(name, mask, query, "query")
     if attn_mask is not None:
         expected = (queries, keys) if attn_mask.dim() == 2 else (batch * heads, queries, keys)
         if attn_mask.shape != expected:
@@ -219,32 +345,26 @@ def require_fitting_masks(
                 )
 
 
-def require_present(name: str, weight: Tensor | None, *, separate: bool) -> Tensor:
-    """Return a weight, or raise if this form of the parameters lacks it."""
-    if weight is None:
-        raise AssertedOptionError(
-            saw=f"use_separate_proj_weight is {separate} but {name} is None",
-            needed="q_proj_weight, k_proj_weight and v_proj_weight, or in_proj_weight",
-            do=f"pass {name}, or use_separate_proj_weight={not separate}",
-        )
-    return weight
-
-
-def require_packed_bias_shape(bias: Tensor | None, embed_dim: int) -> None:
-    """Raise unless the bias packs those of queries, keys and values: (3 * embed_dim,)."""
-    if bias is not None and bias.shape != (3 * embed_dim,):
-        raise AssertedShapeError(
-            saw=f"expecting query bias shape of {(embed_dim,)}, but got in_proj_bias of shape"
-            f" {tuple(bias.shape)}",
-            needed=f"(3 * embed_dim,) = ({3 * embed_dim},)",
-            do="torch.cat([q_bias, k_bias, v_bias]), with zeros for a missing one",
-        )
+def _check_slots(parameters: Parameters, options: CallOptions) -> None:
+    """Raise unless ``bias_k`` and ``bias_v`` come together, without static keys or values."""
+    for name, missing in (("k", "v"), ("v", "k")):
+        if getattr(parameters, f"bias_{missing}") is None:
+            raise AssertedOptionError(
+                saw=f"bias_{name} is set but bias_{missing} is None",
+                needed="a key and a value for the appended slot",
+                do="set bias_k and bias_v, or neither",
+            )
+    for static, name in ((options.static_k, "key"), (options.static_v, "value")):
+        if static is not None:
+            raise AssertedOptionError(
+                saw=f"bias cannot be added to static {name}.",
+                needed="bias_k and bias_v, or static_k and static_v",
+                do=f"append the bias to the static {name} yourself",
+            )
 
 
 def require_probability(dropout_p: float) -> None:
     """Raise unless a dropout probability is a number from 0 to 1."""
-    if type(dropout_p) is float and 0.0 <= dropout_p <= 1.0:
-        return
     if not (is_number(dropout_p) and 0 <= dropout_p <= 1):
         raise RuntimeOptionError(
             saw="dropout probability has to be between 0 and 1, but got"
@@ -254,54 +374,8 @@ def require_probability(dropout_p: float) -> None:
         )
 
 
-def split_static_heads(name: str, static: Tensor, *, like: Tensor) -> Tensor:
-    """Split ``static_k`` or ``static_v``, (batch*heads, keys, head_dim), into batch and heads."""
-    batch, heads, _, head_dim = like.shape
-    for axis, size in ((0, batch * heads), (2, head_dim)):
-        if static.dim() != 3 or static.shape[axis] != size:
-            actual = static.shape[axis] if static.dim() == 3 else tuple(static.shape)
-            raise AssertedShapeError(
-                saw=f"expecting {name}.size({axis}) of {size}, but got {actual}",
-                needed=f"(batch*heads {batch * heads}, keys, head_dim {head_dim})",
-                do=f"{name}.flatten(0, 1) for a tensor (batch, heads, keys, head_dim)",
-            )
-    return static.view(batch, heads, *static.shape[1:])
-
-
-def raise_unequal_lengths_error(k: Tensor, v: Tensor) -> NoReturn:
-    """Raise for different numbers of static keys and values."""
-    raise RuntimeShapeError(
-        saw=f"static_k and static_v: Expected size for first two dimensions of batch2 tensor"
-        f" to be: [{k.shape[0] * k.shape[1]}, {k.shape[2]}] but got:"
-        f" [{k.shape[0] * k.shape[1]}, {v.shape[2]}]",
-        needed=f"one value for each of {k.shape[2]} keys",
-        do="pass both static_k and static_v, of one length",
-    )
-
-
-def require_both_bias_k_and_v(
-    bias_k: Tensor | None, bias_v: Tensor | None, static_k: Tensor | None, static_v: Tensor | None
-) -> None:
-    """Raise unless ``bias_k`` and ``bias_v`` come together, without static keys or values."""
-    for bias, partner, name in ((bias_k, bias_v, "k"), (bias_v, bias_k, "v")):
-        if bias is not None and partner is None:
-            missing = "v" if name == "k" else "k"
-            raise AssertedOptionError(
-                saw=f"bias_{name} is set but bias_{missing} is None",
-                needed="a key and a value for the appended slot",
-                do="set bias_k and bias_v, or neither",
-            )
-    for static, name in ((static_k, "key"), (static_v, "value")):
-        if bias_k is not None and static is not None:
-            raise AssertedOptionError(
-                saw=f"bias cannot be added to static {name}.",
-                needed="bias_k and bias_v, or static_k and static_v",
-                do=f"append the bias to the static {name} yourself",
-            )
-
-
-def _expected_axes_text(length: str, batch_first: bool) -> str:
-    return f"(batch, {length}, width)" if batch_first else f"({length}, batch, width)"
+def _axes_in_words(length: str, options: CallOptions) -> str:
+    return f"(batch, {length}, width)" if options.batch_first else f"({length}, batch, width)"
 
 
 def _refuse_weight(name: str, x: Tensor, weight: Tensor, rows: int, *, packed: bool) -> NoReturn:

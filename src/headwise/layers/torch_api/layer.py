@@ -21,9 +21,14 @@ from headwise.function.spec import AttentionSpec
 from headwise.layers.explain import LayerExplanation
 from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
-from headwise.layers.torch_api.forward import CallOptions, attend_before_out_proj, explain_forward
-from headwise.layers.torch_api.part import attend_head_part_before_out_proj, make_head_part_call
-from headwise.layers.torch_api.polarity import warn_of_polarity
+from headwise.layers.torch_api.checks import CallOptions, Parameters
+from headwise.layers.torch_api.forward import (
+    attend_before_out_proj,
+    explain_forward,
+    read_parameters,
+)
+from headwise.layers.torch_api.masks import warn_of_polarity
+from headwise.layers.torch_api.part import make_head_part_call, weights_of_all_heads
 from headwise.support.arguments import explain_arguments, renamed_arguments, require_tensors
 
 PACKED = "in_proj_weight"
@@ -206,20 +211,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if self.part is not None:
                 checks.raise_nested_error(f"a layer with {self.part} of {self.num_heads}")
             # torch computes nested tensors, with its own conditions and messages.
-            return super().forward(
-                query,
-                key,
-                value,
-                key_padding_mask=key_padding_mask,
-                need_weights=need_weights,
-                attn_mask=attn_mask,
-                average_attn_weights=average_attn_weights,
-                is_causal=is_causal,
-            )
+            returned = (need_weights, attn_mask, average_attn_weights, is_causal)
+            return super().forward(query, key, value, key_padding_mask, *returned)
         masks = (key_padding_mask, attn_mask, is_causal)
-        options = self._make_call_options(*masks, need_weights, average_attn_weights)
-        heads, weights = self._attend(query, key, value, options)
-        self._warn_of_polarity(key_padding_mask, attn_mask)
+        call = self._read_call(query, key, value, *masks, need_weights, average_attn_weights)
+        heads, weights = attend_before_out_proj(*call)
+        if self.part is not None:
+            weights = weights_of_all_heads(weights, self.part, average=average_attn_weights)
+        if key_padding_mask is not None or attn_mask is not None:
+            self._warn_of_polarity(key_padding_mask, attn_mask)
         return self.out_proj(heads), weights
 
     def explain(
@@ -246,35 +246,31 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             checks.raise_nested_error("explain")
         masks = (key_padding_mask, attn_mask, is_causal)
-        options = self._make_call_options(*masks, need_weights, average_attn_weights)
-        if self.part is None:
-            return explain_forward(query, key, value, self, options, out_proj=self.out_proj)
-        call = make_head_part_call(query, key, value, self, options, part=self.part)
+        call = self._read_call(query, key, value, *masks, need_weights, average_attn_weights)
         return explain_forward(*call, out_proj=self.out_proj)
 
-    def _make_call_options(
+    def _read_call(
         self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         padding: Tensor | None,
         attn_mask: Tensor | None,
         is_causal: bool,
         need_weights: bool,
         average: bool,
-    ) -> CallOptions:
+    ) -> tuple[Tensor, Tensor, Tensor, Parameters, CallOptions]:
+        """Return the arguments of the pass before the output projection, for the heads here."""
         dropout_p = self.dropout if self.training else 0.0
         masks = (padding, attn_mask, is_causal)
-        return CallOptions(*masks, need_weights, average, dropout_p, self.batch_first)
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, options: CallOptions
-    ) -> tuple[Tensor, Tensor | None]:
+        options = CallOptions(*masks, need_weights, average, dropout_p, self.batch_first)
         if self.part is None:
-            return attend_before_out_proj(query, key, value, self, options)
-        call = make_head_part_call(query, key, value, self, options, part=self.part)
-        return attend_head_part_before_out_proj(call, part=self.part)
+            return query, key, value, read_parameters(self), options
+        return make_head_part_call(query, key, value, self, options, part=self.part)
 
     def _warn_of_polarity(self, padding: Tensor | None, attn_mask: Tensor | None) -> None:
         # A graph that reads `_warned` would be compiled again after a warning.
-        if (padding is None and attn_mask is None) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
         # Frames up to the layer's caller: this one, forward, and two of Module.__call__.
         signs = warn_of_polarity(padding, attn_mask, self._warned, stacklevel=5)

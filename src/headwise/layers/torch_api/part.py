@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor, nn
 
 from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
-from headwise.layers.torch_api.forward import (
-    CallOptions,
-    ProjectionParameters,
-    attend_before_out_proj,
-)
+from headwise.layers.torch_api.checks import CallOptions, Parameters
 
 
-class HeadPartCall(NamedTuple):
-    """The arguments of `attend_before_out_proj` for a part of the heads."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    parameters: ProjectionParameters
-    options: CallOptions
-
-
-def attend_head_part_before_out_proj(
-    call: HeadPartCall, *, part: HeadPart
-) -> tuple[Tensor, Tensor | None]:
-    """Return the part's input of the output projection, and the weights of all heads or None."""
-    heads, weights = attend_before_out_proj(*call)
+def weights_of_all_heads(weights: Tensor | None, part: HeadPart, *, average: bool) -> Tensor | None:
+    """Return the weights that a call returns, from those of a part's heads."""
     if weights is None:
-        return heads, None
-    return heads, part.mean_over_heads_from_own_mean(
-        weights
-    ) if call.options.average else part.collect_returned_weights(weights)
+        return None
+    if average:
+        return part.mean_over_heads_from_own_mean(weights)
+    return part.collect_returned_weights(weights)
 
 
 def make_head_part_call(
@@ -45,7 +26,7 @@ def make_head_part_call(
     options: CallOptions,
     *,
     part: HeadPart,
-) -> HeadPartCall:
+) -> tuple[Tensor, Tensor, Tensor, Parameters, CallOptions]:
     """Return a call's arguments for a part of the heads.
 
     Raises:
@@ -71,9 +52,7 @@ def make_head_part_call(
         )
     padding = inputs.get("key_padding_mask", options.padding)
     options = options._replace(padding=padding, attn_mask=attn_mask)
-    return HeadPartCall(
-        query, key, inputs.get("value", key), _parameters_of_head_part(layer, part), options
-    )
+    return query, key, inputs.get("value", key), _parameters_of_head_part(layer, part), options
 
 
 def _attn_mask_of_head_part(
@@ -89,7 +68,7 @@ def _attn_mask_of_head_part(
     return part.cut_channels(mask.unflatten(0, (batch, part.num_heads)), dim=1).flatten(0, 1)
 
 
-def _parameters_of_head_part(layer: nn.MultiheadAttention, part: HeadPart) -> ProjectionParameters:
+def _parameters_of_head_part(layer: nn.MultiheadAttention, part: HeadPart) -> Parameters:
     """Return the part's parameters, in the separate form."""
     width = layer.embed_dim
 
@@ -108,16 +87,14 @@ def _parameters_of_head_part(layer: nn.MultiheadAttention, part: HeadPart) -> Pr
         weights = tuple(share(weight, 0) for weight in separate)
     else:
         weights = packed(layer.in_proj_weight).unbind(0)
-    return ProjectionParameters(
+    bias = layer.in_proj_bias
+    return Parameters(
         embed_dim=width,
         width=width // part.num_heads * len(part.heads),
         num_heads=len(part.heads),
-        _qkv_same_embed_dim=False,
-        in_proj_weight=None,
-        in_proj_bias=None if layer.in_proj_bias is None else packed(layer.in_proj_bias).flatten(),
-        q_proj_weight=weights[0],
-        k_proj_weight=weights[1],
-        v_proj_weight=weights[2],
+        packed=False,
+        weights=weights,
+        bias=None if bias is None else packed(bias).flatten(),
         bias_k=share(layer.bias_k, 2),
         bias_v=share(layer.bias_v, 2),
         add_zero_attn=layer.add_zero_attn,

@@ -37,7 +37,6 @@ class Band(IntervalClause):
     align: Align | None = "top-left"
 
     def bind(self, sizes: MatrixSizes) -> Band:
-        """See `Clause.bind`."""
         offset = resolve_align_to_offset(self.align, sizes.queries, sizes.keys, what=str(self))
         return Band(
             self.left if self.left == BOUNDLESS else self.left - offset,
@@ -45,13 +44,11 @@ class Band(IntervalClause):
         )
 
     def merged(self, other: Clause) -> Band | None:
-        """See `Clause.merged`."""
         if not isinstance(other, Band):
             return None
         return Band(min(self.left, other.left), min(self.right, other.right))
 
     def hides(self, sizes: MatrixSizes) -> bool:
-        """See `Clause.hides`."""
         hides_late = self.right < sizes.keys - 1
         return hides_late or self.left < sizes.queries - 1
 
@@ -61,24 +58,21 @@ class Band(IntervalClause):
         return self.left == BOUNDLESS and bool(self.right == 0)
 
     def key_range(self, first: int, stop: int) -> Span:
-        """See `Clause.key_range`."""
         return Span(first - self.left, stop + self.right)
 
     def fully_allowed_key_range(self, first: int, stop: int) -> Span:
-        """See `Clause.fully_allowed_key_range`."""
         return Span(stop - 1 - self.left, first + self.right + 1)
 
     def key_interval_per_query(
         self,
         rows: Tensor,
-        batches: slice,  # noqa: ARG002
-        sizes: MatrixSizes,  # noqa: ARG002
+        batches: slice,
+        sizes: MatrixSizes,
     ) -> tuple[Tensor, Tensor]:
-        """See `Clause.key_interval_per_query`."""
         return rows[None] - self.left, rows[None] + (self.right + 1)
 
     def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.evaluate_block`; a side that bounds nothing is not compared."""
+        """A side that bounds nothing is not compared."""
         if self.left != BOUNDLESS and self.right != BOUNDLESS:
             return super().evaluate_block(block, sizes)
         rows = positions_of_index(block.rows, sizes.queries, block.device)
@@ -86,8 +80,7 @@ class Band(IntervalClause):
         allowed = distance <= self.right if self.left == BOUNDLESS else distance >= -self.left
         return allowed[None, None]
 
-    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Band:  # noqa: ARG002
-        """See `Clause.cut_to_part`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Band:
         shift = place.keys.first - place.queries.first
         return Band(
             self.left if self.left == BOUNDLESS else self.left + shift,
@@ -95,16 +88,13 @@ class Band(IntervalClause):
         )
 
     def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.broadcast_shape`."""
         return MatrixSizes(1, 1, sizes.queries, sizes.keys)
 
     @property
     def named_align(self) -> Align | None:
-        """See `Clause.named_align`."""
         return self.align
 
     def aligned(self, align: str) -> Band:
-        """See `Clause.aligned`."""
         chosen: Any = self.align or align
         return replace(self, align=chosen)
 

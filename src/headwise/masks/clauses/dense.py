@@ -31,38 +31,30 @@ class Dense(Clause):
     allowed: Tensor
 
     def bind(self, sizes: MatrixSizes) -> Dense:
-        """See `Clause.bind`."""
         require_broadcastable_to_matrix(self.allowed, sizes, "a mask")
         return self
 
-    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
-        """See `Clause.evaluate_block`."""
+    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         return index_axes(self.allowed, block.batches, block.heads, block.rows, block.columns)
 
-    def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
-        """See `Clause.evaluate_pairs`."""
+    def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
         return read_pairs(self.allowed, rows, columns)
 
-    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Dense:  # noqa: ARG002
-        """See `Clause.cut_to_part`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Dense:
         batches, queries, keys = (slice(*span) for span in place)
         return Dense(index_axes(self.allowed, batches, WHOLE, queries, keys))
 
-    def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:  # noqa: ARG002
-        """See `Clause.broadcast_shape`."""
+    def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
         return MatrixSizes(*self.allowed.shape)
 
     def real_keys(self, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.real_keys`."""
         return self.allowed.amax((1, 2)).expand(-1, sizes.keys)
 
     def of_heads(self, index: Tensor) -> Dense:
-        """See `Clause.of_heads`."""
         shared = self.allowed.shape[1] == 1
         return self if shared else Dense(self.allowed.index_select(1, index))
 
     def known_sizes(self) -> MatrixSizes:
-        """See `Clause.known_sizes`."""
         return MatrixSizes(*self.allowed.shape)
 
     def __str__(self) -> str:

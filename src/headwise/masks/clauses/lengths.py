@@ -48,18 +48,15 @@ class PaddingClause(IntervalClause):
         """Return True at real positions; both arguments broadcast."""
 
     def bind(self, sizes: MatrixSizes) -> PaddingClause:
-        """See `Clause.bind`."""
         _check_numbers(self, sizes)
         return self
 
-    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> PaddingClause:  # noqa: ARG002
-        """See `Clause.cut_to_part`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> PaddingClause:
         span = place.queries if self.axis == QUERIES else place.keys
         numbers = self.numbers[slice(*place.batches)] - span.first
         return type(self)(numbers.clamp(0, span.size), self.axis)
 
     def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.broadcast_shape`."""
         keys = self.axis == KEYS
         batch = self.numbers.shape[0]
         return (
@@ -69,7 +66,7 @@ class PaddingClause(IntervalClause):
         )
 
     def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.evaluate_block`; only its own axis is written."""
+        """Only its own axis is written."""
         numbers = self.numbers[block.batches, None]
         if self.axis == KEYS:
             position = positions_of_index(block.columns, sizes.keys, block.device)
@@ -80,7 +77,6 @@ class PaddingClause(IntervalClause):
     def key_interval_per_query(
         self, rows: Tensor, batches: slice, sizes: MatrixSizes
     ) -> tuple[Tensor, Tensor]:
-        """See `Clause.key_interval_per_query`."""
         numbers = self.numbers[batches, None]
         if self.axis == KEYS:
             return self._real_key_interval(numbers, rows, sizes)
@@ -94,7 +90,6 @@ class PaddingClause(IntervalClause):
         """First real key and stop."""
 
     def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:
-        """See `Clause.rectangles`."""
         if not may_read_values(self.numbers):
             return None
         every = Span(0, sizes.queries), Span(0, sizes.keys)
@@ -109,14 +104,12 @@ class PaddingClause(IntervalClause):
         return rectangles
 
     def real_keys(self, sizes: MatrixSizes) -> Tensor | None:
-        """See `Clause.real_keys`."""
         if self.axis != KEYS:
             return None
         position = torch.arange(sizes.keys, device=self.numbers.device)
         return self.is_real(position, self.numbers[:, None])
 
     def known_sizes(self) -> MatrixSizes:
-        """See `Clause.known_sizes`."""
         most = int(self.numbers.max()) if self.numbers.numel() else 0
         queries, keys = (most, 1) if self.axis == QUERIES else (1, most)
         return MatrixSizes(self.numbers.shape[0], 1, queries, keys)
@@ -134,30 +127,26 @@ class Lengths(PaddingClause):
     side: Side = "right"  # where the padding stands
 
     def bind(self, sizes: MatrixSizes) -> PaddingClause:
-        """See `Clause.bind`."""
         super().bind(sizes)
         if self.side == "right":
             return self
         return Starts(sizes[self.axis] - self.numbers, self.axis)
 
     def real_span(self, number: int) -> Span:
-        """See `PaddingClause.real_span`."""
         return Span(0, number)
 
     def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
-        """See `PaddingClause.is_real`."""
         return position < numbers
 
     def _real_key_interval(
         self,
         numbers: Tensor,
         rows: Tensor,
-        sizes: MatrixSizes,  # noqa: ARG002
+        sizes: MatrixSizes,
     ) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(rows)[None], numbers
 
     def merged(self, other: Clause) -> Lengths | None:
-        """See `Clause.merged`."""
         if not isinstance(other, Lengths) or other.axis != self.axis:
             return None
         return Lengths(torch.minimum(self.numbers, other.numbers), self.axis)
@@ -174,11 +163,9 @@ class Starts(PaddingClause):
     kind = "starts"
 
     def real_span(self, number: int) -> Span:
-        """See `PaddingClause.real_span`."""
         return Span(number, BOUNDLESS)
 
     def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
-        """See `PaddingClause.is_real`."""
         return position >= numbers
 
     def _real_key_interval(
@@ -187,13 +174,11 @@ class Starts(PaddingClause):
         return numbers, torch.full_like(rows, sizes.keys)[None]
 
     def merged(self, other: Clause) -> Starts | None:
-        """See `Clause.merged`."""
         if not isinstance(other, Starts) or other.axis != self.axis:
             return None
         return Starts(torch.maximum(self.numbers, other.numbers), self.axis)
 
     def first_real_keys(self) -> Tensor | None:
-        """See `Clause.first_real_keys`."""
         return self.numbers if self.axis == KEYS else None
 
 

@@ -44,7 +44,6 @@ class PredicateClause(Clause):
     align: str | None = None  # None once bound
 
     def bind(self, sizes: MatrixSizes) -> PredicateClause:
-        """See `Clause.bind`."""
         if torch.compiler.is_compiling() or is_jit_tracing() or torch.onnx.is_in_onnx_export():
             # A compiler does not show the error, but why it could not go on.
             private_torch.break_compiled_graph(
@@ -60,7 +59,6 @@ class PredicateClause(Clause):
         return replace(self, first=(batch, query + shift, key), align=None)
 
     def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.evaluate_block`."""
         indices = (
             self._head_numbers(block, sizes)
             if axis == 1
@@ -71,7 +69,6 @@ class PredicateClause(Clause):
         return self._call_function(*(i.reshape(s) for i, s in zip(indices, shapes, strict=True)))
 
     def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.evaluate_pairs`."""
         block = MaskBlock(WHOLE, WHOLE, rows, WHOLE, rows.device)
         batches = positions_of_index(WHOLE, sizes.batch, rows.device)
         heads = self._head_numbers(block, sizes)
@@ -97,37 +94,31 @@ class PredicateClause(Clause):
             )
         return allowed.expand(shape)
 
-    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> PredicateClause:  # noqa: ARG002
-        """See `Clause.cut_to_part`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> PredicateClause:
         moved = (span.first for span in place)
         batch, query, key = (a + b for a, b in zip(self.first, moved, strict=True))
         return replace(self, first=(batch, query, key))
 
     def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.broadcast_shape`."""
         return sizes
 
     def aligned(self, align: str) -> PredicateClause:
-        """See `Clause.aligned`."""
         return replace(self, align=self.align or align)
 
     @property
     def named_align(self) -> str | None:
-        """See `Clause.named_align`."""
         return self.align
 
     def of_heads(self, index: Tensor) -> PredicateClause:
-        """See `Clause.of_heads`."""
         chosen = index.tolist()
         heads = chosen if self.heads is None else [self.heads[head] for head in chosen]
         return replace(self, heads=tuple(heads))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """See `Clause.tensors`: the function's own are its own affair."""
+        """The function's own are its own affair."""
         return ()
 
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> PredicateClause:  # noqa: ARG002
-        """See `Clause.map_tensors`."""
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> PredicateClause:
         return self
 
     def lower_for_operator(self) -> LoweredClause:
@@ -137,8 +128,7 @@ class PredicateClause(Clause):
         return LoweredClause(self.kind, (carrier,), ())
 
     @classmethod
-    def from_lowered(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:  # noqa: ARG003
-        """See `Clause.from_lowered`."""
+    def from_lowered(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:
         (carrier,) = tensors
         clause: Clause = carrier.clause  # type: ignore[attr-defined]
         return clause

@@ -40,7 +40,6 @@ class Prefix(IntervalClause):
     align: Align | None = "top-left"
 
     def bind(self, sizes: MatrixSizes) -> Prefix:
-        """See `Clause.bind`."""
         if self.lengths.shape not in ((), (sizes.batch,)):
             raise MaskError(
                 saw=f"prefix lengths of shape {tuple(self.lengths.shape)}",
@@ -50,27 +49,23 @@ class Prefix(IntervalClause):
         offset = resolve_align_to_offset(self.align, sizes.queries, sizes.keys, what=str(self))
         return Prefix(self.lengths, self.most, self.right + offset)
 
-    def key_range(self, first: int, stop: int) -> Span:  # noqa: ARG002
-        """See `Clause.key_range`."""
+    def key_range(self, first: int, stop: int) -> Span:
         return Span(0, max(self.most, stop + self.right))
 
-    def fully_allowed_key_range(self, first: int, stop: int) -> Span:  # noqa: ARG002
-        """See `Clause.fully_allowed_key_range`."""
+    def fully_allowed_key_range(self, first: int, stop: int) -> Span:
         return Span(0, first + self.right + 1)
 
     def key_interval_per_query(
         self,
         rows: Tensor,
         batches: slice,
-        sizes: MatrixSizes,  # noqa: ARG002
+        sizes: MatrixSizes,
     ) -> tuple[Tensor, Tensor]:
-        """See `Clause.key_interval_per_query`."""
         lengths = self.lengths if self.lengths.dim() == 0 else self.lengths[batches, None]
         stop = torch.maximum(lengths, rows[None] + (self.right + 1))
         return torch.zeros_like(stop), stop
 
-    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Prefix:  # noqa: ARG002
-        """See `Clause.cut_to_part`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Prefix:
         lengths = self.lengths
         if lengths.dim():
             lengths = lengths[slice(*place.batches)]
@@ -79,20 +74,16 @@ class Prefix(IntervalClause):
         return Prefix(lengths - first, most, self.right + place.queries.first - first)
 
     def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.broadcast_shape`."""
         return MatrixSizes(self._batch_size, 1, sizes.queries, sizes.keys)
 
     def known_sizes(self) -> MatrixSizes:
-        """See `Clause.known_sizes`."""
         return MatrixSizes(self._batch_size, 1, 1, 1)
 
     @property
     def named_align(self) -> Align | None:
-        """See `Clause.named_align`."""
         return self.align
 
     def aligned(self, align: str) -> Prefix:
-        """See `Clause.aligned`."""
         chosen: Any = self.align or align
         return replace(self, align=chosen)
 
@@ -101,7 +92,7 @@ class Prefix(IntervalClause):
         return f"prefix({f'batch {self._batch_size}' if self.lengths.dim() else self.most}){align}"
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """See `Clause.tensors`; one number for all is at home on every device."""
+        """One number for all is at home on every device."""
         return (self.lengths,) if self.lengths.dim() else ()
 
     @property

@@ -37,7 +37,6 @@ class Segments(Clause):
     key_ids: Tensor  # (batch or 1, keys)
 
     def bind(self, sizes: MatrixSizes) -> Segments:
-        """See `Clause.bind`."""
         axes = (("queries", sizes.queries), ("keys", sizes.keys))
         for (axis, size), ids in zip(axes, self.tensors(), strict=True):
             if (
@@ -53,8 +52,7 @@ class Segments(Clause):
                 )
         return self
 
-    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
-        """See `Clause.evaluate_block`."""
+    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         # One row of ids serves every sequence; cut leaves such an axis as it is.
         query_ids = index_axes(
             self.query_ids[:, None, :, None], block.batches, WHOLE, block.rows, WHOLE
@@ -64,24 +62,21 @@ class Segments(Clause):
         )
         return (query_ids == key_ids) & (key_ids >= 0)
 
-    def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
-        """See `Clause.evaluate_pairs`."""
+    def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
         query_ids, key_ids = self.query_ids[:, None, rows], self.key_ids[:, None, columns]
         return (query_ids == key_ids) & (key_ids >= 0)
 
-    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Segments:  # noqa: ARG002
-        """See `Clause.cut_to_part`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Segments:
         batches, queries, keys = (slice(*span) for span in place)
         return Segments(
             index_axes(self.query_ids, batches, queries), index_axes(self.key_ids, batches, keys)
         )
 
     def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.broadcast_shape`."""
         return MatrixSizes(self.query_ids.shape[0], 1, sizes.queries, sizes.keys)
 
     def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:
-        """See `Clause.rectangles`; None where a segment is not one stretch."""
+        """None where a segment is not one stretch."""
         if not all(map(may_read_values, self.tensors())):
             return None
         query_runs, key_runs = (_find_segment_spans(ids, sizes.batch) for ids in self.tensors())
@@ -96,12 +91,10 @@ class Segments(Clause):
             for batch, (query_spans, key_spans) in enumerate(zip(query_runs, key_runs, strict=True))
         ]
 
-    def real_keys(self, sizes: MatrixSizes) -> Tensor:  # noqa: ARG002
-        """See `Clause.real_keys`."""
+    def real_keys(self, sizes: MatrixSizes) -> Tensor:
         return self.key_ids >= 0
 
     def known_sizes(self) -> MatrixSizes:
-        """See `Clause.known_sizes`."""
         return MatrixSizes(
             self.query_ids.shape[0], 1, self.query_ids.shape[1], self.key_ids.shape[1]
         )
@@ -122,7 +115,6 @@ class PackedRow(IntervalClause):
     key_offsets: Tensor  # (sequences + 1,); the same object where the caller gave none for keys
 
     def bind(self, sizes: MatrixSizes) -> PackedRow:
-        """See `Clause.bind`."""
         if sizes.batch != 1:
             raise MaskError(
                 saw=f"offsets of packed sequences for a batch of {sizes.batch}",
@@ -138,10 +130,9 @@ class PackedRow(IntervalClause):
     def key_interval_per_query(
         self,
         rows: Tensor,
-        batches: slice,  # noqa: ARG002
-        sizes: MatrixSizes,  # noqa: ARG002
+        batches: slice,
+        sizes: MatrixSizes,
     ) -> tuple[Tensor, Tensor]:
-        """See `Clause.key_interval_per_query`."""
         count = self.query_offsets.shape[0] - 1
         if count == 0:
             return torch.zeros_like(rows)[None], torch.zeros_like(rows)[None]
@@ -151,8 +142,7 @@ class PackedRow(IntervalClause):
         first, stop = self.key_offsets[segment], self.key_offsets[segment + 1]
         return first[None], torch.where(inside, stop, first)[None]
 
-    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> PackedRow:  # noqa: ARG002
-        """See `Clause.cut_to_part`."""
+    def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> PackedRow:
         spans = (place.queries, place.keys)
         return PackedRow(
             *(
@@ -162,23 +152,19 @@ class PackedRow(IntervalClause):
         )
 
     def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
-        """See `Clause.broadcast_shape`."""
         return MatrixSizes(1, 1, sizes.queries, sizes.keys)
 
-    def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:  # noqa: ARG002
-        """See `Clause.rectangles`."""
+    def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:
         if not all(map(may_read_values, self.tensors())):
             return None
         queries, keys = (pairwise(offsets.tolist()) for offsets in self.tensors())
         return [[Rectangle(0, Span(*q), Span(*k)) for q, k in zip(queries, keys, strict=True)]]
 
     def real_keys(self, sizes: MatrixSizes) -> Tensor:
-        """See `Clause.real_keys`."""
         position = torch.arange(sizes.keys, device=self.key_offsets.device)
         return ((position >= self.key_offsets[0]) & (position < self.key_offsets[-1]))[None]
 
     def known_sizes(self) -> MatrixSizes:
-        """See `Clause.known_sizes`."""
         return MatrixSizes(1, 1, *(int(offsets[-1]) for offsets in self.tensors()))
 
     def __str__(self) -> str:

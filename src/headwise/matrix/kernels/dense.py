@@ -29,11 +29,9 @@ class DenseKernel(Kernel):
     name = "dense"
 
     def refusal_reason(self, task: Task) -> str | None:  # noqa: ARG002
-        """See `Kernel.refusal_reason`."""
         return None
 
     def run(self, task: Task) -> KernelResult:
-        """See `Kernel.run`."""
         if task.dropout_p == 0 or task.v is None:
             return dense_result(task.problem, task.v, task.y, task.requested_statistics)
         p = dropout(dense_weights(task.problem), task.dropout_p)

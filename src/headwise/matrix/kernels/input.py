@@ -10,6 +10,8 @@ from torch import Tensor
 from headwise.masks.bound import BoundMask
 from headwise.masks.score_bias import BoundBias
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, eq=False)
 class KernelInput:
@@ -31,7 +33,7 @@ class KernelInput:
     @property
     def accumulation_dtype(self) -> torch.dtype:
         """Dtype of scores and sums: float32 for half types, else that of ``q``."""
-        return accumulation_dtype(self.q.dtype)
+        return torch.float32 if self.q.dtype in HALF else self.q.dtype
 
     @property
     def has_positive_scale(self) -> bool:
@@ -41,4 +43,4 @@ class KernelInput:
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return float32 for bfloat16 and float16, else the dtype itself."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float32 if dtype in HALF else dtype

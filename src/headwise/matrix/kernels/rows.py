@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headwise.function import stages
-from headwise.masks.casts import cast_biases_for_sum
+from headwise.masks.score_bias import cast_biases_for_sum
 from headwise.matrix.kernels import tiles
 from headwise.matrix.kernels.dispatch import run_kernel
 from headwise.matrix.kernels.input import KernelInput

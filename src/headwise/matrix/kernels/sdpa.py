@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from headwise.masks.casts import cast_bias, cast_biases_for_sum
 from headwise.masks.clause import WHOLE
+from headwise.masks.score_bias import cast_bias, cast_biases_for_sum
 from headwise.matrix.kernels import tiles
 from headwise.matrix.kernels.input import KernelInput
 from headwise.matrix.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
@@ -33,7 +33,6 @@ class FusedKernel(Kernel):
     name = "sdpa"
 
     def refusal_reason(self, task: Task) -> str | None:
-        """See `Kernel.refusal_reason`."""
         # Evaluated lazily: a compiled graph holds only for the sizes that it compares.
         for refused, why in _yield_refusal_reasons(task):
             if refused:
@@ -50,12 +49,11 @@ class FusedKernel(Kernel):
         return f"the fused kernel takes this mask{copies if strided else ''}"
 
     def run(self, task: Task) -> KernelResult:
-        """See `Kernel.run`."""
         assert task.v is not None
         return result_of_outputs_only(head_outputs(task.problem, task.v, dropout_p=task.dropout_p))
 
     def cost(self, task: Task) -> Cost:
-        """See `Kernel.cost`; with dropout torch allocates the weights."""
+        """With dropout torch allocates the weights."""
         assert task.v is not None
         q, k = task.problem.q, task.problem.k
         weights = q.shape[:3].numel() * k.shape[2] * q.element_size() if task.dropout_p else 0

@@ -278,7 +278,6 @@ class TiledKernel(Kernel):
     name = "tiled"
 
     def refusal_reason(self, task: Task) -> str | None:
-        """See `Kernel.refusal_reason`."""
         if task.dropout_p:
             return "dropout needs the weights in queries x keys memory"
         if needs_plain_torch():
@@ -286,12 +285,11 @@ class TiledKernel(Kernel):
         return None
 
     def run(self, task: Task) -> KernelResult:
-        """See `Kernel.run`."""
         operands = (*pack_arguments(task.problem), task.v, task.y, *task.requested_statistics)
         return KernelResult(*torch.ops.headwise.sweep(*operands))
 
     def cost(self, task: Task) -> Cost:
-        """See `Kernel.cost`; the memory is that of two tiles."""
+        """The memory is that of two tiles."""
         width = task.problem.q.new_empty(0, dtype=task.problem.accumulation_dtype).element_size()
         return Cost(
             task.operation_count, min(2 * TILE_ELEMENTS, 2 * max(task.cell_count, 1)) * width

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from headwise.masks.bound import BoundMask
-from headwise.masks.casts import cast_biases_for_sum
 from headwise.masks.clause import Clause, Span
+from headwise.masks.score_bias import cast_biases_for_sum
 from headwise.matrix.kernels.input import KernelInput
 
 # 8 MB of float32. On two cores, half of it took 13 % longer and twice of it 10 % (docs/log.md).
@@ -35,21 +35,29 @@ class Tile:
 
     def axis_sizes(self, group: int) -> tuple[int, int, int, int, int]:
         """Return the sizes (batches, kv_heads, group, rows, columns)."""
-        spans = (self.batches, self.kv_heads, self.rows, self.columns)
-        batches, kv_heads, rows, columns = (part.stop - part.start for part in spans)
-        return batches, kv_heads, group, rows, columns
+        return (
+            self.batches.stop - self.batches.start,
+            self.kv_heads.stop - self.kv_heads.start,
+            group,
+            self.rows.stop - self.rows.start,
+            self.columns.stop - self.columns.start,
+        )
 
 
 def plan_tiles(problem: KernelInput, *, all_heads: bool = False) -> Iterator[Tile]:
-    """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile."""
+    """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile.
+
+    Under a narrow window a tile has fewer queries.
+    """
     batch, heads, queries, _ = problem.q.shape
-    kv_heads = problem.k.shape[1]
+    kv_heads, keys = problem.k.shape[1:3]
     if 0 in (batch, heads, queries):
         return
-    group = heads // kv_heads
-    rows = _rows_per_tile(problem, group * (kv_heads if all_heads else 1))
-    width = max(1, _tile_width(problem, rows))
-    lanes = max(1, TILE_ELEMENTS // (group * rows * width))
+    group, span = heads // kv_heads, problem.mask.max_visible_keys
+    rows = min(queries, max(128, span))
+    in_tile = group * (kv_heads if all_heads else 1) * max(1, min(keys, span + rows))
+    rows = max(1, min(rows, TILE_ELEMENTS // in_tile))
+    lanes = max(1, TILE_ELEMENTS // (group * rows * max(1, min(keys, span + rows))))
     kv_step = kv_heads if all_heads else min(kv_heads, lanes)
     batch_step = max(1, lanes // kv_heads) if kv_step == kv_heads else 1
     for b in range(0, batch, batch_step):
@@ -64,24 +72,6 @@ def plan_tiles(problem: KernelInput, *, all_heads: bool = False) -> Iterator[Til
                     rows=slice(i, stop),
                     columns=slice(*problem.mask.key_range(i, stop)),
                 )
-
-
-def _rows_per_tile(problem: KernelInput, heads: int) -> int:
-    """Return the number of queries in a tile of this many heads; fewer under a narrow window."""
-    queries, span = problem.q.shape[2], _widest_key_span(problem)
-    rows = min(queries, max(128, span))
-    return max(
-        1, min(rows, TILE_ELEMENTS // (heads * max(1, min(problem.k.shape[2], span + rows))))
-    )
-
-
-def _tile_width(problem: KernelInput, rows: int) -> int:
-    return min(problem.k.shape[2], _widest_key_span(problem) + rows)
-
-
-def _widest_key_span(problem: KernelInput) -> int:
-    """Return the most keys that bands allow to one query."""
-    return problem.mask.max_visible_keys
 
 
 class Scratch:

@@ -57,7 +57,6 @@ class VarlenKernel(Kernel):
         self._choose = choose
 
     def refusal_reason(self, task: Task) -> str | None:
-        """See `Kernel.refusal_reason`."""
         return (
             None
             if _divide_by_sequence(task)
@@ -69,7 +68,6 @@ class VarlenKernel(Kernel):
         return f"{len(_require_division(task).rectangles)} sequences, each a separate matrix"
 
     def run(self, task: Task) -> KernelResult:
-        """See `Kernel.run`."""
         problem, division, rows = task.problem, _require_division(task), []
         for row, tasks in enumerate(yield_task_lists_by_batch_row(task)):
             outputs = [self._choose(piece)[0].run(piece).out for piece in tasks]

@@ -13,8 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from headwise.errors import OptionError, ShapeError
 from headwise.masks.bound import BoundMask
 from headwise.masks.clause import MatrixPart, MatrixSizes, Span
-from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias, cut_score_bias_to_part
+from headwise.masks.mask import NO_MASK, Mask, require_mask_type
+from headwise.masks.score_bias import (
+    NO_BIAS,
+    ScoreBias,
+    cut_score_bias_to_part,
+    require_score_bias_type,
+)
 from headwise.matrix import checks
 from headwise.matrix.operator import AttentionMatrix
 from headwise.sharding.checks import Check, require_mesh
@@ -56,10 +61,10 @@ class SequenceArguments:
         Raises:
             MaskError: a mask or a score bias that is none.
         """
-        mask, bias = (
-            checks.require_mask_or_none(self.mask),
-            checks.require_score_bias_or_none(self.score_bias),
-        )
+        mask = NO_MASK if self.mask is None else self.mask
+        bias = NO_BIAS if self.score_bias is None else self.score_bias
+        require_mask_type(mask, "mask=")
+        require_score_bias_type(bias, "score_bias=")
         return ScoreOptions(mask, bias, self.scale, self.softcap, self.sink)
 
 
