@@ -11,11 +11,18 @@ from benchmarks.faults.fault_case import Subject as Layer
 from benchmarks.faults.geometry import NormSettings, RotarySettings
 from benchmarks.faults.reference_layer import STAGES, ReferenceLayer
 from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.settings import NormForm, RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling
+from headwise.function.spec import (
+    ABSENT,
+    AlibiRule,
+    AttentionSpec,
+    NormRule,
+    RotaryRule,
+    Softcap,
+)
 
 SPLIT = ("q", "k", "v", "q after norm", "k after norm", "q after rotary", "k after rotary")
 
@@ -37,23 +44,24 @@ def model_of(layer: ReferenceLayer) -> AttentionModel:
             is_shared = norm.numel() == g.head_dim
             name = f"{role}_norm" if is_shared else f"{role}_norms"
             weights[name] = norm if is_shared else norm.unflatten(0, (heads, -1))
-    settings = Settings(
+    settings = AttentionSpec(
         num_heads=g.num_heads,
         num_kv_heads=g.num_kv_heads,
+        head_dim=g.head_dim,
         scale=g.plain_scale,
-        rotary=None if g.rotary is None else rotary_form(g.rotary),
-        norm=None if g.qk_norm is None else norm_form(g.qk_norm),
-        softcap=g.softcap,
-        slopes=stored["slopes"].double() if g.alibi else None,
+        rotary=ABSENT if g.rotary is None else rotary_form(g.rotary),
+        qk_norm=ABSENT if g.qk_norm is None else norm_form(g.qk_norm),
+        softcap=ABSENT if g.softcap is None else Softcap(g.softcap),
+        score_bias=AlibiRule(slopes=tuple(stored["slopes"].tolist())) if g.alibi else ABSENT,
         causal=g.causal,
-        window=None if g.window is None else (g.window - 1, g.window - 1),
+        window=ABSENT if g.window is None else (g.window - 1, g.window - 1),
     )
     return AttentionModel(settings, {name: x.double() for name, x in weights.items()})
 
 
-def rotary_form(rotary: RotarySettings) -> RotaryForm:
+def rotary_form(rotary: RotarySettings) -> RotaryRule:
     """Return the rotation of a geometry."""
-    return RotaryForm(
+    return RotaryRule(
         theta=rotary.theta,
         width=rotary.width,
         pairing=rotary.pairing,
@@ -78,9 +86,9 @@ def scaling_of(rotary: RotarySettings) -> Scaling | None:
             return YarnScaling(rotary.factor, rotary.original_length)
 
 
-def norm_form(norm: NormSettings) -> NormForm:
+def norm_form(norm: NormSettings) -> NormRule:
     """Return the norm of a geometry."""
-    return NormForm(
+    return NormRule(
         kind=norm.kind,
         over="head" if norm.over == "head" else "width",
         place="before" if norm.place == "before rotary" else "after",

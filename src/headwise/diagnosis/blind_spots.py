@@ -12,6 +12,7 @@ from headwise.diagnosis.simulation.gaps import absolute_difference
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.rounding import allowed_difference
 from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.function.spec import Softcap
 
 ANOTHER_SCALE = 0.7  # of the scores: a head's share that most faults exceed
 USUAL_CAP = 50.0  # of Gemma 2
@@ -95,21 +96,21 @@ def _describe_unseen_setting(name: str, words: Sequence[str], calls: Sequence[Re
 
 def _state_window(model: AttentionModel) -> str:
     """Return the number of keys in the window of a model, the query's own included."""
-    left, right = model.settings.window or (None, None)
+    left, right = model.settings.sides or (None, None)
     if left is None:
         return "none"
     return f"{left + 1} keys" if not right else f"{left} keys before and {right} after"
 
 
 def _state_softcap(model: AttentionModel) -> str:
-    return "none" if model.settings.softcap is None else f"{model.settings.softcap:g}"
+    return "none" if model.settings.cap is None else f"{model.settings.cap:g}"
 
 
 def _without_setting(model: AttentionModel, name: str) -> list[AttentionModel]:
     """Return the model without a setting that it has, or without one side of its window."""
     if name == "softcap":
-        return [] if model.settings.softcap is None else [model.with_settings(softcap=None)]
-    left, right = model.settings.window or (None, None)
+        return [] if model.settings.cap is None else [model.with_settings(softcap=None)]
+    left, right = model.settings.sides or (None, None)
     sides = [(None, right)] * (left is not None) + [(left, None)] * (right is not None)
     return [model.with_settings(window=window) for window in sides]
 
@@ -137,14 +138,14 @@ def find_unseen_setting_changes(
 
 def _make_small_setting_changes(model: AttentionModel) -> dict[str, AttentionModel]:
     settings, changes = model.settings, {}
-    if settings.rotary is not None:
-        theta = settings.rotary.theta
+    if settings.rotation is not None:
+        theta = settings.rotation.theta
         changes[f"a theta of {1.1 * theta:g}"] = model.with_rotary(theta=1.1 * theta)
-    left, right = settings.window or (None, None)
+    left, right = settings.sides or (None, None)
     if left is not None:
         changes["a window of one key more"] = model.with_settings(window=(left + 1, right))
-    if settings.softcap is None:
-        changes[f"a softcap of {USUAL_CAP:g}"] = model.with_settings(softcap=USUAL_CAP)
+    if settings.cap is None:
+        changes[f"a softcap of {USUAL_CAP:g}"] = model.with_settings(softcap=Softcap(USUAL_CAP))
     return changes
 
 
@@ -155,7 +156,7 @@ def _values_are_equal_over_tokens(v: Tensor) -> bool:
 
 def _is_sensitive_to_scores(model: AttentionModel, call: RecordedCall) -> bool:
     """True if other scores would move what was recorded of a call by more than rounding."""
-    other = model.with_settings(scale=ANOTHER_SCALE * model.settings.scale)
+    other = model.with_settings(scale=ANOTHER_SCALE * model.settings.factor)
     if not {"scores", "weights"} <= set(call.stages):
         stage = "weights" if "weights" in call.stages else "output"
         bare = replace(call, stages={})

@@ -125,7 +125,7 @@ def _read_widths_of_given(
 def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[NamedInputs]:
     """Return headwise's own inputs; without masks or a source where a subject takes none."""
     crosses = sizes[0] != sizes[1]
-    windows = [each.model.settings.window or (0, 0) for each in subjects if each.model is not None]
+    windows = [each.model.settings.sides or (0, 0) for each in subjects if each.model is not None]
     left, right = (
         max((n for n in sides if n is not None and n < LONGEST), default=0)
         for sides in zip(*windows, strict=True)
@@ -138,18 +138,18 @@ def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[Nam
     )
     if not crosses and all(each.takes_source for each in subjects):
         probes.append(make_source_probe(sizes))
-    capped = [each.model for each in subjects if each.model and each.model.settings.softcap]
+    capped = [each.model for each in subjects if each.model and each.model.settings.cap]
     probes += [_enlarge_to_reach_softcap(probes[0], model) for model in capped[:1]]
     return _add_causal_mask(subjects, probes)
 
 
 def _enlarge_to_reach_softcap(probe: NamedInputs, model: AttentionModel) -> NamedInputs:
     """Return larger tokens, whose largest score is about the cap: half of it is cut off by 8 %."""
-    assert model.settings.softcap is not None
+    assert model.settings.cap is not None
     scores = model.with_settings(softcap=None).predict_stage(
         "scores", RecordedCall(probe.inputs, {})
     )
-    share = float(scores.masked_fill(scores.isinf(), 0.0).abs().max()) / model.settings.softcap
+    share = float(scores.masked_fill(scores.isinf(), 0.0).abs().max()) / model.settings.cap
     # Scores grow with the square of the tokens. A power of two leaves them exact.
     factor = 2 ** min(LARGEST, max(1, round(-math.log2(max(share, TINY)) / 2)))
     inputs, source = probe.inputs, probe.inputs.source

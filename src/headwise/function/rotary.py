@@ -17,8 +17,14 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
-from headwise.function.scaling import Scaling, require_positive_fields, unscaled_frequencies
-from headwise.function.spec import Pairing
+from headwise.function.scaling import (
+    Arithmetic,
+    NTKScaling,
+    Scaling,
+    require_positive_fields,
+    unscaled_frequencies,
+)
+from headwise.function.spec import Pairing, RotaryRule
 from headwise.support.text import describe_value
 from headwise.support.tracing import may_read_values
 
@@ -121,7 +127,7 @@ class Rotary:
             DTypeError: ``x`` is no float, or positions are no integers.
             DeviceError: positions on another device than ``x``.
         """
-        return self._apply_rotation(x, *self._cos_and_sin(x, positions))
+        return _apply_rotation(x, *self._cos_and_sin(x, positions), self.pairing)
 
     def rotate_both(
         self,
@@ -143,8 +149,9 @@ class Rotary:
                 needed="the same length and head_dim",
                 do="rotate(q, ...) and rotate(k, ...), each with its own positions",
             )
-        cos_and_sin = self._cos_and_sin(q, positions)
-        return self._apply_rotation(q, *cos_and_sin), self._apply_rotation(k, *cos_and_sin)
+        cos, sin = self._cos_and_sin(q, positions)
+        rotated = _apply_rotation(q, cos, sin, self.pairing)
+        return rotated, _apply_rotation(k, cos, sin, self.pairing)
 
     # ---- internals --------------------------------------------------------------------------
 
@@ -158,27 +165,80 @@ class Rotary:
         angles = positions[..., None].to(exact) * _frequencies_on_device(self, x).to(exact)
         if positions.dim() == 2:
             angles = angles[:, None]
-        cos, sin = angles.cos(), angles.sin()
-        if (factor := self.attention_factor) != 1.0:
-            cos, sin = cos * factor, sin * factor
-        if self.pairing == "half-split":
-            return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
+        return _rotation_factors(angles, self.attention_factor, self.pairing)
 
-    def _apply_rotation(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        width = cos.shape[-1]
-        # Cast before the two uses: the gradient is then summed in cos.dtype and rounded once.
-        leading = x[..., :width].to(cos.dtype)
-        rotated = leading * cos
-        rotated += self._swap_pairs_keeping_signs(leading) * sin
-        rotated = rotated.to(x.dtype)
-        return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), -1)
 
-    def _swap_pairs_keeping_signs(self, x: Tensor) -> Tensor:
-        """Swap the two channels of each pair."""
-        if self.pairing == "half-split":
-            return x.roll(x.shape[-1] // 2, -1)
-        return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).flatten(-2)
+def _rotation_factors(angles: Tensor, amplitude: float, pairing: Pairing) -> tuple[Tensor, Tensor]:
+    """Return the factors of each channel and of its partner, from the angles of the pairs."""
+    cos, sin = angles.cos(), angles.sin()
+    if amplitude != 1.0:
+        cos, sin = cos * amplitude, sin * amplitude
+    if pairing == "half-split":
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
+
+
+def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
+    width = cos.shape[-1]
+    # Cast before the two uses: the gradient is then summed in cos.dtype and rounded once.
+    leading = x[..., :width].to(cos.dtype)
+    rotated = leading * cos
+    rotated += _swap_pairs(leading, pairing) * sin
+    rotated = rotated.to(x.dtype)
+    return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), -1)
+
+
+def _swap_pairs(x: Tensor, pairing: Pairing) -> Tensor:
+    """Swap the two channels of each pair."""
+    if pairing == "half-split":
+        return x.roll(x.shape[-1] // 2, -1)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).flatten(-2)
+
+
+# ---- the rotation of a description, which may be a wrong one -------------------------------------
+
+
+def frequencies_of_rule(rule: RotaryRule) -> Tensor:
+    """Return the angle of each pair for one token, in radians, (pairs,), float64."""
+    exact = _exact_frequencies(rule.theta, rule.width, rule.exponent_width, rule.scaling)
+    return exact if rule.dtype is None else exact.to(rule.dtype).double()
+
+
+@lru_cache(maxsize=64)  # a search rotates by the same frequencies thousands of times
+def _exact_frequencies(
+    theta: float, width: int, exponent_width: int | None, scaling: Scaling | None
+) -> Tensor:
+    width -= width % 2
+    arithmetic: Arithmetic = {"dtype": torch.float64, "exponent_width": exponent_width}
+    # One pair turns by 1 for each theta, and a YaRN of no pairs has no ramp.
+    is_single = isinstance(scaling, NTKScaling) and (exponent_width or width) == 2
+    if scaling is None or not width or is_single:
+        return unscaled_frequencies(theta, width, **arithmetic)
+    return scaling.scaled_frequencies(theta, width, **arithmetic)
+
+
+def rotate_by_rule(rule: RotaryRule, x: Tensor, positions: Tensor) -> Tensor:
+    """Return (batch, heads, length, head_dim) rotated by positions, (batch, length)."""
+    angles = positions[:, None, :, None].double() * frequencies_of_rule(rule)
+    return rotate_by_angles(rule, x, angles)
+
+
+def rotate_by_angles(rule: RotaryRule, x: Tensor, angles: Tensor) -> Tensor:
+    """Return ``x`` with the channels of each pair turned by ``angles`` (..., pairs)."""
+    count = angles.shape[-1]
+    factors = _rotation_factors(angles, rule.amplitude, rule.pairing)
+    if rule.span is None or rule.pairing == "interleaved":
+        return _apply_rotation(x, *factors, rule.pairing)
+    first, second = slice(0, count), slice(rule.span, rule.span + count)
+    pairs = torch.cat((x[..., first], x[..., second]), -1)
+    turned = x.clone()
+    turned[..., first], turned[..., second] = _apply_rotation(pairs, *factors, rule.pairing).chunk(
+        2, -1
+    )
+    return turned
+
+
+# ---- checks and caches --------------------------------------------------------------------------
 
 
 def _is_width(width: object) -> bool:

@@ -4,14 +4,16 @@ Pair i turns by ``frequency[i] = theta ** (-2i / width)`` radians for each token
 arXiv:2104.09864, section 3.2.2). A scaling lowers low frequencies, so that positions beyond the
 training length get angles within the trained range.
 
-All arithmetic is float32 on the CPU with the operations of Hugging Face (transformers,
+Layers use float32 on the CPU with the operations of Hugging Face (transformers,
 modeling_rope_utils.py), so that a converted layer has the same angles to the last bit.
+``exponent_width`` is the width in the exponent, where code divides by another one than it rotates.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import TypedDict, Unpack
 
 import torch
 from jaxtyping import Float
@@ -33,16 +35,31 @@ def require_positive_fields(owner: object, *names: str) -> None:
             )
 
 
+class Arithmetic(TypedDict, total=False):
+    """Device, dtype and exponent_width of a computation of frequencies."""
+
+    device: torch.device | str
+    dtype: torch.dtype
+    exponent_width: int | None
+
+
 def unscaled_frequencies(
-    theta: float, width: int, *, device: torch.device | str = "cpu"
+    theta: float, width: int, **arithmetic: Unpack[Arithmetic]
 ) -> Float[Tensor, " pairs"]:
     """Return the unscaled frequency ``theta ** (-2i / width)`` of each pair i."""
-    return 1.0 / _tokens_per_radian(theta, width, device)
+    return 1.0 / _tokens_per_radian(theta, width, **arithmetic)
 
 
-def _tokens_per_radian(theta: float, width: int, device: torch.device | str) -> Tensor:
+def _tokens_per_radian(
+    theta: float,
+    width: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    exponent_width: int | None = None,
+) -> Tensor:
     """Return the number of tokens for one radian, for each pair."""
-    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    exponents = torch.arange(0, width, 2, dtype=dtype, device=device) / (exponent_width or width)
     return torch.pow(theta, exponents)
 
 
@@ -65,10 +82,10 @@ class LinearScaling(_UnitAmplitude):
         require_positive_fields(self, "factor")
 
     def scaled_frequencies(
-        self, theta: float, width: int, *, device: torch.device | str = "cpu"
+        self, theta: float, width: int, **arithmetic: Unpack[Arithmetic]
     ) -> Float[Tensor, " pairs"]:
         """Return the scaled frequencies of ``width`` rotated channels."""
-        return unscaled_frequencies(theta, width, device=device) / self.factor
+        return unscaled_frequencies(theta, width, **arithmetic) / self.factor
 
 
 @dataclass(frozen=True)
@@ -85,21 +102,22 @@ class NTKScaling(_UnitAmplitude):
         require_positive_fields(self, "factor")
 
     def scaled_frequencies(
-        self, theta: float, width: int, *, device: torch.device | str = "cpu"
+        self, theta: float, width: int, **arithmetic: Unpack[Arithmetic]
     ) -> Float[Tensor, " pairs"]:
         """Return the scaled frequencies of ``width`` rotated channels.
 
         Raises:
             OptionError: a width of 2, whose only frequency is 1 for every theta.
         """
-        if width == 2:
+        base = arithmetic.get("exponent_width") or width
+        if base == 2:
             raise OptionError(
                 saw=f"NTKScaling(factor={self.factor}) of a rotary width of 2",
                 needed="at least two pairs: a width from 4",
                 do=f"LinearScaling({self.factor})",
             )
-        larger = theta * self.factor ** (width / (width - 2))
-        return unscaled_frequencies(larger, width, device=device)
+        larger = theta * self.factor ** (base / (base - 2))
+        return unscaled_frequencies(larger, width, **arithmetic)
 
 
 @dataclass(frozen=True)
@@ -161,7 +179,7 @@ class YarnScaling:
         return self._attention_magnitude(1.0)
 
     def scaled_frequencies(
-        self, theta: float, width: int, *, device: torch.device | str = "cpu"
+        self, theta: float, width: int, **arithmetic: Unpack[Arithmetic]
     ) -> Float[Tensor, " pairs"]:
         """Return the scaled frequencies of ``width`` rotated channels.
 
@@ -169,9 +187,9 @@ class YarnScaling:
             OptionError: theta up to 1, or an original_length in which no pair is on the ramp.
         """
         first, last = self.ramp_bounds(theta, width)
-        pairs = torch.arange(width // 2, dtype=torch.float32, device=device)
+        periods = _tokens_per_radian(theta, width, **arithmetic)
+        pairs = torch.arange(len(periods), dtype=periods.dtype, device=periods.device)
         unscaled = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
-        periods = _tokens_per_radian(theta, width, device)
         return 1.0 / (self.factor * periods) * (1 - unscaled) + 1.0 / periods * unscaled
 
     def ramp_bounds(self, theta: float, width: int) -> tuple[float, float]:
@@ -238,10 +256,10 @@ class Llama3Scaling(_UnitAmplitude):
             )
 
     def scaled_frequencies(
-        self, theta: float, width: int, *, device: torch.device | str = "cpu"
+        self, theta: float, width: int, **arithmetic: Unpack[Arithmetic]
     ) -> Float[Tensor, " pairs"]:
         """Return the scaled frequencies of ``width`` rotated channels."""
-        plain = unscaled_frequencies(theta, width, device=device)
+        plain = unscaled_frequencies(theta, width, **arithmetic)
         turns = self.original_length / (2 * math.pi / plain)
         unscaled = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         unscaled = unscaled.clamp(0, 1)

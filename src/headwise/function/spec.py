@@ -14,7 +14,11 @@ from enum import Enum
 from itertools import product
 from typing import Any, Final, Literal, Self, get_args
 
+import torch
+from torch import Tensor
+
 from headwise.errors import OptionError
+from headwise.function.distance import BIAS_MAX, alibi_slope_values
 from headwise.function.scaling import Scaling
 from headwise.support.text import describe_value
 
@@ -22,7 +26,8 @@ Pairing = Literal["half-split", "interleaved"]
 NormKind = Literal["rms", "layer", "l2"]
 Over = Literal["head", "width"]
 Place = Literal["before", "after"]
-# A number that may be FROM_CONFIG. As any type, so that arithmetic after `resolve` needs no cast.
+# A number that may be FROM_CONFIG, or a size that may be None. As any type, so that arithmetic with
+# resolved numbers needs no cast.
 Open = Any
 
 
@@ -74,12 +79,31 @@ class RotaryRule:
         width: number of leading channels of a head that turn; None for all.
         pairing: which two channels turn together; in a layout, that of its rows.
         scaling: of the frequencies; None for none.
+        exponent_width: pair i turns by theta ** (-2i / exponent_width); ``width`` if None.
+        span: distance of the two channels of a half-split pair; half the width if None.
+        attention_factor: factor of rotated channels; that of the scaling if None.
+        q_offset, k_offset: added to the positions.
+        dtype: to which the frequencies are rounded; None for none.
     """
 
     theta: float | Open = FROM_CONFIG
-    width: int | Open | None = None
+    width: int | Open = None
     pairing: Pairing = "half-split"
     scaling: Scaling | Open | None = FROM_CONFIG
+    # Numbers that ported code gets wrong; no layer has others than these.
+    exponent_width: int | None = None
+    span: int | None = None
+    attention_factor: float | None = None
+    q_offset: float = 0.0
+    k_offset: float = 0.0
+    dtype: torch.dtype | None = None
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of rotated channels."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 1.0 if self.scaling is None else float(self.scaling.amplitude)
 
 
 @dataclass(frozen=True)
@@ -126,17 +150,19 @@ class AlibiRule:
     Attributes:
         bias_max: sets all slopes; see `headwise.layers.alibi_slopes`.
         before_scale: True if the bias is added before the products are scaled, as in Falcon.
+        slopes: of each head, where they follow another rule.
     """
 
-    bias_max: float = 8.0
+    bias_max: float = BIAS_MAX
     before_scale: bool = False
+    slopes: tuple[float, ...] | None = None
 
     @property
     def words(self) -> str:
         """Words such as "alibi before the scale"."""
         if self.before_scale:
             return "alibi before the scale"
-        return "alibi" if self.bias_max == 8.0 else f"alibi with bias_max={self.bias_max:g}"
+        return "alibi" if self.bias_max == BIAS_MAX else f"alibi with bias_max={self.bias_max:g}"
 
 
 @dataclass(frozen=True)
@@ -171,9 +197,9 @@ class AttentionSpec:
         output_gate: a gate of each "head" or "channel" of the head outputs, computed from x.
     """
 
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+    num_heads: int | Open = None
+    num_kv_heads: int | Open = None
+    head_dim: int | Open = None
     scale: float | ScaleRule | Unset = USUAL_SCALE
     rotary: RotaryRule | Other | Unset = ABSENT
     qk_norm: NormRule | Other | Unset = ABSENT
@@ -205,10 +231,45 @@ class AttentionSpec:
     def factor(self) -> float:
         """The scale as a number."""
         if isinstance(self.scale, ScaleRule):
-            assert self.head_dim is not None
             return self.scale.scale(self.head_dim)
         assert not isinstance(self.scale, Unset)
         return self.scale
+
+    @property
+    def norm(self) -> NormRule | None:
+        """The normalisation of queries and keys, None where headwise computes none."""
+        return self.qk_norm if isinstance(self.qk_norm, NormRule) else None
+
+    @property
+    def cap(self) -> float | None:
+        """The bound of the scores, None for none."""
+        return self.softcap.limit if isinstance(self.softcap, Softcap) else None
+
+    @property
+    def sides(self) -> tuple[int | None, int | None] | None:
+        """The window, None for none."""
+        return self.window if isinstance(self.window, tuple) else None
+
+    @property
+    def buckets(self) -> BucketRule | None:
+        """The buckets of distances with a learned score bias, None for none."""
+        return self.score_bias if isinstance(self.score_bias, BucketRule) else None
+
+    @property
+    def slopes(self) -> Tensor | None:
+        """The slope of each head by ALiBi, (heads,), float64; None for none."""
+        rule = self.score_bias
+        if not isinstance(rule, AlibiRule):
+            return None
+        if rule.slopes is not None:
+            return torch.tensor(rule.slopes, dtype=torch.float64)
+        # The layers hold the slopes in float32.
+        return torch.tensor(alibi_slope_values(self.num_heads, rule.bias_max)).double()
+
+    @property
+    def group(self) -> int:
+        """The number of query heads that share a kv head."""
+        return int(self.num_heads // self.num_kv_heads)
 
     @property
     def is_rotary_width_open(self) -> bool:

@@ -1,18 +1,6 @@
 """Score biases by distance: ALiBi's slopes, and T5's learned buckets.
 
-ALiBi (Press et al. 2022, arXiv:2108.12409) is a penalty that grows linearly with distance. For n
-heads, n a power of two, head h (from 1) has the slope ``2 ** (-8 h / n)``. For other numbers of
-heads the paper's code (ofirpress/attention_with_linear_biases; BLOOM, Falcon) takes the slopes of
-the next lower power of two, then every other slope of the next higher one. MPT's rule
-(mosaicml/llm-foundry) gives the same slopes in the same order; MPT makes the 8 an option.
-
-Falcon adds its bias before the scores are scaled, and rounds the slopes to bfloat16. Its slopes
-here are therefore divided by the root of head_dim.
-
-T5's relative position bias is one learned number for each head and bucket of distances. Each short
-distance has its own bucket; longer ones share buckets that grow with the logarithm. The last
-bucket holds all distances from ``max_distance`` on (Raffel et al. 2020, arXiv:1910.10683, section
-2.1; Mesh TensorFlow, transformer_layers.py).
+The formulas are in `headwise.function.distance`.
 """
 
 from __future__ import annotations
@@ -27,10 +15,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
+from headwise.function.distance import (
+    BIAS_MAX,
+    alibi_slope_values,
+    bucket_of_distances,
+    count_unshared_distances,
+)
 from headwise.masks.clause import Align
 from headwise.masks.score_bias import ScoreBias
-
-BIAS_MAX = 8.0  # the last head's slope is 2 ** -BIAS_MAX
 
 
 @runtime_checkable
@@ -95,7 +87,7 @@ def alibi_slopes(num_heads: int, *, bias_max: float = BIAS_MAX) -> Float[Tensor,
         OptionError: num_heads below 1, or a ``bias_max`` that is not positive and finite.
     """
     _require_slope_options(num_heads, bias_max)
-    return torch.tensor(_alibi_slope_values(num_heads, bias_max), dtype=torch.float32)
+    return torch.tensor(alibi_slope_values(num_heads, bias_max), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,7 @@ class AlibiSlopes(FixedTable):
         dtype: torch.dtype | None = None,
     ) -> None:
         _require_slope_options(num_heads, bias_max)
-        slopes = _alibi_slope_values(num_heads, bias_max)
+        slopes = alibi_slope_values(num_heads, bias_max)
         super().__init__(slopes, least=torch.float32, device=device, dtype=dtype)
         self.bias_max = bias_max
 
@@ -162,17 +154,6 @@ def _require_slope_options(num_heads: int, bias_max: float) -> None:
             needed="a positive finite number",
             do=f"bias_max={BIAS_MAX}, the paper's",
         )
-
-
-def _alibi_slope_values(num_heads: int, bias_max: float) -> tuple[float, ...]:
-    # Python floats, which fake tensors and default devices do not affect.
-    below = 2 ** (num_heads.bit_length() - 1)
-    above = _geometric_slopes(2 * below, bias_max)
-    return (_geometric_slopes(below, bias_max) + above[::2])[:num_heads]
-
-
-def _geometric_slopes(count: int, bias_max: float) -> tuple[float, ...]:
-    return tuple(2 ** (-bias_max * (head + 1) / count) for head in range(count))
 
 
 # ---- T5 --------------------------------------------------------------------------------------
@@ -229,18 +210,13 @@ class T5Bias:
 
     def bucket_of(self, distances: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Return the bucket of each distance ``key - query``."""
-        buckets = self.buckets // 2 if self.bidirectional else self.buckets
-        near = self._count_unshared_distances()
-        later = (distances > 0) * (self.buckets - buckets)
-        far = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
-        # Float32 in T5's order of operations: the last bit decides where a bucket begins.
-        steps = torch.log(far.clamp(min=near).float() / near) / math.log(self.max_distance / near)
-        shared = (near + (steps * (buckets - near)).long()).clamp(max=buckets - 1)
-        return later + torch.where(far < near, far, shared)
+        return bucket_of_distances(
+            distances, self.buckets, self.max_distance, bidirectional=self.bidirectional
+        )
 
     def _count_unshared_distances(self) -> int:
         """Return the number of distances with their own bucket, on each side."""
-        return self.buckets // (4 if self.bidirectional else 2)
+        return count_unshared_distances(self.buckets, bidirectional=self.bidirectional)
 
 
 class T5BucketTable(FixedTable):

@@ -13,12 +13,11 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from headwise.errors import OptionError
+from headwise.function.norm import normalise
 from headwise.function.spec import NormRule, Over, Place
 from headwise.support.text import describe_value
-from headwise.support.tracing import is_jit_tracing
 
 Kind = Literal["rms", "layer"]
 _CHOICES = {"kind": ("rms", "layer"), "over": ("head", "width"), "place": ("before", "after")}
@@ -90,6 +89,11 @@ class QKNorm:
         offset = 1.0 if self.one_plus else 0.0
         return NormRule(self.kind, self.over, self.place, offset, self.eps)
 
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Normalise the last axis of ``x``."""
+        offset = 1.0 if self.one_plus else 0.0
+        return normalise(x, weight, bias, kind=self.kind, eps=self.eps, weight_offset=offset)
+
     def module(
         self,
         width: int,
@@ -102,27 +106,6 @@ class QKNorm:
         ``width`` is head_dim for ``over="head"``, num_heads * head_dim for ``over="width"``.
         """
         return Norm(self, width, device=device, dtype=dtype)
-
-
-def normalise(
-    x: Float[Tensor, "*axes width"],
-    weight: Float[Tensor, " width"],
-    bias: Float[Tensor, " width"] | None,
-    *,
-    options: QKNorm,
-) -> Float[Tensor, "*axes width"]:
-    """Normalise the last axis; a bias makes it the norm of kind "layer"."""
-    exact, eps = torch.promote_types(x.dtype, torch.float32), options.eps
-    wide, weight = x.to(exact), weight.to(exact)
-    if options.one_plus:
-        weight = 1.0 + weight
-    if bias is None and torch.onnx.is_in_onnx_export() and is_jit_tracing():
-        # torch's older ONNX exporter has no rms_norm.
-        mean = wide.square().mean(-1, keepdim=True)
-        return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)
-    if bias is None:
-        return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
-    return F.layer_norm(wide, weight.shape, weight, bias.to(exact), eps).to(x.dtype)
 
 
 class Norm(nn.Module):
@@ -157,7 +140,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
         """Divide x by its root mean square, or subtract its mean and divide by its deviation."""
-        return normalise(x, self.weight, self.bias, options=self.options)
+        return self.options.normalise(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Return the width and the options."""

@@ -11,8 +11,8 @@ from headwise.diagnosis.causes.catalogue import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
 from headwise.diagnosis.search import CauseSearchResult, search_causes
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
-from headwise.diagnosis.simulation.settings import RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.function.spec import AttentionSpec, RotaryRule
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WIDTH = 4, 2, 10, 6, 26
 TOKENS, BATCH = 18, 3
@@ -36,7 +36,12 @@ def model_of(**settings: object) -> AttentionModel:
         name: torch.randn(shape, generator=generator, dtype=torch.float64) * SPREAD.get(name, 0.3)
         for name, shape in shapes.items()
     }
-    plain = Settings(HEADS, KV_HEADS, HEAD_DIM**-0.5, rotary=RotaryForm(10_000.0, HEAD_DIM))
+    plain = AttentionSpec(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        rotary=RotaryRule(10_000.0, HEAD_DIM, scaling=None),
+    )
     return AttentionModel(plain, weights).with_settings(**settings)
 
 

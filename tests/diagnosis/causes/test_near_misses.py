@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, key_query_distances
-from headwise.diagnosis.simulation.settings import NormForm
+from headwise.function.spec import NormRule
 from tests.diagnosis.causes.faulty_models import (
     BATCH,
     HEAD_DIM,
@@ -121,7 +121,7 @@ def dropped_without_a_factor(weights: Tensor) -> Tensor:
 
 def other_kv_heads(forced: ForcedStage) -> Tensor:
     keys = forced.keys_of_all_calls[:, [0, 1, 1, 0]]
-    return forced["q after rotary"] @ keys.mT * forced.settings.scale
+    return forced["q after rotary"] @ keys.mT * forced.settings.factor
 
 
 def with_theta_and_noise(model: AttentionModel) -> AttentionModel:
@@ -161,7 +161,7 @@ ROTARY = (
     "rotary missing",
     "rotary permutation missing",
 )
-NORM = {"rotary": None, "norm": NormForm()}
+NORM = {"rotary": None, "qk_norm": NormRule(eps=1e-6)}
 CAUSAL: dict[str, object] = {"causal": True}
 ALIBI = {"causal": True, "rotary": None, "slopes": SLOPES}
 
@@ -180,14 +180,14 @@ NEAR_MISSES = (
     NearMiss("mask added as 0/1", of_stage("scores", mask_times_five), {}, True),
     NearMiss(
         "distance bias coefficient",
-        lambda model: model.with_settings(slopes=SLOPES * by_head((2, 3, 4, 5)).flatten()),
+        lambda model: model.with_slopes(SLOPES * by_head((2, 3, 4, 5)).flatten()),
         ALIBI,
         False,
         BIASES,
     ),
     NearMiss(
         "distance bias slope rule",
-        lambda model: model.with_settings(slopes=SLOPES + 0.01),
+        lambda model: model.with_slopes(SLOPES + 0.01),
         ALIBI,
         False,
         BIASES,
@@ -206,9 +206,11 @@ NEAR_MISSES = (
     NearMiss("dtype's rounding of weights", with_random_rounding),
     NearMiss("weights at their initial values", with_other_weights_beside),
     NearMiss("factor", after("v", lambda v: v * (1 + 0.1 * v.tanh()))),
-    NearMiss("qk-norm kind", lambda m: m.with_settings(norm=NormForm(eps=0.1)), NORM),
+    NearMiss("qk-norm kind", lambda m: m.with_settings(qk_norm=NormRule(eps=0.1)), NORM),
     NearMiss(
-        "qk-norm weight offset", lambda m: m.with_settings(norm=NormForm(weight_offset=0.5)), NORM
+        "qk-norm weight offset",
+        lambda m: m.with_settings(qk_norm=NormRule(weight_offset=0.5, eps=1e-6)),
+        NORM,
     ),
     NearMiss("qk-norm place", after("q after norm", lambda q: q * q.norm(dim=-1)[..., None]), NORM),
     NearMiss("rotary theta", with_theta_and_noise, {}, False, ROTARY[:2]),

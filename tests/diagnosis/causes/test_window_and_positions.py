@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.settings import NormForm
 from headwise.diagnosis.simulation.stages import Inputs
+from headwise.function.spec import NormRule
 from tests.diagnosis.causes.faulty_models import (
     HEADS,
     KV_HEADS,
@@ -97,7 +97,7 @@ def test_heads_with_norms_over_the_width_and_sinks() -> None:
         name: torch.rand(count, 10, generator=generator) + 0.5 for name, count in sizes.items()
     }
     sink = torch.randn(HEADS, generator=generator).double()
-    model = model_of(rotary=None, norm=NormForm(over="width"))
+    model = model_of(rotary=None, qk_norm=NormRule(over="width", eps=1e-6))
     model = model.with_weights(**{name: x.double() for name, x in norms.items()})
     weights = dict(model.weights)
     for name in weights.keys() - {"bo"}:

@@ -227,13 +227,13 @@ class NumberOfHeadsCause(Cause):
             kv_heads, other = divmod(widths["k"], head_dim) if not rest else (0, 1)
             if rest or other or not kv_heads or widths["v"] % kv_heads or heads % kv_heads:
                 continue
-            rotary = settings.rotary
+            rotary = settings.rotation
             is_too_wide = rotary and head_dim < rotary.width < model.weights["wq"].shape[1]
             is_odd = rotary and head_dim % 2
             if heads == settings.num_heads or is_odd or is_too_wide:
                 continue
-            is_usual = math.isclose(settings.scale, model.weights["wq"].shape[1] ** -0.5)
-            for scale in {head_dim**-0.5 if is_usual else settings.scale, settings.scale}:
+            is_usual = math.isclose(settings.factor, model.weights["wq"].shape[1] ** -0.5)
+            for scale in {head_dim**-0.5 if is_usual else settings.factor, settings.factor}:
                 other_model = _make_model_with_heads(model, heads, kv_heads, scale)
                 if other_model is not None:
                     repair = f"num_heads={settings.num_heads}"
@@ -262,15 +262,14 @@ def _make_model_with_heads(
         return None  # the weight of a norm over the channels of a head
     for name in roles.keys() & weights.keys():
         weights[name] = weights[name].flatten(0, 1).unflatten(0, (counts[roles[name]], -1))
-    slopes, rotary = model.settings.slopes, model.settings.rotary
+    slopes, rotary = model.settings.slopes, model.settings.rotation
     if slopes is not None:
         slopes = alibi_slopes(heads).double()
     if rotary is not None and rotary.width == model.weights["wq"].shape[1]:
         rotary = replace(rotary, width=weights["wq"].shape[1])
     changed = replace(model, weights=weights)
-    return changed.with_settings(
-        num_heads=heads, num_kv_heads=kv_heads, scale=scale, slopes=slopes, rotary=rotary
-    )
+    changed = changed.with_slopes(slopes) if slopes is not None else changed
+    return changed.with_settings(num_heads=heads, num_kv_heads=kv_heads, scale=scale, rotary=rotary)
 
 
 class KVHeadsTiledCause(MovedProjectionsCause):
@@ -327,7 +326,7 @@ def _tile_kv_heads(forced: ForcedStage) -> Tensor:
     stages = {**forced.call.stages, source: forced[source][:, order]}
     model: AttentionModel = forced.model
     if settings.slopes is not None:
-        model = model.with_settings(slopes=settings.slopes[order])
+        model = model.with_slopes(settings.slopes[order])
     return replace(forced, model=model, call=forced.call.with_stages(stages)).usual_result()[
         :, places
     ]

@@ -135,7 +135,7 @@ class DecodingWindowCause(Cause):
         settings = evidence.model.settings
         if not has_later_calls(evidence):
             return
-        left, right = (None, None) if settings.window is None else settings.window
+        left, right = (None, None) if settings.sides is None else settings.sides
         for other in (None, *range(MOST_KEYS)):
             if other != left:
                 changed = evidence.model.with_settings(

@@ -56,7 +56,7 @@ class CausalAlignmentCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return causal masks shifted by up to MOST_SHIFTS keys, none, and top-left alignment."""
         settings = evidence.model.settings
-        left, right = settings.window or (None, None)
+        left, right = settings.sides or (None, None)
         is_causal = settings.causal or right == 0
         repair = "a query attends to keys up to its own position" if is_causal else "no causal mask"
         for shift in range(-MOST_SHIFTS, MOST_SHIFTS + 1) if is_causal or right is None else ():
@@ -339,10 +339,10 @@ class WindowOffByOneCause(Cause):
         A window differs before a query, after it, or on both sides; or there is no bound at all.
         """
         settings = evidence.model.settings
-        if settings.window is None and not settings.causal:
+        if settings.sides is None and not settings.causal:
             yield from _variants_of_windowed_masks(evidence)
             return
-        left, right = settings.window or (None, None)
+        left, right = settings.sides or (None, None)
         if right is not None:
             model = evidence.model.with_settings(window=None, causal=False)
             yield Variant(model, {"window": "none"}, f"window=({left}, {right})")

@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.projections import flatten_tokens
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
-from headwise.diagnosis.simulation.settings import NormForm
+from headwise.function.spec import NormRule
 
 KINDS: tuple[Literal["rms", "layer", "l2"], ...] = ("rms", "layer", "l2")
 OVER: tuple[Literal["head", "width"], ...] = ("head", "width")
@@ -56,16 +56,18 @@ class QKNormKindCause(Cause):
         if norm is None:
             for kind in KINDS:
                 for over in OVER:
-                    model = evidence.model.with_settings(norm=NormForm(kind, over))
+                    model = evidence.model.with_settings(qk_norm=NormRule(kind, over, eps=1e-6))
                     parameters = {"norm": f"{kind} over the {over}, without weights"}
                     yield Variant(model, parameters, "leave out the norm of q and k")
             return
         repair = f"{norm.kind} norm over the {norm.over}"
-        yield Variant(evidence.model.with_settings(norm=None), {"norm": "none"}, repair)
+        yield Variant(evidence.model.with_settings(qk_norm=None), {"norm": "none"}, repair)
         for kind in KINDS:
             for over in OVER:
                 if (kind, over) != (norm.kind, norm.over):
-                    model = evidence.model.with_settings(norm=replace(norm, kind=kind, over=over))
+                    model = evidence.model.with_settings(
+                        qk_norm=replace(norm, kind=kind, over=over)
+                    )
                     yield Variant(model, {"norm": f"{kind} over the {over}"}, repair)
 
 
@@ -106,7 +108,7 @@ class QKNormPlaceCause(Cause):
         norm = evidence.model.settings.norm
         if norm is not None:
             place: Literal["before", "after"] = "after" if norm.place == "before" else "before"
-            model = evidence.model.with_settings(norm=replace(norm, place=place))
+            model = evidence.model.with_settings(qk_norm=replace(norm, place=place))
             yield Variant(model, {"place": place}, f"normalise {norm.place} the rotation")
 
 
@@ -144,7 +146,7 @@ class QKNormWeightOffsetCause(Cause):
         norm = evidence.model.settings.norm
         if norm is not None:
             offset = 0.0 if norm.weight_offset else 1.0
-            model = evidence.model.with_settings(norm=replace(norm, weight_offset=offset))
+            model = evidence.model.with_settings(qk_norm=replace(norm, weight_offset=offset))
             right = "1 + w" if norm.weight_offset else "w"
             yield Variant(model, {"offset": offset}, f"multiply by {right}, w the stored weight")
 

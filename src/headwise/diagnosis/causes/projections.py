@@ -82,7 +82,7 @@ def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
     rows = _collect_stage_rows(model, calls)
     if rows is None:
         return
-    rotary, biases = model.settings.rotary, extract_rows(model.weights).biases
+    rotary, biases = model.settings.rotation, extract_rows(model.weights).biases
     tolerance = max(default_tolerance(call.dtype) for call in calls)
     transposed = _predict_with_transposed_square_matrices(model, calls, rows[0].roles)
     for moved in ("weights", "biases") if biases else ("weights",):

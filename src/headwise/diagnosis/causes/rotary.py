@@ -14,9 +14,10 @@ from torch import Tensor
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.simulation.gaps import WHOLE, all_heads_agree_within_rounding
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
-from headwise.diagnosis.simulation.settings import Pairing, RotaryForm
 from headwise.errors import OptionError
+from headwise.function.rotary import frequencies_of_rule, rotate_by_angles
 from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling
+from headwise.function.spec import Pairing, RotaryRule
 
 
 class RotaryThetaCause(Cause):
@@ -47,7 +48,7 @@ class RotaryThetaCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the family of all bases from 10 to 10 million."""
-        rotary = evidence.model.settings.rotary
+        rotary = evidence.model.settings.rotation
         if rotary is None:
             return
         right = rotary.theta
@@ -86,7 +87,7 @@ class RotaryMissingCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the model without its rotation; where it has none, rotations of all bases."""
-        if evidence.model.settings.rotary is not None:
+        if evidence.model.settings.rotation is not None:
             model = evidence.model.with_settings(rotary=None)
             yield Variant(model, {}, "rotate q and k: Rotary(...)")
             return
@@ -97,7 +98,7 @@ class RotaryMissingCause(Cause):
 def _add_rotation(model: AttentionModel, pairing: Pairing, theta: float) -> Variant:
     """Return the model with a rotation of all channels."""
     width = model.weights["wq"].shape[1] // 2 * 2
-    rotary = RotaryForm(theta, width, pairing)
+    rotary = RotaryRule(theta, width, pairing, scaling=None)
     parameters = {"rotary": pairing, "theta": theta}
     return Variant(model.with_settings(rotary=rotary), parameters, "leave out the rotation")
 
@@ -132,7 +133,7 @@ class RotaryPairingCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the other convention."""
-        rotary = evidence.model.settings.rotary
+        rotary = evidence.model.settings.rotation
         if rotary is None:
             return
         other: Pairing = "interleaved" if rotary.pairing == "half-split" else "half-split"
@@ -168,7 +169,7 @@ class RotaryPartialWidthCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return every even width, with frequencies that follow it and with the right ones."""
-        rotary = evidence.model.settings.rotary
+        rotary = evidence.model.settings.rotation
         if rotary is None:
             return
         head_dim = evidence.model.weights["wq"].shape[1]
@@ -205,7 +206,7 @@ class RotaryWholeHeadPairsCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return pairs that are half a head apart."""
-        rotary = evidence.model.settings.rotary
+        rotary = evidence.model.settings.rotation
         head_dim = evidence.model.weights["wq"].shape[1]
         if rotary is None or rotary.width == head_dim:
             return
@@ -245,7 +246,7 @@ class RotaryExponentWidthCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return every even n up to twice head_dim."""
-        rotary = evidence.model.settings.rotary
+        rotary = evidence.model.settings.rotation
         if rotary is None or rotary.width < 4:
             return
         head_dim = evidence.model.weights["wq"].shape[1]
@@ -290,7 +291,7 @@ class RotaryPositionOffsetCause(Cause):
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return offsets of up to MOST tokens of queries and of keys, not the same for both."""
         parted = [stage[0] for stage in self.stages if evidence.parted_calls_and_heads(stage)]
-        if evidence.model.settings.rotary is None or _has_equal_offsets(evidence):
+        if evidence.model.settings.rotation is None or _has_equal_offsets(evidence):
             return
         for role in parted or ("q", "k"):
             for offset in OFFSETS:
@@ -340,7 +341,7 @@ class RotaryAxisCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return angles by head, by position and head, by batch, and by position from the end."""
-        rotary = evidence.model.settings.rotary
+        rotary = evidence.model.settings.rotation
         if rotary is None:
             return
         for axis in ("head", "position and head", "batch", "position from the end"):
@@ -351,14 +352,14 @@ class RotaryAxisCause(Cause):
 
 
 def _rotate_by_axis(axis: str, forced: ForcedStage) -> Tensor:
-    role, rotary = forced.stage[0], forced.settings.rotary
+    role, rotary = forced.stage[0], forced.settings.rotation
     x = forced[f"{role} after norm"]
     if rotary is None:  # another cause removed the rotation
         return x
     positions = forced.call.query_positions if role == "q" else forced.call.new_key_positions
     places = _positions_along_axis(axis, x, positions[:, None])
-    angles = places[..., None].double() * rotary.frequencies()
-    return rotary.rotate_by_angles(x, angles, *rotary.pair_slices())
+    angles = places[..., None].double() * frequencies_of_rule(rotary)
+    return rotate_by_angles(rotary, x, angles)
 
 
 def _positions_along_axis(axis: str, x: Tensor, positions: Tensor) -> Tensor:
@@ -401,7 +402,7 @@ class RotarySomeHeadsCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the model without a rotation of the heads that part."""
-        if evidence.model.settings.rotary is None:
+        if evidence.model.settings.rotation is None:
             return
         model, heads = evidence.model, {}
         for stage in self.stages:
@@ -449,7 +450,7 @@ class RotaryDtypeCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the frequencies rounded to each 16-bit dtype."""
-        if evidence.model.settings.rotary is None:
+        if evidence.model.settings.rotation is None:
             return
         for dtype in (torch.bfloat16, torch.float16):
             name = str(dtype).removeprefix("torch.")
@@ -490,7 +491,7 @@ class RotaryScalingKindCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return no scaling, and the other formulas with this factor or a usual one."""
-        rotary = evidence.model.settings.rotary
+        rotary = evidence.model.settings.rotation
         if rotary is None:
             return
         length = getattr(rotary.scaling, "original_length", None)
@@ -506,7 +507,7 @@ class RotaryScalingKindCause(Cause):
 
 
 def _list_other_scalings(
-    rotary: RotaryForm, factors: Sequence[float], lengths: Sequence[int]
+    rotary: RotaryRule, factors: Sequence[float], lengths: Sequence[int]
 ) -> Iterator[Scaling | None]:
     """Return the scalings of other kinds that have frequencies for this rotation."""
     made: list[Scaling | None] = [None]
@@ -517,7 +518,7 @@ def _list_other_scalings(
     for scaling in made:
         if type(scaling) is not type(rotary.scaling):
             with suppress(OptionError):  # no pair of channels on the ramp
-                replace(rotary, scaling=scaling).frequencies()
+                frequencies_of_rule(replace(rotary, scaling=scaling))
                 yield scaling
 
 
@@ -542,7 +543,7 @@ class RotaryScalingFactorCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return factors, with the attention factor that follows and with the right one."""
-        rotary = evidence.model.settings.rotary
+        rotary = evidence.model.settings.rotation
         if rotary is None or rotary.scaling is None:
             return
         scaling = rotary.scaling
@@ -583,7 +584,7 @@ class RotaryAttentionFactorCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the family of all factors."""
-        rotary = evidence.model.settings.rotary
+        rotary = evidence.model.settings.rotation
         if rotary is None:
             return
         right = rotary.amplitude

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.moves.changes import find_factor_formula
+from headwise.function.spec import Softcap
 from headwise.layers.distance import alibi_slopes
 
 
@@ -44,7 +45,7 @@ class ScaleCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the family of all factors of the right sign."""
-        right, wq = evidence.model.settings.scale, evidence.model.weights["wq"]
+        right, wq = evidence.model.settings.factor, evidence.model.weights["wq"]
         _, head_dim, width = wq.shape
 
         def make(scale: float) -> Variant:
@@ -85,7 +86,7 @@ class ScaleTwiceCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return the square of the scale."""
-        right = evidence.model.settings.scale
+        right = evidence.model.settings.factor
         if right != 1.0:
             model = evidence.model.with_settings(scale=right**2)
             yield Variant(model, {"scale": right**2}, "scale q or the scores, not both")
@@ -118,13 +119,13 @@ class SoftcapCause(Cause):
 
     def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
         """Return no softcap, and the family of all caps."""
-        right = evidence.model.settings.softcap
+        right = evidence.model.settings.cap
         repair = "softcap=None" if right is None else f"softcap={right:g}"
         if right is not None:
             yield Variant(evidence.model.with_settings(softcap=None), {"softcap": "none"}, repair)
 
         def make(softcap: float) -> Variant:
-            model = evidence.model.with_settings(softcap=softcap)
+            model = evidence.model.with_settings(softcap=Softcap(softcap))
             return Variant(model, {"softcap": softcap}, repair)
 
         yield Family(make, tuple(2.0**n for n in range(-1, 9)), is_log=True)
@@ -163,15 +164,17 @@ class DistanceBiasCoefficientCause(Cause):
         The slopes are those of the paper where there should be none.
         """
         model, slopes = evidence.model, evidence.model.settings.slopes
+        if model.settings.buckets is not None:
+            return  # a bias of another form
         is_missing = slopes is None
         if slopes is None:
             slopes = alibi_slopes(model.settings.num_heads).double()
         else:
-            none = model.with_settings(slopes=None)
+            none = model.with_slopes(None)
             yield Variant(none, {"coefficient": 0.0}, "add the bias by distance: Alibi()")
 
         def make(factor: float) -> Variant:
-            changed = model.with_settings(slopes=factor * slopes)
+            changed = model.with_slopes(factor * slopes)
             repair = f"slopes divided by {factor:.6g}"
             repair = "leave out the bias by distance" if is_missing else repair
             return Variant(changed, {"coefficient": factor}, repair)
@@ -211,7 +214,7 @@ class DistanceBiasSlopeRuleCause(Cause):
             return
         for rule, other in _slopes_of_every_rule(len(slopes)).items():
             if not torch.equal(other, slopes):
-                model = evidence.model.with_settings(slopes=other)
+                model = evidence.model.with_slopes(other)
                 yield Variant(model, {"rule": rule}, "alibi_slopes(num_heads)")
 
 

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
+from headwise.function.distance import bucket_of_distances
+from headwise.function.norm import normalise_heads as normalise_by_rule
+from headwise.function.rotary import rotate_by_rule
+from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec
 from headwise.function.stages import repeat_kv_heads
 from headwise.function.weights import State
 
@@ -36,7 +39,7 @@ class AttentionModel:
     """Attention as data, which computes any stage from the recorded stages before it.
 
     Attributes:
-        settings: sizes, scale, rotation and other settings.
+        settings: sizes, scale, rotation and the other settings, none of them open.
         weights: canonical tensors in float64 (`headwise.function.weights`).
         replaced: stage name -> the function that computes it in place of the usual one. It takes
             the `ForcedStage` stage, whose ``usual()`` is the usual result.
@@ -44,18 +47,27 @@ class AttentionModel:
             multiply by them; None where they do not.
     """
 
-    settings: Settings
+    settings: AttentionSpec
     weights: State
     replaced: Mapping[str, StageFunction] = field(default_factory=dict)
     of_weights: AttentionModel | None = None
 
     def with_settings(self, **changes: Any) -> AttentionModel:
-        """Return the model with other settings."""
-        return replace(self, settings=replace(self.settings, **changes))
+        """Return the model with other settings; None is ABSENT."""
+        stated: dict[str, Any] = {
+            name: ABSENT if value is None else value for name, value in changes.items()
+        }
+        return replace(self, settings=replace(self.settings, **stated))
+
+    def with_slopes(self, slopes: Tensor | None) -> AttentionModel:
+        """Return the model with other slopes of ALiBi, (heads,), or None."""
+        rule = None if slopes is None else AlibiRule(slopes=tuple(slopes.tolist()))
+        return self.with_settings(score_bias=rule)
 
     def with_rotary(self, **changes: Any) -> AttentionModel:
         """Return the model with fields of its rotation changed."""
-        return replace(self, settings=self.settings.with_rotary(**changes))
+        assert self.settings.rotation is not None
+        return self.with_settings(rotary=replace(self.settings.rotation, **changes))
 
     def with_weights(self, **changes: Tensor | None) -> AttentionModel:
         """Return the model with other weights; None removes one."""
@@ -73,11 +85,11 @@ class AttentionModel:
 
     def is_equal(self, other: AttentionModel) -> bool:
         """True if the settings and every tensor are equal, and no stage is replaced."""
-        mine, theirs = (model.weights | model.settings.tensors for model in (self, other))
+        mine, theirs = self.weights, other.weights
         return (
             not self.replaced
             and not other.replaced
-            and replace(self.settings, slopes=None) == replace(other.settings, slopes=None)
+            and self.settings == other.settings
             and mine.keys() == theirs.keys()
             and all(torch.equal(x, theirs[name]) for name, x in mine.items())
         )
@@ -112,7 +124,7 @@ class ForcedStage:
     substitute: StageFunction | None = None
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> AttentionSpec:
         """The settings of the model."""
         return self.model.settings
 
@@ -181,11 +193,11 @@ def normalise_heads(forced: ForcedStage) -> Tensor:
 def rotate_heads(forced: ForcedStage) -> Tensor:
     """Return queries or keys after the rotation and a norm that follows it."""
     role = forced.stage[0]
-    x, form = forced[f"{role} after norm"], forced.settings.rotary
+    x, form = forced[f"{role} after norm"], forced.settings.rotation
     if form is not None:
         is_query = role == "q"
         positions = forced.call.query_positions if is_query else forced.call.new_key_positions
-        x = form.rotate(x, positions + (form.q_offset if is_query else form.k_offset))
+        x = rotate_by_rule(form, x, positions + (form.q_offset if is_query else form.k_offset))
     return _apply_norm_at_place(forced, x, "after")
 
 
@@ -196,10 +208,7 @@ def _apply_norm_at_place(forced: ForcedStage, x: Tensor, place: str) -> Tensor:
     weight, bias = forced.weight(f"{role}_norm"), forced.weight(f"{role}_norm_bias")
     if weight is None:
         weight, bias = forced.weight(f"{role}_norms"), forced.weight(f"{role}_norms_bias")
-        weight, bias = (None if each is None else each[:, None] for each in (weight, bias))
-    x = norm.normalise_without_weight(x)
-    x = x if weight is None else x * (norm.weight_offset + weight)
-    return x if bias is None else x + bias
+    return normalise_by_rule(norm, x, weight, bias)
 
 
 def compute_scores(forced: ForcedStage) -> Tensor:
@@ -210,8 +219,8 @@ def compute_scores(forced: ForcedStage) -> Tensor:
 def scale_products(forced: ForcedStage) -> Tensor:
     """Return scaled and softcapped products of queries and keys."""
     q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
-    s = q @ repeat_kv_heads(keys, heads=q.shape[1]).mT * settings.scale
-    cap = settings.softcap
+    s = q @ repeat_kv_heads(keys, heads=q.shape[1]).mT * settings.factor
+    cap = settings.cap
     return s if cap is None else cap * torch.tanh(s / cap)
 
 
@@ -223,10 +232,13 @@ def key_query_distances(call: RecordedCall) -> Tensor:
 def add_distance_bias(forced: ForcedStage, s: Tensor) -> Tensor:
     """Return scores with the bias by distance."""
     settings, apart = forced.settings, key_query_distances(forced.call)
-    if settings.slopes is not None:
-        s = s - settings.slopes[:, None, None] * apart.abs().to(s.dtype)
+    if (slopes := settings.slopes) is not None:
+        s = s - slopes[:, None, None] * apart.abs().to(s.dtype)
     if settings.buckets is not None:
-        buckets = settings.buckets.bucket_of(apart.flatten()).reshape(apart.shape)
+        rule = settings.buckets
+        buckets = bucket_of_distances(
+            apart, rule.buckets, rule.max_distance, bidirectional=rule.bidirectional
+        )
         s = s + forced.model.weights["distances"][buckets[:, 0]].permute(0, 3, 1, 2)
     return s
 
@@ -243,8 +255,8 @@ def visible_keys(forced: ForcedStage) -> Tensor:
     seen = torch.ones_like(ahead, dtype=torch.bool)
     if settings.causal:
         seen = seen & (ahead <= 0)
-    if settings.window is not None:
-        left, right = settings.window
+    if settings.sides is not None:
+        left, right = settings.sides
         seen = seen if left is None else seen & (ahead >= -left)
         seen = seen if right is None else seen & (ahead <= right)
     return seen if call.inputs.mask is None else seen & call.inputs.mask

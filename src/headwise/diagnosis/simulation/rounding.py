@@ -24,8 +24,8 @@ from headwise.diagnosis.simulation.model import (
     ForcedStage,
     key_query_distances,
 )
-from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.function.rotary import frequencies_of_rule
 from headwise.function.stages import repeat_kv_heads
 
 MOST_KEPT = 1 << 22  # entries of a tensor whose moved copies are kept
@@ -184,7 +184,7 @@ def _change_by_one_perturbation(forced: ForcedStage, units: Units, draw: int) ->
         source=None if source is None else moved(source, "source"),
     )
     near = replace(call, inputs=inputs, stages={n: moved(x, n) for n, x in call.stages.items()})
-    other = replace(model, weights=weights, settings=_settings_with_float32_angles(model.settings))
+    other = _with_float32_angles(replace(model, weights=weights))
     if units.u < units.U:
         other = _store_stages(other, units.U, draw)
     change = other.predict_stage(stage, near) - forced.compute_stage()
@@ -218,9 +218,9 @@ def _count_stored_results(model: AttentionModel) -> dict[str, int]:
     counts = dict.fromkeys(("q", "k", "v"), 2)
     if settings.norm is not None:
         counts |= {"q after norm": 6, "k after norm": 6}
-    if settings.rotary is not None:
+    if settings.rotation is not None:
         counts |= {"q after rotary": 5, "k after rotary": 5}
-    counts |= {"scores": 5 if settings.softcap is None else 8, "weights": 3, "head outputs": 1}
+    counts |= {"scores": 5 if settings.cap is None else 8, "weights": 3, "head outputs": 1}
     return counts | {"output": 1 + settings.num_heads}
 
 
@@ -233,16 +233,16 @@ def _name_used_weights(call: RecordedCall, stage: str) -> set[str]:
     return names
 
 
-def _settings_with_float32_angles(settings: Settings) -> Settings:
-    """Return settings whose angles are off by as much as float32 frequencies make them.
+def _with_float32_angles(model: AttentionModel) -> AttentionModel:
+    """Return the model with angles that are off by as much as float32 frequencies make them.
 
     With theta * (1 + d), pair i turns by e d theta ** -e less, e = 2i / width, which is at most
     d / (2.718 log(theta)).
     """
-    if settings.rotary is None:
-        return settings
-    theta = settings.rotary.theta
-    return settings.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
+    if model.settings.rotation is None:
+        return model
+    theta = model.settings.rotation.theta
+    return model.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
 
 
 def _bound_projection(forced: ForcedStage, units: Units) -> Tensor:
@@ -263,20 +263,20 @@ def _bound_norm(forced: ForcedStage, units: Units) -> Tensor:
 
 def _bound_rotation(forced: ForcedStage, units: Units) -> Tensor:
     bound = _bound_norm(forced, units)
-    form = forced.settings.rotary
+    form = forced.settings.rotation
     if form is None or not form.width:
         return bound
     role = forced.stage[0]
     call, x = forced.call, forced.compute_stage()
     positions = call.query_positions if role == "q" else call.new_key_positions
-    largest = positions.abs().max() * form.frequencies().max()
+    largest = positions.abs().max() * frequencies_of_rule(form).max()
     size = forced[f"{role} after norm"].abs().amax(3, keepdim=True)
     return bound + (8 * units.U + FLOAT32 * largest) * form.amplitude * size.expand_as(x)
 
 
 def _bound_scores(forced: ForcedStage, units: Units) -> Tensor:
     q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
-    sizes = q.abs() @ repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.scale)
+    sizes = q.abs() @ repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.factor)
     bound = (q.shape[-1] * units.u + 8 * units.U) * sizes
     scores = forced.compute_stage()
     if scores.shape == bound.shape:  # numbers that are added to products round at their size

@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.settings import NormForm, RotaryForm, Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.adapters import merge_adapters
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import OptionError
-from headwise.function.rotary import Rotary
+from headwise.function.spec import AttentionSpec
 from headwise.function.stages import split_heads
 from headwise.layers.attention import Attention
 from headwise.layers.checks import POSITIONAL_OPTIONS
 from headwise.layers.conversion import state_per_head
 from headwise.layers.distance import AlibiSlopes, T5BucketTable
-from headwise.layers.norm import QKNorm
 from headwise.masks.mask import Mask
 
 
@@ -116,7 +114,7 @@ def mask_from_inputs(inputs: Inputs) -> Mask | None:
     return Mask.may_attend(allowed.squeeze(1) if allowed.shape[1] == 1 else allowed, axes=axes)
 
 
-def settings_from_layer(layer: Attention) -> Settings:
+def settings_from_layer(layer: Attention) -> AttentionSpec:
     """Return the settings of a layer as data.
 
     Raises:
@@ -129,33 +127,4 @@ def settings_from_layer(layer: Attention) -> Settings:
             needed="Alibi, T5Bias or none, whose formula is known",
             do="compare the layers without it, or as functions: compare(lambda x: a(x), b)",
         )
-    return Settings(
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
-        scale=layer.head_dim**-0.5 if layer.scale is None else layer.scale,
-        rotary=None if layer.rotary is None else _rotary_form(layer.rotary, layer.head_dim),
-        norm=None if layer.qk_norm is None else _norm_form(layer.qk_norm),
-        softcap=layer.softcap,
-        slopes=bias.numbers.double() if isinstance(bias, AlibiSlopes) else None,
-        buckets=bias.options if isinstance(bias, T5BucketTable) else None,
-        window=layer.window,
-    )
-
-
-def _rotary_form(rotary: Rotary, head_dim: int) -> RotaryForm:
-    return RotaryForm(
-        theta=rotary.theta,
-        width=rotary.rotated_width(head_dim),
-        pairing=rotary.pairing,
-        scaling=rotary.scaling,
-    )
-
-
-def _norm_form(norm: QKNorm) -> NormForm:
-    return NormForm(
-        kind=norm.kind,
-        over=norm.over,
-        place=norm.place,
-        weight_offset=1.0 if norm.one_plus else 0.0,
-        eps=norm.eps,
-    )
+    return layer.spec

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.probes import SEED
 from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.function import FAILURES, describe_error
 from headwise.diagnosis.subjects.modules import ModuleData, read_attention_modules
 from headwise.diagnosis.subjects.subject import read_dropout
 from headwise.errors import HeadwiseError, OptionError
+from headwise.function.spec import AttentionSpec
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.capture import capture_attention
@@ -405,7 +405,7 @@ def _make_layer_run(
             stages |= _split_stage_by_head(role, projected_rows, heads, matrix.q.shape[3])
     if data is not None and data.model is not None and "q" in stages and matrix.scale == 1:
         stages["q after rotary"] = _undo_scale_in_queries(
-            matrix.q, stages["q"], data.model.settings.scale
+            matrix.q, stages["q"], data.model.settings.factor
         )
     if data is not None and data.model is not None and "q" not in stages:
         stages |= _take_unrotated_heads_as_projections(stages, data.model.settings)
@@ -448,10 +448,10 @@ def _find_calls_of_cached_keys(
 
 
 def _take_unrotated_heads_as_projections(
-    stages: Mapping[str, Tensor], settings: Settings
+    stages: Mapping[str, Tensor], settings: AttentionSpec
 ) -> dict[str, Tensor]:
     """Return queries and keys as projections, where nothing comes between them and the scores."""
-    if settings.rotary is not None or settings.norm is not None:
+    if settings.rotation is not None or settings.norm is not None:
         return {}
     return {role: stages[f"{role} after rotary"] for role in "qk"}
 

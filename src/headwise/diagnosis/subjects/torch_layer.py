@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.settings import Settings
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import OptionError
+from headwise.function.spec import AttentionSpec
 from headwise.layouts.registry import layout
 
 
@@ -53,7 +53,10 @@ class TorchSubject(ModuleSubject):
         stored = layout("torch-packed" if is_packed else "torch-separate")
         heads = self.float64_layer.num_heads
         weights = stored.unpack(self.float64_layer.state_dict(), heads=heads)
-        return AttentionModel(Settings(heads, heads, self.float64_layer.head_dim**-0.5), weights)
+        spec = AttentionSpec(
+            num_heads=heads, num_kv_heads=heads, head_dim=self.float64_layer.head_dim
+        )
+        return AttentionModel(spec, weights)
 
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a layer in its dtype."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.layers.linear import apply_linear
-from headwise.layers.norm import Norm, normalise
+from headwise.layers.norm import Norm
 from headwise.sharding.heads.part import RankHeads, local_part
 from headwise.sharding.heads.sums import sum_forward, sum_forward_and_backward
 
@@ -75,7 +75,7 @@ class HeadsNorm(Norm):
         """Normalise the last axis; return the channels of this rank's heads."""
         weight = _take_part_of_rank(self.weight)
         assert weight is not None
-        normed = normalise(x, weight, _take_part_of_rank(self.bias), options=self.options)
+        normed = self.options.normalise(x, weight, _take_part_of_rank(self.bias))
         return normed if self.channels is None else normed[..., self.channels]
 
 
