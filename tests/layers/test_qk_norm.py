@@ -275,7 +275,7 @@ def test_what_the_older_exporter_to_onnx_traces_is_the_same(
     x, norm = normal(3, HEADS, LENGTH, HEAD_DIM), learned(QKNorm(), HEAD_DIM).double()
     expected = norm(x)
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
-    monkeypatch.setattr("headwise.layers.norm.is_jit_tracing", lambda: True)
+    monkeypatch.setattr("headwise.function.norm.is_jit_tracing", lambda: True)
     torch.testing.assert_close(norm(x), expected)
 
 

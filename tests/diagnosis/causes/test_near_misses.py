@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, key_query_distances
-from headwise.function.spec import NormRule
+from headwise.function.spec import AlibiRule, NormRule, Softcap
 from tests.diagnosis.causes.faulty_models import (
     BATCH,
     HEAD_DIM,
@@ -163,14 +163,14 @@ ROTARY = (
 )
 NORM = {"rotary": None, "qk_norm": NormRule(eps=1e-6)}
 CAUSAL: dict[str, object] = {"causal": True}
-ALIBI = {"causal": True, "rotary": None, "slopes": SLOPES}
+ALIBI = {"causal": True, "rotary": None, "score_bias": AlibiRule(slopes=tuple(SLOPES.tolist()))}
 
 NEAR_MISSES = (
     NearMiss("scale", after("scores", lambda s: s * by_head((0.9, 1.1, 1.3, 1.5)))),
     NearMiss("scale", after("scores", lambda s: noise(1.2 * s))),
     NearMiss("scale twice", lambda model: model.with_settings(scale=HEAD_DIM**-0.75)),
     NearMiss("softcap", after("scores", lambda s: s / (1 + s.abs() / 8))),
-    NearMiss("softcap", after("scores", lambda s: 8 * torch.erf(s / 8)), {"softcap": 30.0}),
+    NearMiss("softcap", after("scores", lambda s: 8 * torch.erf(s / 8)), {"softcap": Softcap(30.0)}),
     NearMiss("window off by one", of_stage("scores", each_head_its_window), CAUSAL),
     NearMiss("causal alignment", after("scores", last_row_shifted), CAUSAL),
     NearMiss("kv heads tiled instead of repeated", of_stage("scores", other_kv_heads)),
