@@ -170,7 +170,9 @@ NEAR_MISSES = (
     NearMiss("scale", after("scores", lambda s: noise(1.2 * s))),
     NearMiss("scale twice", lambda model: model.with_settings(scale=HEAD_DIM**-0.75)),
     NearMiss("softcap", after("scores", lambda s: s / (1 + s.abs() / 8))),
-    NearMiss("softcap", after("scores", lambda s: 8 * torch.erf(s / 8)), {"softcap": Softcap(30.0)}),
+    NearMiss(
+        "softcap", after("scores", lambda s: 8 * torch.erf(s / 8)), {"softcap": Softcap(30.0)}
+    ),
     NearMiss("window off by one", of_stage("scores", each_head_its_window), CAUSAL),
     NearMiss("causal alignment", after("scores", last_row_shifted), CAUSAL),
     NearMiss("kv heads tiled instead of repeated", of_stage("scores", other_kv_heads)),
