@@ -32,6 +32,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.dia.configuration_dia import DiaDecoderConfig
+from transformers.models.dia.modeling_dia import DiaCrossAttention
 
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
@@ -372,6 +374,23 @@ def test_a_fault_of_torchs_own_layer_is_placed_in_it(batch_first: bool) -> None:
     assert diagnosis.model is not None
     assert names(diagnosis.model) == {"layers.1.self_attn": ["square matrix transposed"]}
     assert not diagnosis.model.difference_outside_attention
+
+
+def test_a_source_of_another_name_is_passed_to_a_module() -> None:
+    sizes = {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+    cross = {"cross_hidden_size": 24} | {f"cross_{name}": size for name, size in sizes.items()}
+    config = DiaDecoderConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, **sizes, **cross)
+    config._attn_implementation = "eager"
+    module = DiaCrossAttention(config, 0)  # which takes cross_attention_states
+    without_bias = {f"{name}_bias": False for name in ("q", "k", "v", "out")}
+    layer = Attention(32, 4, source_dim=24, scale=1.0, **without_bias)
+    state = module.state_dict()
+    state["out_proj.weight"] = state.pop("o_proj.weight")
+    layer.load_state_dict(state)
+    assert compare(module, layer).verdict is Verdict.SAME
+    with torch.no_grad():
+        layer.k_proj.weight.mul_(1.5)
+    assert compare(module, layer).verdict is Verdict.DIFFERENT
 
 
 def test_cross_attention_of_torch_is_compared_with_its_weights() -> None:

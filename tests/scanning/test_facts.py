@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from headwise.scanning._scan import scan
 from headwise.scanning.call import CapturedCall
-from headwise.scanning.capture import capture_attention
+from headwise.scanning.record import record_attention
 from tests.scanning.models import (
     BATCH,
     HEADS,
@@ -39,7 +39,7 @@ def record_call_sizes(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, 
     def settled(call: CapturedCall) -> None:
         found[call.layer] = call
 
-    with torch.no_grad(), capture_attention(model, on_complete=settled):
+    with torch.no_grad(), record_attention(model, on_complete=settled):
         model(*args, **kwargs)
     return found
 

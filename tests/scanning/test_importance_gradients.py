@@ -14,9 +14,9 @@ from headwise.errors import OptionError
 from headwise.function.budget import BACKWARD, Budget
 from headwise.models import planted
 from headwise.scanning._scan import scan
-from headwise.scanning.capture import capture_attention
 from headwise.scanning.importance import gradients
 from headwise.scanning.importance._gradients import UNRECORDED, Gates
+from headwise.scanning.record import record_attention
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance import STATISTICS
@@ -183,9 +183,9 @@ def test_gates_change_no_bit() -> None:
         model = Mixing().to(dtype).eval()
         x = torch.randn(BATCH, LENGTH, EMBED, dtype=dtype)
         gates = Gates(SelectedLayers(None), causal=False)
-        with capture_attention(model, lambda call: None):
+        with record_attention(model, lambda call: None):
             plain = model(x)
-        with capture_attention(model, gates):
+        with record_attention(model, gates, gradients=True):
             gated = model(x)
         assert torch.equal(plain, gated)
         gates.add_gradients_of_losses(squares(gated, x).double())

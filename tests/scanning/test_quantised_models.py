@@ -11,7 +11,7 @@ import torch
 from headwise.errors import OptionError
 from headwise.scanning._scan import scan
 from headwise.scanning.file import hash_nested_content
-from headwise.scanning.modules import dequantize_weight, plain_tensors_of_weight
+from headwise.scanning.weights import dequantize_weight, plain_tensors_of_weight
 from tests.scanning.models import BATCH, CASES, LENGTH, llama, tokens
 from tests.scanning.test_facts import record_call_sizes
 

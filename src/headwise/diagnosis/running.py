@@ -30,9 +30,8 @@ from headwise.layouts.modules import NamedModule
 from headwise.layouts.sizes import Sizes
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning.call import CapturedCall
-from headwise.scanning.capture import capture_attention
 from headwise.scanning.inputs import require_finite_parameters
-from headwise.support.modes import evaluation_mode
+from headwise.scanning.record import record_attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +86,8 @@ def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[Firs
         )
 
     require_finite_parameters(model)  # NaN agrees with nothing
-    capturing = capture_attention(model, on_complete=on_complete)
-    with torch.no_grad(), evaluation_mode(model), capturing as capture:
-        capture.begin_input()
+    with record_attention(model, on_complete=on_complete) as recorder:
+        recorder.begin_input()
         model(**inputs)
     return list(calls.values())
 

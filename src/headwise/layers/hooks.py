@@ -1,18 +1,19 @@
-"""Attention hooks: observe or replace the head outputs that layers compute.
+"""Hooks that observe a running model: the attention of its layers, and passes of its modules.
 
-A layer passes its `AttentionMatrix`, values and head outputs to the hook of the current context,
-and continues with the head outputs that the hook returns. No layer is rewritten or wrapped.
-Compiled graphs call no hook.
+A layer passes its `AttentionMatrix`, values and head outputs to the attention hook of the current
+context, and continues with the head outputs that the hook returns. No layer is rewritten or
+wrapped. Compiled graphs call no hook.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.matrix.operator import AttentionMatrix
 
@@ -42,3 +43,32 @@ def call_hook(matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
     """Return what the active hook returns, or ``outputs`` without a hook."""
     hook = None if torch.compiler.is_compiling() else _hook.get()
     return outputs if hook is None else hook(matrix, v, outputs)
+
+
+class ModuleRun(NamedTuple):
+    """One forward pass of a module: its arguments, and its output."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    @property
+    def first(self) -> Any:
+        """The first argument, positional or named; None if there is none."""
+        return next(iter((*self.args, *self.kwargs.values())), None)
+
+
+@contextmanager
+def record_modules(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, list[ModuleRun]]]:
+    """Record every pass of these modules while the block runs, in the order of the passes."""
+    runs: dict[nn.Module, list[ModuleRun]] = {module: [] for module in modules}
+
+    def record(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        runs[module].append(ModuleRun(args, kwargs, output))
+
+    with ExitStack() as stack:
+        for module in runs:
+            stack.enter_context(module.register_forward_hook(record, with_kwargs=True))
+        yield runs

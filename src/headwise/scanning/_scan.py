@@ -12,17 +12,14 @@ from headwise.errors import OptionError
 from headwise.layers.hooks import call_hook
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning.call import CapturedCall
-from headwise.scanning.capture import AttentionCapture, capture_attention
-from headwise.scanning.context import find_plain_unembedding
 from headwise.scanning.inputs import (
     ModelInput,
-    call_model_on_input,
     check_tokens_and_limit_outputs,
     list_inputs,
     not_a_model_error,
     require_finite_parameters,
 )
-from headwise.scanning.modules import class_name_without_fsdp, unwrap_compiled
+from headwise.scanning.record import Recorder, record_attention
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import (
     Layers,
@@ -34,7 +31,11 @@ from headwise.scanning.selection import (
 )
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.scanning.text import TextRecorder
-from headwise.support.modes import evaluation_mode
+from headwise.scanning.weights import (
+    class_name_without_fsdp,
+    find_plain_unembedding,
+    unwrap_compiled,
+)
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
 
@@ -97,19 +98,18 @@ def _run_scan(
     model: Any, inputs: list[ModelInput], collector: _Collector, call: Callable[..., Any] | None
 ) -> HeadScan:
     """Run the model on each input, and return the collected scan."""
-    module = model if isinstance(model, nn.Module) else None
-    if module is not None:
-        require_finite_parameters(module)
+    if isinstance(model, nn.Module):
+        require_finite_parameters(model)
     prepared = check_tokens_and_limit_outputs(model, inputs)
-    with torch.no_grad(), evaluation_mode(module):
-        with capture_attention(module, on_complete=collector.add) as capture:
-            for original, shortened in zip(inputs, prepared, strict=True):
-                collector.begin_input(capture)
-                if call is None:
-                    call_model_on_input(model, shortened)
-                else:
-                    call(model, *original.positional, **original.named)
-        return collector.result(_model_name(model), capture)
+    with record_attention(model, on_complete=collector.add) as recorder:
+        for original, shortened in zip(inputs, prepared, strict=True):
+            collector.begin_input()
+            if call is None:
+                recorder.run(shortened)
+            else:
+                recorder.begin_input()
+                call(model, *original.positional, **original.named)
+    return collector.result(_model_name(model), recorder)
 
 
 def _require_callables(model: object, **functions: object) -> None:
@@ -151,9 +151,8 @@ class _Collector:
         self._is_new = True
         self._texts = TextRecorder()
 
-    def begin_input(self, capture: AttentionCapture) -> None:
+    def begin_input(self) -> None:
         """Start another input, with other sequences."""
-        capture.begin_input()
         self._texts.begin_input()
         self._is_new = True
 
@@ -198,14 +197,14 @@ class _Collector:
         if table is not None and call.out_proj is not None:
             call.unembedding = table if table.shape[-1] == call.out_proj.shape[-1] else None
 
-    def result(self, model: str, capture: AttentionCapture) -> HeadScan:
+    def result(self, model: str, recorder: Recorder) -> HeadScan:
         """Return the scan, with layers in call order.
 
         Raises:
             OptionError: no attention was captured, no layer has a requested name, or no layer
                 has a statistic that was requested by name.
         """
-        capture.require_any_captured(model)
+        recorder.require_any_captured(model)
         layers = self._layers.selected_layers()
         for name in self._named:
             if not any(name in layer.summaries for layer in layers):
@@ -218,7 +217,7 @@ class _Collector:
             model=model,
             sequences=self._sequences,
             tokens=self._tokens,
-            notes=capture.notes + self._note_on_numbers_not_finite(),
+            notes=recorder.notes + self._note_on_numbers_not_finite(),
             statistics=self._statistics,
             layer_scans=layers,
             texts=self._texts.texts,

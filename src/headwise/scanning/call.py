@@ -1,8 +1,8 @@
-"""Record of one attention call of a running model, from capture to the statistics."""
+"""Records of a running model: one attention call, and one forward pass of a module."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -293,3 +293,71 @@ def _map_block_of_positions(
     position = real.long().cumsum(-1) - 1
     count = real.sum(-1, keepdim=True).clamp(min=1)
     return (position * cells // count).masked_fill(~real, -1)
+
+
+# ---- modules that run ----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """One forward pass of one module, while the module runs.
+
+    Attributes:
+        name: the module's name; with a number where the same module runs again in one pass.
+        is_block: True for a member of a list of modules of one class, which pass a state on.
+        state: the first floating-point input.
+        version: the version of ``state``, which counts changes in place.
+        tokens: the integer inputs (batch, length) that may be tokens.
+        has_source: True if an argument names another source to attend to.
+        projected: inputs of the first two matrices inside since the last attention call.
+        attended: number of attention calls inside.
+        last_keys: keys of the module's last attention call, and True if that was cross attention.
+        scores: sizes of the explicit products of activations inside.
+        weights: sizes of those that went through a softmax.
+    """
+
+    module: nn.Module
+    name: str
+    is_block: bool = False
+    state: Tensor | None = None
+    version: int = -1
+    tokens: list[Tensor] = field(default_factory=list)
+    has_source: bool = False
+    projected: list[Tensor] = field(default_factory=list)
+    attended: int = 0
+    last_keys: tuple[Tensor, bool] | None = None
+    scores: set[tuple[int, int]] = field(default_factory=set)
+    weights: set[tuple[int, int]] = field(default_factory=set)
+    _turn: int = 1
+    _covered: int = 0  # tokens whose queries this turn has had
+
+    def turn_of_attention_call(self, queries: int) -> int:
+        """Return the number of the turn that an attention call of so many queries belongs to.
+
+        A module may split its attention over sequences or queries. Such calls are one turn until
+        every input token has had its query. A later call attends once more for the same tokens, as
+        in DiffLlama, and starts another turn. If the number of tokens is unknown, each call is a
+        turn.
+        """
+        if self._covered and self._covered + queries > _token_count(self.state, self.tokens):
+            self._turn, self._covered = self._turn + 1, 0
+        self._covered += queries
+        return self._turn
+
+
+def _token_count(state: Tensor | None, tokens: list[Tensor]) -> int:
+    """Return the number of input tokens of a module in all sequences; 0 if it is unknown."""
+    if state is None:
+        return tokens[0].numel() if tokens else 0
+    # With four axes, the last but one may be the length, the height of a picture, or heads.
+    return 0 if state.is_nested or state.dim() > 3 else state.shape[:-1].numel()
+
+
+def version_counter(state: Tensor | None) -> int:
+    """Return how often a tensor was changed in place; −1 where torch does not count."""
+    return -1 if state is None or state.is_inference() else state._version
+
+
+def tensors_equal(a: Tensor, b: Tensor) -> bool:
+    """True if two tensors have the same shape and hold the same numbers."""
+    return a is b or (a.shape == b.shape and bool(torch.equal(a, b)))

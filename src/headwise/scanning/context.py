@@ -19,18 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from headwise.matrix.kernels.input import accumulation_dtype
-from headwise.scanning.call import CapturedCall, require_not_none
-from headwise.scanning.modules import (
+from headwise.scanning.call import (
+    CapturedCall,
     ModuleCall,
-    dequantize_weight,
-    find_unembedding_module,
-    find_unembedding_weight,
-    is_divided_over_devices,
+    require_not_none,
+    tensors_equal,
     version_counter,
 )
-
-COLUMNS = 4096  # of a weight that are compared at once
+from headwise.scanning.weights import has_own_matrix, is_linear_output, split_weight_by_head
 
 # ---- tokens -------------------------------------------------------------------------------------
 
@@ -83,7 +79,7 @@ class TokenStreams:
         Return True if the tokens are a model input. Some models have a second embedding, so equal
         tokens in the same run count as one text.
         """
-        if not any(_tensors_are_equal(tokens, model_input) for model_input in self._inputs):
+        if not any(tensors_equal(tokens, model_input) for model_input in self._inputs):
             return False  # positions, segment ids, or ids that the model computed
         part = _model_part_name(embedding)
         outside = [
@@ -93,7 +89,7 @@ class TokenStreams:
         before = [
             text.tokens for text in self._streams if (text.part, text.within) == (part, within)
         ]
-        if any(_tensors_are_equal(tokens, text) for text in before):
+        if any(tensors_equal(tokens, text) for text in before):
             return True
         self._streams.append(_Stream(part, within, tokens))
         past = self._history.get(part)
@@ -167,10 +163,6 @@ class TokenStreams:
         return KeyTokens(fitting[0].tokens)
 
 
-def _tensors_are_equal(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.shape == b.shape and bool(torch.equal(a, b)))
-
-
 def _model_part_name(embedding: str) -> str:
     """Return ``text_model.`` for text_model.embeddings.token_embedding, "" for a whole model."""
     parts = embedding.split(".")[:-1]
@@ -236,85 +228,15 @@ class CallAwaitingProjection:
         module = module_call.module
         weight = split_weight_by_head(module, self._whole_outputs)
         inputs = self._whole_outputs[0, :, 0].flatten()  # of which the module received its part
-        is_linear = weight is not None and _is_linear_output(module, inputs, result)
+        is_linear = weight is not None and is_linear_output(module, inputs, result)
         if is_inside:
             self._inside += [(weight, result)] if weight is not None and is_linear else []
             return
-        if weight is not None or _has_own_matrix(module):
+        if weight is not None or has_own_matrix(module):
             self._behind[before:] = [weight if is_linear else None]  # in place of those within it
         self.call.out_proj = self._behind[0] if len(self._behind) == 1 else None
         is_open = any(not inside for inside, _ in self._consumers.values())
         self.is_complete = bool(self._behind) and not is_open
-
-
-def split_weight_by_head(module: nn.Module, outputs: Tensor) -> Tensor | None:
-    """Return (heads, value_dim, embed_dim): each head's part of the weight of a module."""
-    matrix = _weight_inputs_by_outputs(module)
-    _, heads, _, value_dim = outputs.shape
-    if matrix is None or matrix.shape[0] != heads * value_dim:
-        return None
-    parts: Tensor = matrix.detach().unflatten(0, (heads, value_dim))
-    return parts
-
-
-def _has_own_matrix(module: nn.Module) -> bool:
-    """True if a module multiplies by more than its submodules do, such as an adapter's."""
-    return any(p is not None and p.dim() == 2 for p in module._parameters.values())
-
-
-def _weight_inputs_by_outputs(module: nn.Module) -> Tensor | None:
-    """Return the floating-point weight (in, out) of a module, if it has one."""
-    stored = getattr(module, "weight", None)
-    weight = dequantize_weight(stored.detach()) if isinstance(stored, Tensor) else None
-    if weight is None or weight.dim() != 2:
-        return None
-    # The Conv1D of transformers, as in GPT-2, stores (in, out); linear layers store (out, in).
-    return weight if type(module).__name__.startswith("Conv1D") else weight.mT
-
-
-def _is_linear_output(module: nn.Module, inputs: Tensor, result: Tensor) -> bool:
-    """True if a module's first output is its first inputs times its weight, plus its bias.
-
-    The error may be n u (|x| |W|) from the sum of n products in the dtype of accumulation, and two
-    roundings of the result (docs/budget.md).
-    """
-    matrix = require_not_none(_weight_inputs_by_outputs(module))
-    stored = getattr(module, "bias", None)
-    bias = dequantize_weight(stored.detach()) if isinstance(stored, Tensor) else None
-    if result.shape[-1] != matrix.shape[1]:
-        return False
-    x, first = inputs.double(), result.reshape(-1, matrix.shape[1])[0]
-    unit = torch.finfo(accumulation_dtype(result.dtype)).eps
-    for start in range(0, matrix.shape[1], COLUMNS):  # of a vocabulary, all are large in float64
-        part = slice(start, start + COLUMNS)
-        w = matrix[:, part].double()
-        exact = x @ w + (0.0 if bias is None else bias[part].double())
-        allowed = len(x) * unit * (x.abs() @ w.abs())
-        allowed += 2 * torch.finfo(result.dtype).eps * exact.abs()
-        if not bool(((first[part].double() - exact).abs() <= allowed).all()):
-            return False
-    return True
-
-
-def find_plain_unembedding(model: Any) -> Tensor | None:
-    """Return the (vocabulary, embed_dim) weight that maps a state to logits.
-
-    None if the last layer of the model is more than a product with its weight, such as an adapter
-    around it: it is run on one state. A layer that is divided over devices cannot run alone; it
-    only has to own its weight, which an adapter does not.
-    """
-    module, weight = find_unembedding_module(model), find_unembedding_weight(model)
-    # A tensor, and the table of an embedding, are multiplied by a function.
-    if weight is None or isinstance(module, (Tensor, nn.Embedding)):
-        return weight
-    if is_divided_over_devices(module.weight):
-        return weight if "weight" in module._parameters else None
-    if weight.is_meta:
-        return None
-    state = torch.linspace(0.5, 1.5, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    with torch.no_grad():
-        result = module(state[None, None])
-    return weight if _is_linear_output(module, state, result) else None
 
 
 def _is_concatenated_heads(state: Tensor, outputs: Tensor) -> bool:

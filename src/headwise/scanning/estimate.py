@@ -25,7 +25,7 @@ from headwise.masks.mask import Mask
 from headwise.matrix.kernels.tiles import TILE_ELEMENTS
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning.call import CELLS, CapturedCall
-from headwise.scanning.capture import capture_attention
+from headwise.scanning.record import record_attention
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.text import human_bytes
 
@@ -115,7 +115,7 @@ def record_call_sizes(model: nn.Module, run: Callable[[], Any]) -> list[CallSize
         width = matrix.q.shape[-1] + call.values.shape[-1]
         calls.append(CallSizes(matrix.shape[1], width, bound.is_causal, span))
 
-    with capture_attention(model, watch):
+    with record_attention(model, watch):
         run()
     return calls
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.transformers import read_longest_input
 from headwise.errors import HeadwiseError, OptionError, ShapeError
-from headwise.scanning.modules import (
+from headwise.scanning.weights import (
     is_divided_over_devices,
     plain_tensors_of_weight,
     unwrap_compiled,

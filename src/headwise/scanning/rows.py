@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.call import CapturedCall
-from headwise.scanning.capture import capture_attention
-from headwise.scanning.inputs import (
-    call_model_on_input,
-    check_tokens_and_limit_outputs,
-    list_inputs,
-)
-from headwise.scanning.modules import unwrap_compiled
-from headwise.support.modes import evaluation_mode
+from headwise.scanning.inputs import check_tokens_and_limit_outputs, list_inputs
+from headwise.scanning.record import record_attention
+from headwise.scanning.weights import unwrap_compiled
 
 
 class ExactRows:
@@ -81,14 +75,8 @@ class ExactRows:
             if call.layer == layer and call.own_key in (0, None):
                 calls.append(call)
 
-        module = self._model if isinstance(self._model, nn.Module) else None
         prepared = check_tokens_and_limit_outputs(self._model, self._inputs)
-        with (
-            torch.no_grad(),
-            evaluation_mode(module),
-            capture_attention(module, on_complete=keep) as capture,
-        ):
+        with record_attention(self._model, on_complete=keep) as recorder:
             for each in prepared:
-                capture.begin_input()
-                call_model_on_input(self._model, each)
+                recorder.run(each)
         return calls

@@ -1,9 +1,13 @@
-"""Capture of attention that a model computes with torch's own functions.
+"""Watch of torch's functions: attention that they compute, and attention by explicit products.
 
 `scaled_dot_product_attention` runs unchanged, and its operands are recorded as a matrix. Calls of
 `multi_head_attention_forward`, as from `torch.nn.MultiheadAttention`, run headwise's functional
 form, which is the same function. While the mode is on, torch's layers leave their fused inference
 path by themselves.
+
+Attention by explicit products is a product of two activations (the scores), a softmax along the
+last axis of a tensor of its size (the weights), and a product of two activations with such weights.
+Parameters are no activations, so a router or a classifier is none of this.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -23,13 +27,42 @@ from headwise.layers.torch_api.forward import multi_head_attention_forward
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias, split_additive_mask
 from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning.call import ModuleCall
+from headwise.support.tensors import iterate_leaves
 from headwise.support.tracing import cast_like_autocast, is_kernel_call
 
 AXES = "batch heads queries keys"
+SOFTMAXES = frozenset((torch.softmax, torch.special.softmax, Tensor.softmax, F.softmax))
+PRODUCTS = frozenset(
+    (
+        torch.matmul,
+        torch.bmm,
+        torch.baddbmm,
+        torch.einsum,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        Tensor.__rmatmul__,
+        Tensor.bmm,
+        Tensor.baddbmm,
+    )
+)
 
 
 class TorchCalls(TorchFunctionMode):
-    """Mode in which torch's attention functions notify the watcher."""
+    """Mode in which torch's attention functions notify the attention hook.
+
+    Args:
+        find_owner: returns the running module to which explicit products belong.
+        on_explicit: called with this module if the products are attention.
+    """
+
+    def __init__(
+        self,
+        find_owner: Callable[[], ModuleCall],
+        on_explicit: Callable[[ModuleCall], None],
+    ) -> None:
+        super().__init__()
+        self._find_owner, self._on_explicit = find_owner, on_explicit
 
     def __torch_function__(
         self,
@@ -44,7 +77,41 @@ class TorchCalls(TorchFunctionMode):
             return multi_head_attention_forward(*args, **kwargs)
         if func is F.scaled_dot_product_attention and not is_kernel_call():
             return _record_attention(func(*args, **kwargs), *args, **kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in PRODUCTS:
+            self._watch_product(args, kwargs, result)
+        elif func in SOFTMAXES:
+            self._watch_softmax(args, kwargs)
+        return result
+
+    def _watch_product(self, args: Any, kwargs: Any, result: Tensor) -> None:
+        operands = [x for x in iterate_leaves((args, kwargs)) if _is_batched_activation(x)]
+        if len(operands) < 2:
+            return
+        owner = self._find_owner()
+        if any(_size(x) in owner.weights for x in operands):
+            self._on_explicit(owner)
+        else:
+            owner.scores.add(_size(result))
+
+    def _watch_softmax(self, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else kwargs.get("input")
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if _is_batched_activation(x) and dim in (-1, x.dim() - 1):
+            owner = self._find_owner()
+            if _size(x) in owner.scores:
+                owner.weights.add(_size(x))
+
+
+def _is_batched_activation(x: Any) -> bool:
+    if not isinstance(x, Tensor) or x.dim() < 3 or isinstance(x, nn.Parameter):
+        return False
+    return x.is_inference() or not isinstance(x._base, nn.Parameter)  # of which x is a view
+
+
+def _size(x: Tensor) -> tuple[int, int]:
+    """Return what broadcasts and views with other leading axes leave as it is."""
+    return x.numel(), x.shape[-1]
 
 
 def _record_attention(

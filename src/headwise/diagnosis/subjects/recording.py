@@ -35,6 +35,7 @@ from headwise.diagnosis.simulation.stages import STAGES, Inputs, RecordedCall
 from headwise.diagnosis.subjects.function import describe_error
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError, ShapeError
+from headwise.layers.hooks import record_modules
 from headwise.support.files import write_whole
 
 ENDINGS = (".npz", ".safetensors")
@@ -205,18 +206,13 @@ def record_activations(
             needed=f"names among {', '.join(STAGES)}",
             do='modules={"q": layer.q_proj, "k": layer.k_proj, "v": layer.v_proj}',
         )
-    counts = {stage: num_kv_heads if stage[0] in "kv" else num_heads for stage in modules}
-    recorded: dict[str, Tensor] = {}
-    hooks = [
-        module.register_forward_hook(_make_output_hook(recorded, stage, counts[stage] or num_heads))
+    with torch.no_grad(), record_modules(modules.values()) as runs:
+        output = call()
+    recorded = {
+        stage: _split_output(runs[module][-1].output, stage, num_heads, num_kv_heads)
         for stage, module in modules.items()
-    ]
-    try:
-        with torch.no_grad():
-            output = call()
-    finally:
-        for handle in hooks:
-            handle.remove()
+        if runs[module]
+    }
     recorded |= {"x": x, "output": output[0] if isinstance(output, tuple) else output}
     recorded |= {} if mask is None else {"mask": mask}
     arrays = {name.replace(" ", "_"): t.cpu().numpy() for name, t in recorded.items()}
@@ -225,11 +221,10 @@ def record_activations(
     write_whole(Path(path), content.getvalue())
 
 
-def _make_output_hook(recorded: dict[str, Tensor], stage: str, heads: int) -> Callable[..., None]:
-    """Return a hook that keeps the output of a part, split into heads."""
-
-    def keep(_module: nn.Module, _arguments: Any, output: Tensor) -> None:
-        is_joined = output.dim() == 3 and stage != "output"
-        recorded[stage] = output.unflatten(-1, (heads, -1)).transpose(1, 2) if is_joined else output
-
-    return keep
+def _split_output(output: Tensor, stage: str, heads: int, kv_heads: int | None) -> Tensor:
+    """Return the output of a part, split into heads if they are joined."""
+    if stage == "output" or output.dim() != 3:
+        return output
+    heads = (kv_heads or heads) if stage[0] in "kv" else heads
+    rows: Tensor = output.unflatten(-1, (heads, -1))
+    return rows.transpose(1, 2)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, is_dataclass, replace
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,10 @@ from headwise.diagnosis.subjects.modules import ModuleData, read_attention_modul
 from headwise.diagnosis.subjects.subject import read_dropout
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.spec import AttentionSpec
+from headwise.layers.hooks import ModuleRun, record_modules
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning.call import CapturedCall
-from headwise.scanning.capture import capture_attention
-from headwise.support.modes import evaluation_mode
+from headwise.scanning.record import record_attention
 from headwise.support.quantised import require_unquantised
 from headwise.support.tensors import map_leaves
 
@@ -221,15 +220,15 @@ def record_layers(
         OptionError: no attention was captured.
     """
     calls: list[CapturedCall] = []
-    projected = _ProjectionRecorder(model, read_attention_modules(model))
-    dropouts = {name: read_dropout(module) for name, module in model.named_modules()}
-    with torch.no_grad(), evaluation_mode(model), projected.recording_context():
-        with capture_attention(
-            model, on_complete=calls.append, keep_implementation=True
-        ) as capture:
-            capture.begin_input()
-            output = model(*arguments[0], **arguments[1])
-        capture.require_any_captured(type(model).__name__)
+    modules = read_attention_modules(model)
+    names = {name for data in modules for name in data.projections.values()}
+    dropouts = {module: read_dropout(module) for module in model.modules()}
+    recording = record_attention(model, on_complete=calls.append, keep_implementation=True)
+    with record_modules(map(model.get_submodule, names)) as passes, recording as recorder:
+        recorder.begin_input()
+        output = model(*arguments[0], **arguments[1])
+    recorder.require_any_captured(type(model).__name__)
+    projected = _Projections(model, modules, passes)
     # transformers computes rotations and norms in float32, whatever the dtype of the model is.
     is_single = hasattr(model, "config")
     dtype = torch.float32 if is_single else next(model.parameters()).dtype
@@ -238,7 +237,8 @@ def record_layers(
     for call in calls:
         before = runs.setdefault(call.module, [])
         layer = _make_layer_run(call, projected, dtype, [run.call for run in before])
-        before.append(replace(layer, dropout=dropouts.get(projected.name_module(call))))
+        dropout = None if call.module is None else dropouts.get(call.module)
+        before.append(replace(layer, dropout=dropout))
         layers.append(before[-1])
     return layers, list_output_tensors(output)
 
@@ -329,35 +329,13 @@ def _random_tokens(model: nn.Module, vocabulary: int | None) -> dict[str, Tensor
     return {name: torch.randint(vocabulary, (BATCH, TOKENS), generator=generator) for name in names}
 
 
-class _ProjectionRecorder:
-    """Inputs and outputs of the projections of a model, recorded by hooks in every run of each."""
+@dataclass(frozen=True, eq=False)
+class _Projections:
+    """The attention modules of a model as data, and what their projections took and returned."""
 
-    def __init__(self, model: nn.Module, modules: list[ModuleData]) -> None:
-        self.model, self.modules = model, modules
-        self.names = {module: name for name, module in model.named_modules()}
-        self.inputs: dict[str, list[Tensor]] = {}
-        self.outputs: dict[str, list[Tensor]] = {}
-        self.sources: dict[str, list[Tensor]] = {}  # of layers of torch: keys are an argument
-
-    def recording_context(self) -> ExitStack:
-        """Return a context in which the projections are recorded."""
-        stack = ExitStack()
-        for name in {name for data in self.modules for name in data.projections.values()}:
-            module = self.model.get_submodule(name)
-            stack.enter_context(module.register_forward_hook(self._make_hook(name)))
-        return stack
-
-    def _make_hook(self, name: str) -> Any:
-        def keep(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-            if isinstance(module, nn.MultiheadAttention):
-                arguments = tuple(_put_batch_first(module, x) for x in arguments[:2])
-                output = _put_batch_first(module, output[0])
-                self.sources.setdefault(name, []).append(arguments[-1])
-            if isinstance(output, Tensor) and arguments and isinstance(arguments[0], Tensor):
-                self.inputs.setdefault(name, []).append(arguments[0])
-                self.outputs.setdefault(name, []).append(output)
-
-        return keep
+    model: nn.Module
+    modules: list[ModuleData]
+    runs: Mapping[nn.Module, Sequence[ModuleRun]]
 
     def find_module_data(self, call: CapturedCall) -> ModuleData | None:
         """Return the module of a captured call as data."""
@@ -366,12 +344,27 @@ class _ProjectionRecorder:
 
     def name_module(self, call: CapturedCall) -> str:
         """Return the name of the module of a call, without the number of its run."""
-        return call.layer if call.module is None else self.names[call.module]
+        named = self.model.named_modules()
+        return next((name for name, module in named if module is call.module), call.layer)
+
+    def read_turn(self, name: str, turn: int) -> _Turn:
+        """Return the tensors of one pass of a projection; none where it did not run again."""
+        module = self.model.get_submodule(name)
+        run = dict(enumerate(self.runs[module])).get(turn)
+        if run is None or not isinstance(run.first, Tensor):
+            return _Turn()
+        if not isinstance(module, nn.MultiheadAttention):
+            return _Turn(run.first, run.output if isinstance(run.output, Tensor) else None)
+        x, source = (_put_batch_first(module, x) for x in [*run.args, *run.kwargs.values()][:2])
+        return _Turn(x, _put_batch_first(module, run.output[0]), source)
 
 
-def _take_run(runs: Mapping[str, list[Tensor]], name: str, turn: int) -> Tensor | None:
-    """Return what was recorded in a turn of a projection; None where it did not run again."""
-    return dict(enumerate(runs.get(name, ()))).get(turn)
+class _Turn(NamedTuple):
+    """Input and output of a projection; the source too of torch's layer, as it is an argument."""
+
+    input: Tensor | None = None
+    output: Tensor | None = None
+    source: Tensor | None = None
 
 
 def _put_batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
@@ -380,7 +373,7 @@ def _put_batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
 
 def _make_layer_run(
     call: CapturedCall,
-    projected: _ProjectionRecorder,
+    projected: _Projections,
     dtype: torch.dtype,
     before: Sequence[RecordedCall],
 ) -> LayerRun:
@@ -388,19 +381,18 @@ def _make_layer_run(
     data = projected.find_module_data(call)
     names = {} if data is None else data.projections
     turn = len(before)
-    inputs = {role: _take_run(projected.inputs, name, turn) for role, name in names.items()}
-    outputs = {role: _take_run(projected.outputs, name, turn) for role, name in names.items()}
-    of_torch = _take_run(projected.sources, names.get("o", ""), turn)
-    x = inputs.get("q") if of_torch is None else inputs["o"]
+    turns = {role: projected.read_turn(name, turn) for role, name in names.items()}
+    q, k, o = (turns.get(role, _Turn()) for role in "qko")
+    x = q.input if o.source is None else o.input
     x = call.state if x is None else x
-    source = (inputs.get("k") if of_torch is None else of_torch) if call.is_cross else None
+    source = (k.input if o.source is None else o.source) if call.is_cross else None
     matrix = call.matrix
     batch, _, queries, keys = matrix.shape
     past = 0 if call.is_cross else max(0, keys - queries)
     earlier = _find_calls_of_cached_keys(before, past)
     stages = _stages_of_operands(call, past)
     for role, heads in (("q", matrix.q.shape[1]), ("k", matrix.k.shape[1])):
-        projected_rows = outputs.get(role)
+        projected_rows = turns.get(role, _Turn()).output
         if projected_rows is not None and len({*names.values()}) == len(names):
             stages |= _split_stage_by_head(role, projected_rows, heads, matrix.q.shape[3])
     if data is not None and data.model is not None and "q" in stages and matrix.scale == 1:
@@ -409,9 +401,8 @@ def _make_layer_run(
         )
     if data is not None and data.model is not None and "q" not in stages:
         stages |= _take_unrotated_heads_as_projections(stages, data.model.settings)
-    output = outputs.get("o")
-    if output is not None and output.shape[:-1] == (batch, queries):
-        stages["output"] = output
+    if o.output is not None and o.output.shape[:-1] == (batch, queries):
+        stages["output"] = o.output
     is_readable = (
         x is not None
         and x.shape[:-1] == (batch, queries)

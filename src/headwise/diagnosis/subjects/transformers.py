@@ -21,9 +21,7 @@ from headwise.diagnosis.subjects.modules import read_attention_modules
 from headwise.diagnosis.subjects.run import find_main_tensor, record_layers
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import HeadwiseError, OptionError
-
-SOURCES = ("encoder_hidden_states", "key_value_states")  # names of the source of cross attention
-MASKS = ("attention_mask", "mask")  # names of the mask
+from headwise.scanning.record import MASKS, SOURCES
 
 
 def is_transformers_attention(value: object) -> TypeGuard[nn.Module]:
@@ -78,8 +76,9 @@ class TransformersSubject(ModuleSubject):
         names = inspect.signature(module.forward).parameters
         self.is_causal = is_causal_in_its_model(module)
         self.takes_mask = any(name in names for name in MASKS)
-        # Others take encoder_hidden_states in self-attention too, and ignore them there.
-        self.takes_source = "key_value_states" in names and not self.is_causal
+        # Some take encoder_hidden_states in self-attention too, and ignore them there.
+        sources = [name for name in SOURCES if name in names and name != "encoder_hidden_states"]
+        self.takes_source = bool(sources) and not self.is_causal
 
     def subject_of_module(self, module: nn.Module) -> Self:
         """Return the subject of another module."""

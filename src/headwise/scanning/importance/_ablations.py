@@ -17,23 +17,21 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.scanning import selection
 from headwise.scanning.call import CapturedCall, require_not_none
-from headwise.scanning.capture import AttentionCapture, capture_attention
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.inputs import (
     ModelInput,
-    call_model_on_input,
     check_tokens_and_limit_outputs,
     list_inputs,
     require_module,
 )
 from headwise.scanning.layer import LayerScan
-from headwise.scanning.modules import class_name_without_fsdp
+from headwise.scanning.record import Recorder, record_attention
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance import ABLATIONS
 from headwise.scanning.statistics.statistic import Summary
-from headwise.support.modes import evaluation_mode
+from headwise.scanning.weights import class_name_without_fsdp
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
 
@@ -84,12 +82,12 @@ def ablations(
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(model_inputs)
     ablation = _HeadAblation(chosen, _make_replacement(by, seed), causal=loss is None)
-    with torch.no_grad(), evaluation_mode(model), capture_attention(model, ablation) as capture:
+    with record_attention(model, ablation) as recorder:
         for index, model_input in enumerate(model_inputs):
             report = partial(_report_progress, progress, before, len(model_inputs), index)
-            losses_of = partial(_compute_losses, model, model_input, capture, loss)
+            losses_of = partial(_compute_losses, model, model_input, recorder, loss)
             ablation.measure_one_input(losses_of, report)
-    return ablation.make_head_scan(class_name_without_fsdp(model), capture.notes)
+    return ablation.make_head_scan(class_name_without_fsdp(model), recorder.notes)
 
 
 def mean_outputs(
@@ -121,12 +119,10 @@ def mean_outputs(
         sums[call.layer] = sums.get(call.layer, 0) + outputs.sum((0, 2))
         counts[call.layer] += int(real.sum())
 
-    with torch.no_grad(), evaluation_mode(model), capture_attention(model, watch) as capture:
-        for model_input in check_tokens_and_limit_outputs(
-            model, list_inputs(inputs), with_logits=True
-        ):
-            capture.begin_input()
-            call_model_on_input(model, model_input)
+    prepared = check_tokens_and_limit_outputs(model, list_inputs(inputs), with_logits=True)
+    with record_attention(model, watch) as recorder:
+        for model_input in prepared:
+            recorder.run(model_input)
     return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.selected_layers()}
 
 
@@ -143,12 +139,10 @@ def _make_replacement(by: str | Means, seed: int) -> Replacement:
 
 
 def _compute_losses(
-    model: nn.Module, model_input: ModelInput, capture: AttentionCapture, loss: Loss | None
+    model: nn.Module, model_input: ModelInput, recorder: Recorder, loss: Loss | None
 ) -> Tensor:
-    capture.begin_input()
-    return losses.apply_loss_per_sequence(
-        model, capture, call_model_on_input(model, model_input), model_input.original, loss
-    )
+    output = recorder.run(model_input)
+    return losses.apply_loss_per_sequence(model, recorder, output, model_input.original, loss)
 
 
 def _report_progress(

@@ -17,21 +17,19 @@ from torch import Tensor, nn
 from headwise.errors import OptionError, ShapeError
 from headwise.scanning import selection
 from headwise.scanning.call import CapturedCall, require_not_none
-from headwise.scanning.capture import capture_attention
 from headwise.scanning.importance import losses
 from headwise.scanning.importance.losses import Loss
 from headwise.scanning.inputs import (
-    call_model_on_input,
     check_tokens_and_limit_outputs,
     list_inputs,
     require_module,
 )
 from headwise.scanning.layer import LayerScan
-from headwise.scanning.modules import class_name_without_fsdp
+from headwise.scanning.record import record_attention
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.importance import GRADIENTS
-from headwise.support.modes import evaluation_mode
+from headwise.scanning.weights import class_name_without_fsdp
 
 UNRECORDED = "computed without a gradient: under torch.no_grad, or a reentrant checkpoint"
 
@@ -67,22 +65,16 @@ def gradients(
     """
     model, gates = require_module(model), Gates(SelectedLayers(layers), causal=loss is None)
     model_inputs = check_tokens_and_limit_outputs(model, list_inputs(inputs), with_logits=True)
-    with (
-        torch.inference_mode(mode=False),
-        torch.enable_grad(),
-        evaluation_mode(model),
-        capture_attention(model, gates) as capture,
-    ):
+    with record_attention(model, gates, gradients=True) as recorder:
         for model_input in model_inputs:
-            capture.begin_input()
-            output, original = call_model_on_input(model, model_input), model_input.original
-            of_batch = losses.apply_loss_per_sequence(model, capture, output, original, loss)
+            output, original = recorder.run(model_input), model_input.original
+            of_batch = losses.apply_loss_per_sequence(model, recorder, output, original, loss)
             gates.add_gradients_of_losses(of_batch)
     return HeadScan(
         model=class_name_without_fsdp(model),
         sequences=gates.sequences,
         tokens=gates.tokens,
-        notes=(*capture.notes, *gates.notes),
+        notes=(*recorder.notes, *gates.notes),
         statistics=GRADIENTS,
         layer_scans=gates.layers.drop_incomplete_summaries(),
     )

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.scanning.call import CapturedCall
-from headwise.scanning.capture import AttentionCapture
-from headwise.scanning.modules import find_unembedding_weight
+from headwise.scanning.record import Recorder
+from headwise.scanning.weights import find_unembedding_weight
 from headwise.support.text import describe_value
 
 # (output of the model, its inputs) -> (batch,)
@@ -90,7 +90,7 @@ def _require_tokens_within_vocabulary(targets: Tensor, logits: Tensor) -> None:
 
 
 def apply_loss_per_sequence(
-    model: nn.Module, capture: AttentionCapture, output: Any, inputs: Any, loss: Loss | None
+    model: nn.Module, recorder: Recorder, output: Any, inputs: Any, loss: Loss | None
 ) -> Float[Tensor, " batch"]:
     """Return the loss, or the default loss, of each sequence in one run of a model.
 
@@ -106,7 +106,9 @@ def apply_loss_per_sequence(
             )
         return check_losses(loss(output, inputs))
     unembedding = find_unembedding_weight(model)
-    tables = capture.tables if unembedding is None else capture.tables | {tuple(unembedding.shape)}
+    tables = (
+        recorder.tables if unembedding is None else recorder.tables | {tuple(unembedding.shape)}
+    )
     # A square table is left out: a state as wide as the vocabulary could be taken for logits.
     vocabularies = {rows for rows, width in tables if rows != width}
     return check_losses(next_token(output, inputs, vocabularies=vocabularies))

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from headwise.errors import OptionError
 from headwise.scanning._scan import scan
 from headwise.scanning.file import hash_nested_content
-from headwise.scanning.ranks import use_head_joiner
 from headwise.scanning.result import HeadScan
+from headwise.scanning.weights import use_head_joiner
 from headwise.sharding.processes.job import TIMEOUT, open_group_job
 
 

@@ -1,11 +1,14 @@
-"""Capture of every attention call of a running model.
+"""The one recorder of a running model: its attention calls, and what was observed around them.
 
-Four sources are captured: layers of headwise, models of transformers that use its attention
-interface, `torch.nn.MultiheadAttention` with torch's transformer layers, and any code that calls
-`scaled_dot_product_attention`. No layer is rewritten. Hooks and settings are restored afterwards,
-also after an exception, and compiled modules run uncompiled in between. Explicit matrix products
-and exported or scripted graphs are not captured. `AttentionCapture.missed_modules` lists the
-modules that look like attention and were not captured.
+Scans, importance, comparisons, detection and divided models read its records. Four sources are
+captured: layers of headwise, models of transformers that use its attention interface,
+`torch.nn.MultiheadAttention` with torch's transformer layers, and any code that calls
+`scaled_dot_product_attention`. No layer is rewritten. Hooks, settings and modes are restored
+afterwards, also after an exception, and compiled modules run uncompiled in between.
+
+Attention by explicit matrix products is noticed by its softmax, and not captured; exported or
+scripted graphs are not captured either. `Recorder.missed_modules` lists the modules that look like
+attention and were not captured.
 
 Everything reported about a call is observed at run time; nothing is guessed.
 """
@@ -13,6 +16,7 @@ Everything reported about a call is observed at run time; nothing is guessed.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
@@ -28,24 +32,33 @@ from headwise.layers.hooks import attention_hook
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.clauses.band import Band
 from headwise.matrix.operator import AttentionMatrix
-from headwise.scanning.call import CapturedCall
-from headwise.scanning.context import (
-    CallAwaitingProjection,
-    KeyTokens,
-    TokenStreams,
-    split_weight_by_head,
-)
-from headwise.scanning.modules import (
-    ModuleCall,
-    ModuleCalls,
-    class_name_without_fsdp,
-    is_divided_over_devices,
-    tensors_equal,
-    version_counter,
-)
-from headwise.scanning.ranks import find_divided_projection, join_divided_heads
+from headwise.scanning.call import CapturedCall, ModuleCall, tensors_equal, version_counter
+from headwise.scanning.context import CallAwaitingProjection, KeyTokens, TokenStreams
+from headwise.scanning.inputs import ModelInput, call_model_on_input
 from headwise.scanning.torch_calls import TorchCalls
+from headwise.scanning.weights import (
+    class_name_without_fsdp,
+    find_divided_projection,
+    is_divided_over_devices,
+    join_divided_heads,
+    split_weight_by_head,
+    unwrap_compiled,
+)
+from headwise.support.modes import evaluation_mode
 from headwise.support.tracing import track_kernel_calls
+
+# Names of arguments. A module with a tensor argument of the first attends to another source.
+SOURCES = (
+    "encoder_hidden_states",
+    "key_value_states",
+    "cross_attention_states",
+    "context",
+    "memory",
+    "source",
+)
+MASKS = ("attention_mask", "mask")
+POSITIONS = ("position_ids", "cache_position")
+NO_TOKENS = (*POSITIONS, "token_type_ids")  # integers that are no tokens
 
 # A module whose class has one of these words in its name is expected to compute attention.
 ATTENTION_WORDS = ("attention", "attn")
@@ -54,11 +67,163 @@ MOST_NAMES = 4  # modules that a note names; the others are counted
 Watch = Callable[[CapturedCall], Tensor | None]
 OnComplete = Callable[[CapturedCall], None]
 
-_capture_lock = threading.RLock()  # the hooks of two captures of one model would collide
+_recorder_lock = threading.RLock()  # the hooks of two recorders of one model would collide
 
 
-class AttentionCapture:
-    """The attention calls of one model, collected while the model runs.
+@contextmanager
+def record_attention(
+    model: Any,
+    watch: Watch | None = None,
+    *,
+    on_complete: OnComplete | None = None,
+    keep_implementation: bool = False,
+    gradients: bool = False,
+) -> Iterator[Recorder]:
+    """Record every attention call of ``model`` while the block runs, in evaluation mode.
+
+    Args:
+        model: a module, or a function that attends.
+        watch: called at once with each call; returns head outputs to continue with, or None to
+            leave them as they are.
+        on_complete: called later with each call, when all that is observed around it is recorded.
+        keep_implementation: True if models of transformers compute attention by their own
+            implementation and masks; by default headwise computes it.
+        gradients: True to run with gradients.
+    """
+    module = model if isinstance(model, nn.Module) else None
+    with _recorder_lock, ExitStack() as stack:
+        recorder = Recorder(model, watch, on_complete)
+        if gradients:
+            stack.enter_context(torch.inference_mode(mode=False))
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        stack.enter_context(evaluation_mode(module))
+        # Hooks do not run inside a compiled graph, so compiled modules run uncompiled here.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if keep_implementation:
+            stack.enter_context(observe_attention())
+        elif module is not None:
+            stack.enter_context(using_headwise_attention(module))
+        stack.enter_context(recorder.follow_modules())
+        stack.enter_context(attention_hook(recorder.record_call))
+        stack.enter_context(track_kernel_calls())
+        stack.enter_context(TorchCalls(recorder.find_owner, recorder.note_explicit_attention))
+        yield recorder
+        recorder.complete_call()
+
+
+class ModuleStack:
+    """The running modules of one model, outermost first.
+
+    Attributes:
+        stack: a record of each module that is running.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.stack: list[ModuleCall] = []
+        self._names = {
+            module: ".".join(part for part in name.split(".") if part != "_orig_mod")
+            for name, module in model.named_modules()
+            if unwrap_compiled(module) is module
+        }
+        self._blocks = {
+            id(block) for module in model.modules() for block in _members_if_same_class(module)
+        }
+        self._times: Counter[str] = Counter()
+        self._thread = threading.get_ident()
+
+    def module_starts(self, module_call: ModuleCall) -> None:
+        """Note a module that is about to run."""
+
+    def module_ends(self, module_call: ModuleCall, output: Any) -> None:
+        """Note a module that has run and its output; None where the module raised."""
+
+    @contextmanager
+    def follow_modules(self) -> Iterator[None]:
+        """Follow every module while the block runs, in this thread."""
+        with ExitStack() as handles:
+            handles.callback(self.stack.clear)
+            for module in self._names:
+                if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                    handles.enter_context(
+                        module.register_forward_pre_hook(self._on_start, with_kwargs=True)
+                    )
+                    handles.enter_context(
+                        module.register_forward_hook(self._on_end, always_call=True)
+                    )
+            yield
+
+    def _on_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if not self.stack:
+            self._times.clear()  # another pass of the whole model begins
+        name = self._names[module] or type(module).__name__
+        self._times[name] += 1
+        again = self._times[name]
+        state = next(filter(_is_float_tensor, (*args, *kwargs.values())), None)
+        named = [value for key, value in kwargs.items() if key not in NO_TOKENS]
+        module_call = ModuleCall(
+            module=module,
+            name=name if again == 1 else f"{name} ({again})",
+            is_block=id(module) in self._blocks,
+            state=state,
+            version=version_counter(state),
+            tokens=[value for value in (*args, *named) if _looks_like_token_ids(value)],
+            has_source=_has_cross_attention_source(module, args, kwargs),
+        )
+        self._record_projection_input(module_call)
+        self.module_starts(module_call)
+        self.stack.append(module_call)
+
+    def _record_projection_input(self, module_call: ModuleCall) -> None:
+        weight = getattr(module_call.module, "weight", None)
+        if module_call.state is None or not isinstance(weight, Tensor) or weight.dim() != 2:
+            return
+        for outer in reversed(self.stack):
+            if len(outer.projected) < 2:
+                outer.projected.append(module_call.state)
+            if outer.is_block:
+                return
+
+    def _on_end(self, module: nn.Module, _: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        while self.stack:
+            # The hook of an inner module that raised may not have run.
+            module_call = self.stack.pop()
+            self.module_ends(module_call, output if module_call.module is module else None)
+            if module_call.module is module:
+                return
+
+
+def _members_if_same_class(listing: nn.Module) -> list[nn.Module]:
+    """Return the members of a list of modules if all are of one class, such as layers."""
+    if not isinstance(listing, (nn.ModuleList, nn.Sequential)):
+        return []
+    members = [unwrap_compiled(member) for member in listing]
+    return members if len({type(member) for member in members}) == 1 else []
+
+
+def _has_cross_attention_source(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    if isinstance(module, nn.MultiheadAttention):  # its projections are no modules
+        query, key = [*args[:2], *(kwargs[k] for k in ("query", "key") if k in kwargs)][:2]
+        return not tensors_equal(query, key)
+    return any(isinstance(kwargs.get(name), Tensor) for name in SOURCES)
+
+
+def _is_float_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and torch.is_floating_point(value)
+
+
+def _looks_like_token_ids(value: Any) -> bool:
+    integers = (torch.int32, torch.int64)
+    return isinstance(value, Tensor) and value.dtype in integers and value.dim() == 2
+
+
+class Recorder(ModuleStack):
+    """The attention calls of one model, recorded while the model runs.
 
     Attributes:
         layers: the class of each layer whose attention was captured, by layer name in call order.
@@ -66,30 +231,43 @@ class AttentionCapture:
     """
 
     def __init__(
-        self, model: nn.Module | None, watch: Watch | None, on_complete: OnComplete | None
+        self, model: Any, watch: Watch | None = None, on_complete: OnComplete | None = None
     ) -> None:
+        module = model if isinstance(model, nn.Module) else nn.Module()
+        super().__init__(module)
         self.layers: dict[str, str] = {}
         self.tables: set[tuple[int, ...]] = set()
-        self._watch, self._on_complete = watch, on_complete
+        self._model, self._watch, self._on_complete = model, watch, on_complete
         self._pending: CallAwaitingProjection | None = None
-        self._ran: dict[str, str] = {}
+        self._ran: dict[str, str] = {}  # modules whose class says attention
+        self._explicit: dict[str, str] = {}  # modules with explicit products
+        self._outside = ModuleCall(module=nn.Module(), name="attention")
         # The block and the real queries of the last self-attention.
         self._last_block: tuple[str, Tensor | None] = ("", None)
         self._heads: dict[str, int] = {}
         self._calls_outside_modules = 0
-        self._has_embedding = model is not None and any(
-            isinstance(module, nn.Embedding) for module in model.modules()
-        )
-        self._has_divided_weights = model is not None and any(
-            map(is_divided_over_devices, model.parameters())
-        )
+        self._has_embedding = any(isinstance(m, nn.Embedding) for m in module.modules())
+        self._has_divided_weights = any(map(is_divided_over_devices, module.parameters()))
         self._tokens = TokenStreams()
-        whole = nn.Module() if model is None else model
-        self.modules = ModuleCalls(whole, before=self._before_module, after=self._after_module)
+
+    # ---- running, and what was not captured -----------------------------------------------------
+
+    def begin_input(self) -> None:
+        """Start another input, with other sequences and a new count of calls outside modules."""
+        self._calls_outside_modules, self._last_block = 0, ("", None)
+        self._tokens.begin_input()
+
+    def run(self, model_input: ModelInput) -> Any:
+        """Start another input, run the model on it, and return the output."""
+        self.begin_input()
+        return call_model_on_input(self._model, model_input)
 
     @property
     def missed_modules(self) -> dict[str, str]:
-        """The class of each module that ran, looks like attention and was not captured."""
+        """The class of each module that looks like attention, ran, and was not captured.
+
+        A module looks like attention by its class name, or by its explicit matrix products.
+        """
         captured = [name.partition(" (")[0] for name in self.layers]
 
         def is_covered(name: str) -> bool:
@@ -99,10 +277,11 @@ class AttentionCapture:
             )
 
         missed = {name: kind for name, kind in self._ran.items() if not is_covered(name)}
+        missed |= self._explicit
         return {
             name: kind
             for name, kind in missed.items()
-            if not any(other.startswith(name + ".") for other in missed)
+            if name in self._explicit or not any(other.startswith(name + ".") for other in missed)
         }
 
     def require_any_captured(self, model: str) -> None:
@@ -131,15 +310,12 @@ class AttentionCapture:
             f"another library, or are scripted or exported graphs: {names}{more}",
         )
 
-    def begin_input(self) -> None:
-        """Start another input, with other sequences and a new count of calls outside modules."""
-        self._calls_outside_modules, self._last_block = 0, ("", None)
-        self._tokens.begin_input()
+    # ---- attention calls --------------------------------------------------------------------
 
-    def record_attention(self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
-        """Record one attention call; a watcher of `headwise.layers.hooks`."""
+    def record_call(self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor) -> Tensor:
+        """Record one attention call; a hook of `headwise.layers.hooks`."""
         self.complete_call()
-        stack, computed = self.modules.stack, outputs
+        stack, computed = self.stack, outputs
         matrix, v, outputs = self._join_divided_heads(matrix, v, outputs)
         call = self._make_call_record(matrix, v, outputs)
         block = _find_block(stack, matrix)
@@ -159,11 +335,23 @@ class AttentionCapture:
                 self.complete_call()
         return computed if changed is None else changed
 
+    def find_owner(self) -> ModuleCall:
+        """Return the innermost running module with parameters, to which products belong."""
+        owners = (
+            each for each in reversed(self.stack) if any(True for _ in each.module.parameters())
+        )
+        return next(owners, self.stack[0] if self.stack else self._outside)
+
+    def note_explicit_attention(self, owner: ModuleCall) -> None:
+        """Note that a module multiplied values by weights that it computed with a softmax."""
+        name = owner.name.partition(" (")[0]
+        self._explicit[name] = class_name_without_fsdp(owner.module)
+
     def _join_divided_heads(
         self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor
     ) -> tuple[AttentionMatrix, Tensor, Tensor]:
         """Return the operands of all heads, if the call computes some of them that are divided."""
-        stack = self.modules.stack
+        stack = self.stack
         if not self._has_divided_weights or not stack:
             return matrix, v, outputs
         around = list(takewhile(lambda inner: not inner.is_block, reversed(stack)))
@@ -192,12 +380,12 @@ class AttentionCapture:
         self._on_complete(call)
 
     def _clear_projection_inputs(self) -> None:
-        for module_call in self.modules.stack:
+        for module_call in self.stack:
             if module_call.attended:  # a module that began after the last call keeps its inputs
                 module_call.projected.clear()
 
     def _layer_name(self, matrix: AttentionMatrix) -> str:
-        stack, heads = self.modules.stack, matrix.shape[1]
+        stack, heads = self.stack, matrix.shape[1]
         if not stack:
             self._calls_outside_modules += 1
             count = self._calls_outside_modules
@@ -215,7 +403,7 @@ class AttentionCapture:
         self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor
     ) -> CapturedCall:
         """Return the record of a call, with what is known before anything else runs."""
-        stack, layer = self.modules.stack, self._layer_name(matrix)
+        stack, layer = self.stack, self._layer_name(matrix)
         batch, _, queries, keys = matrix.shape
         is_cross = _is_cross(stack, matrix)
         own_key, key_tokens = self._locate_queries_and_key_tokens(layer, matrix, is_cross=is_cross)
@@ -258,7 +446,7 @@ class AttentionCapture:
         key_tokens = self._tokens.key_tokens_of_self_attention(
             layer,
             matrix.shape,
-            self.modules.stack,
+            self.stack,
             own_key=own_key,
             windowed=left is not None,
         )
@@ -266,15 +454,16 @@ class AttentionCapture:
             own_key = key_tokens.count - key_tokens.dropped - queries
         return own_key, key_tokens
 
-    def _before_module(self, module_call: ModuleCall) -> None:
-        is_whole = not self.modules.stack
+    def module_starts(self, module_call: ModuleCall) -> None:
+        """Note the tokens that an embedding looks up, and the consumers of head outputs."""
+        is_whole = not self.stack
         if is_whole:
             self._tokens.begin_pass(module_call.tokens)
         # In a model without an embedding, the tokens of the model's input count as looked up.
         is_embedding = isinstance(module_call.module, nn.Embedding)
         if module_call.tokens and (is_embedding or (is_whole and not self._has_embedding)):
             name = module_call.name if is_embedding else ""
-            looked_up = self._tokens.add_lookup(name, module_call.tokens[0], self.modules.stack)
+            looked_up = self._tokens.add_lookup(name, module_call.tokens[0], self.stack)
             if looked_up and isinstance(module_call.module, nn.Embedding):
                 self.tables.add(tuple(module_call.module.weight.shape))
         if any(word in type(module_call.module).__name__.lower() for word in ATTENTION_WORDS):
@@ -282,49 +471,14 @@ class AttentionCapture:
                 module_call.module
             )
         if self._pending is not None:
-            self._pending.note_module_start(
-                module_call, [outer.module for outer in self.modules.stack]
-            )
+            self._pending.note_module_start(module_call, [outer.module for outer in self.stack])
 
-    def _after_module(self, module_call: ModuleCall, output: Any) -> None:
+    def module_ends(self, module_call: ModuleCall, output: Any) -> None:
+        """Complete a call whose output projection has run."""
         if self._pending is not None:
             self._pending.note_module_output(module_call, output)
-            if self._pending.is_complete or module_call.is_block or not self.modules.stack:
+            if self._pending.is_complete or module_call.is_block or not self.stack:
                 self.complete_call()
-
-
-@contextmanager
-def capture_attention(
-    model: nn.Module | None,
-    watch: Watch | None = None,
-    *,
-    on_complete: OnComplete | None = None,
-    keep_implementation: bool = False,
-) -> Iterator[AttentionCapture]:
-    """Capture every attention call of ``model`` while the block runs.
-
-    Args:
-        model: None where a function runs.
-        watch: called at once with each call; returns head outputs to continue with, or None to
-            leave them as they are.
-        on_complete: called later with each call, when all that is observed around it is recorded.
-        keep_implementation: True if models of transformers compute attention by their own
-            implementation and masks; by default headwise computes it.
-    """
-    with _capture_lock, ExitStack() as stack:
-        capture = AttentionCapture(model, watch, on_complete)
-        # Hooks do not run inside a compiled graph, so compiled modules run uncompiled here.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        if keep_implementation:
-            stack.enter_context(observe_attention())
-        elif model is not None:
-            stack.enter_context(using_headwise_attention(model))
-        stack.enter_context(capture.modules.attach_hooks())
-        stack.enter_context(attention_hook(capture.record_attention))
-        stack.enter_context(track_kernel_calls())
-        stack.enter_context(TorchCalls())
-        yield capture
-        capture.complete_call()
 
 
 def _real_keys(matrix: AttentionMatrix, own_key: int | None) -> Tensor:
