@@ -91,12 +91,13 @@ def build_matrix_and_values(
             _raise_unsupported(name, what, module)
     query, key, value = _match_qkv_dtypes_and_batches(query, key, value)
     scores = _read_mask_and_bias(module, query, key, attention_mask, options)
+    scale = options.get("scaling")
     matrix = AttentionMatrix(
         query,
         key,
         mask=scores.mask,
         score_bias=scores.score_bias,
-        scale=options.get("scaling"),
+        scale=float(scale) if isinstance(scale, int) else scale,  # 1 in Dia
         softcap=options.get("softcap"),
         sink=options.get("s_aux"),
     )

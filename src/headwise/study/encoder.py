@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from headwise.checkpoints.transformers import load
 from headwise.errors import MissingExtraError
+from headwise.layers.hooks import record_modules
 from headwise.models import minilm
 from headwise.models.text import read_opening_paragraphs
 from headwise.study.implementations import SharedWeights
@@ -94,26 +95,12 @@ def record_calls(
         ends: of each layer the module that gets its input, the one that returns its output, and
             the weights.
     """
-    inputs, outputs = dict[int, Tensor](), dict[int, Tensor]()
-    handles = []
-    for layer, (first, last, _) in enumerate(ends):
-
-        def before(_: Any, args: Any, kwargs: Any, *, layer: int = layer) -> None:
-            inputs[layer] = args[0] if args else kwargs["hidden_states"]
-
-        def after(_: Any, __: Any, output: Any, *, layer: int = layer) -> None:
-            outputs[layer] = output[0] if isinstance(output, tuple) else output
-
-        handles.append(first.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(last.register_forward_hook(after))
-    try:
+    with record_modules(module for first, last, _ in ends for module in (first, last)) as runs:
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    outputs = [runs[last][-1].output for _, last, _ in ends]
     return tuple(
-        AttentionCall(inputs[layer], outputs[layer], weights)
-        for layer, (_, _, weights) in enumerate(ends)
+        AttentionCall(runs[first][-1].first, y[0] if isinstance(y, tuple) else y, weights)
+        for (first, _, weights), y in zip(ends, outputs, strict=True)
     )
 
 

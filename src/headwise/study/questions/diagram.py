@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from headwise.function import stages
 from headwise.layers.attention import Attention
+from headwise.layers.hooks import record_modules
 from headwise.models.text import read_opening_paragraphs
 from headwise.study import encoder
 from headwise.study.drawing import (
@@ -68,19 +69,12 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 def trace_forward(layer: Attention, x: Tensor) -> dict[str, Any]:
     """Return the tensors of a forward pass, and check how the stages depend on each other."""
-    tensors: dict[str, Tensor] = {}
     projections = {"q": layer.q_proj, "k": layer.k_proj, "v": layer.v_proj}
-    handles = [
-        projection.register_forward_hook(
-            lambda _, inputs, result, name=name: tensors.update(
-                {name: result, f"into_{name}": inputs[0]}
-            )
-        )
-        for name, projection in (projections | {"output": layer.out_proj}).items()
-    ]
-    layer(x)
-    for handle in handles:
-        handle.remove()
+    parts = projections | {"output": layer.out_proj}
+    with record_modules(parts.values()) as runs:
+        layer(x)
+    tensors = {name: runs[part][0].output for name, part in parts.items()}
+    tensors |= {f"into_{name}": runs[part][0].first for name, part in parts.items()}
     maps, outputs = layer.matrix(x).dense(), layer.head_outputs(x)
     merged, rows = tensors["into_output"], maps.double().sum(-1)
     drawn = {"x": x, "merged": merged} | {name: tensors[name] for name in (*projections, "output")}
