@@ -387,7 +387,7 @@ def test_a_source_of_another_name_is_passed_to_a_module() -> None:
     state = module.state_dict()
     state["out_proj.weight"] = state.pop("o_proj.weight")
     layer.load_state_dict(state)
-    assert compare(module, layer).verdict is Verdict.SAME
+    assert compare(module, layer).verdict.is_same
     with torch.no_grad():
         layer.k_proj.weight.mul_(1.5)
     assert compare(module, layer).verdict is Verdict.DIFFERENT
