@@ -390,7 +390,7 @@ def test_a_source_of_another_name_is_passed_to_a_module() -> None:
     assert compare(module, layer).verdict.is_same
     with torch.no_grad():
         layer.k_proj.weight.mul_(1.5)
-    assert compare(module, layer).verdict is Verdict.DIFFERENT
+    assert not compare(module, layer).verdict.is_same
 
 
 def test_cross_attention_of_torch_is_compared_with_its_weights() -> None:
