@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.huggingface.enable import using_headwise_attention
-from headwise.huggingface.observe import observe_attention
+from headwise.huggingface.running import observe_attention, using_headwise_attention
 from headwise.layers.hooks import attention_hook
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.clauses.band import Band

@@ -1,9 +1,4 @@
-"""Context manager that reports the attention of transformers models as they compute it.
-
-The model keeps its implementation, its masks and its outputs. Each call of the attention interface
-is reported as an `AttentionMatrix` of the operands, with the head outputs that the implementation
-returned. The two disagree where an implementation does not do what its operands state.
-"""
+"""Attention of running transformers models: by headwise, or observed as they compute it."""
 
 from __future__ import annotations
 
@@ -13,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from headwise.huggingface import NAME, register_huggingface
 from headwise.layers.hooks import call_hook
 from headwise.support.tracing import call_for_kernel
 
@@ -23,8 +19,63 @@ SDPA = "sdpa"
 
 
 @contextmanager
+def using_headwise_attention(model: nn.Module) -> Iterator[None]:
+    """Use `AttentionMatrix` in all modules of ``model`` with transformers' attention interface.
+
+    Modules that compute attention in their own code do not change. On exit, every configuration
+    has its previous implementation again.
+    """
+    if "transformers" not in sys.modules:  # then ``model`` has no transformers modules
+        yield
+        return
+    from transformers import PreTrainedModel
+
+    members = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    configs = _all_configs([m.config for m in members])
+    before = [getattr(config, "_attn_implementation_internal", None) for config in configs]
+    register_huggingface()
+    try:
+        for member in members:
+            if member._can_set_attn_implementation():
+                member.config._attn_implementation_internal = NAME
+        _enable_nested_configs(members)
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+
+
+def _enable_nested_configs(members: list[Any]) -> None:
+    """Enable headwise in nested configurations that belong to no module of their own."""
+    own_configs = {id(m.config) for m in members}
+    for member in members:
+        if member.config._attn_implementation_internal == NAME:
+            for config in _all_configs([member.config]):
+                if id(config) not in own_configs:
+                    config._attn_implementation_internal = NAME
+
+
+def _all_configs(roots: list[Any]) -> list[Any]:
+    """Return the configurations and all nested ones, each once."""
+    configs: dict[int, Any] = {}
+    pending = list(roots)
+    while pending:
+        config = pending.pop()
+        if config is None or id(config) in configs:
+            continue
+        configs[id(config)] = config
+        pending += [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return list(configs.values())
+
+
+@contextmanager
 def observe_attention() -> Iterator[None]:
-    """Report every call of transformers' attention interface to the active hook, in this block."""
+    """Report every call of transformers' attention interface to the active hook, in this block.
+
+    Models keep their implementation, their masks and their outputs. A call is reported as an
+    `AttentionMatrix` of the operands, with the head outputs that the implementation returned. The
+    two disagree where an implementation does not do what its operands state.
+    """
     if "transformers" not in sys.modules:  # then no model of transformers runs
         yield
         return
@@ -54,7 +105,7 @@ def _wrap_with_observer(function: AttentionFunction, name: str) -> AttentionFunc
         return function  # it reports its calls itself
 
     def observed(
-        module: torch.nn.Module,
+        module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
