@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -40,68 +40,53 @@ def demo(
     from headwise.cli.scan.command import run_scan_with_progress
     from headwise.cli.scan.options import ScanOptions
     from headwise.reports.page import save_scan_page
+    from headwise.reports.terminal import print_input_and_standouts, print_statistic_grid
     from headwise.support.files import make_parent_and_require_writable
 
     make_parent_and_require_writable(out)
     start = time.perf_counter()
     tiny = run_scan_with_progress(ScanOptions(demo=True, page=out))
-    try:
-        trained = _scan_and_compare_encoder(out)
-    except MissingExtraError as error:
-        trained, missing = None, error
-        if as_json:
-            _print_missing_encoder(missing, stderr_console())
+    trained, missing = _scan_and_compare_encoder(out)
+    if missing and as_json:
+        _print_missing_encoder(missing, stderr_console())
     page = save_scan_page(out, *([trained, tiny] if trained else [tiny]))
 
-    shown = _DemoReports(tiny, trained, None if trained else missing)
+    def print_conclusions(console: Console) -> None:
+        console.rule(SMALL, align="left", style="dim")
+        console.print()
+        print_input_and_standouts(tiny, console)
+        console.rule(TRAINED, align="left", style="dim")
+        console.print()
+        if trained is not None:
+            print_input_and_standouts(trained, console)
+        elif missing is not None:
+            _print_missing_encoder(missing, console)
+
+    def print_grids(console: Console) -> None:
+        for heading, report in ((SMALL, tiny), (TRAINED, trained)):
+            if report is not None:
+                console.rule(heading, align="left", style="dim")
+                console.print()
+                print_statistic_grid(report, console)
+
+    result = {"scan": tiny, "encoder": trained}
     print_result(
         page,
         start=start,
-        show=shown.print_conclusions,
-        as_json=shown.as_json if as_json else None,
-        details=shown.print_grids,
+        show=print_conclusions,
+        as_json=(lambda: {name: each and each.as_json() for name, each in result.items()})
+        if as_json
+        else None,
+        details=print_grids,
     )
     if trained and not (trained.same_function and trained.same_function.holds):
         raise typer.Exit(NO)
 
 
-@dataclass(frozen=True, eq=False)
-class _DemoReports:
-    """Both reports as the terminal shows them: the conclusions of both first, then the grids."""
-
-    tiny: ScanReport
-    trained: ScanReport | None
-    missing: MissingExtraError | None
-
-    def print_conclusions(self, console: Console) -> None:
-        from headwise.reports.terminal import print_input_and_standouts
-
-        _print_heading(console, SMALL)
-        print_input_and_standouts(self.tiny, console)
-        _print_heading(console, TRAINED)
-        if self.trained is not None:
-            print_input_and_standouts(self.trained, console)
-        elif self.missing is not None:
-            _print_missing_encoder(self.missing, console)
-
-    def print_grids(self, console: Console) -> None:
-        from headwise.reports.terminal import print_statistic_grid
-
-        for heading, report in ((SMALL, self.tiny), (TRAINED, self.trained)):
-            if report is not None:
-                _print_heading(console, heading)
-                print_statistic_grid(report, console)
-
-    def as_json(self) -> dict[str, Any]:
-        trained = None if self.trained is None else self.trained.as_json()
-        return {"scan": self.tiny.as_json(), "encoder": trained}
-
-
-def _scan_and_compare_encoder(page: Path) -> ScanReport:
+def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExtraError | None]:
     """Scan the trained encoder, and compare headwise's layers with its own.
 
-    Raises:
-        MissingExtraError: the encoder, or transformers, is not installed.
+    Without the encoder or transformers, return the reason.
     """
     from headwise.cli.output import stderr_console
     from headwise.cli.progress import progress_bar
@@ -111,16 +96,14 @@ def _scan_and_compare_encoder(page: Path) -> ScanReport:
     from headwise.study import encoder
     from headwise.study.experiments.same_weights import compare_with_model_layers
 
-    with progress_bar(stderr_console(), "loading the trained encoder") as progress:
-        recorded = encoder.run_minilm(progress=progress)
-        same = compare_with_model_layers(recorded)
-    report = run_scan_with_progress(ScanOptions(model_dir=minilm.model_folder(), page=page))
-    return replace(report, title=recorded.model, same_function=same)
-
-
-def _print_heading(console: Console, words: str) -> None:
-    console.rule(words, align="left", style="dim")
-    console.print()
+    try:
+        with progress_bar(stderr_console(), "loading the trained encoder") as progress:
+            recorded = encoder.run_minilm(progress=progress)
+            same = compare_with_model_layers(recorded)
+        report = run_scan_with_progress(ScanOptions(model_dir=minilm.model_folder(), page=page))
+    except MissingExtraError as missing:
+        return None, missing
+    return replace(report, title=recorded.model, same_function=same), None
 
 
 def _print_missing_encoder(missing: MissingExtraError, console: Console) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from headwise.cli.counts import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import NO, UNDECIDED, YES, stderr_console
+from headwise.cli.output import NO, UNDECIDED, YES, print_lines, stderr_console
 
 
 def detect(
@@ -39,31 +39,16 @@ def detect(
     Names and shapes often fit several; then a reference or a model that runs
     decides. Nothing is guessed.
     """
-    counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    raise typer.Exit(_run_detection(place, reference, against, counts, as_json=as_json))
-
-
-def _run_detection(
-    place: Path, reference: Path | None, against: Path | None, counts: Counts, *, as_json: bool
-) -> int:
     from headwise.cli.progress import progress_bar
 
+    counts: Counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
     with progress_bar(stderr_console(), "loading torch"):
-        from rich.console import Console
-
         from headwise.diagnosis._detect import detect as detect_layout
         from headwise.diagnosis.results.detection import describe_detection
 
         detection = detect_layout(place, reference=reference, against=against, **counts)
-    if as_json:
-        import json
-
-        typer.echo(json.dumps(detection.to_json(), ensure_ascii=False))
-    else:
-        for line in describe_detection(detection, title=str(place)):
-            Console(highlight=False, soft_wrap=True).print(line, markup=False)
-    if detection.layout:
-        return YES
-    if detection.fitting and not as_json:
-        typer.echo(f"With other weights of the same model: headwise compare {place} OTHER_WEIGHTS")
-    return UNDECIDED if detection.fitting else NO
+    lines = describe_detection(detection, title=str(place))
+    if detection.fitting and not detection.layout:
+        lines += [f"With other weights of the same model: headwise compare {place} OTHER_WEIGHTS"]
+    print_lines(lines, detection.to_json() if as_json else None)
+    raise typer.Exit(YES if detection.layout else UNDECIDED if detection.fitting else NO)
