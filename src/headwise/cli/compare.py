@@ -20,8 +20,6 @@ from headwise.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headwise.diagnosis.results.diagnosis import Diagnosis
 
 LayerInput = Annotated[
@@ -117,14 +115,15 @@ def _compare_and_report(
 
         make_parent_and_require_writable(page)
     diagnosis = _compare_files(first, second, options)
-    command = ""
+    lines = diagnosis.lines
     if second is not None and options["layer"] is None:
-        command = suggest_comparison(diagnosis, first, second)
+        suggested = suggest_comparison(diagnosis, first, second)
+        lines = lines + ([suggested] if suggested else [])
     pages = [] if page is None else [_write_page(diagnosis, page, first, second, options)]
     print_result(
         *pages,
         start=start,
-        show=lambda console: _print_diagnosis(diagnosis, console, command),
+        show=lambda console: console.print(*lines, sep="\n", markup=False, soft_wrap=True),
         as_json=diagnosis.as_dict if as_json else None,
     )
     return diagnosis
@@ -147,7 +146,11 @@ def _compare_files(first: Path, second: Path | None, options: Mapping[str, Any])
             model = load(options["against_model"]).model
             return compare_layers(first, model, _read_input_array(inputs))
         if layer is None:
-            _refuse_recordings(first, second)
+            for path in filter(is_recording, (first, second)):
+                raise typer.BadParameter(
+                    f"{path} holds recorded activations: --layer N names the layer that they are "
+                    "of."
+                )
             settings: dict[str, Any] = {**counts, "progress": progress}
             return verify(first, second, **settings)
         mine, theirs = (
@@ -155,15 +158,6 @@ def _compare_files(first: Path, second: Path | None, options: Mapping[str, Any])
             for path in (first, second)
         )
         return compare_layers(mine, theirs, _read_input_array(inputs))
-
-
-def _refuse_recordings(*paths: Path) -> None:
-    from headwise.diagnosis.subjects.recording import is_recording
-
-    for path in filter(is_recording, paths):
-        raise typer.BadParameter(
-            f"{path} holds recorded activations: --layer N names the layer that they are of."
-        )
 
 
 def _read_input_array(path: Path | None) -> Any:
@@ -192,9 +186,3 @@ def _write_page(
     names = [prefix + path.resolve().name for path in paths]
     report = DiagnosisReport(diagnosis=diagnosis, first=names[0], second=names[1], call=call)
     return save_diagnosis_page(report, page)
-
-
-def _print_diagnosis(diagnosis: Diagnosis, console: Console, command: str) -> None:
-    lines = diagnosis.lines + ([command] if command else [])
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)

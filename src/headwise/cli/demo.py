@@ -40,7 +40,6 @@ def demo(
     from headwise.cli.scan.command import run_scan_with_progress
     from headwise.cli.scan.options import ScanOptions
     from headwise.reports.page import save_scan_page
-    from headwise.reports.terminal import print_input_and_standouts, print_statistic_grid
     from headwise.support.files import make_parent_and_require_writable
 
     make_parent_and_require_writable(out)
@@ -51,33 +50,15 @@ def demo(
         _print_missing_encoder(missing, stderr_console())
     page = save_scan_page(out, *([trained, tiny] if trained else [tiny]))
 
-    def print_conclusions(console: Console) -> None:
-        console.rule(SMALL, align="left", style="dim")
-        console.print()
-        print_input_and_standouts(tiny, console)
-        console.rule(TRAINED, align="left", style="dim")
-        console.print()
-        if trained is not None:
-            print_input_and_standouts(trained, console)
-        elif missing is not None:
-            _print_missing_encoder(missing, console)
-
-    def print_grids(console: Console) -> None:
-        for heading, report in ((SMALL, tiny), (TRAINED, trained)):
-            if report is not None:
-                console.rule(heading, align="left", style="dim")
-                console.print()
-                print_statistic_grid(report, console)
-
     result = {"scan": tiny, "encoder": trained}
     print_result(
         page,
         start=start,
-        show=print_conclusions,
+        show=lambda console: _print_conclusions(tiny, trained or missing, console),
         as_json=(lambda: {name: each and each.as_json() for name, each in result.items()})
         if as_json
         else None,
-        details=print_grids,
+        details=lambda console: _print_grids(tiny, trained, console),
     )
     if trained and not (trained.same_function and trained.same_function.holds):
         raise typer.Exit(NO)
@@ -104,6 +85,34 @@ def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExt
     except MissingExtraError as missing:
         return None, missing
     return replace(report, title=recorded.model, same_function=same), None
+
+
+def _print_conclusions(
+    tiny: ScanReport, trained: ScanReport | MissingExtraError | None, console: Console
+) -> None:
+    """Print what was found of both models, before the grids of either."""
+    from headwise.reports.terminal import print_input_and_standouts
+
+    for heading, shown in ((SMALL, tiny), (TRAINED, trained)):
+        _print_heading(console, heading)
+        if isinstance(shown, MissingExtraError):
+            _print_missing_encoder(shown, console)
+        elif shown is not None:
+            print_input_and_standouts(shown, console)
+
+
+def _print_grids(tiny: ScanReport, trained: ScanReport | None, console: Console) -> None:
+    from headwise.reports.terminal import print_statistic_grid
+
+    for heading, report in ((SMALL, tiny), (TRAINED, trained)):
+        if report is not None:
+            _print_heading(console, heading)
+            print_statistic_grid(report, console)
+
+
+def _print_heading(console: Console, words: str) -> None:
+    console.rule(words, align="left", style="dim")
+    console.print()
 
 
 def _print_missing_encoder(missing: MissingExtraError, console: Console) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headwise.layouts._layout import Layout
 
 Count = Annotated[int | None, typer.Option(min=1, show_default=False)]
@@ -36,9 +35,44 @@ def catalogue(
     ] = "",
 ) -> None:
     """List the layouts, with their tensors; "checked" if a test runs the real implementation."""
+    from rich import box
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    _print_layout_list(word, Console(highlight=False))
+    from headwise.layouts.registry import layout, layouts_by_family
+    from headwise.support.text import describe_count
+
+    console = Console(highlight=False)
+    listed = {
+        heading: [entry for entry in family if word.lower() in entry.name]
+        for heading, family in layouts_by_family().items()
+    }
+    entries = [entry for family in listed.values() for entry in family]
+    if not entries:
+        layout(word)  # raises an error with similar names
+    for heading, family in listed.items():
+        if not family:
+            continue
+        table = Table(box=box.SIMPLE, pad_edge=False, show_header=False, expand=True)
+        table.add_column(width=max(len(entry.name) for entry in entries))
+        table.add_column(width=len("described"))
+        table.add_column(ratio=1)
+        for entry in family:
+            status = Text("described") if entry.unchecked else Text("checked", "green")
+            required = [name for name in entry.tensors if name in entry.required]
+            names = ", ".join(name.removesuffix(".weight") for name in required)
+            table.add_row(Text(entry.name, "bold"), status, Text(names))
+        console.print(Text(heading))
+        console.print(table)
+    checked = sum(not entry.unchecked for entry in entries)
+    count = "All" if checked == len(entries) else str(checked)
+    others = "" if count == "All" else " The others are described from the source and were not run."
+    console.print(
+        f"{describe_count(len(entries), 'layout')}. {count} are checked: a test runs the real "
+        f"implementation, and a layer with its weights gives the same outputs.{others} "
+        "To draw a layout: headwise layouts show llama"
+    )
 
 
 @layouts.command()
@@ -52,84 +86,30 @@ def show(
 ) -> None:
     """Draw a small layout: the head of each row or column of each tensor."""
     from rich.console import Console
-
-    from headwise.layouts.registry import layout
-
-    counts = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "embed_dim": embed_dim}
-    _print_layout(
-        layout(name),
-        {axis: count for axis, count in counts.items() if count is not None},
-        Console(highlight=False),
-    )
-
-
-def _print_layout_list(word: str, console: Console) -> None:
-    from rich import box
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    from headwise.layouts.registry import layout, layouts_by_family
-    from headwise.support.text import describe_count
-
-    listed = {
-        heading: [entry for entry in family if word.lower() in entry.name]
-        for heading, family in layouts_by_family().items()
-    }
-    entries = [entry for family in listed.values() for entry in family]
-    if not entries:
-        layout(word)  # raises an error with similar names
-    widest = max(len(entry.name) for entry in entries)
-    for heading, family in listed.items():
-        if not family:
-            continue
-        table = Table(box=box.SIMPLE, pad_edge=False, show_header=False, expand=True)
-        table.add_column(width=widest)
-        table.add_column(width=len("described"))
-        table.add_column(ratio=1)
-        for entry in family:
-            status = Text("described") if entry.unchecked else Text("checked", "green")
-            required = entry.required
-            names = [name.removesuffix(".weight") for name in entry.tensors if name in required]
-            table.add_row(Text(entry.name, "bold"), status, Text(", ".join(names)))
-        console.print(Text(heading))
-        console.print(table)
-    checked = sum(not entry.unchecked for entry in entries)
-    count = "All" if checked == len(entries) else str(checked)
-    others = "" if count == "All" else " The others are described from the source and were not run."
-    console.print(
-        f"{describe_count(len(entries), 'layout')}. {count} are checked: a test runs the real "
-        f"implementation, and a layer with its weights gives the same outputs.{others} "
-        "To draw a layout: headwise layouts show llama"
-    )
-
-
-def _print_layout(layout: Layout, counts: dict[str, int], console: Console) -> None:
-    from rich.padding import Padding
-    from rich.text import Text
-
     from headwise.layouts.drawing import attention_spec_lines, draw, drawing_sizes
+    from headwise.layouts.registry import layout
 
-    drawn, sizes = draw(layout, **counts), drawing_sizes(layout, counts)
-    is_checked = "yes: a test runs the real implementation"
-    checked = f"no: {layout.unchecked}" if layout.unchecked else is_checked
-    console.print(Text(layout.name, "bold"))
-    _print_labelled_text(console, "checked", checked)
-    _print_labelled_text(console, "source", layout.source)
-    if layout.note:
-        _print_labelled_text(console, "note", layout.note)
-    for role, template in layout.where.items():
-        _print_labelled_text(console, "location", f"{template} ({role})")
-    if layout.sharded:
-        _print_labelled_text(console, "sharded", f"{', '.join(layout.sharded)} over processes")
-    shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
-    _print_labelled_text(
-        console, "drawn with", ", ".join(f"{n} {sizes[n]}" for n in shown if n in sizes)
-    )
+    console, given = Console(highlight=False), layout(name)
+    named = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "embed_dim": embed_dim}
+    counts = {axis: count for axis, count in named.items() if count is not None}
+    drawn, sizes = draw(given, **counts), drawing_sizes(given, counts)
+    console.print(Text(given.name, "bold"))
+    for label, text in _facts(given, sizes):
+        if text:
+            grid = Table.grid(padding=(0, 2, 0, 0))
+            grid.add_column(width=10, style="dim")
+            grid.add_column()
+            grid.add_row(Text(label), Text(text))
+            console.print(grid)
     console.print()
     console.print(Text(drawn), soft_wrap=True)
     console.print()
     console.print(Text("What is in no tensor", "bold"))
-    for line in attention_spec_lines(layout, sizes):
+    for line in attention_spec_lines(given, sizes):
         console.print(Padding(Text(line), (0, 0, 0, 2)))
     console.print()
     console.print(
@@ -139,12 +119,16 @@ def _print_layout(layout: Layout, counts: dict[str, int], console: Console) -> N
     )
 
 
-def _print_labelled_text(console: Console, label: str, text: str) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(width=10, style="dim")
-    grid.add_column()
-    grid.add_row(Text(label), Text(text))
-    console.print(grid)
+def _facts(layout: Layout, sizes: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return labelled facts of a layout and its drawing; empty ones are not shown."""
+    is_checked = "yes: a test runs the real implementation"
+    shown = ("heads", "kv_heads", "head_dim", "value_dim", "embed_dim")
+    sharded = f"{', '.join(layout.sharded)} over processes" if layout.sharded else ""
+    return [
+        ("checked", f"no: {layout.unchecked}" if layout.unchecked else is_checked),
+        ("source", layout.source),
+        ("note", layout.note),
+        *(("location", f"{template} ({role})") for role, template in layout.where.items()),
+        ("sharded", sharded),
+        ("drawn with", ", ".join(f"{axis} {sizes[axis]}" for axis in shown if axis in sizes)),
+    ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from headwise.study.question import Numbers, fill_template
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
@@ -52,75 +54,73 @@ def label_point(axes: Axes, words: str, point: Point, offset: Point, **look: Any
     return axes.annotate(words, point, offset, textcoords="offset points", **look)
 
 
-def add_sheet(figure: Figure, *, height: float) -> Axes:
-    """Return axes over the whole figure, in inches from the top left corner."""
-    figure.set_layout_engine("none")  # all positions are fixed
-    figure.set_figheight(height)
-    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-    axes.set(xlim=(0, WIDTH), ylim=(height, 0))
-    axes.axis("off")
-    return axes
+class Sheet:
+    """Axes over a whole figure, in inches from the top left corner; words get their numbers.
 
+    Args:
+        figure: the figure, whose positions are then fixed.
+        n: the numbers that words, which are templates, speak of.
+        height: of the figure.
+    """
 
-def add_inset(
-    figure: Figure, left: float, top: float, width: float, height: float, *, frame: bool = True
-) -> Axes:
-    """Return axes for an image, at a position of the sheet in inches."""
-    whole = figure.get_figheight()
-    axes = figure.add_axes(
-        (left / WIDTH, 1 - (top + height) / whole, width / WIDTH, height / whole)
-    )
-    axes.set(xticks=[], yticks=[])
-    axes.spines[:].set(visible=frame, color=SOFT, linewidth=0.5)
-    return axes
+    def __init__(self, figure: Figure, n: Numbers, *, height: float) -> None:
+        figure.set_layout_engine("none")
+        figure.set_figheight(height)
+        self.figure, self.n, self.height = figure, n, height
+        self.axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+        self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
+        self.axes.axis("off")
 
+    def inset(
+        self, left: float, top: float, width: float, height: float, *, frame: bool = True
+    ) -> Axes:
+        """Return axes for an image."""
+        whole = self.height
+        axes = self.figure.add_axes(
+            (left / WIDTH, 1 - (top + height) / whole, width / WIDTH, height / whole)
+        )
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set(visible=frame, color=SOFT, linewidth=0.5)
+        return axes
 
-def draw_block(
-    axes: Axes,
-    left: float,
-    top: float,
-    width: float,
-    height: float,
-    *,
-    colour: str,
-    alpha: float = 1.0,
-    label: str = "",
-) -> None:
-    """Draw a filled rectangle with a label in it."""
-    from matplotlib.patches import Rectangle
+    def block(
+        self,
+        left: float,
+        top: float,
+        width: float,
+        height: float,
+        *,
+        colour: str,
+        alpha: float = 1.0,
+        label: str = "",
+    ) -> None:
+        """Draw a filled rectangle with a label in it."""
+        from matplotlib.patches import Rectangle
 
-    filled = Rectangle((left, top), width, height, facecolor=colour, edgecolor="none", alpha=alpha)
-    axes.add_patch(filled)
-    middle = (left + width / 2, top + height / 2 + 0.005)
-    axes.text(*middle, label, color=CARD, fontsize=9, ha="center", va="center")
+        look: dict[str, Any] = {"facecolor": colour, "edgecolor": "none", "alpha": alpha}
+        self.axes.add_patch(Rectangle((left, top), width, height, **look))
+        middle = left + width / 2, top + height / 2 + 0.005
+        self.write(*middle, label, color=CARD, ha="center")
 
+    def arrow(self, start: Point, end: Point, label: str = "") -> None:
+        """Draw an arrow, with a label to the right of its middle."""
+        look = {"arrowstyle": "-|>", "color": SOFT, "lw": 0.9, "mutation_scale": 7}
+        self.axes.annotate("", end, xytext=start, arrowprops=look)
+        if label:
+            self.write((start[0] + end[0]) / 2 + 0.1, (start[1] + end[1]) / 2, label)
 
-def draw_arrow(axes: Axes, x: float, top: float, bottom: float, label: str = "") -> None:
-    """Draw a short arrow downwards, with a label to its right."""
-    axes.annotate(
-        "",
-        (x, bottom),
-        xytext=(x, top),
-        arrowprops={"arrowstyle": "-|>", "color": SOFT, "lw": 0.9, "mutation_scale": 7},
-    )
-    axes.text(x + 0.1, (top + bottom) / 2, label, color=SOFT, fontsize=9, va="center")
+    def line(self, y: float) -> None:
+        """Draw a thin horizontal line over the sheet."""
+        self.axes.plot([0.2, WIDTH - 0.2], [y, y], color=LINE, linewidth=0.8)
 
+    def head(self, x: float, y: float, words: str, **look: Any) -> None:
+        """Write a bold heading."""
+        self.write(x, y, words, **{"color": INK, "fontweight": "bold"} | look)
 
-def draw_separator(axes: Axes, y: float, left: float, right: float, *, colour: str = LINE) -> None:
-    """Draw a thin horizontal line."""
-    axes.plot([left, right], [y, y], color=colour, linewidth=0.8)
-
-
-def write_heading(axes: Axes, x: float, y: float, words: str, *, align: str = "left") -> None:
-    """Write a bold heading."""
-    axes.text(x, y, words, color=INK, fontsize=9, ha=align, va="center", fontweight="bold")
-
-
-def write_note(
-    axes: Axes, x: float, y: float, words: str, *, align: str = "left", turn: float = 0.0
-) -> None:
-    """Write words in a softer shade, turned by ``turn`` degrees."""
-    axes.text(x, y, words, color=SOFT, fontsize=9, ha=align, va="center", rotation=turn)
+    def write(self, x: float, y: float, words: str, **look: Any) -> None:
+        """Write words, in a soft shade unless ``look`` has another colour."""
+        look = {"color": SOFT, "fontsize": 9, "va": "center", **look}
+        self.axes.text(x, y, fill_template(words, self.n), **look)
 
 
 def signed_colours(

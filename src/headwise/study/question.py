@@ -13,10 +13,14 @@ import string
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headwise.study.drawing import Figure
 from headwise.support.progress import Progress
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+else:  # matplotlib is optional
+    Figure = Any
 
 Numbers = Mapping[str, Any]  # bool, int, float, str, and lists and dicts of them
 

@@ -13,20 +13,7 @@ from headwise.layers.attention import Attention
 from headwise.layers.hooks import record_modules
 from headwise.models.text import read_opening_paragraphs
 from headwise.study import encoder
-from headwise.study.drawing import (
-    SERIES,
-    WIDTH,
-    Axes,
-    Figure,
-    add_inset,
-    add_sheet,
-    draw_arrow,
-    draw_separator,
-    draw_weight_map,
-    signed_colours,
-    write_heading,
-    write_note,
-)
+from headwise.study.drawing import SERIES, Figure, Sheet, draw_weight_map, signed_colours
 from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.implementations import HeadwiseAttention
 from headwise.study.question import Numbers, fill_template
@@ -175,97 +162,89 @@ TICKS = (0.0, 0.01, 0.1, 0.5, 1.0)  # of the colour bar
 
 def draw(figure: Figure, n: Numbers) -> None:
     """Draw the stages from the embeddings to the output, and three enlarged heads."""
-    axes = add_sheet(figure, height=HEIGHT)
+    sheet = Sheet(figure, n, height=HEIGHT)
     tall, middle = LINE * n["length"], LEFT + FULL / n["heads"] / 2
-    write_heading(
-        axes,
-        LEFT,
-        X - 0.17,
-        fill_template("x {shapes[x]:shape}: the embeddings of {length} tokens", n),
-    )
-    write_note(axes, LEFT + FULL, X - 0.17, "green: positive, orange: negative", align="right")
-    draw_strips(figure, n["strips"]["x"], X, tall)
-    write_tokens(axes, n["tokens"], LEFT - 0.06, X, LINE)
+
+    def arrow(top: float, bottom: float, words: str) -> None:
+        sheet.arrow((middle, top + 0.05), (middle, bottom), words)
+
+    sheet.head(LEFT, X - 0.17, "x {shapes[x]:shape}: the embeddings of {length} tokens")
+    sheet.write(LEFT + FULL, X - 0.17, "green: positive, orange: negative", ha="right")
+    draw_strips(sheet, "x", X, tall)
+    write_tokens(sheet, LEFT - 0.06, X, LINE)
     words = (
         "times wq, wk and wv {shapes[w]:shape}: every head projects all of x with its "
         "{shapes[w_of_a_head]:shape} part of each"
     )
-    draw_arrow(axes, middle, X + tall + 0.05, CUT - 0.24, fill_template(words, n))
-    draw_heads(figure, axes, n, middle)
-    write_label(axes, MERGED, "concatenated", fill_template("{shapes[merged]:shape}", n))
-    draw_strips(figure, n["strips"]["merged"], MERGED, THIN)
-    words = "times wo {shapes[wo]:shape}, plus its bias: every number mixes all {heads} heads"
-    draw_arrow(axes, middle, MERGED + THIN + 0.05, OUTPUT - 0.05, fill_template(words, n))
-    write_label(axes, OUTPUT, "output", fill_template("{shapes[output]:shape}", n))
-    draw_strips(figure, n["strips"]["output"], OUTPUT, THIN)
-    draw_close_ups(figure, axes, n)
-
-
-def draw_heads(figure: Figure, axes: Axes, n: Numbers, middle: float) -> None:
-    """Draw the tensors of each head: q, k, v, the map and the head output."""
+    arrow(X + tall, CUT - 0.24, words)
     pitch, bottom = FULL / n["heads"], CUT + 3 * THIN + 2 * 0.06
     side = pitch - GAP
-    write_note(axes, LEFT - 0.08, CUT - 0.12, "head", align="right")
-    for head in range(n["heads"]):
-        write_note(axes, LEFT + pitch * (head + 0.5), CUT - 0.12, str(head), align="center")
+    sheet.write(LEFT - 0.08, CUT - 0.12, "head", ha="right")
+    for head, weights in enumerate(n["maps"]):
+        sheet.write(LEFT + pitch * (head + 0.5), CUT - 0.12, str(head), ha="center")
+        left = LEFT + pitch * head + GAP / 2
+        draw_weight_map(sheet.inset(left, MAPS, side, side, frame=False), weights)
     for row, name in enumerate(("q", "k", "v")):
         top = CUT + (THIN + 0.06) * row
-        write_label(axes, top, name, fill_template("{shapes[q]:shape}", n))
-        draw_strips(figure, n["strips"][name], top, THIN, pieces=n["heads"])
+        write_label(sheet, top, name, "q")
+        draw_strips(sheet, name, top, THIN, pieces=n["heads"])
     words = "softmax(q kᵀ / √{head_dim}): the attention weights; in every map, each row sums to one"
-    draw_arrow(axes, middle, bottom + 0.05, MAPS - 0.05, fill_template(words, n))
-    for head, weights in enumerate(n["maps"]):
-        left = LEFT + pitch * head + GAP / 2
-        draw_weight_map(add_inset(figure, left, MAPS, side, side, frame=False), weights)
-    write_label(axes, MAPS, "weights", fill_template("{shapes[weights]:shape}", n))
+    arrow(bottom, MAPS - 0.05, words)
+    write_label(sheet, MAPS, "weights", "weights")
     words = "times v: each token gets the mean of the values, weighted by its row of the map"
-    draw_arrow(axes, middle, MAPS + side + 0.05, READ - 0.05, words)
-    write_label(axes, READ, "head outputs", fill_template("{shapes[head_outputs]:shape}", n))
-    draw_strips(figure, n["strips"]["merged"], READ, THIN, pieces=n["heads"])
+    arrow(MAPS + side, READ - 0.05, words)
+    write_label(sheet, READ, "head outputs", "head_outputs")
+    draw_strips(sheet, "merged", READ, THIN, pieces=n["heads"])
     words = "concatenated, in the order of the heads: the same numbers"
-    draw_arrow(axes, middle, READ + THIN + 0.05, MERGED - 0.05, words)
+    arrow(READ + THIN, MERGED - 0.05, words)
+    write_label(sheet, MERGED, "concatenated", "merged")
+    draw_strips(sheet, "merged", MERGED, THIN)
+    words = "times wo {shapes[wo]:shape}, plus its bias: every number mixes all {heads} heads"
+    arrow(MERGED + THIN, OUTPUT - 0.05, words)
+    write_label(sheet, OUTPUT, "output", "output")
+    draw_strips(sheet, "output", OUTPUT, THIN)
+    draw_close_ups(sheet, n)
 
 
-def draw_close_ups(figure: Figure, axes: Axes, n: Numbers) -> None:
+def draw_close_ups(sheet: Sheet, n: Numbers) -> None:
     """Draw a few heads enlarged with their tokens, on a square-root colour scale."""
-    draw_separator(axes, OUTPUT + THIN + 0.19, 0.2, WIDTH - 0.2)
+    sheet.line(OUTPUT + THIN + 0.19)
     for column, head in enumerate(n["stand_out"]):
         left = 0.84 + 2.46 * column
-        write_heading(axes, left, CLOSE - 0.29, fill_template("head {head}", head))
-        write_note(axes, left, CLOSE - 0.11, fill_template("{share:percent} on {place}", head))
-        image = add_inset(figure, left, CLOSE, CLOSE_UP, CLOSE_UP, frame=False)
+        sheet.head(left, CLOSE - 0.29, fill_template("head {head}", head))
+        sheet.write(left, CLOSE - 0.11, fill_template("{share:percent} on {place}", head))
+        image = sheet.inset(left, CLOSE, CLOSE_UP, CLOSE_UP, frame=False)
         draw_weight_map(image, n["maps"][head["head"]])
-        write_tokens(axes, n["tokens"], left - 0.06, CLOSE, CLOSE_UP / n["length"])
+        write_tokens(sheet, left - 0.06, CLOSE, CLOSE_UP / n["length"])
     below, left, width = CLOSE + CLOSE_UP + 0.16, 5.08, 2.2
-    write_note(axes, 0.84, below, "rows: queries, columns: keys")
-    bar = add_inset(figure, left, below - 0.06, width, 0.11, frame=False)
+    sheet.write(0.84, below, "rows: queries, columns: keys")
+    bar = sheet.inset(left, below - 0.06, width, 0.11, frame=False)
     draw_weight_map(bar, [[(cell / 200) ** 2 for cell in range(201)]])
     bar.set_aspect("auto")
-    write_note(axes, left - 0.1, below - 0.005, "attention weight", align="right")
+    sheet.write(left - 0.1, below - 0.005, "attention weight", ha="right")
     for tick in TICKS:
         words = f"{100 * tick:.0f} %" if tick else "0"
-        write_note(axes, left + width * tick**0.5, below + 0.15, words, align="center")
+        sheet.write(left + width * tick**0.5, below + 0.15, words, ha="center")
 
 
-def draw_strips(
-    figure: Figure, rows: list[list[int]], top: float, height: float, *, pieces: int = 1
-) -> None:
+def draw_strips(sheet: Sheet, name: str, top: float, height: float, *, pieces: int = 1) -> None:
     """Draw numbers in per cent, one colour for each sign, split into pieces."""
+    rows = sheet.n["strips"][name]
     pitch, wide, gap = FULL / pieces, len(rows[0]) // pieces, GAP if pieces > 1 else 0.0
     for piece in range(pieces):
-        image = add_inset(figure, LEFT + pitch * piece + gap / 2, top, pitch - gap, height)
+        image = sheet.inset(LEFT + pitch * piece + gap / 2, top, pitch - gap, height)
         part = [row[wide * piece : wide * (piece + 1)] for row in rows]
         colours = signed_colours(part, positive=SERIES[0], negative=SERIES[1], top=100.0)
         image.imshow(colours, aspect="auto", interpolation="none")
 
 
-def write_label(axes: Axes, top: float, name: str, shape: str) -> None:
+def write_label(sheet: Sheet, top: float, name: str, shape: str) -> None:
     """Write the name and the shape to the left of a block."""
-    write_heading(axes, LEFT - 0.08, top + 0.12, name, align="right")
-    write_note(axes, LEFT - 0.08, top + 0.29, shape, align="right")
+    sheet.head(LEFT - 0.08, top + 0.12, name, ha="right")
+    sheet.write(LEFT - 0.08, top + 0.29, f"{{shapes[{shape}]:shape}}", ha="right")
 
 
-def write_tokens(axes: Axes, tokens: list[str], right: float, top: float, pitch: float) -> None:
+def write_tokens(sheet: Sheet, right: float, top: float, pitch: float) -> None:
     """Write the tokens beside their rows."""
-    for row, token in enumerate(tokens):
-        write_note(axes, right, top + pitch * (row + 0.5), token, align="right")
+    for row in range(sheet.n["length"]):
+        sheet.write(right, top + pitch * (row + 0.5), f"{{tokens[{row}]}}", ha="right")

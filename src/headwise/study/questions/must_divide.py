@@ -9,25 +9,11 @@ from torch import Tensor, nn
 
 from headwise.function.budget import Budget
 from headwise.layers.attention import Attention
-from headwise.study.drawing import (
-    BAD,
-    INK,
-    SERIES,
-    SOFT,
-    WIDTH,
-    Axes,
-    Figure,
-    add_inset,
-    add_sheet,
-    draw_block,
-    draw_separator,
-    write_heading,
-    write_note,
-)
+from headwise.study.drawing import BAD, INK, SERIES, SOFT, Axes, Figure, Sheet
 from headwise.study.einops_block import EinopsPostNormBlock
 from headwise.study.experiments.measures import count_parameters, layer_error_budget
 from headwise.study.implementations import SharedWeights
-from headwise.study.question import Numbers, fill_template
+from headwise.study.question import Numbers
 from headwise.support.progress import Progress
 
 EMBED_DIM = 40
@@ -186,31 +172,35 @@ def facts(n: Numbers) -> dict[str, bool]:
 
 WIDTHS, PITCH, THICK = 4.12, 0.5, 0.22  # top of the lower half, row pitch, block height
 INPUTS, PROJECTED, SCALE = 0.98, 4.75, 0.058  # left ends; inches a number
-
 GRID = (0.85, 0.42, 3.7, 2.75)  # inches: left, top, width and height
 KEY = 4.8  # left end of the legend
-RING: dict[str, Any] = {
-    "color": SERIES[1],
-    "linestyle": "none",
-    "marker": "o",
-    "markersize": 12,
-    "markerfacecolor": "none",
-    "markeredgewidth": 2,
-}
-CHOSEN = RING | {"color": SERIES[2], "marker": "s", "markersize": 13}
 DOT: dict[str, Any] = {"color": SERIES[0], "linestyle": "none", "marker": "o", "markersize": 5}
 CROSS = DOT | {"color": BAD, "marker": "X"}
+OPEN: dict[str, Any] = {"markersize": 12, "markerfacecolor": "none", "markeredgewidth": 2}
+RING = DOT | OPEN | {"color": SERIES[1]}
+CHOSEN = RING | {"color": SERIES[2], "marker": "s", "markersize": 13}
+LEGEND = (
+    (DOT, "headwise.Attention gives the", "paper's formula: {pairs_right} of {pairs}"),
+    (RING, "PyTorch's layer accepts it too:", "heads × head_dim = {sizes[embed_dim]}"),
+    (
+        CHOSEN,
+        "{sizes[heads]} heads of {sizes[head_dim]}: PyTorch fails,",
+        "{sizes[embed_dim]} / {sizes[heads]} leaves {sizes[remainder]}",
+    ),
+)
 
 
 def draw(figure: Figure, n: Numbers) -> None:
     """Draw the sizes that work in both layers, and the widths kdim and vdim."""
-    axes = add_sheet(figure, height=5.6)
-    title = "heads and head_dim that work with embed_dim {sizes[embed_dim]}"
-    write_heading(axes, GRID[0], 0.2, fill_template(title, n))
-    draw_grid(add_inset(figure, *GRID, frame=False), n)
-    draw_legend(axes, n)
-    draw_separator(axes, WIDTHS - 0.4, 0.2, WIDTH - 0.2)
-    draw_input_widths(axes, n)
+    sheet = Sheet(figure, n, height=5.6)
+    sheet.head(GRID[0], 0.2, "heads and head_dim that work with embed_dim {sizes[embed_dim]}")
+    draw_grid(sheet.inset(*GRID, frame=False), n)
+    for count, (mark, *lines) in enumerate(LEGEND, start=1):
+        sheet.axes.plot(KEY, 0.75 * count, **mark)
+        for line, words in enumerate(lines):
+            sheet.write(KEY + 0.2, 0.75 * count + 0.19 * line, words, color=mark["color"])
+    sheet.line(WIDTHS - 0.4)
+    draw_input_widths(sheet, n)
 
 
 def draw_grid(axes: Axes, n: Numbers) -> None:
@@ -225,72 +215,35 @@ def draw_grid(axes: Axes, n: Numbers) -> None:
         ]
         axes.plot([heads for heads, _ in pairs], [row for _, row in pairs], **look)
     accepted = [heads for heads in n["heads_torch_takes"] if heads in n["grid_heads"]]
-    axes.plot(
-        accepted, [head_dims.index(sizes["embed_dim"] // heads) for heads in accepted], **RING
-    )
+    rows = [head_dims.index(sizes["embed_dim"] // heads) for heads in accepted]
+    axes.plot(accepted, rows, **RING)
     axes.plot(sizes["heads"], head_dims.index(sizes["head_dim"]), **CHOSEN)
     axes.set_xticks(n["grid_heads"])
     axes.set_yticks(range(len(head_dims)), [str(head_dim) for head_dim in head_dims])
     axes.set(xlabel="heads", ylabel="head_dim")
 
 
-def draw_legend(axes: Axes, n: Numbers) -> None:
-    """Draw the legend of the grid."""
-    for count, (mark, colour, words) in enumerate(
-        (
-            (
-                DOT,
-                SERIES[0],
-                "headwise.Attention gives the\npaper's formula: {pairs_right} of {pairs}",
-            ),
-            (
-                RING,
-                SERIES[1],
-                "PyTorch's layer accepts it too:\nheads × head_dim = {sizes[embed_dim]}",
-            ),
-            (
-                CHOSEN,
-                SERIES[2],
-                "{sizes[heads]} heads of {sizes[head_dim]}: PyTorch fails,\n"
-                "{sizes[embed_dim]} / {sizes[heads]} leaves {sizes[remainder]}",
-            ),
-        ),
-        start=1,
-    ):
-        axes.plot(KEY, 0.75 * count, **mark)
-        for line, text in enumerate(fill_template(words, n).split("\n")):
-            y = 0.75 * count + 0.19 * line
-            axes.text(KEY + 0.2, y, text, color=colour, fontsize=9, va="center")
-
-
-def draw_input_widths(axes: Axes, n: Numbers) -> None:
+def draw_input_widths(sheet: Sheet, n: Numbers) -> None:
     """Draw the widths of the three inputs of PyTorch's layer, and of q, k and v."""
     heads, head_dim = n["torch_heads"], n["torch_head_dim"]
-    write_heading(axes, INPUTS, WIDTHS - 0.17, "PyTorch's layer: widths of the inputs")
+    sheet.head(INPUTS, WIDTHS - 0.17, "PyTorch's layer: widths of the inputs")
     title = "after wq, wk, wv: always {torch_heads} heads of {torch_head_dim}"
-    write_heading(axes, PROJECTED, WIDTHS - 0.17, fill_template(title, n))
-    for row, (name, result, option, width, shape) in enumerate(
-        (
-            ("query", "q", "embed_dim", n["sizes"]["embed_dim"], n["q_weight_of_torch"]),
-            ("key", "k", "kdim", n["key_width"], n["k_weight_of_torch"]),
-            ("value", "v", "vdim", n["value_width"], n["v_weight_of_torch"]),
-        )
-    ):
+    sheet.head(PROJECTED, WIDTHS - 0.17, title)
+    inputs = (
+        ("query", "q", "embed_dim", n["sizes"]["embed_dim"]),
+        ("key", "k", "kdim", n["key_width"]),
+        ("value", "v", "vdim", n["value_width"]),
+    )
+    for row, (name, result, option, width) in enumerate(inputs):
         top = WIDTHS + PITCH * row
         middle = top + THICK / 2
-        axes.text(INPUTS - 0.12, middle, name, color=INK, fontsize=9, ha="right", va="center")
-        label = f"{option} {width}"
-        draw_block(axes, INPUTS, top, SCALE * width, THICK, colour=SOFT, label=label)
-        words = fill_template(f"w{result} {{shape:shape}}", {"shape": shape})
-        write_note(axes, PROJECTED - 0.75, middle - 0.12, words, align="center")
-        axes.annotate(
-            "",
-            (PROJECTED - 0.25, middle),
-            xytext=(INPUTS + SCALE * width + 0.08, middle),
-            arrowprops={"arrowstyle": "-|>", "color": SOFT, "lw": 0.9, "mutation_scale": 7},
-        )
-        axes.text(PROJECTED - 0.1, middle, result, color=INK, fontsize=9, ha="center", va="center")
+        sheet.write(INPUTS - 0.12, middle, name, color=INK, ha="right")
+        box = (INPUTS, top, SCALE * width, THICK)
+        sheet.block(*box, colour=SOFT, label=f"{option} {width}")
+        shape = f"w{result} {{{result}_weight_of_torch:shape}}"
+        sheet.write(PROJECTED - 0.75, middle - 0.12, shape, ha="center")
+        sheet.arrow((INPUTS + SCALE * width + 0.08, middle), (PROJECTED - 0.25, middle))
+        sheet.write(PROJECTED - 0.1, middle, result, color=INK, ha="center")
         for head in range(heads):
-            left = PROJECTED + SCALE * head_dim * head
-            wide = SCALE * head_dim - 0.03
-            draw_block(axes, left, top, wide, THICK, colour=SERIES[1], label=str(head_dim))
+            left, wide = PROJECTED + SCALE * head_dim * head, SCALE * head_dim - 0.03
+            sheet.block(left, top, wide, THICK, colour=SERIES[1], label=str(head_dim))

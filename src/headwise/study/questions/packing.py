@@ -21,7 +21,7 @@ from headwise.errors import PolarityWarning
 from headwise.function import stages
 from headwise.masks.mask import Mask
 from headwise.matrix.operator import AttentionMatrix
-from headwise.study.drawing import SERIES, Figure, add_sheet, draw_block, write_heading, write_note
+from headwise.study.drawing import SERIES, Figure, Sheet
 from headwise.study.experiments.measures import layer_error_budget, relative_times
 from headwise.study.implementations import (
     GPT2,
@@ -291,7 +291,7 @@ TOP = 0.62  # inches
 
 def draw(figure: Figure, n: Numbers) -> None:
     """Draw the stored matrices of each form to scale, with one head in a strong colour."""
-    axes = add_sheet(figure, height=3.3)
+    sheet = Sheet(figure, n, height=3.3)
     for centre, (name, form) in zip(CENTRES, packing_forms(n["heads"]).items(), strict=True):
         blocks = _matrix_rectangles(form, n["heads"])
         left = centre - UNIT * max(x + wide for x, _, wide, _ in blocks) / 2
@@ -300,20 +300,18 @@ def draw(figure: Figure, n: Numbers) -> None:
             part, head = divmod(count, n["heads"])
             box = (left + UNIT * x, TOP + UNIT * y, UNIT * wide, UNIT * high)
             strong = head == n["shown_head"]
-            draw_block(axes, *box, colour=SERIES[part], alpha=1.0 if strong else 0.3)
+            sheet.block(*box, colour=SERIES[part], alpha=1.0 if strong else 0.3)
         title, where = TITLES[name]
-        write_heading(axes, centre, 0.18, title, align="center")
-        write_note(axes, centre, 0.38, where, align="center")
+        sheet.head(centre, 0.18, title, ha="center")
+        sheet.write(centre, 0.38, where, ha="center")
         for line, run in enumerate(n["stored"][name]):
             words = fill_template("{count} of {shape[0]} × {shape[1]}", run).removeprefix("1 of ")
-            write_note(axes, centre, bottom + 0.15 + 0.18 * line, words, align="center")
+            sheet.write(centre, bottom + 0.15 + 0.18 * line, words, ha="center")
     centre, top = CENTRES[-1], TOP + 2.2 * UNIT  # of the legend
     for part, word in enumerate(("queries", "keys", "values")):
-        x = centre + UNIT * (part - 1)
-        axes.text(x, top, word, color=SERIES[part], fontsize=9, ha="center", va="center")
-    legend = ("strong colour: head {shown_head},", "pale: the others of {heads} heads")
-    for line, words in enumerate(legend):
-        write_note(axes, centre, top + 0.24 + 0.18 * line, fill_template(words, n), align="center")
+        sheet.write(centre + UNIT * (part - 1), top, word, color=SERIES[part], ha="center")
+    sheet.write(centre, top + 0.24, "strong colour: head {shown_head},", ha="center")
+    sheet.write(centre, top + 0.24 + 0.18, "pale: the others of {heads} heads", ha="center")
 
 
 def _matrix_rectangles(form: PackingForm, heads: int) -> list[tuple[float, float, float, float]]:

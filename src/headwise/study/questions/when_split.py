@@ -10,20 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise.function import stages
-from headwise.study.drawing import (
-    INK,
-    SERIES,
-    SOFT,
-    WIDTH,
-    Axes,
-    Figure,
-    add_sheet,
-    draw_arrow,
-    draw_block,
-    draw_separator,
-    write_heading,
-    write_note,
-)
+from headwise.study.drawing import INK, SERIES, SOFT, Figure, Sheet
 from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.experiments.trace import (
     AXES,
@@ -36,7 +23,7 @@ from headwise.study.experiments.trace import (
     trace_operations,
 )
 from headwise.study.implementations import HeadwiseAttention, TorchLayer
-from headwise.study.question import Numbers, fill_template
+from headwise.study.question import Numbers
 from headwise.support.progress import Progress
 
 SIZES = {"batch": 1, "length": 12, "embed_dim": 512, "heads": 2}
@@ -222,89 +209,80 @@ STAGES = (  # key, name, form of drawing, step to the next stage
 )
 
 GAP = 0.12  # between heads
+SQUARE = 4.98  # top of the squares
 COLUMNS = {"torch": 5.42, "native": 6.85}  # middles of the two columns of shapes
 
 
 def draw(figure: Figure, n: Numbers) -> None:
     """Draw the stages of the layer with their shapes, and the inputs of each entry of q."""
-    axes = add_sheet(figure, height=6.6)
+    sheet = Sheet(figure, n, height=6.6)
     for layer, name, remark in (
         ("torch", "PyTorch's layer", "length first from q on"),
         ("native", "headwise.Attention", "batch first"),
     ):
-        write_heading(axes, COLUMNS[layer], 0.17, name, align="center")
-        write_note(axes, COLUMNS[layer], 0.36, remark, align="center")
+        sheet.head(COLUMNS[layer], 0.17, name, ha="center")
+        sheet.write(COLUMNS[layer], 0.36, remark, ha="center")
     for row, (stage, name, form, then) in enumerate(STAGES):
         top = TOP + PITCH * row
         middle = top + THICK / 2
-        axes.text(LEFT - 0.12, middle, name, color=INK, fontsize=9, ha="right", va="center")
-        draw_blocks_of_stage(axes, n, top, form)
+        sheet.write(LEFT - 0.12, middle, name, color=INK, ha="right")
+        draw_blocks_of_stage(sheet, n, top, form)
         for layer, x in COLUMNS.items():
-            shape = fill_template(f"{{shapes[{layer}][{stage}]:shape}}", n)
-            axes.text(x, middle, shape, color=INK, fontsize=9, ha="center", va="center")
+            shape = f"{{shapes[{layer}][{stage}]:shape}}"
+            sheet.write(x, middle, shape, color=INK, ha="center")
             if stage == "weights" and layer in n["fused"]:
-                write_note(axes, x, middle + 0.19, "only in matrix(x)", align="center")
+                sheet.write(x, middle + 0.19, "only in matrix(x)", ha="center")
         if then:
-            draw_arrow(
-                axes,
-                LEFT + FULL * 0.06,
-                top + THICK + 0.03,
-                top + PITCH - 0.03,
-                fill_template(then, n),
-            )
-    draw_q_dependencies(axes, n, top=4.78)
+            x = LEFT + FULL * 0.06
+            sheet.arrow((x, top + THICK + 0.03), (x, top + PITCH - 0.03), then)
+    sheet.line(4.51)
+    square = ("Project, then split", "Attention", "weights")
+    draw_q_dependencies(sheet, 0.5, "attention", *square)
+    square = ("Split, then project", "Another function", "weights_split_first")
+    draw_q_dependencies(sheet, 4.2, "split_first", *square)
 
 
-def draw_blocks_of_stage(axes: Axes, n: Numbers, top: float, form: str) -> None:
+def draw_blocks_of_stage(sheet: Sheet, n: Numbers, top: float, form: str) -> None:
     """Draw a stage as one block, or as one block for each head in the head's colour."""
     if form == "whole":
-        draw_block(
-            axes, LEFT, top, FULL, THICK, colour=SOFT, label=fill_template("{asked[embed_dim]}", n)
-        )
+        sheet.block(LEFT, top, FULL, THICK, colour=SOFT, label="{asked[embed_dim]}")
         return
     pitch = FULL / n["asked"]["heads"]
     wide = {"square": THICK, "touching": pitch, "apart": pitch - GAP}[form]
     for head in range(n["asked"]["heads"]):
         left = LEFT + pitch * (head + 0.5) - wide / 2
-        label = "" if form == "square" else fill_template(f"head {head}: {{asked[head_dim]}}", n)
-        draw_block(axes, left, top, wide, THICK, colour=SERIES[head], label=label)
+        label = "" if form == "square" else f"head {head}: {{asked[head_dim]}}"
+        sheet.block(left, top, wide, THICK, colour=SERIES[head], label=label)
 
 
-def draw_q_dependencies(axes: Axes, n: Numbers, *, top: float) -> None:
-    """Draw two squares, entries of q down and inputs across, coloured where q depends on x."""
-    draw_separator(axes, top - 0.27, 0.2, WIDTH - 0.2)
-    side = 1.3
-    for left, key, name, words, weights in (
-        (0.5, "attention", "Project, then split", "Attention", "weights"),
-        (4.2, "split_first", "Split, then project", "Another function", "weights_split_first"),
-    ):
-        write_heading(axes, left, top + 0.03, name)
-        draw_dependency_square(axes, n["reach_map"][key], left, top + 0.2, side)
-        inputs = fill_template("{asked[embed_dim]} inputs", n)
-        write_note(axes, left + side / 2, top + side + 0.33, inputs, align="center")
-        entries = fill_template("{asked[embed_dim]} entries of q", n)
-        write_note(axes, left - 0.13, top + 0.2 + side / 2, entries, align="center", turn=90.0)
-        lines = (
-            words,
-            "each entry of q depends",
-            f"on {{inputs[{key}]}} inputs",
-            "",
-            "wq, wk and wv have",
-            f"{{{weights}:,}} parameters",
-        )
-        for line, template in enumerate(lines):
-            write = write_heading if line == 0 else write_note
-            write(axes, left + side + 0.14, top + 0.34 + 0.2 * line, fill_template(template, n))
-
-
-def draw_dependency_square(
-    axes: Axes, shares: list[list[float]], left: float, top: float, side: float
+def draw_q_dependencies(
+    sheet: Sheet, left: float, key: str, heading: str, name: str, weights: str
 ) -> None:
-    """Draw a row for each head in its colour, with the share as opacity."""
-    small, right, bottom = side / len(shares), left + side, top + side
+    """Draw a square, entries of q down and inputs across, coloured where q depends on x.
+
+    A row is a head in its colour, with the share of the inputs as opacity.
+    """
+    top, side = SQUARE, 1.3
+    right, bottom = left + side, top + side
+    sheet.head(left, top - 0.17, heading)
+    shares = sheet.n["reach_map"][key]
+    small = side / len(shares)
     for head, row in enumerate(shares):
         for part, share in enumerate(row):
             box = (left + small * part, top + small * head, small, small)
-            draw_block(axes, *box, colour=SERIES[head], alpha=share)
+            sheet.block(*box, colour=SERIES[head], alpha=share)
     across, down = [left, right, right, left, left], [top, top, bottom, bottom, top]
-    axes.plot(across, down, color=SOFT, linewidth=0.8)
+    sheet.axes.plot(across, down, color=SOFT, linewidth=0.8)
+    sheet.write(left + side / 2, bottom + 0.13, "{asked[embed_dim]} inputs", ha="center")
+    entries = "{asked[embed_dim]} entries of q"
+    sheet.write(left - 0.13, top + side / 2, entries, ha="center", rotation=90.0)
+    sheet.head(right + 0.14, top + 0.14, name)
+    lines = (
+        "each entry of q depends",
+        f"on {{inputs[{key}]}} inputs",
+        "",
+        "wq, wk and wv have",
+        f"{{{weights}:,}} parameters",
+    )
+    for line, words in enumerate(lines, start=1):
+        sheet.write(right + 0.14, top + 0.14 + 0.2 * line, words)
