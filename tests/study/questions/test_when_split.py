@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.layers import base
+from headwise.layers import checks
 from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study import implementations
@@ -57,7 +57,7 @@ def test_a_cut_that_copies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.stack([x.index_select(-1, own) for own in index], dim=1)
 
     assert head_splits(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
-    monkeypatch.setattr(base, "split_heads", copied)
+    monkeypatch.setattr(checks, "split_heads", copied)
     assert not head_splits(trace_of(Attention(32, 2)), head_dim=16)[0].is_view
     (said,) = failing(ask("when-split"))
     assert "splits into heads" in said
@@ -130,7 +130,7 @@ def test_heads_of_interleaved_channels_are_noticed(monkeypatch: pytest.MonkeyPat
         index = torch.arange(x.shape[-1]).unflatten(0, (-1, heads)).mT
         return torch.stack([x.index_select(-1, own) for own in index], dim=1)
 
-    monkeypatch.setattr(base, "split_heads", interleaved)
+    monkeypatch.setattr(checks, "split_heads", interleaved)
     said = " ".join(failing(ask("when-split")))
     assert "the order inside each axis" in said
     assert "the paper's formula" in said
