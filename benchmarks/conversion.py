@@ -36,7 +36,6 @@ def main(
     gb: Annotated[float, typer.Option(help="Size of the checkpoint.")] = 8.0,
     rounds: Annotated[int, typer.Option(help="How often each is timed.")] = 3,
     folder: Annotated[Path | None, typer.Option(help="Where to work.")] = None,
-    processes: Annotated[int, typer.Option(help="Processes that convert, beside one.")] = 1,
     shard: Annotated[float, typer.Option(help="Gigabytes of a file, about.")] = 2.0,
 ) -> None:
     """Print the time of each direction over that of cp, and the peak of anonymous memory."""
@@ -55,8 +54,6 @@ def main(
                 f"{name}: {median(found):.2f} of cp ({min(found):.2f}-{max(found):.2f}), "
                 f"at most {TIME_LIMIT}"
             )
-        if processes > 1:
-            compare_processes(there, processes, rounds, console)
         console.print(f"anonymous memory: {peak / 1e9:.2f} GB, at most {MEMORY_LIMIT / 1e9:.0f} GB")
         console.print(f"back again: the same files; load after: {os.getloadavg()[0]:.2f}")
 
@@ -76,24 +73,6 @@ def one_round(there: Path, ratios: dict[str, list[float]], console: Console, *, 
     for target in ("second", "third"):
         shutil.rmtree(there / target)
     return peak
-
-
-def compare_processes(there: Path, count: int, rounds: int, console: Console) -> None:
-    """Print the time of several processes over that of one, and over that of cp."""
-    ratios = []
-    for _ in range(rounds):
-        one, _ = convert(there / "first", there / "second", FIRST, SECOND)
-        several, _ = convert(there / "first", there / "third", FIRST, SECOND, count)
-        copied = copy(there / "first", there / "copy")
-        require_same(there / "second", there / "third")
-        for target in ("second", "third"):
-            shutil.rmtree(there / target)
-        console.print(
-            f"1 process {one:.1f} s, {count} processes {several:.1f} s, cp {copied:.1f} s"
-        )
-        ratios.append((several / one, several / copied))
-    over_one, over_cp = (median(each) for each in zip(*ratios, strict=True))
-    console.print(f"{count} processes: {over_one:.2f} of one, {over_cp:.2f} of cp; the same files")
 
 
 def generate(folder: Path, gb: float, *, shard: float = SHARD) -> int:
@@ -144,12 +123,9 @@ def _bits(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return drawn.view(torch.bfloat16).view(shape)
 
 
-def convert(
-    source: Path, target: Path, stored: str, wanted: str, processes: int = 1
-) -> tuple[float, int]:
+def convert(source: Path, target: Path, stored: str, wanted: str) -> tuple[float, int]:
     """Seconds of the command, and the most anonymous memory that it was seen to have."""
     options = ["--from", stored, "--to", wanted, "--heads", str(HEADS)]
-    options += ["--processes", str(processes)]
     command = [sys.executable, "-m", "headwise", "convert", str(source), str(target), *options]
     _forget(source)
     start, peak = time.perf_counter(), 0

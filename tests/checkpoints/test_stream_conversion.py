@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from headwise.checkpoints import conversion, output
+from headwise.checkpoints import staging
 from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.source import open_source
 from headwise.errors import DTypeError, OptionError
@@ -159,9 +159,7 @@ def test_a_system_that_cannot_copy_by_itself(
     source = llamas.in_files(tmp_path / "a")
     llamas.to_meta(source, tmp_path / "b")
     monkeypatch.setattr(os, "copy_file_range", unable)
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: unable())
-    monkeypatch.setattr(output, "_NO_FALLOCATE", {18})
-    monkeypatch.setattr(output, "CHUNK", 1000)
+    monkeypatch.setattr(staging, "CHUNK", 1000)
     llamas.to_meta(source, tmp_path / "c")
     assert llamas.bytes_of(tmp_path / "c") == llamas.bytes_of(tmp_path / "b")
 
@@ -169,19 +167,24 @@ def test_a_system_that_cannot_copy_by_itself(
 def test_a_system_that_writes_little_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, copy = os.pwrite, os.copy_file_range
+    real, copy = os.write, os.copy_file_range
     source = llamas.in_files(tmp_path / "a")
     llamas.to_meta(source, tmp_path / "b")
-    monkeypatch.setattr(os, "pwrite", lambda f, data, at: real(f, data[:700], at))
-    monkeypatch.setattr(os, "copy_file_range", lambda a, b, n, *at: copy(a, b, min(n, 700), *at))
+    monkeypatch.setattr(os, "write", lambda f, data: real(f, data[:700]))
+    monkeypatch.setattr(os, "copy_file_range", lambda a, b, n, at: copy(a, b, min(n, 700), at))
+    llamas.to_meta(source, tmp_path / "c", verify=True)
+    assert llamas.bytes_of(tmp_path / "c") == llamas.bytes_of(tmp_path / "b")
+
+
+def test_a_system_that_reads_nothing_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = llamas.in_files(tmp_path / "a")
+    llamas.to_meta(source, tmp_path / "b")
+    monkeypatch.delattr(os, "posix_fadvise")
     llamas.to_meta(source, tmp_path / "c")
     assert llamas.bytes_of(tmp_path / "c") == llamas.bytes_of(tmp_path / "b")
 
 
-def test_progress_is_in_bytes_and_ends_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(conversion, "FLUSH_SIZE", 1000)
+def test_progress_is_in_bytes_and_ends_at_all(tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     source = llamas.in_files(tmp_path / "a")
     llamas.to_meta(source, tmp_path / "b", progress=lambda *now: told.append(now))

@@ -174,9 +174,9 @@ def test_a_file_becomes_a_folder_and_is_begun_anew_where_it_was(
         assert COMMAND.invoke(*command).exit_code
     assert not (tmp_path / "b").exists()
     with monkeypatch.context() as patch:  # all tensors are safe on the disk
-        patch.setattr(conversion.ConversionStream, "_run_step", stop)
+        patch.setattr(conversion, "_write_steps", stop)
         out, _ = COMMAND.run(*command)
-    assert out.startswith("Resumed an interrupted run: the tensors it had written were reused.")
+    assert out.startswith("Resumed an interrupted run: the files it had finished were kept.")
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
     assert len(open_source(tmp_path / "b")) == len(open_source(source))
 

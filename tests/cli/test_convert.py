@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from headwise.checkpoints.conversion import ConversionStream
+from headwise.checkpoints import conversion
 from headwise.cli.convert import convert
 from headwise.cli.output import USAGE
 from headwise.errors import CheckpointError, OptionError
@@ -86,21 +86,21 @@ def test_a_run_that_was_interrupted(
 
     command = (folder, tmp_path / "b", "--to", "llama-meta")
     with monkeypatch.context() as patch:
-        patch.setattr(ConversionStream, "run", stop)
+        patch.setattr(conversion, "_complete_files", stop)
         done = invoke(*command)
     assert done.exit_code
     begun = tmp_path / ".b.headwise-part"
     assert f"Partial output is in {begun}. Repeat the command to resume." in done.stderr
     assert begun.is_dir()
     assert run(*command)[0].splitlines()[0] == (
-        "Resumed an interrupted run: the tensors it had written were reused."
+        "Resumed an interrupted run: the files it had finished were kept."
     )
     with monkeypatch.context() as patch:
-        patch.setattr(ConversionStream, "run", stop)
+        patch.setattr(conversion, "_complete_files", stop)
         invoke(folder, tmp_path / "c", "--to", "llama-meta")
     os.utime(folder / "model-00001-of-00003.safetensors", ns=(1, 1))
     assert run(folder, tmp_path / "c", "--to", "llama-meta")[0].splitlines()[0] == (
-        "Started anew: the interrupted run had other files or counts."
+        "Started anew: the interrupted run had another source, options or version."
     )
 
 

@@ -1,25 +1,34 @@
-"""`convert_checkpoint`: atomic conversion of a checkpoint to another layout."""
+"""`convert_checkpoint`: atomic conversion of a checkpoint to another layout, file by file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headwise.checkpoints import output as output_plan
-from headwise.checkpoints.output import OutputPlan
-from headwise.checkpoints.plan import ConversionReport, Files, plan_checkpoint_conversion
+from headwise.checkpoints.foreign import write_megatron_files, write_meta_files
+from headwise.checkpoints.output import OutputFile, tensor_bytes
+from headwise.checkpoints.plan import (
+    ConversionPlan,
+    ConversionReport,
+    Files,
+    plan_checkpoint_conversion,
+    report_conversion,
+)
+from headwise.checkpoints.safetensors import StoredTensor, read_safetensors_header
 from headwise.checkpoints.source import CheckpointSource
-from headwise.checkpoints.staging import StagingDir, StagingShare
+from headwise.checkpoints.staging import PartialFile, StagingDir, write_synced
+from headwise.errors import CheckpointError
 from headwise.layouts import _convert as convert
 from headwise.layouts._layout import Layout
 from headwise.layouts.steps import ConversionStep
 from headwise.support.progress import Progress, no_progress
-
-FLUSH_SIZE = 256 * 2**20  # bytes between two flushes to the disk
 
 
 def convert_checkpoint(
@@ -32,6 +41,7 @@ def convert_checkpoint(
     root: str | None = None,
     files: Files = "safetensors",
     shards: int = 1,
+    verify: bool = False,
     progress: Progress = no_progress,
     **known: int,
 ) -> ConversionReport:
@@ -39,7 +49,7 @@ def convert_checkpoint(
 
     Rewritten tensors are converted back and compared byte for byte. The target appears under its
     name only when it is complete, with a `Description` in its metadata. A run that was killed
-    resumes when you start it again; a run that fails leaves nothing.
+    resumes with the first unfinished file when you start it again; a run that fails leaves nothing.
 
     Args:
         source: the checkpoint, see `headwise.checkpoints.source.open_source`.
@@ -50,6 +60,8 @@ def convert_checkpoint(
         root: the prefix of all names in the target; that of the source if None.
         files: "safetensors", or files of tensor-parallel processes: "meta" or "megatron".
         shards: the number of these processes.
+        verify: True to read every safetensors file again, also those of an earlier run, and to
+            compare its CRC-32.
         progress: called with a file's name, the bytes done, and the bytes in all.
         known: heads, kv_heads, rotary_width, and other counts that no shape gives.
 
@@ -60,129 +72,150 @@ def convert_checkpoint(
     """
     options: dict[str, Any] = {"accept": accept, "root": root, "files": files, "shards": shards}
     options |= known
-    conversion = plan_checkpoint_conversion(source, target, source_layout, target_layout, **options)
-    with conversion.explain_os_errors():
-        conversion.require_zero_dropped_biases()
-        with StagingDir(conversion.target, conversion.output) as staging:
-            staging.begin(conversion.identity)
-            stream = ConversionStream(source, conversion.output, staging)
-            stream.run(conversion.steps, progress)
-            conversion.complete(staging)
-    return conversion.report(staging.earlier_run)
+    plan = plan_checkpoint_conversion(source, target, source_layout, target_layout, **options)
+    with _explain_os_errors(plan.target):
+        _require_zero_dropped_biases(plan)
+        with StagingDir(plan.target, plan.output.peak_size) as staging:
+            staging.begin(plan.identity)
+            _write_files(plan, staging, progress, verify=verify)
+            source.require_unchanged()
+            staging.finish(_complete_files(plan, staging))
+    return report_conversion(plan, staging.earlier_run)
 
 
-class ConversionStream:
-    """Writer of converted tensors, with the tensors of only one step in memory.
+def _require_zero_dropped_biases(plan: ConversionPlan) -> None:
+    """Check that biases without a place in the target are +0."""
+    for step in plan.steps:
+        if not step.outputs:
+            convert.run_round_trip_checked_step(
+                step, {name: plan.source[name] for name in step.inputs}
+            )
 
-    Two threads copy unchanged tensors and flush files while the next steps run.
+
+def _write_files(
+    plan: ConversionPlan, staging: StagingDir, progress: Progress, *, verify: bool
+) -> None:
+    """Write the files that an earlier run has not finished.
+
+    Another thread reads what is written for its checksum, and forces finished files to the disk.
     """
-
-    def __init__(
-        self, source: CheckpointSource, output: OutputPlan, staging: StagingDir | StagingShare
-    ) -> None:
-        self._source, self._staging = source, staging
-        self._output = output
-        self._handles: dict[Path, int] = {}
-        self._copier, self._flusher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._copies: list[Future[None]] = []
-        self._pending: Future[None] | None = None
-
-    def run(
-        self,
-        steps: Sequence[ConversionStep],
-        progress: Progress,
-        *,
-        chosen: Collection[int] | None = None,
-    ) -> None:
-        """Run every step that an earlier run has not finished.
-
-        Args:
-            steps: all steps of the conversion.
-            progress: called with a file's name, the bytes done, and the bytes in all.
-            chosen: the numbers of the steps to run; all if None.
-
-        Raises:
-            RoundTripError: a tensor does not convert back to the same bytes.
-            CheckpointError: the source becomes shorter.
-            OSError: reading or writing fails.
-        """
-        headers = self._source.headers
-        numbered = [(n, step) for n, step in enumerate(steps) if chosen is None or n in chosen]
-        sizes = [sum(headers[name].nbytes for name in step.inputs) for _, step in numbered]
-        total, done, unflushed_size = sum(sizes), 0, 0
-        unflushed: list[int] = []
-        following = [*numbered[1:], None][: len(numbered)]
-        # close the files after the threads, which copy from them
-        with ExitStack() as stack, self._stop_threads_at_exit():
-            for (number, step), after, size in zip(numbered, following, sizes, strict=True):
-                if after is not None and after[0] not in self._staging.done:
-                    self._prefetch_inputs(after[1], stack)
-                if number not in self._staging.done:
-                    self._run_step(step, stack)
-                    unflushed, unflushed_size = [*unflushed, number], unflushed_size + size
-                if unflushed_size >= FLUSH_SIZE:
-                    self._flush_in_background(unflushed)
-                    unflushed, unflushed_size = [], 0
+    headers, done = plan.source.headers, 0
+    total = sum(headers[n].nbytes for step in plan.steps if step.outputs for n in step.inputs)
+    with ExitStack() as stack, _background_thread() as run_later:
+        for files in plan.output.shards:
+            name, steps = files[0].name, files[0].steps
+            sizes = [sum(headers[name].nbytes for name in step.inputs) for step in steps]
+            if all(staging.is_finished(file.name, verify=verify) for file in files):
+                done += sum(sizes)
+                progress(name, done, total)
+                continue
+            parts = [staging.open_file(file.name) for file in files]
+            for part in parts:
+                stack.callback(part.close)
+            for _, size in zip(_write_steps(plan, files, parts), sizes, strict=True):
+                for part in parts:
+                    run_later(part.checksum, part.size)
                 done += size
-                progress(self._output.file_of_step(step), done, total)
-            progress("waiting for the disk", total, total)
-            self._flush_in_background(unflushed)
+                progress(name, done, total)
+            for part in parts:
+                run_later(partial(staging.finish_file, part, verify=verify))
+        progress("waiting for the disk", total, total)
 
-    def _run_step(self, step: ConversionStep, stack: ExitStack) -> None:
-        stored = self._source.headers[step.inputs[0]]
-        if step.is_copy and stored.offset is not None and self._output.division is None:
-            # copy from file to file, not through memory
-            [(file, offset)] = self._output.locate_tensor_in_files(*step.outputs)
-            source, target = self._open_source_file(stored.file, stack), self._staging.handles[file]
-            arguments = (source, stored.offset, target, offset, stored.nbytes, stored.file)
-            self._copies.append(self._copier.submit(output_plan.copy_bytes, *arguments))
-            return
-        tensors = convert.run_round_trip_checked_step(
-            step, {name: self._source[name] for name in step.inputs}
-        )
-        for name, tensor in tensors.items():
-            assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), stored.dtype)
-            parts = self._output.split_tensor_into_verified_shares(name, tensor)
-            for (file, offset), part in zip(
-                self._output.locate_tensor_in_files(name), parts, strict=True
-            ):
-                handle = self._staging.handles[file]
-                output_plan.write_all_bytes(handle, output_plan.tensor_bytes(part), offset)
 
-    def _prefetch_inputs(self, step: ConversionStep, stack: ExitStack) -> None:
-        """Start reading the inputs of a step from the disk while the step before it runs."""
-        for stored in (self._source.headers[name] for name in step.inputs):
-            if stored.offset is not None and stored.nbytes and hasattr(os, "posix_fadvise"):
-                handle = self._open_source_file(stored.file, stack)
-                os.posix_fadvise(handle, stored.offset, stored.nbytes, os.POSIX_FADV_WILLNEED)
+@contextmanager
+def _background_thread() -> Iterator[Callable[..., None]]:
+    """Yield a function that runs others in a thread, in order; at the end, wait for all of them.
 
-    def _open_source_file(self, file: Path, stack: ExitStack) -> int:
-        if file not in self._handles:
-            self._handles[file] = os.open(file, os.O_RDONLY)
-            stack.callback(os.close, self._handles[file])
-        return self._handles[file]
+    On an error, those that have not begun are cancelled.
+    """
+    pending: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1) as pool:
 
-    def _flush_in_background(self, steps: list[int]) -> None:
-        """Wait for the flush before, then start one for these steps and the copies so far."""
-        if self._pending is not None:
-            self._pending.result()
-        copies, self._copies = self._copies, []
-        self._pending = self._flusher.submit(self._finish_copies_and_record_steps, steps, copies)
+        def run_later(function: Callable[..., None], *arguments: object) -> None:
+            while pending and pending[0].done():
+                pending.popleft().result()
+            pending.append(pool.submit(function, *arguments))
 
-    def _finish_copies_and_record_steps(self, steps: list[int], copies: list[Future[None]]) -> None:
-        for copying in copies:
-            copying.result()
-        self._staging.flush_and_record_steps(steps)
-
-    @contextmanager
-    def _stop_threads_at_exit(self) -> Iterator[None]:
-        """Stop the threads at the end of the block; on an error, cancel their pending work."""
-        has_succeeded = False
         try:
-            yield
-            has_succeeded = True
+            yield run_later
+            for running in pending:
+                running.result()
         finally:
-            for thread in (self._copier, self._flusher):
-                thread.shutdown(cancel_futures=not has_succeeded)
-        if self._pending is not None:
-            self._pending.result()
+            pool.shutdown(cancel_futures=True)
+
+
+def _write_steps(
+    plan: ConversionPlan, files: Sequence[OutputFile], parts: Sequence[PartialFile]
+) -> Iterator[None]:
+    """Write the header and the tensors of files; yield after each step."""
+    for file, part in zip(files, parts, strict=True):
+        part.write(file.head)
+    headers, names, steps = plan.source.headers, iter(files[0].tensors), files[0].steps
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        if following is not None:
+            _prefetch(headers[name] for name in following.inputs)
+        first = headers[step.inputs[0]]
+        if step.is_copy and first.offset is not None and plan.output.division is None:
+            next(names)
+            parts[0].append_range(first.file, first.offset, first.nbytes)
+        else:
+            _write_converted(plan, step, islice(names, len(step.outputs)), parts)
+        yield
+
+
+def _write_converted(
+    plan: ConversionPlan,
+    step: ConversionStep,
+    names: Iterable[str],
+    parts: Sequence[PartialFile],
+) -> None:
+    """Run a step and its inverse, compare the bytes, and write its tensors in this order."""
+    stored = {name: plan.source[name] for name in step.inputs}
+    tensors = convert.run_round_trip_checked_step(step, stored)
+    dtype = plan.source.headers[step.inputs[0]].dtype
+    for name in names:
+        tensor = tensors[name]
+        assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), dtype)
+        for part, share in zip(parts, plan.output.divide(name, tensor), strict=True):
+            part.write(tensor_bytes(share))
+
+
+def _prefetch(tensors: Iterable[StoredTensor]) -> None:
+    """Start reading tensors from the disk."""
+    for stored in tensors:
+        if stored.offset is not None and stored.nbytes and hasattr(os, "posix_fadvise"):
+            with stored.file.open("rb") as file:
+                os.posix_fadvise(
+                    file.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_WILLNEED
+                )
+
+
+def _complete_files(plan: ConversionPlan, staging: StagingDir) -> Path:
+    """Write what goes beside the tensors; return the file or folder that becomes the target."""
+    output, folder = plan.output, staging.files_path
+    if output.division is not None:
+        shares = [read_safetensors_header(folder / file.name) for file in output.files]
+        target = staging.make_folder("target")
+        if output.params is None:
+            write_megatron_files(target, shares)
+        else:
+            write_meta_files(target, shares, output.params)
+        return target
+    if output.index is not None:
+        write_synced(folder / output.index[0], output.index[1])
+    if output.config is not None:
+        write_synced(folder / "config.json", output.config)
+    return folder if plan.source.is_folder else folder / output.files[0].name
+
+
+@contextmanager
+def _explain_os_errors(target: Path) -> Iterator[None]:
+    """Raise CheckpointError where the block raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            saw=f"{error.filename or target.parent}: {error.strerror or error}",
+            needed="readable files, and a writable disk with enough free space",
+            do="free disk space or choose another target; the target was not created",
+        ) from error

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from headwise.checkpoints import safetensors, torch_file
+from headwise.checkpoints import torch_file
 from headwise.checkpoints.config import (
     ConfigFields,
     attention_window,
@@ -17,11 +17,11 @@ from headwise.checkpoints.config import (
 )
 from headwise.checkpoints.description import Description
 from headwise.checkpoints.model_args import PARAMS, SCALING, mlp_width
-from headwise.checkpoints.safetensors import KEY
+from headwise.checkpoints.safetensors import KEY, TensorFile
 from headwise.checkpoints.shares import RANK_FOLDER, TRACKER
+from headwise.checkpoints.staging import write_synced
 from headwise.errors import OptionError
 from headwise.layouts._layout import Layout
-from headwise.support.files import write_whole
 
 LAYOUTS = ("megatron", "megatron-gpt", "megatron-gated")
 FOLDER, FILE, CHECKPOINT_VERSION = "release", "model_optim_rng.pt", 3.0
@@ -37,9 +37,8 @@ def require_megatron_layout(stored: Layout) -> None:
         )
 
 
-def replace_with_megatron_files(folder: Path, files: Iterable[str]) -> None:
-    """Replace the safetensors files of a folder, one for each process, by those of Megatron-LM."""
-    shares = [safetensors.read_safetensors_header(folder / name) for name in files]
+def write_megatron_files(folder: Path, shares: Iterable[TensorFile]) -> None:
+    """Write the files of Megatron-LM into a folder, from a file for each process."""
     for number, share in enumerate(shares):
         content = {
             "model": {name: share.tensor(name) for name in share.headers},
@@ -50,9 +49,7 @@ def replace_with_megatron_files(folder: Path, files: Iterable[str]) -> None:
         rank = folder / FOLDER / f"{RANK_FOLDER}{number:02}"
         rank.mkdir(parents=True)
         torch_file.save_torch_file(rank / FILE, content)
-    write_whole(folder / TRACKER, FOLDER)
-    for share in shares:
-        share.path.unlink()
+    write_synced(folder / TRACKER, FOLDER)
 
 
 LAYOUT, WEIGHTS = "llama-meta", "consolidated"
@@ -98,16 +95,13 @@ def divides_embedding_columns(params: Mapping[str, Any], shapes: Shapes) -> bool
     return bool(params["rope_theta"] == 10_000.0) and OUTPUT in shapes
 
 
-def replace_with_meta_files(folder: Path, files: Iterable[str], params: Mapping[str, Any]) -> None:
-    """Replace the safetensors files of a folder, one for each process, by those of Meta's code."""
-    shares = [safetensors.read_safetensors_header(folder / name) for name in files]
+def write_meta_files(folder: Path, shares: Iterable[TensorFile], params: Mapping[str, Any]) -> None:
+    """Write the files of Meta's code into a folder, from a file for each process."""
     for number, share in enumerate(shares):
         state = {name: share.tensor(name) for name in share.headers}
         state.setdefault(OUTPUT, state[TOKENS])  # tied weights are stored once
         torch_file.save_torch_file(folder / f"{WEIGHTS}.{number:02}.pth", state)
-    write_whole(folder / PARAMS, json.dumps(params, indent=1) + "\n")
-    for share in shares:
-        share.path.unlink()
+    write_synced(folder / PARAMS, json.dumps(params, indent=1) + "\n")
 
 
 def _require_loadable_by_meta(

@@ -1,12 +1,9 @@
-"""Plan of the output files, made from tensor headers alone; functions that write the files."""
+"""Plan of the output files, made from tensor headers alone."""
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +18,29 @@ from headwise.layouts.equality import same_bytes
 from headwise.layouts.shards import ShardMap
 from headwise.layouts.steps import ConversionStep
 
-CHUNK = 8 * 2**20  # bytes
-# The kernel or the disk has no copy operation here; reading and writing may still work.
-_NO_COPY_RANGE = {errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
-_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-
 MODEL_FILE = "model.safetensors"  # the name that transformers looks for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OutputFile:
-    """File of the target.
+    """Safetensors file that a conversion writes from its first byte to its last.
 
     Attributes:
         name: the file's name.
         head: the safetensors header.
-        offsets: tensor -> its first byte in the file.
         size: bytes of the whole file.
+        steps: the steps that make its tensors, in the order of their bytes.
+        tensors: the names of its tensors, in the order of their bytes.
     """
 
     name: str
     head: bytes
-    offsets: Mapping[str, int]
     size: int
+    steps: Sequence[ConversionStep]
+    tensors: Sequence[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OutputPlan:
     """All files of the target.
 
@@ -66,9 +60,9 @@ class OutputPlan:
     config: str | None = None
 
     @property
-    def size(self) -> int:
-        """Bytes of the finished target."""
-        return sum(file.size for file in self.files) + len(self.index[1] if self.index else b"")
+    def shards(self) -> list[tuple[OutputFile, ...]]:
+        """The files, by those that are written together: shares hold parts of the same tensors."""
+        return [(file,) for file in self.files] if self.division is None else [self.files]
 
     @property
     def is_found_by_transformers(self) -> bool:
@@ -78,18 +72,15 @@ class OutputPlan:
 
     @property
     def peak_size(self) -> int:
-        """Bytes on disk during the work: other files are written beside the safetensors files."""
-        return self.size if self.division is None else 2 * self.size
+        """Bytes on disk during the work: the files of processes are copies of safetensors files."""
+        size = sum(file.size for file in self.files) + len(self.index[1] if self.index else b"")
+        return size if self.division is None else 2 * size
 
-    def locate_tensor_in_files(self, name: str) -> list[tuple[str, int]]:
-        """Return the files that hold a tensor or a share of it, and its first byte in each."""
-        return [(file.name, file.offsets[name]) for file in self._files_by_tensor[name]]
-
-    def split_tensor_into_verified_shares(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """Return the shares of a tensor, after they were joined and compared; or the tensor.
+    def divide(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """Return the part of a tensor for each file of its shard, joined again and compared.
 
         Raises:
-            RoundTripError: the shares do not make up the tensor.
+            RoundTripError: the parts do not make up the tensor.
         """
         if self.division is None:
             return [tensor]
@@ -101,20 +92,6 @@ class OutputPlan:
                 do="nothing was written; the layout's patterns contradict each other",
             )
         return shares
-
-    def file_of_step(self, step: ConversionStep) -> str:
-        """Return the name of the file that a step writes; "" for a step that only checks."""
-        return next(
-            (file.name for name in step.outputs for file in self._files_by_tensor[name]), ""
-        )
-
-    @cached_property
-    def _files_by_tensor(self) -> dict[str, list[OutputFile]]:
-        homes: dict[str, list[OutputFile]] = {}
-        for file in self.files:
-            for name in file.offsets:
-                homes.setdefault(name, []).append(file)
-        return homes
 
 
 def plan_output(
@@ -130,20 +107,25 @@ def plan_output(
         CheckpointError: two files of the source would have the same target name.
     """
     order = {name: number for number, name in enumerate(source.headers)}
-    made: dict[Path, list[tuple[int, int, str, Shape, torch.dtype]]] = {}
-    for step in steps:
+    steps_by_file: dict[Path, list[tuple[int, int, int, ConversionStep]]] = {}
+    for number, step in enumerate(steps):
         first = min(step.inputs, key=order.__getitem__)
-        dtype = source.headers[first].dtype  # the same for all inputs of a step
-        for name, shape in step.outputs.items():
-            made.setdefault(source.headers[first].file, []).append(
-                (-dtype.itemsize, order[first], name, shape, dtype)
-            )
+        stored = source.headers[first]  # all inputs of a step have the same dtype
+        if step.outputs:
+            place = (-stored.dtype.itemsize, order[first], number, step)
+            steps_by_file.setdefault(stored.file, []).append(place)
     files = []
     for shard in source.shards:
-        if shard.path in made:
-            tensors = {name: (shape, dtype) for *_, name, shape, dtype in sorted(made[shard.path])}
-            head = encode_header(tensors, {"format": "pt", **shard.metadata, **metadata})
-            files.append(OutputFile(source.target_file_name(shard.path), *head))
+        if shard.path in steps_by_file:
+            ordered = [step for *_, step in sorted(steps_by_file[shard.path])]
+            tensors = {
+                name: (shape, source.headers[step.inputs[0]].dtype)
+                for step in ordered
+                for name, shape in sorted(step.outputs.items())
+            }
+            head, size = encode_header(tensors, {"format": "pt", **shard.metadata, **metadata})
+            name = source.target_file_name(shard.path)
+            files.append(OutputFile(name, head, size, ordered, [*tensors]))
     if len({file.name for file in files}) < len(files):
         raise CheckpointError(
             saw="the files " + ", ".join(shard.path.name for shard in source.shards),
@@ -160,16 +142,17 @@ def plan_share_files(
     division: ShardMap,
 ) -> OutputPlan:
     """Return the plan of a file for each tensor-parallel process, with its share of all tensors."""
-    tensors: list[tuple[int, str, Shape, torch.dtype]] = []
-    for step in steps:
-        dtype = source.headers[step.inputs[0]].dtype  # the same for all inputs of a step
-        for name, shape in step.outputs.items():
-            share = division.share_shape(name, tuple(shape))
-            tensors.append((-dtype.itemsize, name, share, dtype))
-    tensors.sort(key=lambda each: each[0])
-    held = {name: (shape, dtype) for _, name, shape, dtype in tensors}
-    head = encode_header(held, {"format": "pt", **metadata})
-    files = [OutputFile(f"share-{n:05}{SAFETENSORS}", *head) for n in range(division.count)]
+    made = [(source.headers[step.inputs[0]].dtype, step) for step in steps if step.outputs]
+    made.sort(key=lambda pair: -pair[0].itemsize)
+    tensors: dict[str, tuple[Shape, torch.dtype]] = {
+        name: (division.share_shape(name, tuple(shape)), dtype)
+        for dtype, step in made
+        for name, shape in step.outputs.items()
+    }
+    head, size = encode_header(tensors, {"format": "pt", **metadata})
+    names = [f"share-{number:05}{SAFETENSORS}" for number in range(division.count)]
+    ordered = [step for _, step in made]
+    files = [OutputFile(name, head, size, ordered, [*tensors]) for name in names]
     return OutputPlan(tuple(files), None, division)
 
 
@@ -184,7 +167,7 @@ def _plan_shard_index(
     name = MODEL_FILE
     if source.index:
         name = source.target_file_name(Path(source.index.path.name.removesuffix(INDEX)))
-    weight_map = {tensor: file.name for file in files for tensor in file.offsets}
+    weight_map = {tensor: file.name for file in files for tensor in file.tensors}
     return name + INDEX, encode_index(weight_map, metadata)
 
 
@@ -193,52 +176,3 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     # as_strided sets the stride to 1: a tensor of one number is contiguous with any stride.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
-
-
-def copy_bytes(source: int, start: int, target: int, offset: int, count: int, path: Path) -> None:
-    """Copy ``count`` bytes between open files, inside the kernel where possible.
-
-    Raises:
-        CheckpointError: the source, which is at ``path``, ends too early.
-    """
-    done = 0
-    while done < count:
-        moved = _copy_some(source, start + done, target, offset + done, count - done)
-        if not moved:
-            raise CheckpointError(
-                saw=f"{path} became shorter while it was read",
-                needed="a checkpoint that no program writes to",
-                do="run the command again when the checkpoint is complete",
-            )
-        done += moved
-
-
-def reserve_space(target: int, size: int) -> None:
-    """Set the size of a file, and allocate its disk space where the file system can."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(target, 0, size)
-            return
-    except OSError as error:
-        if error.errno not in _NO_FALLOCATE:
-            raise
-    os.ftruncate(target, size)
-
-
-def _copy_some(source: int, start: int, target: int, offset: int, count: int) -> int:
-    try:
-        if hasattr(os, "copy_file_range"):
-            return os.copy_file_range(source, target, count, start, offset)
-    except OSError as error:
-        if error.errno not in _NO_COPY_RANGE:
-            raise
-    read = os.pread(source, min(count, CHUNK), start)
-    write_all_bytes(target, memoryview(read), offset)
-    return len(read)
-
-
-def write_all_bytes(target: int, content: memoryview, offset: int) -> None:
-    """Write all bytes: one system call may write fewer than requested."""
-    while content:
-        written = os.pwrite(target, content, offset)
-        content, offset = content[written:], offset + written

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from headwise.checkpoints import output as output_plan
 from headwise.checkpoints.config import Config, layout_name
@@ -23,24 +22,20 @@ from headwise.checkpoints.description import (
 from headwise.checkpoints.foreign import (
     divides_embedding_columns,
     make_meta_params,
-    replace_with_megatron_files,
-    replace_with_meta_files,
     require_megatron_layout,
 )
 from headwise.checkpoints.options import find_missing_layers
 from headwise.checkpoints.output import OutputPlan
 from headwise.checkpoints.safetensors import KEY
 from headwise.checkpoints.source import SAFETENSORS, CheckpointSource
-from headwise.checkpoints.staging import StagingDir, require_unused_name
+from headwise.checkpoints.staging import require_unused_name
 from headwise.errors import CheckpointError, OptionError
-from headwise.layouts import _convert as convert
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NameForm, find_modules, locate_weight_outside_attention
 from headwise.layouts.plan import find_spec_conflicts, plan_conversion
 from headwise.layouts.registry import layout
 from headwise.layouts.shards import derive_shard_map_from_whole
 from headwise.layouts.steps import ConversionStep
-from headwise.support.files import write_whole
 
 Files = Literal["safetensors", "meta", "megatron"]
 
@@ -83,7 +78,7 @@ def plan_checkpoint_conversion(
     files: Files = "safetensors",
     shards: int = 1,
     **known: int,
-) -> PlannedConversion:
+) -> ConversionPlan:
     """Check the arguments of `convert_checkpoint`, and return its steps and files."""
     _require_file_options(files, shards)
     target, accept = _require_usable_target(source, target, files), tuple(accept)
@@ -96,7 +91,7 @@ def plan_checkpoint_conversion(
     description = describe_target(source.headers, before, after, known, config)
     output = _plan_files(source, steps, description, files, shards)
     options = (before, after, accept, root, files, shards, sorted(known.items()))
-    return PlannedConversion(
+    return ConversionPlan(
         source=source,
         target=target,
         steps=tuple(steps),
@@ -108,13 +103,13 @@ def plan_checkpoint_conversion(
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedConversion:
+class ConversionPlan:
     """The steps and files of a conversion whose arguments have been checked.
 
     Attributes:
         source: the checkpoint.
         target: the path of the target.
-        steps: all steps; the number of a step is its place.
+        steps: all steps, also those that only check.
         output: the files of the target.
         layout: the layout of the target.
         accepted: see `ConversionReport`.
@@ -129,45 +124,32 @@ class PlannedConversion:
     accepted: Mapping[str, tuple[str, str]]
     identity: str
 
-    def require_zero_dropped_biases(self) -> None:
-        """Check that biases without a place in the target are +0."""
-        for step in self.steps:
-            if not step.outputs:
-                convert.run_round_trip_checked_step(
-                    step, {name: self.source[name] for name in step.inputs}
-                )
 
-    def complete(self, staging: StagingDir) -> None:
-        """Write what goes beside the tensors, and rename the files to the target."""
-        output = self.output
-        self.source.require_unchanged()
-        if output.division is not None:
-            _replace_safetensors_with_process_files(staging.files_path, output)
-        if output.config is not None:
-            write_whole(staging.files_path / "config.json", output.config)
-        staging.finish(is_folder=self.source.is_folder or output.division is not None)
-
-    def report(self, earlier_run: str) -> ConversionReport:
-        """Return the report of the finished conversion."""
-        return ConversionReport(
-            target=self.target,
-            earlier_run=earlier_run,
-            **_tensor_report_fields(self.source, self.steps, self.output, self.layout),
-            **_file_report_fields(self.source, self.target),
-            accepted=self.accepted,
-        )
-
-    @contextmanager
-    def explain_os_errors(self) -> Iterator[None]:
-        """Raise CheckpointError where the block raises OSError."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                saw=f"{error.filename or self.target.parent}: {error.strerror or error}",
-                needed="readable files, and a writable disk with enough free space",
-                do="free disk space or choose another target; the target was not created",
-            ) from error
+def report_conversion(plan: ConversionPlan, earlier_run: str) -> ConversionReport:
+    """Return the report of a finished conversion."""
+    source, target = plan.source, plan.target
+    written = filter(Path.is_file, target.rglob("*")) if target.is_dir() else [target]
+    beside = sorted(source.folder.iterdir()) if source.is_folder else []
+    others = (file.name for file in beside if file.is_file() and file not in source.states)
+    names = list(dict.fromkeys(name for file in plan.output.files for name in file.tensors))
+    modules = find_modules(plan.layout, names)
+    attention = {name for module in modules for name in module.tensors}
+    roots = {module.place.root for module in modules}
+    unchanged = (name for name in names if name in source.headers and name not in attention)
+    shown = {module.place.root for module in modules if module.place.role and module.place.root}
+    return ConversionReport(
+        target=target,
+        tensors=len(names),
+        rewritten=sum(len(step.outputs) for step in plan.steps if not step.is_copy),
+        nbytes=sum(file.stat().st_size for file in written),
+        earlier_run=earlier_run,
+        roots=tuple(sorted(shown)),
+        unchanged_names=tuple(
+            n for n in unchanged if locate_weight_outside_attention(plan.layout, n, roots) is None
+        ),
+        accepted=plan.accepted,
+        not_copied=tuple(name for name in others if not (target / name).exists()),
+    )
 
 
 def _require_all_layers(source: CheckpointSource, before: Layout, config: Config) -> None:
@@ -223,44 +205,6 @@ def _require_file_options(files: str, shards: int) -> None:
             do="leave out {shards}, or choose the files of Meta's code or of Megatron-LM",
             parameter={"shards": ()},
         )
-
-
-def _file_report_fields(source: CheckpointSource, target: Path) -> dict[str, Any]:
-    """Return the fields of `ConversionReport` about files."""
-    written = filter(Path.is_file, target.rglob("*")) if target.is_dir() else [target]
-    beside = sorted(source.folder.iterdir()) if source.is_folder else []
-    others = (file.name for file in beside if file.is_file() and file not in source.states)
-    not_copied = tuple(name for name in others if not (target / name).exists())
-    return {"nbytes": sum(file.stat().st_size for file in written), "not_copied": not_copied}
-
-
-def _tensor_report_fields(
-    source: CheckpointSource, steps: Iterable[ConversionStep], output: OutputPlan, target: Layout
-) -> dict[str, Any]:
-    """Return the fields of `ConversionReport` about tensors and their names."""
-    names = list(dict.fromkeys(name for file in output.files for name in file.offsets))
-    modules = find_modules(target, names)
-    attention = {name for module in modules for name in module.tensors}
-    roots = {module.place.root for module in modules}
-    unchanged = (name for name in names if name in source.headers and name not in attention)
-    shown = {module.place.root for module in modules if module.place.role and module.place.root}
-    return {
-        "tensors": len(names),
-        "rewritten": sum(len(step.outputs) for step in steps if not step.is_copy),
-        "roots": tuple(sorted(shown)),
-        "unchanged_names": tuple(
-            n for n in unchanged if locate_weight_outside_attention(target, n, roots) is None
-        ),
-    }
-
-
-def _replace_safetensors_with_process_files(folder: Path, output: OutputPlan) -> None:
-    """Replace the safetensors files of a folder by those of tensor-parallel processes."""
-    names = [file.name for file in output.files]
-    if output.params is None:
-        replace_with_megatron_files(folder, names)
-    else:
-        replace_with_meta_files(folder, names, output.params)
 
 
 def _require_usable_target(source: CheckpointSource, target: Path, files: str) -> Path:

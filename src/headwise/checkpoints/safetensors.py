@@ -74,21 +74,21 @@ class StoredTensor:
 
 def encode_header(
     tensors: Mapping[str, tuple[Shape, torch.dtype]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int], int]:
-    """Return a file's header, the offset of each tensor, and the size of the file.
+) -> tuple[bytes, int]:
+    """Return a file's header, and the size of the file with the tensors in this order.
 
     The header is the length of the JSON, and the JSON padded to a multiple of eight bytes.
     """
     fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    starts, end = {}, 0
+    end = 0
     for name, (shape, dtype) in tensors.items():
-        starts[name], end = end, end + prod(shape) * dtype.itemsize
-        offsets = [starts[name], end]
+        start, end = end, end + prod(shape) * dtype.itemsize
+        offsets = [start, end]
         fields[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(LENGTH, "little") + text
-    return head, {name: len(head) + start for name, start in starts.items()}, len(head) + end
+    return head, len(head) + end
 
 
 def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

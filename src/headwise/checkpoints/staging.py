@@ -1,139 +1,204 @@
-"""Hidden folder for an unfinished target, which one rename turns into the target.
+"""Hidden folder for an unfinished target: its finished files, and a manifest of them.
 
-.NAME.headwise-part/journal     the finished steps, see `Journal`
-.NAME.headwise-part/journal-0   those of another process that writes a share of the files
-.NAME.headwise-part/made/       the files of the target
+    .NAME.headwise-part/manifest      JSON lines: the identity of the run, then the finished files
+    .NAME.headwise-part/files/        the finished files
+    .NAME.headwise-part/FILE.part     a file that is being written
+
+A file gets its line in the manifest after its rename into ``files``, so that a later run resumes at
+the first file without a valid line. One rename turns ``files`` into the target.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import os
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+import zlib
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any, BinaryIO
 
-from headwise.checkpoints.journal import Journal, finished_steps, parse_journal
-from headwise.checkpoints.output import OutputFile, OutputPlan, reserve_space, write_all_bytes
 from headwise.errors import CheckpointError
 from headwise.support.text import human_bytes
 
-SHARE = "journal-"  # followed by the number of a process
+MANIFEST, FILES = "manifest", "files"
+CHUNK = 2**18  # bytes that are read at a time: they fit into the cache of a core
+# The kernel or the disk has no copy operation here; reading and writing may still work.
+_NO_COPY_RANGE = {errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
 # Errors of file systems without hard links.
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
+class PartialFile:
+    """File that one thread writes from its first byte to its last, and another one checksums.
+
+    Attributes:
+        path: the path of the file.
+        size: the bytes written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        self._file = path.open("w+b", buffering=0)
+        self._checksum = self._read = 0
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Append bytes: one system call may write fewer than requested."""
+        content = memoryview(content)
+        while content:
+            written = os.write(self._file.fileno(), content)
+            content, self.size = content[written:], self.size + written
+
+    def append_range(self, path: Path, start: int, count: int) -> None:
+        """Append bytes of another file, inside the kernel where possible.
+
+        Raises:
+            CheckpointError: the other file ends too early.
+        """
+        with path.open("rb") as source:
+            while count:
+                moved = _copy_some(source.fileno(), start, self._file.fileno(), count)
+                if not moved:
+                    raise CheckpointError(
+                        saw=f"{path} became shorter while it was read",
+                        needed="a checkpoint that no program writes to",
+                        do="run the command again when the checkpoint is complete",
+                    )
+                start, count, self.size = start + moved, count - moved, self.size + moved
+
+    def checksum(self, end: int) -> int:
+        """Return the CRC-32 of the bytes before ``end``, and start moving them to the disk."""
+        handle, buffer = self._file.fileno(), memoryview(bytearray(CHUNK))
+        while self._read < end:
+            count = os.preadv(handle, [buffer[: end - self._read]], self._read)
+            self._checksum = zlib.crc32(buffer[:count], self._checksum)
+            self._read += count
+        if hasattr(os, "posix_fadvise"):  # also frees page cache
+            os.posix_fadvise(handle, 0, end, os.POSIX_FADV_DONTNEED)
+        return self._checksum
+
+    def finish(self) -> int:
+        """Force all bytes to the disk, close the file, and return its CRC-32."""
+        checksum = self.checksum(self.size)
+        os.fsync(self._file.fileno())
+        self.close()
+        return checksum
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 class StagingDir:
-    """Folder with files of their final size, into which tensors are written in any order.
+    """Hidden folder of one run, which locks it.
 
     The folder is removed at the end of a ``with``; an interruption leaves it for a later run.
 
     Attributes:
         path: the hidden folder.
-        files_path: the folder of the target's files, within ``path``.
-        done: steps that an earlier run has finished.
+        files_path: the folder of the finished files, within ``path``.
         earlier_run: files of an earlier run: "nothing", "its beginning", or "other work".
-        handles: file name -> open file, after `begin`.
     """
 
-    def __init__(self, target: Path, plan: OutputPlan) -> None:
+    def __init__(self, target: Path, peak_size: int) -> None:
         """Lock the folder against other runs.
 
         Raises:
             CheckpointError: too little disk space, or another run uses the folder.
             OSError: the folder cannot be written.
         """
-        self._target, self._plan = target, plan
+        self._target = target
         self.path = staging_path(target)
-        self.files_path = self.path / "made"
-        self.done: frozenset[int] = frozenset()
+        self.files_path = self.path / FILES
         self.earlier_run = "nothing"
-        self.handles: dict[str, int] = {}
-        self._is_renamed = self._is_kept = False
-        earlier = self.files_path.iterdir() if self.files_path.is_dir() else ()
-        allocated = sum(file.stat().st_blocks * 512 for file in earlier)
-        require_disk_space(target.parent, plan.peak_size - allocated)
+        self._lines: dict[str, dict[str, Any]] = {}
+        self._is_renamed = False
+        allocated = sum(file.stat().st_blocks * 512 for file in self.path.rglob("*"))
+        require_disk_space(target.parent, peak_size - allocated)
         self._new = [self.path, *(above for above in target.parents if not above.exists())]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._journal = Journal(self.path / "journal")
+            self._manifest = _open_and_lock(self.path / MANIFEST)
         except OSError:
             self._remove_folders()
             raise
 
     def begin(self, identity: str) -> None:
-        """Create the files, or open those of an earlier run with the same identity.
+        """Keep the finished files of an earlier run with this identity; remove those of another."""
+        raw, first = self._manifest.read(), {"identity": identity}
+        lines, length = _parse_manifest(raw)
+        if lines[:1] == [first]:
+            self.earlier_run = "its beginning"
+            self._lines = {line["file"]: line for line in lines[1:]}
+            self._manifest.truncate(length)
+            self._manifest.seek(length)
+            return
+        if raw or any(entry.name != MANIFEST for entry in self.path.iterdir()):
+            self.earlier_run = "other work"
+        self._manifest.truncate(0)
+        self._manifest.seek(0)
+        self._remove_files()
+        self.files_path.mkdir()
+        self._append(first)
+
+    def is_finished(self, name: str, *, verify: bool) -> bool:
+        """True if a file has the size and the time of its line; with ``verify`` also its CRC-32."""
+        line, path = self._lines.get(name), self.files_path / name
+        if line is None or not path.is_file():
+            return False
+        is_as_described = {**_describe_file(path), "crc32": line.get("crc32")} == line
+        return is_as_described and (not verify or _read_checksum(path) == line["crc32"])
+
+    def open_file(self, name: str) -> PartialFile:
+        """Open a new file, which `finish_file` gives this name."""
+        return PartialFile(self.path / f"{name}.part")
+
+    def finish_file(self, part: PartialFile, *, verify: bool) -> None:
+        """Rename a file whose bytes are all on the disk, then write its line.
 
         Raises:
-            OSError: the files cannot be written, or the disk is full.
+            CheckpointError: with ``verify``, the file reads back other bytes.
         """
-        is_usable = all(
-            _has_planned_size_and_header(self.files_path / file.name, file)
-            for file in self._plan.files
-        )
-        done = self._journal.finished_steps(identity) if is_usable else None
-        if done is not None:
-            self.earlier_run = "its beginning"
-            self.done = done | read_finished_steps(self.path, identity)
-            self._open_files(os.O_RDWR)
-            return
-        if self._journal.identity not in ("", identity):
-            self.earlier_run = "other work"
-        for journal in _list_share_journals(self.path):
-            journal.unlink()
-        _sync_to_disk(self.path)
-        self._journal.clear()  # first: new files have the right size before they have any tensor
-        if self.files_path.exists():
-            shutil.rmtree(self.files_path)
-        self.files_path.mkdir()
-        self._open_files(os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        for file in self._plan.files:
-            handle = self.handles[file.name]
-            reserve_space(handle, file.size)
-            write_all_bytes(handle, memoryview(file.head), 0)
-            os.fsync(handle)
+        checksum, path = part.finish(), self.files_path / part.path.stem
+        os.rename(part.path, path)
         _sync_to_disk(self.files_path)
-        self._journal.append(identity)
+        self._lines[path.name] = {**_describe_file(path), "crc32": checksum}
+        self._append(self._lines[path.name])
+        if verify and _read_checksum(path) != checksum:
+            raise CheckpointError(
+                saw=f"{path.name} reads back other bytes than were written",
+                needed="a disk that returns what was written to it",
+                do="check the disk, or name a target on another one",
+            )
 
-    def _open_files(self, flags: int) -> None:
-        for file in self._plan.files:
-            self.handles[file.name] = os.open(self.files_path / file.name, flags, 0o666)
+    def make_folder(self, name: str) -> Path:
+        """Make an empty folder beside the finished files."""
+        folder = self.path / name
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir()
+        return folder
 
-    def flush_and_record_steps(self, steps: Iterable[int]) -> None:
-        """Force all writes to the disk, then record the steps as finished."""
-        _sync_open_files(self.handles.values())
-        self._journal.record_steps(steps)
-
-    def keep(self) -> None:
-        """Leave the folder for a later run, also if the block raises."""
-        self._is_kept = True
-
-    def finish(self, *, is_folder: bool) -> None:
-        """Rename the files to the target, which must not exist yet.
+    def finish(self, made: Path) -> None:
+        """Rename a file or a folder to the target, which must not exist yet.
 
         Raises:
             CheckpointError: the target exists; or the cleanup after the rename failed.
             OSError: the rename failed.
         """
-        if self._plan.index is not None:
-            name, content = self._plan.index
-            (self.files_path / name).write_bytes(content)
-            _sync_to_disk(self.files_path / name)
-        _sync_to_disk(self.files_path)
+        _sync_to_disk(made)
         require_unused_name(self._target)
-        made = self.files_path if is_folder else self.files_path / self._plan.files[0].name
-        if is_folder:
+        if made.is_dir():
             os.rename(made, self._target)
         else:
             _link_file(made, self._target)
         self._is_renamed = True
         try:
-            if not is_folder:
-                made.unlink(missing_ok=True)  # the target is a second link to the file
             _sync_to_disk(self._target.parent)
-            self._discard_files()
+            self._discard()
         except OSError as error:
             path = error.filename or self._target.parent
             raise CheckpointError(
@@ -152,23 +217,27 @@ class StagingDir:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            is_final = self._is_renamed or self._is_kept
-            if kind is not None and issubclass(kind, Exception) and not is_final:
-                self._discard_files()
-        finally:
-            for handle in self.handles.values():
-                os.close(handle)
-            self.handles.clear()
-            self._journal.close()
+        with self._manifest:
+            if kind is not None and issubclass(kind, Exception) and not self._is_renamed:
+                self._discard()
 
-    def _discard_files(self) -> None:
-        """Remove everything; the journal last, because it locks the folder against other runs."""
-        if self.files_path.exists():
-            shutil.rmtree(self.files_path)
-        for journal in _list_share_journals(self.path):
-            journal.unlink(missing_ok=True)
-        (self.path / "journal").unlink(missing_ok=True)
+    def _append(self, line: dict[str, Any]) -> None:
+        """Write a line of the manifest to the disk."""
+        self._manifest.write(json.dumps(line).encode("ascii") + b"\n")
+        self._manifest.flush()
+        os.fsync(self._manifest.fileno())
+
+    def _remove_files(self) -> None:
+        for entry in self.path.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != MANIFEST:
+                entry.unlink()
+
+    def _discard(self) -> None:
+        """Remove everything; the manifest last, because it locks the folder against other runs."""
+        self._remove_files()
+        (self.path / MANIFEST).unlink()
         self._remove_folders()
 
     def _remove_folders(self) -> None:
@@ -176,85 +245,6 @@ class StagingDir:
         for folder in self._new:
             with suppress(OSError):
                 folder.rmdir()
-
-
-class StagingShare:
-    """Some files of the `StagingDir` of another process, with a journal of their own.
-
-    Attributes:
-        done: steps that earlier runs have finished.
-        handles: file name -> open file.
-    """
-
-    def __init__(
-        self,
-        target: Path,
-        files: Iterable[str],
-        *,
-        identity: str,
-        number: int,
-        done: frozenset[int],
-    ) -> None:
-        """Open files that `StagingDir.begin` has created.
-
-        Args:
-            target: the path of the target.
-            files: the names of the files.
-            identity: the identity of the run.
-            number: the number of this process.
-            done: what `read_finished_steps` returned before any process wrote.
-
-        Raises:
-            CheckpointError: another run uses the journal.
-            OSError: the files cannot be written.
-        """
-        path = staging_path(target)
-        self.done = done
-        self._journal = Journal(path / f"{SHARE}{number}")
-        if self._journal.finished_steps(identity) is None:
-            self._journal.clear()
-            self._journal.append(identity)
-        self.handles = {name: os.open(path / "made" / name, os.O_RDWR) for name in files}
-
-    def flush_and_record_steps(self, steps: Iterable[int]) -> None:
-        """Force all writes to the disk, then record the steps as finished."""
-        _sync_open_files(self.handles.values())
-        self._journal.record_steps(steps)
-
-    def __enter__(self) -> StagingShare:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles.values():
-            os.close(handle)
-        self._journal.close()
-
-
-def read_finished_steps(path: Path, identity: str) -> frozenset[int]:
-    """Return the steps that journals in a staging folder record for runs of this identity."""
-    journals = [path / "journal", *_list_share_journals(path)]
-    finished = (finished_steps(*parse_journal(x.read_bytes()), identity) for x in journals)
-    return frozenset().union(*(steps for steps in finished if steps is not None))
-
-
-def _list_share_journals(path: Path) -> list[Path]:
-    return sorted(path.glob(f"{SHARE}[0-9]*"))
-
-
-def _sync_open_files(handles: Iterable[int]) -> None:
-    """Force all writes to the disk."""
-    for handle in handles:
-        os.fsync(handle)
-        if hasattr(os, "posix_fadvise"):  # frees page cache
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _has_planned_size_and_header(path: Path, file: OutputFile) -> bool:
-    """True if a file has the planned size and header."""
-    if not path.is_file() or path.stat().st_size != file.size:
-        return False
-    with path.open("rb") as opened:
-        return opened.read(len(file.head)) == file.head
 
 
 def staging_path(target: Path) -> Path:
@@ -285,6 +275,93 @@ def require_disk_space(folder: Path, size: int) -> None:
         )
 
 
+def write_synced(path: Path, content: str | bytes) -> None:
+    """Write a file and force it to the disk."""
+    with path.open("wb") as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_to_disk(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _copy_some(source: int, start: int, target: int, count: int) -> int:
+    try:
+        if hasattr(os, "copy_file_range"):
+            return os.copy_file_range(source, target, count, start)
+    except OSError as error:
+        if error.errno not in _NO_COPY_RANGE:
+            raise
+    return os.write(target, os.pread(source, min(count, CHUNK), start))
+
+
+def _read_checksum(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def _parse_manifest(raw: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines before the first that is cut off or damaged, and their bytes."""
+    lines: list[dict[str, Any]] = []
+    length = 0
+    for text in raw.splitlines(keepends=True):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            break
+        is_line = isinstance(line, dict) and isinstance(
+            line.get("file" if lines else "identity"), str
+        )
+        if not is_line or not text.endswith(b"\n"):
+            break
+        lines.append(line)
+        length += len(text)
+    return lines, length
+
+
+def _describe_file(path: Path) -> dict[str, Any]:
+    """Return the name, the size and the time of a file, as they stand in its line."""
+    state = path.stat()
+    return {"file": path.name, "size": state.st_size, "time": state.st_mtime_ns}
+
+
+def _open_and_lock(path: Path) -> BinaryIO:
+    """Open or create the manifest, and lock it if its path still leads to it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with ExitStack() as stack:
+        stack.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_current = os.path.samestat(os.fstat(handle), path.stat())
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise _target_in_use_error(path) from error
+        if (
+            not is_current
+        ):  # its run has removed the manifest, and another run has created a new one
+            raise _target_in_use_error(path)
+        stack.pop_all()
+    return os.fdopen(handle, "r+b")
+
+
+def _target_in_use_error(path: Path) -> CheckpointError:
+    return CheckpointError(
+        saw=f"another run is writing into {path.parent}",
+        needed="one run for each target",
+        do="wait for the other run, or name another target",
+    )
+
+
 def _exists_error(target: Path) -> CheckpointError:
     return CheckpointError(
         saw=f"{target} exists already",
@@ -303,12 +380,3 @@ def _link_file(made: Path, target: Path) -> None:
         if error.errno not in _NO_HARD_LINKS:
             raise
         os.rename(made, target)
-
-
-def _sync_to_disk(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -13,17 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headwise.cli.counts import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import LOST, created_folder_note, print_lines, stderr_console
-from headwise.cli.processes import (
-    TIMEOUT,
-    Processes,
-    Timeout,
-    headwise_command,
-    launch_command,
-    option_arguments,
-    rank_count,
-    require_one_launcher,
-)
+from headwise.cli.output import created_folder_note, print_lines, stderr_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +22,6 @@ if TYPE_CHECKING:
 
     from headwise.checkpoints.plan import ConversionReport
     from headwise.diagnosis._detect import GivenWeights
-    from headwise.sharding.processes.job import Job
 
 SHOWN = 4  # unchanged names
 SCHEMA = 1  # version of the JSON form of a report
@@ -94,43 +83,25 @@ def convert(
     accept: Accept = None,
     as_: As = "safetensors",
     shards: Shards = 1,
-    processes: Processes = None,
-    timeout: Timeout = TIMEOUT,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Read every file again after it is written, also those that an interrupted run "
+            "left, and compare its CRC-32.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Store the weights of a model in another layout, without loss.
 
     Every tensor that is rewritten is moved back and compared byte for byte.
-    To resume an interrupted run, repeat the command. --processes N shares the
-    files of a checkpoint among N processes.
+    To resume an interrupted run, repeat the command.
     """
-    given = locals()
-    require_one_launcher(processes)
     counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
-    options = {"root": root, "accept": tuple(accept or ()), "files": as_, "shards": shards}
-    given["json"] = given.pop("as_json")  # the name of the option
-    settings = (source, target, (from_, to), counts, options)
-    if rank_count() > 1:
-        from headwise.cli.processes import CommandJob
-
-        with CommandJob(timeout, ends_at_once=False) as job:
-            _run_conversion(*settings, job=job, as_json=as_json)
-    elif (processes or 1) > 1 and source.is_dir():  # a single file has one writer
-        raise typer.Exit(_launch_conversion(given))
-    else:
-        _run_conversion(*settings, as_json=as_json)
-
-
-def _launch_conversion(given: dict[str, Any]) -> int:
-    """Run the conversion in several processes, and return the exit status."""
-    from headwise.checkpoints.staging import staging_path
-
-    source, target, count = (given.pop(name) for name in ("source", "target", "processes"))
-    return launch_command(
-        headwise_command("convert", str(source), str(target), *option_arguments(given)),
-        count=count,
-        interrupted=lambda: PARTIAL.format(staging_path(target)),
-    )
+    options = {"root": root, "accept": accept or (), "files": as_, "shards": shards}
+    options["verify"] = verify
+    _run_conversion(source, target, (from_, to), counts, options, as_json=as_json)
 
 
 def _run_conversion(
@@ -139,15 +110,14 @@ def _run_conversion(
     layouts: tuple[str | None, str],
     counts: Counts,
     options: dict[str, Any],
-    job: Job | None = None,
     *,
     as_json: bool,
 ) -> None:
     from headwise.cli.progress import progress_bar
 
     start, console = time.perf_counter(), stderr_console()
-    console.quiet = job is not None and job.rank != 0
     with progress_bar(console, "loading torch"):
+        from headwise.checkpoints.conversion import convert_checkpoint
         from headwise.checkpoints.source import CheckpointSource
         from headwise.checkpoints.staging import staging_path
         from headwise.diagnosis._detect import open_weights
@@ -164,12 +134,10 @@ def _run_conversion(
     try:  # memory and the disk limit the speed: a second thread takes twice the time
         with one_thread(), _byte_progress_bar(console) as progress:
             settings = {**options, **weights.known, "progress": progress}
-            report = _convert_files(job, (weights.tensors, target, stored, written), settings)
+            report = convert_checkpoint(weights.tensors, target, stored, written, **settings)
     except KeyboardInterrupt:
         console.print(PARTIAL.format(staging_path(target)), markup=False)
         raise
-    if report is None:
-        return
     seconds, names = time.perf_counter() - start, (stored.name, written.name)
     time_and_size = f"{seconds:.1f} s, {human_bytes(report.nbytes)}."
     end = (made_folder, f"{time_and_size} The weights:", str(report.target))
@@ -177,22 +145,6 @@ def _run_conversion(
     result = {"schema": SCHEMA, "from": names[0], "to": names[1], "seconds": seconds}
     result |= {**asdict(report), "target": str(report.target), "lines": lines}
     print_lines(lines, result if as_json else None)
-
-
-def _convert_files(
-    job: Job | None, positional: tuple[Any, ...], settings: dict[str, Any]
-) -> ConversionReport | None:
-    """Convert in this process, or over the ranks of a job, whose report is that of rank 0."""
-    from headwise.checkpoints.conversion import convert_checkpoint
-    from headwise.checkpoints.plan import plan_checkpoint_conversion
-
-    if job is None:
-        return convert_checkpoint(*positional, **settings)
-    from headwise.sharding.processes.files import convert_in_job
-
-    progress = settings.pop("progress")
-    plan = plan_checkpoint_conversion(*positional, **settings)
-    return convert_in_job(job, plan, progress, lost_status=LOST)
 
 
 @contextmanager
@@ -233,9 +185,9 @@ def _describe_conversion(
 ) -> Iterator[str]:
     """Describe a conversion from the first of two layouts, named in ``names``, to the second."""
     if report.earlier_run == "its beginning":
-        yield "Resumed an interrupted run: the tensors it had written were reused."
+        yield "Resumed an interrupted run: the files it had finished were kept."
     if report.earlier_run == "other work":
-        yield "Started anew: the interrupted run had other files or counts."
+        yield "Started anew: the interrupted run had another source, options or version."
     yield (
         f"{report.tensors} tensors: {report.rewritten} rewritten, moved back and compared byte for "
         f"byte; {report.tensors - report.rewritten} copied."
