@@ -39,8 +39,8 @@ def _geometric_slopes(count: int, bias_max: float) -> tuple[float, ...]:
 
 
 def bucket_of_distances(
-    distances: Int[Tensor, " n"], buckets: int, max_distance: int, *, bidirectional: bool
-) -> Int[Tensor, " n"]:
+    distances: Int[Tensor, "*axes"], buckets: int, max_distance: int, *, bidirectional: bool
+) -> Int[Tensor, "*axes"]:
     """Return the bucket of each distance ``key - query``."""
     one_side = buckets // 2 if bidirectional else buckets
     near = count_unshared_distances(buckets, bidirectional=bidirectional)
