@@ -138,23 +138,25 @@ def _project_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, projected or static: (batch, heads, length, head_dim)."""
     heads, head_dim = parameters.num_heads, parameters.width // parameters.num_heads
+    batch, length = (0, 1) if options.batch_first else (1, 0)
     parts: list[Tensor] = []
-    for _, x, weight, bias, count in _input_products(query, key, value, parameters):
+    products = _input_products(query, key, value, parameters)
+    for _, x, weight, bias, count in products:
         projected = apply_linear(x, weight, bias)
         first, second, _ = projected.shape
-        parts += projected.view(first, second, count, heads, head_dim).unbind(2)
-    q, k, v = (
-        [x.transpose(1, 2) for x in parts]
-        if options.batch_first
-        else [x.permute(1, 2, 0, 3) for x in parts]
-    )
+        projected = projected.view(first, second, count, heads, head_dim)
+        if torch.is_grad_enabled():
+            # Axes are moved after the split: gradients are then stacked as the product lies.
+            parts += [part.permute(batch, 2, length, 3) for part in projected.unbind(2)]
+        else:
+            parts += projected.permute(batch, 3, 2, length, 4).unbind(2)
+    q, k, v = parts
     if options.static_k is not None:
         k = options.static_k.view(q.shape[0], heads, -1, head_dim)
     if options.static_v is not None:
         v = options.static_v.view(q.shape[0], heads, -1, head_dim)
-    if k.dtype != q.dtype or k.device != q.device:
+    if len(products) > 1 or k is not parts[1] or v is not parts[2]:
         k = checks.cast_under_autocast_or_raise("keys", k, q)
-    if v.dtype != q.dtype or v.device != q.device:
         v = checks.cast_under_autocast_or_raise("values", v, q)
     return q, k, v
 
