@@ -360,3 +360,52 @@ def test_these_checks_can_fail() -> None:
         "torch.ops.aten._i.default",
         "torch.utils._pytree.tree_map",
     ]
+
+
+# ---- one description, one list of stages -------------------------------------------------------
+
+# Operand bundles of one product: an attention matrix, and what a kernel or a ring takes of it.
+OPERANDS = {
+    "src/headwise/matrix/operator.py",
+    "src/headwise/matrix/kernels/input.py",
+    "src/headwise/sharding/sequence/scores.py",
+}
+DESCRIPTION, ARITHMETIC = "src/headwise/function/spec.py", "src/headwise/function/stages.py"
+
+
+def fields_of(node: ast.ClassDef) -> set[str]:
+    return {
+        each.target.id
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+
+
+def test_one_class_has_the_settings_of_an_attention() -> None:
+    """A dataclass with a scale and a softcap describes an attention: `AttentionSpec` does."""
+    described = {
+        (name_of(path), node.name)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+        and any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+        and {"scale", "softcap"} <= fields_of(node)
+    }
+    assert {pair for pair in described if pair[0] not in OPERANDS} == {
+        (DESCRIPTION, "AttentionSpec")
+    }
+
+
+def test_one_list_has_the_stages() -> None:
+    """Other modules name single stages, or map them; none lists them again."""
+    stages = {*import_module("headwise.function.stages").STAGES}
+    lists = {
+        name_of(path)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Tuple | ast.List | ast.Set)
+        and len(stages & {each.value for each in node.elts if isinstance(each, ast.Constant)}) > 7
+    }
+    assert lists <= {ARITHMETIC}
+    order = import_module("headwise.diagnosis.simulation.model").USUAL
+    assert tuple(order) == import_module("headwise.function.stages").STAGES

@@ -24,7 +24,8 @@ from headwise.diagnosis.simulation.gaps import (
 )
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.rounding import allowed_difference
-from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
+from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.function.stages import STAGES
 
 PROJECTED = {"q", "k", "v", "output"}  # the stages that multiply by weights
 

@@ -24,7 +24,7 @@ from headwise.diagnosis.results.attention import FunctionComparison, GradientGap
 from headwise.diagnosis.results.model import LayerComparison
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import STAGES, Inputs, RecordedCall
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.run import (
     LayerRun,
     ModelRun,
@@ -33,6 +33,7 @@ from headwise.diagnosis.subjects.run import (
 )
 from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
 from headwise.function.budget import BACKWARD
+from headwise.function.stages import STAGES
 
 NO_DATA = (
     "the settings of neither could be read (a class without a layout in the catalogue), and their "

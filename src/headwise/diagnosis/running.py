@@ -22,7 +22,7 @@ from headwise.diagnosis.results.detection import Detection, narrow_detection
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.function.budget import Budget
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec
-from headwise.function.stages import repeat_kv_heads, split_heads
+from headwise.function.stages import repeat_kv_heads, scaled_products, split_heads
 from headwise.layers.attention import Attention
 from headwise.layers.conversion import options_of_spec
 from headwise.layouts._layout import Layout
@@ -95,7 +95,7 @@ def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[Firs
 def compute_scaled_scores(matrix: AttentionMatrix) -> Tensor:
     """Return scale * q.k in float64."""
     q, k = matrix.q.double(), matrix.k.double()
-    return matrix.scale * q @ repeat_kv_heads(k, heads=q.shape[1]).mT
+    return scaled_products(q, k, scale=matrix.scale, softcap=None)
 
 
 def pair_modules(

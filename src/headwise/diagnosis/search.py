@@ -16,7 +16,7 @@ from headwise.diagnosis.simulation.gaps import (
     replace_model_stage_in_heads,
 )
 from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import STAGES
+from headwise.function.stages import STAGES
 
 MOST_CAUSES = 4
 BEAM = 5

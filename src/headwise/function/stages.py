@@ -1,4 +1,14 @@
-"""Reference attention, dense and in any dtype: every kernel is tested against it.
+"""Stages of attention, each computed from the ones before it, dense and in the dtype of its input.
+
+    q, k, v                           projections, split into heads
+    q after norm, k after norm        as they enter the rotation
+    q after rotary, k after rotary    as they enter the scores
+    scores                            logits of the softmax, with mask, bias and softcap
+    weights                           after the softmax
+    head outputs                      weights @ v
+    output                            after the output projection
+
+Every kernel is tested against this arithmetic:
 
     scores  = scale * q.k,  then softcap,  then + score_bias,  then mask
     weights = softmax of the scores over the keys, with an optional sink in the denominator
@@ -12,14 +22,106 @@ no value vector. These functions allocate queries x keys; kernels may not.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headwise.function.distance import bucket_of_distances
+from headwise.function.spec import AttentionSpec
 from headwise.masks.bound import BoundMask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias, cast_biases_for_sum
+
+# The name of each stage -> the stages that it is computed from, in order.
+BEFORE: Mapping[str, tuple[str, ...]] = {
+    "q": (),
+    "k": (),
+    "v": (),
+    "q after norm": ("q",),
+    "k after norm": ("k",),
+    "q after rotary": ("q after norm",),
+    "k after rotary": ("k after norm",),
+    "scores": ("q after rotary", "k after rotary"),
+    "weights": ("scores",),
+    "head outputs": ("weights", "v"),
+    "output": ("head outputs",),
+}
+STAGES = tuple(BEFORE)
+
+
+def project_heads(
+    x: Float[Tensor, "batch length embed_dim"],
+    weight: Float[Tensor, "heads head_dim embed_dim"],
+    bias: Float[Tensor, "heads head_dim"] | None,
+) -> Float[Tensor, "batch heads length head_dim"]:
+    """Return x @ weight + bias for each head: queries, keys or values."""
+    projected = torch.einsum("ble,hde->bhld", x.to(weight.dtype), weight)
+    return projected if bias is None else projected + bias[:, None]
+
+
+def scaled_products(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Return scaled and softcapped products of queries and keys."""
+    s = scale * (q @ repeat_kv_heads(k, heads=q.shape[1]).transpose(-2, -1))
+    return s if softcap is None else softcap * torch.tanh(s / softcap)
+
+
+def distance_bias(
+    spec: AttentionSpec,
+    distances: Int[Tensor, "batch 1 queries keys"],
+    table: Float[Tensor, "buckets heads"] | None,
+) -> Float[Tensor, "batch heads queries keys"] | None:
+    """Return what is added to scores by distance, key less query; None for nothing.
+
+    ``table`` holds the learned numbers of `BucketRule`.
+    """
+    if (slopes := spec.slopes) is not None:
+        return -slopes[:, None, None] * distances.abs().to(slopes.dtype)
+    if (rule := spec.buckets) is None:
+        return None
+    assert table is not None
+    buckets = bucket_of_distances(
+        distances[:, 0], rule.buckets, rule.max_distance, bidirectional=rule.bidirectional
+    )
+    return table[buckets].permute(0, 3, 1, 2)
+
+
+def visible_by_distance(
+    spec: AttentionSpec, distances: Int[Tensor, "batch 1 queries keys"]
+) -> Bool[Tensor, "batch 1 queries keys"]:
+    """Return True where causality and the window let a query attend to a key."""
+    left, right = spec.sides or (None, None)
+    seen = distances <= 0 if spec.causal else torch.ones_like(distances, dtype=torch.bool)
+    seen = seen if left is None else seen & (distances >= -left)
+    return seen if right is None else seen & (distances <= right)
+
+
+def mix_values(
+    weights: Float[Tensor, "batch heads queries keys"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """Return weights @ values for each head."""
+    return weights @ repeat_kv_heads(v, heads=weights.shape[1])
+
+
+def project_output(
+    outputs: Float[Tensor, "batch heads queries value_dim"],
+    weight: Float[Tensor, "heads value_dim out_dim"],
+    bias: Float[Tensor, " out_dim"] | None,
+) -> Float[Tensor, "batch queries out_dim"]:
+    """Return the sum of all heads' outputs through their parts of the projection, with its bias."""
+    projected = merge_heads(outputs) @ weight.flatten(0, 1)
+    return projected if bias is None else projected + bias
+
+
+# ---- from queries and keys ----------------------------------------------------------------------
 
 
 def scores(
@@ -57,9 +159,7 @@ def scores_at_rows(
     softcap: float | None,
 ) -> Float[Tensor, "batch heads rows keys"]:
     """Return the scores of some queries: ``rows`` are their positions, ``q`` their vectors."""
-    s = scale * (q @ repeat_kv_heads(k, heads=q.shape[1]).transpose(-2, -1))
-    if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
+    s = scaled_products(q, k, scale=scale, softcap=softcap)
     for part in cast_biases_for_sum(score_bias.parts_at_rows(rows), s.dtype):
         s = s + part
     return s.masked_fill(~mask.evaluate_rows(rows), -torch.inf)
@@ -114,7 +214,7 @@ def head_outputs(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Return weights @ v for each head."""
     w = weights(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap, sink=sink)
-    return w @ repeat_kv_heads(v, heads=q.shape[1])
+    return mix_values(w, v)
 
 
 def repeat_kv_heads(

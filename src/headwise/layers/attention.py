@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise.function.rotary import Rotary
 from headwise.function.spec import AttentionSpec
+from headwise.function.stages import STAGES, scores, split_heads
 from headwise.layers import advice, checks, conversion
 from headwise.layers import options as option_checks
 from headwise.layers.cache import Cache
@@ -36,6 +37,7 @@ from headwise.masks.mask import NO_MASK, Mask, require_mask_type
 from headwise.masks.score_bias import NO_BIAS, ScoreBias, require_score_bias_type
 from headwise.matrix.operator import AttentionMatrix
 from headwise.support.arguments import explain_arguments
+from headwise.support.modes import evaluation_mode
 from headwise.support.tensors import tensors_of_arrays
 
 _explain_call = explain_arguments(advice.CALL, beyond=advice.advice_on_positional_call_arguments)
@@ -236,6 +238,43 @@ class Attention(nn.Module):
         call = self._prepare_call(x, source, mask, score_bias)
         matrix, v = self._matrix_and_values(Unpacked.of(call), call)
         return matrix @ v
+
+    @_explain_call
+    def stages(
+        self,
+        x: Float[Tensor, "batch queries embed_dim"],
+        source: Float[Tensor, "batch keys source_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+    ) -> dict[str, Tensor]:
+        """Return every stage of a call without dropout; `headwise.function.stages` names them.
+
+        Projections and norms are called as modules. Rotated queries and keys, weights and head
+        outputs are those of `matrix`; the output is that of ``forward``.
+        """
+        call = self._prepare_call(x, source, mask, score_bias)
+        matrix, v = self._matrix_and_values(Unpacked.of(call), call)
+        normed = projected = self.q_proj(call.x), self.k_proj(call.source)
+        norm = self.qk_norm
+        if norm is not None and (norm.over, norm.place) == ("width", "before"):
+            normed = self._normalise(*normed)
+        counts = self._head_counts
+        (q, k), (normed_q, normed_k) = (
+            [split_heads(x, heads=n) for x, n in zip(pair, counts, strict=True)]
+            for pair in (projected, normed)
+        )
+        if norm is not None and (norm.over, norm.place) == ("head", "before"):
+            normed_q, normed_k = self._normalise(q, k)
+        options = {"scale": matrix.scale, "softcap": matrix.softcap}
+        logits = scores(
+            matrix.q, matrix.k, mask=matrix.mask, score_bias=matrix.score_bias, **options
+        )
+        with evaluation_mode(self):
+            output = self(x, source, mask=mask, score_bias=score_bias)
+        before = (q, k, v, normed_q, normed_k, matrix.q, matrix.k)
+        after = (logits, matrix.dense(), matrix @ v, output)
+        return dict(zip(STAGES, (*before, *after), strict=True))
 
     @_explain_call
     def contributions(

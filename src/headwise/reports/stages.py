@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headwise.diagnosis.results.attention import FunctionComparison, StageGaps
 from headwise.diagnosis.results.model import LayerComparison, ModelComparison
-from headwise.diagnosis.simulation.stages import STAGES
+from headwise.function.stages import STAGES
 from headwise.reports.images import RGB, viridis_colour
 
 LEAST, MOST = 1e-6, 1.0  # sizes at the ends of the colour scale, which is logarithmic

@@ -14,8 +14,8 @@ from headwise.diagnosis.causes.catalogue import CAUSES
 from headwise.diagnosis.causes.cause import Evidence
 from headwise.diagnosis.search import search_causes
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.stages import STAGES
 from headwise.function.scaling import YarnScaling
+from headwise.function.stages import STAGES
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)

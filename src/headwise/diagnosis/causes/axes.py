@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
 from headwise.diagnosis.causes.moved import MovedProjectionsCause
-from headwise.diagnosis.simulation.model import BEFORE, AttentionModel, ForcedStage
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.function.stages import BEFORE
 from headwise.layers.distance import alibi_slopes
 
 

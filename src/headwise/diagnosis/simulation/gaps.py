@@ -10,9 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.model import BEFORE, AttentionModel, ForcedStage
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.simulation.rounding import allowed_difference, is_far_beyond_rounding
-from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
+from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.function.stages import BEFORE, STAGES
 
 # (stage, number of the call, head); the head is -1 for the output, and where shapes differ.
 Cell = tuple[str, int, int]

@@ -10,28 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.stages import STAGES, RecordedCall
-from headwise.function.distance import bucket_of_distances
-from headwise.function.norm import normalise_heads as normalise_by_rule
+from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.function import norm, stages
 from headwise.function.rotary import rotate_by_rule
 from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec
-from headwise.function.stages import repeat_kv_heads
+from headwise.function.stages import STAGES
 from headwise.function.weights import State
 
 StageFunction = Callable[["ForcedStage"], Tensor]
-BEFORE: Mapping[str, tuple[str, ...]] = {
-    "q": (),
-    "k": (),
-    "v": (),
-    "q after norm": ("q",),
-    "k after norm": ("k",),
-    "q after rotary": ("q after norm",),
-    "k after rotary": ("k after norm",),
-    "scores": ("q after rotary", "k after rotary"),
-    "weights": ("scores",),
-    "head outputs": ("weights", "v"),
-    "output": ("head outputs",),
-}
 
 
 @dataclass(frozen=True)
@@ -172,43 +158,40 @@ class ForcedStage:
         return torch.cat([ForcedStage(self.model, call, stage)[stage] for call in calls], 2)
 
 
-# ---- the usual function of each stage ----------------------------------------------------------
+# ---- the usual function of each stage, by `headwise.function.stages` ----------------------------
 
 
 def project_heads(forced: ForcedStage) -> Tensor:
     """Return q, k or v: x @ weight + bias for each head."""
     role, inputs = forced.stage, forced.call.inputs
     x = inputs.x if role == "q" else inputs.key_source
-    weight, bias = forced.model.weights[f"w{role}"], forced.weight(f"b{role}")
-    projected = torch.einsum("ble,hde->bhld", x.to(weight.dtype), weight)
-    return projected if bias is None else projected + bias[:, None]
+    return stages.project_heads(x, forced.model.weights[f"w{role}"], forced.weight(f"b{role}"))
 
 
 def normalise_heads(forced: ForcedStage) -> Tensor:
     """Return queries or keys after a norm before the rotation."""
-    role = forced.stage[0]
-    return _apply_norm_at_place(forced, forced[role], "before")
+    return _apply_norm_at_place(forced, forced[forced.stage[0]], "before")
 
 
 def rotate_heads(forced: ForcedStage) -> Tensor:
     """Return queries or keys after the rotation and a norm that follows it."""
     role = forced.stage[0]
-    x, form = forced[f"{role} after norm"], forced.settings.rotation
-    if form is not None:
+    x, rule = forced[f"{role} after norm"], forced.settings.rotation
+    if rule is not None:
         is_query = role == "q"
         positions = forced.call.query_positions if is_query else forced.call.new_key_positions
-        x = rotate_by_rule(form, x, positions + (form.q_offset if is_query else form.k_offset))
+        x = rotate_by_rule(rule, x, positions + (rule.q_offset if is_query else rule.k_offset))
     return _apply_norm_at_place(forced, x, "after")
 
 
 def _apply_norm_at_place(forced: ForcedStage, x: Tensor, place: str) -> Tensor:
-    role, norm = forced.stage[0], forced.settings.norm
-    if norm is None or norm.place != place:
+    role, rule = forced.stage[0], forced.settings.norm
+    if rule is None or rule.place != place:
         return x
     weight, bias = forced.weight(f"{role}_norm"), forced.weight(f"{role}_norm_bias")
     if weight is None:
         weight, bias = forced.weight(f"{role}_norms"), forced.weight(f"{role}_norms_bias")
-    return normalise_by_rule(norm, x, weight, bias)
+    return norm.normalise_heads(rule, x, weight, bias)
 
 
 def compute_scores(forced: ForcedStage) -> Tensor:
@@ -218,10 +201,8 @@ def compute_scores(forced: ForcedStage) -> Tensor:
 
 def scale_products(forced: ForcedStage) -> Tensor:
     """Return scaled and softcapped products of queries and keys."""
-    q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
-    s = q @ repeat_kv_heads(keys, heads=q.shape[1]).mT * settings.factor
-    cap = settings.cap
-    return s if cap is None else cap * torch.tanh(s / cap)
+    q, k, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
+    return stages.scaled_products(q, k, scale=settings.factor, softcap=settings.cap)
 
 
 def key_query_distances(call: RecordedCall) -> Tensor:
@@ -231,16 +212,9 @@ def key_query_distances(call: RecordedCall) -> Tensor:
 
 def add_distance_bias(forced: ForcedStage, s: Tensor) -> Tensor:
     """Return scores with the bias by distance."""
-    settings, apart = forced.settings, key_query_distances(forced.call)
-    if (slopes := settings.slopes) is not None:
-        s = s - slopes[:, None, None] * apart.abs().to(s.dtype)
-    if settings.buckets is not None:
-        rule = settings.buckets
-        buckets = bucket_of_distances(
-            apart, rule.buckets, rule.max_distance, bidirectional=rule.bidirectional
-        )
-        s = s + forced.model.weights["distances"][buckets[:, 0]].permute(0, 3, 1, 2)
-    return s
+    apart, table = key_query_distances(forced.call), forced.weight("distances")
+    bias = stages.distance_bias(forced.settings, apart, table)
+    return s if bias is None else s + bias
 
 
 def hide_keys(forced: ForcedStage, s: Tensor) -> Tensor:
@@ -250,38 +224,26 @@ def hide_keys(forced: ForcedStage, s: Tensor) -> Tensor:
 
 def visible_keys(forced: ForcedStage) -> Tensor:
     """Return True where a query may attend, (batch, 1 or heads, queries, keys)."""
-    call, settings = forced.call, forced.settings
-    ahead = key_query_distances(call)
-    seen = torch.ones_like(ahead, dtype=torch.bool)
-    if settings.causal:
-        seen = seen & (ahead <= 0)
-    if settings.sides is not None:
-        left, right = settings.sides
-        seen = seen if left is None else seen & (ahead >= -left)
-        seen = seen if right is None else seen & (ahead <= right)
-    return seen if call.inputs.mask is None else seen & call.inputs.mask
+    seen = stages.visible_by_distance(forced.settings, key_query_distances(forced.call))
+    mask = forced.call.inputs.mask
+    return seen if mask is None else seen & mask
 
 
 def softmax_scores(forced: ForcedStage) -> Tensor:
     """Return the weights of the scores; a row without keys is 0."""
-    s, sink = forced["scores"], forced.weight("sink")
-    if sink is not None:
-        column = sink.to(s.dtype)[None, :, None, None].expand(*s.shape[:3], 1)
-        return torch.cat([s, column], -1).softmax(-1)[..., :-1]
-    return s.softmax(-1).nan_to_num(0.0)
+    return stages.weights_from_scores(forced["scores"], forced.weight("sink"))
 
 
 def mix_values(forced: ForcedStage) -> Tensor:
     """Return weights @ values for each head."""
-    weights = forced["weights"]
-    return weights @ repeat_kv_heads(forced.values_of_all_calls, heads=weights.shape[1])
+    return stages.mix_values(forced["weights"], forced.values_of_all_calls)
 
 
 def project_output(forced: ForcedStage) -> Tensor:
     """Return the projected head outputs."""
-    heads, bias = forced["head outputs"], forced.weight("bo")
-    projected = heads.transpose(1, 2).flatten(2) @ forced.model.weights["wo"].flatten(0, 1)
-    return projected if bias is None else projected + bias
+    return stages.project_output(
+        forced["head outputs"], forced.model.weights["wo"], forced.weight("bo")
+    )
 
 
 USUAL: Mapping[str, StageFunction] = {

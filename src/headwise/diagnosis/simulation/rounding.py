@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headwise.diagnosis.simulation.model import (
-    BEFORE,
     AttentionModel,
     ForcedStage,
     key_query_distances,
 )
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.function.rotary import frequencies_of_rule
-from headwise.function.stages import repeat_kv_heads
+from headwise.function.stages import BEFORE, repeat_kv_heads
 
 MOST_KEPT = 1 << 22  # entries of a tensor whose moved copies are kept
 

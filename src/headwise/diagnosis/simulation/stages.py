@@ -1,15 +1,8 @@
-"""Stages of attention, and the recording of them in the calls of a layer.
+"""Calls of a layer with their recorded stages, in float64.
 
-    q, k, v                           projections, split into heads
-    q after norm, k after norm        as they enter the rotation
-    q after rotary, k after rotary    as they enter the scores; without keys of earlier calls
-    scores                            logits of the softmax, with mask, bias and softcap
-    weights                           after the softmax
-    head outputs                      weights @ v
-    output                            after the output projection
-
-q, k, v and head outputs are (batch, heads, length, channels), keys and values with their own number
-of heads; scores and weights are (batch, heads, queries, keys); the output is (batch, queries,
+The stages are those of `headwise.function.stages`. q, k, v and head outputs are (batch, heads,
+length, channels), keys and values with their own number of heads, and keys without those of earlier
+calls; scores and weights are (batch, heads, queries, keys); the output is (batch, queries,
 out_dim). A hidden key has a score of -inf.
 """
 
@@ -22,19 +15,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-STAGES = (
-    "q",
-    "k",
-    "v",
-    "q after norm",
-    "k after norm",
-    "q after rotary",
-    "k after rotary",
-    "scores",
-    "weights",
-    "head outputs",
-    "output",
-)
 Stages = Mapping[str, Tensor]
 
 

@@ -15,7 +15,6 @@ from headwise.diagnosis.subjects.adapters import merge_adapters
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import OptionError
 from headwise.function.spec import AttentionSpec
-from headwise.function.stages import split_heads
 from headwise.layers.attention import Attention
 from headwise.layers.checks import POSITIONAL_OPTIONS
 from headwise.layers.conversion import state_per_head
@@ -59,48 +58,11 @@ class NativeSubject(ModuleSubject):
     @torch.no_grad()
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return all stages but the scores, each computed by the modules of the layer."""
-        layer, call = self.float64_layer, RecordedCall(inputs, {})
-        x, source = inputs.x.double(), inputs.key_source.double()
-        q, k, v = (
-            split_heads(projection(tokens), heads=heads)
-            for projection, tokens, heads in (
-                (layer.q_proj, x, layer.num_heads),
-                (layer.k_proj, source, layer.num_kv_heads),
-                (layer.v_proj, source, layer.num_kv_heads),
-            )
-        )
-        stages = {"q": q, "k": k, "v": v}
-        q, k = self._normalise_at_place(q, k, "before")
-        stages |= {"q after norm": q, "k after norm": k}
-        if layer.rotary is not None:
-            q = layer.rotary.rotate(q, call.query_positions)
-            k = layer.rotary.rotate(k, call.new_key_positions)
-        q, k = self._normalise_at_place(q, k, "after")
-        stages |= {"q after rotary": q, "k after rotary": k}
-        matrix = layer.matrix(
-            x, None if inputs.source is None else source, mask=mask_from_inputs(inputs)
-        )
-        weights = matrix.dense()
-        heads = matrix @ v
-        stages |= {"weights": weights, "head outputs": heads}
-        stages["output"] = layer.out_proj(heads.transpose(1, 2).flatten(2))
-        return call.with_stages(stages)
-
-    def _normalise_at_place(self, q: Tensor, k: Tensor, place: str) -> tuple[Tensor, Tensor]:
-        layer = self.float64_layer
-        norm = layer.qk_norm
-        if norm is None or norm.place != place:
-            return q, k
-        assert layer.q_norm is not None
-        assert layer.k_norm is not None
-        if norm.over == "head":
-            return layer.q_norm(q), layer.k_norm(k)
-        normed = (
-            split_heads(module(t.transpose(1, 2).flatten(2)), heads=t.shape[1])
-            for module, t in ((layer.q_norm, q), (layer.k_norm, k))
-        )
-        q, k = normed
-        return q, k
+        source = None if inputs.source is None else inputs.source.double()
+        mask = mask_from_inputs(inputs)
+        stages = self.float64_layer.stages(inputs.x.double(), source, mask=mask)
+        del stages["scores"]  # computed from q and k, and not by the layer
+        return RecordedCall(inputs, stages)
 
 
 def mask_from_inputs(inputs: Inputs) -> Mask | None:

@@ -31,10 +31,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from headwise.diagnosis.simulation.stages import STAGES, Inputs, RecordedCall
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.function import describe_error
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError, ShapeError
+from headwise.function.stages import STAGES
 from headwise.layers.hooks import record_modules
 from headwise.support.files import write_whole
 

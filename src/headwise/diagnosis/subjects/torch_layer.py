@@ -14,6 +14,7 @@ from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import OptionError
 from headwise.function.spec import AttentionSpec
+from headwise.function.stages import mix_values
 from headwise.layouts.registry import layout
 
 
@@ -69,7 +70,8 @@ class TorchSubject(ModuleSubject):
         call = RecordedCall(inputs, {})
         output, weights = self._run_torch_layer(self.float64_layer, inputs)
         stages = {role: self.model.predict_stage(role, call) for role in ("q", "k", "v")}
-        stages |= {"weights": weights, "head outputs": weights @ stages["v"], "output": output}
+        heads = mix_values(weights, stages["v"])
+        stages |= {"weights": weights, "head outputs": heads, "output": output}
         return call.with_stages(stages)
 
     def _run_torch_layer(

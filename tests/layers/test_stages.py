@@ -1,0 +1,67 @@
+"""The stages of a layer: each follows from those before it, and the output is that of forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise import Attention, Mask, Rotary, compare
+from headwise.diagnosis.simulation.gaps import measure_gaps
+from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.function.stages import STAGES
+from headwise.layers.conversion import state_per_head
+from headwise.layers.distance import Alibi, T5Bias
+from headwise.layers.norm import QKNorm
+
+EMBED_DIM, HEADS, LENGTH, BATCH = 48, 6, 12, 3
+OPTIONS = {
+    "plain": {},
+    "rotary, grouped": {"rotary": Rotary(width=6, pairing="interleaved"), "num_kv_heads": 2},
+    "norm of the width": {"qk_norm": QKNorm(over="width"), "rotary": Rotary()},
+    "norm after": {"qk_norm": QKNorm(place="after"), "rotary": Rotary(), "softcap": 3.0},
+    "alibi, sink": {"score_bias": Alibi(), "sink": True, "window": (5, 0)},
+    "buckets": {"score_bias": T5Bias(buckets=8, max_distance=9), "scale": 1.0},
+}
+
+
+def layer_of(name: str) -> Attention:
+    torch.manual_seed(0)
+    layer = Attention(EMBED_DIM, HEADS, dropout=0.5, **OPTIONS[name]).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.no_grad()
+def test_each_stage_follows_from_those_before_it(name: str) -> None:
+    """The layer's own modules and kernels, against the one arithmetic of a description."""
+    layer = layer_of(name)
+    x = torch.randn(BATCH, LENGTH, EMBED_DIM, dtype=torch.float64)
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    stages = layer.stages(x, mask=Mask.may_attend(seen, axes="queries keys"))
+    assert tuple(stages) == STAGES
+    model = AttentionModel(layer.spec, state_per_head(layer, layer.state_dict()))
+    call = RecordedCall(Inputs(x, mask=seen), stages)
+    gaps = measure_gaps(model, [call])
+    assert {stage for stage, _, _ in gaps.cells} == {*STAGES}
+    assert gaps.cells_beyond_rounding == []
+    assert torch.equal(stages["output"], layer.eval()(x, mask=Mask.causal()))
+
+
+class Doubled(Attention):
+    def forward(self, *args: Tensor, **options: object) -> Tensor:
+        return 1.01 * super().forward(*args, **options)
+
+
+def test_a_fault_of_forward_alone_shows() -> None:
+    right, wrong = Attention(EMBED_DIM, HEADS), Doubled(EMBED_DIM, HEADS)
+    wrong.load_state_dict(right.state_dict())
+    x = torch.randn(BATCH, LENGTH, EMBED_DIM)
+    assert torch.equal(wrong.stages(x)["output"], wrong(x))
+    diagnosis = compare(wrong, right)
+    assert not diagnosis
+    assert diagnosis.function is not None
+    assert [each.stage for each in diagnosis.function.parted] == ["output"]
