@@ -158,7 +158,7 @@ def test_cross_attention_has_two_texts() -> None:
 
 
 def test_an_old_scan_has_no_texts() -> None:
-    report = ScanReport.of(HeadScan.load(FILES / "format_2.safetensors"))
+    report = ScanReport.of(HeadScan.load(FILES / "format_1.safetensors"))
     meta, blobs = blobs_of(report)
     assert meta["scans"][0]["texts"] == []
     assert all(layer["query_text"] is None for layer in meta["scans"][0]["layers"])

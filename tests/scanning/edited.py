@@ -39,19 +39,13 @@ def json_of(about: dict[str, Any]) -> str:
     return json.dumps(about, sort_keys=True, ensure_ascii=False)
 
 
-def as_format_2(about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """The same scan without its texts."""
-    about["version"] = 2
+def as_format_1(about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """What headwise 0.1.0 wrote of the same scan."""
+    about["version"] = 1
     for layer in about["layers"]:
         del layer["query_text"], layer["key_text"]
     for name in [name for name in tensors if name.startswith("texts/")]:
         del tensors[name]
-
-
-def as_format_1(about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """What headwise 0.1.0 wrote of the same scan."""
-    as_format_2(about, tensors)
-    about["version"] = 1
     del about["digest"]
     for statistic in about["statistics"]:
         del statistic["id"]

@@ -1,4 +1,4 @@
-"""A saved scan that was damaged or edited is refused, in format 3 and in format 1."""
+"""A saved scan that was damaged or edited is refused, in format 2 and in format 1."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.file import FORMAT_1_NOTE, KEY
+from headwise.scanning.file import KEY
 from headwise.scanning.result import HeadScan
+from headwise.scanning.schema import FORMAT_1_NOTE
 from headwise.scanning.statistics.maps import MostReceived
 from headwise.scanning.statistics.outputs import TotalVariation
 from headwise.scanning.statistics.statistic import Summary

@@ -1,7 +1,8 @@
-"""Formats 1 and 2 of a saved scan, and the ids by which a file knows its statistics."""
+"""Format 1 of a saved scan, and the ids by which a file knows its statistics."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,12 @@ import torch
 from safetensors.torch import load as tensors_in
 
 from headwise.errors import OptionError
-from headwise.scanning.file import FORMAT_1_NOTE
 from headwise.scanning.result import HeadScan
+from headwise.scanning.schema import FORMAT_1_NOTE
 from headwise.scanning.statistics import importance
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.scanning.statistics.ids import MEANINGS
 from headwise.scanning.statistics.maps import MostReceived
-from headwise.scanning.statistics.statistic import Definition
+from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
 from tests.scanning.edited import Edit, edit, fields_in
 from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan, standard
 
@@ -36,14 +36,7 @@ def test_a_file_of_format_1_loads_with_a_note(tmp_path: Path) -> None:
     again = HeadScan.load(scan.save(tmp_path / "a"))
     assert is_same(again, scan)  # the note stays, once
     assert again.merge(scan).notes == scan.notes
-    assert fields_in(tmp_path / "a")["version"] == 3
-
-
-def test_a_file_of_format_2_is_the_same_scan_without_texts() -> None:
-    first, second = HeadScan.load(FORMAT_1), HeadScan.load(FORMAT_1.with_stem("format_2"))
-    assert is_same(first, second)
-    assert second.texts == ()
-    assert [layer.key_text for layer in second.layer_scans] == [None, None]
+    assert fields_in(tmp_path / "a")["version"] == 2
 
 
 def test_format_1_is_the_same_scan_today() -> None:
@@ -66,24 +59,27 @@ def test_format_1_is_the_same_scan_today() -> None:
     assert float(diff["previous_token"][0].abs().max()) < 24 * torch.finfo(torch.float32).eps
 
 
-def test_every_statistic_has_a_stable_id() -> None:
-    # Words that changed: a row in ids.py says if the statistic is the same.
-    shipped = (*STANDARD, *importance.STATISTICS)
+def test_every_statistic_has_an_id_of_its_own() -> None:
+    shipped = (*STANDARD, TopKeysOfEveryQuery(), *importance.STATISTICS)
     for statistic in shipped:
-        words, name = statistic.definition.id_by_formula_digest, statistic.definition.name
-        assert words in MEANINGS, f'a new statistic: "{words}": "{name}-1" in meanings.py'
-        assert statistic.definition.id.startswith(f"{statistic.definition.name}-")
+        assert re.fullmatch(rf"{statistic.definition.name}-\d+", statistic.definition.id)
         assert statistic.parts is not None
     assert len({statistic.definition.id for statistic in shipped}) == len(shipped)
-    assert Own.definition.id == Own.definition.id_by_formula_digest
+    assert Own.definition.id == ""
 
 
-def test_the_words_of_format_1_keep_their_ids() -> None:
-    statistics = fields_in(FORMAT_1)["statistics"]
-    assert len(statistics) == 36
-    for saved in statistics:
-        definition = Definition(**{**saved, "axes": tuple(saved["axes"])})
-        assert definition.id == f"{definition.name}-1"
+def test_the_words_of_format_1_have_the_ids_of_today() -> None:
+    assert len(fields_in(FORMAT_1)["statistics"]) == 36
+    scan = HeadScan.load(FORMAT_1)
+    assert [scan.definition(name).id for name in scan.names] == [f"{n}-1" for n in scan.names]
+
+
+def test_other_words_of_format_1_are_another_statistic(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(FORMAT_1.read_bytes())
+    edit(path, worded(formula="something else"))
+    with pytest.raises(OptionError, match=r"as something else"):
+        HeadScan.load(path)
 
 
 def worded(**words: str) -> Edit:

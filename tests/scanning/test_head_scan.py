@@ -206,7 +206,7 @@ def test_scans_that_do_not_fit_are_not_merged() -> None:
 
 
 def test_one_name_has_one_meaning() -> None:
-    otherwise = standard("entropy", formula="in bits")
+    otherwise = standard("entropy", formula="in bits", id="entropy-2")
     scan = random_scan(0, statistics=(standard("entropy"),))
     with pytest.raises(OptionError, match=r"entropy as mean .* \(entropy-1\), and as in bits"):
         scan.merge(random_scan(0, statistics=(otherwise,)))

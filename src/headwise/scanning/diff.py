@@ -260,10 +260,9 @@ def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, 
     )
     for name in names:
         first, second = before.definition(name), after.definition(name)
-        if first.id != second.id:
+        if not first.has_meaning_of(second):
             raise OptionError(
-                saw=f"{name} as {first.formula} ({first.id}), and as {second.formula} "
-                f"({second.id})",
+                saw=f"{name} as {first.formula_and_id}, and as {second.formula_and_id}",
                 needed="the same definition of each statistic",
                 do="scan both models with the same statistics",
             )

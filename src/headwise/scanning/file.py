@@ -5,8 +5,9 @@ several metadata keys, so the JSON is one string under one key, with sorted keys
 therefore gives the same bytes.
 
 The JSON holds a SHA-256 digest of the rest of the JSON and of the name, dtype, shape and values of
-each tensor. Each statistic has its words and an id of its meaning (`Definition.id`). An edited file
-may carry a new digest, so every field and tensor is checked as well.
+each tensor. Each statistic has its words and its id (`Definition.id`). An edited file may carry a
+new digest, so every field and tensor is checked as well. Files of headwise 0.1.0 are read by
+`schema.upgrade_format_1`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from headwise.scanning.schema import (
     require_text_numbers_in_range,
     shorten_for_message,
     tensors_of_scan,
+    upgrade_format_1,
 )
 from headwise.scanning.statistics import importance
 from headwise.scanning.statistics.catalogue import STANDARD
@@ -48,12 +50,8 @@ from headwise.support.files import write_whole
 from headwise.support.private_torch import is_wrapper
 from headwise.support.text import describe_value
 
-VERSION = 3
+VERSION = 2
 KEY = "headwise.scan"  # of the metadata
-FORMAT_1_NOTE = (
-    "numbers of this scan come from a file in format 1, which has no digest, so damage to them "
-    "cannot be detected"
-)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object; differs between processes
 COPY_AGAIN = "copy it again from where it was saved, or scan again"
 
@@ -130,12 +128,11 @@ def read_scan_fields(
         require_text_numbers_in_range(layer_scans, texts)
     except FieldError as fault:
         raise damaged_file_error(path, fault, remedy) from fault
-    notes = about["notes"] + ([FORMAT_1_NOTE] if about["version"] == 1 else [])
     return {
         "model": about["model"],
         "sequences": about["sequences"],
         "tokens": about["tokens"],
-        "notes": tuple(dict.fromkeys(notes)),
+        "notes": tuple(about["notes"]),
         "statistics": in_file,
         "layer_scans": layer_scans,
         "texts": texts,
@@ -192,16 +189,16 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (ValueError, RecursionError) as error:
         raise FieldError("its metadata cannot be read as the JSON of a scan") from error
     version = check_value(about.get("version"), WHOLE, "version")
-    if version not in range(1, VERSION + 1):
+    if version == 1:
+        return upgrade_format_1(about), tensors
+    if version != VERSION:
         raise OptionError(
             saw=f"{path}, a scan in format {version}, saved by headwise "
             f"{describe_json(about.get('headwise'))}",
             needed=f"a format up to {VERSION}, which headwise {metadata.version('headwise')} reads",
             do="load the file with the version of headwise that saved it",
         )
-    if version > 1 and not (
-        is_as_written and about.get("digest") == _compute_digest(about, tensors)
-    ):
+    if not (is_as_written and about.get("digest") == _compute_digest(about, tensors)):
         raise FieldError("its content does not have the digest that was saved with it")
     return about, tensors
 
@@ -218,14 +215,12 @@ def _match_statistic(
             needed=f"the object that computes it: {formula}",
             do=f"HeadScan.load(path, statistics=[...]) with the {name} that you scanned with",
         )
-    definition, saved_id = statistic.definition, saved.get("id")
-    if saved_id is None:  # format 1 has no ids
-        saved_id = Definition(**{**saved, "axes": tuple(saved["axes"])}).id
-    # A statistic may have got a version since; with unchanged words it is the same.
-    if saved_id not in (definition.id, definition.id_by_formula_digest):
+    definition = statistic.definition
+    then = Definition(**{**saved, "axes": tuple(saved["axes"])})
+    if not then.has_meaning_of(definition):
         raise OptionError(
-            saw=f"{path} with {name} as {formula} ({shorten_for_message(saved_id)})",
-            needed=f"{name} as this headwise defines it: {definition.formula} ({definition.id})",
+            saw=f"{path} with {name} as {shorten_for_message(then.formula_and_id)}",
+            needed=f"{name} as this headwise defines it: {definition.formula_and_id}",
             do=f"load the file with headwise {shorten_for_message(about['headwise'])} or the "
             "statistic that saved it, or scan again",
         )

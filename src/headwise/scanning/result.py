@@ -239,7 +239,7 @@ class HeadScan(Displayed, ScanReadings):
         Raises:
             FileNotFoundError: there is no such file.
             OptionError: a file that is damaged or was edited, comes from another program or a
-                later headwise, or has a statistic that is unknown or has another `Definition.id`.
+                later headwise, or has a statistic that is unknown or has another meaning.
         """
         fields, _ = file.read_scan_fields(Path(path), statistics)
         return cls(**fields)
@@ -251,8 +251,8 @@ def _reason_statistics_not_mergeable(scan: HeadScan, other: HeadScan) -> str | N
             return f"statistic {alone[0]}, which only one of them has"
     for name in scan.names:
         here, there = scan.definition(name), other.definition(name)
-        if here.id != there.id:
-            return f"{name} as {here.formula} ({here.id}), and as {there.formula} ({there.id})"
+        if not here.has_meaning_of(there):
+            return f"{name} as {here.formula_and_id}, and as {there.formula_and_id}"
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from headwise.scanning.statistics.statistic import (
 )
 from headwise.scanning.text import ScannedText
 
-WORDS = ("name", "formula", "unit", "excluded", "source", "axes")
+WORDS = ("name", "formula", "unit", "excluded", "source", "axes", "id")
 WHOLE = range(2**63)
 MOST_HEADS = 2**20  # of a layer
 TEXTS_OF_LAYER = ("query_text", "key_text")
@@ -36,9 +35,8 @@ LAYER = {
     "calls": WHOLE,
     "missing": {...: str},
     "summaries": {...: [str]},
+    **dict.fromkeys(TEXTS_OF_LAYER, range(-1, 2**16)),  # the number of a text, −1 for none
 }
-TEXT = range(-1, 2**16)  # the number of a text, −1 for none
-LAYER_WITH_TEXTS = {**LAYER, "query_text": TEXT, "key_text": TEXT}
 SCAN = {
     "version": WHOLE,
     "headwise": str,
@@ -48,6 +46,21 @@ SCAN = {
     "notes": [str],
     "statistics": [STATISTIC],
     "layers": [LAYER],
+    "digest": str,
+}
+
+# ---- what headwise 0.1.0 wrote: no digest, no texts, and no ids ----------------------------------
+
+FORMAT_1_NOTE = (
+    "numbers of this scan come from a file in format 1, which has no digest, so damage to them "
+    "cannot be detected"
+)
+# Statistics are known by their formulas; those whose words have changed since, with new words.
+REWORDED = {
+    "cell (a, b): mean over the queries of block a of Σⱼ A[i, j] over the keys of block b; "
+    "the i-th of n real tokens is in block ⌊64 i / n⌋": "cell (a, b): mean over the queries of "
+    "block a of Σⱼ A[i, j] over the keys of block b; the i-th of n real tokens is in block "
+    "⌊c i / n⌋ of c: 64 blocks if no other number was chosen",
 }
 
 
@@ -124,8 +137,7 @@ def describe_json(value: Any) -> str:
 
 def fields_of_statistic(definition: Definition) -> dict[str, Any]:
     """Return the words of a definition and its id."""
-    words = {name: value for name, value in asdict(definition).items() if name in WORDS}
-    return {**words, "axes": list(definition.axes), "id": definition.id}
+    return {**{name: getattr(definition, name) for name in WORDS}, "axes": list(definition.axes)}
 
 
 def fields_of_layer(layer: LayerScan) -> dict[str, Any]:
@@ -157,17 +169,32 @@ def tensors_of_scan(scan: ScanReadings) -> dict[str, Tensor]:
 # ---- read ---------------------------------------------------------------------------------------
 
 
-def check_scan_fields(about: dict[str, Any]) -> None:
-    """Raise FieldError for the first wrong field in the JSON of a scan.
+def upgrade_format_1(about: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a file of headwise 0.1.0 with the fields of today.
 
-    From format 2 on the JSON has a digest, and an id for each statistic; from format 3 on a layer
-    names its texts.
+    Raises:
+        FieldError: a wrong field.
     """
+    statistic = {name: schema for name, schema in STATISTIC.items() if name != "id"}
+    layer = {name: schema for name, schema in LAYER.items() if name not in TEXTS_OF_LAYER}
+    schema = {**SCAN, "statistics": [statistic], "layers": [layer]}
+    del schema["digest"]
+    check_value(about, schema | {name: object for name in about if name == "document"}, "")
+    return {
+        **about,
+        "notes": list(dict.fromkeys([*about["notes"], FORMAT_1_NOTE])),
+        "statistics": [
+            {**saved, "id": "", "formula": REWORDED.get(saved["formula"], saved["formula"])}
+            for saved in about["statistics"]
+        ],
+        "layers": [{**saved, **dict.fromkeys(TEXTS_OF_LAYER, -1)} for saved in about["layers"]],
+        "digest": "",
+    }
+
+
+def check_scan_fields(about: dict[str, Any]) -> None:
+    """Raise FieldError for the first wrong field in the JSON of a scan."""
     schema: dict[str, Any] = {**SCAN, "document": {...: object}} if "document" in about else SCAN
-    if about["version"] > 1:
-        schema = {**schema, "digest": str, "statistics": [{**STATISTIC, "id": str}]}
-    if about["version"] > 2:
-        schema = {**schema, "layers": [LAYER_WITH_TEXTS]}
     check_value(about, schema, "")
     names = [saved["name"] for saved in about["statistics"]]
     if len({*names}) < len(names):

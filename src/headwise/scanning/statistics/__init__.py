@@ -3,7 +3,6 @@
     tile.py        a part of the weights, with values that several statistics share
     statistic.py   base classes, summaries, and `compute_summaries` in one pass
     catalogue.py   the standard set, by name
-    ids.py         stable ids of the definitions
     importance.py  measures from runs of the model, not from its weights
 
 The standard set, with formulas, sources, units and exclusions:

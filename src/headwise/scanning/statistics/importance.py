@@ -74,6 +74,7 @@ class _AblationByMeans(Importance):
 GRADIENTS: tuple[Importance, ...] = (
     Importance(
         name="gate_gradient",
+        id="gate_gradient-1",
         formula="mean over sequences x of |Σᵢ ⟨O[i], ∂L(x)/∂O[i]⟩| for the head's outputs O[i] of "
         "queries i: |∂L(x)/∂g| for a gate g = 1 on them; queries may cancel, sequences may not",
         unit=LOSS,
@@ -82,6 +83,7 @@ GRADIENTS: tuple[Importance, ...] = (
     ),
     _NormalisedOverHeads(
         name="gate_gradient_normalised",
+        id="gate_gradient_normalised-1",
         formula="gate_gradient / √(Σ of its squares over the heads of the layer); 0 in a layer "
         "where all are 0",
         unit="share, 0 to 1; the squares of a layer sum to 1",
@@ -91,6 +93,7 @@ GRADIENTS: tuple[Importance, ...] = (
     ),
     Importance(
         name="taylor",
+        id="taylor-1",
         formula="mean over sequences x of Σᵢ |⟨O[i], ∂L(x)/∂O[i]⟩| for the head's outputs O[i] of "
         "queries i; never below gate_gradient",
         unit=LOSS,
@@ -102,6 +105,7 @@ GRADIENTS: tuple[Importance, ...] = (
 ABLATIONS: dict[str, Importance] = {
     "zero": Importance(
         name="ablation_zero",
+        id="ablation_zero-1",
         formula=ABLATION + "0",
         unit=LOSS,
         excluded="nothing",
@@ -109,6 +113,7 @@ ABLATIONS: dict[str, Importance] = {
     ),
     "mean": _AblationByMeans(
         name="ablation_mean",
+        id="ablation_mean-1",
         formula=ABLATION + "their mean over all real positions of the data",
         unit=LOSS,
         excluded=PADDING,
@@ -116,6 +121,7 @@ ABLATIONS: dict[str, Importance] = {
     ),
     "resample": Importance(
         name="ablation_resample",
+        id="ablation_resample-1",
         formula=ABLATION + "those of another sequence of the same batch, drawn by the seed: the "
         "i-th real query takes those of the other's real query i modulo their number",
         unit=LOSS,

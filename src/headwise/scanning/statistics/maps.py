@@ -35,6 +35,7 @@ class OffsetProfile(TileStatistic):
     OFFSETS = 16
     definition = Definition(
         name="offset_profile",
+        id="offset_profile-1",
         formula="for each offset o from −16 to +16: mean over queries i of A[i, i + o]",
         unit=SHARE,
         excluded="padded queries, and those for which no key stands at the offset",
@@ -66,6 +67,7 @@ class Map(TileStatistic):
 
     definition = Definition(
         name="map",
+        id="map-1",
         formula="cell (a, b): mean over the queries of block a of Σⱼ A[i, j] over the keys of "
         "block b; the i-th of n real tokens is in block ⌊c i / n⌋ of c: 64 blocks if no other "
         "number was chosen",
@@ -146,6 +148,7 @@ class MostReceived(TileStatistic):
     # mask, only one query sees the last key.
     definition = Definition(
         name="most_received",
+        id="most_received-1",
         formula="α[k] = Σᵢ A[i, k] over all queries i of the sequence; the 8 largest of all keys "
         "of all sequences. Fields: k, counted from the first key that is no padding; its token, "
         "−1 where it is not known; α[k]",
@@ -233,6 +236,7 @@ class TopKeysOfChosenQueries(TileStatistic):
 
     definition = Definition(
         name="top_keys",
+        id="top_keys-1",
         formula="the 8 keys j with the largest A[i, j], for the last query i (or those chosen) of "
         "the first sequence that was scanned. Fields: j, counted from the first key that is no "
         "padding; its token, −1 where it is not known; A[i, j]",

@@ -54,6 +54,7 @@ CONTRIBUTED = (
     RowStatistic(
         lambda tile: tile.contribution_norms,
         name="contribution_norm",
+        id="contribution_norm-1",
         formula="mean over queries i of ‖zᵢ W_O‖, for the head's output zᵢ and its part of the "
         "output projection",
         unit="of the residual, before any norm or factor",
@@ -66,6 +67,7 @@ CONTRIBUTED = (
     RowStatistic(
         _relative_contribution,
         name="relative_contribution",
+        id="relative_contribution-1",
         formula="mean over queries i of ‖zᵢ W_O‖ / ‖xᵢ‖, for the residual xᵢ that the layer's "
         "output is added to",
         unit="ratio, from 0",
@@ -79,6 +81,7 @@ CONTRIBUTED = (
     RowStatistic(
         lambda tile: tile.sum_weights_times_key_entries(tile.call.projected_value_norms),
         name="value_weighted",
+        id="value_weighted-1",
         formula="mean over queries i of Σⱼ A[i, j] ‖vⱼ W_O‖",
         unit="of the residual; at least contribution_norm",
         excluded=EXCLUDED + "; biases of the projections; a sink, which has no value",
@@ -95,6 +98,7 @@ class EffectiveRank(TileStatistic):
 
     definition = Definition(
         name="effective_rank",
+        id="effective_rank-1",
         formula="exp(−Σₖ p[k] ln p[k]), p[k] = σ[k] / Σ σ, for the singular values σ of the head's "
         "outputs z less their mean over all queries; those that rounding cannot tell from 0 are 0",
         unit="directions, from 1 to the width of the head's values",
@@ -167,6 +171,7 @@ class Copying(TileStatistic):
 
     definition = Definition(
         name="copying",
+        id="copying-1",
         formula="l[t] = (zᵢ W_O) · U[t], the head's direct part of the logit of t, for the "
         "different tokens t of the keys with any weight; r[t] = max(0, l[t] − mean of l); mean "
         "over queries i of Σₜ w[t] r[t] / Σₜ r[t], w[t] being the weight of i on all keys "
@@ -261,6 +266,7 @@ class TotalVariation(TileStatistic):
 
     definition = Definition(
         name="total_variation",
+        id="total_variation-1",
         formula="1 − ½ · mean over queries i of Σⱼ |A[i, j] − B[i, j]| for two heads A and B; a "
         "sink counts as one more key. At most 64 queries of each sequence, evenly spaced",
         unit="similarity, 0 (no key in common) to 1 (the same weights)",
@@ -296,6 +302,7 @@ class OutputCosine(TileStatistic):
 
     definition = Definition(
         name="output_cosine",
+        id="output_cosine-1",
         formula="mean over queries i of cos(zᵢ W_O of the one head, zᵢ W_O of the other)",
         unit="cosine, −1 to 1",
         excluded="padded queries, and those for which either head writes nothing; a bias of the "
@@ -327,6 +334,7 @@ class CKA(TileStatistic):
 
     definition = Definition(
         name="cka",
+        id="cka-1",
         formula="Σ HSIC(Z, Y) / √(Σ HSIC(Z, Z) · Σ HSIC(Y, Y)), the sums over sequences, for the "
         "outputs Z and Y of two heads at the same queries; HSIC is the unbiased linear one, which "
         "centres within the sequence. At most 64 queries of each, evenly spaced",

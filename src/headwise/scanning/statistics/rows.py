@@ -69,6 +69,7 @@ SPREAD = (
     RowStatistic(
         lambda tile: tile.entropy,
         name="entropy",
+        id="entropy-1",
         formula="mean over queries i of −Σⱼ A[i, j] · ln A[i, j]; a sink counts as one more key",
         unit="nats, from 0 (all weight on one key) to ln of the number of keys (even weight)",
         excluded=EXCLUDED,
@@ -82,6 +83,7 @@ SPREAD = (
             / _count_allowed_keys_and_sink(tile).clamp(min=2).to(tile.entropy.dtype).log()
         ),
         name="relative_entropy",
+        id="relative_entropy-1",
         formula="mean over queries i of H[i] / ln n[i], for the n[i] keys that i may attend "
         "to; a sink counts as one of them",
         unit="share of the entropy of even weights, 0 to 1",
@@ -94,6 +96,7 @@ SPREAD = (
     RowStatistic(
         lambda tile: tile.maximum,
         name="maximum",
+        id="maximum-1",
         formula="mean over queries i of maxⱼ A[i, j]",
         unit=SHARE,
         excluded=EXCLUDED,
@@ -105,6 +108,7 @@ SPREAD = (
     RowStatistic(
         lambda tile: tile.entropy.exp(),
         name="effective_keys",
+        id="effective_keys-1",
         formula="mean over queries i of exp(H[i])",
         unit="keys, from 1",
         excluded=EXCLUDED,
@@ -116,6 +120,7 @@ SPREAD = (
     RowStatistic(
         _participation_ratio,
         name="participation",
+        id="participation-1",
         formula="mean over queries i of (Σⱼ A[i, j])² / Σⱼ A[i, j]²",
         unit="keys, from 1",
         excluded=EXCLUDED + "; where a sink takes all of the weight, the row counts as 0",
@@ -126,6 +131,7 @@ SPREAD = (
     RowStatistic(
         lambda tile: tile.logsumexp,
         name="logsumexp",
+        id="logsumexp-1",
         formula="mean over queries i of ln Σⱼ exp s[i, j], the sink included",
         unit="nats",
         excluded=EXCLUDED,
@@ -137,6 +143,7 @@ SPREAD = (
     RowStatistic(
         lambda tile: tile.highest - require_not_none(tile.lowest),
         name="score_range",
+        id="score_range-1",
         formula="mean over queries i of maxⱼ s[i, j] − minⱼ s[i, j], over the keys i may attend to",
         unit="nats",
         excluded="padded queries, and those with one key or none",
@@ -187,6 +194,7 @@ def _share_within_reach_statistic(reach: int) -> RowStatistic:
     return RowStatistic(
         lambda tile: tile.weight_within(reach),
         name=f"within_{reach}",
+        id=f"within_{reach}-1",
         formula=f"mean over queries i of Σⱼ A[i, j] over the keys with |i − j| ≤ {reach}",
         unit=SHARE,
         excluded=EXCLUDED,
@@ -203,6 +211,7 @@ ONE_KEY = (
     RowStatistic(
         _weight_on_first_token,
         name="first_token",
+        id="first_token-1",
         formula="mean over queries i of A[i, 0], key 0 being the first that is no padding",
         unit=SHARE,
         excluded=EXCLUDED + "; the first query counts, though a causal mask leaves it no choice",
@@ -214,6 +223,7 @@ ONE_KEY = (
     RowStatistic(
         lambda tile: require_not_none(tile.sink),
         name="sink",
+        id="sink-1",
         formula="mean over queries i of 1 − Σⱼ A[i, j], what the learned sink takes",
         unit=SHARE,
         excluded=EXCLUDED,
@@ -226,6 +236,7 @@ ONE_KEY = (
 PREVIOUS_TOKEN = RowStatistic(
     lambda tile: tile.diagonal(-1),
     name="previous_token",
+    id="previous_token-1",
     formula="mean over queries i ≥ 1 of A[i, i − 1]",
     unit=SHARE,
     excluded="padded queries, and the first of each sequence, which has no key before it",
@@ -243,6 +254,7 @@ NEAR = (
     RowStatistic(
         _mean_key_distance,
         name="distance",
+        id="distance-1",
         formula="mean over queries i of Σⱼ A[i, j] · |i − j|; a sink is nowhere and adds nothing",
         unit="tokens, from 0",
         excluded=EXCLUDED,
@@ -283,6 +295,7 @@ REPEATED = (
     RowStatistic(
         lambda tile: _weight_after_repeats(tile, 0),
         name="duplicate_token",
+        id="duplicate_token-1",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j < i with token[j] = token[i]",
         unit=SHARE,
         excluded=WITHOUT_A_REPEAT,
@@ -295,6 +308,7 @@ REPEATED = (
     RowStatistic(
         lambda tile: _weight_after_repeats(tile, 1),
         name="induction",
+        id="induction-1",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j ≤ i with token[j − 1] = "
         "token[i] and j − 1 < i",
         unit=SHARE,
@@ -311,6 +325,7 @@ MARKED = (
     RowStatistic(
         lambda tile: tile.sum_weights_times_key_entries(require_not_none(tile.call.separators)),
         name="separator",
+        id="separator-1",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a separator",
         unit=SHARE,
         excluded=EXCLUDED + "; separators count as queries too",
@@ -322,6 +337,7 @@ MARKED = (
     RowStatistic(
         lambda tile: tile.sum_weights_times_key_entries(require_not_none(tile.call.specials)),
         name="special",
+        id="special-1",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a special token",
         unit=SHARE,
         excluded=EXCLUDED + "; special tokens count as queries too",

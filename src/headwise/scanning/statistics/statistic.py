@@ -24,7 +24,6 @@ A statistic is stateless. To write one, derive from `RowMean` and return a value
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,6 @@ from torch import Tensor
 
 from headwise.errors import OptionError
 from headwise.scanning.call import CapturedCall
-from headwise.scanning.statistics.ids import MEANINGS
 from headwise.scanning.statistics.tile import WeightTile
 from headwise.support.tracing import without_autocast
 
@@ -78,16 +76,15 @@ class Definition:
         unit: the unit of the number, and its range.
         excluded: queries, keys or effects that do not count.
         source: the paper or file that defines the statistic.
+        id: the name of the meaning, such as ``entropy-1``: two definitions with one id describe
+            the same numbers, whatever their words. Raise its number when the numbers change. Your
+            own statistic may leave it out; then the same formula and axes are the same meaning.
         axes: the axes of the result after heads; none for one number a head.
-        version: the version of your own statistic. With a version, the formula may be reworded;
-            raise it when the numbers change. Without a version, other words are another
-            statistic.
         title: the heading of the picture; the name if empty.
         most: a phrase on the head with the highest value, with {} for the value.
         least: a phrase on the head with the lowest value, if that is worth a report.
 
-    The last three appear on pages and in terminals. Files do not save them, and `id` does not
-    depend on them.
+    The last three appear on pages and in terminals. Files do not save them.
     """
 
     name: str
@@ -95,28 +92,23 @@ class Definition:
     unit: str
     excluded: str
     source: str
+    id: str = ""
     axes: tuple[str, ...] = ()
-    version: int | None = None
     title: str = ""
     most: str = ""
     least: str = ""
 
-    @property
-    def id(self) -> str:
-        """The id of the meaning: two definitions with the same id describe the same numbers.
-
-        ``entropy-1`` for a statistic of headwise, ``mine@1`` for your own with a version, and
-        otherwise the name with a digest of formula and axes.
-        """
-        if self.version is not None:
-            return f"{self.name}@{self.version}"
-        return MEANINGS.get(self.id_by_formula_digest, self.id_by_formula_digest)
+    def has_meaning_of(self, other: Definition) -> bool:
+        """True if both describe the same numbers: by their ids, or else by formula and axes."""
+        if self.id and other.id:
+            return self.id == other.id
+        mine, theirs = (self.name, self.formula, self.axes), (other.name, other.formula, other.axes)
+        return mine == theirs
 
     @property
-    def id_by_formula_digest(self) -> str:
-        """The name with a digest of formula and axes."""
-        words = "\0".join((self.formula, *self.axes)).encode("utf-8", "surrogatepass")
-        return f"{self.name}:{hashlib.sha256(words).hexdigest()[:16]}"
+    def formula_and_id(self) -> str:
+        """The formula, with the id if there is one."""
+        return f"{self.formula} ({self.id})" if self.id else self.formula
 
     @property
     def label(self) -> str:

@@ -51,6 +51,7 @@ class TopKeysOfEveryQuery(TileStatistic):
 
     definition = Definition(
         name="top_keys_of_every_query",
+        id="top_keys_of_every_query-1",
         formula="for every query i of a chosen head: the keys j with the largest A[i, j], 4 if no "
         "other number was chosen. Fields: j, counted from the first key that is no padding of "
         "its sequence; A[i, j]",
