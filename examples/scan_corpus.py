@@ -1,42 +1,74 @@
-"""Scan a corpus over processes: each takes the next text as soon as it is free.
+"""Scan a corpus by parts on an engine for distributed work: dask.distributed, here on this machine.
 
-    torchrun --nproc-per-node=2 examples/scan_corpus.py [FOLDER]
+    pip install 'headwise[huggingface]' distributed
+    python examples/scan_corpus.py [FOLDER]
 
-FOLDER gets a file for each text and the merged scan. Interrupt the run, or kill a process of it:
-the same command resumes, with any number of processes, and ends in the same bytes.
+A model with random weights and its documents are made in FOLDER. Two workers scan four parts of the
+documents, and one of the workers is killed. dask starts the worker again, its part resumes, and the
+merged scan has the bytes of one process.
 """
 
+import os
+import signal
 import sys
+import tempfile
+import time
+from pathlib import Path
 
-import torch.distributed as dist
+import torch
+from distributed import Client, LocalCluster
+from transformers import LlamaConfig, LlamaForCausalLM
 
-import headwise
-from headwise.models import text as demo_text
-from headwise.models import tiny
-from headwise.sharding import scan_documents
+from headwise.scanning import merge_parts, scan_part
 
+PARTS = 4
 STATISTICS = ["entropy", "previous_token", "induction"]
 
 
-def main(folder: str) -> None:
-    dist.init_process_group("gloo")
-    model = tiny.load()
-    paragraphs = demo_text.read_opening_paragraphs()
-    documents = [(f"paragraph {n}", tiny.encode(text)[None]) for n, text in enumerate(paragraphs)]
+def make_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
 
-    merged = scan_documents(
-        lambda ids: headwise.scan(model, ids, statistics=STATISTICS),
-        documents,
-        folder,
-        made_with={"weights": model.state_dict(), "statistics": STATISTICS},
-    )
 
-    if dist.get_rank() == 0:
-        print(f"{merged.sequences} texts, {merged.tokens:,} tokens, {dist.get_world_size()} ranks")
-        for layer, _, head, share in merged.top("previous_token", 3):
-            print(f"{layer}, head {head}: {100 * share:.0f} % on the token before")
-    dist.destroy_process_group()
+def make_documents() -> list[tuple[str, torch.Tensor]]:
+    """Random tokens; a list of text files would do for a folder with a tokenizer."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = range(100, 900, 50)
+    return [(f"{n} tokens", torch.randint(128, (1, n), generator=generator)) for n in lengths]
+
+
+def run_part(model: str, out: str, part: int) -> int:
+    torch.set_num_threads(1)  # the bytes depend on the number of threads
+    files = scan_part(model, make_documents(), out, part=(part, PARTS), statistics=STATISTICS)
+    return len(files)
+
+
+def main(folder: Path) -> None:
+    model, out, alone = (str(folder / name) for name in ("model", "scans", "alone"))
+    make_model(Path(model))
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
+        parts = range(1, PARTS + 1)
+        futures = client.map(run_part, [model] * PARTS, [out] * PARTS, parts, pure=False)
+        while not list(Path(out).glob("parts/[0-9]*")):
+            time.sleep(0.01)
+        os.kill(next(iter(client.run(os.getpid).values())), signal.SIGKILL)
+        done = client.gather(futures)
+    merged = merge_parts(out)
+    print(f"{sum(done)} texts in {PARTS} parts, {merged.tokens:,} tokens, one worker killed")
+
+    torch.set_num_threads(1)
+    scan_part(model, make_documents(), alone, statistics=STATISTICS)
+    merge_parts(alone)
+    scans = [Path(place, "scan.safetensors").read_bytes() for place in (out, alone)]
+    print(f"the bytes of one process: {'the same' if scans[0] == scans[1] else 'others'}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "headwise-corpus")
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            main(Path(folder))

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from headwise import Attention, Mask, Rotary
 from headwise.layers import QKNorm
-from headwise.sharding import clip_gradients, gather_state, heads_plan, watch_ranks
+from headwise.sharding import clip_gradients, gather_state, heads_plan
 
 TOKENS, WIDTH, HEADS, KV_HEADS, LENGTH, BATCH, STEPS = 32, 64, 8, 4, 24, 32, 60
 
@@ -76,8 +76,7 @@ def main() -> None:
     parallelize_module(model, mesh, heads_plan(model))
     part = model.blocks[0].attention.part
     print(f"rank {dist.get_rank()} computes {part} of {HEADS}", flush=True)
-    with watch_ranks():
-        losses = train(model)
+    losses = train(model)
     state = gather_state(model)  # on every rank, in the form of the unsharded model
 
     if dist.get_rank() == 0:

@@ -112,7 +112,7 @@ PANELS = (
         "keys and values, step by step",
     ),
     Panel(
-        "scan_documents",
+        "scan_part",
         "many documents, a model that fits",
         (_documents,),
         ("documents",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headwise.cli.scan.command import scan
+from headwise.cli.scan import scan
 from headwise.errors import HeadwiseError
 from tests.cli.alone import Alone
 

@@ -6,15 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from headwise.cli.demo import demo
 from headwise.cli.output import NO
-from headwise.cli.scan import command
-from headwise.cli.scan.command import run_scan_with_progress
-from headwise.cli.scan.options import ScanOptions
+from headwise.cli.scan import ScanOptions, run_scan_with_progress
 from headwise.errors import HeadwiseError, MissingExtraError
 from headwise.models import minilm
 from headwise.reports.page import ScanReport
@@ -48,7 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, report: ScanReport) -> list[ScanOptio
         seen.append(asked)
         return report
 
-    monkeypatch.setattr(command, "run_scan_with_progress", at_once)
+    monkeypatch.setattr(import_module("headwise.cli.scan"), "run_scan_with_progress", at_once)
     return seen
 
 

@@ -190,7 +190,7 @@ def test_help_says_them(command: str, status: Status, capsys: pytest.CaptureFixt
     help_text = " ".join(capsys.readouterr().out.split())
     said = {int(number) for number in re.findall(r"\b(\d) ", help_text.partition("status:")[2])}
     assert said >= {YES, USAGE}
-    asks = command in ("detect", "verify", "compare", "study", "demo")
+    asks = command in ("detect", "verify", "compare", "study", "demo", "scan")
     assert (NO in said) == asks
 
 

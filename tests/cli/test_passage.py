@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.cli.scan import source as passage
-from headwise.cli.scan.source import ModelToScan, make_model_title
+from headwise.scanning import source as passage
+from headwise.scanning.source import ModelToScan, make_model_title
 
 
 def letters(vocabulary: int = 40, **changes: object) -> ModelToScan:

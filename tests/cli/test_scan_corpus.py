@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headwise.cli.scan import run as run_scan
+from headwise.scanning import parts, plan
 from headwise.scanning.result import HeadScan
 from tests.cli.scan_command import invoke, refused, run
 from tests.huggingface.stored import TEXT
@@ -40,50 +40,48 @@ def test_an_interrupted_corpus_goes_on(
 ) -> None:
     whole, _ = run(model, "--text", texts, "--out", "whole", "--json")
     assert json.loads(whole)["read"]["sequences"] == 3
-    real, seen = run_scan.scan, []
+    real, seen = parts.scan, []
 
     def interrupted(*args: Any, **kwargs: Any) -> HeadScan:
         seen.append(kwargs["progress"])
-        if len(seen) == 4:  # the trial, the first two texts, the third
+        if len(seen) == 3:
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(run_scan, "scan", interrupted)
+    monkeypatch.setattr(parts, "scan", interrupted)
     stopped = invoke(model, "--text", texts, "--out", "again", "--force")
     assert stopped.exit_code == 130
     assert stopped.stderr.splitlines()[-1] == (
         "Interrupted; 2 of 3 texts are in again. Run the same command again to resume."
     )
     assert stopped.stdout == ""
-    assert len(everything_in(Path("again"))) == 2
+    assert len(everything_in(Path("again"))) == 3  # two texts, and corpus.json
     seen.clear()
-    monkeypatch.setattr(run_scan, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
+    monkeypatch.setattr(parts, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
     again, err = run(model, "--text", texts, "--out", "again", "--json", "--force")
-    assert len(seen) == 2  # the trial, and the third text
+    assert len(seen) == 1  # the third text
     assert "2 of 3 texts are in again already." in err
     assert everything_in(Path("again")) == everything_in(Path("whole"))
     assert json.loads(again)["heads"] == json.loads(whole)["heads"]
     _, err = run(model, "--text", texts, "--out", "again", "--json", "--force")
     assert "All 3 texts are in again already; nothing is read again." in err
-    assert len(seen) == 3  # the trial
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(
     ("stage", "line"),
     [
-        ("prepare_scan", "Interrupted before the scan began."),
-        ("run", "Interrupted; nothing is saved without --out."),
+        ("plan_scan", "Interrupted before the scan began."),
+        ("scan_text", "Interrupted; nothing is saved without --out."),
     ],
 )
 def test_an_interruption_is_a_line_and_a_status(
     model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, stage: str, line: str
 ) -> None:
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(
-        run_scan if stage == "prepare_scan" else run_scan.PreparedScan, stage, interrupted
-    )
+    monkeypatch.setattr(plan if stage == "plan_scan" else plan.PlannedScan, stage, interrupted)
     stopped = invoke(model, "--text", text)
     assert stopped.exit_code == 130
     assert stopped.stderr.splitlines()[-1] == line
@@ -124,9 +122,9 @@ def test_a_folder_of_another_scan(model: Path, text: Path) -> None:
     run(model, "--text", text, "--out", "kept", "--page", "p.html")
     before = everything_in(Path("kept"))
     error = refused(model, "--text", text, "--out", "kept", "--length", 7)
-    assert error.saw.endswith("made with other length (--length)")
+    assert error.saw.endswith("made with length of the model")
     error = refused(model, "--text", text, "--out", "kept", "--stats", "entropy")
-    assert error.saw.endswith("made with other statistics (--stats)")
+    assert error.saw.endswith("made with other statistics")
     whole = text.read_text("utf-8")
     text.write_text(whole.replace("cat", "dog"), "utf-8")
     assert "other content of 'cats.txt'" in refused(model, "--text", text, "--out", "kept").saw
@@ -147,10 +145,10 @@ def test_a_damaged_part_is_named(model: Path, texts: Path, monkeypatch: pytest.M
     assert error.saw.startswith(f"the file {part.absolute()} is damaged or was edited: ")
     assert error.do.startswith("remove this file and start the same run again")
     part.unlink()
-    real, seen = run_scan.scan, []
-    monkeypatch.setattr(run_scan, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
+    real, seen = parts.scan, []
+    monkeypatch.setattr(parts, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
     run(*arguments)
-    assert len(seen) == 2  # the trial, and the text of the part
+    assert len(seen) == 1  # the text of the part
     assert everything_in(Path("kept")) == before
 
 

@@ -1,4 +1,4 @@
-"""Environments with headwise and one of its extras alone, of links to what is installed here."""
+"""Environments with headwise and what an example names alone, of links to installed packages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Found = set[tuple[str, str]]  # a distribution, and an extra of it or ""
 
 
 @cache
-def environment(extra: str) -> TemporaryDirectory[str]:
-    """Return a virtual environment with what headwise declares, and the extra if it is not ""."""
+def environment(extra: str, packages: tuple[str, ...]) -> TemporaryDirectory[str]:
+    """Return a virtual environment with what headwise declares, an extra or "", and packages."""
     folder = TemporaryDirectory(prefix=f"headwise-{extra}-")
     venv.create(folder.name, symlinks=True)
     (packages,) = Path(folder.name).glob("lib/python*/site-packages")
@@ -26,6 +26,7 @@ def environment(extra: str) -> TemporaryDirectory[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     found: Found = {("headwise", "")}  # what it declares may be older where it was installed
     add_needed([*project["dependencies"], *project["optional-dependencies"].get(extra, ())], found)
+    add_needed(list(packages), found)
     for name in {name for name, _ in found}:
         installed = distribution(name)
         assert installed.files is not None, name
@@ -48,6 +49,6 @@ def add_needed(requirements: list[str], found: Found, *, extra: str = "") -> Non
                 add_needed(distribution(requirement.name).requires or [], found, extra=wanted)
 
 
-def python_with(extra: str) -> str:
+def python_with(extra: str, *packages: str) -> str:
     """Return the interpreter of an environment with one extra alone, or with none for ""."""
-    return str(Path(environment(extra).name, "bin", "python"))
+    return str(Path(environment(extra, packages).name, "bin", "python"))

@@ -1,4 +1,4 @@
-"""The example that scans a corpus: every text has a part, and the best heads are printed."""
+"""The example that scans a corpus with dask: a worker is killed, and the bytes are the same."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from headwise.scanning.result import HeadScan
-from tests.examples.torchrun import torchrun
+from headwise.scanning import HeadScan
+from tests.examples.torchrun import run_example
 
 
 @pytest.mark.slow
-def test_the_corpus_is_in_the_folder(tmp_path: Path) -> None:
-    first, *heads = torchrun("scan_corpus.py", str(tmp_path)).splitlines()
-    scan = HeadScan.load(tmp_path / "scan.safetensors")
-    assert first == f"{scan.sequences} texts, {scan.tokens:,} tokens, 2 ranks"
-    assert scan.sequences == len(list((tmp_path / "parts").iterdir())) > 2
-    best = scan.top("previous_token", 1)[0]
-    share = f"{100 * best.value:.0f} % on the token before"
-    assert heads[0] == f"{best.layer}, head {best.head}: {share}"
+def test_the_merged_scan_has_the_bytes_of_one_process(tmp_path: Path) -> None:
+    first, second = run_example("scan_corpus.py", str(tmp_path)).splitlines()
+    scan = HeadScan.load(tmp_path / "scans" / "scan.safetensors")
+    assert first == f"16 texts in 4 parts, {scan.tokens:,} tokens, one worker killed"
+    assert second == "the bytes of one process: the same"
+    assert scan.sequences == len(list((tmp_path / "scans" / "parts").glob("[0-9]*"))) == 16

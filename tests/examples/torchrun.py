@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 
 from tests.examples.environment import python_with
 from tests.root import ROOT
@@ -13,14 +14,20 @@ SECONDS = 240
 
 
 def torchrun(program: str, *arguments: str, processes: int = 2) -> str:
-    """Run ``torchrun --nproc-per-node=N examples/PROGRAM``; return what it prints.
+    """Run ``torchrun --nproc-per-node=N examples/PROGRAM``; return what it prints."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return run_example(program, *arguments, launcher=launcher)
 
-    The environment has the extra that the program names as headwise[EXTRA], or none.
+
+def run_example(program: str, *arguments: str, launcher: Sequence[str] = ()) -> str:
+    """Run an example; return what it prints.
+
+    The environment has what the program names as ``pip install 'headwise[EXTRA]' PACKAGE``.
     """
     text = (ROOT / "examples" / program).read_text("utf-8")
-    extra = re.search(r"headwise\[(\w+)\]", text)
-    command = [python_with(extra[1] if extra else ""), "-m", "torch.distributed.run"]
-    command += ["--standalone", f"--nproc-per-node={processes}", f"examples/{program}", *arguments]
+    named = re.search(r"pip install 'headwise\[(\w+)\]'(.*)", text)
+    extra, packages = (named[1], named[2].split()) if named else ("", [])
+    command = [python_with(extra, *packages), *launcher, f"examples/{program}", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(

@@ -1,6 +1,6 @@
-"""A run over documents, as a program: it can be killed in the middle.
+"""A part of a corpus, as a program: it can be killed in the middle.
 
-    python -m tests.scanning.documents OUT [STOP]
+    python -m tests.scanning.documents OUT PART COUNT STOP
 
 At document STOP it says so and waits to be killed.
 """
@@ -9,42 +9,49 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from headwise.matrix.operator import AttentionMatrix
-from headwise.scanning.corpus import scan_corpus
-from headwise.scanning.result import HeadScan
-from tests.scanning.scans import HEAD_DIM, HEADS, head_scan, layer_scan
+from headwise import Attention
+from headwise.scanning.parts import scan_part
 
 COUNT = 5
-MADE_WITH = {"weights": {"layer": torch.arange(6.0)}, "statistics": ["entropy", "map"]}
+SHORTEST = 7  # tokens of the first document
+STATISTICS = ["entropy", "map"]
+
+
+class Model(nn.Module):
+    """One layer of attention, which calls a function with the length of each document."""
+
+    def __init__(self, begins: Callable[[int], object] = lambda _: None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.begins = Attention(36, 6, num_kv_heads=2, head_dim=10), begins
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begins(x.shape[1])
+        return self.layer(x)
 
 
 def documents(count: int = COUNT) -> list[tuple[str, Tensor]]:
     """Texts of different lengths."""
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     return [
-        (f"chapter {index}/ü.txt", torch.randn(2, 1, HEADS, 7 + index, HEAD_DIM))
-        for index in range(count)
+        (f"chapter {n}/ü.txt", torch.randn(1, SHORTEST + n, 36, generator=generator))
+        for n in range(count)
     ]
-
-
-def scan_one(inputs: Tensor) -> HeadScan:
-    """One layer that attends within the inputs."""
-    q, k = inputs
-    return head_scan(layer_scan([AttentionMatrix(q, k)]), notes=(f"{q.shape[2]} tokens",))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    stop = int(sys.argv[2]) if len(sys.argv) > 2 else COUNT
+    out, number, parts, stop = Path(sys.argv[1]), *map(int, sys.argv[2:])
 
-    def scan_or_wait(inputs: Tensor) -> HeadScan:
-        if inputs.shape[3] == 7 + stop:
+    def wait_at(length: int) -> None:
+        if length == SHORTEST + stop:
             print("waiting", flush=True)
             time.sleep(600)
-        return scan_one(inputs)
 
-    scan_corpus(scan_or_wait, documents(), sys.argv[1], made_with=MADE_WITH)
+    scan_part(Model(wait_at), documents(), out, part=(number, parts), statistics=STATISTICS)

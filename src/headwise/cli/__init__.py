@@ -16,7 +16,7 @@ from headwise.cli.demo import demo
 from headwise.cli.detect import detect
 from headwise.cli.layouts import layouts
 from headwise.cli.output import PrintedErrors, exit_status_help
-from headwise.cli.scan.command import scan
+from headwise.cli.scan import scan
 from headwise.cli.study import study
 from headwise.cli.verify import verify
 
@@ -35,7 +35,9 @@ app.command(
         yes="every claim is borne out", no="one is not", undecided="none could be asked"
     )
 )(study)
-app.command(epilog=exit_status_help(yes="done"))(scan)
+app.command(epilog=exit_status_help(yes="done", no="a text was not scanned, or parts are missing"))(
+    scan
+)
 app.command(
     epilog=exit_status_help(yes="written", undecided="the layout of the source stays open")
 )(convert)

@@ -37,8 +37,7 @@ def demo(
     import time
 
     from headwise.cli.output import print_result, stderr_console
-    from headwise.cli.scan.command import run_scan_with_progress
-    from headwise.cli.scan.options import ScanOptions
+    from headwise.cli.scan import ScanOptions, run_scan_with_progress
     from headwise.reports.page import save_scan_page
     from headwise.support.files import make_parent_and_require_writable
 
@@ -71,8 +70,7 @@ def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExt
     """
     from headwise.cli.output import stderr_console
     from headwise.cli.progress import progress_bar
-    from headwise.cli.scan.command import run_scan_with_progress
-    from headwise.cli.scan.options import ScanOptions
+    from headwise.cli.scan import ScanOptions, run_scan_with_progress
     from headwise.models import minilm
     from headwise.study import encoder
     from headwise.study.experiments.same_weights import compare_with_model_layers

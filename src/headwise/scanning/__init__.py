@@ -10,12 +10,19 @@ if TYPE_CHECKING:
     from headwise.scanning.diff import ScanDiff as ScanDiff
     from headwise.scanning.layer import HeadValue as HeadValue
     from headwise.scanning.layer import StandoutHead as StandoutHead
+    from headwise.scanning.parts import find_parts as find_parts
+    from headwise.scanning.parts import merge_parts as merge_parts
+    from headwise.scanning.parts import scan_part as scan_part
+    from headwise.scanning.plan import plan_scan as plan_scan
     from headwise.scanning.result import HeadScan as HeadScan
+    from headwise.scanning.source import open_model as open_model
+    from headwise.scanning.source import read_texts as read_texts
     from headwise.scanning.statistics.maps import Map as Map
     from headwise.scanning.statistics.statistic import Definition as Definition
     from headwise.scanning.statistics.statistic import RowMean as RowMean
     from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery as TopKeysOfEveryQuery
     from headwise.scanning.text import ScannedText as ScannedText
+    from headwise.scanning.workers import scan_in_processes as scan_in_processes
 
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
@@ -29,5 +36,12 @@ __getattr__, __dir__, __all__ = export_lazily(
         "ScannedText": "text",
         "StandoutHead": "layer",
         "TopKeysOfEveryQuery": "statistics.top_keys",
+        "find_parts": "parts",
+        "merge_parts": "parts",
+        "open_model": "source",
+        "plan_scan": "plan",
+        "read_texts": "source",
+        "scan_in_processes": "workers",
+        "scan_part": "parts",
     },
 )

@@ -57,9 +57,11 @@ COPY_AGAIN = "copy it again from where it was saved, or scan again"
 
 
 def write_scan_file(
-    scan: ScanReadings, path: Path, *, document: Mapping[str, Any] | None = None
+    scan: ScanReadings, path: Path, *, document: Mapping[str, Any] | None = None, mark: str = ""
 ) -> Path:
     """Save a scan, and ``document`` with it, for `read_scan_fields` to return.
+
+    ``mark`` is a part of the name of the unfinished file.
 
     Raises:
         OptionError: nothing can be written there, or the scan could not be read again.
@@ -90,7 +92,23 @@ def write_scan_file(
             do="save the scan that headwise.scan or HeadScan.merge returned, unchanged",
         ) from fault
     about["digest"] = _compute_digest(about, tensors)
-    return write_whole(path, safetensors_of(tensors, metadata={KEY: _encode_json(about)}))
+    content = safetensors_of(tensors, metadata={KEY: _encode_json(about)})
+    return write_whole(path, content, mark=mark)
+
+
+def read_document(path: Path, *, remedy: str = COPY_AGAIN) -> Any:
+    """Return what was saved beside a scan, without reading its numbers.
+
+    Raises:
+        OptionError: a file that is no whole .safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {}).get(KEY, "{}"))
+    except (SafetensorError, RecursionError, TypeError, ValueError, RuntimeError) as error:
+        fault = FieldError(f"it is no whole .safetensors file ({str(error)[:120]})")
+        raise damaged_file_error(path, fault, remedy) from error
+    return about.get("document") if isinstance(about, dict) else None
 
 
 def read_scan_fields(

@@ -1,4 +1,4 @@
-"""Attention over several processes, on torch.distributed: heads, sequence, documents, files.
+"""Attention over several processes, on torch.distributed: heads and sequence.
 
 No other room imports torch.distributed. Nothing here starts a process group: torchrun does, or the
 caller.
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from headwise.sharding.heads.style import Heads as Heads
     from headwise.sharding.heads.style import heads_plan as heads_plan
     from headwise.sharding.heads.sums import clip_gradients as clip_gradients
-    from headwise.sharding.processes.documents import scan_documents as scan_documents
-    from headwise.sharding.processes.watch import watch_ranks as watch_ranks
     from headwise.sharding.sequence._attend import attend as attend
     from headwise.sharding.sequence._attend import explain_attend as explain_attend
     from headwise.sharding.sequence.layout import SequenceLayout as SequenceLayout
@@ -44,8 +42,6 @@ __getattr__, __dir__, __all__ = export_lazily(
         "head_statistics": "sequence.statistics",
         "heads_plan": "heads.style",
         "load_state": "heads.state",
-        "scan_documents": "processes.documents",
         "scan_sharded": "heads.scan",
-        "watch_ranks": "processes.watch",
     },
 )

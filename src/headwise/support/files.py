@@ -43,18 +43,19 @@ def make_parent_and_require_writable(path: Path) -> Path:
     return path
 
 
-def write_whole(path: Path, content: str | bytes) -> Path:
+def write_whole(path: Path, content: str | bytes, *, mark: str = "") -> Path:
     """Write a temporary file beside ``path`` and rename it; return the absolute path.
 
-    Parent folders are made.
+    Parent folders are made. ``mark`` is a part of the temporary file's name.
 
     Raises:
         OptionError: as `make_parent_and_require_writable`, or the disk is full; an existing file
             stays unchanged.
     """
     path = make_parent_and_require_writable(path)
+    prefix = f".{path.name}.{mark}." if mark else f".{path.name}."
     try:
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".part")
     except OSError as error:  # a name that is too long
         raise _unwritable_folder_error(path, error) from error
     try:

@@ -14,12 +14,10 @@ from headwise.scanning._scan import scan
 from headwise.scanning.file import hash_nested_content
 from headwise.scanning.result import HeadScan
 from headwise.scanning.weights import use_head_joiner
-from headwise.sharding.processes.job import TIMEOUT, open_group_job
+from headwise.sharding.checks import require_process_group
 
 
-def scan_sharded(
-    model: nn.Module, inputs: Any, *, timeout: float = TIMEOUT, **options: Any
-) -> HeadScan:
+def scan_sharded(model: nn.Module, inputs: Any, **options: Any) -> HeadScan:
     """Scan a model that is divided over the ranks of the default process group.
 
     The model may be divided by FSDP2, by transformers' tensor-parallel plan, by `heads_plan`, or
@@ -31,19 +29,23 @@ def scan_sharded(
     Args:
         model: the model, divided.
         inputs: as for `headwise.scan`.
-        timeout: seconds without a sign of life after which a rank counts as lost, before the scan
-            begins. During the scan, the timeout of the process group counts.
         options: other arguments of `headwise.scan`.
 
     Raises:
         OptionError: no process group, other inputs on other ranks, heads that are divided and
             have masks or score biases of their own, or as `headwise.scan`.
-        LostProcessError: another rank ended, stopped or failed before the scan began.
     """
-    with open_group_job("scan_sharded(...)", timeout=timeout) as job:
-        job.require_same({"inputs": hash_nested_content(inputs)})
-        with use_head_joiner(_gather_tensor_heads_from_ranks):
-            return scan(model, inputs, **options)
+    require_process_group("scan_sharded(...)")
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hash_nested_content(inputs))
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise OptionError(
+            saw=f"inputs of rank {others[0]}, which differs from inputs of rank 0",
+            needed=f"the same inputs on all {len(digests)} ranks",
+            do="start every process with the same arguments, and load the same files",
+        )
+    with use_head_joiner(_gather_tensor_heads_from_ranks):
+        return scan(model, inputs, **options)
 
 
 def _gather_tensor_heads_from_ranks(part: Tensor, weight: DTensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from headwise.cli.scan.options import ScanOptions
 from headwise.errors import OptionError
-from headwise.scanning.estimate import require_memory
 from headwise.scanning.inputs import CHECK_TOKENIZER
+from headwise.scanning.selection import Numbers, normalise_token_ids_option
 from headwise.support.text import describe_count, escape_unprintable
 
 MOST_NAMES = 6  # special tokens that are named; some models have hundreds
 TEXT_LENGTH = 4096  # default number of tokens of a text
 REPEATS_LENGTH = 512
 SEED = 0
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 TWO = "two tokens or more, since a single token can only attend to itself"
 
 
@@ -42,6 +43,7 @@ class ModelToScan:
         encode: (text, largest number of tokens or None) -> ids; None without a tokenizer.
         name_of: a function from an id to its text; None without a tokenizer.
         notes: sentences on differences from the stored model.
+        opened_with: the arguments of `open_model`, for other processes.
     """
 
     title: str
@@ -56,6 +58,24 @@ class ModelToScan:
     encode: Callable[[str, int | None], list[int]] | None
     name_of: Callable[[int], str] | None
     notes: tuple[str, ...] = ()
+    opened_with: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_module(cls, module: nn.Module, *, separators: Numbers, specials: Numbers) -> ModelToScan:
+        """Return a model without a tokenizer, which takes inputs as `headwise.scan` does."""
+        separating = normalise_token_ids_option("separators", separators)
+        return cls(
+            title=type(module).__name__,
+            model=module,
+            inputs=lambda inputs: _move_tensors(inputs, next(module.parameters()).device),
+            vocabulary=0,
+            positions=None,
+            begin=None,
+            separators={str(token): token for token in separating},
+            specials=normalise_token_ids_option("specials", specials),
+            encode=None,
+            name_of=None,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -101,36 +121,57 @@ class ModelToScan:
             )
 
 
-def require_room_for_model(options: ScanOptions, *, copies: int) -> None:
-    """Raise OptionError if there is no model, or too little memory for ``copies`` of it."""
-    if options.model_dir is None:
-        return
-    from headwise.checkpoints.transformers import measure_model_bytes
+def open_model(
+    folder: str | PathLike[str] | None = None,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelToScan:
+    """Load a stored model with its tokenizer, or the small model that ships with headwise.
 
-    size = measure_model_bytes(options.model_dir)
-    if not options.force:
-        times = f"{copies} times " if copies > 1 else ""
-        require_memory(
-            size * copies,
-            what=f"{times}the weights in {options.model_dir}",
-            do="use a machine with more memory, or --force",
-        )
-
-
-def load_model(options: ScanOptions) -> ModelToScan:
-    """Load the model of the options.
+    Args:
+        folder: a folder with a model of transformers, or weights that headwise converted; None for
+            the model that ships.
+        device: where the model runs, such as "cuda:1".
+        dtype: the dtype of the model, such as "bfloat16"; that of its file if None.
+        trust_remote_code: True to run code in the folder.
 
     Raises:
-        OptionError: a device that is not there.
+        OptionError: a device or a dtype that is not there.
         HeadwiseError: as `headwise.checkpoints.transformers.load`.
     """
-    device = parse_device(options.device)
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    subject = load_tiny() if options.model_dir is None else load_stored(options, dtype)
-    if options.model_dir is None and dtype is not None:
-        subject.model.to(dtype)
-    subject.model.to(device)
-    return replace(subject, inputs=lambda ids: subject.inputs(ids.to(device)))
+    place = parse_device(device)
+    if dtype not in (None, *DTYPES):
+        raise OptionError(
+            saw=f"{{dtype}} {dtype}",
+            needed=f"one of {', '.join(DTYPES)}",
+            do="{dtype} float32",
+            parameter="dtype",
+        )
+    number = None if dtype is None else getattr(torch, dtype)
+    if folder is None:
+        model = load_tiny()
+        model.model.to(number or next(model.model.parameters()).dtype)
+    else:
+        model = load_stored(Path(folder), number, trust_remote_code=trust_remote_code)
+    model.model.to(place)
+    return replace(
+        model,
+        inputs=lambda ids: model.inputs(ids.to(model.device)),
+        opened_with={"folder": folder, "dtype": dtype, "trust_remote_code": trust_remote_code},
+    )
+
+
+def _move_tensors(inputs: Any, device: torch.device) -> Any:
+    """Return inputs of a model with their tensors on a device."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(device)
+    if isinstance(inputs, Mapping):
+        return {name: _move_tensors(value, device) for name, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(_move_tensors(value, device) for value in inputs)
+    return inputs
 
 
 def parse_device(name: str) -> torch.device:
@@ -140,19 +181,19 @@ def parse_device(name: str) -> torch.device:
         torch.zeros(1, device=device).tolist()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise OptionError(
-            saw=f"--device {name}: {' '.join(str(error).split())[:120]}",
+            saw=f"{{device}} {name}: {' '.join(str(error).split())[:120]}",
             needed="a device of this machine that torch can use",
-            do="leave --device out to run on the processor",
+            do="leave {device} out to run on the processor",
+            parameter="device",
         ) from error
     return device
 
 
-def load_stored(options: ScanOptions, dtype: torch.dtype | None) -> ModelToScan:
+def load_stored(folder: Path, dtype: torch.dtype | None, *, trust_remote_code: bool) -> ModelToScan:
     """Load the model in a folder or a file."""
     from headwise.checkpoints.transformers import load
 
-    assert options.model_dir is not None
-    stored = load(options.model_dir, trust_remote_code=options.trust_remote_code, dtype=dtype)
+    stored = load(folder, trust_remote_code=trust_remote_code, dtype=dtype)
     tokenizer = stored.tokenizer
 
     def encode(text: str, most: int | None) -> list[int]:
@@ -160,7 +201,7 @@ def load_stored(options: ScanOptions, dtype: torch.dtype | None) -> ModelToScan:
         return tokenizer.ids(text) if most is None else tokenizer.first_ids(text, most)
 
     return ModelToScan(
-        title=make_model_title(options.model_dir),
+        title=make_model_title(folder),
         model=stored.model,
         inputs=stored.inputs,
         vocabulary=stored.vocabulary,
@@ -245,9 +286,10 @@ def list_text_files(paths: Sequence[Path]) -> list[Path]:
         if not inside or not all(file.is_file() for file in inside):
             fault = "a folder without .txt files" if path.is_dir() else "no file"
             raise OptionError(
-                saw=f"--text {path}, {fault}",
+                saw=f"{{text}} {path}, {fault}",
                 needed="a file of text in UTF-8, or a folder of .txt files",
-                do="--text with the path of the text",
+                do="{text} with the path of the text",
+                parameter="text",
             )
         files += inside
     return files
@@ -263,41 +305,55 @@ def _text_files_of_folder(folder: Path) -> list[Path]:
     )
 
 
-def prepare_texts(subject: ModelToScan, options: ScanOptions) -> list[TextToRead]:
-    """Return the texts of the options, cut to the length; by default the text in headwise.
+def read_texts(
+    model: ModelToScan,
+    paths: Sequence[str | PathLike[str]],
+    *,
+    length: int | None = None,
+    skip_empty: bool = False,
+) -> list[TextToRead]:
+    """Return the tokens of text files, and of the .txt files of folders, cut to a length.
+
+    Args:
+        model: the model, with its tokenizer.
+        paths: files and folders.
+        length: the largest number of tokens of a text; that of the model, up to 4,096, if None.
+        skip_empty: True to return texts of fewer than two tokens, marked as empty.
 
     Raises:
         OptionError: a text that cannot be read, or that is empty and may not be left out.
     """
-    length = options.length
-    if options.random_repeats or (options.demo and not options.text and options.tokens is None):
+    files = list_text_files([Path(path) for path in paths])
+    return _tokenize_files(model, files, length, skip_empty=skip_empty)
+
+
+def read_default_text(model: ModelToScan, length: int | None = None) -> TextToRead:
+    """Return the text in headwise; random tokens twice for the model that ships with it."""
+    if not model.opened_with.get("folder"):
         # On random tokens only induction can predict the next token.
-        return [make_repeated_tokens(subject, length)]
-    if options.tokens is not None:
-        return [read_stored_tokens(subject, options.tokens, length)]
-    if options.text:
-        return _tokenize_files(subject, list_text_files(options.text), options)
+        return make_repeated_tokens(model, length)
     from headwise.models import text as alice
 
     whole = "\n\n".join(alice.read_opening_paragraphs())
-    return [tokenize_text(subject, whole, length, name=f"the opening of {alice.TITLE}")]
+    return tokenize_text(model, whole, length, name=f"the opening of {alice.TITLE}")
 
 
 def _tokenize_files(
-    subject: ModelToScan, files: Sequence[Path], options: ScanOptions
+    subject: ModelToScan, files: Sequence[Path], length: int | None, *, skip_empty: bool
 ) -> list[TextToRead]:
     texts = []
     for file in files:
         content = _read_utf8(file)
-        text = tokenize_text(subject, content, options.length, name=file.name)
-        if text.is_empty and not options.skip_empty:
+        text = tokenize_text(subject, content, length, name=file.name)
+        if text.is_empty and not skip_empty:
             fault = "a text of one token" if content.strip() else "which is empty"
             raise OptionError(
-                saw=f"--text {file}, {fault}",
+                saw=f"{{text}} {file}, {fault}",
                 needed=f"a text of {TWO}",
-                do="--skip-empty to leave such texts out"
+                do="{skip_empty} to leave such texts out"
                 if len(files) > 1
-                else "use a longer text, or leave --text out for the text in headwise",
+                else "use a longer text, or leave {text} out for the text in headwise",
+                parameter={"text": (), "skip_empty": ()},
             )
         texts.append(text)
     if all(text.is_empty for text in texts):
@@ -321,7 +377,8 @@ def tokenize_text(
         raise OptionError(
             saw=f"{name}, for {subject.title}, whose folder holds no tokenizer",
             needed="a tokenizer, or token ids",
-            do="--tokens FILE with your token ids, or --random-repeats",
+            do="{tokens} FILE with your token ids, or {random_repeats}",
+            parameter={"tokens": (), "random_repeats": ()},
         )
     most = largest_text_length(subject, length, default=TEXT_LENGTH)
     whole, ids = subject.encode(content, None), subject.encode(content, most)
@@ -345,7 +402,8 @@ def read_stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> 
         raise OptionError(
             saw=f"{file}, with {strange[0][:40]!r}",
             needed="whole numbers, separated by spaces, commas or line ends",
-            do="--text FILE for a text",
+            do="{text} FILE for a text",
+            parameter="text",
         )
     whole = [] if words == [""] else [int(word) for word in words]
     if len(whole) < 2:
@@ -374,9 +432,10 @@ def make_repeated_tokens(subject: ModelToScan, length: int | None) -> TextToRead
     half = (most - len(begin)) // 2
     if half < 2:
         raise OptionError(
-            saw=f"--random-repeats with --length {most}",
+            saw=f"{{random_repeats}} with {{length}} {most}",
             needed=f"{4 + len(begin)} tokens or more, to repeat two tokens",
-            do="leave --length out",
+            do="leave {length} out",
+            parameter={"random_repeats": (), "length": ()},
         )
     plain = torch.tensor([t for t in range(subject.vocabulary) if t not in subject.specials])
     generator = torch.Generator().manual_seed(SEED)
@@ -396,12 +455,15 @@ def largest_text_length(subject: ModelToScan, length: int | None, *, default: in
     if length is None:
         return min(subject.usual or default, subject.positions or default)
     if length < 2:
-        raise OptionError(saw=f"--length {length}", needed=TWO, do="leave --length out")
+        raise OptionError(
+            saw=f"{{length}} {length}", needed=TWO, do="leave {length} out", parameter="length"
+        )
     if subject.positions is not None and length > subject.positions:
         raise OptionError(
-            saw=f"--length {length:,}",
+            saw=f"{{length}} {length:,}",
             needed=f"at most {subject.positions:,}, the number of positions of {subject.title}",
-            do=f"--length {subject.positions}",
+            do=f"{{length}} {subject.positions}",
+            parameter="length",
         )
     return length
 
@@ -413,7 +475,8 @@ def _read_utf8(file: Path) -> str:
         raise OptionError(
             saw=f"{file}, in which byte {error.start} is not UTF-8",
             needed="text in UTF-8",
-            do="convert the file to UTF-8, or pass token ids with --tokens",
+            do="convert the file to UTF-8, or pass token ids with {tokens}",
+            parameter="tokens",
         ) from error
     except OSError as error:
         raise OptionError(

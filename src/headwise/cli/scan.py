@@ -1,0 +1,632 @@
+"""``headwise scan``: statistics of every attention head of a stored model."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwise.cli.output import (
+    INTERRUPTED,
+    NO,
+    print_error,
+    print_lines,
+    print_result,
+    stderr_console,
+)
+from headwise.errors import OptionError, join_error_lines
+
+if TYPE_CHECKING:
+    from headwise.reports.report import ScanReport
+    from headwise.scanning.parts import Part, Words
+    from headwise.scanning.plan import PlannedScan
+    from headwise.scanning.result import HeadScan
+    from headwise.support.progress import Progress
+
+PAGE = Path("headwise-scan/index.html")
+
+
+def _split_names(values: list[str] | None) -> tuple[str, ...] | None:
+    """Split names at commas, so that ``a,b`` and ``a --stats b`` are the same."""
+    if not values:
+        return None
+    return tuple(name for part in values for name in part.replace(" ", "").split(",") if name)
+
+
+ModelDir = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="MODEL_DIR",
+        show_default=False,
+        help="A folder with a model of transformers, or weights that headwise converted. "
+        "Nothing is downloaded.",
+    ),
+]
+Demo = Annotated[
+    bool, typer.Option("--demo", help="Scan the small model that ships with headwise.")
+]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option(help="A text file to read; several files or a folder are read as a corpus."),
+]
+Tokens = Annotated[Path | None, typer.Option(help="A file of token ids to read.")]
+RandomRepeats = Annotated[
+    bool,
+    typer.Option(
+        "--random-repeats", help="Read random tokens twice, to show induction and copying."
+    ),
+]
+Length = Annotated[
+    int | None,
+    typer.Option(help="Most tokens to read.", show_default="those of the model, up to 4,096"),
+]
+Stats = Annotated[
+    list[str] | None,
+    typer.Option(
+        callback=_split_names, help="Statistics by name, separated by commas.", show_default="all"
+    ),
+]
+Layers = Annotated[
+    list[str] | None,
+    typer.Option(
+        callback=_split_names, help="Layers by number or pattern: '*layer.3.*'.", show_default="all"
+    ),
+]
+TopKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        callback=_split_names,
+        help="Heads of which the page shows single tokens: 3.7,4.0 (layer.head), all or none.",
+        show_default="all, if they are few and the text is short",
+    ),
+]
+MapCells = Annotated[
+    int | None,
+    typer.Option(help="Blocks of a map on each side.", show_default="128"),
+]
+Out = Annotated[
+    Path | None, typer.Option(help="A folder for the scan, in which a run can be resumed.")
+]
+Page = Annotated[Path, typer.Option(help="The HTML page to write.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code in the folder of the weights.")
+]
+SkipEmpty = Annotated[
+    bool, typer.Option("--skip-empty", help="Leave out texts of fewer than two tokens.")
+]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda or cuda:1.")]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        help="Run the model in float64, float32, bfloat16 or float16.",
+        show_default="as its weights are stored",
+    ),
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Write over an earlier page, and skip the memory check."),
+]
+PartOption = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        metavar="I/N",
+        help="Scan part I of N of a corpus, such as 3/8; auto for the numbers of torchrun or of "
+        "a Slurm array. Without a page: --merge writes it.",
+        show_default="all",
+    ),
+]
+Merge = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="DIR", help="Merge the parts in these folders, and write the page."),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(help="Processes on this machine that share a corpus.", show_default="one", min=1),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print every number as JSON instead of pictures.")
+]
+
+
+def scan(
+    model_dir: ModelDir = None,
+    *,
+    demo: Demo = False,
+    text: Texts = None,
+    tokens: Tokens = None,
+    random_repeats: RandomRepeats = False,
+    length: Length = None,
+    stats: Stats = None,
+    layers: Layers = None,
+    skip_empty: SkipEmpty = False,
+    device: Device = "cpu",
+    dtype: DType = None,
+    top_keys: TopKeys = None,
+    map_cells: MapCells = None,
+    out: Out = None,
+    page: Page = PAGE,
+    trust_remote_code: TrustRemoteCode = False,
+    force: Force = False,
+    processes: Processes = None,
+    part: PartOption = None,
+    merge: Merge = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a model on a text, and show statistics of every attention head.
+
+    Prints the heads that stand out, and writes a page with everything. To resume an
+    interrupted corpus, run the same command again. --processes N shares a corpus among
+    N processes; --part I/N and --merge share it among machines.
+    """
+    given = locals()  # all but as_json are fields of `ScanOptions`
+    del given["as_json"]
+    options = ScanOptions(**given)
+    options.require_sense()
+    start = time.perf_counter()
+    if options.part is not None:
+        _scan_and_print_part(options, as_json=as_json)
+        return
+    if options.merge:
+        report = _merge_and_report(options.merge, options.out)
+    else:
+        report = run_scan_with_progress(options)
+    from rich.console import Console
+
+    from headwise.reports.page import save_scan_page
+    from headwise.reports.terminal import print_input_and_standouts, print_statistic_grid
+
+    print_result(
+        save_scan_page(options.page, report),
+        start=start,
+        show=lambda terminal: print_input_and_standouts(report, terminal),
+        as_json=report.as_json if as_json else None,
+        details=lambda terminal: print_statistic_grid(report, terminal),
+    )
+    if (out := options.target) is not None:
+        from headwise.scanning.parts import PARTS, SCAN, TABLE
+
+        console = stderr_console() if as_json else Console(highlight=False)
+        kept = f"The scan is saved as {SCAN} and {TABLE}:"
+        if not options.merge:
+            kept = f"The scan is saved as {SCAN}, {TABLE} and {PARTS}, with a file for each text:"
+        console.print(kept, str(out.absolute()), sep="\n", markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanOptions:
+    """The options of ``headwise scan``, with the names in its help."""
+
+    page: Path
+    model_dir: Path | None = None
+    demo: bool = False
+    text: Sequence[Path] | None = None
+    tokens: Path | None = None
+    random_repeats: bool = False
+    length: int | None = None
+    stats: Sequence[str] | None = None
+    layers: Sequence[str] | None = None
+    skip_empty: bool = False
+    device: str = "cpu"
+    dtype: str | None = None
+    out: Path | None = None
+    top_keys: Sequence[str] | None = None
+    map_cells: int | None = None
+    trust_remote_code: bool = False
+    force: bool = False
+    processes: int | None = None
+    part: str | None = None
+    merge: Sequence[Path] | None = None
+
+    @property
+    def target(self) -> Path | None:
+        """The folder of the merged scan."""
+        return self.out or (self.merge[0] if self.merge else None)
+
+    @property
+    def parsed_part(self) -> Part:
+        """The value of ``--part``."""
+        if self.part == "auto":
+            return "auto"
+        words = (self.part or "").split("/")
+        if len(words) != 2 or not all(word.isdecimal() for word in words):
+            raise OptionError(
+                saw=f"--part {self.part}",
+                needed="the number of the part and the number of parts, or auto",
+                do="--part 3/8 for the third of eight parts",
+            )
+        return int(words[0]), int(words[1])
+
+    @property
+    def command_with_top_keys(self) -> str:
+        """The same command for single tokens of other heads, with {heads} for these."""
+        words = ["headwise", "scan", "--demo" if self.demo else str(self.model_dir)]
+        for path in self.text or ():
+            words += ["--text", str(path)]
+        words += ["--tokens", str(self.tokens)] if self.tokens is not None else []
+        words += ["--random-repeats"] if self.random_repeats else []
+        words += ["--length", str(self.length)] if self.length is not None else []
+        words += ["--out", str(self.out)] if self.out is not None else []
+        words += ["--skip-empty"] if self.skip_empty else []
+        words += ["--device", self.device] if self.device != "cpu" else []
+        words += ["--dtype", self.dtype] if self.dtype is not None else []
+        words += ["--page", str(self.page), "--force"]
+        return " ".join([*map(shlex.quote, words), "--top-keys", "{heads}"])
+
+    @property
+    def layer_patterns(self) -> tuple[str, ...] | None:
+        """The patterns of ``--layers``; a number stands for layers with this number in the name."""
+        if self.layers is None:
+            return None
+        return tuple(
+            pattern
+            for name in self.layers
+            for pattern in (
+                # A name may end with the number of the run or call in brackets.
+                (f"*.{name}.*", f"*.{name}", f"*.{name} (*") if name.isdecimal() else (name,)
+            )
+        )
+
+    def require_sense(self) -> None:
+        """Raise OptionError if options contradict each other, are missing or misspelt."""
+        self._require_one_way()
+        if not self.merge and (self.model_dir is None) != self.demo:
+            raise OptionError(
+                saw="no MODEL_DIR" if not self.demo else f"{self.model_dir} and --demo",
+                needed="one model: a folder, or the one that ships with headwise",
+                do="headwise scan MODEL_DIR, or headwise scan --demo",
+            )
+        if self.part is None and self.page.is_file() and not self.force:
+            raise OptionError(
+                saw=f"--page {self.page}, which is there already",
+                needed="a new file for the page of this scan",
+                do="--page with another name, or --force to write over the earlier page",
+            )
+        self._require_one_input()
+        sizes = [2**power for power in range(11)]
+        if self.map_cells is not None and self.map_cells not in sizes:
+            raise OptionError(
+                saw=f"--map-cells {self.map_cells}",
+                needed=f"a power of two from 1 to {sizes[-1]:,}",
+                do="--map-cells 128",
+            )
+        if self.stats is not None:
+            from headwise.scanning.statistics.catalogue import STANDARD, unknown_statistic_error
+
+            known = [statistic.definition.name for statistic in STANDARD]
+            if unknown := [name for name in self.stats if name not in known]:
+                do = "choose from these"
+                raise unknown_statistic_error(unknown[0], known, do=do, parameter="stats")
+
+    def _require_one_way(self) -> None:
+        """Raise OptionError for options that do not go with --part, --merge or --processes."""
+        shared = (self.processes or 1) > 1
+        ways = {"--merge": self.merge, "--part": self.part, "--processes": shared}
+        given: dict[str, object] = dict(ways)
+        if self.merge:
+            given |= {"MODEL_DIR": self.model_dir, "--demo": self.demo, "--text": self.text}
+            given |= {"--tokens": self.tokens, "--random-repeats": self.random_repeats}
+        used = [name for name, value in given.items() if value]
+        if len(used) > 1:
+            raise OptionError(
+                saw=" and ".join(used[:2]),
+                needed="parts or processes, or folders that hold all texts already",
+                do=f"leave {used[1]} out",
+            )
+        what = f"{self.processes} processes" if shared else f"--part {self.part}"
+        if used and not self.merge and self.out is None:
+            raise OptionError(
+                saw=f"{what} without --out",
+                needed="a folder, into which every process writes the scans of its texts",
+                do="--out DIR",
+            )
+        texts = self.text or ()
+        if shared and len(texts) < 2 and not any(path.is_dir() for path in texts):
+            raise OptionError(
+                saw=f"{what} for one text",
+                needed="several texts, since a text is read by one process",
+                do="--text with a folder or with several files, or a single process",
+            )
+
+    def _require_one_input(self) -> None:
+        """Raise OptionError for several inputs, or for a place that cannot hold their scans."""
+        sources = {
+            "--text": self.text,
+            "--tokens": self.tokens,
+            "--random-repeats": self.random_repeats,
+        }
+        inputs = [name for name, value in sources.items() if value]
+        if len(inputs) > 1:
+            raise OptionError(
+                saw=" and ".join(inputs),
+                needed="a single input",
+                do=f"leave {inputs[1]} out, or scan twice",
+            )
+        texts = self.text or ()
+        if self.out is None and (len(texts) > 1 or any(path.is_dir() for path in texts)):
+            raise OptionError(
+                saw="several texts, and no --out",
+                needed="a folder for the scan of each text, in which the run can be resumed",
+                do="--out DIR",
+            )
+        model, out = self.model_dir, self.out
+        if model is not None and out is not None and out.resolve() == model.resolve():
+            raise OptionError(
+                saw=f"--out {out}, which is the folder of the model",
+                needed="a folder for the scan alone: its .safetensors would be read as weights",
+                do="--out with the path of another folder",
+            )
+        if self.out is not None and self.out.exists() and not self.out.is_dir():
+            raise OptionError(
+                saw=f"--out {self.out}, which is a file",
+                needed="a folder to write into",
+                do="--out with the path of a folder",
+            )
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+def run_scan_with_progress(options: ScanOptions) -> ScanReport:
+    """Run the scan, with the estimate and the progress on standard error.
+
+    Raises:
+        typer.Exit: with status 130, after a line on the saved files, if the user interrupts; with
+            status 1, after a message, if a text was not scanned.
+    """
+    from headwise.support.files import make_parent_and_require_writable
+
+    make_parent_and_require_writable(options.page)
+    with _Interruptible(options) as run:
+        plan = _plan(options, run)
+        with run.progress_bar("reading") as progress:
+            steps = _CallProgress(progress, plan.calls, len(plan.texts))
+            if options.out is None:
+                from headwise.scanning.parts import words_of_model
+
+                (text,) = plan.texts
+                words = words_of_model(plan.model, plan.texts)
+                return _report(plan.scan_text(text, steps), words, options.command_with_top_keys)
+            if (options.processes or 1) > 1:
+                _scan_in_processes(plan, options, progress)
+            else:
+                _scan_part(plan, options, (1, 1), steps)
+    return _merge_and_report([options.out], options.out, options.command_with_top_keys)
+
+
+def _scan_and_print_part(options: ScanOptions, *, as_json: bool) -> None:
+    from headwise.scanning.parts import list_parts, number_part
+    from headwise.support.text import describe_count
+
+    out = options.out
+    assert out is not None
+    numbers, device = number_part(options.parsed_part, options.device)
+    options = replace(options, device=device or "cpu")
+    with _Interruptible(options) as run:
+        plan = _plan(options, run)
+        with run.progress_bar("reading") as progress:
+            files = _scan_part(plan, options, numbers, progress)
+    done, count = len(list_parts(out)), len(plan.texts)
+    number, parts = numbers
+    lines = [
+        f"Part {number} of {parts} is done: {describe_count(len(files), 'text')}.",
+        f"{done} of {describe_count(count, 'text')} are in {out}."
+        + (f" To merge them: headwise scan --merge {out}" if done == count else ""),
+    ]
+    result = {"part": list(numbers), "files": [str(file) for file in files], "lines": lines}
+    print_lines(lines, result if as_json else None)
+
+
+def _merge_and_report(
+    folders: Sequence[Path], out: Path | None, command: str | None = None
+) -> ScanReport:
+    """Merge the folders of a corpus, and return the report.
+
+    Raises:
+        typer.Exit: with status 1, if documents are missing, doubled or foreign.
+    """
+    from headwise.scanning.parts import find_parts, merge_parts
+
+    found = find_parts(folders)
+    if found.faults:
+        print_error(
+            join_error_lines(
+                "; ".join(found.faults),
+                "one scan of each document",
+                "scan the missing documents, or leave out the folder with other documents",
+            )
+        )
+        raise typer.Exit(NO)
+    return _report(merge_parts(folders, out), found.corpus.words, command)
+
+
+def _report(scan: HeadScan, words: Words, command: str | None) -> ScanReport:
+    from headwise.reports.report import ScanReport
+    from headwise.support.text import escape_unprintable
+
+    tokens = words["tokens"]
+    return ScanReport(
+        scan=scan,
+        title=escape_unprintable(words["title"]),
+        about=words["about"],
+        read=escape_unprintable(words["read"]),
+        chosen=words["chosen"],
+        notes=tuple(words["notes"]),
+        name_of=(lambda token: str(tokens.get(str(token), token))) if tokens else None,
+        command=command,
+    )
+
+
+def _plan(options: ScanOptions, run: _Interruptible) -> PlannedScan:
+    """Load the model and the texts, make a plan of their scan, and print its opening lines."""
+    with run.progress_bar("loading the model"):
+        import torch
+
+        from headwise.scanning.plan import plan_scan, require_room_for_model
+        from headwise.scanning.source import (
+            make_repeated_tokens,
+            open_model,
+            read_default_text,
+            read_stored_tokens,
+            read_texts,
+        )
+        from headwise.scanning.workers import threads_of_worker
+
+        processes, length = options.processes or 1, options.length
+        if processes > 1:
+            torch.set_num_threads(threads_of_worker(processes))
+        if options.model_dir is not None and not options.force:
+            require_room_for_model(options.model_dir, copies=processes)
+        model = open_model(
+            options.model_dir,
+            device=options.device,
+            dtype=options.dtype,
+            trust_remote_code=options.trust_remote_code,
+        )
+        if options.text:
+            texts = read_texts(model, options.text, length=length, skip_empty=options.skip_empty)
+        elif options.tokens is not None:
+            texts = [read_stored_tokens(model, options.tokens, length)]
+        elif options.random_repeats:
+            texts = [make_repeated_tokens(model, length)]
+        else:
+            texts = [read_default_text(model, length)]
+        plan = plan_scan(
+            model,
+            texts,
+            statistics=options.stats,
+            layers=options.layer_patterns,
+            top_keys=options.top_keys,
+            map_cells=options.map_cells,
+            single_tokens=options.out is None,
+            processes=processes,
+            checks_memory=not options.force,
+        )
+    run.begin(plan)
+    run.console.print(_opening_lines(plan, options), markup=False)
+    return plan
+
+
+def _opening_lines(plan: PlannedScan, options: ScanOptions) -> str:
+    """Return lines on the model and its input, the estimate, and texts that are already done."""
+    from headwise.scanning.parts import list_parts, words_of_model
+    from headwise.support.text import describe_count, escape_unprintable
+
+    read = words_of_model(plan.model, plan.texts)["read"]
+    begins = escape_unprintable(f"{plan.model.title} reads {read}")
+    begins += f", in {options.processes} processes" if (options.processes or 1) > 1 else ""
+    begins += f", part {options.part}" if options.part else ""
+    begins += "." if plan.estimate is None else f": {plan.estimate}, by estimate."
+    done, texts = len(list_parts(options.out)) if options.out else 0, len(plan.texts)
+    if not done:
+        return begins
+    if done < texts:
+        return f"{begins}\n{done} of {texts} texts are in {options.out} already."
+    which = "The text is" if texts == 1 else f"All {describe_count(texts, 'text')} are"
+    return f"{begins}\n{which} in {options.out} already; nothing is read again."
+
+
+def _scan_part(
+    plan: PlannedScan, options: ScanOptions, part: Part, progress: Progress
+) -> Sequence[Path]:
+    from headwise.scanning.parts import scan_part
+
+    assert options.out is not None
+    return scan_part(
+        plan.model,
+        plan.texts,
+        options.out,
+        part=part,
+        statistics=plan.statistics,
+        layers=plan.layers,
+        length=options.length,
+        progress=progress,
+    )
+
+
+def _scan_in_processes(plan: PlannedScan, options: ScanOptions, progress: Progress) -> None:
+    """Scan a corpus in several processes, and exit with status 1 if a text was not scanned."""
+    from headwise.scanning.workers import scan_in_processes
+
+    assert options.out is not None
+    plan.model.model.to("meta")  # the processes have models of their own
+    failures = scan_in_processes(
+        plan.model.opened_with,
+        plan.texts,
+        options.out,
+        processes=options.processes or 1,
+        device=options.device,
+        statistics=plan.statistics,
+        layers=plan.layers,
+        length=options.length,
+        notes=plan.model.notes,
+        progress=progress,
+    )
+    if failures:
+        shown = "; ".join(f"{name} ({reason})" for name, reason in list(failures.items())[:5])
+        more = f" and {len(failures) - 5} more" if len(failures) > 5 else ""
+        print_error(
+            join_error_lines(
+                f"{len(failures)} of {len(plan.texts)} texts were not scanned: {shown}{more}",
+                "a scan of each text",
+                "run the same command again: it scans what is missing",
+            )
+        )
+        raise typer.Exit(NO)
+
+
+class _Interruptible:
+    """Context with a console, which prints a line on the saved files where the user interrupts."""
+
+    def __init__(self, options: ScanOptions) -> None:
+        self._out, self._texts, self.console = options.out, 0, stderr_console()
+
+    def progress_bar(self, first: str) -> AbstractContextManager[Progress]:
+        """Return the bar of a stage."""
+        from headwise.cli.progress import progress_bar
+
+        return progress_bar(self.console, first)
+
+    def begin(self, plan: PlannedScan) -> None:
+        """Note that the scan begins."""
+        self._texts = len(plan.texts)
+
+    def __enter__(self) -> _Interruptible:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if not isinstance(error, KeyboardInterrupt):
+            return
+        message = "Interrupted before the scan began."
+        if self._texts:
+            message = "Interrupted; nothing is saved without --out."
+        if self._texts and self._out is not None:
+            from headwise.scanning.parts import list_parts
+            from headwise.support.text import describe_count
+
+            done = f"{len(list_parts(self._out))} of {describe_count(self._texts, 'text')}"
+            message = f"Interrupted; {done} are in {self._out}. "
+            message += "Run the same command again to resume."
+        self.console.print(message, markup=False)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+class _CallProgress:
+    """Progress over the attention calls of all documents, from that of `scan_part`."""
+
+    def __init__(self, progress: Progress, calls: int, documents: int) -> None:
+        self._progress, self._calls, self._total = progress, calls, calls * documents
+        self._name, self._done = "", 0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Report a document that begins or is done, or an attention call of it (of 0 in all)."""
+        if total:
+            self._name, self._done, done = stage, done, 0
+        steps = min(self._total, self._done * self._calls + done)
+        self._progress((self._name or stage)[-26:], steps, self._total)

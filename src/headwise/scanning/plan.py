@@ -1,0 +1,196 @@
+"""Plan of the scan of a stored model: a trial on a few tokens, the statistics, and the estimate."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from headwise.errors import OptionError
+from headwise.scanning._scan import scan
+from headwise.scanning.estimate import (
+    Estimate,
+    estimate_scan,
+    process_memory,
+    record_call_sizes,
+    require_memory,
+)
+from headwise.scanning.inputs import call_model_on_input, explain_failure_on_token_ids, list_inputs
+from headwise.scanning.result import HeadScan
+from headwise.scanning.selection import Layers, Statistics
+from headwise.scanning.source import ModelToScan, TextToRead
+from headwise.scanning.statistics import catalogue
+from headwise.scanning.statistics.maps import Map
+from headwise.scanning.statistics.statistic import TileStatistic
+from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
+from headwise.support.progress import Progress
+from headwise.support.text import escape_unprintable
+
+INSTEAD = "call headwise.scan(model, inputs) from Python, with all inputs of the model"
+ALL, NONE = "all", "none"
+# Without a choice, every head has top keys up to so many rows of weights: megabytes of a page.
+MOST_ROWS = 2**18
+CELLS = 128  # of a map on each side
+TRIAL = 16  # tokens of a trial run before the work
+_HEAD = re.compile(r"(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedScan:
+    """The scan of texts by a stored model, which has passed all checks.
+
+    Attributes:
+        model: the model.
+        texts: the texts, without those that are empty.
+        statistics: the statistics.
+        layers: as for `headwise.scan`.
+        calls: attention calls for each text.
+        estimate: time and memory, for a model on the processor.
+    """
+
+    model: ModelToScan
+    texts: tuple[TextToRead, ...]
+    statistics: tuple[TileStatistic, ...]
+    layers: Layers
+    calls: int
+    estimate: Estimate | None
+
+    def scan_text(self, text: TextToRead, progress: Progress | None = None) -> HeadScan:
+        """Return the scan of one text."""
+        return _scan_ids(self.model, text.ids, self.statistics, self.layers, progress)
+
+
+def require_room_for_model(folder: str | PathLike[str], *, copies: int = 1) -> None:
+    """Raise OptionError if there is no model, or too little memory for ``copies`` of it."""
+    from headwise.checkpoints.transformers import measure_model_bytes
+
+    times = f"{copies} times " if copies > 1 else ""
+    require_memory(
+        measure_model_bytes(Path(folder)) * copies,
+        what=f"{times}the weights in {folder}",
+        do="use a machine with more memory, or --force",
+    )
+
+
+def plan_scan(
+    model: ModelToScan,
+    texts: Sequence[TextToRead],
+    *,
+    statistics: Sequence[str] | None = None,
+    layers: Layers = None,
+    top_keys: Sequence[str] | None = None,
+    map_cells: int | None = None,
+    single_tokens: bool = True,
+    processes: int = 1,
+    checks_memory: bool = True,
+) -> PlannedScan:
+    """Run a trial on a few tokens, choose the statistics, and estimate the scan.
+
+    Args:
+        model: the model, from `open_model`.
+        texts: what it is to read; empty texts are left out, with a note.
+        statistics: names of the standard set; all if None.
+        layers: as for `headwise.scan`.
+        top_keys: heads as "layer.head" for which each query has its largest weights, or "all" or
+            "none".
+        map_cells: blocks of a map on each side; 128 if None.
+        single_tokens: True for top keys of all heads if none are chosen and these are few.
+        processes: the number of processes of this machine that share the texts.
+        checks_memory: False to skip the check of the memory.
+
+    Raises:
+        HeadwiseError: a failure that can be known before the work.
+    """
+    read = tuple(text for text in texts if not text.is_empty)
+    if empty := [text.name for text in texts if text.is_empty]:
+        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+        note = f"left out, with fewer than two tokens: {', '.join(empty[:3])}{more}"
+        model = replace(model, notes=(*model.notes, escape_unprintable(note)))
+    for text in read:
+        model.require_tokens_in_vocabulary(text.ids)
+    trial = read[0].ids[:, :TRIAL]
+    with explain_failure_on_token_ids(model.title, trial.shape[1], do=INSTEAD):
+        (once,) = list_inputs(model.inputs(trial))
+        calls = record_call_sizes(model.model, lambda: call_model_on_input(model.model, once))
+        start = time.perf_counter()
+        tried = _scan_ids(model, trial, statistics, layers)
+        trial_seconds = time.perf_counter() - start
+    lengths = [text.ids.shape[1] for text in read]
+    chosen = _choose_statistics(statistics, map_cells)
+    is_asked = single_tokens and statistics is None
+    heads = _choose_top_keys(top_keys, tried, max(lengths), by_default=is_asked)
+    chosen += (TopKeysOfEveryQuery(heads),) if heads else ()
+    expected = None
+    if model.device.type == "cpu":  # of another device, neither time nor memory is known
+        held = process_memory()
+        expected = estimate_scan(
+            model.model, calls, chosen, lengths, held_bytes=held, trial_seconds=trial_seconds
+        ).for_several_processes(processes, of=len(read))
+    if expected is not None and checks_memory:
+        copies = sum(p.nbytes for p in model.model.parameters()) * (processes - 1)
+        times = f"{processes} times " if processes > 1 else ""
+        require_memory(
+            expected.extra_bytes + copies,
+            what=f"{times}{max(lengths):,} tokens of {model.title}",
+            do="--length N with fewer tokens, --stats with fewer statistics, or --force",
+        )
+    return PlannedScan(model, read, chosen, layers, len(calls), expected)
+
+
+def _scan_ids(
+    model: ModelToScan,
+    ids: Tensor,
+    statistics: Statistics,
+    layers: Layers,
+    progress: Progress | None = None,
+) -> HeadScan:
+    return scan(
+        model.model,
+        model.inputs(ids),
+        statistics=statistics,
+        layers=layers,
+        separators=tuple(model.separators.values()),
+        specials=model.specials,
+        progress=progress,
+    )
+
+
+def _choose_statistics(
+    names: Sequence[str] | None, map_cells: int | None
+) -> tuple[TileStatistic, ...]:
+    chosen: Sequence[TileStatistic] = (
+        catalogue.STANDARD if names is None else catalogue.find_standard_statistics(names)
+    )
+    fine = Map(map_cells or CELLS)
+    return tuple(fine if isinstance(statistic, Map) else statistic for statistic in chosen)
+
+
+def _choose_top_keys(
+    names: Sequence[str] | None, trial: HeadScan, tokens: int, *, by_default: bool
+) -> Literal["all"] | list[tuple[int | str, int]]:
+    """Return "all", or the heads of these names; an empty list for none."""
+    if names is None:
+        return "all" if by_default and len(trial.heads) * tokens <= MOST_ROWS else []
+    if list(names) in ([ALL], [NONE]):
+        return "all" if ALL in names else []
+    known = {(layer, head) for _, layer, head in trial.heads}
+    heads: list[tuple[int | str, int]] = []
+    for name in names:
+        match = _HEAD.fullmatch(name)
+        head = (int(match[1]), int(match[2])) if match else None
+        if head is None or head not in known:
+            layer, last = max(known)
+            raise OptionError(
+                saw=f"{{top_keys}} {name}",
+                needed=f"heads as layer.head, from 0.0 to {layer}.{last}; or {ALL}, or {NONE}",
+                do=f"{{top_keys}} {layer}.{last}",
+                parameter="top_keys",
+            )
+        heads.append(head)
+    return heads

@@ -1,0 +1,185 @@
+"""Scan of a corpus in several processes of this machine, by the standard library's `spawn`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.errors import HeadwiseError
+from headwise.scanning.parts import PartFolder, divide_documents, open_corpus
+from headwise.scanning.selection import select_statistics
+from headwise.scanning.source import TextToRead, open_model
+from headwise.scanning.statistics.catalogue import STANDARD
+from headwise.support.progress import Progress, no_progress
+
+READY = -1  # what a process sends once it has loaded the model
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WorkerJob:
+    """What each process needs to scan documents: the arguments of `scan_in_processes`."""
+
+    model: dict[str, Any]
+    texts: Sequence[TextToRead]
+    out: Path
+    device: str
+    threads: int
+    notes: tuple[str, ...]
+    options: dict[str, Any]
+
+
+class _Worker:
+    """A process, the pipe to it, and the document that it scans."""
+
+    def __init__(self, job: WorkerJob, number: int) -> None:
+        context = get_context("spawn")
+        self.pipe, there = context.Pipe()
+        self.process: SpawnProcess = context.Process(
+            target=_serve, args=(there, job, number), daemon=True
+        )
+        self.process.start()
+        there.close()
+        self.index: int | None = None
+
+    def how_it_ended(self) -> str:
+        self.process.join()
+        code = self.process.exitcode or 0
+        if code < 0:
+            return f"its process was ended by {signal.Signals(-code).name}"
+        return f"its process ended with status {code}"
+
+
+def threads_of_worker(processes: int) -> int:
+    """Return OMP_NUM_THREADS, or the cores of this machine divided among processes."""
+    if (chosen := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
+        return max(1, int(chosen))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, cores // processes)
+
+
+def scan_in_processes(
+    model: Mapping[str, Any],
+    texts: Sequence[TextToRead],
+    out: str | PathLike[str],
+    *,
+    processes: int,
+    device: str = "cpu",
+    notes: Sequence[str] = (),
+    progress: Progress = no_progress,
+    **options: Any,
+) -> dict[str, str]:
+    """Scan the documents of a corpus in several processes, each with a model of its own.
+
+    A process takes the next document, longest first, as soon as it is free. One that fails or is
+    killed costs its document, and the others go on. The same call resumes: it scans what is
+    missing. A script that makes the call needs `if __name__ == "__main__"`.
+
+    Args:
+        model: the arguments of `open_model` without the device, such as ``{"folder": "llama"}``.
+        texts: the documents, from `read_texts`.
+        out: the folder, as for `scan_part`.
+        processes: the number of processes.
+        device: where the models run; with "cuda", each process has the device of its number.
+        notes: the notes on the model, where they are more than those of its folder.
+        progress: called with a document, the number of documents that are done, and of all.
+        options: as for `scan_part`.
+
+    Returns:
+        The reason for each document that was not scanned, by its name.
+
+    Raises:
+        HeadwiseError: as `open_model` and `scan_part`.
+    """
+    chosen, _ = select_statistics(options.get("statistics"))
+    # Those of the standard set hold functions, which cannot be sent.
+    options["statistics"] = [s.definition.name if s in STANDARD else s for s in chosen]
+    job = WorkerJob(
+        model=dict(model),
+        texts=texts,
+        out=Path(out),
+        device=device,
+        threads=threads_of_worker(processes),
+        notes=tuple(notes),
+        options=options,
+    )
+    (order,) = divide_documents([text.ids.numel() for text in texts], 1)
+    workers = [_Worker(job, number) for number in range(min(processes, len(texts)))]
+    try:
+        return _hand_out_documents(workers, deque(order), texts, progress)
+    finally:
+        for worker in workers:
+            worker.process.kill()  # one that still scans: its document is absent
+            worker.process.join()
+
+
+def _hand_out_documents(
+    workers: list[_Worker], waiting: deque[int], texts: Sequence[TextToRead], progress: Progress
+) -> dict[str, str]:
+    failures: dict[str, str] = {}
+    by_pipe: dict[Any, _Worker] = {worker.pipe: worker for worker in workers}
+    done, ended = 0, "no process was left"
+    while by_pipe:
+        for pipe in wait(list(by_pipe)):
+            worker = by_pipe[pipe]
+            try:
+                answer = worker.pipe.recv()
+            except (EOFError, ConnectionError):
+                del by_pipe[pipe]
+                ended = worker.how_it_ended()
+                if worker.index is not None:
+                    failures[texts[worker.index].name] = ended
+                continue
+            if isinstance(answer, HeadwiseError):
+                if worker.index is None:  # it cannot begin, and no other can
+                    raise answer
+                failures[texts[worker.index].name] = answer.saw
+            elif answer != READY:
+                done += 1
+                progress(texts[answer].name, done, len(texts))
+            worker.index = waiting.popleft() if waiting else None
+            with suppress(ConnectionError):  # its end is noticed above
+                worker.pipe.send(worker.index)
+            if worker.index is None:
+                del by_pipe[pipe]
+    return failures | {texts[index].name: ended for index in waiting}
+
+
+def _serve(pipe: Connection, job: WorkerJob, number: int) -> None:
+    """Scan the documents whose numbers come through the pipe, until None or its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    torch.set_num_threads(job.threads)
+    device = job.device
+    if device == "cuda":
+        device = f"cuda:{number % max(1, torch.cuda.device_count())}"
+    try:
+        folder = _open_folder(job, device)
+    except HeadwiseError as error:
+        pipe.send(error)
+        return
+    pipe.send(READY)
+    with suppress(EOFError, ConnectionError):  # the parent has ended
+        while (index := pipe.recv()) is not None:
+            try:
+                folder.scan_or_load_document(index)
+            except HeadwiseError as error:
+                pipe.send(error)
+            else:
+                pipe.send(index)
+
+
+def _open_folder(job: WorkerJob, device: str) -> PartFolder:
+    model = replace(open_model(device=device, **job.model), notes=job.notes)
+    return PartFolder(job.out, open_corpus(model, job.texts, **job.options))
