@@ -177,6 +177,10 @@ def scan(
         report = _merge_and_report(options.merge, options.out)
     else:
         report = run_scan_with_progress(options)
+    _print_report(report, options, start=start, as_json=as_json)
+
+
+def _print_report(report: ScanReport, options: ScanOptions, *, start: float, as_json: bool) -> None:
     from rich.console import Console
 
     from headwise.reports.page import save_scan_page
@@ -433,17 +437,17 @@ def _merge_and_report(
     """
     from headwise.scanning.parts import find_parts, merge_parts
 
-    found = find_parts(folders)
-    if found.faults:
+    parts = find_parts(folders)
+    if parts.faults:
         print_error(
             join_error_lines(
-                "; ".join(found.faults),
+                "; ".join(parts.faults),
                 "one scan of each document",
                 "scan the missing documents, or leave out the folder with other documents",
             )
         )
         raise typer.Exit(NO)
-    return _report(merge_parts(folders, out), found.corpus.words, command)
+    return _report(merge_parts(folders, out), parts.corpus.words, command)
 
 
 def _report(scan: HeadScan, words: Words, command: str | None) -> ScanReport:

@@ -93,14 +93,6 @@ class Estimate:
         """``about 40 s, 1.9 GB``."""
         return f"about {_format_seconds(self.seconds)}, {human_bytes(self.total_bytes)}"
 
-    def for_several_processes(self, processes: int, *, of: int) -> Estimate:
-        """Return the estimate where so many processes share this number of sequences."""
-        return Estimate(
-            self.seconds / min(processes, of),
-            self.extra_bytes * processes,
-            self.total_bytes * processes,
-        )
-
 
 @torch.no_grad()
 def record_call_sizes(model: nn.Module, run: Callable[[], Any]) -> list[CallSizes]:
@@ -126,9 +118,10 @@ def estimate_scan(
     statistics: Iterable[TileStatistic],
     lengths: Sequence[int],
     *,
-    held_bytes: int,
+    held_bytes: int | None = None,
     trial_seconds: float = 0.0,
     speed: Speed | None = None,
+    processes: int = 1,
 ) -> Estimate:
     """Estimate a scan of sequences of these lengths, one after the other.
 
@@ -137,9 +130,10 @@ def estimate_scan(
         calls: the sizes of its attention calls.
         statistics: the statistics.
         lengths: tokens of each sequence.
-        held_bytes: the memory of the process with the model.
+        held_bytes: the memory of a process with the model; that of this process if None.
         trial_seconds: duration of the scan of a few tokens: what each sequence takes at least.
         speed: the speed of this machine; measured now if None.
+        processes: the number of processes that share the sequences.
     """
     statistics = tuple(statistics)
     speed = speed or measure_speed(calls, statistics, max(lengths))
@@ -152,8 +146,9 @@ def estimate_scan(
         seconds += sum(
             call.heads * length * speed.row(call.mean_visible_keys(length)) for call in calls
         )
-    extra_bytes = estimate_memory(model, calls, statistics, max(lengths))
-    return Estimate(seconds, extra_bytes, held_bytes + extra_bytes)
+    extra_bytes = estimate_memory(model, calls, statistics, max(lengths)) * processes
+    held_bytes = (process_memory() if held_bytes is None else held_bytes) * processes
+    return Estimate(seconds / min(processes, len(lengths)), extra_bytes, held_bytes + extra_bytes)
 
 
 def estimate_memory(

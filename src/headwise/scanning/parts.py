@@ -22,6 +22,7 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -85,6 +86,13 @@ class Document:
     name: str
     digest: str
     tokens: int
+
+    @classmethod
+    def of(cls, name: str, inputs: Any) -> Document:
+        """Return the document of a name and the inputs of a model."""
+        # A file name can hold surrogates, which UTF-8 cannot.
+        plain = name.encode("utf-8", "backslashreplace").decode("utf-8")
+        return cls(plain, hash_nested_content(inputs), _count_tokens(inputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,17 +240,17 @@ def part_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[in
     known = ("RANK", "WORLD_SIZE"), ("ARRAY_TASK_ID", "ARRAY_TASK_MIN", "ARRAY_TASK_COUNT")
     torchrun = [environment.get(name) for name in known[0]]
     slurm = [environment.get(f"SLURM_{name}") for name in known[1]]
-    found = [all(value is not None for value in values) for values in (torchrun, slurm)]
-    if sum(found) != 1:
+    is_set = [all(value is not None for value in values) for values in (torchrun, slurm)]
+    if sum(is_set) != 1:
         raise OptionError(
             saw="{part} auto with the numbers of torchrun and of a Slurm array"
-            if all(found)
+            if all(is_set)
             else "{part} auto without the numbers of torchrun or of a Slurm array",
             needed="RANK and WORLD_SIZE, or SLURM_ARRAY_TASK_ID, _MIN and _COUNT",
             do="{part} with the number of the part and the number of parts, such as 3/8",
             parameter="part",
         )
-    if found[0]:
+    if is_set[0]:
         return _require_part((int(torchrun[0] or 0) + 1, int(torchrun[1] or 0)))
     task, first, count = (int(value or 0) for value in slurm)
     return _require_part((task - first + 1, count))
@@ -287,56 +295,59 @@ def open_corpus(
     Raises:
         OptionError: no documents; or as `open_model` and `read_texts`.
     """
-    if isinstance(model, nn.Module):
-        model = ModelToScan.of_module(model, separators=separators, specials=specials)
-    elif isinstance(model, str | PathLike):
-        model = open_model(model, device=device or "cpu")
-    if device is not None:
-        model.model.to(device)
+    subject = _load_subject(model, device, separators=separators, specials=specials)
     chosen, _ = select_statistics(statistics)
-    read = list(_read_files(model, texts, length))
+    read = list(_read_files(subject, texts, length))
     if not read:
         raise OptionError(
             saw="no documents",
             needed="at least one (name, inputs), or a file of text",
             do="pass a list of documents; a generator can be read only once",
         )
-    documents = [(text.name, text.ids) if isinstance(text, TextToRead) else text for text in read]
-    marks = {"separators": sorted(model.separators.values()), "specials": sorted(model.specials)}
-
-    def scan_one(inputs: Any, progress: Progress) -> HeadScan:
-        return scan(
-            model.model,
-            model.inputs(inputs),
-            statistics=chosen,
-            layers=layers,
-            separators=marks["separators"],
-            specials=marks["specials"],
-            progress=progress,
-        )
-
+    pairs = [(text.name, text.ids) if isinstance(text, TextToRead) else text for text in read]
+    marks = {"separators": sorted(subject.separators.values()), "specials": subject.specials}
     made_with = {
-        "weights": hash_nested_content(model.model.state_dict()),
+        "weights": hash_nested_content(subject.model.state_dict()),
         "statistics": ", ".join(map(_describe_statistic, chosen)),
         "layers": ", ".join(normalise_layers_option(layers) or ["all"]),
         "length": str(length or "of the model"),
         **{name: ", ".join(map(str, numbers)) or "none" for name, numbers in marks.items()},
-        **_describe_machine(model),
+        **_describe_machine(subject),
     }
-    corpus = Corpus(
-        tuple(
-            # A file name can hold surrogates, which UTF-8 cannot.
-            Document(
-                name.encode("utf-8", "backslashreplace").decode("utf-8"),
-                hash_nested_content(inputs),
-                _count_tokens(inputs),
-            )
-            for name, inputs in documents
-        ),
-        made_with,
-        words_of_model(model, read),
+    documents = tuple(Document.of(name, inputs) for name, inputs in pairs)
+    corpus = Corpus(documents, made_with, words_of_model(subject, read))
+    scan_one = partial(_scan_document, subject, chosen, layers)
+    return CorpusScan(corpus, [inputs for _, inputs in pairs], scan_one, chosen)
+
+
+def _load_subject(
+    model: ModelToScan | nn.Module | str | PathLike[str],
+    device: str | None,
+    *,
+    separators: Numbers,
+    specials: Numbers,
+) -> ModelToScan:
+    if isinstance(model, nn.Module):
+        model = ModelToScan.of_module(model, separators=separators, specials=specials)
+    elif isinstance(model, str | PathLike):
+        return open_model(model, device=device or "cpu")
+    if device is not None:
+        model.model.to(device)
+    return model
+
+
+def _scan_document(
+    subject: ModelToScan, statistics: Statistics, layers: Layers, inputs: Any, progress: Progress
+) -> HeadScan:
+    return scan(
+        subject.model,
+        subject.inputs(inputs),
+        statistics=statistics,
+        layers=layers,
+        separators=tuple(subject.separators.values()),
+        specials=subject.specials,
+        progress=progress,
     )
-    return CorpusScan(corpus, [inputs for _, inputs in documents], scan_one, chosen)
 
 
 def _read_files(
@@ -361,8 +372,8 @@ def _count_tokens(inputs: Any) -> int:
 
 def _describe_statistic(statistic: Statistic) -> str:
     definition = statistic.definition
-    own = {name: getattr(statistic, name, None) for name in ("cells", "heads", "ranks")}
-    options = "".join(f" {name}={value}" for name, value in own.items() if value)
+    settings = {name: getattr(statistic, name, None) for name in ("cells", "heads", "ranks")}
+    options = "".join(f" {name}={value}" for name, value in settings.items() if value)
     return f"{definition.id or f'{definition.name}: {definition.formula}'}{options}"
 
 
@@ -439,8 +450,8 @@ class PartFolder:
                 raise _part_error(
                     path, f"with {len(corpus.documents)} documents", "a part for each document"
                 )
-            if path != (own := corpus.path_of(self.out, index)):
-                raise _part_error(path, f"beside {own.name}", "one part a document")
+            if path != (expected := corpus.path_of(self.out, index)):
+                raise _part_error(path, f"beside {expected.name}", "one part a document")
         if before is None or len(before.documents) < len(corpus.documents):
             corpus.write(self.out)
 
@@ -507,10 +518,10 @@ def _load_document(
     # Checked before the content: other options, such as a length, may explain other content.
     _require_same_values(path, saved["made_with"], corpus.made_with)
     _require_same_document(path, saved["name"], saved["digest"], corpus.documents[index])
-    found = HeadScan(**fields)
-    if fits is not None and (difference := fits.reason_not_mergeable(found)) is not None:
+    loaded = HeadScan(**fields)
+    if fits is not None and (difference := fits.reason_not_mergeable(loaded)) is not None:
         raise _part_error(path, difference, "scans of the same layers, heads and statistics")
-    return found
+    return loaded
 
 
 def _require_same_values(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -587,17 +598,17 @@ def find_parts(folders: Sequence[str | PathLike[str]]) -> FoundParts:
     paths: dict[int, Path] = {}
     doubled, foreign = [], []
     for out in places:
-        found = Corpus.read(out)
-        if found is None:
+        here = Corpus.read(out)
+        if here is None:
             raise OptionError(
                 saw=f"{out}, which holds no {CORPUS}",
                 needed="folders that scan_part or headwise scan --out wrote",
                 do="name these folders",
             )
         if corpus is not None:
-            corpus.require_continued_by(found, out / CORPUS)
-            found.require_continued_by(corpus, out / CORPUS)
-        corpus = found
+            corpus.require_continued_by(here, out / CORPUS)
+            here.require_continued_by(corpus, out / CORPUS)
+        corpus = here
         for index, path in list_parts(out):
             if index >= len(corpus.documents) or not _is_of_corpus(corpus, index, path):
                 foreign.append(path)
@@ -641,17 +652,17 @@ def merge_parts(
         OptionError: a document that is missing, doubled or foreign; or scans that cannot be merged.
     """
     places = [folders] if isinstance(folders, str | PathLike) else list(folders)
-    found, statistics = find_parts(places), tuple(statistics)
-    if found.faults:
+    parts, statistics = find_parts(places), tuple(statistics)
+    if parts.faults:
         raise OptionError(
-            saw="; ".join(found.faults),
+            saw="; ".join(parts.faults),
             needed="one scan of each document",
             do="scan the missing documents, or leave out the folder with other documents",
         )
     total: HeadScan | None = None
-    for index in range(len(found.corpus.documents)):
-        one = _load_document(found.corpus, index, found.paths[index], statistics, total)
-        total = one if total is None else total.merge(one)
+    for index in range(len(parts.corpus.documents)):
+        document = _load_document(parts.corpus, index, parts.paths[index], statistics, total)
+        total = document if total is None else total.merge(document)
     assert total is not None  # a corpus has documents
     target = Path(out if out is not None else places[0]).absolute()
     remove_unfinished_files(target)

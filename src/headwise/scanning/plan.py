@@ -17,7 +17,6 @@ from headwise.scanning._scan import scan
 from headwise.scanning.estimate import (
     Estimate,
     estimate_scan,
-    process_memory,
     record_call_sizes,
     require_memory,
 )
@@ -107,40 +106,47 @@ def plan_scan(
     Raises:
         HeadwiseError: a failure that can be known before the work.
     """
-    read = tuple(text for text in texts if not text.is_empty)
-    if empty := [text.name for text in texts if text.is_empty]:
-        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
-        note = f"left out, with fewer than two tokens: {', '.join(empty[:3])}{more}"
-        model = replace(model, notes=(*model.notes, escape_unprintable(note)))
-    for text in read:
-        model.require_tokens_in_vocabulary(text.ids)
-    trial = read[0].ids[:, :TRIAL]
+    model, texts = _leave_out_empty(model, texts)
+    trial, longest = texts[0].ids[:, :TRIAL], max(text.ids.shape[1] for text in texts)
     with explain_failure_on_token_ids(model.title, trial.shape[1], do=INSTEAD):
         (once,) = list_inputs(model.inputs(trial))
         calls = record_call_sizes(model.model, lambda: call_model_on_input(model.model, once))
         start = time.perf_counter()
         tried = _scan_ids(model, trial, statistics, layers)
-        trial_seconds = time.perf_counter() - start
-    lengths = [text.ids.shape[1] for text in read]
+        seconds = time.perf_counter() - start
     chosen = _choose_statistics(statistics, map_cells)
-    is_asked = single_tokens and statistics is None
-    heads = _choose_top_keys(top_keys, tried, max(lengths), by_default=is_asked)
+    by_default = single_tokens and statistics is None
+    heads = _choose_top_keys(top_keys, tried, longest, by_default=by_default)
     chosen += (TopKeysOfEveryQuery(heads),) if heads else ()
-    expected = None
+    estimate = None
     if model.device.type == "cpu":  # of another device, neither time nor memory is known
-        held = process_memory()
-        expected = estimate_scan(
-            model.model, calls, chosen, lengths, held_bytes=held, trial_seconds=trial_seconds
-        ).for_several_processes(processes, of=len(read))
-    if expected is not None and checks_memory:
+        lengths = [text.ids.shape[1] for text in texts]
+        estimate = estimate_scan(
+            model.model, calls, chosen, lengths, trial_seconds=seconds, processes=processes
+        )
+    if checks_memory and estimate is not None:
         copies = sum(p.nbytes for p in model.model.parameters()) * (processes - 1)
         times = f"{processes} times " if processes > 1 else ""
         require_memory(
-            expected.extra_bytes + copies,
-            what=f"{times}{max(lengths):,} tokens of {model.title}",
+            estimate.extra_bytes + copies,
+            what=f"{times}{longest:,} tokens of {model.title}",
             do="--length N with fewer tokens, --stats with fewer statistics, or --force",
         )
-    return PlannedScan(model, read, chosen, layers, len(calls), expected)
+    return PlannedScan(model, texts, chosen, layers, len(calls), estimate)
+
+
+def _leave_out_empty(
+    model: ModelToScan, texts: Sequence[TextToRead]
+) -> tuple[ModelToScan, tuple[TextToRead, ...]]:
+    """Return the texts that are not empty, and the model with a note on the others."""
+    if empty := [text.name for text in texts if text.is_empty]:
+        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+        note = f"left out, with fewer than two tokens: {', '.join(empty[:3])}{more}"
+        model = replace(model, notes=(*model.notes, escape_unprintable(note)))
+    kept = tuple(text for text in texts if not text.is_empty)
+    for text in kept:
+        model.require_tokens_in_vocabulary(text.ids)
+    return model, kept
 
 
 def _scan_ids(

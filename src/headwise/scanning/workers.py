@@ -27,9 +27,9 @@ from headwise.support.progress import Progress, no_progress
 READY = -1  # what a process sends once it has loaded the model
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class WorkerJob:
-    """What each process needs to scan documents: the arguments of `scan_in_processes`."""
+    """The arguments of `scan_in_processes`, as each process gets them."""
 
     model: dict[str, Any]
     texts: Sequence[TextToRead]
@@ -83,9 +83,9 @@ def scan_in_processes(
 ) -> dict[str, str]:
     """Scan the documents of a corpus in several processes, each with a model of its own.
 
-    A process takes the next document, longest first, as soon as it is free. One that fails or is
-    killed costs its document, and the others go on. The same call resumes: it scans what is
-    missing. A script that makes the call needs `if __name__ == "__main__"`.
+    A process takes the next document, longest first, as soon as it is free. One that is killed
+    costs its document, and the others go on. The same call scans what is missing. A script that
+    makes the call needs `if __name__ == "__main__"`.
 
     Args:
         model: the arguments of `open_model` without the device, such as ``{"folder": "llama"}``.
@@ -106,15 +106,8 @@ def scan_in_processes(
     chosen, _ = select_statistics(options.get("statistics"))
     # Those of the standard set hold functions, which cannot be sent.
     options["statistics"] = [s.definition.name if s in STANDARD else s for s in chosen]
-    job = WorkerJob(
-        model=dict(model),
-        texts=texts,
-        out=Path(out),
-        device=device,
-        threads=threads_of_worker(processes),
-        notes=tuple(notes),
-        options=options,
-    )
+    threads = threads_of_worker(processes)
+    job = WorkerJob(dict(model), texts, Path(out), device, threads, tuple(notes), options)
     (order,) = divide_documents([text.ids.numel() for text in texts], 1)
     workers = [_Worker(job, number) for number in range(min(processes, len(texts)))]
     try:
