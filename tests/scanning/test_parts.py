@@ -301,6 +301,18 @@ def test_parts_of_another_machine_are_refused(tmp_path: Path, name: str) -> None
     assert (error.value.do.startswith("OMP_NUM_THREADS=")) == (name == "threads")
 
 
+def test_another_number_of_threads_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, part=(1, 2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(OptionError, match=f"made with threads {threads}") as error:
+            run(tmp_path, part=(2, 2))
+    finally:
+        torch.set_num_threads(threads)
+    assert error.value.do.startswith(f"OMP_NUM_THREADS={threads}, or name another folder")
+
+
 def test_a_merge_names_missing_doubled_and_foreign_documents(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     run(a, part=(1, 2))
