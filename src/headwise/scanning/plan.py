@@ -124,14 +124,8 @@ def plan_scan(
         estimate = estimate_scan(
             model.model, calls, chosen, lengths, trial_seconds=seconds, processes=processes
         )
-    if checks_memory and estimate is not None:
-        copies = sum(p.nbytes for p in model.model.parameters()) * (processes - 1)
-        times = f"{processes} times " if processes > 1 else ""
-        require_memory(
-            estimate.extra_bytes + copies,
-            what=f"{times}{longest:,} tokens of {model.title}",
-            do="--length N with fewer tokens, --stats with fewer statistics, or --force",
-        )
+        if checks_memory:
+            _require_memory(model, estimate, longest, processes)
     return PlannedScan(model, texts, chosen, layers, len(calls), estimate)
 
 
@@ -147,6 +141,16 @@ def _leave_out_empty(
     for text in kept:
         model.require_tokens_in_vocabulary(text.ids)
     return model, kept
+
+
+def _require_memory(model: ModelToScan, estimate: Estimate, longest: int, processes: int) -> None:
+    copies = sum(p.nbytes for p in model.model.parameters()) * (processes - 1)
+    times = f"{processes} times " if processes > 1 else ""
+    require_memory(
+        estimate.extra_bytes + copies,
+        what=f"{times}{longest:,} tokens of {model.title}",
+        do="--length N with fewer tokens, --stats with fewer statistics, or --force",
+    )
 
 
 def _scan_ids(
