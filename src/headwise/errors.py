@@ -10,7 +10,6 @@
     ├── DTypeError         (TypeError)    a dtype that cannot be used here
     ├── ArgumentError      (TypeError)    an argument that a function does not have
     ├── LimitError         (MemoryError)  a dense matrix larger than the limit that was given
-    ├── LostProcessError   (RuntimeError) another process of a job that ended, stopped or failed
     └── MissingExtraError  (ImportError)  an optional dependency that is not installed
 
     PolarityWarning        (UserWarning)  a mask that may follow the reverse convention
@@ -125,10 +124,6 @@ class ArgumentError(HeadwiseError, TypeError):
 
 class LimitError(HeadwiseError, MemoryError):
     """A dense attention matrix larger than the limit that was given."""
-
-
-class LostProcessError(HeadwiseError, RuntimeError):
-    """Another process of a job that ended, stopped or failed before the job was done."""
 
 
 class MissingExtraError(HeadwiseError, ImportError):

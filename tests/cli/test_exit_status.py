@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from headwise import cli
 from headwise.checkpoints import load_attention
 from headwise.cli import output
-from headwise.cli.output import CRASHED, INTERRUPTED, LOST, NO, UNDECIDED, USAGE, YES
-from headwise.errors import LostProcessError, ShapeError, UndecidedError
+from headwise.cli.output import CRASHED, INTERRUPTED, NO, UNDECIDED, USAGE, YES
+from headwise.errors import ShapeError, UndecidedError
 from headwise.function.weights import State
 from headwise.study import run as studies
 from headwise.study.question import Answer
@@ -157,7 +157,6 @@ def test_study(
     [
         (ShapeError(saw="a", needed="b", do="c"), USAGE),
         (UndecidedError(saw="a", needed="b", do="c"), UNDECIDED),
-        (LostProcessError(saw="a", needed="b", do="c"), LOST),
         (ZeroDivisionError("ours"), CRASHED),
     ],
 )
@@ -202,6 +201,6 @@ def test_the_commands_are_all_of_them() -> None:
 def test_the_documentation_says_them() -> None:
     page = ROOT.joinpath("docs", "command-line.md").read_text("utf-8")
     told = {int(number) for number in re.findall(r"^\| (\d+) \| ", page, re.M)}
-    assert told == {YES, NO, USAGE, UNDECIDED, CRASHED, LOST, INTERRUPTED}
+    assert told == {YES, NO, USAGE, UNDECIDED, CRASHED, INTERRUPTED}
     source = output.__doc__ or ""
     assert {int(number) for number in re.findall(r"^(\d+) ", source, re.M)} == told

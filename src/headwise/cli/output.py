@@ -5,7 +5,6 @@
 2    wrong use: an option, a file or a folder that the command cannot use
 3    the input does not decide the question
 70   a bug in headwise, with its traceback
-75   a process of a job was lost: the same command resumes
 130  interrupted
 """
 
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headwise.errors import HeadwiseError, LostProcessError, UndecidedError, join_error_lines
+from headwise.errors import HeadwiseError, UndecidedError, join_error_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3
 CRASHED = 70  # EX_SOFTWARE of sysexits.h, since 1 means no
-LOST = 75  # EX_TEMPFAIL of sysexits.h: to try again may help
 INTERRUPTED = 130  # 128 and the number of the signal that Ctrl-C sends
 
 
@@ -77,8 +75,6 @@ def option_text(name: str, values: tuple[str, ...] = ()) -> str:
 
 def exit_status_of_error(error: HeadwiseError) -> int:
     """Return the exit status of an error that has a message."""
-    if isinstance(error, LostProcessError):
-        return LOST
     return UNDECIDED if isinstance(error, UndecidedError) else USAGE
 
 

@@ -1,1 +1,0 @@
-"""Work over many processes: launching them, scans over documents, conversion over files."""
