@@ -22,11 +22,10 @@ from benchmarks.faults.same import SAME
 from benchmarks.faults.subtle import SUBTLE
 from benchmarks.faults.unknown import MECHANISMS
 from headwise.diagnosis._compare import Comparison
-from headwise.diagnosis.causes.catalogue import CAUSES
-from headwise.diagnosis.causes.cause import Cause
+from headwise.diagnosis.catalogue import CAUSES, Cause
 from headwise.diagnosis.models import compare_runs
 from headwise.diagnosis.probes import NamedInputs, make_probe_inputs
-from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
+from headwise.diagnosis.results import Diagnosis, Verdict
 
 # Names of one function, stated beforehand: fault -> causes that are also right.
 EQUALS: dict[str, frozenset[str]] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise import compare
-from headwise.diagnosis.results.diagnosis import Diagnosis
+from headwise.diagnosis.results import Diagnosis
 from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.errors import HeadwiseError
 from tools.huggingface_classes import classes, comparing

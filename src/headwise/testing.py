@@ -9,7 +9,7 @@ assert_same_function(ported_layer, original_layer)
 from __future__ import annotations
 
 from headwise.diagnosis._compare import Comparable, compare
-from headwise.diagnosis.inputs import ComparisonInputs
+from headwise.diagnosis.probes import ComparisonInputs
 from headwise.function.budget import Budget, BudgetVerdict
 
 __all__ = ["Budget", "BudgetVerdict", "assert_same_function"]

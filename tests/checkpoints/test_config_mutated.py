@@ -19,7 +19,7 @@ from headwise.checkpoints.options import (
     resolve,
 )
 from headwise.checkpoints.safetensors import StoredTensor
-from headwise.diagnosis.results.detection import detect_by_names_and_shapes
+from headwise.diagnosis.detection import detect_by_names_and_shapes
 from headwise.errors import HeadwiseError
 from headwise.layouts.registry import layout
 from tests.layouts.examples import sizes_of

@@ -15,7 +15,7 @@ from headwise import Attention
 from headwise import compare as compare_attentions
 from headwise.checkpoints.attention import load_attention
 from headwise.cli.compare import compare
-from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects.recording import record_activations
 from headwise.errors import OptionError
 from tests.cli.alone import Alone

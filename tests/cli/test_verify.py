@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import headwise
 from headwise.cli.convert import convert as convert_command
 from headwise.cli.verify import verify
-from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
 from headwise.layouts._convert import convert
 from tests.checkpoints import llamas

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, Mask, compare
 from headwise.diagnosis.functions import BlackBoxComparison
-from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.native import NativeSubject
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Mask, Rotary, compare
-from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import Inputs
 from headwise.diagnosis.subjects.native import NativeSubject

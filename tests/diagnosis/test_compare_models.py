@@ -36,8 +36,8 @@ from transformers.models.dia.configuration_dia import DiaDecoderConfig
 from transformers.models.dia.modeling_dia import DiaCrossAttention
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
-from headwise.diagnosis.results.model import ModelComparison
+from headwise.diagnosis.comparison import ModelComparison
+from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.errors import OptionError, ShapeError
 
 SIZES = {

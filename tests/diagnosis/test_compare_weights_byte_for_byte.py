@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.diagnosis.results.diagnosis import TensorComparison
+from headwise.diagnosis.results import TensorComparison
 from headwise.diagnosis.tensors import compare_tensors as verify
 from headwise.errors import OptionError
 from headwise.function.spec import AttentionSpec, ScaleRule

@@ -8,7 +8,7 @@ import torch
 import headwise
 from headwise.diagnosis._detect import narrow_by_reference_values
 from headwise.diagnosis.candidates import CandidateLayout, query_and_kv_head_counts
-from headwise.diagnosis.results.detection import Detection, detect_by_names_and_shapes
+from headwise.diagnosis.detection import Detection, detect_by_names_and_shapes
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.function.weights import State
 from headwise.layouts._layout import Layout

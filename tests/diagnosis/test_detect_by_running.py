@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from headwise.checkpoints.config import layout_name, read_stated_counts
-from headwise.diagnosis.results.detection import Detection, detect_by_names_and_shapes
+from headwise.diagnosis.detection import Detection, detect_by_names_and_shapes
 from headwise.diagnosis.running import narrow_by_running
 from headwise.errors import OptionError
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from headwise import Attention, Mask, Rotary, compare
-from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
+from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.errors import OptionError
 from headwise.testing import assert_same_function
 

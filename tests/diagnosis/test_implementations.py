@@ -14,8 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.implementations import trial
 from headwise import compare, register_huggingface
-from headwise.diagnosis.results.diagnosis import Verdict
-from headwise.diagnosis.results.model import ModelComparison
+from headwise.diagnosis.comparison import ModelComparison
+from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects import run
 from headwise.diagnosis.subjects.run import exceeds_rounding, relative_difference_norm
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headwise import convert, verify
-from headwise.diagnosis.causes.cause import cause_page_path
+from headwise.diagnosis.catalogue import MATRIX_TRANSPOSED
 
 HEADS, HEAD_DIM, LAYERS = 4, 6, 3
 WIDTH = HEADS * HEAD_DIM
@@ -57,7 +57,7 @@ def test_repairs_and_pages_stand_below_the_moves() -> None:
         ].mT.contiguous()
     diagnosis = verify(ported, model(), config=CONFIG)
     wrong = "square matrix transposed (o, weights alone)"
-    repair, page = "transpose wo: weight.mT", cause_page_path("square matrix transposed")
+    repair, page = "transpose wo: weight.mT", MATRIX_TRANSPOSED.page
     assert diagnosis.lines[-5:-1] == [
         f"  `model.layers.1.self_attn`: {wrong}",
         f"    repair: {repair}",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise import Attention, compare
-from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.results import Verdict
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM = 40, 6, 2, 10
 NARROW = [torch.bfloat16, torch.float16]

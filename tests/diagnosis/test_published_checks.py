@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import compare
-from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
+from headwise.diagnosis.results import Diagnosis, Verdict
 
 
 def eight_and_one(fill: Callable[[Tensor], Tensor]) -> tuple[nn.Module, nn.Module]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headwise import Attention, compare
-from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects.recording import record_activations
 from headwise.errors import OptionError, ShapeError
 

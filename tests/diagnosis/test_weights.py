@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import headwise
-from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.results import Verdict
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.function.weights import State
 from headwise.layouts import registry

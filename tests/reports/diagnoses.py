@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from headwise.diagnosis.causes.cause import cause_page_path
-from headwise.diagnosis.naming import ModuleMoves
-from headwise.diagnosis.results.attention import (
+from headwise.diagnosis.catalogue import ROTARY_PERMUTATION_MISSING, ROTARY_THETA
+from headwise.diagnosis.comparison import (
     FoundCause,
     FunctionComparison,
+    LayerComparison,
+    ModelComparison,
     PartedStage,
     StageGaps,
 )
-from headwise.diagnosis.results.diagnosis import (
+from headwise.diagnosis.results import (
     Diagnosis,
+    ModuleMoves,
     OutputComparison,
     TensorComparison,
     TensorEvidence,
     Verdict,
 )
-from headwise.diagnosis.results.model import LayerComparison, ModelComparison
 from headwise.reports.diagnosis import DiagnosisReport
 
 HEADS, KV_HEADS = 6, 2
@@ -57,7 +58,7 @@ def function(heads: int = HEADS) -> FunctionComparison:
         heads=(0,),
         repair='Rotary(theta=500000, note="<&>")',
         equals=("rotary exponent width",),
-        page=cause_page_path("rotary theta"),
+        page=ROTARY_THETA.page,
         share=0.625,
         output_left=0.25,
     )
@@ -156,7 +157,7 @@ def report_of_weights() -> DiagnosisReport:
             moves=("rotary permutation missing (q and k)",),
             causes=("rotary permutation missing",),
             repairs=("undo it in <wq>, wk",),
-            pages=(cause_page_path("rotary permutation missing"),),
+            pages=(ROTARY_PERMUTATION_MISSING.page,),
             unexplained=("v",),
         ),
         ModuleMoves(

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from headwise import Attention, Rotary, compare
-from headwise.diagnosis.causes.cause import PAGES
-from headwise.diagnosis.results.attention import FunctionComparison
-from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
+from headwise.diagnosis.catalogue import PAGES
+from headwise.diagnosis.comparison import FunctionComparison
+from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.reports.diagnosis import DiagnosisReport, render_diagnosis_page, save_diagnosis_page
 from headwise.reports.stages import difference_percent_text, difference_scale_position, stage_rows
 from tests.reports.diagnoses import (

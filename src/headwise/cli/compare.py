@@ -20,7 +20,7 @@ from headwise.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from headwise.diagnosis.results.diagnosis import Diagnosis
+    from headwise.diagnosis.results import Diagnosis
 
 LayerInput = Annotated[
     Path | None,

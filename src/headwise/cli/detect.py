@@ -44,7 +44,7 @@ def detect(
     counts: Counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
     with progress_bar(stderr_console(), "loading torch"):
         from headwise.diagnosis._detect import detect as detect_layout
-        from headwise.diagnosis.results.detection import describe_detection
+        from headwise.diagnosis.detection import describe_detection
 
         detection = detect_layout(place, reference=reference, against=against, **counts)
     lines = describe_detection(detection, title=str(place))

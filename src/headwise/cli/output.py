@@ -26,7 +26,7 @@ from headwise.errors import HeadwiseError, UndecidedError, join_error_lines
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.diagnosis.results.diagnosis import Diagnosis
+    from headwise.diagnosis.results import Diagnosis
 
 YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3
 CRASHED = 70  # EX_SOFTWARE of sysexits.h, since 1 means no
@@ -51,7 +51,7 @@ def suggest_comparison(diagnosis: Diagnosis, first: Path, second: Path) -> str:
 
 def exit_status_of_diagnosis(diagnosis: Diagnosis) -> int:
     """Return the exit status of a verdict."""
-    from headwise.diagnosis.results.diagnosis import Verdict
+    from headwise.diagnosis.results import Verdict
 
     if diagnosis.verdict is Verdict.INCONCLUSIVE:
         return UNDECIDED

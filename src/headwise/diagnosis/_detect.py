@@ -19,8 +19,8 @@ from headwise.checkpoints.description import COUNTS, Description, layout_with_de
 from headwise.checkpoints.read import open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
 from headwise.diagnosis.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
-from headwise.diagnosis.results.detection import Detection, narrow_detection
-from headwise.diagnosis.results.detection import detect_by_names_and_shapes as detect_by_names
+from headwise.diagnosis.detection import Detection, narrow_detection
+from headwise.diagnosis.detection import detect_by_names_and_shapes as detect_by_names
 from headwise.errors import OptionError
 from headwise.function.weights import State
 from headwise.layouts._layout import Layout

@@ -22,17 +22,22 @@ from headwise.diagnosis._detect import (
     split_candidate_by_sizes,
 )
 from headwise.diagnosis.candidates import CandidateLayout, query_and_kv_head_counts
-from headwise.diagnosis.configs import find_config_differences
-from headwise.diagnosis.naming import ModuleMoves, find_module_moves
-from headwise.diagnosis.results.detection import Detection
-from headwise.diagnosis.results.diagnosis import (
+from headwise.diagnosis.detection import Detection
+from headwise.diagnosis.results import (
     Diagnosis,
+    ModuleMoves,
     OutputComparison,
     UnappliedSetting,
     Verdict,
     shorten_lines,
 )
-from headwise.diagnosis.tensors import UNREADABLE, compare_outputs_of_layers, compare_tensors
+from headwise.diagnosis.tensors import (
+    UNREADABLE,
+    compare_outputs_of_layers,
+    compare_tensors,
+    find_config_differences,
+    find_module_moves,
+)
 from headwise.errors import OptionError
 from headwise.function.weights import AXES
 from headwise.layouts._layout import Layout

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headwise.diagnosis.causes.catalogue import CAUSES
-from headwise.diagnosis.causes.cause import Evidence
+from headwise.diagnosis.catalogue import CAUSES
+from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.search import search_causes
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.stages import RecordedCall

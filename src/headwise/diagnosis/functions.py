@@ -15,9 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.probes import SEED, NamedInputs
-from headwise.diagnosis.results.attention import FunctionComparison
-from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
+from headwise.diagnosis.comparison import SEED, FunctionComparison
+from headwise.diagnosis.probes import NamedInputs
+from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import absolute_difference
 from headwise.diagnosis.simulation.model import AttentionModel, visible_keys
 from headwise.diagnosis.simulation.rounding import (

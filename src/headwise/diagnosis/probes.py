@@ -1,15 +1,23 @@
-"""Inputs on which two attentions are compared, made from a seed."""
+"""Inputs of a comparison: those of a recording, the caller's, or some that are made from a seed."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.stages import Inputs
+from headwise.diagnosis.comparison import SEED
+from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.recording import Recording
+from headwise.diagnosis.subjects.subject import Subject
+from headwise.errors import MaskError, OptionError, ShapeError
 
-SEED = 0
 BATCH = 2
 QUERIES, KEYS, LONG, FEW = 11, 7, 40, 3  # tokens; KEYS of cross attention
 PADDING = (1, 4)  # tokens of each sequence
@@ -103,3 +111,212 @@ def _pad(inputs: Inputs, side: str) -> NamedInputs:
         mask = mask | torch.eye(keys, dtype=torch.bool)
     name = f"{inputs.x.shape[1]} random tokens under a mask of padding on the {side}"
     return NamedInputs(name, replace(inputs, mask=mask))
+
+
+LARGEST = 10  # power of two by which tokens grow to reach a softcap
+TINY = torch.finfo(torch.float64).tiny
+ComparisonInputs = Tensor | np.ndarray | Inputs | Mapping[str, Any]
+
+
+def read_inputs(inputs: ComparisonInputs | None) -> Tensor | Inputs | Mapping[str, Any] | None:
+    """Return the caller's inputs, with a NumPy array as a tensor.
+
+    Raises:
+        OptionError: a value of another type, or an array without numbers.
+    """
+    if inputs is None or isinstance(inputs, Tensor | Inputs | Mapping):
+        return inputs
+    seen = f"inputs of type {type(inputs).__name__}"
+    try:
+        if isinstance(inputs, np.ndarray):
+            seen = f"an array of {inputs.dtype} as the inputs"
+            return torch.from_numpy(inputs)
+    except (TypeError, ValueError) as error:
+        raise _inputs_type_error(seen) from error
+    raise _inputs_type_error(seen)
+
+
+def _inputs_type_error(seen: str) -> OptionError:
+    return OptionError(
+        saw=seen,
+        needed="a tensor or a NumPy array of numbers, Inputs, or keyword arguments of a model",
+        do="make a tensor: inputs=torch.as_tensor(values)",
+    )
+
+
+def choose_inputs(
+    first: Subject, second: Subject, inputs: Tensor | Inputs | Mapping[str, Any] | None
+) -> list[NamedInputs]:
+    """Return the inputs on which two subjects are compared.
+
+    Raises:
+        OptionError: nothing but outputs is known of both, inputs beside a recording or that are not
+            finite, or keyword arguments, which only models take.
+        ShapeError: other widths of the two, or of the inputs, or no token.
+    """
+    if isinstance(inputs, Mapping):
+        raise OptionError(
+            saw="keyword arguments as the inputs of attention layers",
+            needed="(batch, tokens, width), or two whole models",
+            do="compare(a, b, x), or compare(model_a, model_b, {'input_ids': tokens})",
+        )
+    subjects = (first, second)
+    sizes = [each.input_widths for each in subjects if each.input_widths is not None]
+    sizes = sizes or [_read_widths_of_given(subjects, inputs)]
+    if len({*sizes}) > 1:
+        (mine, my_source), (theirs, their_source) = sizes
+        what = (mine, theirs) if mine != theirs else (my_source, their_source)
+        raise ShapeError(
+            saw=f"a takes {'tokens' if mine != theirs else 'sources'} of width {what[0]}, "
+            f"b of width {what[1]}",
+            needed="two attentions of the same input",
+            do="compare layers of the same model",
+        )
+    recording = next((each for each in subjects if isinstance(each, Recording)), None)
+    if recording is not None:
+        if inputs is not None:
+            raise OptionError(
+                saw=f"inputs beside {recording.kind}",
+                needed="the input that the recording was made with",
+                do="leave inputs out",
+            )
+        _require_matching_shapes(recording.inputs, sizes[0], recording.kind)
+        return [NamedInputs(f"the input of {recording.kind}", recording.inputs)]
+    if inputs is None:
+        return make_probes(subjects, sizes[0])
+    given = inputs if isinstance(inputs, Inputs) else Inputs(inputs)
+    _require_matching_shapes(given, sizes[0], "your input")
+    name = f"your input of {given.x.shape[1]} tokens"
+    return _add_causal_mask(subjects, [NamedInputs(name, given)])
+
+
+def _read_widths_of_given(
+    subjects: Sequence[Subject], inputs: Tensor | Inputs | None
+) -> tuple[int, int]:
+    """Return the widths of the caller's inputs, for two functions that know none.
+
+    Raises:
+        OptionError: no inputs, or a recording beside a function.
+    """
+    kinds = " and ".join(subject.kind for subject in subjects)
+    if any(isinstance(each, Recording) for each in subjects):
+        raise OptionError(
+            saw=f"{kinds}, of which nothing but the outputs is known",
+            needed="one layer at least whose weights and settings can be read",
+            do="build the layer that one of them should be: headwise.Attention(...), or pass the "
+            "module that also holds the output projection",
+        )
+    if inputs is None:
+        raise OptionError(
+            saw=f"{kinds}, of which nothing but the outputs is known, and no inputs",
+            needed="an input of (batch, tokens, width) for both",
+            do="compare(a, b, torch.randn(2, 12, 512)), with the width that they take. For the "
+            "cause too, pass a layer: the module that also holds the output projection",
+        )
+    given = inputs if isinstance(inputs, Inputs) else Inputs(inputs)
+    return given.x.shape[-1], given.key_source.shape[-1]
+
+
+def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[NamedInputs]:
+    """Return headwise's own inputs; without masks or a source where a subject takes none."""
+    crosses = sizes[0] != sizes[1]
+    windows = [each.model.settings.sides or (0, 0) for each in subjects if each.model is not None]
+    left, right = (
+        max((n for n in sides if n is not None and n < LONGEST), default=0)
+        for sides in zip(*windows, strict=True)
+    )
+    probes = make_probe_inputs(
+        sizes,
+        crosses=crosses,
+        takes_mask=all(each.takes_mask for each in subjects),
+        window=(left, right),
+    )
+    if not crosses and all(each.takes_source for each in subjects):
+        probes.append(make_source_probe(sizes))
+    capped = [each.model for each in subjects if each.model and each.model.settings.cap]
+    probes += [_enlarge_to_reach_softcap(probes[0], model) for model in capped[:1]]
+    return _add_causal_mask(subjects, probes)
+
+
+def _enlarge_to_reach_softcap(probe: NamedInputs, model: AttentionModel) -> NamedInputs:
+    """Return larger tokens, whose largest score is about the cap: half of it is cut off by 8 %."""
+    assert model.settings.cap is not None
+    scores = model.with_settings(softcap=None).predict_stage(
+        "scores", RecordedCall(probe.inputs, {})
+    )
+    share = float(scores.masked_fill(scores.isinf(), 0.0).abs().max()) / model.settings.cap
+    # Scores grow with the square of the tokens. A power of two leaves them exact.
+    factor = 2 ** min(LARGEST, max(1, round(-math.log2(max(share, TINY)) / 2)))
+    inputs, source = probe.inputs, probe.inputs.source
+    return NamedInputs(
+        f"{probe.name}, {factor} times as large",
+        replace(inputs, x=factor * inputs.x, source=None if source is None else factor * source),
+    )
+
+
+def _add_causal_mask(
+    subjects: Sequence[Subject], probes: Sequence[NamedInputs]
+) -> list[NamedInputs]:
+    """Return the inputs under a causal mask, where it is a setting of one and an argument of one.
+
+    The model of an attention module of transformers makes that mask. The layer that it is compared
+    with gets it from its caller.
+    """
+    states = [each.is_causal for each in subjects]
+    if True not in states or None not in states or not all(each.takes_mask for each in subjects):
+        return [*probes]
+    return [
+        NamedInputs(
+            probe.name if " under a " in probe.name else f"{probe.name} under a causal mask",
+            replace(inputs, mask=causal if inputs.mask is None else causal & inputs.mask),
+        )
+        for probe in probes
+        for inputs in [probe.inputs]
+        for causal in [
+            torch.ones(inputs.x.shape[1], inputs.key_source.shape[1], dtype=torch.bool).tril()
+        ]
+    ]
+
+
+def _require_matching_shapes(inputs: Inputs, sizes: tuple[int, int], name: str) -> None:
+    source = "x" if inputs.source is None else "source"
+    for what, x, width in (("x", inputs.x, sizes[0]), (source, inputs.key_source, sizes[1])):
+        if x.dim() != 3 or x.shape[2] != width:
+            raise ShapeError(
+                saw=f"{what} of shape {tuple(x.shape)} in {name}",
+                needed=f"(batch, tokens, {width})",
+                do=f"give one sequence as {what}[None]"
+                if x.dim() == 2
+                else f"give the {what} that the layer takes, before its projections",
+            )
+        if not x.numel():
+            raise ShapeError(
+                saw=f"{what} of shape {tuple(x.shape)} in {name}, without a token",
+                needed="one sequence of one token at least",
+                do="give tokens, or leave inputs out for those that headwise makes",
+            )
+        if not x.isfinite().all():
+            count = x.numel() - int(x.isfinite().sum())
+            raise OptionError(
+                saw=f"{what} in {name} with {count} of {x.numel()} entries NaN or infinite",
+                needed="finite tokens, also where a mask hides them",
+                do=f"look at what makes {what}, and set the tokens of padding to 0",
+            )
+    mask = inputs.mask
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise MaskError(
+            saw=f"a mask of {mask.dtype} in {name}",
+            needed="a boolean mask, where True attends",
+            do="mask=added == 0 for a mask that is added to scores",
+        )
+    keys = sum(inputs.steps) or inputs.key_source.shape[1]
+    shape = (len(inputs.x), mask.shape[1], inputs.x.shape[1], keys)
+    if any(size not in (1, full) for size, full in zip(mask.shape, shape, strict=True)):
+        raise ShapeError(
+            saw=f"a mask of shape {tuple(mask.shape)} in {name}",
+            needed=f"a mask that broadcasts to (batch, heads, queries, keys) = ({shape[0]}, heads, "
+            f"{shape[2]}, {shape[3]})",
+            do="give padding as mask[:, None, None]",
+        )

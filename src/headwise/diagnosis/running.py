@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headwise.checkpoints.config import rotary_section_of_layer
 from headwise.checkpoints.options import layout_in_layer, resolve
 from headwise.diagnosis.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
-from headwise.diagnosis.results.detection import Detection, narrow_detection
+from headwise.diagnosis.detection import Detection, narrow_detection
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.function.budget import Budget
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec

@@ -1,28 +1,65 @@
-"""Search for the causes that explain where a layer and a model part."""
+"""Search for the causes why recorded calls and a model part, and what they explain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from headwise.diagnosis.causes.cause import Cause, Evidence, Variant
-from headwise.diagnosis.causes.fit import fit_variant
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.catalogue import CAUSES, Cause
+from headwise.diagnosis.causes import axes, masks, norms, rotary, scores, weights
+from headwise.diagnosis.causes.evidence import (
+    Evidence,
+    Family,
+    Search,
+    Variant,
+    Variants,
+    search_moves,
+)
+from headwise.diagnosis.comparison import FoundCause, PartedStage, StageGaps
+from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation.gaps import (
     WHOLE,
     Cell,
+    Gap,
     Gaps,
+    absolute_difference,
     all_heads_agree_within_rounding,
     measure_gaps,
+    measure_gaps_by_position,
     replace_model_stage_in_heads,
 )
 from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.diagnosis.simulation.rounding import allowed_difference
+from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.errors import OptionError
 from headwise.function.stages import STAGES
 
+SEARCHES: Mapping[Cause, Search] = {
+    **weights.SEARCHES,
+    **axes.SEARCHES,
+    **norms.SEARCHES,
+    **rotary.SEARCHES,
+    **scores.SEARCHES,
+    **masks.SEARCHES,
+}
 MOST_CAUSES = 4
 BEAM = 5
 # A variant that holds for some heads, stages or calls alone must explain more than a whole one.
 RESTRICTION = 0.5
 PARAMETER = 0.1
+
+# Of the fit of one number.
+BEST_STARTS = 2
+ROUNDS = 12
+SHARES = (1.0, 0.25)  # of a step that is tried
+BEYOND = 0.1  # of the span of the starts, which a fit may leave
+STEP = 1e-5  # of the numerical derivative
+MOST_ENTRIES = 20_000  # of residuals; more do not make the fit better
 
 
 @dataclass(frozen=True)
@@ -144,11 +181,16 @@ def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant
     cells = evidence.parted_calls_and_heads(*list_recorded_stages_of_cause(cause, evidence))
     if not cells:
         return
-    for variant in cause.variants(evidence):
+    for variant in _yield_variants(cause, evidence):
         if isinstance(variant, Variant):
             yield variant
         elif (nearest := fit_variant(variant, evidence, cells)) is not None:
             yield nearest
+
+
+def _yield_variants(cause: Cause, evidence: Evidence) -> Variants:
+    search = SEARCHES.get(cause)
+    return search_moves(cause, evidence) if search is None else search(evidence)
 
 
 def list_recorded_stages_of_cause(cause: Cause, evidence: Evidence) -> list[str]:
@@ -238,11 +280,14 @@ def _explains_gaps_of_stage(model: AttentionModel, evidence: Evidence, stage: st
 def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
     """Return two causes that explain a stage together, or nothing.
 
-    One cause twice is no pair: that undoes what the first did, and is another name for anything.
+    One cause twice is no pair: that undoes what the first did, and is another name for anything. A
+    statistical cause is in none: it would explain whatever a cause that replaces weights leaves.
     """
     stage = evidence.gaps.stages_beyond_rounding[0]
     concerned = [
-        cause for cause in causes if stage in list_recorded_stages_of_cause(cause, evidence)
+        cause
+        for cause in causes
+        if not cause.is_statistical and stage in list_recorded_stages_of_cause(cause, evidence)
     ]
     before = evidence.gaps.totals_of_stage(stage)
     nearest: list[tuple[tuple[float, float], int, Cause, Variant]] = []
@@ -266,3 +311,317 @@ def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCa
                 ]
                 pairs.append((second.sort_key, len(pairs), both))
     return min(pairs)[2] if pairs else []
+
+
+def fit_variant(family: Family, evidence: Evidence, cells: Sequence[Cell]) -> Variant | None:
+    """Return the variant that is nearest to the recorded stages in these cells.
+
+    Gauss and Newton's method from the best starts, with a numerical derivative: where a variant
+    is exact, each round doubles the number of right digits.
+    """
+    heads: dict[tuple[str, int], list[int]] = {}
+    for stage, number, head in cells:
+        heads.setdefault((stage, number), []).append(head)
+
+    def residuals(t: float) -> Tensor:
+        variant = family.make(math.exp(t) if family.is_log else t)
+        return _compute_residuals(variant, evidence.calls, heads)
+
+    starts = [math.log(s) if family.is_log else s for s in family.starts]
+    sizes = [(float(residuals(t).norm()), t) for t in starts]
+    finite = sorted(pair for pair in sizes if math.isfinite(pair[0]))
+    span = (max(starts) - min(starts)) * BEYOND
+    bounds = (min(starts) - span, max(starts) + span)
+    ends = [_minimise_residuals(residuals, size, t, bounds) for size, t in finite[:BEST_STARTS]]
+    if not ends:
+        return None
+    _, t = min(ends)
+    return family.make(math.exp(t) if family.is_log else t)
+
+
+def _minimise_residuals(
+    residuals: Callable[[float], Tensor], size: float, t: float, bounds: tuple[float, float]
+) -> tuple[float, float]:
+    for _ in range(ROUNDS):
+        step = STEP * max(abs(t), 1.0)
+        slope = (residuals(t + step) - residuals(t - step)) / (2 * step)
+        steepness = float(slope.square().sum())
+        if not steepness or not math.isfinite(steepness):
+            break
+        move = -float((slope * residuals(t)).sum()) / steepness
+        move = max(min(move, bounds[1] - t), bounds[0] - t)
+        trials = [(float(residuals(t + move * share).norm()), t + move * share) for share in SHARES]
+        best = min(pair for pair in [*trials, (size, t)] if math.isfinite(pair[0]))
+        if best[0] >= size:
+            break
+        size, t = best
+    return size, t
+
+
+def _compute_residuals(
+    variant: Variant, calls: Sequence[RecordedCall], heads_of: Mapping[tuple[str, int], list[int]]
+) -> Tensor:
+    parts = []
+    for (stage, number), heads in heads_of.items():
+        actual = calls[number].stages[stage]
+        try:
+            predicted = variant.model.predict_stage(stage, calls[number])
+        except OptionError:  # a number for which a scaling has no frequencies
+            return torch.full((1,), math.inf, dtype=torch.float64)
+        if predicted.shape != actual.shape:
+            return torch.full((1,), math.inf, dtype=torch.float64)
+        if WHOLE not in heads:
+            predicted, actual = predicted[:, heads], actual[:, heads]
+        apart = (predicted - actual).flatten()[:MOST_ENTRIES]
+        parts.append(apart.masked_fill(~apart.isfinite(), 0.0))
+    return torch.cat(parts)
+
+
+PROJECTED = {"q", "k", "v", "output"}  # the stages that multiply by weights
+
+
+@dataclass(frozen=True, eq=False)
+class ExplainedCalls:
+    """Calls that were recorded, and the model that should predict them.
+
+    Attributes:
+        model: the attention that the recorded one should equal.
+        calls: the recorded calls.
+        names: of the input of each call, for reports.
+        stored: dtype of the recorded weights, which may have rounded what was done to them.
+        candidates: the causes that may be named.
+        side: that of the recorded one, for reports.
+    """
+
+    model: AttentionModel
+    calls: Sequence[RecordedCall]
+    names: Sequence[str]
+    stored: torch.dtype = torch.float64
+    candidates: Sequence[Cause] = CAUSES
+    side: str = "first"
+
+    @cached_property
+    def search(self) -> CauseSearchResult:
+        """The causes why the calls part from the model.
+
+        What they do not explain to the rounding of the run is explained to the rounding of the
+        stored weights, if that leaves nothing.
+        """
+        if self.has_other_rows:  # which no cause changes
+            return CauseSearchResult((), self.gaps)
+        named = search_causes(Evidence(self.model, self.calls, self.gaps), self.candidates)
+        if named.left.cells_beyond_rounding and self._has_weights_in_narrower_dtype:
+            coarse = search_causes(
+                Evidence.of(self.model, self._calls_in_dtype_of_weights), self.candidates
+            )
+            return named if coarse.left.cells_beyond_rounding else coarse
+        return named
+
+    @cached_property
+    def has_other_rows(self) -> bool:
+        """True if queries, values or outputs have another number of channels than the model's."""
+        return any(
+            stage in call.stages and _count_rows(call.stages[stage]) != rows
+            for call in self.calls
+            for stage, rows in _count_rows_of_model(self.model).items()
+        )
+
+    def _describe_shapes(self, stage: str) -> str:
+        """Return the heads and channels of a stage in the first and in the second; "" for equal."""
+        call = next(call for call in self.calls if stage in call.stages)
+        recorded, weights = call.stages[stage].shape, self.model.weights
+        owner = f"w{stage[0] if stage[0] in 'qkv' else 'o'}"
+        axes, noun = ((1,), "heads") if stage in ("scores", "weights") else ((1, 3), "heads")
+        expected = weights[owner].shape[: len(axes)]
+        if stage == "output":
+            axes, noun, expected = (2,), "channels", weights["wo"].shape[2:]
+        pair = [tuple(recorded[axis] for axis in axes), tuple(expected)]
+        if pair[0] == pair[1]:
+            return ""
+        first, second = pair if self.side == "first" else pair[::-1]
+        if first[1:] == second[1:]:
+            return f"{first[0]} {noun} against {second[0]}"
+        return f"{first[0]} heads of {first[1]} channels against {second[0]} of {second[1]}"
+
+    @cached_property
+    def gaps(self) -> Gaps:
+        """The gaps between the calls and the model, before any cause."""
+        return measure_gaps(self.model, self.calls)
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """The stages that were recorded."""
+        return tuple(s for s in STAGES if any(s in call.stages for call in self.calls))
+
+    @property
+    def is_explained_by_one_cause(self) -> bool:
+        """True if at most one cause explains every difference."""
+        return not self.search.left.cells_beyond_rounding and len(self.search.causes) < 2
+
+    @property
+    def causes(self) -> tuple[FoundCause, ...]:
+        """The causes as they are reported."""
+        causes = self.search.causes
+        everything = sum(each.size for each in causes if not each.partner)
+        everything += max((each.size for each in causes if each.partner), default=0.0)
+        everything += self.search.left.total_clipped_size(self.search.left.cells_beyond_rounding)
+        return tuple(
+            replace(
+                _make_found_cause(each, self.side),
+                share=each.size / everything if everything else 1.0,
+                output_left=max(
+                    self._measure_last_stage_gap(each.model, call) for call in self.calls
+                ),
+            )
+            for each in causes
+        )
+
+    def _measure_last_stage_gap(self, model: AttentionModel, call: RecordedCall) -> float:
+        """Return the relative difference of the last stage of a call from that of a model."""
+        last = [stage for stage in STAGES if stage in call.stages][-1]
+        mine, theirs = call.stages[last], model.predict_stage(last, replace(call, stages={}))
+        if mine.shape != theirs.shape:
+            return torch.inf
+        size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
+        return float(absolute_difference(theirs, mine).norm() / size)
+
+    @cached_property
+    def gaps_by_position(self) -> dict[tuple[str, int], list[float]]:
+        """(stage, number of the call) -> the size of its difference at each position it parts."""
+        parted = dict.fromkeys(
+            (stage, number) for stage, number, _ in self.gaps.cells_beyond_rounding
+        )
+        return {
+            (stage, number): measure_gaps_by_position(self.model, self.calls[number], stage)
+            for stage, number in parted
+        }
+
+    def _parted_positions(self, stage: str) -> tuple[int, ...] | None:
+        """Return the tokens at which a stage parts in some call; None for all."""
+        apart, every = set[int](), set[int]()
+        for (name, number), sizes in self.gaps_by_position.items():
+            if name == stage:
+                past = self.calls[number].past_key_count
+                every |= {past + n for n in range(len(sizes))}
+                apart |= {past + n for n, size in enumerate(sizes) if size}
+        return None if apart == every else tuple(sorted(apart))
+
+    @property
+    def output_gap(self) -> float:
+        """The largest relative difference of the outputs."""
+        return max(gap for gap, _ in self._measure_output_gaps)
+
+    @cached_property
+    def outputs_agree(self) -> bool:
+        """True if rounding explains every difference of the outputs.
+
+        Where the weights differ, that is the rounding of the dtype in which they are stored.
+        """
+        if all(is_rounding for _, is_rounding in self._measure_output_gaps):
+            return True
+        has_other_weights = not PROJECTED.isdisjoint(self.gaps.stages_beyond_rounding)
+        stored = (
+            self._calls_in_dtype_of_weights
+            if has_other_weights and self._has_weights_in_narrower_dtype
+            else ()
+        )
+        return bool(stored) and all(self._measure_output_gap(call)[1] for call in stored)
+
+    @property
+    def _has_weights_in_narrower_dtype(self) -> bool:
+        """True if the weights are stored in a narrower dtype than the calls were computed in."""
+        return any(
+            torch.finfo(self.stored).eps > torch.finfo(call.dtype).eps for call in self.calls
+        )
+
+    @property
+    def _calls_in_dtype_of_weights(self) -> list[RecordedCall]:
+        return [replace(call, dtype=self.stored) for call in self.calls]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict, for a check that could have failed and outputs that may not be bitwise."""
+        if self.outputs_agree:
+            return Verdict.OTHER_WEIGHTS if self.gaps.cells_beyond_rounding else Verdict.TO_ROUNDING
+        return Verdict.DIFFERENT if self.search.causes or self.has_other_rows else Verdict.UNKNOWN
+
+    @property
+    def parted_stages(self) -> tuple[PartedStage, ...]:
+        """The stages that part although the stages before them are the same."""
+        left = {*self.search.left.cells_beyond_rounding}
+        parted = []
+        for stage in self.gaps.stages_beyond_rounding:
+            cells = [cell for cell in self.gaps.cells_beyond_rounding if cell[0] == stage]
+            heads = tuple(sorted({head for _, _, head in cells}))
+            parted.append(
+                PartedStage(
+                    stage=stage,
+                    size=max(self.gaps.cells[cell].size for cell in cells),
+                    heads=None if WHOLE in heads else heads,
+                    probes=tuple(dict.fromkeys(self.names[n] for _, n, _ in cells)),
+                    is_explained=left.isdisjoint(cells),
+                    positions=self._parted_positions(stage),
+                    shapes=self._describe_shapes(stage),
+                )
+            )
+        return tuple(parted)
+
+    @property
+    def stage_gaps(self) -> tuple[StageGaps, ...]:
+        """The gaps of each stage and call, before any cause, for the report."""
+        heads: dict[tuple[str, int], list[Gap]] = {}
+        for (stage, number, _), gap in self.gaps.cells.items():
+            heads.setdefault((stage, number), []).append(gap)
+        return tuple(
+            StageGaps(
+                stage=stage,
+                probe=self.names[number],
+                call=number - self.names.index(self.names[number]),
+                sizes=tuple(gap.size for gap in each),
+                shares=tuple(gap.share for gap in each),
+                by_position=tuple(self.gaps_by_position.get((stage, number), ())),
+            )
+            for (stage, number), each in heads.items()
+        )
+
+    @cached_property
+    def _measure_output_gaps(self) -> list[tuple[float, bool]]:
+        return [self._measure_output_gap(call) for call in self.calls]
+
+    def _measure_output_gap(self, call: RecordedCall) -> tuple[float, bool]:
+        """Return the relative difference of the last stage, and whether rounding explains it."""
+        last = [stage for stage in STAGES if stage in call.stages][-1]
+        bare = replace(call, stages={})
+        forced = self.model.prepare_stage(last, bare)
+        mine, theirs = call.stages[last], forced.compute_stage()
+        if mine.shape != theirs.shape:
+            return torch.inf, False
+        apart = absolute_difference(theirs, mine)
+        size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
+        is_rounding = bool(((apart == 0) | (apart <= allowed_difference(forced))).all())
+        return float(apart.norm() / size), is_rounding
+
+
+def _count_rows(stage: Tensor) -> int:
+    """Return heads * channels of a stage, or the channels of the output."""
+    return stage.shape[2] if stage.dim() == 3 else stage.shape[1] * stage.shape[3]
+
+
+def _count_rows_of_model(model: AttentionModel) -> dict[str, int]:
+    wq, wo = model.weights["wq"], model.weights["wo"]
+    heads, value_dim, out_dim = wo.shape
+    return {"q": wq.shape[0] * wq.shape[1], "head outputs": heads * value_dim, "output": out_dim}
+
+
+def _make_found_cause(named: NamedCause, side: str) -> FoundCause:
+    return FoundCause(
+        name=named.cause.name,
+        parameters={**named.variant.parameters, **named.variant.details},
+        stages=tuple(named.stages),
+        heads=None if named.heads is None else tuple(named.heads),
+        repair=named.variant.repair,
+        equals=named.equals,
+        page=named.cause.page,
+        side=side,
+        partner=named.partner,
+    )

@@ -1,11 +1,11 @@
-"""Comparison of two sets of tensors byte for byte, and of the outputs of their layers."""
+"""Comparison of stored weights: bytes, configs, outputs of their layers, and what moved."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,10 +13,20 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints.attention import attention_from_state
-from headwise.checkpoints.options import layout_in_layer
-from headwise.diagnosis.results.diagnosis import OutputComparison, TensorComparison, TensorEvidence
+from headwise.checkpoints.config import Config, attention_window
+from headwise.checkpoints.options import layout_in_layer, resolve
+from headwise.diagnosis.catalogue import cause_of_layer_shifts
+from headwise.diagnosis.moves.move import MoveReport
+from headwise.diagnosis.moves.state import find_state_moves
+from headwise.diagnosis.results import (
+    ModuleMoves,
+    OutputComparison,
+    TensorComparison,
+    TensorEvidence,
+)
 from headwise.errors import DTypeError, OptionError, ShapeError
-from headwise.function.weights import BIASES
+from headwise.function.spec import ABSENT, Softcap
+from headwise.function.weights import BIASES, State
 from headwise.layers.attention import Attention
 from headwise.layouts._layout import Layout, is_positive_zero
 from headwise.layouts.equality import (
@@ -364,3 +374,139 @@ def _count_differing_entries(a: Tensor, b: Tensor) -> dict[str, int | float]:
         finite = (x - y)[kinds[0]].abs()
         counts["largest"] = max(counts["largest"], float(finite.max()) if len(finite) else 0.0)
     return counts
+
+
+Fields = dict[str, str]
+
+
+def find_config_differences(
+    first: Config, second: Config, layouts: tuple[Layout, Layout], layers: Iterable[int]
+) -> dict[str, tuple[str, str]]:
+    """Return the fields in which two configs differ -> (first, second), by the first such layer.
+
+    Compared are theta and scaling of a rotation, the softcap and the window. Without a config of
+    each side nothing is known to differ.
+    """
+    differing: dict[str, tuple[str, str]] = {}
+    if not first or not second or first == second:
+        return differing
+    for layer in sorted({*layers}):
+        with suppress(OptionError):  # a setting that headwise has no name for
+            mine, theirs = (
+                _read_attention_settings(config, layout, layer)
+                for config, layout in zip((first, second), layouts, strict=True)
+            )
+            for name in mine.keys() & theirs.keys():
+                if mine[name] != theirs[name]:
+                    differing.setdefault(name, (mine[name], theirs[name]))
+    return differing
+
+
+def _read_attention_settings(config: Config, layout: Layout, layer: int) -> Fields:
+    described = layout_in_layer(layout, config, layer)
+    spec = resolve(replace(described.function, window=ABSENT), config, layer=layer)
+    fields = {"window": str(attention_window(config, layer))}
+    if described.function.softcap is not ABSENT:
+        fields["softcap"] = str(spec.softcap.limit if isinstance(spec.softcap, Softcap) else None)
+    if (rotary := spec.rotation) is not None:
+        fields |= {"rope_theta": f"{rotary.theta:g}", "rotary scaling": str(rotary.scaling)}
+    return fields
+
+
+def find_module_moves(
+    first: Stored,
+    second: Stored,
+    layouts: tuple[Layout, Layout],
+    differing: Sequence[str],
+    counts: Mapping[str, int],
+) -> list[ModuleMoves]:
+    """Name the moves in every module that has one of the tensors ``differing`` of the second.
+
+    Modules are paired in their order. Those that cannot be read are left out.
+    """
+    mine, theirs = find_modules(layouts[0], first), find_modules(layouts[1], second)
+    if len(mine) != len(theirs):
+        return []
+    concerned = [
+        (a, b) for a, b in zip(mine, theirs, strict=True) if not {*b.tensors}.isdisjoint(differing)
+    ]
+    named, shifts = [], set()
+    places = _list_candidate_places([theirs.index(b) for _, b in concerned], len(theirs))
+    candidates = [theirs[place] for place in places]
+    for a, b in concerned:
+        with suppress(*UNREADABLE):
+            state = _unpack_module(first, a, layouts[0], counts)
+            other = _find_module_with_weights(state, second, layouts[1], candidates, b, counts)
+            if other is not None:
+                shifts.add(other.layer - a.layer)
+                named.append(_report_exchanged_module(a, other))
+            else:
+                right = _unpack_module(second, b, layouts[1], counts)
+                report = find_state_moves(
+                    state,
+                    right,
+                    rotary_width=counts.get("rotary_width"),
+                    was_interleaved=layouts[0].rows == "interleaved",
+                )
+                if report.moves or report.unexplained:  # signs of zeros alone move nothing
+                    named.append(_describe_moves_of_module(a, report))
+    exchange = cause_of_layer_shifts(shifts)
+    return [
+        replace(each, causes=(exchange.name,), repairs=(exchange.remedy,), pages=(exchange.page,))
+        if each.is_other_module
+        else each
+        for each in named
+    ]
+
+
+def _list_candidate_places(differing: Sequence[int], count: int) -> list[int]:
+    """Return the places of differing modules and of their neighbours, which may be equal.
+
+    If layers are off by one, the last has the weights of none, or its own.
+    """
+    near = {place + shift for place in differing for shift in (-1, 0, 1)}
+    return sorted(near & {*range(count)})
+
+
+def _unpack_module(
+    stored: Stored, module: NamedModule, layout: Layout, counts: Mapping[str, int]
+) -> State:
+    tensors = {local: stored[name] for name, local in module.tensors.items()}
+    known = {name: counts[name] for name in ("heads", "kv_heads", "rotary_width") if name in counts}
+    return layout.unpack(tensors, **known)
+
+
+def _find_module_with_weights(
+    state: State,
+    second: Stored,
+    layout: Layout,
+    modules: Sequence[NamedModule],
+    right: NamedModule,
+    counts: Mapping[str, int],
+) -> NamedModule | None:
+    """Return the other module of the second that has exactly these weights."""
+    for module in modules:
+        if module.prefix != right.prefix:
+            with suppress(*UNREADABLE):
+                if not list_differing_tensors(
+                    state, _unpack_module(second, module, layout, counts)
+                ):
+                    return module
+    return None
+
+
+def _report_exchanged_module(module: NamedModule, other: NamedModule) -> ModuleMoves:
+    name, other_name = (each.prefix.rstrip(".") for each in (module, other))
+    return ModuleMoves(name=name, layer=module.layer, is_other_module=other_name)
+
+
+def _describe_moves_of_module(module: NamedModule, report: MoveReport) -> ModuleMoves:
+    return ModuleMoves(
+        name=module.prefix.rstrip("."),
+        layer=module.layer,
+        moves=tuple(map(str, report.moves)),
+        causes=tuple(move.cause.name for move in report.moves),
+        repairs=tuple(move.name.repair for move in report.moves),
+        pages=tuple(move.cause.page for move in report.moves),
+        unexplained=report.unexplained,
+    )

@@ -13,7 +13,6 @@ from headwise.function.weights import AXES, State
 from headwise.layouts._layout import Layout, is_positive_zero
 from headwise.layouts.sizes import Sizes
 
-# Tensors are compared as integers: NaNs then equal themselves, and -0 differs from 0.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LISTED = 6  # heads that are named
 # canonical tensor -> the words for it in messages
@@ -38,16 +37,17 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     """True if two tensors have the same shape, dtype and bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(_view_as_bits(a), _view_as_bits(b))
+    return torch.equal(view_as_bits(a), view_as_bits(b))
 
 
 def mark_differing_entries(a: Tensor, b: Tensor) -> Tensor:
     """Return True for each entry whose bits differ, of the shape of both."""
-    differ = _view_as_bits(a) != _view_as_bits(b)
+    differ = view_as_bits(a) != view_as_bits(b)
     return differ.any(-1) if a.is_complex() else differ
 
 
-def _view_as_bits(x: Tensor) -> Tensor:
+def view_as_bits(x: Tensor) -> Tensor:
+    """Return the bits of each entry as integers: NaNs equal themselves, and -0 differs from 0."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return x.contiguous().view(_BITS[x.element_size()])
 

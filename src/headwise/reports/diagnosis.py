@@ -10,11 +10,9 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from headwise.diagnosis.causes.catalogue import CAUSES
-from headwise.diagnosis.causes.cause import describe_cause
-from headwise.diagnosis.results.attention import FunctionComparison
-from headwise.diagnosis.results.diagnosis import Diagnosis, Verdict
-from headwise.diagnosis.results.model import LayerComparison
+from headwise.diagnosis.catalogue import Page
+from headwise.diagnosis.comparison import FunctionComparison, LayerComparison
+from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.reports import images, stages
 from headwise.reports.report import library_versions
 from headwise.reports.stages import StageTables
@@ -124,7 +122,6 @@ def render_diagnosis_page(report: DiagnosisReport) -> str:
         layers=[] if model is None else stages.layer_rows(model),
         stages=[] if model is None else stages.compared_stages_of_model(model),
         cause_count=sum(len(function.causes) for _, function in report.differing_layer_groups),
-        texts={cause.name: describe_cause(cause) for cause in CAUSES},
         cause_pages=read_cause_pages(report),
         most=MOST_TENSORS,
         most_names=MOST_NAMES,
@@ -135,33 +132,11 @@ def render_diagnosis_page(report: DiagnosisReport) -> str:
     return secure_page(page)
 
 
-@dataclass(frozen=True)
-class CausePage:
-    """The text about a cause, for the end of the page.
-
-    Attributes:
-        path: the file in the installed package.
-        name: the file's name without its ending.
-        title: what people see.
-        text: the sections, without links to other files.
-    """
-
-    path: str
-    name: str
-    title: str
-    text: str
-
-
-def read_cause_pages(report: DiagnosisReport) -> dict[str, CausePage]:
+def read_cause_pages(report: DiagnosisReport) -> dict[str, Page]:
     """Return the pages about the causes of a diagnosis, by path."""
     paths = [cause.page for _, each in report.differing_layer_groups for cause in each.causes]
     paths += [page for module in report.diagnosis.moves or () for page in module.pages if page]
-    pages = {}
-    for path in dict.fromkeys(paths):
-        title, _, text = Path(path).read_text("utf-8").partition("\n")
-        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
-        pages[path] = CausePage(path, Path(path).stem, title.removeprefix("# "), text.strip())
-    return pages
+    return {path: Page.read(path) for path in dict.fromkeys(paths)}
 
 
 def mark_quoted_as_code(text: str) -> Markup:

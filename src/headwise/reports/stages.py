@@ -6,8 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from headwise.diagnosis.results.attention import FunctionComparison, StageGaps
-from headwise.diagnosis.results.model import LayerComparison, ModelComparison
+from headwise.diagnosis.comparison import (
+    FunctionComparison,
+    LayerComparison,
+    ModelComparison,
+    StageGaps,
+)
 from headwise.function.stages import STAGES
 from headwise.reports.images import RGB, viridis_colour
 
@@ -118,12 +122,7 @@ def layer_rows(model: ModelComparison) -> list[LayerRow]:
         cells = (
             _cell_of_compared_call(gaps.get(stage), layer.name, (stage, 0)) for stage in stages
         )
-        causes = (
-            (model.layer_exchange_cause,)
-            if layer.exchanged_with
-            else tuple(layer.comparison.cause_names)
-        )
-        rows.append(LayerRow(layer, tuple(cells), causes))
+        rows.append(LayerRow(layer, tuple(cells), tuple(model.cause_names_of(layer))))
     return rows
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.catalogue import CAUSES
-from headwise.diagnosis.causes.cause import Evidence
+from headwise.diagnosis.catalogue import CAUSES
+from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.search import CauseSearchResult, search_causes
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 import headwise
 from benchmarks.compare.suites import SUITES, Case
-from headwise.diagnosis.causes.catalogue import CAUSES
-from headwise.diagnosis.causes.cause import PAGES, Cause, cause_page_path, describe_cause
-from tools import causes_page
+from headwise.diagnosis.catalogue import (
+    ANOTHER_ROLE,
+    CAUSES,
+    FACTOR,
+    LAYERS_EXCHANGED,
+    LAYERS_OFF_BY_ONE,
+    MATRIX_TRANSPOSED,
+    PAGES,
+    ROTARY_PERMUTATION_WIDTH,
+    ROWS_ZERO,
+    SIGN,
+    Cause,
+    Page,
+)
+from headwise.diagnosis.moves.families import make_row_map_catalogue
+from headwise.diagnosis.moves.labels import list_matrix_maps
+from headwise.diagnosis.moves.rows import RowSizes
+from headwise.diagnosis.search import SEARCHES
+from tests.diagnosis.moves.projections import projections
 
 NAMES = [cause.name for cause in CAUSES]
 
@@ -33,7 +50,7 @@ def test_the_cause_of_a_fault_is_named(fault: str) -> None:
 
 
 def test_names_and_symptoms_are_of_one_cause_each() -> None:
-    symptoms = [cause.symptom for cause in CAUSES]
+    symptoms = [Page.read(cause.page).title for cause in CAUSES]
     assert sorted(NAMES) == sorted({*NAMES})
     assert sorted(symptoms) == sorted({*symptoms})
     assert all(cause.stages for cause in CAUSES)
@@ -52,30 +69,69 @@ def test_a_layer_in_bfloat16_is_the_same_to_rounding() -> None:
     assert case.score().is_right
 
 
-def test_the_pages_of_causes_are_up_to_date() -> None:
-    written = {path.name: path.read_text("utf-8") for path in PAGES.iterdir()}
-    assert written == causes_page.pages()
+@pytest.mark.parametrize("cause", CAUSES, ids=NAMES)
+def test_each_cause_has_a_page_with_the_headings(cause: Cause) -> None:
+    assert Path(cause.page).is_relative_to(Path(headwise.__file__).parent)  # a file that users have
+    text = Path(cause.page).read_text("utf-8")
+    title, first, *_ = text.split("\n\n")
+    assert title.startswith("# ")
+    assert first.startswith(f"`compare` names this cause **{cause.name}**. ")
+    assert f"## Stages\n\nThe cause shows in: {', '.join(cause.stages)}. " in text
+    headings = re.findall("^## (.*)$", text, re.M)
+    assert headings[:3] == ["Stages", "Search", "Repair"]
+    assert headings[3:] in ([], ["Causes that look the same"])
+    assert text.endswith("\n\n[All causes](index.md)\n")
+    for link in re.findall(r"\]\(([^)]*)\)", text):
+        assert PAGES.joinpath(link).is_file()
+    for name, page in re.findall(r"^- \[(.*)\]\((.*)\): ", text, re.M):
+        assert Path(next(each.page for each in CAUSES if each.name == name)).name == page
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=NAMES)
-def test_each_cause_has_a_page_with_a_repair(cause: Cause) -> None:
-    path = Path(cause_page_path(cause.name))
-    assert path.is_relative_to(Path(headwise.__file__).parent)  # a file that users have
-    text = path.read_text("utf-8")
-    assert text.startswith(f"# {cause.symptom}\n")
-    assert "## Repair" in text
-    sections = describe_cause(cause).sections
-    for name in {"Wrong", "Right"} & sections.keys():
-        compile(sections[name], name, "exec")
+def test_a_page_shows_code_that_is_wrong_and_right(cause: Cause) -> None:
+    for diff in re.findall("```diff\n(.*?)```", Path(cause.page).read_text("utf-8"), re.S):
+        for mark in "-+":
+            lines = [line for line in diff.splitlines() if line.startswith(mark)]
+            compile("\n".join(line[2:] for line in lines), cause.name, "exec")
 
 
-def test_a_page_links_to_causes_that_exist() -> None:
-    assert causes_page.link("rotary theta") == "[rotary theta](rotary-theta.md)"
-    with pytest.raises(KeyError, match="rotary thetas"):
-        causes_page.link("rotary thetas")
+def test_no_page_is_without_a_cause() -> None:
+    pages = {path.name for path in PAGES.iterdir()}
+    assert pages == {"index.md", *(Path(cause.page).name for cause in CAUSES)}
 
 
-def test_pages_of_causes_that_are_no_more_are_removed(tmp_path: Path) -> None:
-    tmp_path.joinpath("phlogiston.md").touch()
-    causes_page.write(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*causes_page.pages()}
+def test_the_index_lists_every_page() -> None:
+    text = PAGES.joinpath("index.md").read_text("utf-8")
+    assert f"these {len(CAUSES)} causes" in text
+    lines = [
+        f"| {Page.read(cause.page).title} | [{cause.name}]({Path(cause.page).name}) | "
+        f"{', '.join(cause.stages)} |"
+        for cause in CAUSES
+    ]
+    assert text.splitlines()[-len(CAUSES) :] == sorted(lines, key=lambda line: line[2:].lower())
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 8, 8), (6, 2, 10, 10), (8, 1, 6, 7)])
+def test_each_move_carries_a_cause_with_a_page(sizes: tuple[int, int, int, int]) -> None:
+    named = {
+        name.cause
+        for row_map in make_row_map_catalogue(RowSizes(*sizes), (40,) * 4).maps
+        for name in row_map.names
+    }
+    assert named <= {*CAUSES}
+    assert {ANOTHER_ROLE, ROTARY_PERMUTATION_WIDTH} & named or sizes[2] != sizes[3]
+
+
+def test_causes_without_a_search_of_their_own_are_those_of_moves() -> None:
+    rows = projections("gqa-of-4")
+    shapes = [RowSizes(*sizes) for sizes in ((4, 4, 8, 8), (6, 2, 10, 10))]
+    moved = {
+        name.cause
+        for sizes in shapes
+        for row_map in make_row_map_catalogue(sizes, (40,) * 4).maps
+        for name in row_map.names
+    }
+    moved |= {each.names[0].cause for each in list_matrix_maps(rows, rows.head_counts_and_dims())}
+    changed = {MATRIX_TRANSPOSED, SIGN, FACTOR, ROWS_ZERO}
+    layers = {LAYERS_EXCHANGED, LAYERS_OFF_BY_ONE}
+    assert {*CAUSES} == {*SEARCHES} | moved | changed | layers

@@ -10,9 +10,8 @@ from benchmarks.compare.subjects import model_of, record
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import Probe, default_probe
 from benchmarks.faults.geometries import GEOMETRIES, Kind, layer_of
-from headwise.diagnosis.causes.catalogue import CAUSES
-from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.causes.weights import InitialWeightsCause
+from headwise.diagnosis.catalogue import CAUSES, INITIAL_WEIGHTS
+from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.search import NamedCause, search_causes
 
 GEOMETRY = next(each for each in GEOMETRIES if each.name == "gqa-rotary")
@@ -69,7 +68,7 @@ def named_alone(tokens: int, **changed: Tensor) -> list[NamedCause]:
     probe = Probe(Draw("probe").normal(1, tokens, mha.embed_dim))
     with torch.no_grad():
         calls = record(right.with_weights(**changed), probe)
-    return list(search_causes(Evidence.of(model_of(right), calls), [InitialWeightsCause()]).causes)
+    return list(search_causes(Evidence.of(model_of(right), calls), [INITIAL_WEIGHTS]).causes)
 
 
 def test_right_numbers_in_another_place_are_not_initial_values() -> None:

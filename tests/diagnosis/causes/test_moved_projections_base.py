@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import headwise
 from benchmarks.compare.subjects import model_of, record
 from benchmarks.faults.draw import Draw
 from benchmarks.faults.fault_case import default_probe
 from benchmarks.faults.geometries import GEOMETRIES, layer_of
 from benchmarks.faults.reference_layer import ReferenceLayer
-from headwise.diagnosis.causes.catalogue import CAUSES
-from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.causes.moved import MovedProjectionsCause
+from headwise.diagnosis.catalogue import CAUSES
+from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.search import NamedCause, search_causes
 
 Edit = Callable[[dict[str, Tensor]], Mapping[str, Tensor | None]]
@@ -159,9 +160,22 @@ def test_another_change_is_no_move(edit: Edit) -> None:
     assert searched("mha", right, right.with_weights(**edit(right.all_weights()))) == []
 
 
-def test_every_such_cause_has_a_name_of_moves() -> None:
-    names = [cause.name for cause in CAUSES if isinstance(cause, MovedProjectionsCause)]
-    assert len(names) == len({*names}) == 19
+@pytest.mark.parametrize(
+    ("source_dim", "pairs"), [(None, "qk qo kq vk ok ov"), (29, "kv vk qo oq")]
+)
+def test_a_projection_loaded_as_another_one_is_named(source_dim: int | None, pairs: str) -> None:
+    torch.manual_seed(0)
+    right = headwise.Attention(40, 5, source_dim=source_dim).eval()
+    names = {role: f"{role}_proj" for role in "qkv"} | {"o": "out_proj"}
+    for role, source in pairs.split():
+        wrong = deepcopy(right)
+        stored = getattr(right, names[source]).state_dict()
+        getattr(wrong, names[role]).load_state_dict(stored)
+        comparison = headwise.compare(wrong, right).function
+        assert comparison is not None
+        [cause] = comparison.causes
+        assert (cause.name, cause.side) == ("rows of another role", "first")
+        assert cause.parameters == {"roles": role, "source": source}
 
 
 def test_two_mistakes_in_the_same_rows_are_both_named() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, compare
-from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.results import Verdict
 
 
 def layer() -> Attention:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headwise.diagnosis.moves.move import MoveReport
 from headwise.diagnosis.moves.rows import Rows
 
 GEOMETRIES = {  # embed_dim, heads, kv_heads, head_dim
@@ -78,3 +79,8 @@ def assert_same_rows(a: Rows, b: Rows) -> None:
     assert all(torch.equal(a.matrices[role], b.matrices[role]) for role in a.roles)
     assert a.biases.keys() == b.biases.keys()
     assert all(torch.equal(a.biases[role], b.biases[role]) for role in a.biases)
+
+
+def is_exact(report: MoveReport) -> bool:
+    """Whether every role is explained to the last bit."""
+    return not report.unexplained and not any(report.residual.values())

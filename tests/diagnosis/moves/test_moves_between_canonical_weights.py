@@ -25,7 +25,7 @@ def state_of(geometry: str, seed: int = 0) -> State:
 def compared(a: State, b: State) -> list[tuple[str, str, tuple[str, ...]]]:
     report = find_state_moves(a, b)
     assert report.unexplained == ()
-    return [(move.cause, move.name.text, move.roles) for move in report.moves]
+    return [(move.cause.name, move.name.text, move.roles) for move in report.moves]
 
 
 def uniform(x: Tensor, bound: float) -> Tensor:
@@ -76,7 +76,7 @@ def test_repeated_kv_heads_are_compared(tiled: bool) -> None:
 def test_the_output_bias_is_compared() -> None:
     b = state_of("mha")
     assert compared({**b, "bo": b["bo"].clone()}, b) == []
-    assert compared({**b, "bo": b["bo"] * 0}, b) == [("bias zero", "output bias", ("o",))]
+    assert compared({**b, "bo": b["bo"] * 0}, b) == [("bias missing", "output bias, zero", ("o",))]
     without = {name: x for name, x in b.items() if name != "bo"}
     assert compared(without, b) == [("bias missing", "output bias", ("o",))]
     assert find_state_moves({**b, "bo": b["bo"] + 1}, b).unexplained == ("output bias",)

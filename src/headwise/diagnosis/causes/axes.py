@@ -3,55 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.moved import MovedProjectionsCause
+from headwise.diagnosis import catalogue
+from headwise.diagnosis.catalogue import Cause
+from headwise.diagnosis.causes.evidence import (
+    Evidence,
+    Search,
+    Variant,
+    Variants,
+    replace_inputs,
+    search_moves,
+)
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.function.stages import BEFORE
 from headwise.layers.distance import alibi_slopes
 
 
-class SplitWithoutTransposeCause(Cause):
-    """The projection (batch, length, heads * d) is viewed as (batch, heads, length, d).
-
-    The view keeps the order of memory. Head 0 then holds the first tokens, with all their channels.
-    With one head, or one token, the two are equal.
-
-    Wrong:
-        q = wq(x).view(batch, heads, length, d)
-
-    Right:
-        q = wq(x).view(batch, length, heads, d).transpose(1, 2)
-
-    Repair:
-        View first as (batch, length, heads, d), then transpose.
-
-    Confused with:
-        merge without transpose: code that splits so often merges so.
-        number of heads: for one token, where every split is the same.
-    """
-
-    name: ClassVar[str] = "split without transpose"
-    symptom: ClassVar[str] = (
-        "Heads mix tokens: q, k, v were split by view(batch, heads, length, d) without a transpose"
-    )
-    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v")
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the view of q, of k, of v, and of several."""
-        for roles in ("qkv", "qk", "q", "k", "v"):
-            model = evidence.model
-            for role in roles:
-                model = model.with_stage_function(role, _view_as_heads)
-            names = ", ".join(roles)
-            yield Variant(model, {"roles": names}, "view(batch, length, heads, d).transpose(1, 2)")
+def _split_without_transpose(evidence: Evidence) -> Variants:
+    for roles in ("qkv", "qk", "q", "k", "v"):
+        model = evidence.model
+        for role in roles:
+            model = model.with_stage_function(role, _view_as_heads)
+        names = ", ".join(roles)
+        yield Variant(model, {"roles": names}, "view(batch, length, heads, d).transpose(1, 2)")
 
 
 def _view_as_heads(forced: ForcedStage) -> Tensor:
@@ -60,36 +39,9 @@ def _view_as_heads(forced: ForcedStage) -> Tensor:
     return joined.reshape(split.shape)
 
 
-class MergeWithoutTransposeCause(Cause):
-    """Head outputs (batch, heads, length, d) are viewed as (batch, length, heads * d).
-
-    The view keeps the order of memory: head 0 of all tokens first. Training adapts to it, so a copy
-    task still trains. A checkpoint of a right layer gives gibberish. With one head, or one token,
-    the two are equal.
-
-    Wrong:
-        outputs.reshape(batch, length, heads * d)
-
-    Right:
-        outputs.transpose(1, 2).reshape(batch, length, heads * d)
-
-    Repair:
-        Transpose heads and length before the reshape.
-
-    Confused with:
-        split without transpose: if both are wrong, tokens are mixed before and after attention.
-    """
-
-    name: ClassVar[str] = "merge without transpose"
-    symptom: ClassVar[str] = (
-        "Outputs mix tokens: heads were joined by view or reshape without a transpose"
-    )
-    stages: ClassVar[tuple[str, ...]] = ("output",)
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the output projection of the view."""
-        model = evidence.model.with_stage_function("output", _project_unmerged_heads)
-        yield Variant(model, {}, "outputs.transpose(1, 2).flatten(2)")
+def _merge_without_transpose(evidence: Evidence) -> Variants:
+    model = evidence.model.with_stage_function("output", _project_unmerged_heads)
+    yield Variant(model, {}, "outputs.transpose(1, 2).flatten(2)")
 
 
 def _project_unmerged_heads(forced: ForcedStage) -> Tensor:
@@ -100,53 +52,20 @@ def _project_unmerged_heads(forced: ForcedStage) -> Tensor:
     return projected if bias is None else projected + bias
 
 
-class BatchSequenceExchangedCause(Cause):
-    """Tokens of (batch, tokens, width) are read as (tokens, batch, width).
-
-    Token i of a sequence attends to token i of the other sequences. Every shape fits, and one
-    sequence alone gets weights of 1.
-
-    Wrong:
-        nn.MultiheadAttention(width, heads)(x, x, x)
-
-    Right:
-        nn.MultiheadAttention(width, heads, batch_first=True)(x, x, x)
-
-    Repair:
-        Pass `batch_first=True`, or transpose the first two axes before and after the layer.
-
-    Confused with:
-        rotary axis: if only the rotation counts along the batch.
-        softmax axis: if the scores are right and the softmax is over the batch.
-    """
-
-    name: ClassVar[str] = "batch and sequence exchanged"
-    symptom: ClassVar[str] = (
-        "Outputs depend on the other sequences of the batch; one sequence alone ignores its tokens"
-    )
-    stages: ClassVar[tuple[str, ...]] = (
-        "q after rotary",
-        "k after rotary",
-        "scores",
-        "head outputs",
-    )
-    cost: ClassVar[float] = 0.9
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return attention along the batch, with positions of the tokens or of the batch."""
-        calls = evidence.calls
-        if any(call.earlier or call.inputs.source is not None for call in calls):
-            return
-        for by_batch in (("scores",), (), ("q after rotary", "k after rotary", "scores")):
-            model = evidence.model.with_stage_function("head outputs", _head_outputs_along_batch)
-            for stage in self.stages[:3]:
-                if stage == "scores":
-                    model = model.with_stage_function(
-                        stage, partial(_scores_along_batch, stage in by_batch)
-                    )
-                elif stage in by_batch:
-                    model = model.with_stage_function(stage, _rotate_along_batch)
-            yield Variant(model, {}, "batch_first=True, or x.transpose(0, 1) on both sides")
+def _batch_sequence_exchanged(evidence: Evidence) -> Variants:
+    calls = evidence.calls
+    if any(call.earlier or call.inputs.source is not None for call in calls):
+        return
+    for by_batch in (("scores",), (), ("q after rotary", "k after rotary", "scores")):
+        model = evidence.model.with_stage_function("head outputs", _head_outputs_along_batch)
+        for stage in catalogue.BATCH_SEQUENCE_EXCHANGED.stages[:3]:
+            if stage == "scores":
+                model = model.with_stage_function(
+                    stage, partial(_scores_along_batch, stage in by_batch)
+                )
+            elif stage in by_batch:
+                model = model.with_stage_function(stage, _rotate_along_batch)
+        yield Variant(model, {}, "batch_first=True, or x.transpose(0, 1) on both sides")
 
 
 def _scores_along_batch(by_batch: bool, forced: ForcedStage) -> Tensor:
@@ -165,8 +84,7 @@ def _head_outputs_along_batch(forced: ForcedStage) -> Tensor:
 
 def _rotate_along_batch(forced: ForcedStage) -> Tensor:
     """Return queries or keys rotated by their place in the batch."""
-    inputs = replace(forced.call.inputs, positions=_positions_in_batch(forced))
-    return replace(forced, call=replace(forced.call, inputs=inputs)).usual_result()
+    return replace_inputs(forced, positions=_positions_in_batch(forced)).usual_result()
 
 
 def _positions_in_batch(forced: ForcedStage) -> Tensor:
@@ -191,55 +109,28 @@ def _exchange_batch_and_sequence(forced: ForcedStage, positions: Tensor | None) 
     return replace(forced, call=replace(call, inputs=inputs, stages=stages))
 
 
-class NumberOfHeadsCause(Cause):
-    """The same projections are split into another number of heads.
-
-    The weights of 8 heads of 64 and of 16 heads of 32 have the same shape. No shape error shows a
-    wrong number, and head_dim is not always width / heads (Mistral-Nemo, Gemma, Qwen3).
-
-    Wrong:
-        head_dim = width // num_heads
-
-    Right:
-        head_dim = config.head_dim
-
-    Repair:
-        Take the numbers of heads and kv heads of the config.
-
-    Confused with:
-        kv heads tiled instead of repeated: if only the number of kv heads differs.
-        split without transpose: both put channels of other heads together.
-    """
-
-    name: ClassVar[str] = "number of heads"
-    symptom: ClassVar[str] = (
-        "Weights load, outputs are wrong, and a test with one head passes: wrong number of heads"
-    )
-    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "scores", "head outputs", "output")
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return every number of heads that divides the projections."""
-        model, settings = evidence.model, evidence.model.settings
-        if not model.replaced.keys() <= {"output"}:
-            return  # a replaced stage keeps its number of heads
-        widths = {role: model.weights[f"w{role}"].flatten(0, 1).shape[0] for role in "qkv"}
-        for heads in range(1, widths["q"] + 1):
-            head_dim, rest = divmod(widths["q"], heads)
-            kv_heads, other = divmod(widths["k"], head_dim) if not rest else (0, 1)
-            if rest or other or not kv_heads or widths["v"] % kv_heads or heads % kv_heads:
-                continue
-            rotary = settings.rotation
-            is_too_wide = rotary and head_dim < rotary.width < model.weights["wq"].shape[1]
-            is_odd = rotary and head_dim % 2
-            if heads == settings.num_heads or is_odd or is_too_wide:
-                continue
-            is_usual = math.isclose(settings.factor, model.weights["wq"].shape[1] ** -0.5)
-            for scale in {head_dim**-0.5 if is_usual else settings.factor, settings.factor}:
-                other_model = _make_model_with_heads(model, heads, kv_heads, scale)
-                if other_model is not None:
-                    repair = f"num_heads={settings.num_heads}"
-                    is_seen = heads == _count_recorded_heads(evidence)
-                    yield Variant(other_model, {"heads": heads}, repair, is_step=is_seen)
+def _number_of_heads(evidence: Evidence) -> Variants:
+    model, settings = evidence.model, evidence.model.settings
+    if not model.replaced.keys() <= {"output"}:
+        return  # a replaced stage keeps its number of heads
+    widths = {role: model.weights[f"w{role}"].flatten(0, 1).shape[0] for role in "qkv"}
+    for heads in range(1, widths["q"] + 1):
+        head_dim, rest = divmod(widths["q"], heads)
+        kv_heads, other = divmod(widths["k"], head_dim) if not rest else (0, 1)
+        if rest or other or not kv_heads or widths["v"] % kv_heads or heads % kv_heads:
+            continue
+        rotary = settings.rotation
+        is_too_wide = rotary and head_dim < rotary.width < model.weights["wq"].shape[1]
+        is_odd = rotary and head_dim % 2
+        if heads == settings.num_heads or is_odd or is_too_wide:
+            continue
+        is_usual = math.isclose(settings.factor, model.weights["wq"].shape[1] ** -0.5)
+        for scale in {head_dim**-0.5 if is_usual else settings.factor, settings.factor}:
+            other_model = _make_model_with_heads(model, heads, kv_heads, scale)
+            if other_model is not None:
+                repair = f"num_heads={settings.num_heads}"
+                is_seen = heads == _count_recorded_heads(evidence)
+                yield Variant(other_model, {"heads": heads}, repair, is_step=is_seen)
 
 
 def _count_recorded_heads(evidence: Evidence) -> int | None:
@@ -273,48 +164,17 @@ def _make_model_with_heads(
     return changed.with_settings(num_heads=heads, num_kv_heads=kv_heads, scale=scale, rotary=rotary)
 
 
-class KVHeadsTiledCause(MovedProjectionsCause):
-    """Query heads share kv heads in the order 0 1 0 1 in place of 0 0 1 1.
-
-    Llama and almost all others repeat each kv head for the query heads of its group. x-transformers
-    and the first ONNX Attention operator tile the kv heads. The two are equal with one kv head, and
-    with as many as heads.
-
-    Wrong:
-        k = k.repeat(1, heads // kv_heads, 1, 1)
-
-    Right:
-        k = k.repeat_interleave(heads // kv_heads, dim=1)
-
-    Repair:
-        Repeat in place of tiling, for keys and for values. Or permute the heads of q and the
-        columns of the output projection: `headwise convert` does so between `x-transformers` and
-        `llama`.
-
-    Confused with:
-        heads permuted: tiled heads are a permutation of q and of the output projection.
-        output heads in another group order: if the queries were permuted already.
-    """
-
-    name: ClassVar[str] = "kv heads tiled instead of repeated"
-    symptom: ClassVar[str] = (
-        "Grouped-query attention is wrong after an ONNX or x-transformers port; multi-head is right"
-    )
-    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "scores", "head outputs", "output")
-    cost: ClassVar[float] = 1.04
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return tiled weights, and tiled heads of keys, of values or of both."""
-        yield from super().variants(evidence)
-        settings = evidence.model.settings
-        if not 1 < settings.num_kv_heads < settings.num_heads:
-            return
-        for stages in (("scores", "head outputs"), ("scores",), ("head outputs",)):
-            model = evidence.model
-            for stage in stages:
-                model = model.with_stage_function(stage, _tile_kv_heads)
-            repair = "k.repeat_interleave(group, dim=heads) in place of k.repeat(group), v likewise"
-            yield Variant(model, {"kv_heads": settings.num_kv_heads}, repair)
+def _kv_heads_tiled(evidence: Evidence) -> Variants:
+    yield from search_moves(catalogue.KV_HEADS_TILED, evidence)
+    settings = evidence.model.settings
+    if not 1 < settings.num_kv_heads < settings.num_heads:
+        return
+    for stages in (("scores", "head outputs"), ("scores",), ("head outputs",)):
+        model = evidence.model
+        for stage in stages:
+            model = model.with_stage_function(stage, _tile_kv_heads)
+        repair = "k.repeat_interleave(group, dim=heads) in place of k.repeat(group), v likewise"
+        yield Variant(model, {"kv_heads": settings.num_kv_heads}, repair)
 
 
 def _tile_kv_heads(forced: ForcedStage) -> Tensor:
@@ -331,3 +191,12 @@ def _tile_kv_heads(forced: ForcedStage) -> Tensor:
     return replace(forced, model=model, call=forced.call.with_stages(stages)).usual_result()[
         :, places
     ]
+
+
+SEARCHES: dict[Cause, Search] = {
+    catalogue.SPLIT_WITHOUT_TRANSPOSE: _split_without_transpose,
+    catalogue.MERGE_WITHOUT_TRANSPOSE: _merge_without_transpose,
+    catalogue.BATCH_SEQUENCE_EXCHANGED: _batch_sequence_exchanged,
+    catalogue.NUMBER_OF_HEADS: _number_of_heads,
+    catalogue.KV_HEADS_TILED: _kv_heads_tiled,
+}

@@ -1,221 +1,93 @@
-"""Causes in the scores: their scale, their softcap and their bias by distance."""
+"""Causes in the scores and their softmax.
+
+The scale, the softcap and the bias by distance; the axis, the dtype and the sinks of the softmax,
+and dropout of its weights.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import ClassVar
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.moves.changes import find_factor_formula
+from headwise.diagnosis import catalogue
+from headwise.diagnosis.catalogue import Cause
+from headwise.diagnosis.causes.evidence import (
+    Evidence,
+    Family,
+    Search,
+    Variant,
+    Variants,
+)
+from headwise.diagnosis.moves.move import find_factor_formula
+from headwise.diagnosis.simulation.model import ForcedStage
 from headwise.function.spec import Softcap
 from headwise.layers.distance import alibi_slopes
 
 
-class ScaleCause(Cause):
-    """The scores are multiplied by another number.
+def _scale(evidence: Evidence) -> Variants:
+    right, wq = evidence.model.settings.factor, evidence.model.weights["wq"]
+    _, head_dim, width = wq.shape
 
-    The usual number is 1 / sqrt(head_dim). T5 and GPT-Neo have 1. Gemma has 1 /
-    sqrt(query_pre_attn_scalar), Granite its `attention_multiplier`, muP 1 / head_dim. A mistake is
-    1 / sqrt(width).
+    def make(scale: float) -> Variant:
+        model = evidence.model.with_settings(scale=scale)
+        form = find_factor_formula(scale, head_dim=head_dim, width=width)
+        repair = f"scale={right:.12g} in place of {scale:.6g}"
+        return Variant(model, {"scale": scale}, repair, {"form": form} if form else {})
 
-    Wrong:
-        scores = q @ k.mT / width**0.5
-
-    Right:
-        scores = q @ k.mT / head_dim**0.5
-
-    Repair:
-        `scale=...` with the number that is reported.
-
-    Confused with:
-        scale twice: the number is the square of the scale.
-        factor: a factor of q, or of k, gives the same scores.
-        rotary attention factor: if all channels turn.
-    """
-
-    name: ClassVar[str] = "scale"
-    symptom: ClassVar[str] = (
-        "Attention is too flat or too sharp, by the same factor everywhere: softmax scale"
-    )
-    stages: ClassVar[tuple[str, ...]] = ("scores",)
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the family of all factors of the right sign."""
-        right, wq = evidence.model.settings.factor, evidence.model.weights["wq"]
-        _, head_dim, width = wq.shape
-
-        def make(scale: float) -> Variant:
-            model = evidence.model.with_settings(scale=scale)
-            form = find_factor_formula(scale, head_dim=head_dim, width=width)
-            repair = f"scale={right:.12g} in place of {scale:.6g}"
-            return Variant(model, {"scale": scale}, repair, {"form": form} if form else {})
-
-        yield Family(make, tuple(right * 4.0**n for n in range(-4, 5)), is_log=True)
+    yield Family(make, tuple(right * 4.0**n for n in range(-4, 5)), is_log=True)
 
 
-class ScaleTwiceCause(Cause):
-    """Queries are scaled before a function that scales the scores once more.
-
-    `scaled_dot_product_attention` divides by sqrt(head_dim) by default. Code that divided the
-    queries must stop doing so.
-
-    Wrong:
-        F.scaled_dot_product_attention(q / head_dim**0.5, k, v)
-
-    Right:
-        F.scaled_dot_product_attention(q, k, v)
-
-    Repair:
-        Scale q or the scores, not both: `scale=1.0` keeps the function from scaling.
-
-    Confused with:
-        scale: this is a scale of 1 / head_dim.
-        factor: if the weights of q were divided.
-    """
-
-    name: ClassVar[str] = "scale twice"
-    symptom: ClassVar[str] = (
-        "Attention is far too flat after a port to scaled_dot_product_attention: scaled twice"
-    )
-    stages: ClassVar[tuple[str, ...]] = ("scores",)
-    cost: ClassVar[float] = 0.8
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the square of the scale."""
-        right = evidence.model.settings.factor
-        if right != 1.0:
-            model = evidence.model.with_settings(scale=right**2)
-            yield Variant(model, {"scale": right**2}, "scale q or the scores, not both")
+def _scale_twice(evidence: Evidence) -> Variants:
+    right = evidence.model.settings.factor
+    if right != 1.0:
+        model = evidence.model.with_settings(scale=right**2)
+        yield Variant(model, {"scale": right**2}, "scale q or the scores, not both")
 
 
-class SoftcapCause(Cause):
-    """Scores are capped by another number, not at all, or where they should not be.
+def _softcap(evidence: Evidence) -> Variants:
+    right = evidence.model.settings.cap
+    repair = "softcap=None" if right is None else f"softcap={right:g}"
+    if right is not None:
+        yield Variant(evidence.model.with_settings(softcap=None), {"softcap": "none"}, repair)
 
-    A softcap c replaces each score s by c * tanh(s / c). Scores much smaller than c do not change.
-    Gemma 2 has c = 50. `scaled_dot_product_attention` has no softcap.
+    def make(softcap: float) -> Variant:
+        model = evidence.model.with_settings(softcap=Softcap(softcap))
+        return Variant(model, {"softcap": softcap}, repair)
 
-    Wrong:
-        scores = q @ k.mT * scale
-
-    Right:
-        scores = softcap * torch.tanh(q @ k.mT * scale / softcap)
-
-    Repair:
-        `softcap=...` with the number that is reported, before the mask.
-
-    Confused with:
-        scale: on scores that are all small, neither shows; on scores of one size, both look alike.
-    """
-
-    name: ClassVar[str] = "softcap"
-    symptom: ClassVar[str] = (
-        "Gemma 2 differs where scores are large: attn_logit_softcapping is ignored"
-    )
-    stages: ClassVar[tuple[str, ...]] = ("scores",)
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return no softcap, and the family of all caps."""
-        right = evidence.model.settings.cap
-        repair = "softcap=None" if right is None else f"softcap={right:g}"
-        if right is not None:
-            yield Variant(evidence.model.with_settings(softcap=None), {"softcap": "none"}, repair)
-
-        def make(softcap: float) -> Variant:
-            model = evidence.model.with_settings(softcap=Softcap(softcap))
-            return Variant(model, {"softcap": softcap}, repair)
-
-        yield Family(make, tuple(2.0**n for n in range(-1, 9)), is_log=True)
+    yield Family(make, tuple(2.0**n for n in range(-1, 9)), is_log=True)
 
 
-class DistanceBiasCoefficientCause(Cause):
-    """The bias by distance is multiplied by a number; 0 where it is left out.
+def _distance_bias_coefficient(evidence: Evidence) -> Variants:
+    model, slopes = evidence.model, evidence.model.settings.slopes
+    if model.settings.buckets is not None:
+        return  # a bias of another form
+    is_missing = slopes is None
+    if slopes is None:
+        slopes = alibi_slopes(model.settings.num_heads).double()
+    else:
+        none = model.with_slopes(None)
+        yield Variant(none, {"coefficient": 0.0}, "add the bias by distance: Alibi()")
 
-    Falcon adds ALiBi before it divides the scores by sqrt(head_dim). BLOOM and MPT add it after.
-    The same slopes then differ by a factor of sqrt(head_dim). A negative number is a wrong sign of
-    the distance.
+    def make(factor: float) -> Variant:
+        changed = model.with_slopes(factor * slopes)
+        repair = f"slopes divided by {factor:.6g}"
+        repair = "leave out the bias by distance" if is_missing else repair
+        return Variant(changed, {"coefficient": factor}, repair)
 
-    Wrong:
-        scores = q @ k.mT / head_dim**0.5 + slopes * distance  # Falcon's weights
-
-    Right:
-        scores = (q @ k.mT + slopes * distance) / head_dim**0.5
-
-    Repair:
-        Divide the slopes by the number that is reported.
-
-    Confused with:
-        distance bias slope rule: with one head, where rules differ by a factor alone.
-    """
-
-    name: ClassVar[str] = "distance bias coefficient"
-    symptom: ClassVar[str] = (
-        "ALiBi attention is too local or too flat (Falcon, BLOOM, MPT), by one factor in every head"
-    )
-    stages: ClassVar[tuple[str, ...]] = ("scores",)
-    cost: ClassVar[float] = 0.9
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return no bias, and the family of all factors of the slopes.
-
-        The slopes are those of the paper where there should be none.
-        """
-        model, slopes = evidence.model, evidence.model.settings.slopes
-        if model.settings.buckets is not None:
-            return  # a bias of another form
-        is_missing = slopes is None
-        if slopes is None:
-            slopes = alibi_slopes(model.settings.num_heads).double()
-        else:
-            none = model.with_slopes(None)
-            yield Variant(none, {"coefficient": 0.0}, "add the bias by distance: Alibi()")
-
-        def make(factor: float) -> Variant:
-            changed = model.with_slopes(factor * slopes)
-            repair = f"slopes divided by {factor:.6g}"
-            repair = "leave out the bias by distance" if is_missing else repair
-            return Variant(changed, {"coefficient": factor}, repair)
-
-        yield Family(make, (-1.0, 0.5, 2.0, 8.0))
+    yield Family(make, (-1.0, 0.5, 2.0, 8.0))
 
 
-class DistanceBiasSlopeRuleCause(Cause):
-    """The slopes of the heads follow another rule.
-
-    The paper states slopes for powers of two: 2 ** (-8 (h + 1) / n) for head h of n. For other
-    numbers its code takes the slopes of the next lower power of two, and every second slope of the
-    next higher one for the heads that remain.
-
-    Wrong:
-        slopes = 2 ** (-8 * (torch.arange(12) + 1) / 12)
-
-    Right:
-        slopes = alibi_slopes(12)
-
-    Repair:
-        Take `alibi_slopes(num_heads)` of headwise, with the `bias_max` of the model's config.
-
-    Confused with:
-        distance bias coefficient: if the slopes of all heads differ by the same factor.
-        heads permuted: if the two rules have the same slopes in another order.
-    """
-
-    name: ClassVar[str] = "distance bias slope rule"
-    symptom: ClassVar[str] = "ALiBi is right with 8, 16 or 32 heads and wrong with 12 or 40"
-    stages: ClassVar[tuple[str, ...]] = ("scores",)
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the published rules, with exponents off by one and in reverse order."""
-        slopes = evidence.model.settings.slopes
-        if slopes is None:
-            return
-        for rule, other in _slopes_of_every_rule(len(slopes)).items():
-            if not torch.equal(other, slopes):
-                model = evidence.model.with_slopes(other)
-                yield Variant(model, {"rule": rule}, "alibi_slopes(num_heads)")
+def _distance_bias_slope_rule(evidence: Evidence) -> Variants:
+    slopes = evidence.model.settings.slopes
+    if slopes is None:
+        return
+    for rule, other in _slopes_of_every_rule(len(slopes)).items():
+        if not torch.equal(other, slopes):
+            model = evidence.model.with_slopes(other)
+            yield Variant(model, {"rule": rule}, "alibi_slopes(num_heads)")
 
 
 def _slopes_of_every_rule(heads: int) -> dict[str, Tensor]:
@@ -235,3 +107,114 @@ def _slopes_of_every_rule(heads: int) -> dict[str, Tensor]:
     rules["2 ** -h"] = 2**-index
     rules["1 / (h + 1)"] = 1 / (index + 1)
     return rules | {f"{name}, reversed": slopes.flip(0) for name, slopes in rules.items()}
+
+
+def _softmax_axis(evidence: Evidence) -> Variants:
+    for axis, words in ((2, "queries"), (1, "heads"), (0, "batch")):
+
+        def over_axis(forced: ForcedStage, axis: int = axis) -> Tensor:
+            return forced["scores"].softmax(axis).nan_to_num(0.0)
+
+        model = evidence.model.with_stage_function("weights", over_axis)
+        yield Variant(model, {"axis": words}, "scores.softmax(dim=-1), over keys")
+
+
+def _softmax_dtype(evidence: Evidence) -> Variants:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for function in (
+            _softmax_in_dtype,
+            _softmax_of_rounded_scores,
+            _round_softmax_and_scores,
+        ):
+            model = evidence.model.with_stage_function("weights", partial(function, dtype))
+            name = str(dtype).removeprefix("torch.")
+            yield Variant(model, {"dtype": name}, "softmax in the dtype of the scores")
+
+
+def _softmax_in_dtype(dtype: torch.dtype, forced: ForcedStage) -> Tensor:
+    return _softmax_with_sink(forced["scores"].to(dtype), forced).double()
+
+
+def _softmax_of_rounded_scores(dtype: torch.dtype, forced: ForcedStage) -> Tensor:
+    return _softmax_with_sink(forced["scores"].to(dtype).double(), forced)
+
+
+def _round_softmax_and_scores(dtype: torch.dtype, forced: ForcedStage) -> Tensor:
+    return _softmax_with_sink(forced["scores"].to(dtype).double(), forced).to(dtype).double()
+
+
+def _softmax_with_sink(scores: Tensor, forced: ForcedStage) -> Tensor:
+    sink = forced.weight("sink")
+    if sink is None:
+        return scores.softmax(-1).nan_to_num(0.0)
+    column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+
+
+def _sinks(evidence: Evidence) -> Variants:
+    sink = evidence.model.weights.get("sink")
+    repair = "load the sinks: one logit for each head, in the denominator alone"
+    if sink is not None:
+        yield Variant(evidence.model.with_weights(sink=None), {"sinks": "none"}, repair)
+    stated = _infer_sink_logits(evidence)
+    if stated is not None:
+        model = evidence.model.with_weights(sink=stated)
+        repair = repair if sink is not None else "leave the sinks out"
+        yield Variant(model, {"sinks": [round(float(logit), 6) for logit in stated]}, repair)
+
+
+def _infer_sink_logits(evidence: Evidence) -> Tensor | None:
+    """Return a logit for each head: exp(sink) = sum of exp(scores) * (1 / sum of weights - 1)."""
+    logits = []
+    for call in evidence.calls:
+        scores, weights = call.stages.get("scores"), call.stages.get("weights")
+        if scores is None or weights is None or scores.shape != weights.shape:
+            return None
+        rest = 1 / weights.sum(-1) - 1
+        logits.append((scores.logsumexp(-1) + rest.log()).transpose(0, 1).flatten(1))
+    each = torch.cat(logits, 1)
+    stated = each.nanmedian(1).values
+    return stated if bool(stated.isfinite().all()) else None
+
+
+def _dropout_left_on(evidence: Evidence) -> Variants:
+    kept: dict[object, Tensor] = {}
+    factors = []
+    for call in evidence.calls:
+        actual = call.stages.get("weights")
+        usual = evidence.model.predict_stage("weights", call)
+        if actual is None or actual.shape != usual.shape:
+            return
+        kept[call.key] = actual != 0
+        ratio = (actual / usual)[(actual != 0) & (usual > 0)]
+        factors.append(ratio)
+    factor = float(torch.cat(factors).median()) if factors else 1.0
+    if factor > 1.0 + 1e-6:
+        rate = round(1 - 1 / factor, 12)
+        model = evidence.model.with_stage_function(
+            "weights", partial(_apply_recorded_dropout, kept, factor)
+        )
+        yield Variant(model, {"p": rate}, "call eval() before the comparison")
+
+
+def _apply_recorded_dropout(
+    kept: dict[object, Tensor], factor: float, forced: ForcedStage
+) -> Tensor:
+    usual = forced.usual_result()
+    left = kept.get(forced.call.key)
+    if left is None or left.shape != usual.shape:
+        return usual
+    return torch.where(left, factor * usual, 0.0)
+
+
+SEARCHES: dict[Cause, Search] = {
+    catalogue.SCALE: _scale,
+    catalogue.SCALE_TWICE: _scale_twice,
+    catalogue.SOFTCAP: _softcap,
+    catalogue.DISTANCE_BIAS_COEFFICIENT: _distance_bias_coefficient,
+    catalogue.DISTANCE_BIAS_SLOPE_RULE: _distance_bias_slope_rule,
+    catalogue.SOFTMAX_AXIS: _softmax_axis,
+    catalogue.SOFTMAX_DTYPE: _softmax_dtype,
+    catalogue.SINKS: _sinks,
+    catalogue.DROPOUT_LEFT_ON: _dropout_left_on,
+}

@@ -1,30 +1,126 @@
-"""Causes in the weights: not loaded, not merged, not used, or of another layer."""
+"""Causes in the weights of projections: exchanged, rounded, not loaded, not merged or not used.
+
+Most mistakes in weights are moves (`headwise.diagnosis.moves`), and have no function here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Iterator
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.cause import Cause, Evidence, Family, Variant
-from headwise.diagnosis.causes.projections import (
+from headwise.diagnosis import catalogue
+from headwise.diagnosis.catalogue import Cause
+from headwise.diagnosis.causes.evidence import (
     STAGE_OF,
+    Evidence,
+    Search,
+    Variant,
+    Variants,
     collect_projection_tokens,
     flatten_tokens,
+    search_moves,
 )
-from headwise.diagnosis.moves.initial import (
+from headwise.diagnosis.moves.maps import MapName
+from headwise.diagnosis.moves.move import ROUNDED, Rounded, format_dtype
+from headwise.diagnosis.moves.rows import Rows
+from headwise.diagnosis.moves.state import (
     Initialisation,
+    extract_rows,
     is_drawn_from_initialisation,
     list_initialisations,
     recognise_initialisation,
+    replace_rows,
 )
-from headwise.diagnosis.moves.maps import MapName
-from headwise.diagnosis.moves.rows import Rows
-from headwise.diagnosis.moves.state import extract_rows
 from headwise.diagnosis.simulation.gaps import WHOLE, replace_model_stage_in_heads
+from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.rounding import allowed_difference
+
+
+def _q_and_k_exchanged(evidence: Evidence) -> Variants:
+    yield from search_moves(catalogue.Q_AND_K_EXCHANGED, evidence)
+    yield from _exchange_in_cross_attention(catalogue.Q_AND_K_EXCHANGED, evidence, "q", "k")
+
+
+def _q_and_v_exchanged(evidence: Evidence) -> Variants:
+    yield from search_moves(catalogue.Q_AND_V_EXCHANGED, evidence)
+    yield from _exchange_in_cross_attention(catalogue.Q_AND_V_EXCHANGED, evidence, "q", "v")
+
+
+def _exchange_in_cross_attention(
+    cause: Cause, evidence: Evidence, first: str, second: str
+) -> Variants:
+    """Yield the model with the weights of two roles exchanged, if they have one shape.
+
+    In cross attention the rows of queries are channels over other tokens than those of keys, so
+    that they cannot be looked up among them.
+    """
+    weights = evidence.model.weights
+    if evidence.is_cross_attention and weights[f"w{first}"].shape == weights[f"w{second}"].shape:
+        pairs = [(f"{kind}{first}", f"{kind}{second}") for kind in "wb"]
+        changes = {a: weights.get(b) for a, b in pairs} | {b: weights.get(a) for a, b in pairs}
+        repair = MapName(cause, "", (first, second)).repair
+        yield Variant(evidence.model.with_weights(**changes), {"roles": first + second}, repair)
+
+
+def _another_role(evidence: Evidence) -> Variants:
+    """Yield moves, and what they cannot show: the output projection, and cross attention."""
+    yield from search_moves(catalogue.ANOTHER_ROLE, evidence)
+    for role, source in permutations(STAGE_OF, 2):
+        if evidence.is_cross_attention or "o" in (role, source):
+            for model in _copy_weights_to_role(evidence.model, source, role):
+                name = MapName(
+                    catalogue.ANOTHER_ROLE, f"{role} holds the rows of {source}", (role,)
+                )
+                yield Variant(model, {"roles": role, "source": source}, name.repair)
+
+
+def _copy_weights_to_role(
+    model: AttentionModel, source: str, role: str
+) -> Iterator[AttentionModel]:
+    """Yield the model that loads a matrix as that of another role, without its bias and with it."""
+    matrix, place = model.weights[f"w{source}"].flatten(0, 1), model.weights[f"w{role}"]
+    matrix = matrix.T if "o" in (role, source) else matrix
+    if matrix.shape == place.flatten(0, 1).shape:
+        copied = model.with_weights(**{f"w{role}": matrix.reshape(place.shape)})
+        yield copied
+        bias, other = (model.weights.get(f"b{each}") for each in (source, role))
+        if bias is not None and other is not None:
+            yield copied.with_weights(**{f"b{role}": bias.reshape(other.shape)})
+
+
+def _weights_rounded(evidence: Evidence) -> Variants:
+    rows = extract_rows(evidence.model.weights)
+    roles = tuple(role for role in rows.roles if evidence.parted_calls_and_heads(STAGE_OF[role]))
+    for dtype in ROUNDED:
+        for parts in (("weights", "biases"), ("weights",)):
+            rounded = Rounded(roles, dtype, parts).apply(rows)
+            weights = replace_rows(evidence.model.weights, rounded)
+            if "bo" in weights and "biases" in parts and "o" in roles:
+                weights["bo"] = weights["bo"].to(dtype).to(weights["bo"].dtype)
+            yield Variant(
+                evidence.model.with_weights(**weights),
+                {"roles": "".join(roles), "dtype": str(dtype)},
+                MapName(catalogue.WEIGHTS_ROUNDED, format_dtype(dtype), roles).repair,
+            )
+
+
+def _bias_missing(evidence: Evidence) -> Variants:
+    parted = {
+        f"b{role}": stage
+        for role, stage in STAGE_OF.items()
+        if evidence.parted_calls_and_heads(stage) and f"b{role}" in evidence.model.weights
+    }
+    for names in dict.fromkeys((tuple(parted), *((name,) for name in parted))):
+        if names:
+            model = evidence.model.with_weights(**dict.fromkeys(names))
+            roles = "".join(name[1:] for name in names)
+            yield Variant(
+                model, {"roles": roles}, MapName(catalogue.BIAS_MISSING, "", tuple(roles)).repair
+            )
+
 
 LEAST_ENTRIES = 400
 PARALLEL = 0.9
@@ -35,60 +131,29 @@ MOST_DEVIATIONS = 4  # of the measured variance, in its standard deviations
 WIDEST = 0.15
 
 
-class InitialWeightsCause(Cause):
-    """A projection has weights that no mistake makes of the right ones, as initialised.
-
-    Fewer tokens than columns do not decide the weights. Their statistics are those of the stage,
-    once the tokens are whitened: independent numbers of the variance of the weights.
-
-    Repair:
-        Load the tensor that is reported. A prefix such as `model.` in the names of the file is the
-        usual reason.
-
-    Confused with:
-        rows zero: loaders that make zeros in place of usual initial values.
-    """
-
-    name: ClassVar[str] = "weights at their initial values"
-    symptom: ClassVar[str] = (
-        "A projection differs in every run: some weights were newly initialized, not loaded"
-    )
-    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
-    is_statistical: ClassVar[bool] = True
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return models whose weights make the recorded stage, where they look initialised."""
-        rows = extract_rows(evidence.model.weights)
-        shapes = {
-            r: (rows.matrix_of_role(r).shape[0], rows.matrix_of_role(r).shape[1])
-            for r in rows.roles
-        }
-        for role, stage in STAGE_OF.items():
-            parted = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
-            if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
-                continue
-            tokens = collect_projection_tokens(evidence, role)
-            if tokens is None:
-                continue
-            x, y = tokens
-            whitened = _whiten_tokens(x, y)
-            if whitened is None or not _has_no_trace_of_right_weights(evidence, role, x, whitened):
-                continue
-            kinds = list_initialisations(role, shapes)
-            kind = next((each for each in kinds if _is_drawn_from(whitened, each)), None)
-            if kind is None:
-                continue
-            variant = _fit_weights_variant(evidence, role, x, y, kind)
-            if not _has_permuted_entries(variant.model.weights[f"w{role}"], rows):
-                yield variant
-
-    def remedy(self, name: MapName) -> str:
-        """See `Cause.remedy`."""
-        return _weight_loading_advice(name.roles)
-
-
-def _weight_loading_advice(roles: Iterable[str]) -> str:
-    return f"load {', '.join(f'w{role}' for role in roles)}: not loaded, but initialised"
+def _initial_weights(evidence: Evidence) -> Variants:
+    rows = extract_rows(evidence.model.weights)
+    shapes = {
+        r: (rows.matrix_of_role(r).shape[0], rows.matrix_of_role(r).shape[1]) for r in rows.roles
+    }
+    for role, stage in STAGE_OF.items():
+        parted = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
+        if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
+            continue
+        tokens = collect_projection_tokens(evidence, role)
+        if tokens is None:
+            continue
+        x, y = tokens
+        whitened = _whiten_tokens(x, y)
+        if whitened is None or not _has_no_trace_of_right_weights(evidence, role, x, whitened):
+            continue
+        kinds = list_initialisations(role, shapes)
+        kind = next((each for each in kinds if _is_drawn_from(whitened, each)), None)
+        if kind is None:
+            continue
+        variant = _fit_weights_variant(evidence, role, x, y, kind)
+        if not _has_permuted_entries(variant.model.weights[f"w{role}"], rows):
+            yield variant
 
 
 def _has_no_trace_of_right_weights(
@@ -176,55 +241,29 @@ def _fit_weights_variant(
     if biased:
         changes[f"b{role}"] = solution[-1].reshape(weights[f"b{role}"].shape)
     parameters = {"role": role, "initialisation": kind.text, "bound": kind.width}
-    return Variant(evidence.model.with_weights(**changes), parameters, _weight_loading_advice(role))
+    return Variant(
+        evidence.model.with_weights(**changes),
+        parameters,
+        MapName(catalogue.INITIAL_WEIGHTS, "", (role,)).repair,
+    )
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LOW = 4  # a rank is low if so many times it fits into the matrix
 
 
-class AdaptersMergedCause(Cause):
-    """The weights of a projection differ by a matrix of low rank.
-
-    A low-rank adapter (LoRA) adds B A to a matrix of weights. It is not merged on one side, or is
-    merged twice. The rest beyond that rank is the rounding of stored weights.
-
-    Wrong:
-        model = PeftModel.from_pretrained(base, adapter)
-        base.save_pretrained(path)
-
-    Right:
-        model = PeftModel.from_pretrained(base, adapter)
-        model.merge_and_unload().save_pretrained(path)
-
-    Repair:
-        Merge the adapter once on both sides, or on neither.
-
-    Confused with:
-        bias missing: a constant is of rank 1 too, where there are fewer tokens than columns.
-    """
-
-    name: ClassVar[str] = "adapters merged or not"
-    symptom: ClassVar[str] = "A fine-tuned model answers as the base model does after the merge"
-    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
-    cost: ClassVar[float] = 2.2
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the weights plus the matrix of least rank that the recorded stages state.
-
-        All projections that part are tried together, and each alone.
-        """
-        stated = {role: _fit_low_rank_change(evidence, role) for role in STAGE_OF}
-        added = {role: change for role, change in stated.items() if change is not None}
-        for roles in dict.fromkeys((tuple(added), *((role,) for role in added))):
-            if roles:
-                changes = {f"w{role}": added[role][1] for role in roles}
-                weights = {name: evidence.model.weights[name] + x for name, x in changes.items()}
-                yield Variant(
-                    evidence.model.with_weights(**weights),
-                    {"roles": "".join(roles), "rank": max(added[role][0] for role in roles)},
-                    f"merge the adapter of {', '.join(weights)} on both sides or on neither",
-                )
+def _adapters_merged(evidence: Evidence) -> Variants:
+    stated = {role: _fit_low_rank_change(evidence, role) for role in STAGE_OF}
+    added = {role: change for role, change in stated.items() if change is not None}
+    for roles in dict.fromkeys((tuple(added), *((role,) for role in added))):
+        if roles:
+            changes = {f"w{role}": added[role][1] for role in roles}
+            weights = {name: evidence.model.weights[name] + x for name, x in changes.items()}
+            yield Variant(
+                evidence.model.with_weights(**weights),
+                {"roles": "".join(roles), "rank": max(added[role][0] for role in roles)},
+                f"merge the adapter of {', '.join(weights)} on both sides or on neither",
+            )
 
 
 def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | None:
@@ -277,101 +316,28 @@ def _norm_of_stored_rounding(evidence: Evidence, x: Tensor, matrix: Tensor) -> T
     return unit * (x.square() @ matrix.square()).sum().sqrt()
 
 
-class ProjectionModuleBypassedCause(Cause):
-    """The weights of a projection are used without a call of its module.
-
-    A module may do more than multiply by its weights: hooks scale its output, and wrappers of
-    adapters or of quantised weights add to it. Code that reads `q_proj.weight` skips this.
-
-    Wrong:
-        q = F.linear(x, layer.q_proj.weight)
-
-    Right:
-        q = layer.q_proj(x)
-
-    Repair:
-        Call the module of the projection.
-
-    Confused with:
-        factor: if a hook multiplies the output, the weights may as well be divided.
-        scale: likewise, for queries or keys without a norm.
-    """
-
-    name: ClassVar[str] = "projection never called"
-    symptom: ClassVar[str] = "Hooks of a projection never run, and the layer ignores an adapter"
-    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
-    cost: ClassVar[float] = 0.5
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:
-        """Return the projections of the stored weights, all that part and each."""
-        of_weights = evidence.model.of_weights
-        if of_weights is None:
-            return
-        parted = tuple(
-            role for role, stage in STAGE_OF.items() if evidence.parted_calls_and_heads(stage)
-        )
-        for roles in dict.fromkeys((parted, *((role,) for role in parted))):
-            model = evidence.model
-            for role in roles:
-                model = replace_model_stage_in_heads(model, of_weights, STAGE_OF[role], None)
-            names = "".join(roles)
-            yield Variant(model, {"roles": names}, f"call the modules of {', '.join(roles)}")
-
-
-class LayersOffByOneCause(Cause):
-    """Each layer of a model has the weights of the next layer, or of the one before.
-
-    Some formats count layers from 1, and some count the embedding as layer 0.
-
-    Wrong:
-        layer.load(file[f"layers.{number + 1}"])  # of a file that counts from 0
-
-    Right:
-        layer.load(file[f"layers.{number}"])
-
-    Repair:
-        Count from the first layer of the file.
-
-    Confused with:
-        layers exchanged: if some layers alone have moved.
-    """
-
-    name: ClassVar[str] = "layers off by one"
-    symptom: ClassVar[str] = "Weights load, and every layer is wrong: layer numbers start at 1"
-    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
-
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:  # noqa: ARG002
-        """Return nothing for one layer. A layer that parts is computed by every other layer."""
-        yield from ()
-
-
-class LayersExchangedCause(Cause):
-    """A layer of a model has the weights of another layer.
-
-    Files list their tensors in the order of text: `layers.10` comes before `layers.2`. Code that
-    takes them in that order puts most layers in the wrong places. All shapes fit.
-
-    Wrong:
-        for layer, name in zip(model.layers, sorted(names)):
-            layer.load(file[name])
-
-    Right:
-        for number, layer in enumerate(model.layers):
-            layer.load(file[f"layers.{number}"])
-
-    Repair:
-        Load each layer by its number.
-
-    Confused with:
-        layers off by one: if all layers moved by the same number of places.
-    """
-
-    name: ClassVar[str] = "layers exchanged"
-    symptom: ClassVar[str] = (
-        "Weights load, the model talks nonsense, and some of its layers are right: layers swapped"
+def _module_bypassed(evidence: Evidence) -> Variants:
+    of_weights = evidence.model.of_weights
+    if of_weights is None:
+        return
+    parted = tuple(
+        role for role, stage in STAGE_OF.items() if evidence.parted_calls_and_heads(stage)
     )
-    stages: ClassVar[tuple[str, ...]] = ("q", "k", "v", "output")
+    for roles in dict.fromkeys((parted, *((role,) for role in parted))):
+        model = evidence.model
+        for role in roles:
+            model = replace_model_stage_in_heads(model, of_weights, STAGE_OF[role], None)
+        names = "".join(roles)
+        yield Variant(model, {"roles": names}, f"call the modules of {', '.join(roles)}")
 
-    def variants(self, evidence: Evidence) -> Iterator[Variant | Family]:  # noqa: ARG002
-        """Return nothing for one layer. A layer that parts is computed by every other layer."""
-        yield from ()
+
+SEARCHES: dict[Cause, Search] = {
+    catalogue.Q_AND_K_EXCHANGED: _q_and_k_exchanged,
+    catalogue.Q_AND_V_EXCHANGED: _q_and_v_exchanged,
+    catalogue.ANOTHER_ROLE: _another_role,
+    catalogue.WEIGHTS_ROUNDED: _weights_rounded,
+    catalogue.BIAS_MISSING: _bias_missing,
+    catalogue.INITIAL_WEIGHTS: _initial_weights,
+    catalogue.ADAPTERS_MERGED: _adapters_merged,
+    catalogue.MODULE_BYPASSED: _module_bypassed,
+}

@@ -1,28 +1,39 @@
-"""`find_moves`: the moves that make one set of projections of another."""
+"""`find_moves`: the moves that make one set of projections of another, and their biases."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from headwise.diagnosis.moves.biases import apply_moves, explain_biases, list_wrong_biases
-from headwise.diagnosis.moves.catalogue import make_row_map_catalogue
-from headwise.diagnosis.moves.changes import (
+from headwise.diagnosis.catalogue import BIAS_MISSING
+from headwise.diagnosis.moves.families import make_row_map_catalogue
+from headwise.diagnosis.moves.labels import (
+    Labelled,
+    hash_rows,
+    label_near_rows,
+    label_rows_by_bits,
+    list_matrix_maps,
+)
+from headwise.diagnosis.moves.maps import MapName, MatrixMap
+from headwise.diagnosis.moves.move import (
     ROUNDED,
+    Move,
+    MoveReport,
     Multiplied,
     Rounded,
+    Taken,
+    Zeroed,
     default_tolerance,
     find_row_change,
     find_zeroed_rows,
     have_same_bits,
+    largest_residual,
 )
-from headwise.diagnosis.moves.heads import MatrixMap
-from headwise.diagnosis.moves.labels import label_near_rows, label_rows_by_bits, list_matrix_maps
-from headwise.diagnosis.moves.move import Move, MoveReport, Taken
 from headwise.diagnosis.moves.rows import Rows, RowSizes
-from headwise.diagnosis.moves.search import RoleSteps, Steps, explain_roles
+from headwise.diagnosis.moves.search import RoleSteps, Steps, explain_roles, search_steps
 from headwise.errors import ShapeError
 
 MOST_LISTED = 8  # other sequences of moves that are kept
@@ -206,3 +217,145 @@ def steps_to_moves(steps: Steps) -> tuple[Move, ...]:
         )
         for step in steps
     )
+
+
+@dataclass(frozen=True)
+class BiasCleared:
+    """Biases are dropped, or set to zero."""
+
+    roles: tuple[str, ...]
+    is_dropped: bool
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return rows without these biases, or with zeros for them."""
+        biases = dict(rows.biases)
+        for role in self.roles:
+            if self.is_dropped:
+                biases.pop(role, None)
+            elif role in biases:
+                biases[role] = torch.zeros_like(biases[role])
+        return Rows(rows.matrices, biases)
+
+
+def apply_moves(moves: Sequence[Move], rows: Rows) -> Rows:
+    """Return rows after all moves."""
+    for move in moves:
+        rows = move.apply(rows)
+    return rows
+
+
+def list_wrong_biases(moves: Sequence[Move], a: Rows, b: Rows, tolerance: float) -> tuple[str, ...]:
+    """Return the roles whose biases differ after the moves."""
+    made = apply_moves(moves, b)
+    return tuple(
+        role
+        for role in a.roles
+        if not _biases_equal(a.biases.get(role), made.biases.get(role), tolerance)
+    )
+
+
+def explain_biases(
+    moves: tuple[Move, ...], a: Rows, b: Rows, tolerance: float
+) -> tuple[tuple[Move, ...], tuple[str, ...]]:
+    """Return moves that explain the biases too, and the roles whose biases stay unexplained.
+
+    Args:
+        moves: those that make the weights of a.
+        a: the rows to explain.
+        b: the right rows.
+        tolerance: relative, for biases that are rounded.
+    """
+    wrong = list_wrong_biases(moves, a, b, tolerance)
+    if not wrong:
+        return moves, ()
+    moves = _keep_bias_in_place(moves, wrong, a, b, tolerance)
+    wrong = list_wrong_biases(moves, a, b, tolerance)
+    moves += _find_cleared_biases(wrong, a)
+    wrong = list_wrong_biases(moves, a, b, tolerance)
+    if wrong:
+        moves += _find_moves_of_biases_alone(wrong, a, apply_moves(moves, b))
+        wrong = list_wrong_biases(moves, a, b, tolerance)
+    for role in wrong:
+        moves += _find_bias_factor_or_rounding(role, a, apply_moves(moves, b), tolerance)
+    return moves, list_wrong_biases(moves, a, b, tolerance)
+
+
+def _biases_equal(a: Tensor | None, b: Tensor | None, tolerance: float) -> bool:
+    """True if two biases are equal; an absent bias equals zeros."""
+    if a is None or b is None:
+        return all(x is None or not bool(x.any()) for x in (a, b))
+    return have_same_bits(a, b) or largest_residual(a, b) <= tolerance
+
+
+def _keep_bias_in_place(
+    moves: tuple[Move, ...], wrong: tuple[str, ...], a: Rows, b: Rows, tolerance: float
+) -> tuple[Move, ...]:
+    """Return moves that leave a bias where it is, if that makes a's."""
+    unmoved = tuple(
+        r for r in wrong if r in b.biases and _biases_equal(a.biases.get(r), b.biases[r], tolerance)
+    )
+    kept = []
+    for move in moves:
+        change = move.change
+        if isinstance(change, Taken | Multiplied | Rounded | Zeroed) and set(unmoved) & set(
+            move.roles
+        ):
+            biased = {role for role in move.roles if role in b.biases}
+            parts = ("weights",) if biased <= set(unmoved) else move.parts
+            still = tuple(role for role in move.roles if role in unmoved)
+            move = replace(move, change=replace(change, parts=parts, still=still), parts=parts)
+        kept.append(move)
+    return tuple(kept)
+
+
+def _find_cleared_biases(wrong: Sequence[str], a: Rows) -> tuple[Move, ...]:
+    """Return the moves of wrong biases that are missing, and of those that are zero."""
+    moves = []
+    for is_dropped in (True, False):
+        roles = tuple(
+            role
+            for role in wrong
+            if (role not in a.biases) == is_dropped
+            and (is_dropped or not bool(a.biases[role].any()))
+        )
+        if roles:
+            name = MapName(BIAS_MISSING, "" if is_dropped else "zero", roles)
+            moves.append(Move(name, BiasCleared(roles, is_dropped), parts=("biases",)))
+    return tuple(moves)
+
+
+def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, ...]:
+    """Return moves of biases that are not those of their weights."""
+    roles = tuple(role for role in a.roles if role in a.biases and role in b.biases)
+    if not set(wrong) <= set(roles):
+        return ()
+    sizes = replace(b.head_counts_and_dims(), roles=roles)
+    ours, theirs = (_label_biases(rows, sizes) for rows in (a, b))
+    sequences = search_steps(
+        ours, theirs, make_row_map_catalogue(sizes, (1,) * len(roles)), (), roles
+    )
+    if not sequences or not sequences[0]:
+        return ()
+    moves = []
+    for step in sequences[0]:
+        assert not isinstance(step, MatrixMap)
+        moves.append(Move(step.names[0], Taken(step, ("biases",)), step.names[1:], ("biases",)))
+    return tuple(moves)
+
+
+def _label_biases(rows: Rows, sizes: RowSizes) -> Labelled:
+    biases = torch.cat([rows.biases[role].flatten() for role in sizes.roles])
+    return Labelled(sizes, hash_rows(biases[:, None]))
+
+
+def _find_bias_factor_or_rounding(
+    role: str, a: Rows, b: Rows, tolerance: float
+) -> tuple[Move, ...]:
+    """Return a factor or a rounding of a bias; each head's bias counts as a row."""
+    if role not in a.biases or role not in b.biases:
+        return ()
+    ours, theirs = (rows.biases[role].flatten()[None, None] for rows in (a, b))
+    move, _ = find_row_change(role, ours, theirs, tolerance)
+    if move is None or not isinstance(move.change, Multiplied | Rounded):
+        return ()
+    return (replace(move, change=replace(move.change, parts=("biases",)), parts=("biases",)),)

@@ -10,13 +10,13 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.heads import MatrixMap, transpose_into_same_shape
+from headwise.diagnosis.moves.maps import MatrixMap, transpose_into_same_shape
 from headwise.diagnosis.moves.rows import Rows, RowSizes
+from headwise.layouts.equality import view_as_bits
 
 _BLOCK = 1 << 20  # entries that are widened to int64 at a time
 _SEED = 16
 _MULTIPLIER = -7046029254386353131
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def make_hash_multipliers(count: int, seed: int = 0) -> Tensor:
@@ -36,9 +36,8 @@ def mix_bits(labels: Tensor) -> Tensor:
 
 
 def read_bits(x: Tensor) -> Tensor:
-    """Return the bits of each entry as integers; -0 counts as 0."""
-    whole = (x + 0.0).contiguous() if x.dtype.itemsize > 1 else x.contiguous()
-    return whole.view(_INTEGERS[x.dtype.itemsize])
+    """Return the bits of each entry as integers; -0 counts as 0, float8 excepted."""
+    return view_as_bits(x + 0.0 if x.dtype.itemsize > 1 else x)
 
 
 def hash_rows(rows: Tensor) -> Tensor:

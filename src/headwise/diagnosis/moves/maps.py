@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.rows import ROLES, RowSizes
+from headwise.diagnosis.catalogue import (
+    MATRIX_TRANSPOSED,
+    OUTPUT_RESHAPED,
+    PROJECTION_RESHAPED,
+    Cause,
+)
+from headwise.diagnosis.moves.rows import ROLES, Rows, RowSizes
 from headwise.layouts.pattern import GROUPED, Splits, pack_tensors, parse_pattern, unpack_tensor
 
 TENSORS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo"}
@@ -25,21 +31,27 @@ class MapName:
     """Name of a map.
 
     Attributes:
-        cause: the name of the mistake that makes this map.
+        cause: the mistake that makes this map.
         text: the mistake in words, with its parameters.
         roles: the projections whose rows move.
         order: 0 for the most usual mistakes.
         parameters: such as the number of heads that was used.
     """
 
-    cause: str
+    cause: Cause
     text: str
     roles: tuple[str, ...]
     order: int = 0
     parameters: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.cause}: {self.text}" if self.text else self.cause
+        return f"{self.cause.name}: {self.text}" if self.text else self.cause.name
+
+    @property
+    def repair(self) -> str:
+        """The repair in words."""
+        weights, biases = (", ".join(f"{kind}{role}" for role in self.roles) for kind in "wb")
+        return self.cause.remedy.format(weights=weights, biases=biases, text=self.text, move=self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,15 +137,6 @@ def read_rows_by_pattern(
     return {_ROLE_OF[tensor]: x.flatten() for tensor, x in canonical.items()}
 
 
-def reread_rows_by_pattern(
-    first: str, second: str, sizes: RowSizes, lengths: Mapping[str, int], splits: Splits = GROUPED
-) -> dict[str, Tensor]:
-    """Return the rows that roles take where ``first`` is the order of storage, ``second`` read."""
-    return read_rows_by_pattern(
-        second, order_rows_by_pattern(first, sizes, lengths, splits), lengths, splits
-    )
-
-
 def make_distinct_maps(
     drafts: Iterable[Draft], sizes: RowSizes, columns: tuple[int, ...]
 ) -> tuple[RowMap, ...]:
@@ -196,3 +199,67 @@ def _fits_present_rows(
             if reads and width.get(source) != width[role]:
                 return False
     return bool(moved)
+
+
+TRANSPOSED_ORDER, RESHAPED_ORDER = 80, 700
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixMap:
+    """A matrix of (rows, columns) is stored transposed, and read without a transposition.
+
+    A square matrix comes out transposed. Any other is cut into rows of another length.
+
+    Attributes:
+        roles: the projections whose matrices are read so.
+        is_reversed: True if the stored matrix is cut first and transposed afterwards.
+        given: the rows with every such matrix transposed, where they cannot be computed:
+            activations. Such a map cannot be undone.
+    """
+
+    roles: tuple[str, ...]
+    is_square: bool
+    is_reversed: bool = False
+    given: Rows | None = None
+
+    @property
+    def names(self) -> tuple[MapName, ...]:
+        """The name of the mistake, as for a map of rows."""
+        if self.is_square:
+            order = TRANSPOSED_ORDER + (0 if len(self.roles) == 1 else 5 - len(self.roles))
+            return (MapName(MATRIX_TRANSPOSED, "", self.roles, order),)
+        text = "cut, then transposed" if self.is_reversed else "transposed, then cut"
+        cause = OUTPUT_RESHAPED if self.roles == ("o",) else PROJECTION_RESHAPED
+        return (MapName(cause, text, self.roles, RESHAPED_ORDER),)
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return rows with these matrices read so; biases stay."""
+        if self.given is not None:
+            taken = {role: self.given.matrices[role] for role in self.roles}
+            return Rows({**rows.matrices, **taken}, rows.biases)
+        return self._reread_rows(rows, is_reversed=self.is_reversed)
+
+    def undo(self, rows: Rows) -> Rows:
+        """Return the rows that `apply` makes these of."""
+        return self._reread_rows(rows, is_reversed=not self.is_reversed)
+
+    def _reread_rows(self, rows: Rows, *, is_reversed: bool) -> Rows:
+        matrices = dict(rows.matrices)
+        for role in self.roles:
+            matrices[role] = transpose_into_same_shape(
+                rows.matrix_of_role(role), is_reversed=is_reversed
+            ).view_as(rows.matrices[role])
+        return Rows(matrices, rows.biases)
+
+
+def transpose_into_same_shape(matrix: Tensor, *, is_reversed: bool) -> Tensor:
+    """Return a matrix of the same shape whose entries were stored or read with exchanged axes.
+
+    Args:
+        matrix: (rows, columns).
+        is_reversed: True to cut first and transpose afterwards.
+    """
+    rows, columns = matrix.shape
+    if is_reversed:
+        return matrix.reshape(columns, rows).T.contiguous()
+    return matrix.T.reshape(rows, columns)

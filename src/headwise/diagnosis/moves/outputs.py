@@ -13,20 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.catalogue import make_row_map_catalogue
-from headwise.diagnosis.moves.changes import (
+from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED
+from headwise.diagnosis.moves.families import make_row_map_catalogue
+from headwise.diagnosis.moves.labels import list_matrix_maps
+from headwise.diagnosis.moves.maps import MapName, MatrixMap, RowMap
+from headwise.diagnosis.moves.move import (
     ROUNDED,
+    Move,
     Multiplied,
     Rounded,
+    Taken,
     format_dtype,
     snap_to_power_of_two,
 )
-from headwise.diagnosis.moves.heads import MatrixMap
-from headwise.diagnosis.moves.labels import list_matrix_maps
-from headwise.diagnosis.moves.maps import MapName, RowMap
-from headwise.diagnosis.moves.move import Move, Taken
-from headwise.diagnosis.moves.orders import list_block_counts, make_block_map
 from headwise.diagnosis.moves.rows import Rows
+from headwise.diagnosis.moves.search import list_block_counts, make_block_map
 
 FIRST_TOKENS = 4  # a map that fails on them is not tried on all
 MOST_BLOCKS = 64
@@ -88,7 +89,7 @@ def _yield_map_moves(pair: HeadsAndOutput, rotary_width: int | None) -> Iterator
 def _yield_rounding_moves() -> Iterator[Move]:
     for dtype in ROUNDED:
         parameters = (("dtype", dtype),)
-        name = MapName("dtype's rounding of weights", format_dtype(dtype), ("o",), 0, parameters)
+        name = MapName(WEIGHTS_ROUNDED, format_dtype(dtype), ("o",), 0, parameters)
         yield Move(name, Rounded(("o",), dtype, ("weights",)), parts=("weights",))
 
 
@@ -144,7 +145,7 @@ def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
         text = f"heads {', '.join(map(str, changed))}"
         parameters = (("heads", changed), ("factors", factors))
     kinds = {float(snapped[head]) for head in changed}
-    cause = "sign" if kinds == {-1.0} else "rows zero" if kinds == {0.0} else "factor"
+    cause = SIGN if kinds == {-1.0} else ROWS_ZERO if kinds == {0.0} else FACTOR
     change = Multiplied({"o": snapped[:, None]}, ("weights",))
     yield Move(MapName(cause, text, ("o",), 0, parameters), change, parts=("weights",))
 
@@ -163,6 +164,6 @@ def yield_output_and_bias_factor_moves(
     factor = snap_to_power_of_two(float((right * output).sum() / right.square().sum()))
     apart = float((factor * right - output).abs().max())
     if factor != 1 and apart <= pair.tolerance * float(output.square().mean().sqrt()):
-        cause = "sign" if factor == -1 else "factor"
+        cause = SIGN if factor == -1 else FACTOR
         name = MapName(cause, f"{factor:.6g}", ("o",), 0, (("factor", factor),))
         yield Move(name, Multiplied({"o": torch.full((1, 1), factor, dtype=torch.float64)}))

@@ -1,18 +1,22 @@
-"""Moves between two sets of canonical weights of one attention."""
+"""Moves between two sets of canonical weights of one attention, and weights as initialised.
+
+The largest distance of the distribution function from that of an initialisation
+(Kolmogorov-Smirnov) is compared with 1.95 / sqrt(n), which chance passes once in 1,000.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.biases import BiasCleared
-from headwise.diagnosis.moves.changes import default_tolerance, largest_residual
-from headwise.diagnosis.moves.find import find_moves
-from headwise.diagnosis.moves.initial import recognise_initialisation
+from headwise.diagnosis.catalogue import BIAS_MISSING, INITIAL_WEIGHTS
+from headwise.diagnosis.moves.find import BiasCleared, find_moves
 from headwise.diagnosis.moves.maps import MapName
-from headwise.diagnosis.moves.move import Move, MoveReport
+from headwise.diagnosis.moves.move import Move, MoveReport, default_tolerance, largest_residual
 from headwise.diagnosis.moves.rows import ROLES, Rows
 from headwise.function.weights import State
 
@@ -109,9 +113,12 @@ def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -
             continue
         if initialisation := recognise_initialisation(role, ours):
             fresh.setdefault(initialisation.text, []).append(role)
-    cause = "weights at their initial values"
     return [
-        Move(MapName(cause, text, tuple(roles)), Replaced(ours, tuple(roles)), parts=("weights",))
+        Move(
+            MapName(INITIAL_WEIGHTS, text, tuple(roles)),
+            Replaced(ours, tuple(roles)),
+            parts=("weights",),
+        )
         for text, roles in fresh.items()
     ]
 
@@ -147,9 +154,101 @@ def _find_output_bias_move(
     if a is None or not bool(a.any()):
         if b is None or not bool(b.any()):
             return True
-        cause = "bias missing" if a is None else "bias zero"
-        return Move(MapName(cause, OUTPUT_BIAS, ("o",)), BiasCleared(("o",), a is None))
+        text = OUTPUT_BIAS if a is None else f"{OUTPUT_BIAS}, zero"
+        return Move(MapName(BIAS_MISSING, text, ("o",)), BiasCleared(("o",), a is None))
     if b is None or a.shape != b.shape:
         return False
     limit = default_tolerance(a.dtype, b.dtype) if tolerance is None else tolerance
     return largest_residual(a, b) <= limit
+
+
+CRITICAL = 1.95
+MOST_ENTRIES = 100_000
+LEAST_ENTRIES = 64
+
+
+@dataclass(frozen=True)
+class Initialisation:
+    """A distribution around 0.
+
+    Attributes:
+        text: its name and parameters.
+        width: the bound of a uniform one, or the standard deviation of a normal one.
+    """
+
+    text: str
+    width: float
+    is_uniform: bool
+
+    @property
+    def standard_deviation(self) -> float:
+        """The standard deviation."""
+        return self.width / math.sqrt(3) if self.is_uniform else self.width
+
+    def cumulative_share(self, x: Tensor) -> Tensor:
+        """Return the share of values below each x."""
+        if self.is_uniform:
+            return (x / self.width).clamp(-1, 1) / 2 + 0.5
+        normal: Tensor = torch.special.ndtr(x / self.width)
+        return normal
+
+
+def list_initialisations(role: str, shapes: Mapping[str, tuple[int, int]]) -> list[Initialisation]:
+    """Return usual initialisations of the matrix of a role.
+
+    Args:
+        role: the projection.
+        shapes: role -> (rows, columns); the matrix of o has its inputs as rows.
+    """
+    rows, columns = shapes[role]
+    inputs = rows if role == "o" else columns
+    fused = sum(shapes[r][0] for r in "qkv" if r in shapes and shapes[r][1] == columns)
+    spread = {"one matrix": rows + columns}
+    if role != "o" and fused > rows:
+        spread["q, k and v fused"] = fused + columns
+    return [
+        Initialisation("uniform within 1/sqrt(inputs)", 1 / math.sqrt(inputs), True),
+        *(
+            Initialisation(f"Xavier uniform of {name}", math.sqrt(6 / size), True)
+            for name, size in spread.items()
+        ),
+        Initialisation("normal with standard deviation 0.02", 0.02, False),
+        Initialisation(
+            "normal with standard deviation 1/sqrt(inputs)", 1 / math.sqrt(inputs), False
+        ),
+        *(
+            Initialisation(f"Xavier normal of {name}", math.sqrt(2 / size), False)
+            for name, size in spread.items()
+        ),
+    ]
+
+
+def recognise_initialisation(role: str, rows: Rows) -> Initialisation | None:
+    """Return the initialisation whose statistics the weights of a role have, or None."""
+    shapes = {
+        r: (rows.matrix_of_role(r).shape[0], rows.matrix_of_role(r).shape[1]) for r in rows.roles
+    }
+    values = rows.matrix_of_role(role).flatten().to(torch.float64)
+    if values.numel() < LEAST_ENTRIES:
+        return None
+    fitting = [
+        (apart, place, each)
+        for place, each in enumerate(list_initialisations(role, shapes))
+        if (apart := kolmogorov_smirnov_statistic(values, each)) < CRITICAL
+    ]
+    return min(fitting)[2] if fitting else None
+
+
+def kolmogorov_smirnov_statistic(values: Tensor, kind: Initialisation) -> float:
+    """Return the largest distance of the distribution functions, times the root of the count."""
+    values = values[:: math.ceil(values.numel() / MOST_ENTRIES)].sort().values
+    count = len(values)
+    steps = torch.arange(count + 1, dtype=torch.float64) / count
+    share = kind.cumulative_share(values)
+    apart = max(float((share - steps[:-1]).max()), float((steps[1:] - share).max()))
+    return apart * math.sqrt(count)
+
+
+def is_drawn_from_initialisation(values: Tensor, kind: Initialisation) -> bool:
+    """True if values may be drawn from an initialisation."""
+    return kolmogorov_smirnov_statistic(values, kind) < CRITICAL

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.probes import SEED
+from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.function import FAILURES, describe_error

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.diagnosis._compare import compare
-from headwise.diagnosis.results.diagnosis import Verdict
+from headwise.diagnosis.results import Verdict
 from headwise.function import rounding, stages
 from headwise.function.budget import Budget
 from headwise.function.rounding import LAMBDA, Roundoff

@@ -1,22 +1,32 @@
-"""Moves of the projections of a layer in doubt, read off its recorded stages.
+"""Evidence for a cause: recorded calls of the layer in doubt, and the model that it should equal.
 
-The rows of q, k and v are their channels over all tokens. The rows of the output projection cannot
-be seen so: maps of them are tried on the recorded head outputs.
+The moves of its projections are read off the recorded stages. The rows of q, k and v are their
+channels over all tokens. The rows of the output projection cannot be seen so: maps of them are
+tried on the recorded head outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.causes.cause import Evidence
-from headwise.diagnosis.moves.changes import Multiplied, Rounded, Zeroed, default_tolerance
+from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.moves.find import find_moves
-from headwise.diagnosis.moves.heads import MatrixMap
-from headwise.diagnosis.moves.move import Change, Move, Taken
+from headwise.diagnosis.moves.maps import MatrixMap
+from headwise.diagnosis.moves.move import (
+    Change,
+    Move,
+    Multiplied,
+    Rounded,
+    Taken,
+    Zeroed,
+    default_tolerance,
+)
 from headwise.diagnosis.moves.outputs import (
     HeadsAndOutput,
     yield_moves_explaining_outputs,
@@ -24,32 +34,115 @@ from headwise.diagnosis.moves.outputs import (
 )
 from headwise.diagnosis.moves.rows import Rows
 from headwise.diagnosis.moves.state import extract_rows, replace_rows
-from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.simulation.stages import RecordedCall
 
 STAGE_OF = {"q": "q", "k": "k", "v": "v", "o": "output"}
 
 
-@dataclass
-class _Last:
-    """The moves of the evidence that was asked about last: each cause asks for the same."""
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """Recorded calls of the layer in doubt, and the model that it should equal.
 
-    evidence: Evidence | None = None
-    sequences: tuple[tuple[Move, ...], ...] = ()
+    Attributes:
+        model: the model that is believed so far.
+        calls: recorded calls of the layer in doubt.
+        gaps: where the two part.
+    """
+
+    model: AttentionModel
+    calls: Sequence[RecordedCall]
+    gaps: Gaps
+
+    @classmethod
+    def of(cls, model: AttentionModel, calls: Sequence[RecordedCall]) -> Evidence:
+        """Return the evidence of calls against a model."""
+        return cls(model, calls, measure_gaps(model, calls))
+
+    @property
+    def is_cross_attention(self) -> bool:
+        """True if keys and values come from other tokens than queries."""
+        return any(call.inputs.source is not None for call in self.calls)
+
+    @property
+    def has_masks(self) -> bool:
+        """True if a call has a mask of the caller."""
+        return any(call.inputs.mask is not None for call in self.calls)
+
+    @property
+    def has_later_calls(self) -> bool:
+        """True if a call has keys of earlier calls."""
+        return any(call.earlier for call in self.calls)
+
+    def parted_calls_and_heads(self, *stages: str) -> list[Cell]:
+        """Return the parted cells of these stages."""
+        return [cell for cell in self.gaps.cells_beyond_rounding if cell[0] in stages]
+
+    @cached_property
+    def moves(self) -> tuple[tuple[Move, ...], ...]:
+        """Sequences of moves of the weights; each explains some stages."""
+        return (*_yield_qkv_moves(self), *((move,) for move in _yield_output_moves(self)))
 
 
-_last = _Last()
+@dataclass(frozen=True)
+class Variant:
+    """One way in which a cause could have changed the model.
+
+    Attributes:
+        model: the model with the fault, which predicts the layer in doubt.
+        parameters: name -> value in the layer in doubt, for the report.
+        repair: what makes the layer in doubt equal again.
+        details: more of the same, for the report alone: they do not count as parameters.
+        is_step: True if the data say that another cause of the same stage follows.
+    """
+
+    model: AttentionModel
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    repair: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    is_step: bool = False
 
 
-def find_projection_moves(evidence: Evidence) -> tuple[tuple[Move, ...], ...]:
-    """Return sequences of moves of the weights; each explains some stages of the evidence."""
-    if _last.evidence is not evidence:
-        _last.sequences = (
-            *_yield_qkv_moves(evidence),
-            *((move,) for move in _yield_output_moves(evidence)),
-        )
-        _last.evidence = evidence
-    return _last.sequences
+@dataclass(frozen=True)
+class Family:
+    """Variants by one real number, which is fitted.
+
+    Attributes:
+        make: number -> variant.
+        starts: numbers from which the fit starts.
+        is_log: True to fit the logarithm, for positive numbers.
+    """
+
+    make: Callable[[float], Variant]
+    starts: tuple[float, ...]
+    is_log: bool = False
+
+
+def replace_inputs(forced: ForcedStage, **changes: Any) -> ForcedStage:
+    """Return a stage of a call with other inputs."""
+    inputs = replace(forced.call.inputs, **changes)
+    return replace(forced, call=replace(forced.call, inputs=inputs))
+
+
+Variants: TypeAlias = Iterator[Variant | Family]
+Search: TypeAlias = Callable[[Evidence], Variants]
+
+
+def search_moves(cause: Cause, evidence: Evidence) -> Variants:
+    """Yield the moves of rows of a cause, which is all that most causes of weights have."""
+    for moves in evidence.moves:
+        # Moves of separate roles are causes of their own.
+        for place, move in enumerate(moves):
+            name = next((each for each in (move.name, *move.equals) if each.cause == cause), None)
+            if name is not None:
+                later = {role for after in moves[place + 1 :] for role in after.roles}
+                yield Variant(
+                    apply_moves_to_model(evidence.model, (move,)),
+                    {"roles": "".join(name.roles), **dict(name.parameters)},
+                    name.repair,
+                    is_step=not later.isdisjoint(move.roles),
+                )
 
 
 def apply_moves_to_model(model: AttentionModel, moves: Sequence[Move]) -> AttentionModel:

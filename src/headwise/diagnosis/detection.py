@@ -19,7 +19,7 @@ from headwise.diagnosis.candidates import (
     find_candidates,
     group_equal_layouts,
 )
-from headwise.diagnosis.results.diagnosis import shorten_lines
+from headwise.diagnosis.results import shorten_lines
 from headwise.errors import CheckpointError, OptionError, UndecidedError
 from headwise.layouts._layout import Layout
 from headwise.layouts.foreign import Obstacle, find_obstacle

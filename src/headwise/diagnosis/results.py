@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from headwise.diagnosis.naming import ModuleMoves, describe_module_moves
-from headwise.diagnosis.results.attention import FunctionComparison
-from headwise.diagnosis.results.model import ModelComparison
+from headwise.diagnosis.comparison import FunctionComparison, ModelComparison
 from headwise.layouts._layout import Layout
 from headwise.support.forms import Displayed
 
@@ -248,6 +246,66 @@ class UnappliedSetting:
             f"{self.name}: {self.recorded} in the metadata of the {self.side}, "
             f"{self.applied} in the code of {self.layout}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleMoves:
+    """Moves that make the weights of a module in the first from those in the second.
+
+    Attributes:
+        name: the module in the first; "" if its tensors have no prefix.
+        layer: its layer in the model.
+        moves: causes in the order in which they happened, each with its projections.
+        causes: their names.
+        repairs: what undoes each cause; the last is the first to be undone.
+        pages: the path of the page about each cause, in the installed package.
+        unexplained: projections that nothing explains.
+        is_other_module: the module of the second whose weights these are; "" for its own.
+    """
+
+    name: str
+    layer: int
+    moves: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+    repairs: tuple[str, ...] = ()
+    pages: tuple[str, ...] = ()
+    unexplained: tuple[str, ...] = ()
+    is_other_module: str = ""
+
+    def __str__(self) -> str:
+        name = f"`{self.name}`" if self.name else "the layer"
+        if self.is_other_module:
+            return f"{name} has the weights of `{self.is_other_module}`: {self.causes[0]}"
+        left = (
+            [f"no known change explains {', '.join(self.unexplained)}"] if self.unexplained else []
+        )
+        return f"{name}: {'; then '.join([*self.moves, *left])}"
+
+    @property
+    def repair(self) -> str:
+        """The repairs, in the order in which they are done; "" where nothing is named."""
+        return "; then ".join(reversed(self.repairs))
+
+    @property
+    def repair_lines(self) -> list[str]:
+        """Sentences: the repair, and the pages about the causes."""
+        pages = ", ".join(dict.fromkeys(self.pages))
+        lines = [f"  repair: {self.repair}"] if self.repairs else []
+        return lines + ([f"  more: {pages}"] if pages else [])
+
+
+def describe_module_moves(modules: Sequence[ModuleMoves], *, most: int) -> list[str]:
+    """Return sentences on the first modules, and the number of the others.
+
+    A repair stands below the first module that needs it.
+    """
+    lines, repaired = [], set()
+    for module in modules[:most]:
+        lines.append(str(module))
+        if module.repair not in repaired:
+            lines += module.repair_lines
+            repaired.add(module.repair)
+    return lines + ([f"and {len(modules) - most} more"] if len(modules) > most else [])
 
 
 @dataclass(frozen=True, kw_only=True)

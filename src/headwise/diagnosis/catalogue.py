@@ -1,0 +1,187 @@
+"""All causes, one row each, in the order in which equal ones are named.
+
+The prose about a cause is its page, ``causes/pages/NAME.md``. The function that looks for it is in
+the module of ``causes`` for its stages; most causes of moved weights have none, since the moves
+(`headwise.diagnosis.moves`) that were found name their cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGES = Path(__file__).with_name("causes") / "pages"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A reason why two attentions differ.
+
+    Attributes:
+        name: in a few words, as reports print it.
+        stages: the stages that it can change when those before them are given.
+        cost: rank among causes that explain the same; a lower one is named first.
+        is_whole: True if it is named only where it explains all of its stages that part: it says
+            that something is nowhere, which each of these stages can refute.
+        is_statistical: True if the numbers are only likely by this cause; exact ones come first.
+        remedy: what makes weights right again that moved so. It may hold ``{weights}`` and
+            ``{biases}`` of the roles that moved, the ``{text}`` of the move, and the ``{move}``.
+    """
+
+    name: str
+    stages: tuple[str, ...]
+    cost: float = 1.0
+    is_whole: bool = False
+    is_statistical: bool = False
+    remedy: str = "undo it in {weights}: {move}"
+
+    @property
+    def page(self) -> str:
+        """The path of the page about it: ``.../rotary-theta.md`` in this package."""
+        words = re.findall("[a-z0-9]+", self.name.lower().replace("'", ""))
+        return str(PAGES / f"{'-'.join(words)}.md")
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page about a cause, without links to other files.
+
+    Attributes:
+        path: the file in the installed package.
+        title: what people see and search for.
+        text: everything below the title.
+    """
+
+    path: str
+    title: str
+    text: str
+
+    @classmethod
+    def read(cls, path: str) -> Page:
+        """Return the page in a file."""
+        title, _, text = Path(path).read_text("utf-8").partition("\n")
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+        return cls(path, title.removeprefix("# "), text.strip())
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending."""
+        return Path(self.path).stem
+
+    @property
+    def meaning(self) -> str:
+        """The sentences that follow the name of the cause."""
+        return self.text.partition("\n\n")[0].partition("**. ")[2]
+
+    @property
+    def repair(self) -> str:
+        """The section about the repair."""
+        return self.text.partition("## Repair\n\n")[2].partition("\n\n")[0]
+
+
+PROJECTED = ("q", "k", "v", "output")  # the stages that multiply by weights
+WITH_HEADS = ("q", "k", "v", "scores", "head outputs", "output")
+NORMED = ("q after norm", "k after norm", "q after rotary", "k after rotary")
+ROTATED = ("q after rotary", "k after rotary")
+PLACED = (*ROTATED, "scores")  # the stages that depend on positions
+SCORES, WEIGHTS = ("scores",), ("weights",)
+BY_NUMBER = "load each layer by its number"
+
+Q_AND_K_EXCHANGED = Cause("q and k exchanged", ("q", "k"))
+K_AND_V_EXCHANGED = Cause("k and v exchanged", ("k", "v"))
+Q_AND_V_EXCHANGED = Cause("q and v exchanged", ("q", "v"))
+ANOTHER_ROLE = Cause(
+    "rows of another role",
+    PROJECTED,
+    cost=1.06,
+    remedy="load {weights} from its own tensor: {text}",
+)
+FUSED_ROW_ORDER = Cause("order of fused rows", PROJECTED, cost=1.02)
+FUSED_ROW_NESTING = Cause("nesting of fused rows", PROJECTED, cost=1.03)
+FUSED_ROW_GROUPS = Cause("kv groups of fused rows", PROJECTED, cost=1.03)
+HEADS_INTERLEAVED = Cause("heads interleaved", PROJECTED, cost=1.04)
+HEADS_PERMUTED = Cause("heads permuted", PROJECTED, cost=1.05)
+OUTPUT_GROUP_ORDER = Cause("output heads in another group order", PROJECTED, cost=1.04)
+OUTPUT_RESHAPED = Cause("output projection reshaped with exchanged axes", PROJECTED, cost=1.05)
+PROJECTION_RESHAPED = Cause("projection reshaped with exchanged axes", PROJECTED, cost=1.05)
+MATRIX_TRANSPOSED = Cause(
+    "square matrix transposed", PROJECTED, cost=1.02, remedy="transpose {weights}: weight.mT"
+)
+ROTARY_PERMUTATION_MISSING = Cause("rotary permutation missing", PROJECTED, cost=1.01)
+ROTARY_PERMUTATION_DOUBLED = Cause("rotary permutation doubled", PROJECTED, cost=1.01)
+ROTARY_PERMUTATION_HEADS = Cause(
+    "rotary permutation with a wrong number of heads", PROJECTED, cost=1.02
+)
+ROTARY_PERMUTATION_WIDTH = Cause("rotary permutation of another width", PROJECTED, cost=1.03)
+KV_HEADS_TILED = Cause("kv heads tiled instead of repeated", WITH_HEADS, cost=1.04)
+SHARD_ORDER = Cause("shards joined in the wrong order", PROJECTED, cost=1.06)
+SIGN = Cause("sign", PROJECTED, cost=1.07)
+FACTOR = Cause("factor", PROJECTED, cost=1.08)
+ROWS_ZERO = Cause("rows zero", PROJECTED, cost=1.07)
+WEIGHTS_ROUNDED = Cause(
+    "dtype's rounding of weights", PROJECTED, remedy="load the weights in a wider dtype than {text}"
+)
+BIAS_MISSING = Cause("bias missing", PROJECTED, remedy="load the biases {biases}")
+INITIAL_WEIGHTS = Cause(
+    "weights at their initial values",
+    PROJECTED,
+    is_statistical=True,
+    remedy="load {weights}: not loaded, but initialised",
+)
+MODULE_BYPASSED = Cause("projection never called", PROJECTED, cost=0.5)
+ADAPTERS_MERGED = Cause("adapters merged or not", PROJECTED, cost=2.2)
+SCALE = Cause("scale", SCORES)
+ROTARY_THETA = Cause("rotary theta", ROTATED)
+ROTARY_PAIRING = Cause("rotary pairing", ROTATED)
+ROTARY_PARTIAL_WIDTH = Cause("rotary partial width", ROTATED)
+ROTARY_DTYPE = Cause("rotary dtype", ROTATED)
+ROTARY_EXPONENT_WIDTH = Cause("rotary exponent width", ROTATED, cost=0.9)
+ROTARY_ATTENTION_FACTOR = Cause("rotary attention factor", ROTATED)
+ROTARY_MISSING = Cause("rotary missing", ROTATED, cost=0.9)
+ROTARY_WHOLE_HEAD_PAIRS = Cause("rotary pairs across the whole head", ROTATED)
+ROTARY_POSITION_OFFSET = Cause("rotary position offset", ROTATED)
+ROTARY_AXIS = Cause("rotary axis", ROTATED)
+ROTARY_SOME_HEADS = Cause("rotary on some heads only", ROTATED, cost=0.3)
+ROTARY_SCALING_FACTOR = Cause("rotary scaling factor", ROTATED, cost=1.06)
+ROTARY_SCALING_KIND = Cause("rotary scaling kind", ROTATED, cost=1.05)
+QK_NORM_KIND = Cause("qk-norm kind", NORMED, is_whole=True)
+QK_NORM_PLACE = Cause("qk-norm place", NORMED)
+QK_NORM_WEIGHT_OFFSET = Cause("qk-norm weight offset", NORMED)
+DISTANCE_BIAS_COEFFICIENT = Cause("distance bias coefficient", SCORES, cost=0.9)
+DISTANCE_BIAS_SLOPE_RULE = Cause("distance bias slope rule", SCORES)
+SCALE_TWICE = Cause("scale twice", SCORES, cost=0.8)
+SOFTCAP = Cause("softcap", SCORES)
+SINKS = Cause("sinks", WEIGHTS)
+MASK_POLARITY = Cause("mask polarity", SCORES)
+PADDING_SIDE = Cause("padding side", SCORES)
+PADDING_IGNORED = Cause("padding ignored", SCORES)
+MASK_ADDED_AS_NUMBERS = Cause("mask added as 0/1", SCORES)
+CAUSAL_ALIGNMENT = Cause("causal alignment", SCORES)
+WINDOW_OFF_BY_ONE = Cause("window off by one", SCORES)
+ROWS_WITHOUT_KEYS = Cause("rows without keys", WEIGHTS)
+SOFTMAX_AXIS = Cause("softmax axis", WEIGHTS)
+BATCH_SEQUENCE_EXCHANGED = Cause(
+    "batch and sequence exchanged", (*PLACED, "head outputs"), cost=0.9
+)
+SOFTMAX_DTYPE = Cause("softmax dtype", WEIGHTS)
+NUMBER_OF_HEADS = Cause("number of heads", WITH_HEADS)
+SPLIT_WITHOUT_TRANSPOSE = Cause("split without transpose", ("q", "k", "v"))
+MERGE_WITHOUT_TRANSPOSE = Cause("merge without transpose", ("output",))
+DROPOUT_LEFT_ON = Cause("dropout left on", WEIGHTS)
+RESIDUAL_INSIDE = Cause("residual inside", ("output",))
+NORM_INSIDE = Cause("norm inside", PROJECTED)
+POSITION_IN_DECODING = Cause("position offset in decoding", PLACED, cost=0.7)
+PADDING_IN_DECODING = Cause("left padding in decoding", PLACED, cost=0.7)
+WINDOW_IN_DECODING = Cause("window in decoding", SCORES, cost=0.7)
+EVICTED_KEYS = Cause("evicted keys", ("scores", "head outputs"), cost=0.75)
+LAYERS_EXCHANGED = Cause("layers exchanged", PROJECTED, remedy=BY_NUMBER)
+LAYERS_OFF_BY_ONE = Cause("layers off by one", PROJECTED, remedy=BY_NUMBER)
+
+CAUSES = tuple(each for each in [*globals().values()] if isinstance(each, Cause))
+
+
+def cause_of_layer_shifts(shifts: AbstractSet[int]) -> Cause:
+    """Return the cause of layers that moved by these numbers of places."""
+    return LAYERS_OFF_BY_ONE if shifts in ({1}, {-1}) else LAYERS_EXCHANGED
