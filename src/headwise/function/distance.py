@@ -20,10 +20,10 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-BIAS_MAX = 8.0  # the last head's slope is 2 ** -BIAS_MAX
+from headwise.function.spec import BIAS_MAX, AlibiRule, AttentionSpec
 
 
 def alibi_slope_values(num_heads: int, bias_max: float = BIAS_MAX) -> tuple[float, ...]:
@@ -36,6 +36,17 @@ def alibi_slope_values(num_heads: int, bias_max: float = BIAS_MAX) -> tuple[floa
 
 def _geometric_slopes(count: int, bias_max: float) -> tuple[float, ...]:
     return tuple(2 ** (-bias_max * (head + 1) / count) for head in range(count))
+
+
+def slopes_of(spec: AttentionSpec) -> Float[Tensor, " heads"] | None:
+    """Return the slope of each head by ALiBi in float64, None for none."""
+    rule = spec.score_bias
+    if not isinstance(rule, AlibiRule):
+        return None
+    if rule.slopes is not None:
+        return torch.tensor(rule.slopes, dtype=torch.float64)
+    # The layers hold the slopes in float32.
+    return torch.tensor(alibi_slope_values(spec.num_heads, rule.bias_max)).double()
 
 
 def bucket_of_distances(

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
-from typing import Any, Final, Literal, Self, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from headwise.errors import OptionError
-from headwise.function.distance import BIAS_MAX, alibi_slope_values
-from headwise.function.scaling import Scaling
 from headwise.support.text import describe_value
+
+if TYPE_CHECKING:  # the list of layouts starts without torch
+    import torch
+
+    from headwise.function.scaling import Scaling
 
 Pairing = Literal["half-split", "interleaved"]
 NormKind = Literal["rms", "layer", "l2"]
@@ -44,6 +44,7 @@ class Unset(Enum):
         return False
 
 
+BIAS_MAX = 8.0  # of ALiBi: the last head's slope is 2 ** -BIAS_MAX
 ABSENT: Final = Unset.ABSENT
 FROM_CONFIG: Final = Unset.FROM_CONFIG
 
@@ -254,17 +255,6 @@ class AttentionSpec:
     def buckets(self) -> BucketRule | None:
         """The buckets of distances with a learned score bias, None for none."""
         return self.score_bias if isinstance(self.score_bias, BucketRule) else None
-
-    @property
-    def slopes(self) -> Tensor | None:
-        """The slope of each head by ALiBi, (heads,), float64; None for none."""
-        rule = self.score_bias
-        if not isinstance(rule, AlibiRule):
-            return None
-        if rule.slopes is not None:
-            return torch.tensor(rule.slopes, dtype=torch.float64)
-        # The layers hold the slopes in float32.
-        return torch.tensor(alibi_slope_values(self.num_heads, rule.bias_max)).double()
 
     @property
     def group(self) -> int:

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwise.function.distance import bucket_of_distances
+from headwise.function.distance import bucket_of_distances, slopes_of
 from headwise.function.spec import AttentionSpec
 from headwise.masks.bound import BoundMask
 from headwise.masks.mask import Mask
@@ -82,7 +82,7 @@ def distance_bias(
 
     ``table`` holds the learned numbers of `BucketRule`.
     """
-    if (slopes := spec.slopes) is not None:
+    if (slopes := slopes_of(spec)) is not None:
         return -slopes[:, None, None] * distances.abs().to(slopes.dtype)
     if (rule := spec.buckets) is None:
         return None

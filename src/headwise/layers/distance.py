@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.function.distance import (
-    BIAS_MAX,
     alibi_slope_values,
     bucket_of_distances,
     count_unshared_distances,
 )
+from headwise.function.spec import BIAS_MAX
 from headwise.masks.clause import Align
 from headwise.masks.score_bias import ScoreBias
 

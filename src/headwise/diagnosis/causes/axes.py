@@ -20,6 +20,7 @@ from headwise.diagnosis.causes.evidence import (
     search_moves,
 )
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.function.distance import slopes_of
 from headwise.function.stages import BEFORE
 from headwise.layers.distance import alibi_slopes
 
@@ -154,7 +155,7 @@ def _make_model_with_heads(
         return None  # the weight of a norm over the channels of a head
     for name in roles.keys() & weights.keys():
         weights[name] = weights[name].flatten(0, 1).unflatten(0, (counts[roles[name]], -1))
-    slopes, rotary = model.settings.slopes, model.settings.rotation
+    slopes, rotary = slopes_of(model.settings), model.settings.rotation
     if slopes is not None:
         slopes = alibi_slopes(heads).double()
     if rotary is not None and rotary.width == model.weights["wq"].shape[1]:
@@ -186,8 +187,8 @@ def _tile_kv_heads(forced: ForcedStage) -> Tensor:
     source = "q after rotary" if forced.stage == "scores" else "weights"
     stages = {**forced.call.stages, source: forced[source][:, order]}
     model: AttentionModel = forced.model
-    if settings.slopes is not None:
-        model = model.with_slopes(settings.slopes[order])
+    if (slopes := slopes_of(settings)) is not None:
+        model = model.with_slopes(slopes[order])
     return replace(forced, model=model, call=forced.call.with_stages(stages)).usual_result()[
         :, places
     ]

@@ -23,6 +23,7 @@ from headwise.diagnosis.causes.evidence import (
 )
 from headwise.diagnosis.moves.move import find_factor_formula
 from headwise.diagnosis.simulation.model import ForcedStage
+from headwise.function.distance import slopes_of
 from headwise.function.spec import Softcap
 from headwise.layers.distance import alibi_slopes
 
@@ -61,7 +62,7 @@ def _softcap(evidence: Evidence) -> Variants:
 
 
 def _distance_bias_coefficient(evidence: Evidence) -> Variants:
-    model, slopes = evidence.model, evidence.model.settings.slopes
+    model, slopes = evidence.model, slopes_of(evidence.model.settings)
     if model.settings.buckets is not None:
         return  # a bias of another form
     is_missing = slopes is None
@@ -81,7 +82,7 @@ def _distance_bias_coefficient(evidence: Evidence) -> Variants:
 
 
 def _distance_bias_slope_rule(evidence: Evidence) -> Variants:
-    slopes = evidence.model.settings.slopes
+    slopes = slopes_of(evidence.model.settings)
     if slopes is None:
         return
     for rule, other in _slopes_of_every_rule(len(slopes)).items():

@@ -24,6 +24,7 @@ from headwise.diagnosis.simulation.model import (
     key_query_distances,
 )
 from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.function.distance import slopes_of
 from headwise.function.rotary import frequencies_of_rule
 from headwise.function.stages import BEFORE, repeat_kv_heads
 
@@ -280,8 +281,8 @@ def _bound_scores(forced: ForcedStage, units: Units) -> Tensor:
     scores = forced.compute_stage()
     if scores.shape == bound.shape:  # numbers that are added to products round at their size
         bound = bound + 8 * units.U * scores.abs().nan_to_num(0.0, posinf=0.0)
-    if settings.slopes is not None:
-        bias = settings.slopes.abs()[:, None, None] * key_query_distances(forced.call).abs()
+    if (slopes := slopes_of(settings)) is not None:
+        bias = slopes.abs()[:, None, None] * key_query_distances(forced.call).abs()
         bound = bound + (8 * units.U + FLOAT32) * bias
     return bound
 
