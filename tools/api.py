@@ -35,7 +35,8 @@ from headwise.reports.report import SameFunction
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.json"
 CHANGELOG = ROOT / "CHANGELOG.md"
-DOCUMENTS = [ROOT / "README.md", *sorted(PAGE.parent.rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md"]
+DOCUMENTS += sorted(page for page in PAGE.parent.rglob("*.md") if page.name != "log.md")
 IMPORT = re.compile(r"from (headwise[\w.]*) import (\([\w,\s]+|[\w, ]+)")
 WORD = re.compile(r"\w+(?:-\w+)*")
 BASES = (object, Exception, BaseException, nn.Module, tuple, dict)
