@@ -21,8 +21,8 @@ def environment(extra: str, packages: tuple[str, ...]) -> TemporaryDirectory[str
     """Return a virtual environment with what headwise declares, an extra or "", and packages."""
     folder = TemporaryDirectory(prefix=f"headwise-{extra}-")
     venv.create(folder.name, symlinks=True)
-    (packages,) = Path(folder.name).glob("lib/python*/site-packages")
-    (packages / "headwise").symlink_to(ROOT / "src" / "headwise")
+    (site,) = Path(folder.name).glob("lib/python*/site-packages")
+    (site / "headwise").symlink_to(ROOT / "src" / "headwise")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     found: Found = {("headwise", "")}  # what it declares may be older where it was installed
     add_needed([*project["dependencies"], *project["optional-dependencies"].get(extra, ())], found)
@@ -31,7 +31,7 @@ def environment(extra: str, packages: tuple[str, ...]) -> TemporaryDirectory[str
         installed = distribution(name)
         assert installed.files is not None, name
         for entry in {file.parts[0] for file in installed.files} - {"..", "__pycache__"}:
-            link = packages / entry
+            link = site / entry
             # Several distributions may fill one folder; a .pth file would add folders.
             if link.suffix != ".pth" and not link.exists():
                 link.symlink_to(str(installed.locate_file(entry)))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headwise.function.spec import FROM_CONFIG
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import find_modules, find_unlisted_tensors_of_module
 from headwise.layouts.registry import layout
@@ -86,7 +87,9 @@ def within(model: nn.Module, ending: str) -> Any:
 def left_open(name: str, *said: str) -> Layout:
     """A layout that does not say of its function what the layer has no option for."""
     described = layout(name)
-    return replace(described, function=replace(described.function, **dict.fromkeys(said)))
+    return replace(
+        described, function=replace(described.function, **dict.fromkeys(said, FROM_CONFIG))
+    )
 
 
 def hidden_later(length: int) -> Tensor:

@@ -113,10 +113,13 @@ def mix_values(
 
 def project_output(
     outputs: Float[Tensor, "batch heads queries value_dim"],
-    weight: Float[Tensor, "heads value_dim out_dim"],
+    weight: Float[Tensor, "o_heads o_width out_dim"],
     bias: Float[Tensor, " out_dim"] | None,
 ) -> Float[Tensor, "batch queries out_dim"]:
-    """Return the sum of all heads' outputs through their parts of the projection, with its bias."""
+    """Return the sum of all heads' outputs through their parts of the projection, with its bias.
+
+    Outputs of other heads that are as wide in all are split into those of the projection.
+    """
     projected = merge_heads(outputs) @ weight.flatten(0, 1)
     return projected if bias is None else projected + bias
 
