@@ -7,7 +7,6 @@ it is attention. It needs four times its size on the disk, which is free again a
 
 from __future__ import annotations
 
-import filecmp
 import json
 import os
 import shutil
@@ -23,8 +22,11 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from headwise.layouts.equality import same_bytes
 
 HEADS, EMBED, INNER, VOCABULARY = 32, 4096, 11008, 32000
 SHARD = 2e9  # bytes of a file, about
@@ -176,11 +178,17 @@ def _sync(folder: Path) -> None:
 
 
 def require_same(a: Path, b: Path) -> None:
-    """End unless two folders hold the same bytes."""
-    names = sorted(path.name for path in a.iterdir())
-    same, other, missing = filecmp.cmpfiles(a, b, names, shallow=False)
-    if len(same) < len(names):
-        raise SystemExit(f"not the same bytes: {other or missing}")
+    """End unless two folders hold the same tensors; a converted file also has a description."""
+    for path in sorted(a.glob("*.safetensors")):
+        with safe_open(path, "pt") as first, safe_open(b / path.name, "pt") as second:
+            other = {*first.keys()} ^ {*second.keys()}
+            other |= {
+                name
+                for name in {*first.keys()} - other
+                if not same_bytes(first.get_tensor(name), second.get_tensor(name))
+            }
+        if other:
+            raise SystemExit(f"not the same bytes in {path.name}: {sorted(other)}")
 
 
 if __name__ == "__main__":
