@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import options as config_against_layout
 from headwise.checkpoints.config import Config, layout_name
 from headwise.checkpoints.description import COUNTS, layout_with_described_function
+from headwise.checkpoints.options import find_config_contradiction, layout_in_layer, resolve
 from headwise.checkpoints.read import Checkpoint, open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import OptionError
@@ -74,7 +74,7 @@ def load_attention(
     module = _select_module(source, stored, modules, layer, prefix)
     shapes = {local: source.headers[name].shape for name, local in module.tensors.items()}
     sizes = stored.sizes(shapes, opened.known)
-    described = config_against_layout.layout_in_layer(stored, stated, module.layer)
+    described = layout_in_layer(stored, stated, module.layer)
     _require_fitting_config(module, source, described, stated, sizes, options)
     return attention_from_state(module, modules, source, described, stated, sizes, **options)
 
@@ -88,7 +88,7 @@ def _require_fitting_config(
     options: Mapping[str, Any],
 ) -> None:
     """Raise OptionError if the config contradicts the layout, or is missing and needed."""
-    problem = config_against_layout.find_config_contradiction(config, layout.function, sizes)
+    problem = find_config_contradiction(config, layout.function, sizes)
     if problem is not None:
         raise OptionError(
             saw=f"{module.prefix} in {source.path}: the layout has {problem}",
@@ -134,7 +134,7 @@ def attention_from_state(
     function = layout.function
     if "window" in options:  # the config need not tell which layers have one
         function = replace(function, window=ABSENT)
-    spec = config_against_layout.resolve(function, config, layer=module.layer)
+    spec = resolve(function, config, layer=module.layer)
     if isinstance(spec.score_bias, BucketRule) and module.place.role == "decoder":
         one_sided = replace(spec.score_bias, bidirectional=False)  # no later keys to tell apart
         spec = replace(spec, score_bias=one_sided)

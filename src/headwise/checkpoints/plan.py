@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
 
-from headwise.checkpoints import output as output_plan
 from headwise.checkpoints.config import Config, layout_name
 from headwise.checkpoints.description import (
     Description,
@@ -25,7 +24,7 @@ from headwise.checkpoints.foreign import (
     require_megatron_layout,
 )
 from headwise.checkpoints.options import find_missing_layers
-from headwise.checkpoints.output import OutputPlan
+from headwise.checkpoints.output import OutputPlan, plan_output, plan_share_files
 from headwise.checkpoints.safetensors import KEY
 from headwise.checkpoints.source import SAFETENSORS, CheckpointSource
 from headwise.checkpoints.staging import require_unused_name
@@ -172,7 +171,7 @@ def _plan_files(
 ) -> OutputPlan:
     metadata = {KEY: description.encode()}
     if files == "safetensors":
-        output = output_plan.plan_output(source, steps, metadata)
+        output = plan_output(source, steps, metadata)
         is_its_own = layout_name(description.config) == description.layout.name
         loads = source.is_folder and is_its_own and output.is_found_by_transformers
         return replace(output, config=description.config_json() if loads else None)
@@ -182,13 +181,13 @@ def _plan_files(
         division = derive_shard_map_from_whole(
             description.layout, shapes, shards, description.counts
         )
-        return output_plan.plan_share_files(source, steps, metadata, division)
+        return plan_share_files(source, steps, metadata, division)
     params = make_meta_params(description, shapes)
     by_columns = divides_embedding_columns(params, shapes)
     division = derive_shard_map_from_whole(
         description.layout, shapes, shards, description.counts, also=by_columns
     )
-    return replace(output_plan.plan_share_files(source, steps, metadata, division), params=params)
+    return replace(plan_share_files(source, steps, metadata, division), params=params)
 
 
 def _require_file_options(files: str, shards: int) -> None:

@@ -346,9 +346,7 @@ def _open_and_lock(path: Path) -> BinaryIO:
             is_current = os.path.samestat(os.fstat(handle), path.stat())
         except (BlockingIOError, FileNotFoundError) as error:
             raise _target_in_use_error(path) from error
-        if (
-            not is_current
-        ):  # its run has removed the manifest, and another run has created a new one
+        if not is_current:  # its run removed the manifest, and another run made a new one
             raise _target_in_use_error(path)
         stack.pop_all()
     return os.fdopen(handle, "r+b")

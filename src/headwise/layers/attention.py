@@ -16,13 +16,18 @@ from headwise.function.rotary import Rotary
 from headwise.function.spec import AttentionSpec
 from headwise.function.stages import STAGES, scores, split_heads
 from headwise.layers import advice, checks, conversion
-from headwise.layers import options as option_checks
 from headwise.layers.cache import Cache
 from headwise.layers.distance import PositionBias
 from headwise.layers.explain import LayerExplanation, projection_lines
 from headwise.layers.hooks import call_hook
 from headwise.layers.initial import Source, initialise_projections
 from headwise.layers.norm import QKNorm
+from headwise.layers.options import (
+    check_options,
+    check_positive_whole_numbers,
+    default_head_dim,
+    describe_options,
+)
 from headwise.layers.packing import (
     CallInputs,
     Packed,
@@ -131,16 +136,14 @@ class Attention(nn.Module):
         super().__init__()
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        option_checks.check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
-        self.head_dim = (
-            option_checks.default_head_dim(embed_dim, num_heads) if head_dim is None else head_dim
-        )
+        check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
+        self.head_dim = default_head_dim(embed_dim, num_heads) if head_dim is None else head_dim
         self.value_dim = self.head_dim if value_dim is None else value_dim
         self.out_dim = embed_dim if out_dim is None else out_dim
         self.source_dim = embed_dim if source_dim is None else source_dim
         self.rotary, self.qk_norm, self.window = rotary, qk_norm, window
         self.scale, self.softcap, self.dropout, self.init = scale, softcap, dropout, init
-        option_checks.check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
+        check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
         heads, kv_heads = num_heads, self.num_kv_heads
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, heads * self.head_dim, q_bias, **options)
@@ -428,7 +431,7 @@ class Attention(nn.Module):
         Raises:
             OptionError: a batch or length below 1.
         """
-        option_checks.check_positive_whole_numbers(batch=batch, length=length)
+        check_positive_whole_numbers(batch=batch, length=length)
         left = None if self.window is None else self.window[0]
         evicts = left is not None and left < length
         slots = min(length, 2 * left + 1) if left is not None and evicts else length
@@ -448,7 +451,7 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the sizes, and the options that are no modules."""
-        return option_checks.describe_options(self)
+        return describe_options(self)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Attention:
         """Copy the layer; a cache belongs to the copy only if it is copied in the same call."""

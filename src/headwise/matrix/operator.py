@@ -22,7 +22,6 @@ from headwise.masks.mask import NO_MASK, Mask, require_mask_type
 from headwise.masks.score_bias import NO_BIAS, BoundBias, ScoreBias, require_score_bias_type
 from headwise.matrix import checks
 from headwise.matrix.kernels import dense, pool, sdpa
-from headwise.matrix.kernels import rows as weight_rows
 from headwise.matrix.kernels.dispatch import Explanation, explain_kernels, run_kernel
 from headwise.matrix.kernels.input import KernelInput, accumulation_dtype
 from headwise.matrix.kernels.kernel import Task, row_largest_weight, row_logsumexp
@@ -31,6 +30,7 @@ from headwise.matrix.kernels.observe import (
     count_attending_queries,
     yield_observed_tiles,
 )
+from headwise.matrix.kernels.rows import diagonal_weights, largest_weights, weights_of_queries
 from headwise.matrix.kernels.tiled import Requested
 from headwise.support.arguments import explain_arguments, require_tensors
 from headwise.support.forms import ShownInNotebook
@@ -215,7 +215,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
         """
         index = checks.require_query_positions(index, self.shape[2], call="rows(index)")
-        return weight_rows.weights_of_queries(self._kernel_input(), index)
+        return weights_of_queries(self._kernel_input(), index)
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
         """Return the whole matrix, in queries x keys memory.
@@ -237,7 +237,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             OptionError: an offset that is no integer.
         """
         offset = checks.require_diagonal_offset(offset, *self.shape[2:])
-        return weight_rows.diagonal_weights(self._kernel_input(), offset)
+        return diagonal_weights(self._kernel_input(), offset)
 
     @explain_arguments(checks.ROWS_ADVICE)
     def topk(
@@ -258,7 +258,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             queries = checks.require_query_positions(
                 queries, self.shape[2], call=f"topk({count}, queries=index)"
             )
-        return weight_rows.largest_weights(self._kernel_input(), count, queries)
+        return largest_weights(self._kernel_input(), count, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
         """Return a map of ``queries`` x ``keys`` cells: weight from block to block.

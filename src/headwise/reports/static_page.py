@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from torch import Tensor
 
 from headwise.reports import blobs
-from headwise.reports import images as png_images
+from headwise.reports.images import css_colour, css_gradient, text_colour_on, viridis_grid_data_uri
 from headwise.reports.report import (
     RULE,
     WEIGHTS,
@@ -62,9 +62,9 @@ def static_template_environment() -> jinja2.Environment:
     """Return the environment of the pages of scans, with its filters."""
     environment = template_environment()
     environment.filters |= {
-        "css": png_images.css_colour,
-        "ink": png_images.text_colour_on,
-        "image": lambda statistic: png_images.viridis_grid_data_uri(
+        "css": css_colour,
+        "ink": text_colour_on,
+        "image": lambda statistic: viridis_grid_data_uri(
             [[statistic.scale.position(value) for value in row] for row in statistic.rows]
         ),
     }
@@ -97,7 +97,7 @@ def _template_context(report: ScanReport) -> dict[str, Any]:
         "with_numbers": all(layer.num_heads <= MOST_NUMBERS for layer in scan.layer_scans),
         "definitions": [scan.definition(name) for name in scan.measured],
         "table": scan.table(),
-        "gradient": Markup(png_images.css_gradient()),
+        "gradient": Markup(css_gradient()),
         "describe_count": describe_count,
     }
 
@@ -137,7 +137,7 @@ def map_images(scan: HeadScan, cards: list[HeadCard]) -> dict[tuple[int, int], s
             continue
         positions = np.sqrt(np.maximum(maps, 0))
         for head in shown:
-            images[index, head] = png_images.viridis_grid_data_uri(
+            images[index, head] = viridis_grid_data_uri(
                 positions[layer.heads.index(head)], colours=MAP_COLOURS
             )
     return images

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.scanning._scan import scan
 from headwise.scanning.file import (
     damaged_file_error,
     hash_nested_content,
@@ -153,7 +152,7 @@ class CorpusScan:
 
     corpus: Corpus
     inputs: Sequence[Any]
-    scan_one: Callable[[Any, Progress], HeadScan]
+    scan_one: Callable[..., HeadScan]
     statistics: tuple[Statistic, ...]
 
 
@@ -316,7 +315,7 @@ def open_corpus(
     }
     documents = tuple(Document.of(name, inputs) for name, inputs in pairs)
     corpus = Corpus(documents, made_with, words_of_model(subject, read))
-    scan_one = partial(_scan_document, subject, chosen, layers)
+    scan_one = partial(subject.scan, statistics=chosen, layers=layers)
     return CorpusScan(corpus, [inputs for _, inputs in pairs], scan_one, chosen)
 
 
@@ -334,20 +333,6 @@ def _load_subject(
     if device is not None:
         model.model.to(device)
     return model
-
-
-def _scan_document(
-    subject: ModelToScan, statistics: Statistics, layers: Layers, inputs: Any, progress: Progress
-) -> HeadScan:
-    return scan(
-        subject.model,
-        subject.inputs(inputs),
-        statistics=statistics,
-        layers=layers,
-        separators=tuple(subject.separators.values()),
-        specials=subject.specials,
-        progress=progress,
-    )
 
 
 def _read_files(
@@ -466,7 +451,7 @@ class PartFolder:
         corpus = self.ready.corpus
         path, document = corpus.path_of(self.out, index), corpus.documents[index]
         if not path.exists():
-            fresh = self.ready.scan_one(self.ready.inputs[index], progress)
+            fresh = self.ready.scan_one(self.ready.inputs[index], progress=progress)
             # A scan that cannot be merged is not written, so the run can resume without it.
             if fits is not None and (difference := fits.reason_not_mergeable(fresh)) is not None:
                 raise OptionError(

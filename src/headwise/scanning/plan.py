@@ -10,10 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal
 
-from torch import Tensor
-
 from headwise.errors import OptionError
-from headwise.scanning._scan import scan
 from headwise.scanning.estimate import (
     Estimate,
     estimate_scan,
@@ -22,7 +19,7 @@ from headwise.scanning.estimate import (
 )
 from headwise.scanning.inputs import call_model_on_input, explain_failure_on_token_ids, list_inputs
 from headwise.scanning.result import HeadScan
-from headwise.scanning.selection import Layers, Statistics
+from headwise.scanning.selection import Layers
 from headwise.scanning.source import ModelToScan, TextToRead
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.maps import Map
@@ -62,7 +59,9 @@ class PlannedScan:
 
     def scan_text(self, text: TextToRead, progress: Progress | None = None) -> HeadScan:
         """Return the scan of one text."""
-        return _scan_ids(self.model, text.ids, self.statistics, self.layers, progress)
+        return self.model.scan(
+            text.ids, statistics=self.statistics, layers=self.layers, progress=progress
+        )
 
 
 def require_room_for_model(folder: str | PathLike[str], *, copies: int = 1) -> None:
@@ -112,7 +111,7 @@ def plan_scan(
         (once,) = list_inputs(model.inputs(trial))
         calls = record_call_sizes(model.model, lambda: call_model_on_input(model.model, once))
         start = time.perf_counter()
-        tried = _scan_ids(model, trial, statistics, layers)
+        tried = model.scan(trial, statistics=statistics, layers=layers)
         seconds = time.perf_counter() - start
     chosen = _choose_statistics(statistics, map_cells)
     by_default = single_tokens and statistics is None
@@ -150,24 +149,6 @@ def _require_memory(model: ModelToScan, estimate: Estimate, longest: int, proces
         estimate.extra_bytes + copies,
         what=f"{times}{longest:,} tokens of {model.title}",
         do="--length N with fewer tokens, --stats with fewer statistics, or --force",
-    )
-
-
-def _scan_ids(
-    model: ModelToScan,
-    ids: Tensor,
-    statistics: Statistics,
-    layers: Layers,
-    progress: Progress | None = None,
-) -> HeadScan:
-    return scan(
-        model.model,
-        model.inputs(ids),
-        statistics=statistics,
-        layers=layers,
-        separators=tuple(model.separators.values()),
-        specials=model.specials,
-        progress=progress,
     )
 
 

@@ -14,8 +14,11 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
+from headwise.scanning._scan import scan
 from headwise.scanning.inputs import CHECK_TOKENIZER
-from headwise.scanning.selection import Numbers, normalise_token_ids_option
+from headwise.scanning.result import HeadScan
+from headwise.scanning.selection import Layers, Numbers, Statistics, normalise_token_ids_option
+from headwise.support.progress import Progress
 from headwise.support.text import describe_count, escape_unprintable
 
 MOST_NAMES = 6  # special tokens that are named; some models have hundreds
@@ -91,6 +94,25 @@ class ModelToScan:
         size = f"{_format_large_count(count)} parameters in {' and '.join(kinds)}"
         size += f" on {self.device}" if self.device.type != "cpu" else ""
         return f"{type(self.model).__name__}, {size}"
+
+    def scan(
+        self,
+        inputs: Any,
+        *,
+        statistics: Statistics = None,
+        layers: Layers = None,
+        progress: Progress | None = None,
+    ) -> HeadScan:
+        """Return the scan of ids, or of inputs for a model without a tokenizer."""
+        return scan(
+            self.model,
+            self.inputs(inputs),
+            statistics=statistics,
+            layers=layers,
+            separators=tuple(self.separators.values()),
+            specials=self.specials,
+            progress=progress,
+        )
 
     @property
     def separators_and_specials_in_words(self) -> str:
