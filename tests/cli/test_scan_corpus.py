@@ -40,15 +40,15 @@ def test_an_interrupted_corpus_goes_on(
 ) -> None:
     whole, _ = run(model, "--text", texts, "--out", "whole", "--json")
     assert json.loads(whole)["read"]["sequences"] == 3
-    real, seen = parts.scan, []
+    real, written = parts.write_scan_file, []
 
-    def interrupted(*args: Any, **kwargs: Any) -> HeadScan:
-        seen.append(kwargs["progress"])
-        if len(seen) == 3:
+    def interrupted(result: HeadScan, path: Path, **options: Any) -> None:
+        if len(written) == 2:
             raise KeyboardInterrupt
-        return real(*args, **kwargs)
+        written.append(path.name)
+        real(result, path, **options)
 
-    monkeypatch.setattr(parts, "scan", interrupted)
+    monkeypatch.setattr(parts, "write_scan_file", interrupted)
     stopped = invoke(model, "--text", texts, "--out", "again", "--force")
     assert stopped.exit_code == 130
     assert stopped.stderr.splitlines()[-1] == (
@@ -56,16 +56,17 @@ def test_an_interrupted_corpus_goes_on(
     )
     assert stopped.stdout == ""
     assert len(everything_in(Path("again"))) == 3  # two texts, and corpus.json
-    seen.clear()
-    monkeypatch.setattr(parts, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
+    monkeypatch.setattr(
+        parts, "write_scan_file", lambda *a, **k: written.append(a[1].name) or real(*a, **k)
+    )
     again, err = run(model, "--text", texts, "--out", "again", "--json", "--force")
-    assert len(seen) == 1  # the third text
+    assert written[2:] == [sorted(Path("again/parts").iterdir())[-1].name, parts.SCAN]
     assert "2 of 3 texts are in again already." in err
     assert everything_in(Path("again")) == everything_in(Path("whole"))
     assert json.loads(again)["heads"] == json.loads(whole)["heads"]
     _, err = run(model, "--text", texts, "--out", "again", "--json", "--force")
     assert "All 3 texts are in again already; nothing is read again." in err
-    assert len(seen) == 1
+    assert written[4:] == [parts.SCAN]
 
 
 @pytest.mark.parametrize(
@@ -145,10 +146,12 @@ def test_a_damaged_part_is_named(model: Path, texts: Path, monkeypatch: pytest.M
     assert error.saw.startswith(f"the file {part.absolute()} is damaged or was edited: ")
     assert error.do.startswith("remove this file and start the same run again")
     part.unlink()
-    real, seen = parts.scan, []
-    monkeypatch.setattr(parts, "scan", lambda *a, **k: seen.append(1) or real(*a, **k))
+    real, written = parts.write_scan_file, []
+    monkeypatch.setattr(
+        parts, "write_scan_file", lambda *a, **k: written.append(a[1].name) or real(*a, **k)
+    )
     run(*arguments)
-    assert len(seen) == 1  # the text of the part
+    assert written == [part.name, parts.SCAN]  # the text of the part, and the merge
     assert everything_in(Path("kept")) == before
 
 
