@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints.options import find_config_contradiction
+from headwise.checkpoints.config import find_config_contradiction
 from headwise.layouts.registry import layout
 
 SIZES = {"heads": 12, "head_dim": 10}

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from headwise.checkpoints.config import layout_name, merge_counts, read_config
-from headwise.checkpoints.options import (
+from headwise.checkpoints.config import (
     find_config_contradiction,
     layout_in_layer,
+    layout_name,
+    merge_counts,
+    read_config,
     resolve,
 )
 from headwise.checkpoints.safetensors import StoredTensor

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwise.checkpoints.read import open_checkpoint
+from headwise.checkpoints.description import open_checkpoint
 from headwise.checkpoints.shares import JoinedSource
 from headwise.cli.convert import convert
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError

@@ -10,7 +10,7 @@ import torch
 
 from headwise import detect, verify
 from headwise.checkpoints import load_attention
-from headwise.checkpoints.read import open_checkpoint
+from headwise.checkpoints.description import open_checkpoint
 from headwise.cli.convert import convert
 from tests.checkpoints import llamas
 from tests.checkpoints.shares import (

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from headwise.cli import progress
+from headwise.cli import output
 from headwise.cli.output import option_text
 from headwise.errors import HeadwiseError
 from headwise.models import minilm
@@ -207,7 +207,7 @@ def test_progress_without_a_terminal_is_plain_lines(
 ) -> None:
     options = (model, "--text", text, "--stats", "entropy", "--json", "--force")
     assert len(run(*options)[1].splitlines()) == 3  # the estimate, and the page
-    monkeypatch.setattr(progress, "SECONDS", 0)
+    monkeypatch.setattr(output, "SECONDS", 0)
     out, err = run(*options)
     lines = err.splitlines()
     assert [line for line in lines if re.fullmatch(r"[\w.]+: \d of 2", line)] == lines[1:-2]

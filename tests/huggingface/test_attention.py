@@ -14,7 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from headwise.errors import DTypeError, MaskError, OptionError
 from headwise.function.budget import Budget
 from headwise.huggingface.attention import UNSUPPORTED, attend
-from headwise.huggingface.lazy import LazyMask
+from headwise.huggingface.masks import LazyMask
 from headwise.layers.hooks import attention_hook
 from headwise.masks.clauses.dense import Dense
 from headwise.masks.mask import Mask

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError
-from headwise.huggingface.lazy import LazyMask
+from headwise.huggingface.masks import LazyMask
 from headwise.masks.clauses.lengths import Lengths
 from headwise.masks.mask import Mask
 from tests.memory import LargestTensor

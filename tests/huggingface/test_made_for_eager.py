@@ -11,8 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from headwise.huggingface import register_huggingface
-from headwise.huggingface.lazy import LazyMask
-from headwise.huggingface.masks import file_has_no_sdpa
+from headwise.huggingface.masks import LazyMask, file_has_no_sdpa
 
 SIZES = {
     "hidden_size": 64,

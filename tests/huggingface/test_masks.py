@@ -13,8 +13,7 @@ from transformers import masking_utils
 from transformers.masking_utils import and_masks, or_masks, sdpa_mask
 
 from headwise.huggingface import readers
-from headwise.huggingface.lazy import LazyMask
-from headwise.huggingface.masks import make_transformers_mask
+from headwise.huggingface.masks import LazyMask, make_transformers_mask
 from headwise.masks.clauses.dense import Dense
 from headwise.masks.clauses.segments import Segments
 from tests.huggingface.models import BATCH, LENGTH, lengths_mask

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from headwise import Attention, Mask, Rotary, convert
-from headwise.checkpoints.options import resolve
+from headwise.checkpoints.config import resolve
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.scaling import LinearScaling
 from headwise.function.spec import FROM_CONFIG, BucketRule

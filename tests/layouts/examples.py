@@ -9,7 +9,7 @@ import torch
 from headwise.function.weights import AXES, BIASES, State
 from headwise.layouts._layout import Layout
 from headwise.layouts.drawing import equalise_indistinct_axes
-from headwise.layouts.sizes import Sizes
+from headwise.layouts.pattern import Sizes
 
 SIZES = {
     "heads": 12,

@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.errors import OptionError, ShapeError
-from headwise.layouts.pattern import GROUPED, parse_pattern
-from headwise.layouts.sizes import Shape, Sizes, solve_axis_sizes, solve_products
+from headwise.layouts.pattern import (
+    GROUPED,
+    Shape,
+    Sizes,
+    parse_pattern,
+    solve_axis_sizes,
+    solve_products,
+)
 
 FUSED = "(kv_heads [wq: group head_dim | wk: head_dim | wv: head_dim]) embed_dim"
 

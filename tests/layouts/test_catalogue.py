@@ -19,9 +19,9 @@ from headwise.function.weights import AXES, BIASES, State
 from headwise.layouts._convert import convert
 from headwise.layouts._layout import Layout
 from headwise.layouts.equality import list_differing_tensors, same_bytes
+from headwise.layouts.pattern import Sizes
 from headwise.layouts.registry import catalogue_by_family
 from headwise.layouts.registry import layout as by_name
-from headwise.layouts.sizes import Sizes
 from tests.layouts.examples import (
     ROTARY_WIDTH,
     SIZES,

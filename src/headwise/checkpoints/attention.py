@@ -10,10 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.config import Config, layout_name
-from headwise.checkpoints.description import COUNTS, layout_with_described_function
-from headwise.checkpoints.options import find_config_contradiction, layout_in_layer, resolve
-from headwise.checkpoints.read import Checkpoint, open_checkpoint
+from headwise.checkpoints.config import (
+    Config,
+    find_config_contradiction,
+    layout_in_layer,
+    layout_name,
+    resolve,
+)
+from headwise.checkpoints.description import (
+    COUNTS,
+    Checkpoint,
+    layout_with_described_function,
+    open_checkpoint,
+)
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import OptionError
 from headwise.function.spec import ABSENT, BucketRule
@@ -22,9 +31,8 @@ from headwise.layers.attention import Attention
 from headwise.layers.conversion import options_of_spec
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.foreign import find_obstacle
 from headwise.layouts.modules import NamedModule, find_modules
-from headwise.layouts.sizes import Sizes
+from headwise.layouts.pattern import Sizes
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
 
 MAX_NAMES = 6  # modules that an error names
@@ -184,7 +192,7 @@ def _select_module(
 ) -> NamedModule:
     """Return the module of a layer, or of a prefix."""
     if not modules:
-        obstacle = find_obstacle(source.headers)
+        obstacle = registry.find_obstacle(source.headers)
         why = "" if obstacle is None else f": {obstacle.reason}"
         raise OptionError(
             saw=f"{source.path} holds no attention in the layout {layout.name}{why}",

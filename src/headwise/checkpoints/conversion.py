@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints.foreign import write_megatron_files, write_meta_files
-from headwise.checkpoints.output import OutputFile, tensor_bytes
 from headwise.checkpoints.plan import (
     ConversionPlan,
     ConversionReport,
     Files,
+    OutputFile,
     plan_checkpoint_conversion,
     report_conversion,
+    tensor_bytes,
 )
 from headwise.checkpoints.safetensors import StoredTensor, read_safetensors_header
 from headwise.checkpoints.source import CheckpointSource
@@ -27,7 +28,7 @@ from headwise.checkpoints.staging import PartialFile, StagingDir, write_synced
 from headwise.errors import CheckpointError
 from headwise.layouts import _convert as convert
 from headwise.layouts._layout import Layout
-from headwise.layouts.steps import ConversionStep
+from headwise.layouts.plan import ConversionStep
 from headwise.support.progress import Progress, no_progress
 
 

@@ -24,17 +24,16 @@ from typing import Any
 
 from headwise.checkpoints import config as config_json
 from headwise.checkpoints.config import Config, ConfigFields
-from headwise.checkpoints.model_args import read_model_args
 from headwise.checkpoints.safetensors import KEY, unique_keys
-from headwise.checkpoints.source import CheckpointSource
+from headwise.checkpoints.shares import JoinedSource, join_shares, open_shares, require_all_shares
+from headwise.checkpoints.source import CheckpointSource, open_source
 from headwise.errors import CheckpointError, DTypeError, OptionError, ShapeError
 from headwise.function.spec import SETTINGS
 from headwise.layouts._layout import CALLING, Layout
 from headwise.layouts.modules import AS_STORED, NamedModule, find_modules
-from headwise.layouts.plan import plan_conversion
+from headwise.layouts.pattern import Sizes
+from headwise.layouts.plan import TensorHeader, plan_conversion
 from headwise.layouts.registry import layout, layouts_by_name
-from headwise.layouts.sizes import Sizes
-from headwise.layouts.steps import TensorHeader
 
 VERSION = 1
 FIELDS = (*SETTINGS, *CALLING)  # of a function
@@ -265,3 +264,189 @@ def _metadata_error(path: Path, why: str) -> CheckpointError:
         needed=f"metadata of version {VERSION} from headwise convert, or none",
         do=f"upgrade headwise if a newer release wrote the file; else {_removal_advice(path)}",
     )
+
+
+PARAMS = "params.json"
+# The constants of Meta's apply_scaling: meta-llama/llama-models, models/llama3/model.py.
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Layout and config of a model that is stored with its arguments.
+
+    Attributes:
+        layout: the name of the layout.
+        layers: the number of layers.
+        config: the fields of config.json.
+        removal: the way to read the weights without the arguments, for messages.
+    """
+
+    layout: str
+    layers: int
+    config: ConfigFields
+    removal: str
+
+
+def read_model_args(source: CheckpointSource) -> ModelArgs | None:
+    """Return the arguments that are stored with a checkpoint; None where there are none.
+
+    Raises:
+        CheckpointError: params.json beside consolidated.00.pth is no JSON.
+        OptionError: an argument has the wrong type.
+    """
+    first = source.shards[0]
+    if first.model_args:
+        code = f"torch.save(torch.load({first.path.name!r}, weights_only=True)['model'], NEW)"
+        origin, removal = f"model_args in {first.path}", f"save them alone: {code}"
+        return _translate_model_args(ConfigFields(first.model_args, origin=origin), removal)
+    params = source.folder / PARAMS
+    if first.path.name.startswith("consolidated") and params.is_file():
+        fields = ConfigFields(_read_params(params), origin=str(params))
+        return _translate_model_args(fields, f"remove {params}")
+    return None
+
+
+def _translate_model_args(fields: ConfigFields, removal: str) -> ModelArgs | None:
+    layers, heads = (fields.count(name) for name in ("n_layers", "n_heads"))
+    if layers is not None and heads is not None:
+        return ModelArgs("llama-meta", layers, _meta_config(fields, layers, heads), removal)
+    layers, heads, width = (fields.count(name) for name in ("n_layer", "n_head", "n_embd"))
+    if layers is None or heads is None or width is None:
+        return None
+    config = {
+        "model_type": "gpt2",
+        "n_layer": layers,
+        "n_head": heads,
+        "n_embd": width,
+        "n_positions": fields.count("block_size"),
+        "vocab_size": fields.count("vocab_size"),
+        "activation_function": "gelu",
+    }
+    return ModelArgs("nanogpt", layers, ConfigFields(config, origin=fields.origin), removal)
+
+
+def _meta_config(fields: ConfigFields, layers: int, heads: int) -> ConfigFields:
+    width = fields.count("dim")
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.count("n_kv_heads") or heads,
+        "rms_norm_eps": fields.number("norm_eps") or 1e-5,
+        "rope_theta": fields.number("rope_theta") or 10_000.0,
+    }
+    if width is not None:
+        config["hidden_size"] = width
+        config["head_dim"] = fields.count("head_dim") or width // heads
+        inner = mlp_width(
+            width, fields.count("multiple_of") or 256, fields.number("ffn_dim_multiplier")
+        )
+        config["intermediate_size"] = fields.count("hidden_dim") or inner
+    if (fields.number("vocab_size") or 0) > 0:  # -1 in Llama 2: the tokenizer sets it
+        config["vocab_size"] = fields.count("vocab_size")
+    if window := fields.count("sliding_window"):  # Mistral's own files
+        config |= {"model_type": "mistral", "sliding_window": window}
+    if fields.flag("use_scaled_rope"):
+        factor = fields.number("rope_scaling_factor") or SCALING["factor"]
+        config["rope_scaling"] = {**SCALING, "factor": factor}
+    return ConfigFields(config, origin=fields.origin)
+
+
+def mlp_width(width: int, multiple_of: int, factor: float | None) -> int:
+    """Return the MLP width of Meta's code for an embed_dim: llama/model.py, FeedForward."""
+    inner = int(2 * (4 * width) / 3)
+    if factor is not None:
+        inner = int(factor * inner)
+    return multiple_of * -(-inner // multiple_of)
+
+
+def _read_params(path: Path) -> Mapping[str, Any]:
+    try:
+        stored = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            saw=f"{path} is no JSON: {error}",
+            needed="the arguments of the model, in Meta's format",
+            do="copy the file again; or remove it, and name the layout and the counts",
+        ) from error
+    return stored if isinstance(stored, dict) else {}
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """Tensors of a path, with their description, config and counts.
+
+    Attributes:
+        source: the tensors.
+        description: the description in the files; None where they carry none.
+        config: the caller's, else the one beside the files, else the one in the description.
+        known: the counts of the caller, the config and the description.
+    """
+
+    source: CheckpointSource
+    description: Description | None
+    config: ConfigFields
+    known: dict[str, int]
+
+
+def open_checkpoint(
+    path: Path,
+    counts: Mapping[str, int | None],
+    *,
+    config: Config | None = None,
+    stored: str | Layout | None = None,
+) -> Checkpoint:
+    """Open a checkpoint with its description and config; no tensor is read.
+
+    Args:
+        path: a file, an index or a folder; also a folder with shares of tensor-parallel processes.
+        counts: the caller's counts, named as in ``COUNTS``; None where a count is unknown.
+        config: the fields of config.json; those of the files if None.
+        stored: the layout of shares; the one that the files state or fit if None.
+
+    Raises:
+        CheckpointError: no weights, or a description that does not fit them.
+        OptionError: counts that contradict each other.
+    """
+    shares = open_shares(path)
+    source = open_source(path) if shares is None else shares
+    description = read_description(source)
+    stated = (
+        read_config_file_or_description(source, description)
+        if config is None
+        else ConfigFields.wrap(config)
+    )
+    if shares is not None:
+        source = _join_shares(shares, stored, description, stated, counts)
+    if description is not None:
+        if shares is None:
+            require_all_shares(source, description.layout, description.counts)
+        description.require_fit_to_headers(source.headers)
+        description.merge_known_counts(
+            counts
+        )  # report the caller's wrong counts before the config's
+    known = config_json.merge_counts(stated, counts, origin=source.folder)
+    if description is not None:
+        known = description.merge_known_counts(known)
+    return Checkpoint(source, description, stated, known)
+
+
+def _join_shares(
+    shares: JoinedSource,
+    stored: str | Layout | None,
+    description: Description | None,
+    config: ConfigFields,
+    counts: Mapping[str, int | None],
+) -> JoinedSource:
+    described = {} if description is None else description.counts
+    given = {name: count for name, count in counts.items() if count is not None}
+    name = description.layout if stored is None and description is not None else stored
+    known = {**config_json.read_stated_counts(config), **described, **given}
+    return join_shares(shares, None if name is None else layout(name), known)

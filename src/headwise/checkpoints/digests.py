@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.checkpoints.output import tensor_bytes
+from headwise.checkpoints.plan import tensor_bytes
 from headwise.errors import CheckpointError
 from headwise.support.files import write_whole
 

@@ -15,8 +15,7 @@ from headwise.checkpoints.config import (
     rotary_section_of_layer,
     text_config,
 )
-from headwise.checkpoints.description import Description
-from headwise.checkpoints.model_args import PARAMS, SCALING, mlp_width
+from headwise.checkpoints.description import PARAMS, SCALING, Description, mlp_width
 from headwise.checkpoints.safetensors import KEY, TensorFile
 from headwise.checkpoints.shares import RANK_FOLDER, TRACKER
 from headwise.checkpoints.staging import write_synced

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints import safetensors
 from headwise.checkpoints.config import layout_name, read_config
-from headwise.checkpoints.description import COUNTS
-from headwise.checkpoints.read import Checkpoint, open_checkpoint
+from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.source import (
     SAFETENSORS,
     TORCH,
@@ -32,8 +31,7 @@ from headwise.checkpoints.torch_file import unreadable_error
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts._convert import convert
 from headwise.layouts._layout import Layout
-from headwise.layouts.foreign import find_quantisation
-from headwise.layouts.registry import layout
+from headwise.layouts.registry import find_quantisation, layout
 from headwise.support.extras import require_package
 
 

@@ -5,66 +5,26 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from headwise.cli.counts import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import created_folder_note, print_lines, stderr_console
+from headwise.cli import output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.console import Console
-
     from headwise.checkpoints.plan import ConversionReport
     from headwise.diagnosis._detect import GivenWeights
 
 SHOWN = 4  # unchanged names
 SCHEMA = 1  # version of the JSON form of a report
 PARTIAL = "Partial output is in {}. Repeat the command to resume."
-From = Annotated[
-    str | None,
-    typer.Option(
-        "--from", help="The layout of the source.", show_default="what the files leave possible"
-    ),
-]
-To = Annotated[str, typer.Option("--to", help="The layout to write.", show_default=False)]
-Root = Annotated[
-    str | None,
-    typer.Option(
-        help="Prefix of all names that are written, such as 'model.'.",
-        show_default="that of the source",
-    ),
-]
-As = Annotated[
-    Literal["safetensors", "meta", "megatron"],
-    typer.Option(
-        "--as",
-        help="The files to write: safetensors; or those of tensor-parallel processes, "
-        "consolidated.00.pth with params.json for Meta's code, or mp_rank_00 for Megatron-LM.",
-    ),
-]
-Shards = Annotated[
-    int, typer.Option(min=1, help="Tensor-parallel processes that will read the files.")
-]
-Accept = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FIELD",
-        help="Convert although the two layouts use the weights differently in FIELD: scale, rotary "
-        "and so on. Configure the model that reads the result. Can be given several times.",
-    ),
-]
 
 
+@output.takes_counts
 def convert(
-    source: Annotated[
-        Path, typer.Argument(show_default=False, help="A file of weights, or a folder with them.")
-    ],
+    source: output.Weights,
     target: Annotated[
         Path,
         typer.Argument(
@@ -73,16 +33,43 @@ def convert(
         ),
     ],
     *,
-    to: To,
-    from_: From = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    rotary_width: RotaryWidth = None,
-    root: Root = None,
-    accept: Accept = None,
-    as_: As = "safetensors",
-    shards: Shards = 1,
+    to: Annotated[str, typer.Option(help="The layout to write.", show_default=False)],
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="The layout of the source.",
+            show_default="what the files leave possible",
+        ),
+    ] = None,
+    counts: output.Counts,
+    root: Annotated[
+        str | None,
+        typer.Option(
+            help="Prefix of all names that are written, such as 'model.'.",
+            show_default="that of the source",
+        ),
+    ] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD",
+            help="Convert although the two layouts use the weights differently in FIELD: scale, "
+            "rotary and so on. Configure the model that reads the result. Can be given several "
+            "times.",
+        ),
+    ] = None,
+    as_: Annotated[
+        Literal["safetensors", "meta", "megatron"],
+        typer.Option(
+            "--as",
+            help="The files to write: safetensors; or those of tensor-parallel processes, "
+            "consolidated.00.pth with params.json for Meta's code, or mp_rank_00 for Megatron-LM.",
+        ),
+    ] = "safetensors",
+    shards: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel processes that will read the files.")
+    ] = 1,
     verify: Annotated[
         bool,
         typer.Option(
@@ -91,32 +78,30 @@ def convert(
             "left, and compare its CRC-32.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: output.AsJson = False,
 ) -> None:
     """Store the weights of a model in another layout, without loss.
 
     Every tensor that is rewritten is moved back and compared byte for byte.
     To resume an interrupted run, repeat the command.
     """
-    counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
     options = {"root": root, "accept": accept or (), "files": as_, "shards": shards}
-    options["verify"] = verify
-    _run_conversion(source, target, (from_, to), counts, options, as_json=as_json)
+    _run_conversion(
+        source, target, (from_, to), counts, options | {"verify": verify}, as_json=as_json
+    )
 
 
 def _run_conversion(
     source: Path,
     target: Path,
     layouts: tuple[str | None, str],
-    counts: Counts,
+    counts: output.Counts,
     options: dict[str, Any],
     *,
     as_json: bool,
 ) -> None:
-    from headwise.cli.progress import progress_bar
-
-    start, console = time.perf_counter(), stderr_console()
-    with progress_bar(console, "loading torch"):
+    start, console = time.perf_counter(), output.stderr_console()
+    with output.progress_bar(console, "loading torch"):
         from headwise.checkpoints.conversion import convert_checkpoint
         from headwise.checkpoints.source import CheckpointSource
         from headwise.checkpoints.staging import staging_path
@@ -129,10 +114,10 @@ def _run_conversion(
         weights = open_weights(source, counts, stored=layouts[0])
         stored = weights.layout(layouts[0], "from")
         assert isinstance(weights.tensors, CheckpointSource)  # since ``source`` is a path
-    made_folder = created_folder_note(target)
+    made_folder = output.created_folder_note(target)
     console.print(f"{source}: {stored.name} -> {written.name}", markup=False)
     try:  # memory and the disk limit the speed: a second thread takes twice the time
-        with one_thread(), _byte_progress_bar(console) as progress:
+        with one_thread(), output.progress_bar(console, "", in_bytes=True) as progress:
             settings = {**options, **weights.known, "progress": progress}
             report = convert_checkpoint(weights.tensors, target, stored, written, **settings)
     except KeyboardInterrupt:
@@ -144,44 +129,11 @@ def _run_conversion(
     lines = [*filter(None, [*_describe_conversion(report, weights, counts, names), *end])]
     result = {"schema": SCHEMA, "from": names[0], "to": names[1], "seconds": seconds}
     result |= {**asdict(report), "target": str(report.target), "lines": lines}
-    print_lines(lines, result if as_json else None)
-
-
-@contextmanager
-def _byte_progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a callback (file, bytes done, all bytes) that draws a progress bar."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    from headwise.cli.progress import print_progress
-
-    if not console.is_terminal:
-        yield print_progress(console)
-        return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def report(file: str, done: int, total: int) -> None:
-            bar.update(task, description=file[-40:], completed=done, total=total)
-
-        yield report
+    output.print_lines(lines, result if as_json else None)
 
 
 def _describe_conversion(
-    report: ConversionReport, weights: GivenWeights, counts: Counts, names: tuple[str, str]
+    report: ConversionReport, weights: GivenWeights, counts: output.Counts, names: tuple[str, str]
 ) -> Iterator[str]:
     """Describe a conversion from the first of two layouts, named in ``names``, to the second."""
     if report.earlier_run == "its beginning":
@@ -214,7 +166,7 @@ def _describe_conversion(
         yield f"Not copied, {why}: {shown}{more}."
 
 
-def _describe_counts_by_origin(weights: GivenWeights, counts: Counts) -> Iterator[str]:
+def _describe_counts_by_origin(weights: GivenWeights, counts: output.Counts) -> Iterator[str]:
     """Return the counts by their origins, such as "heads 6, kv_heads 2 (config.json)"."""
     described = () if weights.description is None else weights.description.counts
     origins: dict[str, list[str]] = {}

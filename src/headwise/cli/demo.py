@@ -68,8 +68,7 @@ def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExt
 
     Without the encoder or transformers, return the reason.
     """
-    from headwise.cli.output import stderr_console
-    from headwise.cli.progress import progress_bar
+    from headwise.cli.output import progress_bar, stderr_console
     from headwise.cli.scan import ScanOptions, run_scan_with_progress
     from headwise.models import minilm
     from headwise.study import encoder

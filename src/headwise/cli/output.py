@@ -10,14 +10,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shlex
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,26 +30,65 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headwise.diagnosis.results import Diagnosis
+    from headwise.support.progress import Progress
 
 YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3
+SECONDS = 10  # between two lines of progress where no bar can be drawn
 CRASHED = 70  # EX_SOFTWARE of sysexits.h, since 1 means no
 INTERRUPTED = 130  # 128 and the number of the signal that Ctrl-C sends
 
+Weights = Annotated[
+    Path, typer.Argument(show_default=False, help="A file of weights, or a folder with them.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Counts = dict[str, int | None]  # None without the option
+COUNTS = {
+    "heads": "Query heads.",
+    "kv_heads": "Heads of keys and values.",
+    "head_dim": "Channels of a head, in place of heads.",
+    "rotary_width": "Rotated channels of a head.",
+}
 
-def suggest_comparison(diagnosis: Diagnosis, first: Path, second: Path) -> str:
+
+def takes_counts(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with an option for each of `COUNTS` in the place of its ``counts``."""
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                int | None, typer.Option(help=help_, show_default="from the weights or config.json")
+            ],
+        )
+        for name, help_ in COUNTS.items()
+    ]
+    shown = [each for p in own for each in (options if p.name == "counts" else [p])]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        counts = {name: given.pop(name) for name in COUNTS}
+        command(**given, counts=counts)
+
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    return run
+
+
+def suggest_comparison(diagnosis: Diagnosis, first: Path, second: Path) -> list[str]:
     """Return a line with the command that runs a layer of two checkpoints that are not the same.
 
-    It is empty for the same ones, and where a checkpoint lacks tensors or its layout is not known,
-    so that no layer may load.
+    There is none for the same ones, and where a checkpoint lacks tensors or its layout is not
+    known, so that no layer may load.
     """
     tensors = diagnosis.tensors
     if exit_status_of_diagnosis(diagnosis) != NO or (
         tensors is not None and (tensors.only_first or tensors.only_second)
     ):
-        return ""
+        return []
     layer = diagnosis.moves[0].layer if diagnosis.moves else 0
     words = ["headwise", "compare", str(first), str(second), "--layer", str(layer)]
-    return f"To run both: {shlex.join(words)}"
+    return [f"To run both: {shlex.join(words)}"]
 
 
 def exit_status_of_diagnosis(diagnosis: Diagnosis) -> int:
@@ -157,3 +199,46 @@ def print_result(
 
 def _print_lines(console: Console, *lines: str) -> None:
     console.print(*lines, sep="\n", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_bar(console: Console, first: str, *, in_bytes: bool = False) -> Iterator[Progress]:
+    """Draw a bar while the block runs, and yield its callback (stage, steps done, total).
+
+    Where the console is no terminal, such as a file or a log, print plain lines in its place.
+    """
+    if not console.is_terminal:
+        yield _line_printer(console)
+        return
+    from rich import progress
+
+    counted = (
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    columns = (
+        progress.TextColumn("{task.description:<26}", markup=False),
+        progress.BarColumn(),
+        *(counted if in_bytes else (progress.TimeElapsedColumn(),)),
+    )
+    with progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(first, total=None)
+
+        def report(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage[-40:], completed=done, total=total)
+
+        yield report
+
+
+def _line_printer(console: Console) -> Progress:
+    """Return a callback that prints a line now and then: short work prints none."""
+    printed = time.monotonic()
+
+    def report(stage: str, done: int, total: int) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= SECONDS:
+            printed = time.monotonic()
+            console.print(f"{stage}: {done:,} of {total:,}", markup=False)
+
+    return report

@@ -593,7 +593,7 @@ class _Interruptible:
 
     def progress_bar(self, first: str) -> AbstractContextManager[Progress]:
         """Return the bar of a stage."""
-        from headwise.cli.progress import progress_bar
+        from headwise.cli.output import progress_bar
 
         return progress_bar(self.console, first)
 

@@ -40,8 +40,7 @@ def study(
 def _run_study(questions: list[str], out: Path, *, as_json: bool) -> None:
     import time
 
-    from headwise.cli.output import print_result, stderr_console
-    from headwise.cli.progress import progress_bar
+    from headwise.cli.output import print_result, progress_bar, stderr_console
     from headwise.support.files import make_parent_and_require_writable
 
     start = time.perf_counter()

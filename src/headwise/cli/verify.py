@@ -7,16 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.counts import NAMES, Counts, HeadDim, Heads, KvHeads, RotaryWidth
-from headwise.cli.output import (
-    NO,
-    YES,
-    created_folder_note,
-    exit_status_of_diagnosis,
-    print_lines,
-    stderr_console,
-    suggest_comparison,
-)
+from headwise.cli import output
 
 SHOWN = 8  # tensors; more are only counted
 DIGESTS = ".json"
@@ -24,6 +15,7 @@ SCHEMA = 1  # version of the JSON form of an answer about digests
 LayoutName = Annotated[str | None, typer.Option(show_default="what the files leave possible")]
 
 
+@output.takes_counts
 def verify(
     first: Annotated[Path, typer.Argument(show_default=False, help="A file or folder of weights.")],
     second: Annotated[
@@ -45,11 +37,8 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    rotary_width: RotaryWidth = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    counts: output.Counts,
+    as_json: output.AsJson = False,
 ) -> None:
     """Compare two checkpoints byte for byte.
 
@@ -57,7 +46,6 @@ def verify(
     digests as the second, every byte of the first must be as when they were
     written.
     """
-    counts = dict(zip(NAMES, (heads, kv_heads, head_dim, rotary_width), strict=True))
     layouts = (first_layout, second_layout)
     if second is None and write_digests is None:
         raise typer.BadParameter("Name SECOND, to compare with, or --write-digests FILE.json.")
@@ -65,13 +53,13 @@ def verify(
     if second is None or _is_digests(second):
         if outputs or any(value is not None for value in (*layouts, *counts.values())):
             raise typer.BadParameter("Digests need no options of layouts, counts and outputs.")
-        status, lines = (YES, []) if second is None else _verify_digests(first, second)
-        result: dict[str, Any] = {"schema": SCHEMA, "same": status == YES}
+        status, lines = (output.YES, []) if second is None else _verify_digests(first, second)
+        result: dict[str, Any] = {"schema": SCHEMA, "same": status == output.YES}
     else:
         status, result, lines = _run_verification(first, second, layouts, counts, outputs=outputs)
     if write_digests is not None and not status:
         lines += _write_digests_file(first, write_digests, made_folder)
-    print_lines(lines, {**result, "lines": lines} if as_json else None)
+    output.print_lines(lines, {**result, "lines": lines} if as_json else None)
     raise typer.Exit(status)
 
 
@@ -96,7 +84,7 @@ def _require_new(path: Path) -> str:
             "digests by that ending."
         )
     require_unused_name(path)
-    made_folder = created_folder_note(path)
+    made_folder = output.created_folder_note(path)
     make_parent_and_require_writable(path)
     return made_folder
 
@@ -126,25 +114,22 @@ def _verify_digests(weights: Path, path: Path) -> tuple[int, list[str]]:
     total = len({**before, **now})
     answer = f"Not the same: {unchanged} of {total}" if changed else f"The same: all {total}"
     lines.append(f"{answer} tensors are as in the digests.")
-    return NO if changed else YES, lines
+    return output.NO if changed else output.YES, lines
 
 
 def _run_verification(
     first: Path,
     second: Path,
     layouts: tuple[str | None, str | None],
-    counts: Counts,
+    counts: output.Counts,
     *,
     outputs: bool,
 ) -> tuple[int, dict[str, Any], list[str]]:
-    from headwise.cli.progress import progress_bar
-
-    with progress_bar(stderr_console(), "loading torch") as progress:
+    with output.progress_bar(output.stderr_console(), "loading torch") as progress:
         from headwise.diagnosis._verify import verify as compare_weights
 
         named = dict(zip(("first_layout", "second_layout"), layouts, strict=True))
         settings = {**counts, **named, "outputs": outputs, "progress": progress}
         diagnosis = compare_weights(first, second, **settings)
-    command = suggest_comparison(diagnosis, first, second)
-    lines = [*diagnosis.lines, *filter(None, [command])]
-    return exit_status_of_diagnosis(diagnosis), diagnosis.as_dict(), lines
+    lines = [*diagnosis.lines, *output.suggest_comparison(diagnosis, first, second)]
+    return output.exit_status_of_diagnosis(diagnosis), diagnosis.as_dict(), lines

@@ -15,8 +15,12 @@ import numpy as np
 from torch import Tensor
 
 from headwise.checkpoints.config import Config, ConfigFields, merge_counts
-from headwise.checkpoints.description import COUNTS, Description, layout_with_described_function
-from headwise.checkpoints.read import open_checkpoint
+from headwise.checkpoints.description import (
+    COUNTS,
+    Description,
+    layout_with_described_function,
+    open_checkpoint,
+)
 from headwise.checkpoints.source import CheckpointSource
 from headwise.diagnosis.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
 from headwise.diagnosis.detection import Detection, narrow_detection
@@ -25,8 +29,8 @@ from headwise.errors import OptionError
 from headwise.function.weights import State
 from headwise.layouts._layout import Layout
 from headwise.layouts.equality import describe_differing_part, list_differing_tensors
-from headwise.layouts.sizes import Sizes
-from headwise.layouts.steps import TensorHeader
+from headwise.layouts.pattern import Sizes
+from headwise.layouts.plan import TensorHeader
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.integers import convert_to_int_or_none
 from headwise.support.tensors import tensors_of_arrays

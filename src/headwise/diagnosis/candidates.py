@@ -18,10 +18,9 @@ from headwise.layouts.modules import (
     locate_weight_outside_attention,
     replace_numbers_with_layer_slots,
 )
-from headwise.layouts.pattern import PatternAxis
+from headwise.layouts.pattern import PatternAxis, Sizes
+from headwise.layouts.plan import TensorHeader
 from headwise.layouts.registry import layouts_by_name
-from headwise.layouts.sizes import Sizes
-from headwise.layouts.steps import TensorHeader
 
 NAMED = 3  # tensors, as an example
 LISTED = 6  # numbers of heads that fit

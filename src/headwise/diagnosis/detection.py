@@ -11,8 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwise.checkpoints.config import Config, layout_name, text_config
-from headwise.checkpoints.options import find_config_contradiction, find_missing_layers
+from headwise.checkpoints.config import (
+    Config,
+    find_config_contradiction,
+    find_missing_layers,
+    layout_name,
+    text_config,
+)
 from headwise.diagnosis.candidates import (
     CandidateLayout,
     LayoutGroup,
@@ -22,9 +27,8 @@ from headwise.diagnosis.candidates import (
 from headwise.diagnosis.results import shorten_lines
 from headwise.errors import CheckpointError, OptionError, UndecidedError
 from headwise.layouts._layout import Layout
-from headwise.layouts.foreign import Obstacle, find_obstacle
-from headwise.layouts.registry import layout
-from headwise.layouts.steps import TensorHeader
+from headwise.layouts.plan import TensorHeader
+from headwise.layouts.registry import Obstacle, find_obstacle, layout
 
 NAMED = 3  # of the sizes that fit
 SHOWN = 8  # tensors at fault, before the rest is counted

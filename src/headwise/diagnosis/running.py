@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.checkpoints.config import rotary_section_of_layer
-from headwise.checkpoints.options import layout_in_layer, resolve
+from headwise.checkpoints.config import layout_in_layer, resolve, rotary_section_of_layer
 from headwise.diagnosis.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
 from headwise.diagnosis.detection import Detection, narrow_detection
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
@@ -27,7 +26,7 @@ from headwise.layers.attention import Attention
 from headwise.layers.conversion import options_of_spec
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule
-from headwise.layouts.sizes import Sizes
+from headwise.layouts.pattern import Sizes
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.inputs import require_finite_parameters

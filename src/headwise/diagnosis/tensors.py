@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints.attention import attention_from_state
-from headwise.checkpoints.config import Config, attention_window
-from headwise.checkpoints.options import layout_in_layer, resolve
+from headwise.checkpoints.config import Config, attention_window, layout_in_layer, resolve
 from headwise.diagnosis.catalogue import cause_of_layer_shifts
 from headwise.diagnosis.moves.move import MoveReport
 from headwise.diagnosis.moves.state import find_state_moves
@@ -36,9 +35,13 @@ from headwise.layouts.equality import (
     same_bytes,
 )
 from headwise.layouts.modules import AS_STORED, NamedModule, NameForm, find_modules
-from headwise.layouts.plan import find_spec_conflicts, plan_conversion, plan_renaming_within_layout
+from headwise.layouts.plan import (
+    ConversionStep,
+    find_spec_conflicts,
+    plan_conversion,
+    plan_renaming_within_layout,
+)
 from headwise.layouts.registry import layout
-from headwise.layouts.steps import ConversionStep
 from headwise.support.progress import Progress, no_progress
 
 KINDS = ("apart", "infinite", "nan", "nan_bits", "zero_signs")  # of entries that differ

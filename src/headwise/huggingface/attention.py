@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.huggingface.lazy import MEANING, LazyMask
-from headwise.huggingface.masks import file_has_no_sdpa
+from headwise.huggingface.masks import MEANING, LazyMask, file_has_no_sdpa
 from headwise.layers.hooks import call_hook
 from headwise.masks.clauses.segments import Segments
 from headwise.masks.mask import Mask

@@ -8,15 +8,15 @@ from headwise.support.lazy import export_lazily
 
 if TYPE_CHECKING:
     from headwise.layouts.drawing import draw as draw
+    from headwise.layouts.plan import ConversionStep as ConversionStep
     from headwise.layouts.plan import plan_conversion as plan_conversion
     from headwise.layouts.registry import layout as layout
     from headwise.layouts.registry import register as register
-    from headwise.layouts.steps import ConversionStep as ConversionStep
 
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
-        "ConversionStep": "steps",
+        "ConversionStep": "plan",
         "draw": "drawing",
         "layout": "registry",
         "plan_conversion": "plan",

@@ -11,9 +11,8 @@ from headwise.errors import HeadwiseError
 from headwise.layouts._layout import Layout
 from headwise.layouts.equality import same_bytes
 from headwise.layouts.modules import NameForm
-from headwise.layouts.plan import plan_conversion
+from headwise.layouts.plan import ConversionStep, plan_conversion
 from headwise.layouts.registry import layout
-from headwise.layouts.steps import ConversionStep
 from headwise.support.tensors import tensors_of_arrays
 
 

@@ -14,17 +14,18 @@ from headwise.function.weights import AXES, BIASES, NORMS, OPTIONAL, State
 from headwise.layouts.pattern import (
     GROUPED,
     Pattern,
+    Sizes,
     Splits,
     canonical_shape,
     find_axis_led_by,
     names_by_canonical_axis,
     pack_tensors,
     parse_pattern,
+    solve_axis_sizes,
     to_half_split,
     to_interleaved,
     unpack_tensor,
 )
-from headwise.layouts.sizes import Sizes, solve_axis_sizes
 from headwise.support.forms import ShownInNotebook
 from headwise.support.quantised import require_unquantised
 from headwise.support.text import describe_value

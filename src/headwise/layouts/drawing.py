@@ -18,8 +18,7 @@ from torch import Tensor
 from headwise.errors import ShapeError
 from headwise.function.weights import AXES, WIDER
 from headwise.layouts._layout import CALLING, Layout
-from headwise.layouts.pattern import names_by_canonical_axis
-from headwise.layouts.sizes import Sizes
+from headwise.layouts.pattern import Sizes, names_by_canonical_axis
 
 EXAMPLE: Sizes = {
     "heads": 4,

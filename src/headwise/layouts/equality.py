@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.function.weights import AXES, State
 from headwise.layouts._layout import Layout, is_positive_zero
-from headwise.layouts.sizes import Sizes
+from headwise.layouts.pattern import Sizes
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LISTED = 6  # heads that are named

@@ -20,11 +20,13 @@ from headwise.layouts.pattern import (
     LeadingName,
     Pattern,
     PatternAxis,
+    Sizes,
     find_axis_led_by,
     parse_pattern,
     product_of_sizes,
+    solve_axis_sizes,
+    solve_products,
 )
-from headwise.layouts.sizes import Sizes, solve_axis_sizes, solve_products
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -10,8 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.checkpoints.attention import attention_from_state
-from headwise.checkpoints.config import attention_window, layout_name, read_stated_counts
-from headwise.checkpoints.options import layout_in_layer
+from headwise.checkpoints.config import (
+    attention_window,
+    layout_in_layer,
+    layout_name,
+    read_stated_counts,
+)
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.subjects.native import NativeSubject
 from headwise.diagnosis.subjects.torch_layer import TorchSubject
