@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headwise.layouts.equality import same_bytes
+from headwise.support.tensors import same_bytes
 
 HEADS, EMBED, INNER, VOCABULARY = 32, 4096, 11008, 32000
 SHARD = 2e9  # bytes of a file, about

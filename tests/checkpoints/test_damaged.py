@@ -46,38 +46,43 @@ def with_head(path: Path, change: Callable[[Head], Any]) -> Path:
 
 
 def twice(head: Head) -> bytes:
-    return json.dumps(head).encode().replace(b'"b"', b'"a"')
+    return json.dumps(head)[:-1].encode() + b', "a": ' + json.dumps(head["a"]).encode() + b"}"
 
 
 def deep(_: Head) -> bytes:
     return b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
+LIBRARY = "deserializing header"  # of the safetensors library
 DAMAGE: dict[str, tuple[Callable[[Head], Any], str]] = {
-    "no JSON": (lambda h: b"{" + b"x" * 40, "no JSON"),
-    "no UTF-8": (lambda h: b'{"\xff": 1}', "no JSON"),
-    "not an object": (lambda h: b"[1, 2]", "holds a list"),
-    "deeper than a reader goes": (deep, "no JSON"),
+    "no JSON": (lambda h: b"{" + b"x" * 40, LIBRARY),
+    "no UTF-8": (lambda h: b'{"\xff": 1}', LIBRARY),
+    "not an object": (lambda h: b"[1, 2]", LIBRARY),
+    "deeper than a reader goes": (deep, LIBRARY),
     "a name twice": (twice, "'a' occurs twice"),
+    "a dtype that torch lacks": (
+        lambda h: h["b"].update(dtype="F4", shape=[64]),
+        "F4.*BOOL",
+    ),
     "an unknown field": (lambda h: h["a"].update(strides=[1]), "data_offsets, dtype, shape, str"),
-    "a missing field": (lambda h: h["a"].pop("shape") and h, "'a' has data_offsets, dtype, not"),
-    "an unknown dtype": (lambda h: h["a"].update(dtype="F128"), "dtype 'F128'"),
-    "a dtype that is none": (lambda h: h["a"].update(dtype=["F32"]), r"dtype \['F32'\]"),
-    "another width": (lambda h: h["a"].update(dtype="F64"), "F64 of shape .2, 3. has 48"),
-    "another shape": (lambda h: h["a"].update(shape=[2, 4]), r"of shape \[2, 4\] has 32"),
-    "a smaller shape": (lambda h: h["a"].update(shape=[2, 2]), r"of shape \[2, 2\] has 16"),
-    "a negative shape": (lambda h: h["a"].update(shape=[-2, -3]), r"the shape \[-2, -3\]"),
-    "a shape of fractions": (lambda h: h["a"].update(shape=[2.0, 3.0]), "the shape"),
-    "a shape of truths": (lambda h: h["a"].update(shape=[True, 6]), "the shape"),
-    "a shape beyond memory": (lambda h: h["a"].update(shape=[2**62, 2**62]), "24 bytes"),
-    "three offsets": (lambda h: h["a"].update(data_offsets=[0, 24, 24]), "the offsets"),
-    "offsets that run back": (lambda h: h["a"].update(data_offsets=[24, 0]), "-24 bytes"),
-    "metadata of numbers": (lambda h: h.update(__metadata__={"a": 1}), "no object of texts"),
-    "metadata that is a list": (lambda h: h.update(__metadata__=["a"]), "no object of texts"),
-    "a lone half of a letter": (lambda h: h.update({"\ud800": h.pop("a")}), "invalid JSON"),
+    "a missing field": (lambda h: h["a"].pop("shape") and h, LIBRARY),
+    "an unknown dtype": (lambda h: h["a"].update(dtype="F128"), LIBRARY),
+    "a dtype that is none": (lambda h: h["a"].update(dtype=["F32"]), LIBRARY),
+    "another width": (lambda h: h["a"].update(dtype="F64"), LIBRARY),
+    "another shape": (lambda h: h["a"].update(shape=[2, 4]), LIBRARY),
+    "a smaller shape": (lambda h: h["a"].update(shape=[2, 2]), LIBRARY),
+    "a negative shape": (lambda h: h["a"].update(shape=[-2, -3]), LIBRARY),
+    "a shape of fractions": (lambda h: h["a"].update(shape=[2.0, 3.0]), LIBRARY),
+    "a shape of truths": (lambda h: h["a"].update(shape=[True, 6]), LIBRARY),
+    "a shape beyond memory": (lambda h: h["a"].update(shape=[2**62, 2**62]), LIBRARY),
+    "three offsets": (lambda h: h["a"].update(data_offsets=[0, 24, 24]), LIBRARY),
+    "offsets that run back": (lambda h: h["a"].update(data_offsets=[24, 0]), LIBRARY),
+    "metadata of numbers": (lambda h: h.update(__metadata__={"a": 1}), LIBRARY),
+    "metadata that is a list": (lambda h: h.update(__metadata__=["a"]), LIBRARY),
+    "a lone half of a letter": (lambda h: h.update({"\ud800": h.pop("a")}), LIBRARY),
     "minus zero": (
         lambda h: json.dumps(h).encode().replace(b"[0,", b"[-0,"),
-        "invalid",
+        LIBRARY,
     ),
 }
 
@@ -102,10 +107,9 @@ def test_bytes_between_and_behind(tmp_path: Path) -> None:
     offsets = {n: tuple(h["data_offsets"]) for n, h in _head(small(tmp_path / "a")).items()}
     first, last = sorted(offsets, key=offsets.__getitem__)
     path = tmp_path / "b.safetensors"
-    assert "leave a gap" in refused(with_head(small(path), moved(8, last))).saw
-    assert "overlap" in refused(with_head(small(path), moved(-8, last))).saw
-    assert "leave a gap" in refused(with_head(small(path), moved(8, first, last))).saw
-    assert "bytes, and it holds" in refused(with_head(small(path), lambda h: h.pop(last) and h)).saw
+    for change in (moved(8, last), moved(-8, last), moved(8, first, last)):
+        assert LIBRARY in refused(with_head(small(path), change)).saw
+    assert LIBRARY in refused(with_head(small(path), lambda h: h.pop(last) and h)).saw
 
 
 def _head(path: Path) -> Head:

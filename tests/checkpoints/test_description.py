@@ -204,7 +204,7 @@ def drop(name: str) -> Callable[[dict[str, Any]], None]:
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no JSON": (lambda s: "{", "no JSON"),
     "a name twice": (lambda s: '{"version": 1, "version": 1}', "occurs twice"),
-    "other JSON": (lambda s: "[1]", "has no version"),
+    "other JSON": (lambda s: "[1]", "holds a list"),
     "no version": (drop("version"), "has no version"),
     "a newer version": (lambda s: s.update(version=2), "has version 2; this headwise reads 1"),
     "an unknown layout": (lambda s: s.update(layout="lama"), "unknown layout 'lama'"),

@@ -195,7 +195,8 @@ def test_a_share_of_a_model_is_refused(tmp_path: Path) -> None:
 def test_params_that_are_damaged_or_no_ones(tmp_path: Path) -> None:
     folder = metas(tmp_path / "meta")
     (folder / "params.json").write_text("[3]")
-    assert detect(folder, heads=6, kv_heads=2).candidates
+    with pytest.raises(CheckpointError, match="holds a list"):
+        detect(folder)
     (folder / "params.json").write_text("{")
     with pytest.raises(CheckpointError, match="is no JSON"):
         detect(folder)

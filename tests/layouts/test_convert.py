@@ -15,8 +15,8 @@ from headwise.errors import OptionError, ShapeError
 from headwise.function.spec import AttentionSpec, RotaryRule
 from headwise.layouts._convert import RoundTripError, convert
 from headwise.layouts._layout import Layout
-from headwise.layouts.equality import same_bytes
 from headwise.layouts.registry import layout
+from headwise.support.tensors import same_bytes
 from tests.layouts.examples import example
 from tests.layouts.test_conversion_plan import APART, FUSED
 

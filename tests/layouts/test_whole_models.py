@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.layouts._convert import convert
-from headwise.layouts.equality import same_bytes
+from headwise.support.tensors import same_bytes
 from tests.layouts.captured import DIVIDED, GROUPED, VOCABULARY, WHOLE
 from tests.layouts.real import sharpen
 from tests.layouts.test_real_libraries import flash_module

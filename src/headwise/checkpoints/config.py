@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -28,6 +27,7 @@ from headwise.function.spec import (
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule
 from headwise.layouts.pattern import Sizes
+from headwise.support.json_object import parse_json_object
 from headwise.support.text import describe_value
 
 Config = Mapping[str, Any]
@@ -224,20 +224,16 @@ def read_config(path: Path) -> ConfigFields:
     if not path.is_file():
         return ConfigFields({}, origin=str(path))
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        problem = f"holds a {type(config).__name__}"
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or an integer too long
-        require_no_pointer(path)
-        config, problem = None, f"is no JSON: {error}"
-    except OSError as error:
-        config, problem = None, f"cannot be read: {error.strerror}"
-    if not isinstance(config, dict):
+        return ConfigFields(parse_json_object(path.read_bytes(), unique=False), origin=str(path))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError):
+            require_no_pointer(path)
+        reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
         raise OptionError(
-            saw=f"{path} {problem}",
+            saw=f"{path} {reason}",
             needed="the config of a model: a JSON object",
             do="repair the file, or download it again",
-        )
-    return ConfigFields(config, origin=str(path))
+        ) from error
 
 
 def read_stated_counts(config: Config) -> Sizes:
@@ -285,19 +281,30 @@ def merge_counts(
     Raises:
         OptionError: the two contradict each other, or a count is below 1.
     """
-    stated = read_stated_counts(config)
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise OptionError(saw=f"{name} {count}", needed="1 or more", do="use the model's")
+    return merge_stated_counts(read_stated_counts(config), counts, origin=f"the config in {origin}")
+
+
+def merge_stated_counts(
+    stated: Mapping[str, int], counts: Mapping[str, int | None], *, origin: str
+) -> dict[str, int]:
+    """Return counts that ``origin`` states together with the caller's, where None means unknown.
+
+    Raises:
+        OptionError: the two contradict each other.
+    """
     known = {name: count for name, count in counts.items() if count is not None}
     for name, count in known.items():
-        if count < 1:
-            raise OptionError(saw=f"{name} {count}", needed="1 or more", do="use the model's")
         if stated.get(name, count) != count:
             raise OptionError(
-                saw=f"{name} {count}, where the config in {origin} says {stated[name]}",
+                saw=f"{name} {count}, where {origin} says {stated[name]}",
                 needed="the count of the model: another one moves rows to wrong places",
-                do=f"leave out {{{name}}}, or correct the config",
+                do=f"leave out {{{name}}}, or correct the config of the weights",
                 parameter=name,
             )
-    return stated | known
+    return {**stated, **known}
 
 
 def _read_counts(fields: ConfigFields) -> Sizes:

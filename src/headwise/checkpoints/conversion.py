@@ -20,9 +20,8 @@ from headwise.checkpoints.plan import (
     OutputFile,
     plan_checkpoint_conversion,
     report_conversion,
-    tensor_bytes,
 )
-from headwise.checkpoints.safetensors import StoredTensor, read_safetensors_header
+from headwise.checkpoints.safetensors import StoredTensor, read_safetensors_header, tensor_bytes
 from headwise.checkpoints.source import CheckpointSource
 from headwise.checkpoints.staging import PartialFile, StagingDir, write_synced
 from headwise.errors import CheckpointError

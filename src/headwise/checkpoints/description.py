@@ -20,25 +20,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from headwise.checkpoints import config as config_json
 from headwise.checkpoints.config import Config, ConfigFields
-from headwise.checkpoints.safetensors import KEY, unique_keys
-from headwise.checkpoints.shares import JoinedSource, join_shares, open_shares, require_all_shares
+from headwise.checkpoints.safetensors import KEY
+from headwise.checkpoints.shares import join_shares, open_shares, require_all_shares
 from headwise.checkpoints.source import CheckpointSource, open_source
 from headwise.errors import CheckpointError, DTypeError, OptionError, ShapeError
 from headwise.function.spec import SETTINGS
 from headwise.layouts._layout import CALLING, Layout
-from headwise.layouts.modules import AS_STORED, NamedModule, find_modules
-from headwise.layouts.pattern import Sizes
+from headwise.layouts.modules import AS_STORED, find_modules
 from headwise.layouts.plan import TensorHeader, plan_conversion
 from headwise.layouts.registry import layout, layouts_by_name
+from headwise.support.json_object import parse_json_object
 
 VERSION = 1
 FIELDS = (*SETTINGS, *CALLING)  # of a function
 COUNTS = ("heads", "kv_heads", "head_dim", "rotary_width")
-_PLAN_ERRORS = (OptionError, ShapeError, DTypeError)
 
 
 @dataclass(frozen=True)
@@ -78,42 +77,29 @@ class Description:
         Raises:
             OptionError: a known count contradicts the description.
         """
-        stated = {name: count for name, count in known.items() if count is not None}
-        for name, count in stated.items():
-            if self.counts.get(name, count) != count:
-                raise OptionError(
-                    saw=f"{name} {count}, where {self.origin} says {self.counts[name]}",
-                    needed="the count of the model: another one moves rows to wrong places",
-                    do=f"leave out {{{name}}}, or correct the config.json beside the weights",
-                    parameter=name,
-                )
-        return {**self.counts, **stated}
+        return config_json.merge_stated_counts(self.counts, known, origin=self.origin)
 
     def require_fit_to_headers(self, headers: Mapping[str, TensorHeader]) -> None:
         """Raise CheckpointError unless the description fits these tensor names and shapes."""
         described = f"{self.origin} describes {self.modules} modules of {self.layout.name}"
+        do = (
+            "name the folder if this is one of several files, or copy the file again; if you "
+            f"changed the tensors on purpose, {self.removal}"
+        )
         try:
             plan_conversion(
                 headers, self.layout, self.layout, accept=(), form=AS_STORED, **self.counts
             )
-        except _PLAN_ERRORS as error:
-            raise self._disagreement_error(
-                f"{described}, but: {error.saw}", error.needed
-            ) from error
+        except (OptionError, ShapeError, DTypeError) as error:
+            saw = f"{described}, but: {error.saw}"
+            raise CheckpointError(saw=saw, needed=error.needed, do=do) from error
         count = len(find_modules(self.layout, headers))
         if count != self.modules:
-            raise self._disagreement_error(
-                f"{described}, but the tensors are of {count}",
-                "all files of the checkpoint, unchanged",
+            raise CheckpointError(
+                saw=f"{described}, but the tensors are of {count}",
+                needed="all files of the checkpoint, unchanged",
+                do=do,
             )
-
-    def _disagreement_error(self, saw: str, needed: str) -> CheckpointError:
-        return CheckpointError(
-            saw=saw,
-            needed=needed,
-            do="name the folder if this is one of several files, or copy the file again; if you "
-            f"changed the tensors on purpose, {self.removal}",
-        )
 
 
 def describe_target(
@@ -132,8 +118,12 @@ def describe_target(
         known: heads and other counts that no shape gives.
         config: the fields of the model's config.json.
     """
-    modules = find_modules(source, headers)
-    sizes = [_sizes_in_target_layout(module, headers, source, target, known) for module in modules]
+    modules, sizes = find_modules(source, headers), []
+    for module in modules:
+        stored = {local: tuple(headers[name].shape) for name, local in module.tensors.items()}
+        solved = source.sizes(stored, known)
+        width = {name: size for name, size in solved.items() if name == "rotary_width"}
+        sizes.append(target.canonical_sizes(source.canonical_shapes(stored, solved), width))
     shared = {
         name: sizes[0][name]
         for name in COUNTS
@@ -144,26 +134,15 @@ def describe_target(
     )
 
 
-def _sizes_in_target_layout(
-    module: NamedModule,
-    headers: Mapping[str, TensorHeader],
-    source: Layout,
-    target: Layout,
-    known: Mapping[str, int],
-) -> Sizes:
-    stored = {local: tuple(headers[name].shape) for name, local in module.tensors.items()}
-    sizes = source.sizes(stored, known)
-    width = {name: size for name, size in sizes.items() if name == "rotary_width"}
-    return target.canonical_sizes(source.canonical_shapes(stored, sizes), width)
-
-
 def read_description(source: CheckpointSource) -> Description | None:
     """Return the description that the files of a checkpoint carry; None where they carry none.
 
-    Model arguments that Meta's code or nanoGPT stores beside the tensors serve as a description.
+    Model arguments that Meta's code, llama2.c or nanoGPT stores with the tensors serve as one:
+    params.json beside consolidated.00.pth, or model_args within ckpt.pt.
 
     Raises:
         CheckpointError: the description is damaged, of a newer headwise, or differs between files.
+        OptionError: a model argument has the wrong type.
     """
     texts = {shard.metadata.get(KEY): shard.path for shard in source.shards}
     if len(texts) > 1:
@@ -174,13 +153,7 @@ def read_description(source: CheckpointSource) -> Description | None:
             do="copy the folder again: several conversions wrote its files",
         )
     (text,) = texts
-    if text is not None:
-        return _decode_description(text, source.shards[0].path)
-    args = read_model_args(source)
-    if args is None:
-        return None
-    counts, origin = config_json.read_stated_counts(args.config), args.config.origin
-    return Description(layout(args.layout), args.layers, counts, args.config, origin, args.removal)
+    return _read_model_args(source) if text is None else _decode(text, source.shards[0].path)
 
 
 def read_config_file_or_description(
@@ -198,22 +171,22 @@ def layout_with_described_function(name: str | Layout, description: Description 
     return description.layout if description is not None and is_described else named
 
 
-def _decode_description(text: str, path: Path) -> Description:
+def _decode(text: str, path: Path) -> Description:
     try:
-        stored = json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise _metadata_error(path, f"is no JSON: {error}") from error
-    if not isinstance(stored, dict) or not _is_count(stored.get("version")):
-        raise _metadata_error(path, "has no version")
-    if stored["version"] > VERSION:
-        version = stored["version"]
-        raise _metadata_error(path, f"has version {version}; this headwise reads {VERSION}")
-    name, modules, counts, function, config = (
-        stored.get(field) for field in ("layout", "modules", "counts", "function", "config")
+        stored = parse_json_object(text)
+    except ValueError as error:
+        raise _metadata_error(path, str(error)) from error
+    version, name, modules, counts, function, config = (
+        stored.get(name)
+        for name in ("version", "layout", "modules", "counts", "function", "config")
     )
+    if not _is_count(version):
+        raise _metadata_error(path, "has no version")
+    if version > VERSION:
+        raise _metadata_error(path, f"has version {version}; this headwise reads {VERSION}")
     if not isinstance(name, str) or name not in layouts_by_name():
         raise _metadata_error(path, f"names the unknown layout {name!r:.60}")
-    if not isinstance(modules, int) or not _is_count(modules):
+    if not _is_count(modules):
         raise _metadata_error(path, f"has {modules!r:.60} modules, not a count")
     if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
         raise _metadata_error(path, f"has the counts {counts!r:.60}")
@@ -227,18 +200,11 @@ def _decode_description(text: str, path: Path) -> Description:
         described = layout(name).with_settings(function)
     except OptionError as error:
         raise _metadata_error(path, f"has a function with {error.saw}") from error
-    origin = f"the metadata of {path}"
-    return Description(
-        described,
-        modules,
-        counts,
-        ConfigFields(config, origin=origin),
-        origin,
-        _removal_advice(path),
-    )
+    fields = ConfigFields(config, origin=f"the metadata of {path}")
+    return Description(described, modules, counts, fields, fields.origin, _removal_advice(path))
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -277,62 +243,44 @@ SCALING = {
 }
 
 
-@dataclass(frozen=True)
-class ModelArgs:
-    """Layout and config of a model that is stored with its arguments.
-
-    Attributes:
-        layout: the name of the layout.
-        layers: the number of layers.
-        config: the fields of config.json.
-        removal: the way to read the weights without the arguments, for messages.
-    """
-
-    layout: str
-    layers: int
-    config: ConfigFields
-    removal: str
-
-
-def read_model_args(source: CheckpointSource) -> ModelArgs | None:
-    """Return the arguments that are stored with a checkpoint; None where there are none.
-
-    Raises:
-        CheckpointError: params.json beside consolidated.00.pth is no JSON.
-        OptionError: an argument has the wrong type.
-    """
-    first = source.shards[0]
+def _read_model_args(source: CheckpointSource) -> Description | None:
+    """Return the arguments that are stored with a checkpoint, in the fields of a config.json."""
+    first, params = source.shards[0], source.folder / PARAMS
     if first.model_args:
         code = f"torch.save(torch.load({first.path.name!r}, weights_only=True)['model'], NEW)"
-        origin, removal = f"model_args in {first.path}", f"save them alone: {code}"
-        return _translate_model_args(ConfigFields(first.model_args, origin=origin), removal)
-    params = source.folder / PARAMS
-    if first.path.name.startswith("consolidated") and params.is_file():
-        fields = ConfigFields(_read_params(params), origin=str(params))
-        return _translate_model_args(fields, f"remove {params}")
-    return None
-
-
-def _translate_model_args(fields: ConfigFields, removal: str) -> ModelArgs | None:
+        fields = ConfigFields(first.model_args, origin=f"model_args in {first.path}")
+        removal = f"save them alone: {code}"
+    elif first.path.name.startswith("consolidated") and params.is_file():
+        try:
+            fields = ConfigFields(
+                parse_json_object(params.read_bytes(), unique=False), origin=str(params)
+            )
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                saw=f"{params} {error}",
+                needed="the arguments of the model, in Meta's format",
+                do="copy the file again; or remove it, and name the layout and the counts",
+            ) from error
+        removal = f"remove {params}"
+    else:
+        return None
     layers, heads = (fields.count(name) for name in ("n_layers", "n_heads"))
     if layers is not None and heads is not None:
-        return ModelArgs("llama-meta", layers, _meta_config(fields, layers, heads), removal)
-    layers, heads, width = (fields.count(name) for name in ("n_layer", "n_head", "n_embd"))
-    if layers is None or heads is None or width is None:
-        return None
-    config = {
-        "model_type": "gpt2",
-        "n_layer": layers,
-        "n_head": heads,
-        "n_embd": width,
-        "n_positions": fields.count("block_size"),
-        "vocab_size": fields.count("vocab_size"),
-        "activation_function": "gelu",
-    }
-    return ModelArgs("nanogpt", layers, ConfigFields(config, origin=fields.origin), removal)
+        stored, config = layout("llama-meta"), _meta_config(fields, layers, heads)
+    else:
+        layers, heads, width = (fields.count(name) for name in ("n_layer", "n_head", "n_embd"))
+        if layers is None or heads is None or width is None:
+            return None
+        stored = layout("nanogpt")
+        config = {"model_type": "gpt2", "n_layer": layers, "n_head": heads, "n_embd": width}
+        config |= {"n_positions": fields.count("block_size")}
+        config |= {"vocab_size": fields.count("vocab_size"), "activation_function": "gelu"}
+    config = ConfigFields(config, origin=fields.origin)
+    counts = config_json.read_stated_counts(config)
+    return Description(stored, layers, counts, config, fields.origin, removal)
 
 
-def _meta_config(fields: ConfigFields, layers: int, heads: int) -> ConfigFields:
+def _meta_config(fields: ConfigFields, layers: int, heads: int) -> dict[str, Any]:
     width = fields.count("dim")
     config: dict[str, Any] = {
         "model_type": "llama",
@@ -356,7 +304,7 @@ def _meta_config(fields: ConfigFields, layers: int, heads: int) -> ConfigFields:
     if fields.flag("use_scaled_rope"):
         factor = fields.number("rope_scaling_factor") or SCALING["factor"]
         config["rope_scaling"] = {**SCALING, "factor": factor}
-    return ConfigFields(config, origin=fields.origin)
+    return config
 
 
 def mlp_width(width: int, multiple_of: int, factor: float | None) -> int:
@@ -365,18 +313,6 @@ def mlp_width(width: int, multiple_of: int, factor: float | None) -> int:
     if factor is not None:
         inner = int(factor * inner)
     return multiple_of * -(-inner // multiple_of)
-
-
-def _read_params(path: Path) -> Mapping[str, Any]:
-    try:
-        stored = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            saw=f"{path} is no JSON: {error}",
-            needed="the arguments of the model, in Meta's format",
-            do="copy the file again; or remove it, and name the layout and the counts",
-        ) from error
-    return stored if isinstance(stored, dict) else {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -418,35 +354,21 @@ def open_checkpoint(
     shares = open_shares(path)
     source = open_source(path) if shares is None else shares
     description = read_description(source)
-    stated = (
-        read_config_file_or_description(source, description)
-        if config is None
-        else ConfigFields.wrap(config)
-    )
+    if config is None:
+        config = read_config_file_or_description(source, description)
+    stated = ConfigFields.wrap(config)
+    described = {} if description is None else description.counts
     if shares is not None:
-        source = _join_shares(shares, stored, description, stated, counts)
+        given = {name: count for name, count in counts.items() if count is not None}
+        known = {**config_json.read_stated_counts(stated), **described, **given}
+        name = description.layout if stored is None and description is not None else stored
+        source = join_shares(shares, None if name is None else layout(name), known)
     if description is not None:
         if shares is None:
-            require_all_shares(source, description.layout, description.counts)
+            require_all_shares(source, description.layout, described)
         description.require_fit_to_headers(source.headers)
-        description.merge_known_counts(
-            counts
-        )  # report the caller's wrong counts before the config's
+        description.merge_known_counts(counts)  # wrong counts of the caller before the config's
     known = config_json.merge_counts(stated, counts, origin=source.folder)
     if description is not None:
         known = description.merge_known_counts(known)
     return Checkpoint(source, description, stated, known)
-
-
-def _join_shares(
-    shares: JoinedSource,
-    stored: str | Layout | None,
-    description: Description | None,
-    config: ConfigFields,
-    counts: Mapping[str, int | None],
-) -> JoinedSource:
-    described = {} if description is None else description.counts
-    given = {name: count for name, count in counts.items() if count is not None}
-    name = description.layout if stored is None and description is not None else stored
-    known = {**config_json.read_stated_counts(config), **described, **given}
-    return join_shares(shares, None if name is None else layout(name), known)

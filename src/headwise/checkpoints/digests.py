@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.checkpoints.plan import tensor_bytes
+from headwise.checkpoints.safetensors import tensor_bytes
 from headwise.errors import CheckpointError
 from headwise.support.files import write_whole
+from headwise.support.json_object import parse_json_object
 
 KIND = "headwise digests"
 Digests = dict[str, dict[str, Any]]
@@ -42,19 +43,16 @@ def read_digests(path: Path) -> Digests:
         CheckpointError: the file holds no digests.
     """
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _no_digests_error(path, str(error)) from error
-    if not isinstance(content, dict) or content.get("kind") != KIND:
-        raise _no_digests_error(path, "it is JSON of another kind")
-    tensors = content.get("tensors")
-    if not isinstance(tensors, dict) or not all(isinstance(x, dict) for x in tensors.values()):
-        raise _no_digests_error(path, "its tensors are not listed by name")
-    return tensors
-
-
-def _no_digests_error(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
+        content = parse_json_object(path.read_bytes())
+        why = "" if content.get("kind") == KIND else "it is JSON of another kind"
+    except (OSError, ValueError) as error:
+        why = f"it {error}"
+    if not why:
+        tensors = content.get("tensors")
+        if isinstance(tensors, dict) and all(isinstance(x, dict) for x in tensors.values()):
+            return tensors
+        why = "its tensors are not listed by name"
+    raise CheckpointError(
         saw=f"{path} holds no digests: {why}",
         needed="a file from headwise verify --write-digests",
         do="run headwise verify --write-digests on an intact copy of the weights",

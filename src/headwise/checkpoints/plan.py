@@ -32,11 +32,11 @@ from headwise.checkpoints.staging import require_unused_name
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts._convert import RoundTripError
 from headwise.layouts._layout import Layout
-from headwise.layouts.equality import same_bytes
 from headwise.layouts.modules import NameForm, find_modules, locate_weight_outside_attention
 from headwise.layouts.plan import ConversionStep, find_spec_conflicts, plan_conversion
 from headwise.layouts.registry import layout
 from headwise.layouts.shards import ShardMap, derive_shard_map_from_whole
+from headwise.support.tensors import same_bytes
 
 MODEL_FILE = "model.safetensors"  # the name that transformers looks for
 
@@ -189,13 +189,6 @@ def _plan_shard_index(
         name = source.target_file_name(Path(source.index.path.name.removesuffix(INDEX)))
     weight_map = {tensor: file.name for file in files for tensor in file.tensors}
     return name + INDEX, encode_index(weight_map, metadata)
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order."""
-    # as_strided sets the stride to 1: a tensor of one number is contiguous with any stride.
-    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data
 
 
 Files = Literal["safetensors", "meta", "megatron"]

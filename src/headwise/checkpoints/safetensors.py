@@ -1,14 +1,14 @@
-"""Reader of .safetensors files: the header is checked, and the tensors are memory-mapped.
+"""Reader of .safetensors files: the library checks the header; the tensors are memory-mapped.
 
-The header is its length in eight bytes, then JSON; the numbers follow. The reader rejects all files
-that the safetensors library rejects, and also duplicate names and unknown fields.
+The header is its length in eight bytes, then JSON; the numbers follow. Duplicate names and unknown
+fields, which the library accepts, are refused here.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headwise.errors import CheckpointError
+from headwise.support.json_object import parse_json_object
 
 Shape = tuple[int, ...]
 LENGTH = 8  # bytes of the JSON's length
-MAX_JSON = 100_000_000  # bytes, as in the library
 METADATA = "__metadata__"
 KEY = "headwise"  # of the description in the metadata
 FIELDS = {"dtype", "shape", "data_offsets"}
@@ -91,27 +91,6 @@ def encode_header(
     return head, len(head) + end
 
 
-def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; raise ValueError for a duplicate name."""
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in values:
-            raise ValueError(f"the name {name!r} occurs twice")
-        values[name] = value
-    return values
-
-
-def is_utf8(text: str) -> bool:
-    """True if the text has no lone surrogate, which JSON can write and UTF-8 cannot."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def _are_whole_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in values
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class TensorFile:
     """File of tensors: headers, metadata, and a function that loads a tensor.
@@ -138,70 +117,36 @@ def read_safetensors_header(path: Path) -> TensorFile:
         CheckpointError: the file is damaged, cut off, or no safetensors file.
         OSError: the file cannot be opened.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(LENGTH), "little")
-        if size < LENGTH or length > min(size - LENGTH, MAX_JSON):
-            raise damaged_error(path, f"the file has {size} bytes, and a header length of {length}")
-        text = file.read(length)
-    try:
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise damaged_error(path, f"its header is no JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise damaged_error(path, f"its header holds a {type(fields).__name__}")
-    metadata = fields.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
-        raise damaged_error(path, f"its {METADATA} is no object of texts")
-    headers = _parse_tensor_headers(path, fields, LENGTH + length, size)
-    try:  # JSON parsers differ in details: the library must read the same names
+    try:  # checks everything but what JSON may have twice or beyond the format
         with safe_open(path, framework="pt") as opened:
-            names = set(opened.keys())
+            metadata = opened.metadata() or {}
     except (SafetensorError, ValueError) as error:
         raise damaged_error(path, str(error)) from error
-    if names != set(headers):
-        raise damaged_error(path, "the safetensors library reads other names in it")
-    return TensorFile(path, headers, metadata, lambda name: _map_tensor_to_memory(headers[name]))
-
-
-def _parse_tensor_headers(
-    path: Path, fields: dict[str, Any], begin: int, size: int
-) -> dict[str, StoredTensor]:
-    """Return the tensors in the order of their bytes, which must fill the file from ``begin``."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH), "little")
+        text = file.read(length)
+    try:
+        fields = parse_json_object(text)
+    except ValueError as error:
+        raise damaged_error(path, f"its header {error}") from error
+    fields.pop(METADATA, None)
+    for name, about in fields.items():
+        if not isinstance(about, dict) or about.keys() != FIELDS:
+            names = ", ".join(sorted(map(str, about)))
+            raise damaged_error(path, f"{name!r} has {names}, not {', '.join(sorted(FIELDS))}")
+        if not isinstance(about["dtype"], str) or about["dtype"] not in DTYPES:
+            saw = f"{name!r} has the dtype {about['dtype']!r}"
+            raise damaged_error(path, f"{saw}, which is none of {', '.join(DTYPES)}")
     headers = {
-        name: _parse_tensor_header(path, name, value, begin) for name, value in fields.items()
+        name: StoredTensor(
+            tuple(about["shape"]),
+            DTYPES[about["dtype"]],
+            path,
+            LENGTH + length + about["data_offsets"][0],
+        )
+        for name, about in sorted(fields.items(), key=lambda item: item[1]["data_offsets"])
     }
-    end, ordered = begin, {}
-    for name, header in sorted(headers.items(), key=lambda x: (x[1].offset or 0, x[1].nbytes)):
-        offset = header.offset or 0
-        if offset != end:
-            fault = "overlap" if offset < end else "leave a gap"
-            start = f"{offset - begin}, not {end - begin}"
-            raise damaged_error(path, f"the bytes of {name} begin at {start}: they {fault}")
-        end, ordered[name] = end + header.nbytes, header
-    if end != size:
-        held = size - begin
-        raise damaged_error(path, f"its tensors have {end - begin} bytes, and it holds {held}")
-    return ordered
-
-
-def _parse_tensor_header(path: Path, name: str, fields: Any, begin: int) -> StoredTensor:
-    if not isinstance(fields, dict) or fields.keys() != FIELDS:
-        names = ", ".join(sorted(fields)) if isinstance(fields, dict) else type(fields).__name__
-        message = f"{name!r} has {names or 'nothing'}, not {', '.join(sorted(FIELDS))}"
-        raise damaged_error(path, message)
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        known = ", ".join(DTYPES)
-        raise damaged_error(path, f"{name!r} has the dtype {dtype!r}, which is none of {known}")
-    if not _are_whole_numbers(shape) or not _are_whole_numbers(offsets) or len(offsets) != 2:
-        raise damaged_error(path, f"{name!r} has the shape {shape} and the offsets {offsets}")
-    start, stop = offsets
-    stored = StoredTensor(tuple(shape), DTYPES[dtype], path, begin + start)
-    if stop - start != stored.nbytes:
-        sizes = f"{stop - start} bytes; {dtype} of shape {shape} has {stored.nbytes}"
-        raise damaged_error(path, f"{name!r} has {sizes}")
-    return stored
+    return TensorFile(path, headers, metadata, lambda name: _map_tensor_to_memory(headers[name]))
 
 
 def damaged_error(path: Path, why: str) -> CheckpointError:
@@ -233,3 +178,10 @@ def _map_tensor_to_memory(stored: StoredTensor) -> Tensor:
     if stored.offset % stored.dtype.itemsize:
         raw = raw.clone()  # align the numbers after a header of odd length
     return raw.view(stored.dtype).view(stored.shape)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in row-major order."""
+    # as_strided sets the stride to 1: a tensor of one number is contiguous with any stride.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data

@@ -24,13 +24,13 @@ from headwise.checkpoints.source import (
 )
 from headwise.errors import CheckpointError, OptionError, ShapeError, UndecidedError
 from headwise.layouts._layout import Layout
-from headwise.layouts.equality import same_bytes
 from headwise.layouts.registry import layouts_by_name
 from headwise.layouts.shards import (
     ShardMap,
     derive_shard_map_from_shares,
     find_tensor_of_known_whole_length,
 )
+from headwise.support.tensors import same_bytes
 
 RANK_FOLDER, TRACKER = "mp_rank_", "latest_checkpointed_iteration.txt"
 _RANK = re.compile(rf"{RANK_FOLDER}(\d+)(_\d+)*")

@@ -19,8 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from headwise.checkpoints import safetensors, torch_file
-from headwise.checkpoints.safetensors import StoredTensor, TensorFile, is_utf8, unique_keys
+from headwise.checkpoints.safetensors import StoredTensor, TensorFile
 from headwise.errors import CheckpointError
+from headwise.support.json_object import is_utf8, parse_json_object
 from headwise.support.text import describe_value
 
 SAFETENSORS, TORCH, INDEX = ".safetensors", (".bin", ".pt", ".pth"), ".index.json"
@@ -178,10 +179,10 @@ def read_index(path: Path) -> ShardIndex:
         OSError: the file cannot be opened.
     """
     try:
-        content = json.loads(path.read_text("utf-8"), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise _bad_index_error(path, f"it is no JSON: {error}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        content = parse_json_object(path.read_bytes())
+    except ValueError as error:
+        raise _bad_index_error(path, f"it {error}") from error
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _bad_index_error(path, "it has no weight_map of names")
     metadata = {} if content.get("metadata") is None else content["metadata"]
@@ -191,9 +192,9 @@ def read_index(path: Path) -> ShardIndex:
         if not is_utf8(name):
             raise _bad_index_error(path, f"it names a tensor {name!r}, with a lone surrogate")
         if not isinstance(file, str) or not _is_plain_file_name(file):
+            place = describe_value(file)
             raise _bad_index_error(
-                path,
-                f"it has {name!r} in {describe_value(file)}, no name of a file in its folder",
+                path, f"it has {name!r} in {place}, no name of a file in its folder"
             )
     try:
         encode_index(weight_map, metadata)

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from headwise.errors import CheckpointError
+from headwise.support.json_object import parse_json_object
 from headwise.support.text import human_bytes
 
 MANIFEST, FILES = "manifest", "files"
@@ -316,17 +317,13 @@ def _parse_manifest(raw: bytes) -> tuple[list[dict[str, Any]], int]:
     lines: list[dict[str, Any]] = []
     length = 0
     for text in raw.splitlines(keepends=True):
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            break
-        is_line = isinstance(line, dict) and isinstance(
-            line.get("file" if lines else "identity"), str
-        )
-        if not is_line or not text.endswith(b"\n"):
-            break
-        lines.append(line)
-        length += len(text)
+        with suppress(ValueError):
+            line = parse_json_object(text)
+            if text.endswith(b"\n") and isinstance(line.get("file" if lines else "identity"), str):
+                lines.append(line)
+                length += len(text)
+                continue
+        break
     return lines, length
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.safetensors import KEY, METADATA, NAMES, StoredTensor, TensorFile, is_utf8
+from headwise.checkpoints.safetensors import KEY, METADATA, NAMES, StoredTensor, TensorFile
 from headwise.errors import CheckpointError
+from headwise.support.json_object import is_utf8
 
 # Errors of torch.load at damaged bytes.
 _LOAD_ERRORS = (

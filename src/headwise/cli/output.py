@@ -41,7 +41,7 @@ Weights = Annotated[
     Path, typer.Argument(show_default=False, help="A file of weights, or a folder with them.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Counts = dict[str, int | None]  # None without the option
+Counts = dict[str, Any]  # int, or None without the option
 COUNTS = {
     "heads": "Query heads.",
     "kv_heads": "Heads of keys and values.",

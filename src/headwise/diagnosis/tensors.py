@@ -27,12 +27,11 @@ from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.function.spec import ABSENT, Softcap
 from headwise.function.weights import BIASES, State
 from headwise.layers.attention import Attention
-from headwise.layouts._layout import Layout, is_positive_zero
+from headwise.layouts._layout import Layout
 from headwise.layouts.equality import (
     describe_differing_part,
     list_differing_tensors,
     mark_differing_entries,
-    same_bytes,
 )
 from headwise.layouts.modules import AS_STORED, NamedModule, NameForm, find_modules
 from headwise.layouts.plan import (
@@ -43,6 +42,7 @@ from headwise.layouts.plan import (
 )
 from headwise.layouts.registry import layout
 from headwise.support.progress import Progress, no_progress
+from headwise.support.tensors import is_positive_zero, same_bytes
 
 KINDS = ("apart", "infinite", "nan", "nan_bits", "zero_signs")  # of entries that differ
 PART = 1 << 20  # entries that are compared at a time

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.layouts._layout import Layout
-from headwise.layouts.equality import same_bytes
 from headwise.layouts.modules import NameForm
 from headwise.layouts.plan import ConversionStep, plan_conversion
 from headwise.layouts.registry import layout
-from headwise.support.tensors import tensors_of_arrays
+from headwise.support.tensors import same_bytes, tensors_of_arrays
 
 
 class RoundTripError(HeadwiseError, RuntimeError):

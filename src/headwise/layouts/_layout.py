@@ -238,6 +238,8 @@ class Layout(ShownInNotebook):
 
     def write(self, canonical: Mapping[str, Tensor], *, sizes: Sizes) -> State:
         """Return the stored tensors of some canonical ones."""
+        from headwise.support.tensors import is_positive_zero  # which needs torch
+
         state = dict(canonical)
         if self.rows == "interleaved":
             state = to_interleaved(state, width=self.rotary_width(sizes))
@@ -406,13 +408,6 @@ class Layout(ShownInNotebook):
                 needed=f"those of {self.name}: {', '.join(patterns)}",
                 do="give the tensors of one attention module, or name the layout they are in",
             )
-
-
-def is_positive_zero(x: Tensor) -> bool:
-    """True if every bit is 0; a negative zero has a bit set."""
-    import torch
-
-    return not bool(x.contiguous().view(torch.uint8).any())
 
 
 def _join_some(names: list[str], prefix: str) -> str:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from headwise.function.weights import AXES, State
-from headwise.layouts._layout import Layout, is_positive_zero
+from headwise.layouts._layout import Layout
 from headwise.layouts.pattern import Sizes
+from headwise.support.tensors import is_positive_zero, same_bytes, view_as_bits
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LISTED = 6  # heads that are named
 # canonical tensor -> the words for it in messages
 PARTS = {
@@ -33,23 +33,10 @@ PARTS = {
 _NARROW = {"embed_dim": 2, "source_dim": 2, "out_dim": 3}
 
 
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors have the same shape, dtype and bits."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(view_as_bits(a), view_as_bits(b))
-
-
 def mark_differing_entries(a: Tensor, b: Tensor) -> Tensor:
     """Return True for each entry whose bits differ, of the shape of both."""
     differ = view_as_bits(a) != view_as_bits(b)
     return differ.any(-1) if a.is_complex() else differ
-
-
-def view_as_bits(x: Tensor) -> Tensor:
-    """Return the bits of each entry as integers: NaNs equal themselves, and -0 differs from 0."""
-    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    return x.contiguous().view(_BITS[x.element_size()])
 
 
 def list_differing_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:

@@ -47,6 +47,7 @@ from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Definition, Statistic
 from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
 from headwise.support.files import write_whole
+from headwise.support.json_object import parse_json_object
 from headwise.support.private_torch import is_wrapper
 from headwise.support.text import describe_value
 
@@ -104,11 +105,11 @@ def read_document(path: Path, *, remedy: str = COPY_AGAIN) -> Any:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get(KEY, "{}"))
-    except (SafetensorError, RecursionError, TypeError, ValueError, RuntimeError) as error:
+            about = parse_json_object((file.metadata() or {}).get(KEY, "{}"))
+    except (SafetensorError, TypeError, ValueError, RuntimeError) as error:
         fault = FieldError(f"it is no whole .safetensors file ({str(error)[:120]})")
         raise damaged_file_error(path, fault, remedy) from error
-    return about.get("document") if isinstance(about, dict) else None
+    return about.get("document")
 
 
 def read_scan_fields(
@@ -202,9 +203,9 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             do="if the file holds weights: headwise.scan(model, inputs).save(path) first",
         )
     try:
-        about = check_value(json.loads(text), {...: object}, "its metadata")
+        about = check_value(parse_json_object(text), {...: object}, "its metadata")
         is_as_written = _encode_json(about) == text
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise FieldError("its metadata cannot be read as the JSON of a scan") from error
     version = check_value(about.get("version"), WHOLE, "version")
     if version == 1:

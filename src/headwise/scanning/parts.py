@@ -51,6 +51,7 @@ from headwise.scanning.selection import (
 from headwise.scanning.source import ModelToScan, TextToRead, open_model, read_texts
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.support.files import write_whole
+from headwise.support.json_object import parse_json_object
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_count, describe_value
 
@@ -113,7 +114,7 @@ class Corpus:
         """Return the corpus of a folder, or None if the folder holds none."""
         path = out / CORPUS
         try:
-            fields = check_value(json.loads(path.read_text("utf-8")), SCHEMA, "")
+            fields = check_value(parse_json_object(path.read_bytes()), SCHEMA, "")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, FieldError) as error:

@@ -1,4 +1,4 @@
-"""Tensors in nested lists, tuples and mappings."""
+"""Tensors in nested lists, tuples and mappings, and the bits of their entries."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import DTypeError, OptionError
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def iterate_leaves(value: Any) -> Iterator[Any]:
@@ -80,3 +82,20 @@ def _to_tensor(name: str, array: np.ndarray) -> Tensor:
             do="array.astype(numpy.float32), or leave this entry out",
         ) from error
     return tensor.view(torch.bfloat16) if is_bfloat16 else tensor
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """True if two tensors have the same shape, dtype and bits."""
+    is_alike = a.shape == b.shape and a.dtype == b.dtype
+    return is_alike and torch.equal(view_as_bits(a), view_as_bits(b))
+
+
+def is_positive_zero(x: Tensor) -> bool:
+    """True if every bit is 0; a negative zero has a bit set."""
+    return not bool(view_as_bits(x).any())
+
+
+def view_as_bits(x: Tensor) -> Tensor:
+    """Return the bits of each entry as integers: NaNs equal themselves, and -0 differs from 0."""
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return x.contiguous().view(_BITS[x.element_size()])

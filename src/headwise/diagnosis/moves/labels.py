@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.diagnosis.moves.maps import MatrixMap, transpose_into_same_shape
 from headwise.diagnosis.moves.rows import Rows, RowSizes
-from headwise.layouts.equality import view_as_bits
+from headwise.support.tensors import view_as_bits
 
 _BLOCK = 1 << 20  # entries that are widened to int64 at a time
 _SEED = 16

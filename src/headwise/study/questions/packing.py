@@ -32,6 +32,7 @@ from headwise.study.implementations import (
 )
 from headwise.study.question import Numbers, fill_template
 from headwise.support.progress import Progress
+from headwise.support.tensors import same_bytes
 
 PARTS = 3  # queries, keys, values
 EMBED_DIM, HEADS = 768, 12  # GPT-2's
@@ -186,14 +187,9 @@ def check_packing_round_trip(layers: PackedLayers) -> dict[str, bool]:
         index = form.stored_positions(embed_dim=EMBED_DIM, head_dim=EMBED_DIM // HEADS)
         packed = torch.empty_like(flat).scatter(0, index.flatten(), small.flatten())
         is_permutation = torch.equal(index.flatten().sort()[0], torch.arange(len(flat)))
-        same = has_same_bits(flat[index], small) and has_same_bits(packed, flat)
+        same = same_bytes(flat[index], small) and same_bytes(packed, flat)
         intact[name] = is_permutation and same
     return intact
-
-
-def has_same_bits(actual: Tensor, expected: Tensor) -> bool:
-    """Check equality of the bits: 0 is not -0."""
-    return torch.equal(actual.view(torch.int32), expected.view(torch.int32))
 
 
 def attend_and_project(layers: PackedLayers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
