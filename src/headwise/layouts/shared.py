@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec
 
@@ -23,8 +24,19 @@ OPEN = AttentionSpec(
     window=FROM_CONFIG,
 )
 
+# Keys and values from another width, values of another width, and all biases at the end.
+APART: dict[str, Any] = {"source": "source_dim", "value": "value_dim", "biases_last": True}
+
 # The axes that Megatron's and Meta's tensor-parallel processes divide among themselves.
 TENSOR_PARALLEL = ("heads", "kv_heads", "hidden_dim", "vocabulary")
+
+# The end of a name that stands for two -> the ends of the weight and of the bias.
+_PAIRS = {
+    "scale*": ("scale", "bias"),
+    "kernel*": ("kernel", "bias"),
+    ".w*": (".w", ".b"),
+    "*": ("weight", "bias"),
+}
 
 # Weights outside of attention: canonical name -> axes, as torch stores matrices. A bias has the
 # first axis.
@@ -44,44 +56,73 @@ _OUTSIDE = {
 }
 
 
-def separate_projections(
-    q: str, k: str, v: str, *, kv_heads: str = "kv_heads", biases: str = "qkv"
+def projections(
+    names: str,
+    *,
+    kv_heads: str = "heads",
+    biases: str = "qkvo",
+    source: str = "embed_dim",
+    value: str = "head_dim",
+    leaves: tuple[str, str] = (".weight", ".bias"),
+    columns: bool = False,
+    biases_last: bool = False,
 ) -> Tensors:
-    """Return a linear layer each for queries, keys and values; rows head by head.
+    """Return a linear layer each for queries, keys, values and, if it is named, the output.
 
-    ``kv_heads`` is "heads" where there are always as many of keys and values; ``biases`` are the
-    letters of those that may have one.
+    Args:
+        names: the stored names of the three or four, by spaces.
+        kv_heads: "kv_heads" where keys and values have heads of their own number.
+        biases: the letters of those that may have a bias.
+        source: the width that keys and values are projected from.
+        value: the channels of a value.
+        leaves: behind a layer's name for its weight and its bias.
+        columns: the weights are stored for ``x @ weight``: their inputs are rows.
+        biases_last: the biases stand behind all weights, that of the output too.
     """
-    patterns = {
-        f"{q}.weight": "wq: (heads head_dim) embed_dim",
-        f"{k}.weight": f"wk: ({kv_heads} head_dim) embed_dim",
-        f"{v}.weight": f"wv: ({kv_heads} head_dim) embed_dim",
-        f"{q}.bias": "bq: (heads head_dim)",
-        f"{k}.bias": f"bk: ({kv_heads} head_dim)",
-        f"{v}.bias": f"bv: ({kv_heads} head_dim)",
+    parts = {
+        "q": ("(heads head_dim)", "embed_dim"),
+        "k": (f"({kv_heads} head_dim)", source),
+        "v": (f"({kv_heads} {value})", source),
+        "o": ("out_dim", f"(heads {value})"),
     }
-    wanted = {f"b{letter}" for letter in biases}
-    return {name: text for name, text in patterns.items() if text[0] == "w" or text[:2] in wanted}
+    layers = dict(zip(parts, names.split(), strict=False))
+    weights, all_biases = {}, {}
+    for letter, name in layers.items():
+        outputs, inputs = parts[letter]
+        axes = f"{inputs} {outputs}" if columns else f"{outputs} {inputs}"
+        weights[name + leaves[0]] = f"w{letter}: {axes}"
+        if letter in biases:
+            all_biases[name + leaves[1]] = f"b{letter}: {outputs}"
+    patterns = weights | all_biases
+    if "o" in layers and not biases_last:
+        for leaf in leaves:
+            if text := patterns.pop(layers["o"] + leaf, ""):
+                patterns[layers["o"] + leaf] = text
+    return patterns
 
 
-def output_projection(name: str, *, bias: bool = True, columns: bool = False) -> Tensors:
-    """Return the output projection.
-
-    With ``columns`` it is stored for ``x @ weight``: its inputs are rows.
-    """
-    text = "wo: (heads head_dim) out_dim" if columns else "wo: out_dim (heads head_dim)"
-    return {f"{name}.weight": text} | ({f"{name}.bias": "bo: out_dim"} if bias else {})
+def output_projection(name: str, *, bias: bool = True) -> Tensors:
+    """Return the output projection."""
+    text = {f"{name}.weight": "wo: out_dim (heads head_dim)"}
+    return text | ({f"{name}.bias": "bo: out_dim"} if bias else {})
 
 
 def qkv_fused_by_projection(
-    name: str, *, kv_heads: str = "heads", bias: bool = True, columns: bool = False
+    name: str,
+    out: str = "",
+    *,
+    kv_heads: str = "heads",
+    bias: bool = True,
+    columns: bool = False,
 ) -> Tensors:
     """Return one linear layer of all queries, then all keys, then all values.
 
-    ``kv_heads`` is "kv_heads" where keys and values have heads of their own number.
+    ``kv_heads`` is "kv_heads" where keys and values have heads of their own number; ``out`` is the
+    name of the output projection.
     """
     axis = f"([wq: heads head_dim | wk: {kv_heads} head_dim | wv: {kv_heads} head_dim])"
-    return fused_projection_by_pattern(name, axis, bias=bias, columns=columns)
+    patterns = fused_projection_by_pattern(name, axis, bias=bias, columns=columns)
+    return patterns | (output_projection(out, bias=bias) if out else {})
 
 
 def qkv_fused_by_head(name: str, *, bias: bool = True) -> Tensors:
@@ -129,7 +170,7 @@ def weights_outside_attention(
         like: names, as below, in a mapping.
         columns: the matrices of the MLP and of the pooler are stored for ``x @ weight``.
         names: what it is -> stored name, with {layer} for the layer's number; one that ends in "*"
-            stands for two, with "weight" and "bias" in its place. Known are tokens, positions,
+            stands for two, with the ends of `_PAIRS`. Known are tokens, positions,
             token_types, embed_norm, norm_1, norm_2, gate, up, down, final_norm, pooler and
             unembedding; of norms and of the MLP also with _bias.
     """
@@ -139,7 +180,9 @@ def weights_outside_attention(
         part = name.removesuffix("_bias")
         axes = _OUTSIDE[part].split()[: None if part == name else 1]
         pattern_axes = " ".join(reversed(axes) if name in transposed else axes)
-        patterns[stored.replace("*", "weight")] = f"{name}: {pattern_axes}"
-        if stored.endswith("*"):
-            patterns[stored[:-1] + "bias"] = f"{name}_bias: {axes[0]}"
+        leaf = next((leaf for leaf in _PAIRS if stored.endswith(leaf)), "")
+        weight, bias = _PAIRS.get(leaf, ("", ""))
+        patterns[stored.removesuffix(leaf) + weight] = f"{name}: {pattern_axes}"
+        if leaf:
+            patterns[stored.removesuffix(leaf) + bias] = f"{name}_bias: {axes[0]}"
     return patterns

@@ -15,6 +15,7 @@ from headwise.layouts.shared import (
     fused_projection_by_pattern,
     head_norms,
     output_projection,
+    projections,
     qkv_fused_by_group,
     qkv_fused_by_head,
     qkv_fused_by_projection,
@@ -31,6 +32,10 @@ _ANGLES = ("rotary_emb.inv_freq",)
 # One kv head, written as an axis: it is then told from a layout with more of them.
 _ONE_KV_HEAD = {"kv_heads": 1}
 
+_CONV1D = qkv_fused_by_projection("c_attn", columns=True) | {
+    "c_proj.weight": "wo: (heads head_dim) out_dim",
+    "c_proj.bias": "bo: out_dim",
+}
 GPT2 = {
     "tokens": "wte.weight",
     "positions": "wpe.weight",
@@ -54,8 +59,7 @@ _NEOX_OUTSIDE = weights_outside_attention(
 _GPT = (
     Layout(
         name="gpt2",
-        tensors=qkv_fused_by_projection("c_attn", columns=True)
-        | output_projection("c_proj", columns=True),
+        tensors=_CONV1D,
         where={"self": "h.{layer}.attn."},
         outside=weights_outside_attention(GPT2, columns=True),
         beside=_MASKS,
@@ -66,8 +70,7 @@ _GPT = (
     ),
     Layout(
         name="jais",
-        tensors=qkv_fused_by_projection("c_attn", columns=True)
-        | output_projection("c_proj", columns=True),
+        tensors=_CONV1D,
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
@@ -97,8 +100,7 @@ _GPT = (
     ),
     Layout(
         name="gpt-bigcode-mqa",
-        tensors=qkv_fused_by_projection("c_attn", kv_heads="kv_heads")
-        | output_projection("c_proj"),
+        tensors=qkv_fused_by_projection("c_attn", "c_proj", kv_heads="kv_heads"),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         fixed=_ONE_KV_HEAD,
@@ -139,15 +141,7 @@ _NEOX = (
     ),
     Layout(
         name="neox-split",
-        tensors={
-            "query.weight": "wq: (heads head_dim) embed_dim",
-            "key.weight": "wk: (heads head_dim) embed_dim",
-            "value.weight": "wv: (heads head_dim) embed_dim",
-            "query.bias": "bq: (heads head_dim)",
-            "key.bias": "bk: (heads head_dim)",
-            "value.bias": "bv: (heads head_dim)",
-        }
-        | output_projection("dense"),
+        tensors=projections("query key value dense"),
         where={"self": "gpt_neox.layers.{layer}.attention."},
         outside=_NEOX_OUTSIDE,
         beside=(*_MASKS, *_ANGLES),
@@ -201,8 +195,7 @@ _GROUPED = (
     ),
     Layout(
         name="falcon-7b",
-        tensors=qkv_fused_by_projection("query_key_value", kv_heads="kv_heads")
-        | output_projection("dense"),
+        tensors=qkv_fused_by_projection("query_key_value", "dense", kv_heads="kv_heads"),
         where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         fixed=_ONE_KV_HEAD,
@@ -230,8 +223,7 @@ _GROUPED = (
     ),
     Layout(
         name="mpt",
-        tensors=qkv_fused_by_projection("Wqkv", bias=False)
-        | output_projection("out_proj", bias=False),
+        tensors=qkv_fused_by_projection("Wqkv", "out_proj", bias=False),
         where={"self": "blocks.{layer}.attn."},
         function=AttentionSpec(score_bias=AlibiRule(), clip=FROM_CONFIG),
         source=f"{_TRANSFORMERS}mpt/modeling_mpt.py",
@@ -239,8 +231,7 @@ _GROUPED = (
     ),
     Layout(
         name="dbrx",
-        tensors=qkv_fused_by_projection("Wqkv", kv_heads="kv_heads", bias=False)
-        | output_projection("out_proj", bias=False),
+        tensors=qkv_fused_by_projection("Wqkv", "out_proj", kv_heads="kv_heads", bias=False),
         where={"self": "blocks.{layer}.norm_attn_norm.attn."},
         function=AttentionSpec(rotary=RotaryRule(), clip=FROM_CONFIG),
         source=f"{_TRANSFORMERS}dbrx/modeling_dbrx.py",
@@ -248,8 +239,7 @@ _GROUPED = (
     ),
     Layout(
         name="phi3",
-        tensors=qkv_fused_by_projection("qkv_proj", kv_heads="kv_heads", bias=False)
-        | output_projection("o_proj", bias=False),
+        tensors=qkv_fused_by_projection("qkv_proj", "o_proj", kv_heads="kv_heads", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), window=FROM_CONFIG),
@@ -258,8 +248,7 @@ _GROUPED = (
     ),
     Layout(
         name="chatglm2",
-        tensors=qkv_fused_by_projection("query_key_value", kv_heads="kv_heads")
-        | output_projection("dense"),
+        tensors=qkv_fused_by_projection("query_key_value", "dense", kv_heads="kv_heads"),
         where={"self": "encoder.layers.{layer}.self_attention."},
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
         rows="interleaved",
@@ -270,8 +259,7 @@ _GROUPED = (
     ),
     Layout(
         name="baichuan",
-        tensors=qkv_fused_by_projection("W_pack", bias=False)
-        | output_projection("o_proj", bias=False),
+        tensors=qkv_fused_by_projection("W_pack", "o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
         function=AttentionSpec(rotary=FROM_CONFIG, score_bias=FROM_CONFIG),
@@ -281,8 +269,7 @@ _GROUPED = (
     ),
     Layout(
         name="olmo-native",
-        tensors=qkv_fused_by_projection("att_proj", kv_heads="kv_heads")
-        | output_projection("attn_out"),
+        tensors=qkv_fused_by_projection("att_proj", "attn_out", kv_heads="kv_heads"),
         where={"self": "blocks.{layer}."},
         beside=("attn_norm.*", "ff_norm.*", "ff_proj.*", "ff_out.*"),
         function=AttentionSpec(rotary=RotaryRule(), clip=FROM_CONFIG),

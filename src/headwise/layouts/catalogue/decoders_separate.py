@@ -10,8 +10,7 @@ from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     TENSOR_PARALLEL,
     head_norms,
-    output_projection,
-    separate_projections,
+    projections,
     weights_outside_attention,
 )
 
@@ -20,7 +19,7 @@ _WHERE = {"self": "model.layers.{layer}.self_attn."}
 _MASKS = ("bias", "masked_bias")
 _ANGLES = ("rotary_emb.inv_freq",)
 
-_LLAMA = separate_projections("q_proj", "k_proj", "v_proj") | output_projection("o_proj")
+_LLAMA = projections("q_proj k_proj v_proj o_proj", kv_heads="kv_heads")
 _ROTATED = AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG)
 _HEAD_NORMS = _LLAMA | head_norms("q_norm", "k_norm")
 
@@ -62,8 +61,7 @@ def _llama_like_layout(
 _GPT = (
     Layout(
         name="gptj",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads", biases="")
-        | output_projection("out_proj", bias=False),
+        tensors=projections("q_proj k_proj v_proj out_proj", biases=""),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
@@ -73,8 +71,7 @@ _GPT = (
     ),
     Layout(
         name="gpt-neo",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads", biases="")
-        | output_projection("out_proj"),
+        tensors=projections("q_proj k_proj v_proj out_proj", biases="o"),
         where={"self": "h.{layer}.attn.attention."},
         beside=_MASKS,
         function=AttentionSpec(scale=1.0, window=FROM_CONFIG),
@@ -83,8 +80,7 @@ _GPT = (
     ),
     Layout(
         name="opt",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
-        | output_projection("out_proj"),
+        tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "decoder.layers.{layer}.self_attn."},
         source=f"{_TRANSFORMERS}opt/modeling_opt.py",
         note="XGLM has the same, as model.layers",
@@ -93,7 +89,7 @@ _GPT = (
         "phi",
         AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
         "Phi-1 to Phi-2. A part of a head is rotated",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj") | output_projection("dense"),
+        tensors=projections("q_proj k_proj v_proj dense", kv_heads="kv_heads"),
     ),
 )
 
@@ -116,8 +112,7 @@ _LLAMAS = (
     ),
     Layout(
         name="llama-meta",
-        tensors=separate_projections("wq", "wk", "wv", biases="")
-        | output_projection("wo", bias=False),
+        tensors=projections("wq wk wv wo", kv_heads="kv_heads", biases=""),
         where={"self": "layers.{layer}.attention."},
         outside=META,
         beside=("inner_attention.rope.freqs",),
@@ -134,8 +129,7 @@ _LLAMAS = (
         "qwen2",
         _ROTATED,
         "StableLM without norms has the same, and rotates a part of a head",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj")
-        | output_projection("o_proj", bias=False),
+        tensors=projections("q_proj k_proj v_proj o_proj", kv_heads="kv_heads", biases="qkv"),
     ),
     _llama_like_layout(
         "starcoder2",
@@ -199,8 +193,7 @@ _NEIGHBOURS = (
         "glm",
         AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
         "the names of Llama, another rotation, of half of a head",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj")
-        | output_projection("o_proj", bias=False),
+        tensors=projections("q_proj k_proj v_proj o_proj", kv_heads="kv_heads", biases="qkv"),
         rows="interleaved",
     ),
 )
@@ -249,8 +242,7 @@ _NORMED = (
         "lfm2",
         AttentionSpec(rotary=RotaryRule(), qk_norm=NormRule()),
         "only some of its layers are attention",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj", biases="")
-        | output_projection("out_proj", bias=False)
+        tensors=projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", biases="")
         | head_norms("q_layernorm", "k_layernorm"),
         beside=(),
     ),

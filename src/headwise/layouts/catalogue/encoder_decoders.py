@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from headwise.function.spec import AttentionSpec, BucketRule
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import Tensors, output_projection, separate_projections
+from headwise.layouts.shared import Tensors, projections
 
-_T5 = {
-    "q.weight": "wq: (heads head_dim) embed_dim",
-    "k.weight": "wk: (heads head_dim) source_dim",
-    "v.weight": "wv: (heads head_dim) source_dim",
-    "o.weight": "wo: out_dim (heads head_dim)",
+_T5 = projections("q k v o", source="source_dim", biases="") | {
     "relative_attention_bias.weight": "distances: buckets heads",
 }
 _T5_WHERE = {
@@ -102,8 +98,7 @@ LAYOUTS = (
     ),
     Layout(
         name="bart",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
-        | output_projection("out_proj"),
+        tensors=projections("q_proj k_proj v_proj out_proj"),
         where=_BART_WHERE,
         outside=_BART_LAYERS,
         mask="added",
@@ -112,8 +107,7 @@ LAYOUTS = (
     ),
     Layout(
         name="whisper",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj", biases="qv", kv_heads="heads")
-        | output_projection("out_proj"),
+        tensors=projections("q_proj k_proj v_proj out_proj", biases="qvo"),
         where=_BART_WHERE,
         outside=_BART_LAYERS
         | {theirs: text for text, (theirs, _) in _WHISPER_BESIDE_LAYERS.items()},
@@ -123,8 +117,7 @@ LAYOUTS = (
     ),
     Layout(
         name="whisper-openai",
-        tensors=separate_projections("query", "key", "value", biases="qv", kv_heads="heads")
-        | output_projection("out"),
+        tensors=projections("query key value out", biases="qvo"),
         where={
             "encoder": "encoder.blocks.{layer}.attn.",
             "decoder": "decoder.blocks.{layer}.attn.",

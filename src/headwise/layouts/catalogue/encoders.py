@@ -6,9 +6,9 @@ from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     output_projection,
+    projections,
     qkv_fused_by_head,
     qkv_fused_by_projection,
-    separate_projections,
     weights_outside_attention,
 )
 
@@ -23,9 +23,7 @@ _BERT = weights_outside_attention(
     down="encoder.layer.{layer}.output.dense.*",
     pooler="pooler.dense.*",
 )
-_SEPARATE = separate_projections(
-    "self.query", "self.key", "self.value", kv_heads="heads"
-) | output_projection("output.dense")
+_SEPARATE = projections("self.query self.key self.value output.dense")
 _WHERE = {"self": "encoder.layer.{layer}.attention."}
 _NORM = ("output.LayerNorm.*",)  # behind the residual; in old files its parts are gamma and beta
 
@@ -43,8 +41,7 @@ LAYOUTS = (
     ),
     Layout(
         name="distilbert",
-        tensors=separate_projections("q_lin", "k_lin", "v_lin", kv_heads="heads")
-        | output_projection("out_lin"),
+        tensors=projections("q_lin k_lin v_lin out_lin"),
         where={"self": "transformer.layer.{layer}.attention."},
         outside=weights_outside_attention(
             tokens="embeddings.word_embeddings.weight",
@@ -61,8 +58,7 @@ LAYOUTS = (
     ),
     Layout(
         name="mpnet",
-        tensors=separate_projections("attn.q", "attn.k", "attn.v", kv_heads="heads")
-        | output_projection("attn.o"),
+        tensors=projections("attn.q attn.k attn.v attn.o"),
         where=_WHERE,
         outside={name: text for name, text in _BERT.items() if "attention.output" not in name}
         | weights_outside_attention(
@@ -104,10 +100,7 @@ LAYOUTS = (
     ),
     Layout(
         name="deberta-v2",
-        tensors=separate_projections(
-            "self.query_proj", "self.key_proj", "self.value_proj", kv_heads="heads"
-        )
-        | output_projection("output.dense"),
+        tensors=projections("self.query_proj self.key_proj self.value_proj output.dense"),
         where=_WHERE,
         outside=_BERT,
         beside=(*_NORM, "self.pos_key_proj.*", "self.pos_query_proj.*"),
@@ -118,7 +111,7 @@ LAYOUTS = (
     ),
     Layout(
         name="modernbert",
-        tensors=qkv_fused_by_projection("Wqkv") | output_projection("Wo"),
+        tensors=qkv_fused_by_projection("Wqkv", "Wo"),
         where={"self": "layers.{layer}.attn."},
         outside=weights_outside_attention(
             tokens="embeddings.tok_embeddings.weight",
@@ -151,8 +144,7 @@ LAYOUTS = (
     ),
     Layout(
         name="conformer",
-        tensors=separate_projections("linear_q", "linear_k", "linear_v", kv_heads="heads")
-        | output_projection("linear_out"),
+        tensors=projections("linear_q linear_k linear_v linear_out"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         beside=("linear_pos.weight", "pos_bias_u", "pos_bias_v", "distance_embedding.weight"),
         function=AttentionSpec(rotary=FROM_CONFIG, score_bias=FROM_CONFIG),
@@ -163,8 +155,7 @@ LAYOUTS = (
     ),
     Layout(
         name="wav2vec2",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
-        | output_projection("out_proj"),
+        tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "encoder.layers.{layer}.attention."},
         outside=weights_outside_attention(
             norm_1="encoder.layers.{layer}.layer_norm.*",

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from headwise.function.weights import AXES
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import OPEN
+from headwise.layouts.shared import APART, OPEN, projections
 
-_TENSORS = {
-    "q_proj.weight": "wq: (heads head_dim) embed_dim",
-    "k_proj.weight": "wk: (kv_heads head_dim) source_dim",
-    "v_proj.weight": "wv: (kv_heads value_dim) source_dim",
-    "out_proj.weight": "wo: out_dim (heads value_dim)",
-    "q_proj.bias": "bq: (heads head_dim)",
-    "k_proj.bias": "bk: (kv_heads head_dim)",
-    "v_proj.bias": "bv: (kv_heads value_dim)",
-    "out_proj.bias": "bo: out_dim",
+_TENSORS = projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", **APART) | {
     "sink": "sink: heads",
     "score_bias.relative_attention_bias.weight": "distances: buckets heads",
 }

@@ -5,10 +5,10 @@ from __future__ import annotations
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
+    APART,
     head_norms,
-    output_projection,
+    projections,
     qkv_fused_by_projection,
-    separate_projections,
     weights_outside_attention,
 )
 
@@ -27,9 +27,7 @@ _GGUF = weights_outside_attention(
 )
 # A block's tensors have one prefix: those of attention, and all others.
 _BESIDE = ("ffn_*", "attn_norm*", "post_*", "layer_output_norm*")
-_GGUF_SEPARATE = separate_projections("attn_q", "attn_k", "attn_v") | output_projection(
-    "attn_output"
-)
+_GGUF_SEPARATE = projections("attn_q attn_k attn_v attn_output", kv_heads="kv_heads")
 _READ = (
     "tensors in floating point, with their axes as numpy has them: a GGUF file lists them reversed"
 )
@@ -68,8 +66,7 @@ LAYOUTS = (
     ),
     Layout(
         name="gguf-fused",
-        tensors=qkv_fused_by_projection("attn_qkv", kv_heads="kv_heads")
-        | output_projection("attn_output"),
+        tensors=qkv_fused_by_projection("attn_qkv", "attn_output", kv_heads="kv_heads"),
         where={"self": _BLOCK},
         outside=_GGUF,
         beside=_BESIDE,
@@ -83,8 +80,7 @@ LAYOUTS = (
         tensors={
             name.replace(".", "/"): pattern
             for name, pattern in (
-                qkv_fused_by_projection("linear_0", kv_heads="kv_heads")
-                | output_projection("linear_1")
+                qkv_fused_by_projection("linear_0", "linear_1", kv_heads="kv_heads")
             ).items()
         },
         where={
@@ -106,8 +102,7 @@ LAYOUTS = (
     ),
     Layout(
         name="vllm",
-        tensors=qkv_fused_by_projection("qkv_proj", kv_heads="kv_heads")
-        | output_projection("o_proj")
+        tensors=qkv_fused_by_projection("qkv_proj", "o_proj", kv_heads="kv_heads")
         | head_norms("q_norm", "k_norm"),
         where={"self": "model.layers.{layer}.self_attn."},
         outside=weights_outside_attention(
@@ -129,16 +124,7 @@ LAYOUTS = (
     ),
     Layout(
         name="mlx",
-        tensors={
-            "query_proj.weight": "wq: (heads head_dim) embed_dim",
-            "key_proj.weight": "wk: (heads head_dim) source_dim",
-            "value_proj.weight": "wv: (heads value_dim) source_dim",
-            "out_proj.weight": "wo: out_dim (heads value_dim)",
-            "query_proj.bias": "bq: (heads head_dim)",
-            "key_proj.bias": "bk: (heads head_dim)",
-            "value_proj.bias": "bv: (heads value_dim)",
-            "out_proj.bias": "bo: out_dim",
-        },
+        tensors=projections("query_proj key_proj value_proj out_proj", **APART),
         where={"self": "layers.{layer}.attention."},
         mask="added",
         source="ml-explore/mlx, python/mlx/nn/layers/transformer.py",

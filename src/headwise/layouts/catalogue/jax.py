@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, RotaryRule
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import weights_outside_attention
+from headwise.layouts.shared import APART, projections, weights_outside_attention
 
 _ON_REQUEST = "tested on request: pip install headwise[jax]"
 _BERT = "encoder.layer.{layer}."
+_KERNEL = (".kernel", ".bias")
 _MAXTEXT = "decoder.layers_{layer}."
 
 
@@ -50,33 +51,23 @@ LAYOUTS = (
     ),
     Layout(
         name="flax-bert",
-        tensors={
-            "self.query.kernel": "wq: embed_dim (heads head_dim)",
-            "self.key.kernel": "wk: source_dim (heads head_dim)",
-            "self.value.kernel": "wv: source_dim (heads head_dim)",
-            "self.query.bias": "bq: (heads head_dim)",
-            "self.key.bias": "bk: (heads head_dim)",
-            "self.value.bias": "bv: (heads head_dim)",
-            "output.dense.kernel": "wo: (heads head_dim) out_dim",
-            "output.dense.bias": "bo: out_dim",
-        },
+        tensors=projections(
+            "self.query self.key self.value output.dense",
+            source="source_dim",
+            leaves=_KERNEL,
+            columns=True,
+        ),
         where={"self": _BERT + "attention."},
         outside=weights_outside_attention(
             tokens="embeddings.word_embeddings.embedding",
             positions="embeddings.position_embeddings.embedding",
             token_types="embeddings.token_type_embeddings.embedding",
-            embed_norm="embeddings.LayerNorm.scale",
-            embed_norm_bias="embeddings.LayerNorm.bias",
-            norm_1=_BERT + "attention.output.LayerNorm.scale",
-            norm_1_bias=_BERT + "attention.output.LayerNorm.bias",
-            norm_2=_BERT + "output.LayerNorm.scale",
-            norm_2_bias=_BERT + "output.LayerNorm.bias",
-            up=_BERT + "intermediate.dense.kernel",
-            up_bias=_BERT + "intermediate.dense.bias",
-            down=_BERT + "output.dense.kernel",
-            down_bias=_BERT + "output.dense.bias",
-            pooler="pooler.dense.kernel",
-            pooler_bias="pooler.dense.bias",
+            embed_norm="embeddings.LayerNorm.scale*",
+            norm_1=_BERT + "attention.output.LayerNorm.scale*",
+            norm_2=_BERT + "output.LayerNorm.scale*",
+            up=_BERT + "intermediate.dense.kernel*",
+            down=_BERT + "output.dense.kernel*",
+            pooler="pooler.dense.kernel*",
             columns=True,
         ),
         mask="True attends",
@@ -98,16 +89,11 @@ LAYOUTS = (
         outside=weights_outside_attention(
             tokens="wte.embedding",
             positions="wpe.embedding",
-            norm_1="h.{layer}.ln_1.scale",
-            norm_1_bias="h.{layer}.ln_1.bias",
-            norm_2="h.{layer}.ln_2.scale",
-            norm_2_bias="h.{layer}.ln_2.bias",
-            up="h.{layer}.mlp.c_fc.kernel",
-            up_bias="h.{layer}.mlp.c_fc.bias",
-            down="h.{layer}.mlp.c_proj.kernel",
-            down_bias="h.{layer}.mlp.c_proj.bias",
-            final_norm="ln_f.scale",
-            final_norm_bias="ln_f.bias",
+            norm_1="h.{layer}.ln_1.scale*",
+            norm_2="h.{layer}.ln_2.scale*",
+            up="h.{layer}.mlp.c_fc.kernel*",
+            down="h.{layer}.mlp.c_proj.kernel*",
+            final_norm="ln_f.scale*",
         ),
         mask="True attends",
         source="transformers 4, models/gpt2/modeling_flax_gpt2.py, FlaxConv1D",
@@ -155,12 +141,9 @@ LAYOUTS = (
     ),
     Layout(
         name="t5x",
-        tensors={
-            "query.kernel": "wq: embed_dim (heads head_dim)",
-            "key.kernel": "wk: source_dim (heads head_dim)",
-            "value.kernel": "wv: source_dim (heads head_dim)",
-            "out.kernel": "wo: (heads head_dim) out_dim",
-        },
+        tensors=projections(
+            "query key value out", source="source_dim", biases="", leaves=_KERNEL, columns=True
+        ),
         where={
             "encoder": "encoder.layers_{layer}.attention.",
             "decoder": "decoder.layers_{layer}.self_attention.",
@@ -174,32 +157,14 @@ LAYOUTS = (
     ),
     Layout(
         name="haiku",
-        tensors={
-            "query/w": "wq: embed_dim (heads head_dim)",
-            "key/w": "wk: source_dim (heads head_dim)",
-            "value/w": "wv: source_dim (heads value_dim)",
-            "linear/w": "wo: (heads value_dim) out_dim",
-            "query/b": "bq: (heads head_dim)",
-            "key/b": "bk: (heads head_dim)",
-            "value/b": "bv: (heads value_dim)",
-            "linear/b": "bo: out_dim",
-        },
+        tensors=projections("query key value linear", leaves=("/w", "/b"), columns=True, **APART),
         mask="True attends",
         source="google-deepmind/dm-haiku, haiku/_src/attention.py",
         note=f"haiku.MultiHeadAttention: a module's name and its parameter's. {_ON_REQUEST}",
     ),
     Layout(
         name="equinox",
-        tensors={
-            "query_proj.weight": "wq: (heads head_dim) embed_dim",
-            "key_proj.weight": "wk: (heads head_dim) source_dim",
-            "value_proj.weight": "wv: (heads value_dim) source_dim",
-            "output_proj.weight": "wo: out_dim (heads value_dim)",
-            "query_proj.bias": "bq: (heads head_dim)",
-            "key_proj.bias": "bk: (heads head_dim)",
-            "value_proj.bias": "bv: (heads value_dim)",
-            "output_proj.bias": "bo: out_dim",
-        },
+        tensors=projections("query_proj key_proj value_proj output_proj", **APART),
         mask="True attends",
         axes="length width",
         source="patrick-kidger/equinox, equinox/nn/_attention.py",

@@ -9,9 +9,9 @@ from headwise.layouts.shared import (
     OPEN,
     head_norms,
     output_projection,
+    projections,
     qkv_fused_by_group,
     qkv_fused_by_projection,
-    separate_projections,
     weights_outside_attention,
 )
 
@@ -41,10 +41,8 @@ def _transformer_lens_tensors(k: str = "") -> dict[str, str]:
 _LENS_BLOCK = "blocks.{layer}."
 _LENS_BESIDE = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 _LENS_BLOCKS = weights_outside_attention(
-    norm_1=_LENS_BLOCK + "ln1.w",
-    norm_1_bias=_LENS_BLOCK + "ln1.b",
-    norm_2=_LENS_BLOCK + "ln2.w",
-    norm_2_bias=_LENS_BLOCK + "ln2.b",
+    norm_1=_LENS_BLOCK + "ln1.w*",
+    norm_2=_LENS_BLOCK + "ln2.w*",
     gate=_LENS_BLOCK + "mlp.W_gate",
     up=_LENS_BLOCK + "mlp.W_in",
     up_bias=_LENS_BLOCK + "mlp.b_in",
@@ -57,8 +55,7 @@ _LENS_DECODER = (
     | weights_outside_attention(
         tokens="embed.W_E",
         positions="pos_embed.W_pos",
-        final_norm="ln_final.w",
-        final_norm_bias="ln_final.b",
+        final_norm="ln_final.w*",
     )
     | {"unembed.W_U": "unembedding: embed_dim vocabulary"}
 )
@@ -66,8 +63,7 @@ _LENS_ENCODER = _LENS_BLOCKS | weights_outside_attention(
     tokens="embed.embed.W_E",
     positions="embed.pos_embed.W_pos",
     token_types="embed.token_type_embed.W_token_type",
-    embed_norm="embed.ln.w",
-    embed_norm_bias="embed.ln.b",
+    embed_norm="embed.ln.w*",
     pooler="pooler.W",
     pooler_bias="pooler.b",
     columns=True,
@@ -101,8 +97,7 @@ _FLASH_GPT = {"self": _FLASH_BLOCK + "mixer."}
 _FLASH_ATTN = (
     Layout(
         name="flash-attn",
-        tensors=qkv_fused_by_projection("Wqkv", kv_heads="kv_heads")
-        | output_projection("out_proj"),
+        tensors=qkv_fused_by_projection("Wqkv", "out_proj", kv_heads="kv_heads"),
         where=_FLASH_GPT,
         outside=weights_outside_attention(_FLASH_DECODER, up=_FLASH_BLOCK + "mlp.fc1.*"),
         beside=("rotary_emb.*",),
@@ -115,8 +110,7 @@ _FLASH_ATTN = (
     ),
     Layout(
         name="flash-attn-llama",
-        tensors=qkv_fused_by_projection("Wqkv", kv_heads="kv_heads")
-        | output_projection("out_proj"),
+        tensors=qkv_fused_by_projection("Wqkv", "out_proj", kv_heads="kv_heads"),
         where=_FLASH_GPT,
         outside=weights_outside_attention(_FLASH_DECODER)
         | {
@@ -131,7 +125,7 @@ _FLASH_ATTN = (
     ),
     Layout(
         name="flash-attn-bert",
-        tensors=qkv_fused_by_projection("Wqkv") | output_projection("out_proj"),
+        tensors=qkv_fused_by_projection("Wqkv", "out_proj"),
         where={"self": _FLASH_BERT_BLOCK + "mixer."},
         outside=weights_outside_attention(
             tokens="embeddings.word_embeddings.weight",
@@ -187,8 +181,7 @@ def _x_transformers_layout(*, rotates: bool) -> Layout:
 def _torchtune_layout(*, rows: Pairing) -> Layout:
     return Layout(
         name="torchtune" if rows == "interleaved" else "torchtune-qwen2",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj")
-        | output_projection("output_proj")
+        tensors=projections("q_proj k_proj v_proj output_proj", kv_heads="kv_heads")
         | {"q_norm.scale": "q_norm: head_dim", "k_norm.scale": "k_norm: head_dim"},
         where={"self": "layers.{layer}.attn."},
         outside=weights_outside_attention(
@@ -300,15 +293,7 @@ LAYOUTS = (
     *_FLASH_ATTN,
     Layout(
         name="diffusers",
-        tensors={
-            "to_q.weight": "wq: (heads head_dim) embed_dim",
-            "to_k.weight": "wk: (kv_heads head_dim) source_dim",
-            "to_v.weight": "wv: (kv_heads head_dim) source_dim",
-            "to_q.bias": "bq: (heads head_dim)",
-            "to_k.bias": "bk: (kv_heads head_dim)",
-            "to_v.bias": "bv: (kv_heads head_dim)",
-        }
-        | output_projection("to_out.0")
+        tensors=projections("to_q to_k to_v to_out.0", kv_heads="kv_heads", source="source_dim")
         | head_norms("norm_q", "norm_k", bias=True),
         where={
             "self": "transformer_blocks.{layer}.attn1.",
@@ -331,7 +316,7 @@ LAYOUTS = (
             note=f"SelfAttention with {spoken}; rotary is half-split. {_ON_REQUEST}",
         )
         for kind, tensors, spoken in (
-            ("", separate_projections("query", "key", "value"), "QkvMode.SEPARATE"),
+            ("", projections("query key value", kv_heads="kv_heads"), "QkvMode.SEPARATE"),
             (
                 "-stacked",
                 qkv_fused_by_projection("input", kv_heads="kv_heads"),
@@ -348,8 +333,7 @@ LAYOUTS = (
     _torchtune_layout(rows="half-split"),
     Layout(
         name="torchtitan",
-        tensors=separate_projections("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv")
-        | output_projection("wo"),
+        tensors=projections("qkv_linear.wq qkv_linear.wk qkv_linear.wv wo", kv_heads="kv_heads"),
         where={"self": "layers.{layer}.attention."},
         outside=META,
         function=AttentionSpec(rotary=RotaryRule()),
@@ -361,8 +345,7 @@ LAYOUTS = (
     ),
     Layout(
         name="gpt-fast",
-        tensors=qkv_fused_by_projection("wqkv", kv_heads="kv_heads", bias=False)
-        | output_projection("wo", bias=False),
+        tensors=qkv_fused_by_projection("wqkv", "wo", kv_heads="kv_heads", bias=False),
         where={"self": "layers.{layer}.attention."},
         outside=META,
         beside=("kv_cache.*",),

@@ -15,10 +15,10 @@ from headwise.layouts.shared import (
     fused_projection_by_pattern,
     head_norms,
     output_projection,
+    projections,
     qkv_fused_by_group,
     qkv_fused_by_head,
     qkv_fused_by_projection,
-    separate_projections,
     weights_outside_attention,
 )
 
@@ -191,7 +191,7 @@ _ENGINE = (
             name.replace("qkv.q.", "qkv.query_")
             .replace("qkv.k.", "qkv.key_")
             .replace("qkv.v.", "qkv.value_"): pattern
-            for name, pattern in separate_projections("qkv.q", "qkv.k", "qkv.v").items()
+            for name, pattern in projections("qkv.q qkv.k qkv.v", kv_heads="kv_heads").items()
         }
         | _TE_REST,
         source=_TE_SOURCE,
@@ -224,8 +224,7 @@ def _nanotron_layout(pairing: Pairing) -> Layout:
     interleaved = pairing == "interleaved"
     return Layout(
         name="nanotron-interleaved" if interleaved else "nanotron",
-        tensors=qkv_fused_by_projection("qkv_proj", kv_heads="kv_heads", bias=False)
-        | output_projection("o_proj", bias=False),
+        tensors=qkv_fused_by_projection("qkv_proj", "o_proj", kv_heads="kv_heads", bias=False),
         where={"self": within + "attn."},
         outside=weights_outside_attention(
             tokens="model.token_position_embeddings.pp_block.token_embedding.weight",
@@ -251,8 +250,7 @@ LAYOUTS = (
     *_ENGINE,
     Layout(
         name="neox-gqa",
-        tensors=qkv_fused_by_projection("query_key_value", kv_heads="kv_heads")
-        | output_projection("dense"),
+        tensors=qkv_fused_by_projection("query_key_value", "dense", kv_heads="kv_heads"),
         beside=("*inv_freq",),
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
         axes="length batch width",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue.decoders_fused import GPT2
 from headwise.layouts.shared import (
-    output_projection,
+    APART,
+    projections,
     qkv_fused_by_projection,
-    separate_projections,
     weights_outside_attention,
 )
 
@@ -30,12 +30,14 @@ LAYOUTS = (
     ),
     Layout(
         name="tensor2tensor",
-        tensors={
-            "q/kernel": "wq: embed_dim (heads head_dim)",
-            "k/kernel": "wk: source_dim (heads head_dim)",
-            "v/kernel": "wv: source_dim (heads value_dim)",
-            "output_transform/kernel": "wo: (heads value_dim) out_dim",
-        },
+        tensors=projections(
+            "q k v output_transform",
+            source="source_dim",
+            value="value_dim",
+            biases="",
+            leaves=("/kernel", ""),
+            columns=True,
+        ),
         where={
             "encoder": "transformer/body/encoder/layer_{layer}/self_attention/multihead_attention/",
             "decoder": "transformer/body/decoder/layer_{layer}/self_attention/multihead_attention/",
@@ -47,8 +49,7 @@ LAYOUTS = (
     ),
     Layout(
         name="annotated",
-        tensors=separate_projections("linears.0", "linears.1", "linears.2", kv_heads="heads")
-        | output_projection("linears.3"),
+        tensors=projections("linears.0 linears.1 linears.2 linears.3"),
         where={
             "encoder": "encoder.layers.{layer}.self_attn.",
             "decoder": "decoder.layers.{layer}.self_attn.",
@@ -59,16 +60,7 @@ LAYOUTS = (
     ),
     Layout(
         name="einops",
-        tensors={
-            "w_qs.weight": "wq: (heads head_dim) embed_dim",
-            "w_ks.weight": "wk: (heads head_dim) source_dim",
-            "w_vs.weight": "wv: (heads value_dim) source_dim",
-            "fc.weight": "wo: out_dim (heads value_dim)",
-            "w_qs.bias": "bq: (heads head_dim)",
-            "w_ks.bias": "bk: (heads head_dim)",
-            "w_vs.bias": "bv: (heads value_dim)",
-            "fc.bias": "bo: out_dim",
-        },
+        tensors=projections("w_qs w_ks w_vs fc", **APART),
         where={
             "encoder": "encoder.layer_stack.{layer}.slf_attn.",
             "decoder": "decoder.layer_stack.{layer}.slf_attn.",
@@ -82,7 +74,7 @@ LAYOUTS = (
     ),
     Layout(
         name="nanogpt",
-        tensors=qkv_fused_by_projection("c_attn") | output_projection("c_proj"),
+        tensors=qkv_fused_by_projection("c_attn", "c_proj"),
         where={"self": "h.{layer}.attn."},
         outside=weights_outside_attention(GPT2),
         beside=("bias",),

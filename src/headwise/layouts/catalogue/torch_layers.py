@@ -7,8 +7,8 @@ from typing import Any
 from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     output_projection,
+    projections,
     qkv_fused_by_projection,
-    separate_projections,
     weights_outside_attention,
 )
 
@@ -73,9 +73,7 @@ LAYOUTS = (
     ),
     Layout(
         name="torch-quantizable",
-        tensors=separate_projections("linear_Q", "linear_K", "linear_V", kv_heads="heads")
-        | _OUT
-        | _EXTRA,
+        tensors=projections("linear_Q linear_K linear_V") | _OUT | _EXTRA,
         where=_WHERE,
         outside=_LAYER,
         beside=("in_proj_weight", "in_proj_bias"),
@@ -87,9 +85,7 @@ LAYOUTS = (
     ),
     Layout(
         name="fairseq",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
-        | _OUT
-        | _EXTRA,
+        tensors=projections("q_proj k_proj v_proj") | _OUT | _EXTRA,
         where={
             "encoder": "encoder.layers.{layer}.self_attn.",
             "decoder": "decoder.layers.{layer}.self_attn.",
@@ -119,8 +115,7 @@ LAYOUTS = (
     ),
     Layout(
         name="clip-attnpool",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
-        | output_projection("c_proj"),
+        tensors=projections("q_proj k_proj v_proj c_proj"),
         where={"self": "attnpool."},
         beside=("positional_embedding",),
         axes="length batch width",

@@ -7,8 +7,8 @@ from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     Tensors,
     output_projection,
+    projections,
     qkv_fused_by_projection,
-    separate_projections,
     weights_outside_attention,
 )
 
@@ -34,10 +34,7 @@ _CLIP = _norm_and_mlp_weights(
 LAYOUTS = (
     Layout(
         name="vit",
-        tensors=separate_projections(
-            "attention.query", "attention.key", "attention.value", kv_heads="heads"
-        )
-        | output_projection("output.dense"),
+        tensors=projections("attention.query attention.key attention.value output.dense"),
         where=_VIT_WHERE,
         outside=_VIT,
         beside=("attention.relative_position_bias.*",),
@@ -48,7 +45,7 @@ LAYOUTS = (
     ),
     Layout(
         name="vit-timm",
-        tensors=qkv_fused_by_projection("qkv") | output_projection("proj"),
+        tensors=qkv_fused_by_projection("qkv", "proj"),
         where={"self": "blocks.{layer}.attn."},
         outside=_TIMM,
         beside=("rel_pos_h", "rel_pos_w"),
@@ -58,7 +55,7 @@ LAYOUTS = (
     ),
     Layout(
         name="vitdet",
-        tensors=qkv_fused_by_projection("qkv") | output_projection("proj"),
+        tensors=qkv_fused_by_projection("qkv", "proj"),
         where=_VIT_WHERE,
         outside=_norm_and_mlp_weights(
             "encoder.layer.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"
@@ -87,9 +84,7 @@ LAYOUTS = (
     Layout(
         name="videomae",
         tensors={
-            **separate_projections(
-                "attention.query", "attention.key", "attention.value", biases="", kv_heads="heads"
-            ),
+            **projections("attention.query attention.key attention.value", biases=""),
             "attention.q_bias": "bq: (heads head_dim)",
             "attention.v_bias": "bv: (heads head_dim)",
             **output_projection("output.dense"),
@@ -100,8 +95,7 @@ LAYOUTS = (
     ),
     Layout(
         name="swin",
-        tensors=separate_projections("self.query", "self.key", "self.value", kv_heads="heads")
-        | output_projection("output.dense")
+        tensors=projections("self.query self.key self.value output.dense")
         | {"self.relative_position_bias_table": "distances: buckets heads"},
         where={"self": "encoder.layers.{stage}.blocks.{layer}.attention."},
         outside=_norm_and_mlp_weights(
@@ -118,8 +112,7 @@ LAYOUTS = (
     ),
     Layout(
         name="swin-microsoft",
-        tensors=qkv_fused_by_projection("qkv")
-        | output_projection("proj")
+        tensors=qkv_fused_by_projection("qkv", "proj")
         | {"relative_position_bias_table": "distances: buckets heads"},
         where={"self": "layers.{stage}.blocks.{layer}.attn."},
         outside=_norm_and_mlp_weights(
@@ -134,8 +127,7 @@ LAYOUTS = (
     ),
     Layout(
         name="dinov3",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
-        | output_projection("o_proj"),
+        tensors=projections("q_proj k_proj v_proj o_proj"),
         where={"self": "layer.{layer}.attention."},
         outside=_norm_and_mlp_weights(
             "layer.{layer}.", ("norm1", "norm2"), "mlp.up_proj", "mlp.down_proj"
@@ -147,8 +139,7 @@ LAYOUTS = (
     ),
     Layout(
         name="clip",
-        tensors=separate_projections("q_proj", "k_proj", "v_proj", kv_heads="heads")
-        | output_projection("out_proj"),
+        tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         outside=_CLIP,
         mask="added",
@@ -158,7 +149,7 @@ LAYOUTS = (
     ),
     Layout(
         name="blip",
-        tensors=qkv_fused_by_projection("qkv") | output_projection("projection"),
+        tensors=qkv_fused_by_projection("qkv", "projection"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         outside=_CLIP,
         source="transformers, models/blip/modeling_blip.py",
