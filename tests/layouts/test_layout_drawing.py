@@ -159,3 +159,9 @@ def test_a_picture_of_the_rotation_has_a_colour_for_each_pair() -> None:
     assert halves == [(f"band {'qkv'[row % 3]}", tops[row]) for row in (0, 3, 1, 4, 2, 5)]
     assert neighbours == [(f"band {'qkv'[row // 2]}", tops[row]) for row in range(6)]
     assert drawn.index("0 with 3") < drawn.index("3 with 0")
+
+
+def test_a_drawing_has_a_bound() -> None:
+    assert drawing_sizes(layout("llama"), {"heads": 128, "head_dim": 512})["heads"] == 128
+    with pytest.raises(ShapeError, match="at most 65,536 rows"):
+        draw(layout("llama"), heads=100_000)

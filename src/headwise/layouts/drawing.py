@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from operator import itemgetter
 from textwrap import wrap
 
 import torch
@@ -32,6 +33,7 @@ EXAMPLE: Sizes = {
 }
 WIDTH = 76  # of the text
 MOST_LINES = 12  # for one axis
+MOST_ROWS = 2**16  # of a tensor
 _SHORT = {"wq": "q", "wk": "k", "wv": "v", "wo": "o", "bq": "q", "bk": "k", "bv": "v"}
 _WORDS = {
     "rotary_width": "rotary width",
@@ -131,9 +133,15 @@ def drawing_sizes(layout: Layout, given: Mapping[str, int]) -> Sizes:
                 do=f"leave {{{name}}} out, or choose another layout: headwise layouts lists them",
                 parameter=name,
             )
-    return layout.canonical_sizes(
-        _canonical_shapes(layout, fitting), _rotary_width_or_head_dim(fitting)
-    )
+    rows = fitting["heads"] * max(fitting["head_dim"], fitting["value_dim"])
+    if rows > MOST_ROWS:
+        raise ShapeError(
+            saw=f"heads {fitting['heads']} and head_dim {fitting['head_dim']}: {rows:,} rows",
+            needed=f"at most {MOST_ROWS:,} rows in a drawing",
+            do="give fewer {heads}: those of a larger layer follow in the same order",
+            parameter="heads",
+        )
+    return _canonical_sizes(layout, fitting, fitting)
 
 
 def draw_axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip, ...]]:
@@ -148,9 +156,7 @@ def draw_axis_strips(layout: Layout, sizes: Sizes) -> dict[str, tuple[DrawnStrip
     }
     stored = layout.write(
         {tensor: _labelled_tensor(tensor, narrow) for tensor in layout.canonical_tensor_names},
-        sizes=layout.canonical_sizes(
-            _canonical_shapes(layout, narrow), _rotary_width_or_head_dim(sizes)
-        ),
+        sizes=_canonical_sizes(layout, narrow, sizes),
     )
     return {
         name: tuple(_draw_strip(stored[name], axis, length) for axis, length in enumerate(shape))
@@ -208,16 +214,14 @@ def rotary_pairs(rotary: str, width: int) -> list[tuple[int, int]]:
     return [(2 * i, 2 * i + 1) if rotary == "interleaved" else (i, i + half) for i in range(half)]
 
 
-def _canonical_shapes(layout: Layout, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    return {
+def _canonical_sizes(layout: Layout, sizes: Mapping[str, int], rotated: Mapping[str, int]) -> Sizes:
+    """Return all sizes of a layout; heads turn whole where ``rotated`` has no rotary_width."""
+    shapes = {
         tensor: tuple(sizes[axis] for axis in AXES[tensor])
         for tensor in layout.canonical_tensor_names
     }
-
-
-def _rotary_width_or_head_dim(sizes: Mapping[str, int]) -> Sizes:
-    """Return the rotary_width; head_dim where it is unknown."""
-    return {"rotary_width": sizes.get("rotary_width", sizes["head_dim"])}
+    width = {"rotary_width": rotated.get("rotary_width", rotated["head_dim"])}
+    return layout.canonical_sizes(shapes, width)
 
 
 _NAMES = tuple(AXES)
@@ -238,27 +242,36 @@ def _labelled_tensor(tensor: str, sizes: Mapping[str, int]) -> Tensor:
 
 def _draw_strip(stored: Tensor, axis: int, length: int) -> DrawnStrip:
     rows = stored.movedim(axis, 0).flatten(1) if stored.dim() > 1 else stored[:, None]
-    owners = [_owners_of_row(row) for row in rows // _MOST]
-    if len(set(owners)) == 1:
+    labels = rows // _MOST
+    changes = (labels[1:] != labels[:-1]).any(1).nonzero().flatten() + 1
+    starts = [0, *changes.tolist()]
+    owners = [_owners_of_labels(row) for row in labels[starts].tolist()]
+    runs = [  # adjacent rows with the same owners
+        (whose, next(run)[1])
+        for whose, run in groupby(zip(owners, starts, strict=True), key=itemgetter(0))
+    ]
+    if len(runs) == 1:
         return DrawnStrip(axis, length, ())
-    runs = [(whose, len(list(run))) for whose, run in groupby(owners)]
-    apart = len({whose for whose, _ in runs}) < len(runs)
-    if apart:  # the channels of a head are not side by side
-        channels = (rows[:, 0] % _MOST).tolist()
-        cells = [DrawnCell(whose, at, 1, channels[at]) for at, whose in enumerate(owners)]
-        return DrawnStrip(axis, length, tuple(cells))
-    cells, start = [], 0
-    for whose, size in runs:
-        cells.append(DrawnCell(whose, start, size))
-        start += size
+    ends = [*(start for _, start in runs[1:]), len(rows)]
+    spans = [(*run, end) for run, end in zip(runs, ends, strict=True)]
+    if len({whose for whose, _ in runs}) == len(runs):
+        return DrawnStrip(
+            axis, length, tuple(DrawnCell(whose, at, end - at) for whose, at, end in spans)
+        )
+    channels = (rows[:, 0] % _MOST).tolist()  # those of a head are not side by side
+    cells = [
+        DrawnCell(whose, at, 1, channels[at])
+        for whose, start, end in spans
+        for at in range(start, end)
+    ]
     return DrawnStrip(axis, length, tuple(cells))
 
 
-def _owners_of_row(row: Tensor) -> Owners:
-    owners = [divmod(int(entry), _MOST) for entry in row.unique()]
+def _owners_of_labels(labels: Iterable[int]) -> Owners:
+    owners = [divmod(label, _MOST) for label in sorted(set(labels))]
     return tuple(
         (_NAMES[tensor], tuple(head for _, head in heads))
-        for tensor, heads in groupby(owners, key=lambda whose: whose[0])
+        for tensor, heads in groupby(owners, key=itemgetter(0))
     )
 
 
@@ -276,8 +289,8 @@ def _strip_lines(strip: DrawnStrip, axes: int) -> Iterator[str]:
     word = words[axes][strip.axis] if axes in words else f"axis {strip.axis}"
     yield f"{word}: {_describe_cell_lengths(strip.cells)}"
     rows = list(_wrap_cells_into_lines(strip.cells))
-    left = len(str(rows[-1][0].start))
-    lines = [f"  {cells[0].start:>{left}}  {_cell_names(cells)}" for cells in rows]
+    left = len(str(rows[-1][0]))
+    lines = [f"  {start:>{left}}  {'  '.join(names)}" for start, names in rows]
     if len(lines) > MOST_LINES:
         cut = len(lines) - MOST_LINES + 1
         lines[MOST_LINES - 3 : -2] = [f"  {'':>{left}}  ... {cut} lines of the same kind"]
@@ -294,21 +307,19 @@ def _describe_cell_lengths(cells: Sequence[DrawnCell]) -> str:
     return ", ".join(f"{n} for each {' and '.join(names)}" for n, names in by_length.items())
 
 
-def _cell_names(cells: Iterable[DrawnCell]) -> str:
-    return "  ".join(cell.name for cell in cells)
-
-
-def _wrap_cells_into_lines(cells: Sequence[DrawnCell]) -> Iterator[list[DrawnCell]]:
-    """Yield the cells of each line: a repeated part, or a tensor; long lines are wrapped."""
+def _wrap_cells_into_lines(cells: Sequence[DrawnCell]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the start and the names of each line: a repeated part, or a tensor, in short lines."""
     kinds = [cell.owners[0][0] for cell in cells]
     runs = [kind for kind, _ in groupby(kinds)]
     comes_again = len(set(runs)) < len(runs)
-    line: list[DrawnCell] = []
+    start, names, width = 0, list[str](), 0
     for at, cell in enumerate(cells):
+        name = cell.name
         changes = at > 0 and kinds[at] != kinds[at - 1]
-        begins = changes and (kinds[at] == kinds[0] if comes_again else True)
-        if line and (begins or len(_cell_names([*line, cell])) > WIDTH - 12):
-            yield line
-            line = []
-        line.append(cell)
-    yield line
+        begins = changes and (not comes_again or kinds[at] == kinds[0])
+        if names and (begins or width + len(name) > WIDTH - 12):
+            yield start, names
+            start, names, width = cell.start, [], 0
+        names.append(name)
+        width += len(name) + 2
+    yield start, names

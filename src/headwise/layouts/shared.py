@@ -86,18 +86,15 @@ def projections(
         "o": ("out_dim", f"(heads {value})"),
     }
     layers = dict(zip(parts, names.split(), strict=False))
-    weights, all_biases = {}, {}
-    for letter, name in layers.items():
-        outputs, inputs = parts[letter]
-        axes = f"{inputs} {outputs}" if columns else f"{outputs} {inputs}"
-        weights[name + leaves[0]] = f"w{letter}: {axes}"
-        if letter in biases:
-            all_biases[name + leaves[1]] = f"b{letter}: {outputs}"
-    patterns = weights | all_biases
-    if "o" in layers and not biases_last:
-        for leaf in leaves:
-            if text := patterns.pop(layers["o"] + leaf, ""):
-                patterns[layers["o"] + leaf] = text
+    patterns: Tensors = {}
+    for letters in ("qkvo",) if biases_last else ("qkv", "o"):
+        for letter in filter(layers.get, letters):
+            outputs, inputs = parts[letter]
+            axes = f"{inputs} {outputs}" if columns else f"{outputs} {inputs}"
+            patterns[layers[letter] + leaves[0]] = f"w{letter}: {axes}"
+        for letter in filter(layers.get, letters):
+            if letter in biases:
+                patterns[layers[letter] + leaves[1]] = f"b{letter}: {parts[letter][0]}"
     return patterns
 
 
