@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,13 +23,15 @@ from headwise.checkpoints.plan import (
     report_conversion,
 )
 from headwise.checkpoints.safetensors import StoredTensor, read_safetensors_header, tensor_bytes
-from headwise.checkpoints.source import CheckpointSource
+from headwise.checkpoints.source import CheckpointSource, explained_os_errors
 from headwise.checkpoints.staging import PartialFile, StagingDir, write_synced
-from headwise.errors import CheckpointError
 from headwise.layouts import _convert as convert
 from headwise.layouts._layout import Layout
 from headwise.layouts.plan import ConversionStep
 from headwise.support.progress import Progress, no_progress
+
+NEEDED = "readable files, and a writable disk with enough free space"
+FREE_SPACE = "free disk space or choose another target; the target was not created"
 
 
 def convert_checkpoint(
@@ -73,7 +76,7 @@ def convert_checkpoint(
     options: dict[str, Any] = {"accept": accept, "root": root, "files": files, "shards": shards}
     options |= known
     plan = plan_checkpoint_conversion(source, target, source_layout, target_layout, **options)
-    with _explain_os_errors(plan.target):
+    with explained_os_errors(plan.target.parent, problem="", needed=NEEDED, do=FREE_SPACE):
         _require_zero_dropped_biases(plan)
         with StagingDir(plan.target, plan.output.peak_size) as staging:
             staging.begin(plan.identity)
@@ -185,9 +188,8 @@ def _prefetch(tensors: Iterable[StoredTensor]) -> None:
     for stored in tensors:
         if stored.offset is not None and stored.nbytes and hasattr(os, "posix_fadvise"):
             with stored.file.open("rb") as file:
-                os.posix_fadvise(
-                    file.fileno(), stored.offset, stored.nbytes, os.POSIX_FADV_WILLNEED
-                )
+                place = stored.offset, stored.nbytes
+                os.posix_fadvise(file.fileno(), *place, os.POSIX_FADV_WILLNEED)
 
 
 def _complete_files(plan: ConversionPlan, staging: StagingDir) -> Path:
@@ -195,7 +197,9 @@ def _complete_files(plan: ConversionPlan, staging: StagingDir) -> Path:
     output, folder = plan.output, staging.files_path
     if output.division is not None:
         shares = [read_safetensors_header(folder / file.name) for file in output.files]
-        target = staging.make_folder("target")
+        target = staging.path / "target"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
         if output.params is None:
             write_megatron_files(target, shares)
         else:
@@ -206,16 +210,3 @@ def _complete_files(plan: ConversionPlan, staging: StagingDir) -> Path:
     if output.config is not None:
         write_synced(folder / "config.json", output.config)
     return folder if plan.source.is_folder else folder / output.files[0].name
-
-
-@contextmanager
-def _explain_os_errors(target: Path) -> Iterator[None]:
-    """Raise CheckpointError where the block raises OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            saw=f"{error.filename or target.parent}: {error.strerror or error}",
-            needed="readable files, and a writable disk with enough free space",
-            do="free disk space or choose another target; the target was not created",
-        ) from error

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.config import Config, find_missing_layers, layout_name
+from headwise.checkpoints.config import find_missing_layers, layout_name
 from headwise.checkpoints.description import (
     Description,
     describe_target,
@@ -43,21 +43,13 @@ MODEL_FILE = "model.safetensors"  # the name that transformers looks for
 
 @dataclass(frozen=True, eq=False)
 class OutputFile:
-    """Safetensors file that a conversion writes from its first byte to its last.
-
-    Attributes:
-        name: the file's name.
-        head: the safetensors header.
-        size: bytes of the whole file.
-        steps: the steps that make its tensors, in the order of their bytes.
-        tensors: the names of its tensors, in the order of their bytes.
-    """
+    """Safetensors file that a conversion writes from its first byte to its last."""
 
     name: str
-    head: bytes
-    size: int
-    steps: Sequence[ConversionStep]
-    tensors: Sequence[str]
+    head: bytes  # the header
+    size: int  # bytes of the whole file
+    steps: Sequence[ConversionStep]  # those that make its tensors, in the order of their bytes
+    tensors: Sequence[str]  # in the order of their bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +59,8 @@ class OutputPlan:
     Attributes:
         files: the files with tensors.
         index: name and content of the index file; None without an index.
-        division: the division of the tensors over the files, if these become the files of
-            tensor-parallel processes; None if each tensor is whole in its file.
+        division: the division of the tensors over the files of tensor-parallel processes; None if
+            each tensor is whole in its file.
         params: the content of params.json, if the target is for Meta's code.
         config: the content of config.json, if the target is a folder that transformers loads.
     """
@@ -83,12 +75,6 @@ class OutputPlan:
     def shards(self) -> list[tuple[OutputFile, ...]]:
         """The files, by those that are written together: shares hold parts of the same tensors."""
         return [(file,) for file in self.files] if self.division is None else [self.files]
-
-    @property
-    def is_found_by_transformers(self) -> bool:
-        """True if the weights have the file names that transformers looks for."""
-        name = self.index[0].removesuffix(INDEX) if self.index else self.files[0].name
-        return name == MODEL_FILE
 
     @property
     def peak_size(self) -> int:
@@ -181,12 +167,12 @@ def _plan_shard_index(
 ) -> tuple[str, bytes] | None:
     if source.index is None and len(files) < 2:
         return None
-    metadata = dict(source.index.metadata) if source.index else {}
+    name, metadata = MODEL_FILE, dict[str, Any]()
+    if source.index:
+        metadata |= source.index.metadata
+        name = source.target_file_name(Path(source.index.path.name.removesuffix(INDEX)))
     metadata["total_size"] = sum(file.size - len(file.head) for file in files)
     metadata.pop("total_parameters", None)  # conversion may add or remove biases
-    name = MODEL_FILE
-    if source.index:
-        name = source.target_file_name(Path(source.index.path.name.removesuffix(INDEX)))
     weight_map = {tensor: file.name for file in files for tensor in file.tensors}
     return name + INDEX, encode_index(weight_map, metadata)
 
@@ -239,20 +225,26 @@ def plan_checkpoint_conversion(
     stored = read_description(source)
     config = read_config_file_or_description(source, stored)
     before = layout_with_described_function(source_layout, stored)
-    _require_all_layers(source, before, config)
+    modules = find_modules(before, source.headers)
+    if missing := find_missing_layers(config, modules, source.headers):
+        raise CheckpointError(
+            saw=f"{source.path}, where {missing[0]}",
+            needed="the tensors of every layer",
+            do="name the folder if this is one of several files, download the files again, or "
+            "correct the number of layers in config.json",
+        )
     after, form = layout(target_layout), NameForm(root=root)
     steps = plan_conversion(source.headers, before, after, accept=accept, form=form, **known)
     description = describe_target(source.headers, before, after, known, config)
     output = _plan_files(source, steps, description, files, shards)
     options = (before, after, accept, root, files, shards, sorted(known.items()))
+    identity = hashlib.sha256(source.source_digest().encode("ascii"))
+    stated = (metadata.version("headwise"), options), *((x.name, x.head) for x in output.files)
+    for part in stated:
+        identity.update(repr(part).encode("utf-8", "surrogateescape"))
+    accepted = find_spec_conflicts(source.headers, before, after, known)
     return ConversionPlan(
-        source=source,
-        target=target,
-        steps=tuple(steps),
-        output=output,
-        layout=after,
-        accepted=find_spec_conflicts(source.headers, before, after, known),
-        identity=_hash_run_identity(source, output, options),
+        source, target, tuple(steps), output, after, accepted, identity.hexdigest()
     )
 
 
@@ -260,22 +252,16 @@ def plan_checkpoint_conversion(
 class ConversionPlan:
     """The steps and files of a conversion whose arguments have been checked.
 
-    Attributes:
-        source: the checkpoint.
-        target: the path of the target.
-        steps: all steps, also those that only check.
-        output: the files of the target.
-        layout: the layout of the target.
-        accepted: see `ConversionReport`.
-        identity: the hash that equal conversions share, by which a run resumes another.
+    ``layout`` is that of the target. A run resumes another one with the same ``identity``: a hash
+    of version, source, options and headers.
     """
 
     source: CheckpointSource
     target: Path
-    steps: tuple[ConversionStep, ...]
+    steps: tuple[ConversionStep, ...]  # also those that only check
     output: OutputPlan
     layout: Layout
-    accepted: Mapping[str, tuple[str, str]]
+    accepted: Mapping[str, tuple[str, str]]  # see `ConversionReport`
     identity: str
 
 
@@ -306,17 +292,6 @@ def report_conversion(plan: ConversionPlan, earlier_run: str) -> ConversionRepor
     )
 
 
-def _require_all_layers(source: CheckpointSource, before: Layout, config: Config) -> None:
-    modules = find_modules(before, source.headers)
-    if missing := find_missing_layers(config, modules, source.headers):
-        raise CheckpointError(
-            saw=f"{source.path}, where {missing[0]}",
-            needed="the tensors of every layer",
-            do="name the folder if this is one of several files, download the files again, or "
-            "correct the number of layers in config.json",
-        )
-
-
 def _plan_files(
     source: CheckpointSource,
     steps: Sequence[ConversionStep],
@@ -327,18 +302,17 @@ def _plan_files(
     metadata = {KEY: description.encode()}
     if files == "safetensors":
         output = plan_output(source, steps, metadata)
+        name = output.index[0].removesuffix(INDEX) if output.index else output.files[0].name
         is_its_own = layout_name(description.config) == description.layout.name
-        loads = source.is_folder and is_its_own and output.is_found_by_transformers
+        loads = source.is_folder and is_its_own and name == MODEL_FILE  # by transformers
         return replace(output, config=description.config_json() if loads else None)
     shapes = {name: tuple(shape) for step in steps for name, shape in step.outputs.items()}
+    params, by_columns = None, False
     if files == "megatron":
         require_megatron_layout(description.layout)
-        division = derive_shard_map_from_whole(
-            description.layout, shapes, shards, description.counts
-        )
-        return plan_share_files(source, steps, metadata, division)
-    params = make_meta_params(description, shapes)
-    by_columns = divides_embedding_columns(params, shapes)
+    else:
+        params = make_meta_params(description, shapes)
+        by_columns = divides_embedding_columns(params, shapes)
     division = derive_shard_map_from_whole(
         description.layout, shapes, shards, description.counts, also=by_columns
     )
@@ -391,12 +365,3 @@ def _require_usable_target(source: CheckpointSource, target: Path, files: str) -
             do=str(target.with_name(name)),
         )
     return target
-
-
-def _hash_run_identity(source: CheckpointSource, output: OutputPlan, options: object) -> str:
-    """Return the hash that equal conversions share: of version, source, options and headers."""
-    digest = hashlib.sha256(source.source_digest().encode("ascii"))
-    digest.update(repr((metadata.version("headwise"), options)).encode("utf-8", "surrogateescape"))
-    for file in output.files:
-        digest.update(repr((file.name, file.head)).encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()

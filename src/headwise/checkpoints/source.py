@@ -342,16 +342,19 @@ def open_source(path: Path) -> CheckpointSource:
 
 
 @contextmanager
-def explained_os_errors(path: Path) -> Iterator[None]:
+def explained_os_errors(
+    path: Path,
+    *,
+    problem: str = " cannot be read",
+    needed: str = "files that you may read",
+    do: str = "check their names and permissions",
+) -> Iterator[None]:
     """Turn an OSError of files at ``path`` into a CheckpointError."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            saw=f"{error.filename or path} cannot be read: {error.strerror or error}",
-            needed="files that you may read",
-            do="check their names and permissions",
-        ) from error
+        saw = f"{error.filename or path}{problem}: {error.strerror or error}"
+        raise CheckpointError(saw=saw, needed=needed, do=do) from error
 
 
 def require_no_pointer(file: Path) -> None:

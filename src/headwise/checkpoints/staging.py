@@ -34,12 +34,7 @@ _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class PartialFile:
-    """File that one thread writes from its first byte to its last, and another one checksums.
-
-    Attributes:
-        path: the path of the file.
-        size: the bytes written so far.
-    """
+    """File that one thread writes from its first byte to its last, and another one checksums."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, 0
@@ -111,10 +106,8 @@ class StagingDir:
             CheckpointError: too little disk space, or another run uses the folder.
             OSError: the folder cannot be written.
         """
-        self._target = target
-        self.path = staging_path(target)
-        self.files_path = self.path / FILES
-        self.earlier_run = "nothing"
+        self._target, self.path = target, staging_path(target)
+        self.files_path, self.earlier_run = self.path / FILES, "nothing"
         self._lines: dict[str, dict[str, Any]] = {}
         self._is_renamed = False
         allocated = sum(file.stat().st_blocks * 512 for file in self.path.rglob("*"))
@@ -174,14 +167,6 @@ class StagingDir:
                 needed="a disk that returns what was written to it",
                 do="check the disk, or name a target on another one",
             )
-
-    def make_folder(self, name: str) -> Path:
-        """Make an empty folder beside the finished files."""
-        folder = self.path / name
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir()
-        return folder
 
     def finish(self, made: Path) -> None:
         """Rename a file or a folder to the target, which must not exist yet.
@@ -256,7 +241,11 @@ def staging_path(target: Path) -> Path:
 def require_unused_name(target: Path) -> None:
     """Raise CheckpointError if the target exists."""
     if os.path.lexists(target):
-        raise _exists_error(target)
+        raise CheckpointError(
+            saw=f"{target} exists already",
+            needed="a new name: no file is overwritten",
+            do="name another target, or remove this one",
+        )
 
 
 def require_disk_space(folder: Path, size: int) -> None:
@@ -335,42 +324,30 @@ def _describe_file(path: Path) -> dict[str, Any]:
 
 def _open_and_lock(path: Path) -> BinaryIO:
     """Open or create the manifest, and lock it if its path still leads to it."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
     with ExitStack() as stack:
-        stack.callback(os.close, handle)
+        stack.callback(file.close)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_current = os.path.samestat(os.fstat(handle), path.stat())
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise FileNotFoundError  # its run removed it, and another run made a new one
         except (BlockingIOError, FileNotFoundError) as error:
-            raise _target_in_use_error(path) from error
-        if not is_current:  # its run removed the manifest, and another run made a new one
-            raise _target_in_use_error(path)
+            raise CheckpointError(
+                saw=f"another run is writing into {path.parent}",
+                needed="one run for each target",
+                do="wait for the other run, or name another target",
+            ) from error
         stack.pop_all()
-    return os.fdopen(handle, "r+b")
-
-
-def _target_in_use_error(path: Path) -> CheckpointError:
-    return CheckpointError(
-        saw=f"another run is writing into {path.parent}",
-        needed="one run for each target",
-        do="wait for the other run, or name another target",
-    )
-
-
-def _exists_error(target: Path) -> CheckpointError:
-    return CheckpointError(
-        saw=f"{target} exists already",
-        needed="a new name: no file is overwritten",
-        do="name another target, or remove this one",
-    )
+    return file
 
 
 def _link_file(made: Path, target: Path) -> None:
     """Link a file to its target: unlike a rename, a link never overwrites a new file."""
     try:
         os.link(made, target)
-    except FileExistsError as error:
-        raise _exists_error(target) from error
+    except FileExistsError:
+        require_unused_name(target)
+        raise
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise

@@ -21,7 +21,7 @@ from headwise.errors import CheckpointError
 from headwise.support.json_object import is_utf8
 
 # Errors of torch.load at damaged bytes.
-_LOAD_ERRORS = (
+LOAD_ERRORS = (
     pickle.UnpicklingError,
     ArithmeticError,
     AssertionError,
@@ -149,7 +149,7 @@ def _load_pickle(path: Path) -> Any:
             warnings.simplefilter("ignore")
             with torch.serialization.safe_globals([Namespace]):  # of Megatron's arguments
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         raise unreadable_error(path, str(error)) from None
     except OSError as error:
         if error.errno != errno.EINVAL:

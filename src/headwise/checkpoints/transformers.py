@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import pickle
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ from headwise.checkpoints.source import (
     require_no_other_format,
     require_no_pointer,
 )
-from headwise.checkpoints.torch_file import unreadable_error
+from headwise.checkpoints.torch_file import LOAD_ERRORS, unreadable_error
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts._convert import convert
 from headwise.layouts._layout import Layout
@@ -37,13 +36,7 @@ from headwise.support.extras import require_package
 
 @dataclass(frozen=True, eq=False)
 class DescribedModel:
-    """Weights whose layout is not that of their model's files.
-
-    Attributes:
-        checkpoint: the weights, with their description.
-        stored: the layout of the weights.
-        target: the layout of the model's files.
-    """
+    """Weights whose layout, ``stored``, is not that of their model's files, ``target``."""
 
     checkpoint: Checkpoint
     stored: Layout
@@ -54,15 +47,22 @@ class DescribedModel:
         """Bytes of memory that loading takes: for the tensors, and for the model."""
         return 2 * sum(header.nbytes for header in self.checkpoint.source.headers.values())
 
-    def config(self, transformers: Any) -> Any:
-        """Return the configuration of the model, with the defaults of transformers."""
-        values = dict(self.checkpoint.config)
-        return type(transformers.AutoConfig.for_model(values["model_type"])).from_dict(values)
-
-    def state_in_model_layout(self) -> dict[str, Tensor]:
-        """Return the tensors in the layout of the model."""
-        source, known = self.checkpoint.source, self.checkpoint.known
-        return convert(source, self.stored, self.target, accept=(), root=None, **known)
+    def arguments(self, transformers: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the model class and what its ``from_pretrained`` gets, in the model's layout."""
+        values, known = dict(self.checkpoint.config), self.checkpoint.known
+        config = type(transformers.AutoConfig.for_model(values["model_type"])).from_dict(values)
+        kind = _model_class(transformers, config, trusted=False)
+        if not issubclass(kind, transformers.PreTrainedModel):
+            with torch.device("meta"):  # an Auto class needs a folder to choose one; no memory
+                kind = type(kind.from_config(config))
+        state = convert(
+            self.checkpoint.source, self.stored, self.target, accept=(), root=None, **known
+        )
+        return kind, {
+            "pretrained_model_name_or_path": None,
+            "config": config,
+            "state_dict": state,
+        }
 
 
 def open_described_model(path: Path) -> DescribedModel | None:
@@ -96,14 +96,12 @@ def _may_be_described(path: Path) -> bool:
     """False for a folder in transformers' own format."""
     if path.is_file():
         return path.suffix in (SAFETENSORS, *TORCH)
-    if (path / "config.json").is_file():
-        return any(_file_has_description(file) for file in path.glob(f"*{SAFETENSORS}"))
-    return any(next(path.glob(f"*{suffix}"), None) for suffix in (SAFETENSORS, *TORCH))
-
-
-def _file_has_description(file: Path) -> bool:
-    with suppress(CheckpointError, OSError):  # transformers reports a damaged file
-        return safetensors.KEY in safetensors.read_safetensors_header(file).metadata
+    if not (path / CONFIG).is_file():
+        return any(next(path.glob(f"*{suffix}"), None) for suffix in (SAFETENSORS, *TORCH))
+    for file in path.glob(f"*{SAFETENSORS}"):
+        with suppress(CheckpointError, OSError):  # transformers reports a damaged file
+            if safetensors.KEY in safetensors.read_safetensors_header(file).metadata:
+                return True
     return False
 
 
@@ -115,18 +113,7 @@ PURPOSE = "which loads stored models"
 SEPARATORS = (".", "\n")
 # Names of a model in DistributedDataParallel and torch.compile begin with these words.
 WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod)\.)+")
-_UNREADABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-)
+_UNREADABLE = (*LOAD_ERRORS, ImportError, OSError)
 
 
 class StoredTokenizer:
@@ -260,22 +247,26 @@ def load(
     parent = folder if folder.is_dir() else folder.parent
     tokenizer = _load_tokenizer(parent, transformers, options)
     begin = getattr(config, "bos_token_id", None)
+    rows = None
+    with suppress(NotImplementedError):  # a model with several kinds of input
+        rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    vocabulary = int(rows or config.get_text_config().vocab_size)
     return StoredModel(
         model=model.eval(),
         config=config.to_dict(),
         tokenizer=tokenizer,
-        vocabulary=_read_vocabulary_size(model),
+        vocabulary=vocabulary,
         positions=read_longest_input(model),
         begin=tokenizer.begin if tokenizer is not None else begin,
         start=_read_decoder_start_token(config),
-        notes=(*_describe_missing_weights(info, model), *_describe_adapter(parent, model)),
+        notes=tuple(_describe_differences(info, parent, model)),
     )
 
 
 def _load_model(
     folder: Path, transformers: Any, options: dict[str, Any], dtype: torch.dtype | str
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the model of a folder, and what `_load_weights` says of its weights."""
+    """Return the model of a folder, and which weights transformers did not find, place or fit."""
     trusted, described = options["trust_remote_code"], open_described_model(folder)
     if described is None:
         _require_trusted_code(folder, transformers, trusted=trusted)
@@ -283,26 +274,16 @@ def _load_model(
         if described is None:
             config = transformers.AutoConfig.from_pretrained(folder, **options)
             kind = _model_class(transformers, config, trusted=trusted)
-            weights = {"pretrained_model_name_or_path": folder, **options}
+            weights = {"pretrained_model_name_or_path": folder, "config": config, **options}
         else:
-            config = described.config(transformers)
-            kind = _concrete_class(transformers, config)
-            weights = {
-                "pretrained_model_name_or_path": None,
-                "state_dict": described.state_in_model_layout(),
-            }
-        model, info = _load_weights(kind, config=config, dtype=dtype, **weights)
+            kind, weights = described.arguments(transformers)
+        weights |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = kind.from_pretrained(**weights)
+        unplaced = info["unexpected_keys"]
+        if unplaced and info["missing_keys"] and all(map(WRAPPERS.match, unplaced)):
+            weights["key_mapping"] = {WRAPPERS.pattern: ""}
+            model, info = kind.from_pretrained(**weights)
     _require_fitting_weights(folder, info, model)
-    return model, info
-
-
-def _load_weights(kind: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a model, and which weights transformers did not find, place or fit."""
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = kind.from_pretrained(**options)
-    unplaced = info["unexpected_keys"]
-    if unplaced and info["missing_keys"] and all(map(WRAPPERS.match, unplaced)):
-        model, info = kind.from_pretrained(**options, key_mapping={WRAPPERS.pattern: ""})
     return model, info
 
 
@@ -336,15 +317,6 @@ def _model_class(transformers: Any, config: Any, *, trusted: bool) -> Any:
     return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
 
 
-def _concrete_class(transformers: Any, config: Any) -> Any:
-    """Return the model class behind an Auto class, which would need a folder to choose it."""
-    kind = _model_class(transformers, config, trusted=False)
-    if issubclass(kind, transformers.PreTrainedModel):
-        return kind
-    with torch.device("meta"):  # allocates no weights
-        return type(kind.from_config(config))
-
-
 def _load_tokenizer(
     folder: Path, transformers: Any, options: dict[str, Any]
 ) -> StoredTokenizer | None:
@@ -352,15 +324,6 @@ def _load_tokenizer(
         return None
     with _silence_transformers(transformers), _explain_load_errors(folder, "the tokenizer"):
         return StoredTokenizer(transformers.AutoTokenizer.from_pretrained(folder, **options))
-
-
-def _read_vocabulary_size(model: Any) -> int:
-    try:
-        embedding = model.get_input_embeddings()
-    except NotImplementedError:  # a model with several kinds of input
-        embedding = None
-    rows = getattr(embedding, "num_embeddings", None)
-    return int(rows or model.config.get_text_config().vocab_size)
 
 
 def read_longest_input(model: Any) -> int | None:
@@ -386,10 +349,7 @@ def _read_decoder_start_token(config: Any) -> int | None:
 
 
 def _require_fitting_weights(folder: Path, info: dict[str, Any], model: Any) -> None:
-    """Raise OptionError for weights that the model cannot be made of.
-
-    They have other shapes or other names than the model's, or are quantised and were not read so.
-    """
+    """Raise OptionError for weights of other shapes or names, or quantised and not read."""
     kind = type(model).__name__
     missing, unplaced = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     unfit = [
@@ -402,27 +362,21 @@ def _require_fitting_weights(folder: Path, info: dict[str, Any], model: Any) -> 
         reason = unfit[0] if unfit else f"{kind} has no place for {unplaced[0]}"
         raise _quantised_error(folder, method, reason)
     names = {*unplaced, *(name for name, *_ in info["mismatched_keys"])}
-    if (quantisation := find_quantisation(sorted(names))) is not None:
-        raise OptionError(
-            saw=f"{folder}: {quantisation.reason}",
-            needed="weights in floating point",
-            do=quantisation.do,
-        )
-    if unfit:
-        raise OptionError(
-            saw=f"{folder}: {unfit[0]}",
-            needed=f"weights of the sizes in {CONFIG}",
-            do=f"copy the {CONFIG} that belongs to the weights beside them",
-        )
     state = model.state_dict()
     random = {state[name].data_ptr() for name in missing if name in state}
-    if random.issuperset(tensor.data_ptr() for tensor in state.values()):  # tied weights once
-        raise OptionError(
-            saw=f"{folder}: no stored name fits {kind}: {unplaced[0]}, where it has {missing[0]}",
-            needed="weights under the names of transformers",
-            do="headwise detect DIR names their layout; headwise convert DIR NEW_DIR --to LAYOUT "
-            "--root '' changes it, and leaves out a prefix",
-        )
+    if (quantisation := find_quantisation(sorted(names))) is not None:
+        saw, needed, do = quantisation.reason, "weights in floating point", quantisation.do
+    elif unfit:
+        saw, needed = unfit[0], f"weights of the sizes in {CONFIG}"
+        do = f"copy the {CONFIG} that belongs to the weights beside them"
+    elif random.issuperset(tensor.data_ptr() for tensor in state.values()):  # tied weights once
+        saw = f"no stored name fits {kind}: {unplaced[0]}, where it has {missing[0]}"
+        needed = "weights under the names of transformers"
+        do = "headwise detect DIR names their layout; headwise convert DIR NEW_DIR --to LAYOUT "
+        do += "--root '' changes it, and leaves out a prefix"
+    else:
+        return
+    raise OptionError(saw=f"{folder}: {saw}", needed=needed, do=do)
 
 
 def _quantisation_method(folder: Path) -> str | None:
@@ -441,38 +395,29 @@ def _quantised_error(folder: Path, method: str, reason: str) -> OptionError:
     )
 
 
-def _describe_missing_weights(info: dict[str, Any], model: nn.Module) -> tuple[str, ...]:
-    """Return a note on the weights that the file lacks, and one on those the model does."""
-    state, notes = model.state_dict(), []
-    if missing := sorted(name for name in info["missing_keys"] if _is_random(state.get(name))):
-        notes.append(
+def _describe_differences(info: dict[str, Any], folder: Path, model: Any) -> Iterator[str]:
+    """Yield notes on weights that the file or the model lacks, and on an adapter beside them."""
+    state = model.state_dict()
+    # weights that are all 0, such as the biases that nanoGPT's files leave out, count as there
+    missing = sorted(n for n in info["missing_keys"] if n not in state or bool(state[n].any()))
+    if missing:
+        yield (
             f"the file lacks {_list_names(missing)}: these weights are random, and results "
             "that depend on them are meaningless"
         )
     if unplaced := sorted(info["unexpected_keys"]):
-        notes.append(
+        yield (
             f"{type(model).__name__} has no place for {_list_names(unplaced)} of the file: results "
             "are those of a model without them"
         )
-    return tuple(notes)
-
-
-def _describe_adapter(folder: Path, model: Any) -> tuple[str, ...]:
-    """Return a note on an adapter beside the weights, which transformers applies with peft."""
-    if not (folder / ADAPTER).is_file():
-        return ()
-    applied = "" if getattr(model, "_hf_peft_config_loaded", False) else "not "
-    return (f"the adapter beside the weights ({ADAPTER}) is {applied}applied",)
+    if (folder / ADAPTER).is_file():  # transformers applies it with peft
+        applied = "" if getattr(model, "_hf_peft_config_loaded", False) else "not "
+        yield f"the adapter beside the weights ({ADAPTER}) is {applied}applied"
 
 
 def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def _is_random(tensor: Tensor | None) -> bool:
-    """False for a tensor of zeros, such as the biases that nanoGPT's files leave out."""
-    return tensor is None or bool(tensor.any())
 
 
 @contextmanager

@@ -15,6 +15,31 @@ from headwise.cli import output
 if TYPE_CHECKING:
     from headwise.diagnosis.results import Diagnosis
 
+Layer = Annotated[
+    int | None,
+    typer.Option(
+        help="Run this layer of both and name the cause of a difference.",
+        show_default="compare the weights of all layers",
+    ),
+]
+Inputs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.npy",
+        help="Input of the layer, (batch, tokens, width), as NumPy stores it; with "
+        "--against-model token ids, (batch, tokens).",
+        show_default="inputs that headwise makes",
+    ),
+]
+AgainstModel = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="MODEL_DIR",
+        help="Run this model of transformers in place of the second, on random tokens.",
+        show_default=False,
+    ),
+]
+
 
 @output.takes_counts
 def compare(
@@ -30,30 +55,9 @@ def compare(
         typer.Argument(show_default=False, help="The weights that they should equal."),
     ] = None,
     *,
-    layer: Annotated[
-        int | None,
-        typer.Option(
-            help="Run this layer of both and name the cause of a difference.",
-            show_default="compare the weights of all layers",
-        ),
-    ] = None,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.npy",
-            help="Input of the layer, (batch, tokens, width), as NumPy stores it; with "
-            "--against-model token ids, (batch, tokens).",
-            show_default="inputs that headwise makes",
-        ),
-    ] = None,
-    against_model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="MODEL_DIR",
-            help="Run this model of transformers in place of the second, on random tokens.",
-            show_default=False,
-        ),
-    ] = None,
+    layer: Layer = None,
+    inputs: Inputs = None,
+    against_model: AgainstModel = None,
     counts: output.Counts,
     page: Annotated[
         Path | None,

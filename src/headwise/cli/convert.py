@@ -21,6 +21,30 @@ SHOWN = 4  # unchanged names
 SCHEMA = 1  # version of the JSON form of a report
 PARTIAL = "Partial output is in {}. Repeat the command to resume."
 
+Root = Annotated[
+    str | None,
+    typer.Option(
+        help="Prefix of all names that are written, such as 'model.'.",
+        show_default="that of the source",
+    ),
+]
+Accept = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FIELD",
+        help="Convert although the two layouts use the weights differently in FIELD: scale, rotary "
+        "and so on. Configure the model that reads the result. Can be given several times.",
+    ),
+]
+As = Annotated[
+    Literal["safetensors", "meta", "megatron"],
+    typer.Option(
+        "--as",
+        help="The files to write: safetensors; or those of tensor-parallel processes, "
+        "consolidated.00.pth with params.json for Meta's code, or mp_rank_00 for Megatron-LM.",
+    ),
+]
+
 
 @output.takes_counts
 def convert(
@@ -43,30 +67,9 @@ def convert(
         ),
     ] = None,
     counts: output.Counts,
-    root: Annotated[
-        str | None,
-        typer.Option(
-            help="Prefix of all names that are written, such as 'model.'.",
-            show_default="that of the source",
-        ),
-    ] = None,
-    accept: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIELD",
-            help="Convert although the two layouts use the weights differently in FIELD: scale, "
-            "rotary and so on. Configure the model that reads the result. Can be given several "
-            "times.",
-        ),
-    ] = None,
-    as_: Annotated[
-        Literal["safetensors", "meta", "megatron"],
-        typer.Option(
-            "--as",
-            help="The files to write: safetensors; or those of tensor-parallel processes, "
-            "consolidated.00.pth with params.json for Meta's code, or mp_rank_00 for Megatron-LM.",
-        ),
-    ] = "safetensors",
+    root: Root = None,
+    accept: Accept = None,
+    as_: As = "safetensors",
     shards: Annotated[
         int, typer.Option(min=1, help="Tensor-parallel processes that will read the files.")
     ] = 1,
