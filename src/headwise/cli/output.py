@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headwise.support.progress import Progress
 
 YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3
-SECONDS = 10  # between two lines of progress where no bar can be drawn
+SECONDS = 10.0  # between two lines of progress where no bar can be drawn
 CRASHED = 70  # EX_SOFTWARE of sysexits.h, since 1 means no
 INTERRUPTED = 130  # 128 and the number of the signal that Ctrl-C sends
 
