@@ -144,7 +144,7 @@ def read_safetensors_header(path: Path) -> TensorFile:
             path,
             LENGTH + length + about["data_offsets"][0],
         )
-        for name, about in sorted(fields.items(), key=lambda item: item[1]["data_offsets"])
+        for name, about in sorted(fields.items(), key=lambda pair: pair[1]["data_offsets"])
     }
     return TensorFile(path, headers, metadata, lambda name: _map_tensor_to_memory(headers[name]))
 

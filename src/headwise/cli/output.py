@@ -52,7 +52,7 @@ COUNTS = {
 
 def takes_counts(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command with an option for each of `COUNTS` in the place of its ``counts``."""
-    own = inspect.signature(command, eval_str=True).parameters.values()
+    stated = inspect.signature(command, eval_str=True).parameters.values()
     options = [
         inspect.Parameter(
             name,
@@ -64,7 +64,7 @@ def takes_counts(command: Callable[..., None]) -> Callable[..., None]:
         )
         for name, help_ in COUNTS.items()
     ]
-    shown = [each for p in own for each in (options if p.name == "counts" else [p])]
+    shown = [each for p in stated for each in (options if p.name == "counts" else [p])]
 
     @wraps(command)
     def run(**given: Any) -> None:
