@@ -367,7 +367,7 @@ def test_these_checks_can_fail() -> None:
 # Operand bundles of one product: an attention matrix, and what a kernel or a ring takes of it.
 OPERANDS = {
     "src/headwise/matrix/operator.py",
-    "src/headwise/matrix/kernels/input.py",
+    "src/headwise/matrix/kernels/kernel.py",
     "src/headwise/sharding/sequence/scores.py",
 }
 DESCRIPTION, ARITHMETIC = "src/headwise/function/spec.py", "src/headwise/function/stages.py"

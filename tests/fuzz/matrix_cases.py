@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise import AttentionMatrix
-from headwise.matrix import operator
-from headwise.matrix.kernels import observe, tiles, varlen
+from headwise.matrix.kernels import tiles, varlen
 from headwise.testing import Budget
 from tests.fuzz import oracle
 from tests.fuzz.draw import DTYPES, Chance, Shaping, add_biases, add_masks, plain
@@ -109,8 +108,7 @@ def tiled(chance: Chance) -> Iterator[None]:
     size = chance.choose((None, None, 1, 40, 300))
     patches = [mock.patch.object(varlen, "CALL", 1)] if chance.maybe(0.3) else []
     if size is not None:
-        owners = [m for m in (tiles, observe, operator) if hasattr(m, "TILE_ELEMENTS")]
-        patches += [mock.patch.object(owner, "TILE_ELEMENTS", size) for owner in owners]
+        patches.append(mock.patch.object(tiles, "TILE_ELEMENTS", size))
     for patch in patches:
         patch.start()
     try:

@@ -11,8 +11,7 @@ from torch import Tensor
 from headwise.huggingface import NAME
 from headwise.masks.clauses.segments import Segments
 from headwise.matrix.kernels import tiled_op
-from headwise.matrix.kernels.kernel import Task
-from headwise.matrix.kernels.tiled import KernelResult
+from headwise.matrix.kernels.kernel import KernelResult, Task
 from tests.huggingface.models import DECODER, MODELS, Case, built, watched
 from tests.memory import LargestTensor
 

@@ -21,17 +21,10 @@ from headwise.masks.bound import BoundMask
 from headwise.masks.mask import NO_MASK, Mask, require_mask_type
 from headwise.masks.score_bias import NO_BIAS, BoundBias, ScoreBias, require_score_bias_type
 from headwise.matrix import checks
-from headwise.matrix.kernels import dense, pool, sdpa
+from headwise.matrix.kernels import dense, readings, sdpa, tiled, tiles
 from headwise.matrix.kernels.dispatch import Explanation, explain_kernels, run_kernel
-from headwise.matrix.kernels.input import KernelInput, accumulation_dtype
-from headwise.matrix.kernels.kernel import Task, row_largest_weight, row_logsumexp
-from headwise.matrix.kernels.observe import (
-    ObservedTile,
-    count_attending_queries,
-    yield_observed_tiles,
-)
-from headwise.matrix.kernels.rows import diagonal_weights, largest_weights, weights_of_queries
-from headwise.matrix.kernels.tiled import Requested
+from headwise.matrix.kernels.kernel import KernelInput, Requested, Task, accumulation_dtype
+from headwise.matrix.kernels.readings import ObservedTile
 from headwise.support.arguments import explain_arguments, require_tensors
 from headwise.support.forms import ShownInNotebook
 from headwise.support.text import MATRIX_AXES, axis_broadcasts_to, human_bytes
@@ -215,7 +208,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             OptionError: ``index`` is no 1-D integer tensor, or names a query that does not exist.
         """
         index = checks.require_query_positions(index, self.shape[2], call="rows(index)")
-        return weights_of_queries(self._kernel_input(), index)
+        return readings.weights_of_queries(self._kernel_input(), index)
 
     def dense(self, *, limit: int | None = 2**31) -> Float[Tensor, "batch heads queries keys"]:
         """Return the whole matrix, in queries x keys memory.
@@ -237,7 +230,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             OptionError: an offset that is no integer.
         """
         offset = checks.require_diagonal_offset(offset, *self.shape[2:])
-        return diagonal_weights(self._kernel_input(), offset)
+        return readings.diagonal_weights(self._kernel_input(), offset)
 
     @explain_arguments(checks.ROWS_ADVICE)
     def topk(
@@ -258,7 +251,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             queries = checks.require_query_positions(
                 queries, self.shape[2], call=f"topk({count}, queries=index)"
             )
-        return largest_weights(self._kernel_input(), count, queries)
+        return readings.largest_weights(self._kernel_input(), count, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
         """Return a map of ``queries`` x ``keys`` cells: weight from block to block.
@@ -275,13 +268,13 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             statistics = Requested(query_blocks=queries, key_blocks=keys)
             sums = run_kernel(Task(self._kernel_input(), statistics=statistics)).cells
         else:
-            by_key = self @ pool.block_membership(self.shape[3], keys, self.q)[None, None]
+            by_key = self @ tiles.block_membership(self.shape[3], keys, self.q)[None, None]
             # Counts of queries exceed the range of float16 and the precision of bfloat16.
             by_key = by_key.to(accumulation_dtype(self.q.dtype))
             with without_autocast(self.q):
-                members = pool.block_membership(self.shape[2], queries, by_key)
+                members = tiles.block_membership(self.shape[2], queries, by_key)
                 sums = members.transpose(-2, -1) @ by_key
-        sizes = pool.block_sizes(self.shape[2], queries, sums)[:, None]
+        sizes = tiles.block_sizes(self.shape[2], queries, sums)[:, None]
         return (sums / sizes).to(self.q.dtype)
 
     # ---- reductions -------------------------------------------------------------------------
@@ -291,15 +284,15 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         requested = Requested(entropy=True, received=True)
         result = run_kernel(Task(self._kernel_input(), statistics=requested))
         return Statistics(
-            row_logsumexp(self.sink, result),
+            tiled.row_logsumexp(self.sink, result),
             result.entropy,
-            row_largest_weight(self.sink, result),
+            tiled.row_largest_weight(self.sink, result),
             result.received,
         )
 
     def logsumexp(self) -> Float[Tensor, "batch heads queries"]:
         """Return log sum exp of each query's scores and sink; -inf in a row without either."""
-        return row_logsumexp(self.sink, run_kernel(Task(self._kernel_input())))
+        return tiled.row_logsumexp(self.sink, run_kernel(Task(self._kernel_input())))
 
     def entropy(self) -> Float[Tensor, "batch heads queries"]:
         """Return -sum p log p of each query's weights, in nats; a sink counts as an outcome."""
@@ -307,7 +300,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
 
     def maximum(self) -> Float[Tensor, "batch heads queries"]:
         """Return the largest weight of each query; 0 for a query that may attend to nothing."""
-        return row_largest_weight(self.sink, run_kernel(Task(self._kernel_input())))
+        return tiled.row_largest_weight(self.sink, run_kernel(Task(self._kernel_input())))
 
     def received(self) -> Float[Tensor, "batch heads keys"]:
         """Return the sum over all queries of the weight that they give each key.
@@ -326,7 +319,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             ShapeError: ``queries`` is no bool tensor of (batch, queries).
         """
         checks.check_seen_by(queries, batch=self.shape[0], length=self.shape[2])
-        return count_attending_queries(self._kernel_input(), queries)
+        return readings.count_attending_queries(self._kernel_input(), queries)
 
     def head_average(self) -> Float[Tensor, "batch queries keys"]:
         """Return the mean of the weights over heads, without storing those of single heads."""
@@ -340,7 +333,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         The next tile reuses the memory of the last: copy what you keep. ``with_scores`` fills
         `ObservedTile.scores`, ``with_lowest`` fills `ObservedTile.lowest`.
         """
-        rest = yield_observed_tiles(
+        rest = readings.yield_observed_tiles(
             self._kernel_input(), with_scores=with_scores, with_lowest=with_lowest
         )
         while True:

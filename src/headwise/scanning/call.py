@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise.errors import ShapeError
 from headwise.function import stages
-from headwise.matrix.kernels.input import accumulation_dtype
+from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.matrix.operator import AttentionMatrix
 from headwise.support.integers import convert_to_int64
 from headwise.support.text import describe_sizes

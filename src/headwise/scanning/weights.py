@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.matrix.kernels.input import accumulation_dtype
+from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.matrix.operator import AttentionMatrix
 from headwise.support.private_torch import is_wrapper
 

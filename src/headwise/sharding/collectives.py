@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headwise.matrix.kernels.input import accumulation_dtype
+from headwise.matrix.kernels.kernel import accumulation_dtype
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from headwise.function.budget import Budget
 from headwise.masks.mask import Mask
 from headwise.matrix import operator as module
-from headwise.matrix.kernels import pool, tiles
+from headwise.matrix.kernels import tiles
 from headwise.matrix.operator import AttentionMatrix
 from tests.memory import LargestTensor
 from tests.strategies import DTYPES, Problem, problems
@@ -94,13 +94,13 @@ def test_no_map_takes_a_product_as_wide_as_itself(size: tuple[int, int]) -> None
 def test_the_sizes_of_blocks(length: int, blocks: int) -> None:
     index = torch.arange(length) * blocks // length
     counts = torch.bincount(index, minlength=blocks)
-    assert torch.equal(pool.block_sizes(length, blocks, index), counts)
-    whole = pool.BlockMap(slice(0, length), length, blocks)
+    assert torch.equal(tiles.block_sizes(length, blocks, index), counts)
+    whole = tiles.BlockMap(slice(0, length), length, blocks)
     assert (whole.touched_blocks, whole.positions_per_block()) == (
         slice(0, blocks),
         counts.tolist(),
     )
-    part = pool.BlockMap(slice(2, length - 1), length, blocks)
+    part = tiles.BlockMap(slice(2, length - 1), length, blocks)
     found = torch.arange(part.touched_blocks.start, part.touched_blocks.stop).repeat_interleave(
         torch.tensor(part.positions_per_block())
     )

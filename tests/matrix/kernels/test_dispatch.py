@@ -17,8 +17,7 @@ from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix.kernels import dispatch, sdpa, tiles
 from headwise.matrix.kernels.dispatch import KERNELS, choose_kernel
-from headwise.matrix.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
-from headwise.matrix.kernels.tiled import KernelResult
+from headwise.matrix.kernels.kernel import Cost, Kernel, KernelResult, Task, result_of_outputs_only
 from headwise.matrix.operator import AttentionMatrix
 from tests.memory import LargestTensor
 
@@ -260,7 +259,7 @@ def test_a_kernel_is_one_class_and_one_place_in_the_order(monkeypatch: pytest.Mo
             )
 
         def cost(self, task: Task) -> Cost:
-            return Cost(task.operation_count, 7)
+            return Cost(tiles.count_operations(task), 7)
 
     monkeypatch.setattr(dispatch, "KERNELS", (Reference(), *KERNELS))
     q, k, v = torch.randn(3, 6, 24, 10), torch.randn(3, 2, 24, 10), torch.randn(3, 2, 24, 7)

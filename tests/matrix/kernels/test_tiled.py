@@ -17,9 +17,8 @@ from headwise.masks.clause import MatrixPart, Span
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix.kernels import dense, tiled, tiled_op, tiles
-from headwise.matrix.kernels.input import KernelInput
-from headwise.matrix.kernels.kernel import Task
-from headwise.matrix.kernels.tiled import KernelResult, Requested, UpstreamGradients
+from headwise.matrix.kernels.kernel import KernelInput, KernelResult, Requested, Task
+from headwise.matrix.kernels.tiled import UpstreamGradients
 from headwise.matrix.operator import AttentionMatrix
 from tests import strategies
 from tests.memory import LargestTensor

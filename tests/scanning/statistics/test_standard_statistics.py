@@ -33,8 +33,8 @@ from headwise.function.budget import (
     _compare_with_float64_on_nearby_inputs,
     _numbered_axes,
 )
-from headwise.matrix.kernels import observe, tiles
-from headwise.matrix.kernels.input import accumulation_dtype
+from headwise.matrix.kernels import tiles
+from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.scanning import call as captured_call
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.scanning.statistics.statistic import Summary, compute_summaries
@@ -66,7 +66,6 @@ def summaries(kind: str, elements: int) -> dict[str, Summary]:
     call = drawn(kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "TILE_ELEMENTS", elements)
-        patch.setattr(observe, "TILE_ELEMENTS", elements)
         patch.setattr(captured_call, "SAMPLES", call.samples)
         observation = call.observation()
         chosen = [s for s in STANDARD if s.reason_not_computable(observation) is None]

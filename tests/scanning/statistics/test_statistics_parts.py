@@ -15,7 +15,7 @@ from torch import Tensor
 from headwise.errors import OptionError, ShapeError
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
-from headwise.matrix.kernels import observe, tiles
+from headwise.matrix.kernels import tiles
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning import call as captured_call
 from headwise.scanning.call import CapturedCall, RepeatedTokens, evenly_spaced_positions
@@ -239,7 +239,7 @@ def test_who_sees_a_key(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = AttentionMatrix(normal(3, 6, 12, 4), normal(3, 2, 12, 4, seed=1), **options)
     queries = torch.arange(12) < torch.tensor([12, 7, 3])[:, None]
     allowed = (matrix.dense() > 0) & queries[:, None, :, None]
-    monkeypatch.setattr(observe, "TILE_ELEMENTS", 100)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 100)
     found = matrix.seen_by(queries)
     assert torch.equal(found.expand(3, 6, 12), allowed.sum(2))
 

@@ -10,20 +10,12 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from headwise.function import stages
-from headwise.matrix.kernels import pool
-from headwise.matrix.kernels.input import KernelInput
-from headwise.matrix.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
-from headwise.matrix.kernels.tiled import (
-    KernelResult,
-    Requested,
-    initial_result,
-    least_shifted_score,
-    softmax_shift,
-)
+from headwise.matrix.kernels import kernel, tiled, tiles
+from headwise.matrix.kernels.kernel import KernelInput, KernelResult, Requested, Task
 from headwise.support.tracing import is_autocast_enabled, is_recording_operators
 
 
-class DenseKernel(Kernel):
+class DenseKernel(kernel.Kernel):
     """Kernel in queries x keys memory, for every task."""
 
     name = "dense"
@@ -34,15 +26,17 @@ class DenseKernel(Kernel):
     def run(self, task: Task) -> KernelResult:
         if task.dropout_p == 0 or task.v is None:
             return dense_result(task.problem, task.v, task.y, task.requested_statistics)
-        p = dropout(dense_weights(task.problem), task.dropout_p)
+        p = stages.weights_from_scores(_dense_scores(task.problem), task.problem.sink)
+        p = dropout(p, task.dropout_p)
         values = stages.repeat_kv_heads(task.v.to(p.dtype), heads=p.shape[1])
-        return result_of_outputs_only((p @ values).to(task.v.dtype))
+        return kernel.result_of_outputs_only((p @ values).to(task.v.dtype))
 
-    def cost(self, task: Task) -> Cost:
+    def cost(self, task: Task) -> kernel.Cost:
         """Return the cost with scores, exponentials and weights in memory at the same time."""
         q, k = task.problem.q, task.problem.k
         width = q.new_empty(0, dtype=task.problem.accumulation_dtype).element_size()
-        return Cost(task.operation_count, 3 * q.shape[:3].numel() * k.shape[2] * width)
+        memory = 3 * q.shape[:3].numel() * k.shape[2] * width
+        return kernel.Cost(tiles.count_operations(task), memory)
 
 
 def attend_one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
@@ -67,15 +61,17 @@ def dense_result(
 ) -> KernelResult:
     """Return the requested results from dense weights."""
     exact, (queries, keys) = problem.accumulation_dtype, (problem.q.shape[2], problem.k.shape[2])
-    result = initial_result(problem.q, problem.k, v, y, requested)
+    result = tiled.initial_result(problem.q, problem.k, v, y, requested)
     if 0 in (queries, keys):
         return result
     s = _dense_scores(problem)
     p = stages.weights_from_scores(s, problem.sink)
     peak = s.amax(-1)
-    shift = softmax_shift(peak.detach(), None if problem.sink is None else problem.sink.detach())
+    shift = tiled.softmax_shift(
+        peak.detach(), None if problem.sink is None else problem.sink.detach()
+    )
     log_sum, sink_entropy = _log_normaliser(s, shift, problem.sink)
-    log_p = (s - (shift + log_sum)[..., None]).clamp(min=least_shifted_score(exact))
+    log_p = (s - (shift + log_sum)[..., None]).clamp(min=tiled.least_shifted_score(exact))
     out = result.out if v is None else p @ stages.repeat_kv_heads(v.to(exact), heads=p.shape[1])
     transposed = result.transposed if y is None else p.transpose(-2, -1) @ y.to(exact)
     return KernelResult(
@@ -91,17 +87,8 @@ def dense_result(
 
 
 def _pool_weights(p: Tensor, requested: Requested) -> Tensor:
-    in_query_block = pool.block_membership(p.shape[2], requested.query_blocks, p)
-    return (
-        in_query_block.transpose(-2, -1)
-        @ p
-        @ pool.block_membership(p.shape[3], requested.key_blocks, p)
-    )
-
-
-def dense_weights(problem: KernelInput) -> Tensor:
-    """Return the attention matrix in the dtype of accumulation."""
-    return stages.weights_from_scores(_dense_scores(problem), problem.sink)
+    rows = tiles.block_membership(p.shape[2], requested.query_blocks, p)
+    return rows.mT @ p @ tiles.block_membership(p.shape[3], requested.key_blocks, p)
 
 
 def _dense_scores(problem: KernelInput) -> Tensor:
@@ -121,6 +108,6 @@ def _log_normaliser(s: Tensor, shift: Tensor, sink: Tensor | None) -> tuple[Tens
     total = torch.exp(s - shift[..., None]).sum(-1)
     if sink is None:
         return total.masked_fill(total == 0, 1.0).log(), torch.zeros_like(total)
-    gap = (sink.to(s.dtype)[:, None] - shift).clamp(min=least_shifted_score(s.dtype))
+    gap = (sink.to(s.dtype)[:, None] - shift).clamp(min=tiled.least_shifted_score(s.dtype))
     log_sum = (total + gap.exp()).log()
     return log_sum, torch.exp(gap - log_sum) * (log_sum - gap)

@@ -8,10 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from headwise.matrix.kernels.dense import DenseKernel
-from headwise.matrix.kernels.input import KernelInput
-from headwise.matrix.kernels.kernel import Kernel, Task
+from headwise.matrix.kernels.kernel import Kernel, KernelInput, KernelResult, Requested, Task
 from headwise.matrix.kernels.sdpa import FusedKernel
-from headwise.matrix.kernels.tiled import KernelResult, Requested
 from headwise.matrix.kernels.tiled_op import TiledKernel
 from headwise.matrix.kernels.varlen import VarlenKernel
 from headwise.support.text import human_bytes
@@ -87,17 +85,10 @@ def explain_kernels(problem: KernelInput, v: Tensor) -> Explanation:
         "statistics, diagonal": Task(problem, statistics=Requested(entropy=True, received=True)),
         "head_average": Task(problem, statistics=Requested(average=True)),
     }
-    rows = ExplanationLine(
-        "rows, dense",
-        DenseKernel.name,
-        "dense on request",
-        *DenseKernel().cost(Task(problem)),
-    )
-    return Explanation(
-        (*(_make_explanation_line(reading, task) for reading, task in tasks.items()), rows)
-    )
-
-
-def _make_explanation_line(reading: str, task: Task) -> ExplanationLine:
-    kernel, why = choose_kernel(task)
-    return ExplanationLine(reading, kernel.name, why, *kernel.cost(task))
+    lines = []
+    for reading, task in tasks.items():
+        kernel, why = choose_kernel(task)
+        lines.append(ExplanationLine(reading, kernel.name, why, *kernel.cost(task)))
+    cost = DenseKernel().cost(Task(problem))
+    lines.append(ExplanationLine("rows, dense", DenseKernel.name, "dense on request", *cost))
+    return Explanation(tuple(lines))

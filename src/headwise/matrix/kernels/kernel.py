@@ -1,4 +1,4 @@
-"""Base class of kernels, their tasks and costs.
+"""Kernels: what they take, what they return, and their base class.
 
 A new kernel is one class in one file, and one entry in `dispatch.KERNELS`.
 """
@@ -7,15 +7,70 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.matrix.kernels.input import KernelInput
-from headwise.matrix.kernels.tiled import KernelResult, Requested, softmax_shift
-from headwise.matrix.kernels.tiles import plan_tiles
+from headwise.masks.bound import BoundMask
+from headwise.masks.score_bias import BoundBias
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of scores and sums: float32 for bfloat16 and float16, else the dtype."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+@dataclass(frozen=True, eq=False)
+class KernelInput:
+    """One attention matrix at known sizes; shapes as in `headwise.AttentionMatrix`."""
+
+    q: Tensor
+    k: Tensor
+    mask: BoundMask
+    bias: BoundBias
+    scale: float
+    softcap: float | None
+    sink: Tensor | None
+
+    @property
+    def group(self) -> int:
+        """Number of query heads for each kv head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        return torch.float32 if self.q.dtype in HALF else self.q.dtype
+
+
+class Requested(NamedTuple):
+    """Statistics to compute besides peak and log_sum, which every pass computes."""
+
+    entropy: bool = False
+    received: bool = False
+    average: bool = False
+    query_blocks: int = 0  # `cells` if both are above 0
+    key_blocks: int = 0
+
+
+class KernelResult(NamedTuple):
+    """Results of one pass; those that were not requested have no elements."""
+
+    out: Tensor  # (batch, heads, queries, value_dim)
+    transposed: Tensor  # (batch, heads, keys, y_dim)
+    peak: Tensor  # (batch, heads, queries): largest score, -inf without keys
+    log_sum: Tensor  # (batch, heads, queries): log Z, 0 without keys and sink
+    entropy: Tensor  # (batch, heads, queries), nats
+    received: Tensor  # (batch, heads, keys)
+    average: Tensor  # (batch, queries, keys)
+    cells: Tensor  # (batch, heads, blocks of queries, blocks of keys)
+
+
+def result_of_outputs_only(out: Tensor) -> KernelResult:
+    """Return a result with head outputs alone."""
+    return KernelResult(out, *[out.new_empty(0)] * (len(KernelResult._fields) - 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,23 +100,7 @@ class Task:
 
     @property
     def requested_statistics(self) -> Requested:
-        """``statistics``, or an empty `Requested`."""
         return self.statistics or Requested()  # no field default: a compiler cannot make one
-
-    @cached_property
-    def cell_count(self) -> int:
-        """Number of matrix entries in all tiles: those inside the bands, rounded up to tiles."""
-        total = 0
-        for tile in plan_tiles(self.problem):
-            batches, kv_heads, group, rows, columns = tile.axis_sizes(self.problem.group)
-            total += batches * kv_heads * group * rows * columns
-        return total
-
-    @property
-    def operation_count(self) -> int:
-        """Floating-point operations of the scores and every product, two for a multiply-add."""
-        widths = [self.problem.q.shape[3], *(t.shape[3] for t in (self.v, self.y) if t is not None)]
-        return 2 * self.cell_count * sum(widths)
 
 
 class Cost(NamedTuple):
@@ -91,22 +130,3 @@ class Kernel(ABC):
     def choice_reason(self, task: Task) -> str | None:  # noqa: ARG002
         """Return the reason for choosing this kernel; None for the last kernel's refusal."""
         return None
-
-
-def result_of_outputs_only(out: Tensor) -> KernelResult:
-    """Return a result with head outputs alone."""
-    return KernelResult(out, *[out.new_empty(0)] * (len(KernelResult._fields) - 1))
-
-
-def row_logsumexp(sink: Tensor | None, result: KernelResult) -> Tensor:
-    """Return log sum exp of each row's scores and sink, (batch, heads, queries)."""
-    peak = result.peak.detach()
-    if sink is not None:
-        peak = torch.maximum(peak, sink.detach().to(peak.dtype)[:, None])
-    return peak + result.log_sum
-
-
-def row_largest_weight(sink: Tensor | None, result: KernelResult) -> Tensor:
-    """Return the largest weight of each row, (batch, heads, queries)."""
-    shift = softmax_shift(result.peak.detach(), None if sink is None else sink.detach())
-    return torch.exp(result.peak - shift - result.log_sum)

@@ -18,16 +18,14 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from headwise.masks.clause import WHOLE
 from headwise.masks.score_bias import cast_bias, cast_biases_for_sum
-from headwise.matrix.kernels import tiles
-from headwise.matrix.kernels.input import KernelInput
-from headwise.matrix.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
-from headwise.matrix.kernels.tiled import KernelResult
+from headwise.matrix.kernels import kernel, tiles
+from headwise.matrix.kernels.kernel import KernelInput, KernelResult, Task
 from headwise.support.tracing import call_for_kernel, is_recording_operators, may_check_values
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
-class FusedKernel(Kernel):
+class FusedKernel(kernel.Kernel):
     """Kernel for head outputs alone, by torch's scaled_dot_product_attention."""
 
     name = "sdpa"
@@ -50,14 +48,16 @@ class FusedKernel(Kernel):
 
     def run(self, task: Task) -> KernelResult:
         assert task.v is not None
-        return result_of_outputs_only(head_outputs(task.problem, task.v, dropout_p=task.dropout_p))
+        out = head_outputs(task.problem, task.v, dropout_p=task.dropout_p)
+        return kernel.result_of_outputs_only(out)
 
-    def cost(self, task: Task) -> Cost:
+    def cost(self, task: Task) -> kernel.Cost:
         """With dropout torch allocates the weights."""
         assert task.v is not None
         q, k = task.problem.q, task.problem.k
         weights = q.shape[:3].numel() * k.shape[2] * q.element_size() if task.dropout_p else 0
-        return Cost(task.operation_count, copied_bytes(task.problem, task.v) + weights)
+        memory = copied_bytes(task.problem, task.v) + weights
+        return kernel.Cost(tiles.count_operations(task), memory)
 
 
 def _yield_refusal_reasons(task: Task) -> Iterator[tuple[bool, str]]:
@@ -79,7 +79,7 @@ def _yield_unsupported_conditions(problem: KernelInput) -> Iterator[tuple[bool, 
     yield problem.softcap is not None, "softcap: the fused kernel has none"
     yield problem.sink is not None, "sink: the fused kernel has none"
     yield (
-        not problem.has_positive_scale,
+        not problem.scale >= torch.finfo(problem.accumulation_dtype).tiny,
         "the scale is not above 0: the fused kernel would multiply its causal -inf by it",
     )
     yield (

@@ -26,38 +26,13 @@ logsumexp. All gradients are therefore summed in dp = dL/dp, followed by one sof
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.matrix.kernels import pool, tiles
-from headwise.matrix.kernels.input import KernelInput, accumulation_dtype
-from headwise.matrix.kernels.tiles import KeysByColumn, Scratch, Tile, cut_tile, tile_scores
-
-
-class KernelResult(NamedTuple):
-    """Results of one pass; those that were not requested have no elements."""
-
-    out: Tensor  # (batch, heads, queries, value_dim)
-    transposed: Tensor  # (batch, heads, keys, y_dim)
-    peak: Tensor  # (batch, heads, queries): largest score, -inf without keys
-    log_sum: Tensor  # (batch, heads, queries): log Z, 0 without keys and sink
-    entropy: Tensor  # (batch, heads, queries), nats
-    received: Tensor  # (batch, heads, keys)
-    average: Tensor  # (batch, queries, keys)
-    cells: Tensor  # (batch, heads, blocks of queries, blocks of keys)
-
-
-class Requested(NamedTuple):
-    """Statistics to compute besides peak and log_sum, which every pass computes."""
-
-    entropy: bool = False
-    received: bool = False
-    average: bool = False
-    query_blocks: int = 0  # `cells` if both are above 0
-    key_blocks: int = 0
-
+from headwise.matrix.kernels import tiles
+from headwise.matrix.kernels.kernel import KernelInput, KernelResult, Requested, accumulation_dtype
+from headwise.matrix.kernels.tiles import KeysByColumn, Scratch, Tile, cut_tile
 
 # exp(x) is computed as exp2(x log2 e), three times faster on CPU. The shift is subtracted first, so
 # rounding is relative to s - m <= 0: at most 0.37 eps of the largest weight.
@@ -76,6 +51,20 @@ def softmax_shift(peak: Tensor, sink: Tensor | None) -> Tensor:
     return peak.masked_fill(peak == -torch.inf, 0.0)
 
 
+def row_logsumexp(sink: Tensor | None, result: KernelResult) -> Tensor:
+    """Return log sum exp of each row's scores and sink, (batch, heads, queries)."""
+    peak = result.peak.detach()
+    if sink is not None:
+        peak = torch.maximum(peak, sink.detach().to(peak.dtype)[:, None])
+    return peak + result.log_sum
+
+
+def row_largest_weight(sink: Tensor | None, result: KernelResult) -> Tensor:
+    """Return the largest weight of each row, (batch, heads, queries)."""
+    shift = softmax_shift(result.peak.detach(), None if sink is None else sink.detach())
+    return torch.exp(result.peak - shift - result.log_sum)
+
+
 # ---- forward -----------------------------------------------------------------------------------
 
 
@@ -92,7 +81,7 @@ def compute_results(
         at = tile.batches, tile.heads, tile.rows
         if tile.columns.start == tile.columns.stop:
             continue
-        s, _, _ = tile_scores(problem, tile, keys, scratch)
+        s, _, _ = tiles.tile_scores(problem, tile, keys, scratch)
         result.peak[at] = s.amax(-1)
         shift = softmax_shift(result.peak[at], _cut_sink(problem, tile))
         e, total, entropy = compute_exponentials(problem, tile, s, shift, second, requested.entropy)
@@ -105,7 +94,7 @@ def compute_results(
         if requested.average or result.cells.numel():
             e.div_(total[..., None])
         if result.cells.numel():
-            pool.add_tile(result.cells, problem, tile, e)
+            tiles.add_tile(result.cells, problem, tile, e)
         if requested.average:
             mean = e.sum(1).div_(e.shape[1])
             result.average[tile.batches, tile.rows, tile.columns] = mean.to(result.average.dtype)
@@ -193,28 +182,15 @@ def _add_column_sums(
 class UpstreamGradients:
     """Gradients of the results; None for results without a gradient."""
 
-    out: Tensor | None
-    transposed: Tensor | None
-    peak: Tensor | None
-    log_sum: Tensor | None
-    entropy: Tensor | None
-    received: Tensor | None
-    average: Tensor | None
-    cells: Tensor | None
+    out: Tensor | None = None
+    transposed: Tensor | None = None
+    peak: Tensor | None = None
+    log_sum: Tensor | None = None
+    entropy: Tensor | None = None
+    received: Tensor | None = None
+    average: Tensor | None = None
+    cells: Tensor | None = None
     row_means: Tensor | None = None  # sum p dp of rows of which the problem is a part
-
-
-@dataclass(frozen=True, eq=False)
-class Gradients:
-    """Gradients of the inputs in the accumulation dtype; None if not needed."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor | None
-    y: Tensor | None
-    sink: Tensor | None
-    table: Tensor | None
-    tensors: list[Tensor | None]
 
 
 def compute_gradients(
@@ -226,14 +202,14 @@ def compute_gradients(
     bias_needs: tuple[bool, list[bool]],
 ) -> Gradients:
     """Recompute each tile's weights from the row's peak and log_sum; add its gradients."""
-    gradients = _zero_gradients(problem, v, y, bias_needs)
+    gradients = Gradients(problem, v, y, upstream, bias_needs)
     scratch, second, slope = Scratch(problem), Scratch(problem), Scratch(problem)
     k = problem.k.to(problem.accumulation_dtype).contiguous()
     keys = KeysByColumn(problem)
     for tile in tiles.plan_tiles(problem):
         if tile.columns.start == tile.columns.stop and problem.sink is None:
             continue
-        s, q, derivative = tile_scores(problem, tile, keys, scratch, slope)
+        s, q, derivative = tiles.tile_scores(problem, tile, keys, scratch, slope)
         peak, log_sum = (t[tile.batches, tile.heads, tile.rows] for t in row_statistics)
         # The maximum is recomputed, since another tiling than the saved peak's rounds differently.
         needs_peak = upstream.peak is not None and s.shape[-1] > 0
@@ -241,159 +217,135 @@ def compute_gradients(
         shift = softmax_shift(peak, _cut_sink(problem, tile))
         s.sub_(shift[..., None]).sub_(log_sum[..., None])
         dp = second.view(*s.shape)
-        _write_gradient_of_weights(problem, tile, s, dp, v, y, upstream)
+        gradients.write_gradient_of_weights(tile, s, dp)
         p = s.mul_(LOG2_E).exp2_()
-        _write_gradients_of_v_and_y(problem, tile, p, upstream, gradients)
-        ds = _gradient_of_scores_and_sink(problem, tile, p, dp, log_sum, shift, upstream, gradients)
+        gradients.add_to_v_and_y(tile, p)
+        ds = gradients.gradient_of_scores(tile, p, dp, log_sum, shift)
         if at_peak is not None and upstream.peak is not None:
             ds.add_(_gradient_at_peak(tile, at_peak, upstream.peak))
-        _add_bias_gradients(problem, tile, ds, gradients)
+        gradients.add_to_bias(tile, ds)
         if derivative is not None:
             ds.mul_(derivative)
-        _add_query_key_gradients(problem, tile, ds, q, k, gradients)
+        gradients.add_to_queries_and_keys(tile, ds, q, k)
     return gradients
 
 
-def _zero_gradients(
-    problem: KernelInput, v: Tensor | None, y: Tensor | None, bias_needs: tuple[bool, list[bool]]
-) -> Gradients:
-    def zeros(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        return torch.zeros(tensor.shape, dtype=problem.accumulation_dtype, device=tensor.device)
+class Gradients:
+    """Gradients of the inputs in the accumulation dtype, added tile by tile; None if not needed."""
 
-    table, tensors = bias_needs
-    return Gradients(
-        q=problem.q.new_zeros(problem.q.shape, dtype=problem.accumulation_dtype),
-        k=problem.k.new_zeros(problem.k.shape, dtype=problem.accumulation_dtype),
-        v=zeros(v),
-        y=zeros(y),
-        sink=zeros(problem.sink),
-        table=zeros(problem.bias.table) if table else None,
-        tensors=[
-            zeros(bias) if needed else None
-            for bias, needed in zip(problem.bias.tensors, tensors, strict=True)
-        ],
-    )
+    def __init__(
+        self,
+        problem: KernelInput,
+        v: Tensor | None,
+        y: Tensor | None,
+        upstream: UpstreamGradients,
+        bias_needs: tuple[bool, list[bool]],
+    ) -> None:
+        def zeros(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else zeros_like(tensor)
 
+        def zeros_like(tensor: Tensor) -> Tensor:
+            return tensor.new_zeros(tensor.shape, dtype=problem.accumulation_dtype)
 
-def _write_gradient_of_weights(
-    problem: KernelInput,
-    tile: Tile,
-    log_p: Tensor,
-    dp: Tensor,
-    v: Tensor | None,
-    y: Tensor | None,
-    upstream: UpstreamGradients,
-) -> None:
-    """Write dp, and clamp ``log_p`` in place."""
-    batches, heads, rows, columns = log_p.shape
-    group, exact = problem.group, log_p.dtype
-    if upstream.out is not None and v is not None:
-        values = cut_tile(v, tile, tile.columns, tile.kv_heads, exact)
-        dout = tiles.cut_tile_by_kv_head(upstream.out, tile, group, exact)
-        torch.bmm(dout, values.mT, out=dp.view(len(dout), group * rows, columns))
-    else:
-        dp.zero_()
-    if upstream.transposed is not None and y is not None:
-        rows_of_y = cut_tile(y, tile, tile.rows, tile.heads, exact)
-        received = cut_tile(upstream.transposed, tile, tile.columns, tile.heads, exact)
-        dp.view(batches * heads, rows, columns).baddbmm_(rows_of_y, received.mT)
-    if upstream.received is not None:
-        dp.add_(upstream.received[tile.batches, tile.heads, None, tile.columns])
-    if upstream.average is not None:
-        share = upstream.average[tile.batches, None, tile.rows, tile.columns].to(exact)
-        dp.add_(share, alpha=1.0 / problem.q.shape[1])
-    if upstream.cells is not None:
-        dp.add_(pool.expand_to_tile(upstream.cells, problem, tile))
-    if upstream.entropy is not None:
-        log_p.clamp_(min=least_shifted_score(exact))
-        dentropy = upstream.entropy[tile.batches, tile.heads, tile.rows, None]
-        dp.addcmul_(log_p, dentropy, value=-1.0)
+        self._problem, self._upstream, self._values, self._rows_of_y = problem, upstream, v, y
+        table, tensors = bias_needs
+        self.q, self.k = zeros_like(problem.q), zeros_like(problem.k)
+        self.v, self.y, self.sink = zeros(v), zeros(y), zeros(problem.sink)
+        self.table = zeros(problem.bias.table) if table else None
+        biases = zip(problem.bias.tensors, tensors, strict=True)
+        self.tensors = [zeros(bias) if needed else None for bias, needed in biases]
 
-
-def _write_gradients_of_v_and_y(
-    problem: KernelInput,
-    tile: Tile,
-    p: Tensor,
-    upstream: UpstreamGradients,
-    gradients: Gradients,
-) -> None:
-    """Add dv = p^T dout and write dy = p dtransposed."""
-    batches, heads, rows, columns = p.shape
-    group = problem.group
-    if upstream.out is not None and gradients.v is not None:
-        dout = tiles.cut_tile_by_kv_head(upstream.out, tile, group, p.dtype)
-        dv = torch.bmm(p.view(len(dout), group * rows, columns).mT, dout)
-        at = tile.batches, tile.kv_heads, tile.columns
-        gradients.v[at] += dv.unflatten(0, (batches, heads // group))
-    if upstream.transposed is not None and gradients.y is not None:
-        received = cut_tile(upstream.transposed, tile, tile.columns, tile.heads, p.dtype)
-        dy = torch.bmm(p.view(batches * heads, rows, columns), received)
-        gradients.y[tile.batches, tile.heads, tile.rows] = dy.unflatten(0, (batches, heads))
-
-
-def _gradient_of_scores_and_sink(
-    problem: KernelInput,
-    tile: Tile,
-    p: Tensor,
-    dp: Tensor,
-    log_sum: Tensor,
-    shift: Tensor,
-    upstream: UpstreamGradients,
-    gradients: Gradients,
-) -> Tensor:
-    """Return ds = p (dp - sum p dp + dlog_sum) in dp's memory; add the sink's gradient."""
-    at = tile.batches, tile.heads, tile.rows
-    known = upstream.row_means
-    mean = torch.linalg.vecdot(p, dp) if known is None else known[at].clone()
-    constant = torch.zeros_like(mean) if upstream.log_sum is None else upstream.log_sum[at].clone()
-    sink = _cut_sink(problem, tile)
-    if sink is not None and gradients.sink is not None:
-        gap = (sink.to(p.dtype)[:, None] - shift - log_sum).clamp_(min=least_shifted_score(p.dtype))
-        p_sink = gap.exp()
-        dp_sink = torch.zeros_like(gap)
+    def write_gradient_of_weights(self, tile: Tile, log_p: Tensor, dp: Tensor) -> None:
+        """Write dp, and clamp ``log_p`` in place."""
+        batches, heads, rows, columns = log_p.shape
+        upstream, v, y, exact = self._upstream, self._values, self._rows_of_y, log_p.dtype
+        group = self._problem.group
+        if upstream.out is not None and v is not None:
+            values = cut_tile(v, tile, tile.columns, tile.kv_heads, exact)
+            dout = tiles.cut_tile_by_kv_head(upstream.out, tile, group, exact)
+            torch.bmm(dout, values.mT, out=dp.view(len(dout), group * rows, columns))
+        else:
+            dp.zero_()
+        if upstream.transposed is not None and y is not None:
+            rows_of_y = cut_tile(y, tile, tile.rows, tile.heads, exact)
+            received = cut_tile(upstream.transposed, tile, tile.columns, tile.heads, exact)
+            dp.view(batches * heads, rows, columns).baddbmm_(rows_of_y, received.mT)
+        if upstream.received is not None:
+            dp.add_(upstream.received[tile.batches, tile.heads, None, tile.columns])
+        if upstream.average is not None:
+            share = upstream.average[tile.batches, None, tile.rows, tile.columns].to(exact)
+            dp.add_(share, alpha=1.0 / self._problem.q.shape[1])
+        if upstream.cells is not None:
+            dp.add_(tiles.expand_to_tile(upstream.cells, self._problem, tile))
         if upstream.entropy is not None:
-            dp_sink = -gap * upstream.entropy[at]
-        mean += p_sink * dp_sink
-        gradients.sink[tile.heads] += (p_sink * (dp_sink - mean + constant)).sum((0, 2))
-    return dp.add_((constant - mean)[..., None]).mul_(p)
+            log_p.clamp_(min=least_shifted_score(exact))
+            dentropy = upstream.entropy[tile.batches, tile.heads, tile.rows, None]
+            dp.addcmul_(log_p, dentropy, value=-1.0)
+
+    def add_to_v_and_y(self, tile: Tile, p: Tensor) -> None:
+        """Add dv = p^T dout and write dy = p dtransposed."""
+        batches, heads, rows, columns = p.shape
+        group, upstream = self._problem.group, self._upstream
+        if upstream.out is not None and self.v is not None:
+            dout = tiles.cut_tile_by_kv_head(upstream.out, tile, group, p.dtype)
+            dv = torch.bmm(p.view(len(dout), group * rows, columns).mT, dout)
+            at = tile.batches, tile.kv_heads, tile.columns
+            self.v[at] += dv.unflatten(0, (batches, heads // group))
+        if upstream.transposed is not None and self.y is not None:
+            received = cut_tile(upstream.transposed, tile, tile.columns, tile.heads, p.dtype)
+            dy = torch.bmm(p.view(batches * heads, rows, columns), received)
+            self.y[tile.batches, tile.heads, tile.rows] = dy.unflatten(0, (batches, heads))
+
+    def gradient_of_scores(
+        self, tile: Tile, p: Tensor, dp: Tensor, log_sum: Tensor, shift: Tensor
+    ) -> Tensor:
+        """Return ds = p (dp - sum p dp + dlog_sum) in dp's memory; add the sink's gradient."""
+        at, upstream = (tile.batches, tile.heads, tile.rows), self._upstream
+        known, given = upstream.row_means, upstream.log_sum
+        mean = torch.linalg.vecdot(p, dp) if known is None else known[at].clone()
+        constant = torch.zeros_like(mean) if given is None else given[at].clone()
+        sink = _cut_sink(self._problem, tile)
+        if sink is not None and self.sink is not None:
+            gap = sink.to(p.dtype)[:, None] - shift - log_sum
+            gap.clamp_(min=least_shifted_score(p.dtype))
+            p_sink = gap.exp()
+            dp_sink = torch.zeros_like(gap)
+            if upstream.entropy is not None:
+                dp_sink = -gap * upstream.entropy[at]
+            mean += p_sink * dp_sink
+            self.sink[tile.heads] += (p_sink * (dp_sink - mean + constant)).sum((0, 2))
+        return dp.add_((constant - mean)[..., None]).mul_(p)
+
+    def add_to_queries_and_keys(self, tile: Tile, ds: Tensor, q: Tensor, k: Tensor) -> None:
+        """Write dq = scale ds k and add dk = ds^T (scale q); ``q`` is already scaled."""
+        batches, heads, rows, columns = ds.shape
+        group = self._problem.group
+        ds = ds.view(len(q), group * rows, columns)
+        keys = cut_tile(k, tile, tile.columns, tile.kv_heads, k.dtype)
+        dq = torch.bmm(ds, keys).mul_(self._problem.scale)
+        self.q[tile.batches, tile.heads, tile.rows] = dq.view(batches, heads, rows, q.shape[-1])
+        dk = torch.bmm(ds.mT, q).unflatten(0, (batches, heads // group))
+        self.k[tile.batches, tile.kv_heads, tile.columns] += dk
+
+    def add_to_bias(self, tile: Tile, ds: Tensor) -> None:
+        index = (tile.batches, tile.heads, tile.rows, tile.columns)
+        for gradient in self.tensors:
+            if gradient is not None:
+                sizes = zip(index, gradient.shape, strict=True)
+                part = tuple(i if n != 1 else slice(None) for i, n in sizes)
+                shared = [axis for axis, n in enumerate(gradient.shape) if n == 1]
+                gradient[part] += ds.sum(shared, keepdim=True) if shared else ds
+        if self.table is not None:
+            diagonals = tiles.sum_diagonals(ds.sum(0))
+            first = tile.columns.start - tile.rows.stop + self._problem.mask.sizes.queries
+            span = slice(first, first + diagonals.shape[-1])
+            if self.table.shape[0] == 1:
+                self.table[0, span] += diagonals.sum(0)
+            else:
+                self.table[tile.heads, span] += diagonals
 
 
 def _gradient_at_peak(tile: Tile, at_peak: Tensor, dpeak: Tensor) -> Tensor:
     """Return the maximum's gradient for the largest score, shared by equal ones as in amax."""
     share = dpeak[tile.batches, tile.heads, tile.rows, None] / at_peak.sum(-1, keepdim=True)
     return torch.where(at_peak & share.isfinite(), share, 0.0)
-
-
-def _add_query_key_gradients(
-    problem: KernelInput, tile: Tile, ds: Tensor, q: Tensor, k: Tensor, gradients: Gradients
-) -> None:
-    """Write dq = scale ds k and add dk = ds^T (scale q); ``q`` is already scaled."""
-    batches, heads, rows, columns = ds.shape
-    group = problem.group
-    ds = ds.view(len(q), group * rows, columns)
-    keys = cut_tile(k, tile, tile.columns, tile.kv_heads, k.dtype)
-    dq = torch.bmm(ds, keys).mul_(problem.scale)
-    gradients.q[tile.batches, tile.heads, tile.rows] = dq.view(batches, heads, rows, q.shape[-1])
-    dk = torch.bmm(ds.mT, q).unflatten(0, (batches, heads // group))
-    gradients.k[tile.batches, tile.kv_heads, tile.columns] += dk
-
-
-def _add_bias_gradients(problem: KernelInput, tile: Tile, ds: Tensor, gradients: Gradients) -> None:
-    for gradient in gradients.tensors:
-        if gradient is not None:
-            index = (tile.batches, tile.heads, tile.rows, tile.columns)
-            part = tuple(
-                i if n != 1 else slice(None) for i, n in zip(index, gradient.shape, strict=True)
-            )
-            shared = [axis for axis, n in enumerate(gradient.shape) if n == 1]
-            gradient[part] += ds.sum(shared, keepdim=True) if shared else ds
-    if gradients.table is not None:
-        diagonals = tiles.sum_diagonals(ds.sum(0))
-        first = tile.columns.start - (tile.rows.stop - 1) + problem.mask.sizes.queries - 1
-        span = slice(first, first + diagonals.shape[-1])
-        if gradients.table.shape[0] == 1:
-            gradients.table[0, span] += diagonals.sum(0)
-        else:
-            gradients.table[tile.heads, span] += diagonals

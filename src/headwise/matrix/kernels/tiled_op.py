@@ -7,7 +7,7 @@ tracing and their own gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,14 +18,11 @@ from headwise.masks.bound import BoundMask
 from headwise.masks.clause import MatrixSizes
 from headwise.masks.clauses.predicate import is_carrier
 from headwise.masks.score_bias import BoundBias
-from headwise.matrix.kernels import dense, tiled
-from headwise.matrix.kernels.input import KernelInput
-from headwise.matrix.kernels.kernel import Cost, Kernel, Task
-from headwise.matrix.kernels.tiled import Gradients, KernelResult, Requested, UpstreamGradients
-from headwise.matrix.kernels.tiles import TILE_ELEMENTS
+from headwise.matrix.kernels import dense, kernel, tiled, tiles
+from headwise.matrix.kernels.kernel import KernelInput, KernelResult, Requested, Task
 from headwise.support import private_torch
 from headwise.support.tensors import iterate_leaves, map_leaves
-from headwise.support.tracing import needs_plain_torch
+from headwise.support.tracing import needs_plain_torch, without_autocast
 
 # The fields of KernelInput as operator arguments, in the order of pack and unpack.
 _PROBLEM = (
@@ -78,9 +75,9 @@ _LIBRARY.define(
 def sweep(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute the requested results in one pass over the matrix; see `tiled.compute_results`."""
     v, y, *statistics = arguments[COUNT:]
-    return tuple(
-        tiled.compute_results(unpack_arguments(arguments[:COUNT]), v, y, Requested(*statistics))
-    )
+    problem, requested = unpack_arguments(arguments[:COUNT]), Requested(*statistics)
+    with without_autocast(problem.q):
+        return tuple(tiled.compute_results(problem, v, y, requested))
 
 
 def _fake_sweep(*arguments: Any) -> tuple[Tensor, ...]:
@@ -92,19 +89,14 @@ def sweep_backward(*arguments: Any) -> tuple[Any, ...]:
     """Compute the gradients of q, k, v, y, sink, table, biases; see `tiled.compute_gradients`."""
     problem = unpack_arguments(arguments[:COUNT])
     v, y, peak, log_sum = arguments[COUNT : COUNT + 4]
-    upstream = UpstreamGradients(*arguments[COUNT + 4 : -2])
-    gradients = tiled.compute_gradients(problem, v, y, (peak, log_sum), upstream, arguments[-2:])
-    return _cast_gradients(gradients, problem, v, y)
-
-
-def _cast_gradients(
-    gradients: Gradients, problem: KernelInput, v: Tensor | None, y: Tensor | None
-) -> Packed:
-    """Return gradients in the dtypes of their inputs; an empty tensor means not needed."""
+    upstream = tiled.UpstreamGradients(*arguments[COUNT + 4 : -2])
+    rows, needed = (peak, log_sum), arguments[-2:]
+    with without_autocast(problem.q):
+        gradients = tiled.compute_gradients(problem, v, y, rows, upstream, needed)
 
     def like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor:
         if gradient is None or tensor is None:
-            return problem.q.new_zeros(0)
+            return problem.q.new_zeros(0)  # not needed
         return gradient.to(tensor.dtype)
 
     biases = problem.bias.tensors
@@ -250,18 +242,8 @@ def _sweep_backward_of_batch(*arguments: Any) -> Packed:
     return tuple(map_leaves(lambda x: private_torch.add_batch(x, level), gradients))
 
 
-def _wrap_without_autocast(function: Callable[..., Packed]) -> Callable[..., Packed]:
-    """Run tiles in their accumulation dtype, since autocast would round every product."""
-
-    def without_autocast(*arguments: Any) -> Packed:
-        with torch.autocast(arguments[0].device.type, enabled=False):
-            return function(*arguments)
-
-    return without_autocast
-
-
-_LIBRARY.impl("sweep", _wrap_without_autocast(sweep), "CompositeExplicitAutograd")
-_LIBRARY.impl("sweep_backward", _wrap_without_autocast(sweep_backward), "CompositeExplicitAutograd")
+_LIBRARY.impl("sweep", sweep, "CompositeExplicitAutograd")
+_LIBRARY.impl("sweep_backward", sweep_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("headwise::sweep", _fake_sweep, lib=_LIBRARY)
 torch.library.register_fake("headwise::sweep_backward", _fake_sweep_backward, lib=_LIBRARY)
 torch.library.register_autograd(
@@ -272,7 +254,7 @@ if private_torch.HAS_BATCHES:
     _LIBRARY.impl("sweep_backward", _sweep_backward_of_batch, "Batched")
 
 
-class TiledKernel(Kernel):
+class TiledKernel(kernel.Kernel):
     """Kernel for all results, differentiable, one tile at a time."""
 
     name = "tiled"
@@ -288,9 +270,8 @@ class TiledKernel(Kernel):
         operands = (*pack_arguments(task.problem), task.v, task.y, *task.requested_statistics)
         return KernelResult(*torch.ops.headwise.sweep(*operands))
 
-    def cost(self, task: Task) -> Cost:
+    def cost(self, task: Task) -> kernel.Cost:
         """The memory is that of two tiles."""
         width = task.problem.q.new_empty(0, dtype=task.problem.accumulation_dtype).element_size()
-        return Cost(
-            task.operation_count, min(2 * TILE_ELEMENTS, 2 * max(task.cell_count, 1)) * width
-        )
+        cells = min(tiles.TILE_ELEMENTS, max(1, tiles.count_cells(task.problem)))
+        return kernel.Cost(tiles.count_operations(task), 2 * cells * width)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from headwise.masks.bound import BoundMask
 from headwise.masks.clause import Clause, Span
 from headwise.masks.score_bias import cast_biases_for_sum
-from headwise.matrix.kernels.input import KernelInput
+from headwise.matrix.kernels.kernel import KernelInput, Task
 
 # 8 MB of float32. On two cores, half of it took 13 % longer and twice of it 10 % (docs/log.md).
 TILE_ELEMENTS = 2**21
@@ -74,6 +75,17 @@ def plan_tiles(problem: KernelInput, *, all_heads: bool = False) -> Iterator[Til
                 )
 
 
+def count_cells(problem: KernelInput) -> int:
+    """Return the number of matrix entries in all tiles: those inside the bands, rounded up."""
+    return sum(prod(tile.axis_sizes(problem.group)) for tile in plan_tiles(problem))
+
+
+def count_operations(task: Task) -> int:
+    """Return the operations of the scores and every product, two for a multiply-add."""
+    widths = [task.problem.q.shape[3], *(t.shape[3] for t in (task.v, task.y) if t is not None)]
+    return 2 * count_cells(task.problem) * sum(widths)
+
+
 class Scratch:
     """Buffer that all tiles reuse, since fresh memory costs more time than the arithmetic on it."""
 
@@ -110,8 +122,7 @@ class KeysByColumn:
 
 def cut_tile(tensor: Tensor, tile: Tile, rows: slice, heads: slice, dtype: torch.dtype) -> Tensor:
     """Cut (batch, heads, length, width) to a tile: (batches * heads, length, width)."""
-    cut = tensor[tile.batches, heads, rows].to(dtype)
-    return cut.flatten(0, 1)
+    return tensor[tile.batches, heads, rows].to(dtype).flatten(0, 1)
 
 
 def cut_tile_by_kv_head(tensor: Tensor, tile: Tile, group: int, dtype: torch.dtype) -> Tensor:
@@ -193,3 +204,89 @@ def yield_subranges_outside_span(whole: slice, inside: Span) -> Iterator[slice]:
     for part in (slice(whole.start, left), slice(right, whole.stop)):
         if part.start < part.stop:
             yield part
+
+
+# ---- pooled map: sums over blocks of queries and blocks of keys ---------------------------------
+
+# Blocks of at least this many columns are summed by `sum`: index_add_ adds the numbers in sequence,
+# which rounds more.
+LONG_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """Blocks of an axis that overlap a span of its positions; i of n is in i * blocks // n."""
+
+    span: slice
+    length: int
+    blocks: int
+
+    @property
+    def touched_blocks(self) -> slice:
+        if self.span.start == self.span.stop:
+            return slice(0, 0)
+        ends = (self.span.start, self.span.stop - 1)
+        first, last = (i * self.blocks // self.length for i in ends)
+        return slice(first, last + 1)
+
+    @property
+    def touched_block_count(self) -> int:
+        return int(self.touched_blocks.stop - self.touched_blocks.start)
+
+    def positions_per_block(self) -> list[int]:
+        """Return the number of the span's positions in each touched block."""
+        touched = range(self.touched_blocks.start, self.touched_blocks.stop + 1)
+        starts = [-(-block * self.length // self.blocks) for block in touched]
+        inside = [min(max(start, self.span.start), self.span.stop) for start in starts]
+        return [stop - start for start, stop in pairwise(inside)]
+
+    def index(self, like: Tensor) -> Tensor:
+        """Return the block of each position, counted from the first touched block."""
+        position = torch.arange(self.span.start, self.span.stop, device=like.device)
+        return (position * self.blocks // self.length).sub_(self.touched_blocks.start)
+
+
+def add_tile(cells: Tensor, problem: KernelInput, tile: Tile, p: Tensor) -> None:
+    """Add the weights of one tile to their cells, (batch, heads, query blocks, key blocks).
+
+    Queries first: adding whole rows of a tile is fast.
+    """
+    rows, columns = _block_maps_of_tile(cells, problem, tile)
+    if rows.touched_block_count != p.shape[2]:
+        summed = p.new_zeros(*p.shape[:2], rows.touched_block_count, p.shape[3])
+        p = summed.index_add_(2, rows.index(p), p)
+    if columns.touched_block_count * LONG_BLOCK <= p.shape[3]:
+        p = torch.stack(
+            [block.sum(-1) for block in p.split(columns.positions_per_block(), dim=-1)], dim=-1
+        )
+    elif columns.touched_block_count != p.shape[3]:
+        summed = p.new_zeros(*p.shape[:3], columns.touched_block_count)
+        p = summed.index_add_(3, columns.index(p), p)
+    cells[tile.batches, tile.heads, rows.touched_blocks, columns.touched_blocks] += p
+
+
+def expand_to_tile(cells: Tensor, problem: KernelInput, tile: Tile) -> Tensor:
+    """Return for each entry of a tile the value of its cell: the gradient of `add_tile`."""
+    rows, columns = _block_maps_of_tile(cells, problem, tile)
+    cut = cells[tile.batches, tile.heads, rows.touched_blocks, columns.touched_blocks]
+    return cut.index_select(3, columns.index(cut)).index_select(2, rows.index(cut))
+
+
+def block_membership(length: int, blocks: int, like: Tensor) -> Tensor:
+    """Return (length, blocks): 1 where a position is in a block, else 0."""
+    block = torch.arange(length, device=like.device) * blocks // max(1, length)
+    return (block[:, None] == torch.arange(blocks, device=like.device)).to(like.dtype)
+
+
+def block_sizes(length: int, blocks: int, like: Tensor) -> Tensor:
+    """Return the number of positions in each block, at least 1."""
+    # Positive numbers only, since ONNX rounds quotients of integers towards 0.
+    edges = (torch.arange(blocks + 1, device=like.device) * length + (blocks - 1)) // blocks
+    return (edges[1:] - edges[:-1]).clamp(min=1).to(like.dtype)
+
+
+def _block_maps_of_tile(
+    cells: Tensor, problem: KernelInput, tile: Tile
+) -> tuple[BlockMap, BlockMap]:
+    rows = BlockMap(tile.rows, problem.q.shape[2], cells.shape[2])
+    return rows, BlockMap(tile.columns, problem.k.shape[2], cells.shape[3])

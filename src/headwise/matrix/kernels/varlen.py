@@ -15,9 +15,8 @@ from torch import Tensor
 
 from headwise.masks.bound import BlockDiagonal
 from headwise.masks.clause import Rectangle, Span
-from headwise.matrix.kernels.input import KernelInput
-from headwise.matrix.kernels.kernel import Cost, Kernel, Task, result_of_outputs_only
-from headwise.matrix.kernels.tiled import KernelResult
+from headwise.matrix.kernels import kernel
+from headwise.matrix.kernels.kernel import Cost, Kernel, KernelInput, KernelResult, Task
 
 # Cost of one more kernel call in multiply-adds: measured on two CPU cores (docs/log.md). The number
 # for accelerators is an estimate, a thousand times as many.
@@ -57,23 +56,25 @@ class VarlenKernel(Kernel):
         self._choose = choose
 
     def refusal_reason(self, task: Task) -> str | None:
-        return (
-            None
-            if _divide_by_sequence(task)
-            else "the mask does not divide the matrix into sequences"
-        )
+        is_product = task.values_if_only_product is not None
+        task.cache["division"] = split_into_rectangles(task.problem) if is_product else None
+        if task.cache["division"] is None:
+            return "the mask does not divide the matrix into sequences"
+        return None
 
     def choice_reason(self, task: Task) -> str:
         """Return the number of sequences."""
-        return f"{len(_require_division(task).rectangles)} sequences, each a separate matrix"
+        return f"{len(task.cache['division'].rectangles)} sequences, each a separate matrix"
 
     def run(self, task: Task) -> KernelResult:
-        problem, division, rows = task.problem, _require_division(task), []
+        assert task.v is not None
+        rows = []
         for row, tasks in enumerate(yield_task_lists_by_batch_row(task)):
             outputs = [self._choose(piece)[0].run(piece).out for piece in tasks]
-            spans = [piece.queries for piece in division.rectangles if piece.batch == row]
-            rows.append(_fill_gaps(outputs, spans, problem.q, _require_values(task).shape[-1]))
-        return result_of_outputs_only(torch.cat(rows).transpose(1, 2))
+            pieces = task.cache["division"].rectangles
+            spans = [piece.queries for piece in pieces if piece.batch == row]
+            rows.append(_fill_gaps(outputs, spans, task.problem.q, task.v.shape[-1]))
+        return kernel.result_of_outputs_only(torch.cat(rows).transpose(1, 2))
 
     def cost(self, task: Task) -> Cost:
         """Return all operations, and the memory of the largest rectangle, as they run in turn."""
@@ -82,32 +83,12 @@ class VarlenKernel(Kernel):
         return Cost(sum(c.operations for c in costs), max((c.memory for c in costs), default=0))
 
 
-def _divide_by_sequence(task: Task) -> BlockDiagonal | None:
-    """Return the division of the task's matrix, computed once, since it reads the lengths."""
-    if "division" not in task.cache:
-        task.cache["division"] = (
-            None if task.values_if_only_product is None else split_into_rectangles(task.problem)
-        )
-    division: BlockDiagonal | None = task.cache["division"]
-    return division
-
-
-def _require_division(task: Task) -> BlockDiagonal:
-    division = _divide_by_sequence(task)
-    assert division is not None
-    return division
-
-
-def _require_values(task: Task) -> Tensor:
-    assert task.values_if_only_product is not None
-    return task.values_if_only_product
-
-
 def yield_task_lists_by_batch_row(task: Task) -> Iterator[list[Task]]:
     """Yield the rectangles of each sequence of the batch, as tasks."""
-    division = _require_division(task)
+    division: BlockDiagonal = task.cache["division"]
     problem = replace(task.problem, mask=division.rest)
-    rows = zip(problem.q.split(1), problem.k.split(1), _require_values(task).split(1), strict=True)
+    assert task.v is not None
+    rows = zip(problem.q.split(1), problem.k.split(1), task.v.split(1), strict=True)
     for index, (q, k, values) in enumerate(rows):
         pieces = [piece for piece in division.rectangles if piece.batch == index]
         parts_q = cut_tensor_into_spans(q, [piece.queries for piece in pieces], dim=2)
@@ -122,10 +103,8 @@ def yield_task_lists_by_batch_row(task: Task) -> Iterator[list[Task]]:
 def _restrict_to_rectangle(
     problem: KernelInput, piece: Rectangle, q: Tensor, k: Tensor
 ) -> KernelInput:
-    mask, bias = (
-        problem.mask.cut_to_part(piece.as_matrix_part),
-        problem.bias.cut_to_part(piece.as_matrix_part),
-    )
+    place = piece.as_matrix_part
+    mask, bias = problem.mask.cut_to_part(place), problem.bias.cut_to_part(place)
     return replace(problem, q=q, k=k, mask=mask, bias=bias)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.function.rounding import LAMBDA, Roundoff
-from headwise.matrix.kernels.input import accumulation_dtype
+from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.scanning.call import CapturedCall, require_not_none
 from headwise.scanning.statistics.rows import EXCLUDED, RowStatistic
 from headwise.scanning.statistics.statistic import (

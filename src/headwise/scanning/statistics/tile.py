@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.matrix.kernels.observe import ObservedTile
+from headwise.matrix.kernels.readings import ObservedTile
 from headwise.scanning.call import CapturedCall, require_not_none
 
 

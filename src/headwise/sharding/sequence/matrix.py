@@ -17,7 +17,7 @@ from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import checks
 from headwise.matrix.kernels.dispatch import Explanation
-from headwise.matrix.kernels.input import accumulation_dtype
+from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.matrix.operator import AttentionMatrix, LeftOperand, Statistics
 from headwise.sharding.collectives import reduce_scatter_tokens, sum_ranks
 from headwise.sharding.sequence._attend import gather_keys_or_values

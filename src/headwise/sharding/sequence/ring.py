@@ -26,8 +26,8 @@ from headwise.function import stages
 from headwise.masks.clause import MatrixPart
 from headwise.masks.score_bias import BoundBias
 from headwise.matrix.kernels import tiled
-from headwise.matrix.kernels.input import KernelInput, accumulation_dtype
-from headwise.matrix.kernels.tiled import KernelResult, Requested, UpstreamGradients, softmax_shift
+from headwise.matrix.kernels.kernel import KernelInput, KernelResult, Requested, accumulation_dtype
+from headwise.matrix.kernels.tiled import UpstreamGradients, softmax_shift
 from headwise.sharding.collectives import Transfer, iterate_tensors_of_ranks
 from headwise.sharding.sequence.scores import SequenceScores
 from headwise.support.tracing import without_autocast

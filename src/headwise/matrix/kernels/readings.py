@@ -1,7 +1,7 @@
-"""Iteration over the tiles of the weights, for custom reductions.
+"""Readings of the weights beside products: rows, diagonals, largest weights, tiles and counts.
 
-Every query's row is complete in one tile, so its statistics are final. Tiles share their memory:
-copy what you keep.
+A custom reduction iterates over tiles. Every query's row is complete in one tile, so its statistics
+are final. Tiles share their memory: copy what you keep.
 """
 
 from __future__ import annotations
@@ -11,21 +11,94 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from headwise.function import stages
 from headwise.masks.bound import BoundMask
 from headwise.masks.clause import Span
-from headwise.matrix.kernels import tiled
-from headwise.matrix.kernels.input import KernelInput
-from headwise.matrix.kernels.tiles import (
-    TILE_ELEMENTS,
-    KeysByColumn,
-    Scratch,
-    Tile,
-    plan_tiles,
-    tile_scores,
-    yield_subranges_outside_span,
-)
-from headwise.support.tracing import without_autocast
+from headwise.masks.score_bias import cast_biases_for_sum
+from headwise.matrix.kernels import tiled, tiled_op, tiles
+from headwise.matrix.kernels.dispatch import run_kernel
+from headwise.matrix.kernels.kernel import KernelInput, Task
+from headwise.matrix.kernels.tiles import Scratch, Tile
+from headwise.support.tracing import needs_plain_torch, without_autocast
+
+
+def weights_of_queries(problem: KernelInput, index: Tensor) -> Tensor:
+    """Return the weights of the queries in ``index``, (batch, heads, rows, keys)."""
+    exact = problem.accumulation_dtype
+    with without_autocast(problem.q):
+        s = stages.scores_at_rows(
+            problem.q.index_select(2, index).to(exact),
+            problem.k.to(exact),
+            index,
+            mask=problem.mask,
+            score_bias=problem.bias,
+            scale=problem.scale,
+            softcap=problem.softcap,
+        )
+        return stages.weights_from_scores(s, problem.sink).to(problem.q.dtype)
+
+
+def diagonal_weights(problem: KernelInput, offset: int) -> Tensor:
+    """Return the weights of the pairs (query i, key i + offset), (batch, heads, pairs)."""
+    (_, heads, queries, _), keys = problem.q.shape, problem.k.shape[2]
+    first, stop = max(0, -offset), max(max(0, -offset), min(queries, keys - offset))
+    rows = torch.arange(first, stop, device=problem.q.device)
+    exact = problem.accumulation_dtype
+    q = problem.q[:, :, first:stop].to(exact)
+    k = problem.k[:, :, first + offset : stop + offset].to(exact)
+    s = problem.scale * (q * stages.repeat_kv_heads(k, heads=heads)).sum(-1)
+    if problem.softcap is not None:
+        s = problem.softcap * torch.tanh(s / problem.softcap)
+    for part in cast_biases_for_sum(problem.bias.parts_at_pairs(rows, rows + offset), exact):
+        s = s + part
+    s = s.masked_fill(~problem.mask.evaluate_pairs(rows, rows + offset), -torch.inf)
+    result = run_kernel(Task(problem))
+    sink = None if problem.sink is None else problem.sink.detach()
+    shift = tiled.softmax_shift(result.peak.detach(), sink)[..., first:stop]
+    return torch.exp(s - shift - result.log_sum[..., first:stop]).to(problem.q.dtype)
+
+
+def largest_weights(problem: KernelInput, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ``count`` largest weights of the queries in ``index``, and their keys.
+
+    Rows are computed in blocks of about one tile, so memory does not grow with queries x keys.
+    """
+    batch, heads, _, _ = problem.q.shape
+    step = max(1, tiles.TILE_ELEMENTS // max(1, batch * heads * problem.k.shape[2]))
+    # ONNX cannot split at a length that varies, and its graph is dense in any case.
+    blocks = (index,) if torch.onnx.is_in_onnx_export() else torch.split(index, step)
+    pairs = [_largest_weights_of_query_block(problem, count, block) for block in blocks]
+    values, indices = zip(*pairs, strict=True)
+    return torch.cat(values, 2), torch.cat(indices, 2)
+
+
+def _largest_weights_of_query_block(
+    problem: KernelInput, count: int, index: Tensor
+) -> tuple[Tensor, Tensor]:
+    tensors, form = tiled_op.separate_tensors((tiled_op.pack_arguments(problem), index))
+    has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    # torch.func does not support checkpoint.
+    if not has_gradient or needs_plain_torch():
+        values, indices = weights_of_queries(problem, index).topk(count, dim=-1)
+        return values, indices
+
+    # Recompute rows in the backward pass: saved rows would add up to queries x keys. Every tensor
+    # is an argument, so that torch saves it and detects in-place changes.
+    def recomputed(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        packed, rows = tiled_op.restore_tensors(tensors, form)
+        weights = weights_of_queries(tiled_op.unpack_arguments(packed), rows)
+        values, indices = weights.topk(count, dim=-1)
+        return values, indices
+
+    largest: tuple[Tensor, Tensor] = checkpoint(
+        recomputed, *tensors, use_reentrant=False, preserve_rng_state=False
+    )
+    return largest
+
+
+# ---- tiles -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +139,12 @@ def yield_observed_tiles(
 ) -> Iterator[ObservedTile]:
     """Yield every tile with an allowed key, in one pass over the matrix."""
     scratch, second, third = Scratch(problem), Scratch(problem), Scratch(problem)
-    keys, mask = KeysByColumn(problem), _mask_if_bias_hides_nothing(problem)
-    for tile in plan_tiles(problem):
+    keys, mask = tiles.KeysByColumn(problem), _mask_if_bias_hides_nothing(problem)
+    for tile in tiles.plan_tiles(problem):
         if tile.columns.start == tile.columns.stop:
             continue
         with without_autocast(problem.q):
-            s, _, _ = tile_scores(problem, tile, keys, scratch)
+            s, _, _ = tiles.tile_scores(problem, tile, keys, scratch)
             scores = third.view(*s.shape).copy_(s) if with_scores else None
             lowest = _lowest_visible_score_per_row(mask, tile, s, second) if with_lowest else None
             allowed = _count_keys_allowed_to_each_query(mask, tile, s)
@@ -102,12 +175,8 @@ def count_attending_queries(problem: KernelInput, queries: Tensor) -> Tensor:
     Returns (batch, heads, keys), or (batch, 1, keys) where the counts of all heads are equal.
     """
     batch, length = queries.shape
-    mask = _mask_if_bias_hides_nothing(problem)
-    interval = (
-        None
-        if mask is None
-        else mask.key_interval_per_query(_row_numbers(slice(0, length), queries))
-    )
+    mask, every = _mask_if_bias_hides_nothing(problem), torch.arange(length, device=queries.device)
+    interval = None if mask is None else mask.key_interval_per_query(every)
     if mask is None or interval is None:
         return _count_attending_by_dense_mask(problem, queries)
     # +1 at a query's first key, -1 at its stop; the running sum is the count.
@@ -123,7 +192,7 @@ def _count_attending_by_dense_mask(problem: KernelInput, queries: Tensor) -> Ten
     batch, heads, length, _ = problem.q.shape
     keys = problem.k.shape[2]
     counts = torch.zeros(batch, heads, keys, dtype=torch.long, device=queries.device)
-    step = max(1, TILE_ELEMENTS // max(1, batch * heads * keys))
+    step = max(1, tiles.TILE_ELEMENTS // max(1, batch * heads * keys))
     for rows in torch.arange(length, device=queries.device).split(step):
         allowed = problem.mask.evaluate_rows(rows)
         for part in problem.bias.parts_at_rows(rows):
@@ -137,17 +206,10 @@ def _mask_if_bias_hides_nothing(problem: KernelInput) -> BoundMask | None:
     return None if problem.bias.may_hide else problem.mask
 
 
-def _row_numbers(rows: slice, like: Tensor) -> Tensor:
-    return torch.arange(rows.start, rows.stop, device=like.device)
-
-
 def _lowest_visible_score_per_row(
     mask: BoundMask | None, tile: Tile, s: Tensor, spare: Scratch
 ) -> Tensor:
-    """Return the smallest score of each row that is not hidden, or inf.
-
-    Hidden keys: see `_mask_if_bias_hides_nothing`.
-    """
+    """Return the smallest score of each row that is not hidden, or inf."""
     start, opened = tile.columns.start, Span(0, 0)
     if mask is not None:
         opened = mask.fully_allowed_key_range(tile.rows.start, tile.rows.stop)
@@ -155,7 +217,7 @@ def _lowest_visible_score_per_row(
     lowest = s.new_full(s.shape[:3], torch.inf)
     if opened.size:
         lowest = s[..., opened.first - start : opened.stop - start].amin(-1)
-    for edge in yield_subranges_outside_span(tile.columns, opened):
+    for edge in tiles.yield_subranges_outside_span(tile.columns, opened):
         scores = s[..., edge.start - start : edge.stop - start]
         finite = spare.view(*scores.shape)
         torch.nan_to_num(scores, torch.nan, neginf=torch.inf, posinf=torch.inf, out=finite)
@@ -165,11 +227,8 @@ def _lowest_visible_score_per_row(
 
 def _count_keys_allowed_to_each_query(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
     """Count the keys that each query may attend to, (batches, heads, rows)."""
-    interval = (
-        None
-        if mask is None
-        else mask.key_interval_per_query(_row_numbers(tile.rows, s), tile.batches)
-    )
+    rows = torch.arange(tile.rows.start, tile.rows.stop, device=s.device)
+    interval = None if mask is None else mask.key_interval_per_query(rows, tile.batches)
     if interval is None:
         return (s > -torch.inf).sum(-1)
     first, stop = interval
