@@ -12,16 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from headwise.errors import DeviceError
-from headwise.masks.clause import (
-    WHOLE,
-    Clause,
-    Index,
-    MaskBlock,
-    MatrixPart,
-    MatrixSizes,
-    Rectangle,
-    Span,
-)
+from headwise.masks.clause import WHOLE, Clause, MaskBlock, MatrixPart, MatrixSizes, Rectangle, Span
 from headwise.masks.clauses.band import Band
 
 
@@ -101,7 +92,7 @@ class BoundMask:
         self,
         batches: slice,
         heads: slice,
-        rows: Index,
+        rows: slice | Tensor,
         columns: slice,
         clauses: Iterable[Clause] | None = None,
     ) -> Tensor | None:
@@ -189,16 +180,13 @@ def bind_clauses(clauses: Iterable[Clause], sizes: MatrixSizes, device: torch.de
                     needed="one device",
                     do=f'mask.to("{device}")',
                 )
-        _merge_clause(merged, clause)
+        for index, other in enumerate(merged):
+            if (both := other.merged(clause)) is not None:
+                merged[index] = both
+                break
+        else:
+            merged.append(clause)
     return BoundMask(sizes, device, tuple(merged))
-
-
-def _merge_clause(clauses: list[Clause], other: Clause) -> None:
-    for index, clause in enumerate(clauses):
-        if (both := clause.merged(other)) is not None:
-            clauses[index] = both
-            return
-    clauses.append(other)
 
 
 def _intersect_rectangles(some: list[Rectangle], others: list[Rectangle]) -> list[Rectangle]:

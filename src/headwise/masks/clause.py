@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,14 +187,18 @@ class Clause(ABC):
         """The least sizes that it can be bound to; 1 where any will do."""
         return MatrixSizes(1, 1, 1, 1)
 
-    def aligned(self, align: str) -> Clause:  # noqa: ARG002
-        """The clause with this alignment, where it needs one and names none."""
-        return self
-
     @property
     def named_align(self) -> str | None:
         """The alignment that the caller named; None where there is none, or none is needed."""
-        return None
+        named: str | None = getattr(self, "align", None)
+        return named
+
+    def aligned(self, align: str) -> Clause:
+        """The clause with this alignment, where it needs one and names none."""
+        if getattr(self, "align", "not needed") is not None:
+            return self
+        changes: dict[str, Any] = {"align": align}
+        return replace(self, **changes)
 
     def of_heads(self, index: Tensor) -> Clause:  # noqa: ARG002
         """The clause of chosen heads."""
@@ -256,18 +260,14 @@ def positions_of_index(index: Index, size: int, device: torch.device) -> Tensor:
     return index if isinstance(index, Tensor) else torch.arange(size, device=device)[index]
 
 
-def index_axis(tensor: Tensor, dim: int, index: Index) -> Tensor:
-    """Index one axis."""
-    if isinstance(index, Tensor):
-        return tensor.index_select(dim, index)
-    return tensor[(WHOLE,) * dim + (index,)]
-
-
 def index_axes(tensor: Tensor, *index: Index) -> Tensor:
     """Index each axis of a broadcastable tensor, leaving axes of size one as they are."""
     for dim, part in enumerate(index):
         if tensor.shape[dim] != 1:
-            tensor = index_axis(tensor, dim, part)
+            if isinstance(part, Tensor):
+                tensor = tensor.index_select(dim, part)
+            else:
+                tensor = tensor[(WHOLE,) * dim + (part,)]
     return tensor
 
 
@@ -291,7 +291,7 @@ def require_align(align: str | None) -> None:
         )
 
 
-def resolve_align_to_offset(align: Align | None, queries: int, keys: int, *, what: str) -> int:
+def resolve_align(align: Align | None, queries: int, keys: int, *, what: str) -> int:
     """Return the key position that is aligned with query 0: 0, or keys - queries.
 
     Raises:

@@ -18,20 +18,13 @@ from jaxtyping import Bool, Integer
 from torch import Tensor
 
 from headwise.errors import MaskError, OptionError
-from headwise.masks import bound as bound_mask
-from headwise.masks.bound import BoundMask
+from headwise.masks.bound import BoundMask, bind_clauses
 from headwise.masks.clause import BOUNDLESS, Align, Clause, MatrixSizes, require_align
-from headwise.masks.clauses.band import Band
+from headwise.masks.clauses import segments
+from headwise.masks.clauses.band import Band, make_prefix
 from headwise.masks.clauses.dense import Dense, with_matrix_axes
 from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, Side, Starts, require_lengths
 from headwise.masks.clauses.predicate import Predicate, PredicateClause
-from headwise.masks.clauses.prefix import make_prefix
-from headwise.masks.clauses.segments import (
-    PackedRow,
-    Segments,
-    require_offsets,
-    require_segment_ids,
-)
 from headwise.support.arguments import require_tensors
 from headwise.support.forms import ShownInNotebook
 from headwise.support.integers import convert_to_int64, convert_to_int_or_none
@@ -136,10 +129,9 @@ class Mask(ShownInNotebook):
         Raises:
             MaskError: ids that are no integers.
         """
-        ids = require_segment_ids(ids, "queries")
-        return cls(
-            (Segments(ids, ids if key_ids is None else require_segment_ids(key_ids, "keys")),)
-        )
+        query_ids = segments.require_segment_ids(ids, "queries")
+        others = query_ids if key_ids is None else segments.require_segment_ids(key_ids, "keys")
+        return cls((segments.Segments(query_ids, others),))
 
     @classmethod
     def packed(
@@ -156,17 +148,16 @@ class Mask(ShownInNotebook):
         Raises:
             MaskError: no integers, or another number of sequences for the keys.
         """
-        queries = require_offsets(cu_seqlens, "cu_seqlens")
-        keys = queries
+        queries = keys = segments.require_offsets(cu_seqlens, "cu_seqlens")
         if key_cu_seqlens is not None:
-            keys = require_offsets(key_cu_seqlens, "key_cu_seqlens")
+            keys = segments.require_offsets(key_cu_seqlens, "key_cu_seqlens")
         if queries.shape != keys.shape:
             raise MaskError(
                 saw=f"{len(queries)} offsets for the queries and {len(keys)} for the keys",
                 needed="as many sequences of keys as of queries",
                 do="give a sequence without keys the same offset twice",
             )
-        return cls((PackedRow(queries, keys),))
+        return cls((segments.PackedRow(queries, keys),))
 
     @classmethod
     def prefix(
@@ -271,9 +262,7 @@ class Mask(ShownInNotebook):
             MaskError: made for other sizes, or an alignment that is needed and not named.
             DeviceError: a tensor on another device than the queries and keys.
         """
-        return bound_mask.bind_clauses(
-            self.clauses, MatrixSizes(batch, heads, queries, keys), device
-        )
+        return bind_clauses(self.clauses, MatrixSizes(batch, heads, queries, keys), device)
 
     def draw(
         self, queries: int | None = None, keys: int | None = None, *, batch: int = 0, head: int = 0

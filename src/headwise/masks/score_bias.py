@@ -17,29 +17,75 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, MaskError
-from headwise.masks.clause import (
-    WHOLE,
-    Align,
-    MatrixPart,
-    MatrixSizes,
-    index_axes,
-    read_pairs,
-    require_align,
-    resolve_align_to_offset,
-)
+from headwise.masks import clause
+from headwise.masks.clause import WHOLE, Align, MatrixPart, MatrixSizes
 from headwise.masks.clauses.dense import require_broadcastable_to_matrix, with_matrix_axes
-from headwise.masks.distance import (
-    AlibiTable,
-    ByDistance,
-    RelativeTable,
-    ShiftedTable,
-    TableOfHeads,
-)
 from headwise.masks.mask import Mask
 from headwise.support.arguments import require_tensors
 from headwise.support.integers import convert_to_int64
 from headwise.support.text import axis_broadcasts_to, describe_value
 from headwise.support.tracing import may_check_values
+
+
+def _alibi_rows(slopes: Tensor, distances: Tensor, dtype: torch.dtype) -> Tensor:
+    """``-slope * |distance|``, for the slope of each head."""
+    # In bfloat16 a slope times a distance is off by one part in 256: whole points of the score.
+    exact = torch.promote_types(torch.promote_types(slopes.dtype, dtype), torch.float32)
+    limits = torch.finfo(exact)  # a penalty beyond them hides no key
+    return (-slopes.to(exact)[:, None] * distances.abs()).clamp(limits.min, limits.max)
+
+
+def _relative_rows(table: Tensor, distances: Tensor, _: torch.dtype) -> Tensor:
+    """One number for each distance from -reach to reach, of (heads, 2 * reach + 1)."""
+    reach = table.shape[1] // 2
+    return table[:, distances.clamp(-reach, reach) + reach]
+
+
+# (heads, distances), with no rounding that the dtype would not make as well.
+_ROWS = {"alibi": _alibi_rows, "relative": _relative_rows}
+
+
+@dataclass(frozen=True, eq=False)
+class ByDistance:
+    """The bias of each head as a function of ``key - query``.
+
+    A value, not a function: a copy holds its own tensors, and a pickle holds them at all.
+
+    Attributes:
+        name: its formula, one of `_ROWS`.
+        given: the caller's tensor, with a row for each head, or one for all.
+        align: the key from which distances count.
+        heads: the numbers of chosen heads; None for all.
+        shift: added to distances, for a part of a matrix.
+    """
+
+    name: str
+    given: Tensor
+    align: Align | None
+    heads: Tensor | None = None
+    shift: int = 0
+
+    def __post_init__(self) -> None:
+        clause.require_align(self.align)
+
+    @property
+    def num_heads(self) -> int:
+        """The number of heads; 1 where one row serves all of them."""
+        return len(self.given if self.heads is None or len(self.given) == 1 else self.heads)
+
+    def offset(self, queries: int, keys: int) -> int:
+        """Return the key position that is aligned with query 0."""
+        what = f"a {self.name} bias"
+        return clause.resolve_align(self.align, queries, keys, what=what)
+
+    def rows(self, distances: Int[Tensor, " n"], dtype: torch.dtype) -> Tensor:
+        """Return the bias of each head at these distances, (heads, n)."""
+        rows = _ROWS[self.name](self.given, distances + self.shift, dtype)
+        return rows if self.heads is None or len(rows) == 1 else rows.index_select(0, self.heads)
+
+    def of_heads(self, index: Tensor) -> ByDistance:
+        """Return the bias of chosen heads."""
+        return replace(self, heads=index if self.heads is None else self.heads[index])
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +121,7 @@ class ScoreBias:
             MaskError: slopes that are no floats, or not one for each head.
         """
         _require_float_tensor(slopes, "slopes", ("heads",))
-        return cls(by_distance=(ByDistance("alibi", AlibiTable(slopes), align),))
+        return cls(by_distance=(ByDistance("alibi", slopes, align),))
 
     @classmethod
     def relative(
@@ -93,19 +139,19 @@ class ScoreBias:
                 needed="an odd number: 2 * reach + 1, for distances -reach to +reach",
                 do=f"e.g. {table.shape[1] + 1} columns for reach {table.shape[1] // 2}",
             )
-        return cls(by_distance=(ByDistance("relative", RelativeTable(table), align),))
+        return cls(by_distance=(ByDistance("relative", table, align),))
 
     def of_heads(self, index: Integer[Tensor, " chosen"]) -> ScoreBias:
         """The bias of chosen heads alone."""
         index = convert_to_int64(index, "heads")
-        parts = tuple(replace(p, table=TableOfHeads(p.table, index)) for p in self.by_distance)
+        parts = tuple(part.of_heads(index) for part in self.by_distance)
         tensors = tuple(t if t.shape[1] == 1 else t.index_select(1, index) for t in self.tensors)
         return ScoreBias(parts, tensors)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ScoreBias:
         """The bias with ``function`` of each of its tensors, in the order of `all_tensors`."""
         tensors = tuple(map(function, self.tensors))
-        parts = tuple(replace(p, table=p.table.map_tensors(function)) for p in self.by_distance)
+        parts = tuple(replace(part, given=function(part.given)) for part in self.by_distance)
         return ScoreBias(parts, tensors)
 
     def __add__(self, other: ScoreBias) -> ScoreBias:
@@ -114,7 +160,7 @@ class ScoreBias:
 
     def aligned(self, align: Align) -> ScoreBias:
         """The same bias, with this alignment for the parts that name none."""
-        require_align(align)
+        clause.require_align(align)
         parts = tuple(replace(part, align=part.align or align) for part in self.by_distance)
         return replace(self, by_distance=parts)
 
@@ -125,7 +171,7 @@ class ScoreBias:
 
     def all_tensors(self) -> list[Tensor]:
         """Every tensor that the bias was made of."""
-        return [*self.tensors, *(part.table.given_tensor for part in self.by_distance)]
+        return [*self.tensors, *(part.given for part in self.by_distance)]
 
     def bind(
         self,
@@ -152,20 +198,19 @@ class ScoreBias:
             DeviceError: a tensor on another device.
         """
         for part in self.by_distance:
-            resolve_align_to_offset(part.align, queries, keys, what=part.name_in_messages)
-            if not axis_broadcasts_to(part.table.num_heads, heads):
+            part.offset(queries, keys)
+            if not axis_broadcasts_to(part.num_heads, heads):
                 raise MaskError(
-                    saw=f"a {part.name} bias for {part.table.num_heads} heads",
+                    saw=f"a {part.name} bias for {part.num_heads} heads",
                     needed=f"{heads} heads, or one row for all",
                     do="give one row for each head",
                 )
-            numbers = part.table.given_tensor
             # A slope of infinity would be NaN at distance 0.
-            _check_device_and_values(numbers.abs() if part.name == "alibi" else numbers, device)
+            given = part.given.abs() if part.name == "alibi" else part.given
+            _check_device_and_values(given, device)
+        sizes = MatrixSizes(batch, heads, queries, keys)
         for bias in self.tensors:
-            require_broadcastable_to_matrix(
-                bias, MatrixSizes(batch, heads, queries, keys), "a score bias"
-            )
+            require_broadcastable_to_matrix(bias, sizes, "a score bias")
             _check_device_and_values(bias, device)
 
     def bind_unchecked(
@@ -173,20 +218,13 @@ class ScoreBias:
     ) -> BoundBias:
         """Fix the sizes: one table over all distances, and the dense tensors.
 
-        The table is part of the autograd graph in which it is made. Make one for each reading.
-
-        Args:
-            queries: how many.
-            keys: how many.
-            device: of the queries and keys.
-            dtype: of the scores; the table is rounded no more than that.
+        The table is part of the autograd graph in which it is made: make one for each reading. It
+        is rounded no more than ``dtype``, that of the scores.
         """
         rows = []
         for part in self.by_distance:
-            offset = resolve_align_to_offset(part.align, queries, keys, what=part.name_in_messages)
-            count = max(0, queries + keys - 1)
-            distances = torch.arange(count, device=device) + (1 - queries - offset)
-            rows.append(part.table(distances, dtype))
+            every = torch.arange(max(0, queries + keys - 1), device=device)
+            rows.append(part.rows(every + (1 - queries - part.offset(queries, keys)), dtype))
         table = rows[0] if rows else None
         if len(rows) > 1:
             exact = reduce(torch.promote_types, (row.dtype for row in rows), dtype)
@@ -241,7 +279,7 @@ class BoundBias:
         self, batches: slice, heads: slice, rows: slice | Tensor, columns: slice
     ) -> list[Tensor]:
         """Return the parts for one block; each broadcasts to (batches, heads, rows, columns)."""
-        parts = [index_axes(bias, batches, heads, rows, columns) for bias in self.tensors]
+        parts = [clause.index_axes(x, batches, heads, rows, columns) for x in self.tensors]
         if self.table is not None:
             table = self.table if self.table.shape[0] == 1 else self.table[heads]
             parts.append(self._read_distance_table(table, rows, columns)[None])
@@ -272,7 +310,7 @@ class BoundBias:
         self, rows: Int[Tensor, " pairs"], columns: Int[Tensor, " pairs"]
     ) -> list[Tensor]:
         """Return the parts at (query, key) pairs; they broadcast to (batch, heads, pairs)."""
-        parts = [read_pairs(bias, rows, columns) for bias in self.tensors]
+        parts = [clause.read_pairs(bias, rows, columns) for bias in self.tensors]
         if self.table is not None:
             parts.append(self.table[None, :, columns - rows + self.queries - 1])
         return parts
@@ -284,20 +322,18 @@ class BoundBias:
 
 def cut_score_bias_to_part(bias: ScoreBias, place: MatrixPart, sizes: MatrixSizes) -> ScoreBias:
     """Return the bias of one part of a matrix of these sizes, as a bias of that size."""
-    tables = []
+    first = place.keys.first - place.queries.first
+    parts = []
     for part in bias.by_distance:
-        offset = resolve_align_to_offset(
-            part.align, sizes.queries, sizes.keys, what=part.name_in_messages
-        )
-        shift = place.keys.first - place.queries.first - offset
-        tables.append(ByDistance(part.name, ShiftedTable(part.table, shift), "top-left"))
-    return ScoreBias(tuple(tables), cut_tensors_to_part(bias.tensors, place))
+        shift = part.shift + first - part.offset(sizes.queries, sizes.keys)
+        parts.append(replace(part, align="top-left", shift=shift))
+    return ScoreBias(tuple(parts), cut_tensors_to_part(bias.tensors, place))
 
 
 def cut_tensors_to_part(tensors: tuple[Tensor, ...], place: MatrixPart) -> tuple[Tensor, ...]:
     """Return one part of tensors that broadcast to (batch, heads, queries, keys)."""
     batches, queries, keys = (slice(*span) for span in place)
-    return tuple(index_axes(tensor, batches, WHOLE, queries, keys) for tensor in tensors)
+    return tuple(clause.index_axes(tensor, batches, WHOLE, queries, keys) for tensor in tensors)
 
 
 def require_score_bias_type(value: object, call: str) -> ScoreBias:

@@ -103,11 +103,12 @@ def check_scale_softcap_and_sink(
         )
     if sink.device != q.device:
         check_operand_dtype_and_device("sink", sink.to(q.dtype), q)
-    if too_large := _find_unrepresentable_entry(sink, q.dtype):
+    limit = _score_range(q.dtype).max
+    largest = float(sink.detach().max()) if may_check_values(sink) and sink.numel() else 0.0
+    if not largest <= limit:  # NaN included
         raise OptionError(
-            saw=f"a sink that holds {too_large}, with queries of dtype {q.dtype}",
-            needed=f"numbers up to {_score_range(q.dtype).max:.2g}, "
-            "or -inf for a head without a sink",
+            saw=f"a sink that holds {largest}, with queries of dtype {q.dtype}",
+            needed=f"numbers up to {limit:.2g}, or -inf for a head without a sink",
             do="replace NaN and +inf, or use q.double() and k.double()",
         )
 
@@ -115,10 +116,7 @@ def check_scale_softcap_and_sink(
 def check_scale_and_softcap(
     scale: float | None, softcap: float | None, *, dtype: torch.dtype
 ) -> None:
-    """Check that scale and softcap are in the range of the scores' dtype.
-
-    ``dtype`` is that of the queries.
-    """
+    """Check that scale and softcap are in the range of scores, for queries of ``dtype``."""
     limits = _score_range(dtype)
     # Comparisons, not math.isfinite: they also hold for the symbolic floats of a compiled graph.
     if scale is not None and not (is_number(scale) and abs(scale) <= limits.max):
@@ -146,14 +144,6 @@ def _advise_plain_number(name: str, value: object) -> str | None:
 def _score_range(dtype: torch.dtype) -> torch.finfo:
     """Return the range of the dtype of the scores, for queries of ``dtype``."""
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-def _find_unrepresentable_entry(tensor: Tensor, dtype: torch.dtype) -> float | None:
-    """Return the largest entry if scores cannot hold it, NaN included. Eager mode on CPU only."""
-    if not may_check_values(tensor) or tensor.numel() == 0:
-        return None
-    largest = float(tensor.detach().max())
-    return None if largest <= _score_range(dtype).max else largest
 
 
 def raise_operand_error(product: str, operand: Tensor, needed: str) -> None:

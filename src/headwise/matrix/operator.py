@@ -19,7 +19,7 @@ from torch import Tensor
 from headwise.function import stages
 from headwise.masks.bound import BoundMask
 from headwise.masks.mask import NO_MASK, Mask, require_mask_type
-from headwise.masks.score_bias import NO_BIAS, BoundBias, ScoreBias, require_score_bias_type
+from headwise.masks.score_bias import NO_BIAS, ScoreBias, require_score_bias_type
 from headwise.matrix import checks
 from headwise.matrix.kernels import dense, readings, sdpa, tiled, tiles
 from headwise.matrix.kernels.dispatch import Explanation, explain_kernels, run_kernel
@@ -333,15 +333,8 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         The next tile reuses the memory of the last: copy what you keep. ``with_scores`` fills
         `ObservedTile.scores`, ``with_lowest`` fills `ObservedTile.lowest`.
         """
-        rest = readings.yield_observed_tiles(
-            self._kernel_input(), with_scores=with_scores, with_lowest=with_lowest
-        )
-        while True:
-            with torch.no_grad():  # not around the yield: it would turn off the caller's gradients
-                tile = next(rest, None)
-            if tile is None:
-                return
-            yield tile
+        problem = self._kernel_input()
+        yield from readings.yield_observed_tiles(problem, with_scores, with_lowest)
 
     # ---- internals --------------------------------------------------------------------------
 
@@ -349,16 +342,13 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
     def _axis_sizes(self) -> dict[str, int]:
         return dict(zip(MATRIX_AXES, self.shape, strict=True))
 
-    @property
-    def _bound_bias(self) -> BoundBias:
-        # Bound anew for each operation: a table by distance belongs to that operation's graph.
-        (_, _, queries, keys), bias = self.shape, self.score_bias
-        device, dtype = self.q.device, accumulation_dtype(self.q.dtype)
-        return bias.bind_unchecked(queries=queries, keys=keys, device=device, dtype=dtype)
-
     def _kernel_input(self) -> KernelInput:
-        mask, bias = self.bound_mask, self._bound_bias
-        return KernelInput(self.q, self.k, mask, bias, self.scale, self.softcap, self.sink)
+        (_, _, queries, keys), q, bias = self.shape, self.q, self.score_bias
+        # Bound anew for each operation: a table by distance belongs to that operation's graph.
+        bound = bias.bind_unchecked(
+            queries=queries, keys=keys, device=q.device, dtype=accumulation_dtype(q.dtype)
+        )
+        return KernelInput(q, self.k, self.bound_mask, bound, self.scale, self.softcap, self.sink)
 
     def _kernel_input_and_values(self, v: Tensor) -> tuple[KernelInput, Tensor]:
         """Return the problem with as many kv heads as ``v``, and ``v`` expanded to full size."""

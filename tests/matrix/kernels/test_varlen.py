@@ -109,7 +109,7 @@ def test_pieces_are_the_reference(
     leaves = [t.requires_grad_() for t in (q, k, v)]
     options: dict[str, Any] = {"mask": mask, "score_bias": biases(keys)[bias]}
     if bias == "learned":
-        leaves.append(options["score_bias"].by_distance[0].table.given_tensor)
+        leaves.append(options["score_bias"].by_distance[0].given)
     matrix = AttentionMatrix(q, k, **options)
     assert matrix.explain(v).lines[0].kernel == "pieces"
     out, expected = matrix @ v, stages.head_outputs(q, k, v, **options)

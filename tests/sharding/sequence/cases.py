@@ -96,10 +96,7 @@ def with_leaves(p: Problem) -> tuple[Problem, list[Tensor]]:
     sink = None if p.sink is None else leaf(p.sink)
     bias = p.score_bias
     if bias is not None:
-        tables = tuple(
-            replace(part, table=replace(part.table, given_tensor=leaf(part.table.given_tensor)))
-            for part in bias.by_distance
-        )
+        tables = tuple(replace(part, given=leaf(part.given)) for part in bias.by_distance)
         bias = ScoreBias(tables, tuple(map(leaf, bias.tensors)))
     return replace(p, sink=sink, score_bias=bias), leaves
 

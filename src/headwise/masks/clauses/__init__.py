@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from headwise.masks.clause import Clause
-from headwise.masks.clauses.band import Band
+from headwise.masks.clauses.band import Band, Prefix
 from headwise.masks.clauses.dense import Dense
 from headwise.masks.clauses.lengths import Lengths, Starts
 from headwise.masks.clauses.predicate import PredicateClause
-from headwise.masks.clauses.prefix import Prefix
 from headwise.masks.clauses.segments import PackedRow, Segments
 
 # A new kind is added here.

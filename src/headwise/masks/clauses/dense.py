@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headwise.errors import MaskError
-from headwise.masks.clause import (
-    WHOLE,
-    Clause,
-    MaskBlock,
-    MatrixPart,
-    MatrixSizes,
-    index_axes,
-    read_pairs,
-)
+from headwise.masks import clause
+from headwise.masks.clause import WHOLE, Clause, MatrixPart, MatrixSizes, index_axes
 from headwise.support.text import MATRIX_AXES, axis_broadcasts_to, describe_sizes, describe_value
 
 
@@ -34,11 +27,11 @@ class Dense(Clause):
         require_broadcastable_to_matrix(self.allowed, sizes, "a mask")
         return self
 
-    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
+    def evaluate_block(self, block: clause.MaskBlock, sizes: MatrixSizes) -> Tensor:
         return index_axes(self.allowed, block.batches, block.heads, block.rows, block.columns)
 
     def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
-        return read_pairs(self.allowed, rows, columns)
+        return clause.read_pairs(self.allowed, rows, columns)
 
     def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> Dense:
         batches, queries, keys = (slice(*span) for span in place)

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from headwise.errors import MaskError
-from headwise.masks.clause import (
-    BOUNDLESS,
-    Clause,
-    IntervalClause,
-    MaskBlock,
-    MatrixPart,
-    MatrixSizes,
-    Rectangle,
-    Span,
-    positions_of_index,
-)
+from headwise.masks import clause
+from headwise.masks.clause import Clause, MatrixPart, MatrixSizes, Rectangle, Span
 from headwise.support.integers import convert_to_int64, has_integer_dtype
 from headwise.support.text import MATRIX_AXES, describe_value
 from headwise.support.tracing import may_check_values, may_read_values
 
 QUERIES, KEYS = 2, 3  # of MATRIX_AXES
 Side = Literal["left", "right"]
+Numbers = TypeVar("Numbers", int, Tensor)
 
 
 @dataclass(frozen=True, eq=False)
-class PaddingClause(IntervalClause):
+class PaddingClause(clause.IntervalClause):
     """One number for each sequence, that says which positions of one axis are real."""
 
     tensor_fields = ("numbers",)
@@ -40,15 +32,29 @@ class PaddingClause(IntervalClause):
     axis: int
 
     @abstractmethod
-    def real_span(self, number: int) -> Span:
-        """The real positions of a sequence with this number."""
+    def real_positions(self, numbers: Numbers, size: int) -> tuple[Numbers, Numbers]:
+        """First real position and stop of sequences with these numbers, on an axis of this size."""
 
-    @abstractmethod
-    def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
-        """Return True at real positions; both arguments broadcast."""
+    def _is_real(self, position: Tensor, numbers: Tensor, size: int) -> Tensor:
+        first, stop = self.real_positions(numbers, size)
+        return (position >= first) & (position < stop)
 
     def bind(self, sizes: MatrixSizes) -> PaddingClause:
-        _check_numbers(self, sizes)
+        numbers, axis, size = self.numbers, MATRIX_AXES[self.axis], sizes[self.axis]
+        if numbers.shape != (sizes.batch,):
+            raise MaskError(
+                saw=f"{self.kind} of shape {tuple(numbers.shape)} for the {axis}",
+                needed=f"one integer for each sequence: shape (batch {sizes.batch},)",
+                do="e.g. Mask.lengths(keys=torch.tensor([24, 17, 29]))",
+            )
+        may_check = may_check_values(numbers) and numbers.numel()
+        least, most = (int(numbers.min()), int(numbers.max())) if may_check else (0, 0)
+        if least < 0 or most > size:
+            raise MaskError(
+                saw=f"{self.kind} between {least} and {most} for {size} {axis}",
+                needed=f"{self.kind} from 0 to {size}",
+                do="pad the sequences to the longest, or correct the lengths",
+            )
         return self
 
     def cut_to_part(self, place: MatrixPart, sizes: MatrixSizes) -> PaddingClause:
@@ -57,57 +63,42 @@ class PaddingClause(IntervalClause):
         return type(self)(numbers.clamp(0, span.size), self.axis)
 
     def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
-        keys = self.axis == KEYS
-        batch = self.numbers.shape[0]
-        return (
-            MatrixSizes(batch, 1, 1, sizes.keys)
-            if keys
-            else MatrixSizes(batch, 1, sizes.queries, 1)
-        )
+        queries, keys = (1, sizes.keys) if self.axis == KEYS else (sizes.queries, 1)
+        return MatrixSizes(self.numbers.shape[0], 1, queries, keys)
 
-    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
+    def evaluate_block(self, block: clause.MaskBlock, sizes: MatrixSizes) -> Tensor:
         """Only its own axis is written."""
-        numbers = self.numbers[block.batches, None]
-        if self.axis == KEYS:
-            position = positions_of_index(block.columns, sizes.keys, block.device)
-            return self.is_real(position, numbers)[:, None, None, :]
-        position = positions_of_index(block.rows, sizes.queries, block.device)
-        return self.is_real(position, numbers)[:, None, :, None]
+        numbers, size = self.numbers[block.batches, None], sizes[self.axis]
+        index = block.columns if self.axis == KEYS else block.rows
+        position = clause.positions_of_index(index, size, block.device)
+        real = self._is_real(position, numbers, size)
+        return real[:, None, None, :] if self.axis == KEYS else real[:, None, :, None]
 
     def key_interval_per_query(
         self, rows: Tensor, batches: slice, sizes: MatrixSizes
     ) -> tuple[Tensor, Tensor]:
         numbers = self.numbers[batches, None]
         if self.axis == KEYS:
-            return self._real_key_interval(numbers, rows, sizes)
+            return self.real_positions(numbers, sizes.keys)
         none, every = torch.zeros_like(rows)[None], torch.full_like(rows, sizes.keys)[None]
-        return none, torch.where(self.is_real(rows, numbers), every, none)
-
-    @abstractmethod
-    def _real_key_interval(
-        self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes
-    ) -> tuple[Tensor, Tensor]:
-        """First real key and stop."""
+        return none, torch.where(self._is_real(rows, numbers, sizes.queries), every, none)
 
     def rectangles(self, sizes: MatrixSizes) -> list[list[Rectangle]] | None:
         if not may_read_values(self.numbers):
             return None
-        every = Span(0, sizes.queries), Span(0, sizes.keys)
         rectangles = []
         for batch, number in enumerate(self.numbers.tolist()):
-            queries, keys = every
-            if self.axis == QUERIES:
-                queries = queries.intersection(self.real_span(number))
-            else:
-                keys = keys.intersection(self.real_span(number))
-            rectangles.append([Rectangle(batch, queries, keys)])
+            spans = [Span(0, sizes.queries), Span(0, sizes.keys)]
+            real = Span(*self.real_positions(number, sizes[self.axis]))
+            spans[self.axis - QUERIES] = real.intersection(spans[self.axis - QUERIES])
+            rectangles.append([Rectangle(batch, *spans)])
         return rectangles
 
     def real_keys(self, sizes: MatrixSizes) -> Tensor | None:
         if self.axis != KEYS:
             return None
         position = torch.arange(sizes.keys, device=self.numbers.device)
-        return self.is_real(position, self.numbers[:, None])
+        return self._is_real(position, self.numbers[:, None], sizes.keys)
 
     def known_sizes(self) -> MatrixSizes:
         most = int(self.numbers.max()) if self.numbers.numel() else 0
@@ -132,19 +123,8 @@ class Lengths(PaddingClause):
             return self
         return Starts(sizes[self.axis] - self.numbers, self.axis)
 
-    def real_span(self, number: int) -> Span:
-        return Span(0, number)
-
-    def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
-        return position < numbers
-
-    def _real_key_interval(
-        self,
-        numbers: Tensor,
-        rows: Tensor,
-        sizes: MatrixSizes,
-    ) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(rows)[None], numbers
+    def real_positions(self, numbers: Numbers, size: int) -> tuple[Numbers, Numbers]:
+        return 0 * numbers, numbers
 
     def merged(self, other: Clause) -> Lengths | None:
         if not isinstance(other, Lengths) or other.axis != self.axis:
@@ -162,16 +142,8 @@ class Starts(PaddingClause):
 
     kind = "starts"
 
-    def real_span(self, number: int) -> Span:
-        return Span(number, BOUNDLESS)
-
-    def is_real(self, position: Tensor, numbers: Tensor) -> Tensor:
-        return position >= numbers
-
-    def _real_key_interval(
-        self, numbers: Tensor, rows: Tensor, sizes: MatrixSizes
-    ) -> tuple[Tensor, Tensor]:
-        return numbers, torch.full_like(rows, sizes.keys)[None]
+    def real_positions(self, numbers: Numbers, size: int) -> tuple[Numbers, Numbers]:
+        return numbers, 0 * numbers + size
 
     def merged(self, other: Clause) -> Starts | None:
         if not isinstance(other, Starts) or other.axis != self.axis:
@@ -184,12 +156,10 @@ class Starts(PaddingClause):
 
 def require_lengths(lengths: object, axis: str, *, call: str = "lengths") -> Tensor:
     """Return lengths in int64. Raise MaskError unless they are a 1-D tensor of integers."""
-    if not isinstance(lengths, Tensor) or lengths.dim() != 1:
-        seen = (
-            f"of shape {tuple(lengths.shape)}"
-            if isinstance(lengths, Tensor)
-            else describe_value(lengths)
-        )
+    if not isinstance(lengths, Tensor):
+        seen = describe_value(lengths)
+    elif lengths.dim() != 1:
+        seen = f"of shape {tuple(lengths.shape)}"
     elif not has_integer_dtype(lengths):
         seen = f"of dtype {lengths.dtype}"
     else:
@@ -199,23 +169,3 @@ def require_lengths(lengths: object, axis: str, *, call: str = "lengths") -> Ten
         needed="a tensor with one integer for each sequence: (batch,)",
         do=f"e.g. Mask.{call}(keys=torch.tensor([24, 17, 29]))",
     )
-
-
-def _check_numbers(clause: PaddingClause, sizes: MatrixSizes) -> None:
-    """Raise MaskError unless there is one number for each sequence, within the axis."""
-    numbers, axis, size = clause.numbers, MATRIX_AXES[clause.axis], sizes[clause.axis]
-    if numbers.shape != (sizes.batch,):
-        raise MaskError(
-            saw=f"{clause.kind} of shape {tuple(numbers.shape)} for the {axis}",
-            needed=f"one integer for each sequence: shape (batch {sizes.batch},)",
-            do="e.g. Mask.lengths(keys=torch.tensor([24, 17, 29]))",
-        )
-    if not may_check_values(numbers) or numbers.numel() == 0:
-        return
-    least, most = int(numbers.min()), int(numbers.max())
-    if least < 0 or most > size:
-        raise MaskError(
-            saw=f"{clause.kind} between {least} and {most} for {size} {axis}",
-            needed=f"{clause.kind} from 0 to {size}",
-            do="pad the sequences to the longest, or correct the lengths",
-        )

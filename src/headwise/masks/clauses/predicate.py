@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError
-from headwise.masks.clause import (
-    WHOLE,
-    Clause,
-    LoweredClause,
-    MaskBlock,
-    MatrixPart,
-    MatrixSizes,
-    positions_of_index,
-)
+from headwise.masks import clause
+from headwise.masks.clause import WHOLE, Clause, LoweredClause, MaskBlock, MatrixPart, MatrixSizes
 from headwise.support import private_torch
 from headwise.support.tracing import is_jit_tracing
 
@@ -62,7 +55,7 @@ class PredicateClause(Clause):
         indices = (
             self._head_numbers(block, sizes)
             if axis == 1
-            else positions_of_index(index, size, block.device)
+            else clause.positions_of_index(index, size, block.device)
             for axis, (index, size) in enumerate(zip(block[:4], sizes, strict=True))
         )
         shapes = ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,))
@@ -70,13 +63,13 @@ class PredicateClause(Clause):
 
     def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
         block = MaskBlock(WHOLE, WHOLE, rows, WHOLE, rows.device)
-        batches = positions_of_index(WHOLE, sizes.batch, rows.device)
+        batches = clause.positions_of_index(WHOLE, sizes.batch, rows.device)
         heads = self._head_numbers(block, sizes)
         return self._call_function(batches[:, None, None], heads[:, None], rows, columns)
 
     def _head_numbers(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
         if self.heads is None:
-            return positions_of_index(block.heads, sizes.heads, block.device)
+            return clause.positions_of_index(block.heads, sizes.heads, block.device)
         return torch.tensor(self.heads[block.heads], device=block.device)
 
     def _call_function(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -102,13 +95,6 @@ class PredicateClause(Clause):
     def broadcast_shape(self, sizes: MatrixSizes) -> MatrixSizes:
         return sizes
 
-    def aligned(self, align: str) -> PredicateClause:
-        return replace(self, align=self.align or align)
-
-    @property
-    def named_align(self) -> str | None:
-        return self.align
-
     def of_heads(self, index: Tensor) -> PredicateClause:
         chosen = index.tolist()
         heads = chosen if self.heads is None else [self.heads[head] for head in chosen]
@@ -130,8 +116,8 @@ class PredicateClause(Clause):
     @classmethod
     def from_lowered(cls, tensors: tuple[Tensor, ...], integers: tuple[int, ...]) -> Clause:
         (carrier,) = tensors
-        clause: Clause = carrier.clause  # type: ignore[attr-defined]
-        return clause
+        carried: Clause = carrier.clause  # type: ignore[attr-defined]
+        return carried
 
     def __str__(self) -> str:
         return f"where({getattr(self.function, '__name__', type(self.function).__name__)})"

@@ -9,24 +9,15 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError
-from headwise.masks.clause import (
-    WHOLE,
-    Clause,
-    IntervalClause,
-    MaskBlock,
-    MatrixPart,
-    MatrixSizes,
-    Rectangle,
-    Span,
-    index_axes,
-)
+from headwise.masks import clause
+from headwise.masks.clause import MatrixPart, MatrixSizes, Rectangle, Span, index_axes
 from headwise.support.integers import convert_to_int64, has_integer_dtype
 from headwise.support.text import axis_broadcasts_to
 from headwise.support.tracing import may_check_values, may_read_values
 
 
 @dataclass(frozen=True, eq=False)
-class Segments(Clause):
+class Segments(clause.Clause):
     """Queries see the keys that carry their own id; ids below 0 belong to no segment."""
 
     kind = "segments"
@@ -52,14 +43,10 @@ class Segments(Clause):
                 )
         return self
 
-    def evaluate_block(self, block: MaskBlock, sizes: MatrixSizes) -> Tensor:
+    def evaluate_block(self, block: clause.MaskBlock, sizes: MatrixSizes) -> Tensor:
         # One row of ids serves every sequence; cut leaves such an axis as it is.
-        query_ids = index_axes(
-            self.query_ids[:, None, :, None], block.batches, WHOLE, block.rows, WHOLE
-        )
-        key_ids = index_axes(
-            self.key_ids[:, None, None, :], block.batches, WHOLE, WHOLE, block.columns
-        )
+        query_ids = index_axes(self.query_ids, block.batches, block.rows)[:, None, :, None]
+        key_ids = index_axes(self.key_ids, block.batches, block.columns)[:, None, None, :]
         return (query_ids == key_ids) & (key_ids >= 0)
 
     def evaluate_pairs(self, rows: Tensor, columns: Tensor, sizes: MatrixSizes) -> Tensor:
@@ -104,7 +91,7 @@ class Segments(Clause):
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRow(IntervalClause):
+class PackedRow(clause.IntervalClause):
     """Sequence s of the one row has queries [q[s], q[s + 1]) and keys [k[s], k[s + 1])."""
 
     kind = "packed"
@@ -128,10 +115,7 @@ class PackedRow(IntervalClause):
         return self
 
     def key_interval_per_query(
-        self,
-        rows: Tensor,
-        batches: slice,
-        sizes: MatrixSizes,
+        self, rows: Tensor, batches: slice, sizes: MatrixSizes
     ) -> tuple[Tensor, Tensor]:
         count = self.query_offsets.shape[0] - 1
         if count == 0:

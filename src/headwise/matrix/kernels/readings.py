@@ -135,7 +135,7 @@ class ObservedTile:
 
 
 def yield_observed_tiles(
-    problem: KernelInput, *, with_scores: bool = False, with_lowest: bool = False
+    problem: KernelInput, with_scores: bool, with_lowest: bool
 ) -> Iterator[ObservedTile]:
     """Yield every tile with an allowed key, in one pass over the matrix."""
     scratch, second, third = Scratch(problem), Scratch(problem), Scratch(problem)
@@ -143,7 +143,8 @@ def yield_observed_tiles(
     for tile in tiles.plan_tiles(problem):
         if tile.columns.start == tile.columns.stop:
             continue
-        with without_autocast(problem.q):
+        # Not around the yield: that would turn off the caller's gradients.
+        with torch.no_grad(), without_autocast(problem.q):
             s, _, _ = tiles.tile_scores(problem, tile, keys, scratch)
             scores = third.view(*s.shape).copy_(s) if with_scores else None
             lowest = _lowest_visible_score_per_row(mask, tile, s, second) if with_lowest else None
@@ -154,19 +155,20 @@ def yield_observed_tiles(
             e, total, entropy = tiled.compute_exponentials(problem, tile, s, shift, second, True)
             assert entropy is not None
             weights = e.div_(total[..., None])
-        top = peak if sink is None else torch.maximum(peak, sink.to(peak.dtype)[:, None])
-        yield ObservedTile(
-            place=tile,
-            weights=weights,
-            scores=scores,
-            highest=peak,
-            lowest=lowest,
-            maximum=torch.exp(peak - shift) / total,
-            logsumexp=top + total.log(),
-            entropy=entropy,
-            sink=None if sink is None else (sink.to(s.dtype)[:, None] - shift).exp() / total,
-            allowed=allowed,
-        )
+            top = peak if sink is None else torch.maximum(peak, sink.to(peak.dtype)[:, None])
+            observed = ObservedTile(
+                place=tile,
+                weights=weights,
+                scores=scores,
+                highest=peak,
+                lowest=lowest,
+                maximum=torch.exp(peak - shift) / total,
+                logsumexp=top + total.log(),
+                entropy=entropy,
+                sink=None if sink is None else (sink.to(s.dtype)[:, None] - shift).exp() / total,
+                allowed=allowed,
+            )
+        yield observed
 
 
 def count_attending_queries(problem: KernelInput, queries: Tensor) -> Tensor:

@@ -125,10 +125,13 @@ def _needs_large_mask(problem: KernelInput) -> bool:
 
     A causal mask alone, one dense tensor alone, and clauses over keys alone need no new mask.
     """
-    hiding, tensors = problem.mask.hiding_clauses, problem.bias.tensors
-    if problem.mask.is_causal and problem.bias.is_empty:
+    if is_causal_alone(problem):
         return False
-    shapes = list(_dense_shapes_of_mask_parts(problem))
+    hiding, sizes = problem.mask.hiding_clauses, problem.mask.sizes
+    tensors, table = problem.bias.tensors, problem.bias.table
+    shapes = [*(c.broadcast_shape(sizes) for c in hiding), *(tuple(t.shape) for t in tensors)]
+    if table is not None:
+        shapes.append((1, table.shape[0], sizes.queries, sizes.keys))
     alone = len(shapes) == 1 and len(tensors) + sum(c.is_written for c in hiding) == 1
     spans_keys_alone = all(shape[2] == 1 for shape in shapes)
     if alone or spans_keys_alone:
@@ -146,17 +149,6 @@ def _costs_more_to_copy(problem: KernelInput, v: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return bool(queries == 1)  # a choice by size would hold for this size only
     return queries * problem.group <= problem.q.shape[3]
-
-
-def _dense_shapes_of_mask_parts(problem: KernelInput) -> Iterator[tuple[int, ...]]:
-    """Yield the 4-D shape of each clause that hides keys, and of each part of the bias."""
-    mask, bias = problem.mask, problem.bias
-    for clause in mask.hiding_clauses:
-        yield clause.broadcast_shape(mask.sizes)
-    for tensor in bias.tensors:
-        yield tuple(tensor.shape)
-    if bias.table is not None:
-        yield 1, bias.table.shape[0], mask.sizes.queries, mask.sizes.keys
 
 
 # ---- the call --------------------------------------------------------------------------------

@@ -89,7 +89,9 @@ def compute_results(
         if entropy is not None:
             result.entropy[at] = entropy
         if v is not None:
-            result.out[at] = _multiply_by_values(problem, tile, e, v) / total[..., None]
+            values = cut_tile(v, tile, tile.columns, tile.kv_heads, e.dtype)
+            out = torch.bmm(e.view(len(values), -1, e.shape[-1]), values)
+            result.out[at] = out.view(*e.shape[:3], v.shape[-1]) / total[..., None]
         _add_column_sums(tile, e, total, y, transposed, result.received)
         if requested.average or result.cells.numel():
             e.div_(total[..., None])
@@ -150,13 +152,6 @@ def compute_exponentials(
         entropy = entropy - gap * gap.exp() if entropy is not None else None
     total = total.masked_fill(total == 0, 1.0)
     return e, total, None if entropy is None else entropy / total + total.log()
-
-
-def _multiply_by_values(problem: KernelInput, tile: Tile, e: Tensor, v: Tensor) -> Tensor:
-    batches, kv_heads, group, rows, columns = tile.axis_sizes(problem.group)
-    values = cut_tile(v, tile, tile.columns, tile.kv_heads, e.dtype)
-    out = torch.bmm(e.view(batches * kv_heads, group * rows, columns), values)
-    return out.view(batches, kv_heads * group, rows, v.shape[-1])
 
 
 def _add_column_sums(
@@ -222,7 +217,9 @@ def compute_gradients(
         gradients.add_to_v_and_y(tile, p)
         ds = gradients.gradient_of_scores(tile, p, dp, log_sum, shift)
         if at_peak is not None and upstream.peak is not None:
-            ds.add_(_gradient_at_peak(tile, at_peak, upstream.peak))
+            dpeak = upstream.peak[tile.batches, tile.heads, tile.rows, None]
+            share = dpeak / at_peak.sum(-1, keepdim=True)  # of equal scores, as in amax
+            ds.add_(torch.where(at_peak & share.isfinite(), share, 0.0))
         gradients.add_to_bias(tile, ds)
         if derivative is not None:
             ds.mul_(derivative)
@@ -343,9 +340,3 @@ class Gradients:
                 self.table[0, span] += diagonals.sum(0)
             else:
                 self.table[tile.heads, span] += diagonals
-
-
-def _gradient_at_peak(tile: Tile, at_peak: Tensor, dpeak: Tensor) -> Tensor:
-    """Return the maximum's gradient for the largest score, shared by equal ones as in amax."""
-    share = dpeak[tile.batches, tile.heads, tile.rows, None] / at_peak.sum(-1, keepdim=True)
-    return torch.where(at_peak & share.isfinite(), share, 0.0)
