@@ -8,7 +8,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from headwise.errors import OptionError
-from headwise.sharding.checks import require_mesh, require_process_group, require_same_on_every_rank
+from headwise.sharding.agreement import (
+    require_mesh,
+    require_process_group,
+    require_same_on_every_rank,
+)
 from tests.sharding.ranks import RankError, ranks
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from headwise.support.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from headwise.sharding.heads.scan import scan_sharded as scan_sharded
+    from headwise.sharding.collectives import clip_gradients as clip_gradients
     from headwise.sharding.heads.state import gather_state as gather_state
     from headwise.sharding.heads.state import load_state as load_state
     from headwise.sharding.heads.style import Heads as Heads
     from headwise.sharding.heads.style import heads_plan as heads_plan
-    from headwise.sharding.heads.sums import clip_gradients as clip_gradients
+    from headwise.sharding.scan import head_statistics as head_statistics
+    from headwise.sharding.scan import scan_sharded as scan_sharded
+    from headwise.sharding.sequence._attend import SequencePlan as SequencePlan
     from headwise.sharding.sequence._attend import attend as attend
     from headwise.sharding.sequence._attend import explain_attend as explain_attend
     from headwise.sharding.sequence.layout import SequenceLayout as SequenceLayout
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from headwise.sharding.sequence.matrix import (
         TransposedSequenceMatrix as TransposedSequenceMatrix,
     )
-    from headwise.sharding.sequence.plan import SequencePlan as SequencePlan
-    from headwise.sharding.sequence.statistics import head_statistics as head_statistics
 
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
@@ -33,15 +33,15 @@ __getattr__, __dir__, __all__ = export_lazily(
         "Heads": "heads.style",
         "SequenceLayout": "sequence.layout",
         "SequenceMatrix": "sequence.matrix",
-        "SequencePlan": "sequence.plan",
+        "SequencePlan": "sequence._attend",
         "TransposedSequenceMatrix": "sequence.matrix",
         "attend": "sequence._attend",
-        "clip_gradients": "heads.sums",
+        "clip_gradients": "collectives",
         "explain_attend": "sequence._attend",
         "gather_state": "heads.state",
-        "head_statistics": "sequence.statistics",
+        "head_statistics": "scan",
         "heads_plan": "heads.style",
         "load_state": "heads.state",
-        "scan_sharded": "heads.scan",
+        "scan_sharded": "scan",
     },
 )

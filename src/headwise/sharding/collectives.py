@@ -1,4 +1,4 @@
-"""Collectives on the tokens of a sequence that ranks share, with their gradients.
+"""Collectives with their gradients: of tokens that ranks share, and sums over ranks.
 
 Tokens are the first axis, so that parts of other ranks arrive in place. Global tensors here are in
 the order of ranks: the tokens of rank 0, then those of rank 1, and so on. Ranks may hold different
@@ -7,15 +7,31 @@ numbers of tokens, and none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from headwise.matrix.kernels.kernel import accumulation_dtype
+
+
+class _Collective(torch.autograd.Function):
+    """A linear function of the tensors of all ranks, and its adjoint, which gives the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, adjoint: Any, group: Any, *tensors: Tensor) -> Any:
+        ctx.group, ctx.functions = group, (adjoint, function)
+        return function(group, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        found = _Collective.apply(*ctx.functions, ctx.group, *gradients)  # type: ignore[no-untyped-call]
+        return (None, None, None, *(found if isinstance(found, tuple) else (found,)))
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,7 @@ class TokenGroup:
         return self.lengths[self.rank]
 
 
-# ---- all to all --------------------------------------------------------------------------------
+# ---- tokens ------------------------------------------------------------------------------------
 
 
 def exchange_tokens_for_heads(x: Tensor, group: TokenGroup) -> Tensor:
@@ -54,54 +70,17 @@ def exchange_tokens_for_heads(x: Tensor, group: TokenGroup) -> Tensor:
 
     Rank r gets the heads [r heads/n, (r + 1) heads/n) of all tokens.
     """
-    return _ExchangeTokensForHeads.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Collective.apply(_send_heads, _send_tokens, group, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def exchange_heads_for_tokens(x: Tensor, group: TokenGroup) -> Tensor:
-    """Exchange heads for tokens: (tokens, batch, heads/n, width) -> (length, batch, heads, width).
-
-    The inverse of `exchange_tokens_for_heads`.
-    """
-    return _ExchangeHeadsForTokens.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _ExchangeTokensForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
-        ctx.group = group
-        parts = x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()
-        out = x.new_empty(group.total_tokens, *parts.shape[2:])
-        sent = [group.local_tokens] * group.size
-        dist.all_to_all_single(out, parts.flatten(0, 1), list(group.lengths), sent, group.group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return exchange_heads_for_tokens(gradient, ctx.group), None
-
-
-class _ExchangeHeadsForTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
-        ctx.group = group
-        parts = x.new_empty(group.size, group.local_tokens, *x.shape[1:])
-        received = [group.local_tokens] * group.size
-        dist.all_to_all_single(
-            parts.flatten(0, 1), x.contiguous(), received, list(group.lengths), group.group
-        )
-        return parts.movedim(0, 2).flatten(2, 3)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return exchange_tokens_for_heads(gradient, ctx.group), None
-
-
-# ---- all gather --------------------------------------------------------------------------------
+    """Exchange heads for tokens: the inverse of `exchange_tokens_for_heads`."""
+    return _Collective.apply(_send_tokens, _send_heads, group, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_tokens(x: Tensor, group: TokenGroup) -> Tensor:
     """Return the tokens of all ranks: (length, *) -> (tokens, *)."""
-    return _GatherTokens.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Collective.apply(_gather, _reduce_scatter, group, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_scatter_tokens(x: Tensor, group: TokenGroup) -> Tensor:
@@ -109,71 +88,44 @@ def reduce_scatter_tokens(x: Tensor, group: TokenGroup) -> Tensor:
 
     The parts travel in the dtype of ``x`` and are added in its accumulation dtype.
     """
-    return _ReduceScatterTokens.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Collective.apply(_reduce_scatter, _gather, group, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
-        ctx.group = group
-        longest = max(group.lengths)
-        padded = x.contiguous()
-        if group.local_tokens < longest:
-            padded = torch.cat(
-                [padded, padded.new_zeros(longest - group.local_tokens, *x.shape[1:])]
-            )
-        out = x.new_empty(group.size * longest, *x.shape[1:])
-        dist.all_gather_single(out, padded, group.group)
-        if group.total_tokens == group.size * longest:
-            return out
-        parts = zip(out.split(longest), group.lengths, strict=True)
-        return torch.cat([part[:length] for part, length in parts])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_tokens(gradient, ctx.group), None
+def _send_heads(group: TokenGroup, x: Tensor) -> Tensor:
+    parts = x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()
+    out = x.new_empty(group.total_tokens, *parts.shape[2:])
+    sent = [group.local_tokens] * group.size
+    dist.all_to_all_single(out, parts.flatten(0, 1), list(group.lengths), sent, group.group)
+    return out
 
 
-class _ReduceScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
-        ctx.group = group
-        parts = x.new_empty(group.size, group.local_tokens, *x.shape[1:])
-        received = [group.local_tokens] * group.size
-        dist.all_to_all_single(
-            parts.flatten(0, 1), x.contiguous(), received, list(group.lengths), group.group
-        )
-        return parts.sum(0, dtype=accumulation_dtype(x.dtype)).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gather_tokens(gradient, ctx.group), None
+def _send_tokens(group: TokenGroup, x: Tensor) -> Tensor:
+    return _tokens_from_ranks(group, x).movedim(0, 2).flatten(2, 3)
 
 
-def sum_ranks(x: Tensor, group: TokenGroup) -> Tensor:
-    """Sum a tensor over ranks; every rank gets the sum, and its gradient is summed as well."""
-    return _SumRanks.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+def _tokens_from_ranks(group: TokenGroup, x: Tensor) -> Tensor:
+    """Return what each rank holds of this rank's tokens, (ranks, length, *)."""
+    parts = x.new_empty(group.size, group.local_tokens, *x.shape[1:])
+    received, sent = [group.local_tokens] * group.size, list(group.lengths)
+    dist.all_to_all_single(parts.flatten(0, 1), x.contiguous(), received, sent, group.group)
+    return parts
 
 
-class _SumRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TokenGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group.group)
-        return total
+def _gather(group: TokenGroup, x: Tensor) -> Tensor:
+    longest = max(group.lengths)
+    padded = x.contiguous()
+    if missing := longest - group.local_tokens:
+        padded = torch.cat([padded, padded.new_zeros(missing, *x.shape[1:])])
+    out = x.new_empty(group.size * longest, *x.shape[1:])
+    dist.all_gather_single(out, padded, group.group)
+    if group.total_tokens == group.size * longest:
+        return out
+    parts = zip(out.split(longest), group.lengths, strict=True)
+    return torch.cat([part[:length] for part, length in parts])
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return sum_ranks(gradient, ctx.group), None
 
-
-def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup, device: Any) -> Tensor:
-    """Return the numbers of each rank, (ranks, numbers), float64, on the CPU."""
-    mine = torch.tensor(numbers, dtype=torch.float64, device=device)
-    everyone = mine.new_empty(dist.get_world_size(group), len(numbers))
-    dist.all_gather_single(everyone.view(-1), mine, group)
-    return everyone.cpu()
+def _reduce_scatter(group: TokenGroup, x: Tensor) -> Tensor:
+    return _tokens_from_ranks(group, x).sum(0, dtype=accumulation_dtype(x.dtype)).to(x.dtype)
 
 
 # ---- point to point ----------------------------------------------------------------------------
@@ -234,3 +186,89 @@ def iterate_tensors_of_ranks(
         yield owner, tensors
         if not last:
             tensors = transfer.wait()
+
+
+# ---- sums over ranks ---------------------------------------------------------------------------
+
+
+def sum_forward(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of ``x`` over ranks."""
+    total: Tensor = _Collective.apply(_add, _view, group, x)[0]  # type: ignore[no-untyped-call]
+    return total
+
+
+def sum_backward(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the tensors; one all-reduce sums the gradients of all that require one."""
+    needed = [x.requires_grad and torch.is_grad_enabled() for x in tensors]
+    if not any(needed):
+        return list(tensors)
+    chosen = [x for x, needs in zip(tensors, needed, strict=True) if needs]
+    entered = iter(_Collective.apply(_view, _add, group, *chosen))  # type: ignore[no-untyped-call]
+    return [next(entered) if needs else x for x, needs in zip(tensors, needed, strict=True)]
+
+
+def sum_forward_and_backward(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of ``x`` over ranks; the gradient is summed too."""
+    return sum_backward([sum_forward(x, group=group)], group=group)[0]
+
+
+def _view(_: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    # The adjoint of `_add`: each rank goes on with its own heads, and so does its gradient.
+    return tuple(x.view_as(x) for x in tensors)
+
+
+def _add(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return sums over ranks in new memory, by one call for each dtype among the tensors."""
+    if len(tensors) == 1:
+        total = tensors[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return (total,)
+    sums: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        places = [i for i, x in enumerate(tensors) if x.dtype == dtype]
+        flat = torch.cat([tensors[i].flatten() for i in places])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([tensors[i].numel() for i in places])
+        sums |= {i: part.view(tensors[i].shape) for i, part in zip(places, parts, strict=True)}
+    return tuple(sums[i] for i in range(len(tensors)))
+
+
+def gather_heads_of_ranks(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Concatenate the heads, the axis before the last two, of all ranks."""
+    gathered: Tensor = _GatherHeads.apply(group, x)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _GatherHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+        ctx.first, ctx.heads = group.rank() * x.shape[-3], x.shape[-3]
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x, group=group)
+        return torch.cat(parts, dim=-3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient.narrow(-3, ctx.first, ctx.heads)
+
+
+def clip_gradients(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm together is at most ``max_norm``; return that norm.
+
+    `torch.nn.utils.clip_grad_norm_` refuses a mix of plain parameters and DTensors, and DTensors on
+    several meshes. A plain gradient counts once: it is the same on every rank.
+    """
+    groups: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    norms = []
+    for group in groups.values():
+        norm = get_total_norm([p.grad for p in group if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    for group in groups.values():
+        clip_grads_with_norm_(group, max_norm, total)
+    return total

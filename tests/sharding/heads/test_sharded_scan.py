@@ -23,7 +23,7 @@ from headwise.layers.distance import Alibi
 from headwise.models import tiny
 from headwise.scanning.result import HeadScan
 from headwise.sharding import heads_plan, scan_sharded
-from headwise.sharding.heads.scan import _gather_tensor_heads_from_ranks
+from headwise.sharding.scan import _gather_tensor_heads_from_ranks
 from tests.sharding.ranks import ranks
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from headwise.function.budget import Budget
 from headwise.matrix.operator import AttentionMatrix
 from headwise.sharding import attend
-from headwise.sharding.sequence.plan import OperandSizes, find_heads_refusal
+from headwise.sharding.sequence._attend import find_heads_refusal
 from tests.sharding.ranks import ranks
 from tests.sharding.sequence.cases import (
     DOUBLE,
@@ -39,7 +39,7 @@ def upstream_of(p: Any) -> Tensor:
 
 
 def ways_of(p: Any, count: int) -> tuple[str, ...]:
-    refusal = find_heads_refusal(OperandSizes.of(p.q, p.k, p.v), count)
+    refusal = find_heads_refusal(p.q.shape[1], p.k.shape[1], count)
     return ("gather", "ring") if refusal else ("heads", "gather", "ring")
 
 

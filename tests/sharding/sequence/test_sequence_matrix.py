@@ -18,7 +18,7 @@ from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics.maps import TopKeysOfChosenQueries
 from headwise.scanning.statistics.statistic import compute_summaries
 from headwise.sharding import SequenceLayout, SequenceMatrix, head_statistics
-from headwise.sharding.sequence.statistics import _choose_statistics
+from headwise.sharding.scan import _choose_statistics
 from tests.sharding.ranks import ranks
 from tests.sharding.sequence.cases import DOUBLE, layouts_of, make, with_leaves
 

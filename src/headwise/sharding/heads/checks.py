@@ -15,7 +15,7 @@ from headwise.layers.attention import Attention
 from headwise.layers.distance import T5BucketTable
 from headwise.layers.norm import Norm
 from headwise.layers.torch_api.layer import PACKED, SEPARATE, MultiheadAttention
-from headwise.sharding.checks import require_same_on_every_rank
+from headwise.sharding.agreement import require_same_on_every_rank
 
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {

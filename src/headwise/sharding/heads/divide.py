@@ -10,13 +10,7 @@ from headwise.layers.attention import Attention
 from headwise.layers.distance import T5BucketTable
 from headwise.layers.norm import Norm
 from headwise.layers.torch_api.layer import PACKED, SEPARATE, MultiheadAttention
-from headwise.sharding.heads.modules import (
-    HeadsNorm,
-    HeadsProjection,
-    RankSummedOutputProjection,
-    ReplicatedEmbedding,
-    WidthNormOverRanks,
-)
+from headwise.sharding.heads import part as ranks
 from headwise.sharding.heads.part import RankHeads
 
 
@@ -42,7 +36,7 @@ def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> N
         _distribute_parameter(layer, "sink", Shard(0), part)
     if isinstance(layer.score_bias, T5BucketTable):
         table = layer.score_bias.relative_attention_bias
-        table.__class__ = ReplicatedEmbedding
+        table.__class__ = ranks.ReplicatedEmbedding
         _distribute_parameter(table, "weight", Replicate(), part)
     layer.part = part
 
@@ -73,7 +67,7 @@ def _unpack_in_proj_weight(layer: MultiheadAttention) -> None:
 
 
 def _divide_head_projection(projection: nn.Linear, part: RankHeads) -> None:
-    projection.__class__ = HeadsProjection
+    projection.__class__ = ranks.HeadsProjection
     projection.channels = None  # type: ignore[assignment]
     _distribute_parameter(projection, "weight", Shard(0), part)
     _distribute_parameter(projection, "bias", Shard(0), part)
@@ -81,14 +75,14 @@ def _divide_head_projection(projection: nn.Linear, part: RankHeads) -> None:
 
 def _replicate_on_ranks(module: nn.Linear | Norm, channels: slice | None, part: RankHeads) -> None:
     """Let every rank hold the whole, and use these channels of the result."""
-    module.__class__ = HeadsNorm if isinstance(module, Norm) else HeadsProjection
+    module.__class__ = ranks.HeadsNorm if isinstance(module, Norm) else ranks.HeadsProjection
     module.channels = channels  # type: ignore[assignment]
     _distribute_parameter(module, "weight", Replicate(), part)
     _distribute_parameter(module, "bias", Replicate(), part)
 
 
 def _divide_output_projection(projection: nn.Linear, part: RankHeads) -> None:
-    projection.__class__ = RankSummedOutputProjection
+    projection.__class__ = ranks.RankSummedOutputProjection
     projection.part = part  # type: ignore[assignment]
     _distribute_parameter(projection, "weight", Shard(1), part)
     _distribute_parameter(projection, "bias", Replicate(), part)
@@ -111,7 +105,7 @@ def _divide_norms(layer: Attention, part: RankHeads, *, splits_kv: bool) -> None
 
 def _divide_width_norm(norm: Norm, part: RankHeads) -> None:
     width = len(norm.weight)
-    norm.__class__ = WidthNormOverRanks
+    norm.__class__ = ranks.WidthNormOverRanks
     norm.part, norm.width = part, width  # type: ignore[assignment]
     _distribute_parameter(norm, "weight", Shard(0), part)
     _distribute_parameter(norm, "bias", Shard(0), part)

@@ -1,23 +1,29 @@
-"""The heads of one rank: inputs, parameters and returned weights of a layer's part."""
+"""The part of one rank: its heads, and the modules that compute them.
+
+A module keeps its object, hooks and names, and gets one of the classes here. Parameters are
+DTensors; each forward pass computes with what this rank holds of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import functional as F
 
 from headwise.errors import OptionError
+from headwise.layers.linear import apply_linear
+from headwise.layers.norm import Norm
 from headwise.layers.part import HeadPart
-from headwise.sharding.checks import (
-    Check,
-    require_same_on_every_rank,
-    require_same_shapes_on_every_rank,
-)
-from headwise.sharding.heads.sums import gather_heads_of_ranks, sum_backward, sum_forward
+from headwise.sharding import agreement, collectives
 from headwise.support.tracing import may_read_values
+
+P = TypeVar("P", Tensor, Tensor | None)
 
 
 class RankHeads(HeadPart):
@@ -31,7 +37,7 @@ class RankHeads(HeadPart):
     """
 
     def __init__(
-        self, mesh: DeviceMesh, *, num_heads: int, num_kv_heads: int, check_inputs: Check
+        self, mesh: DeviceMesh, *, num_heads: int, num_kv_heads: int, check_inputs: agreement.Check
     ) -> None:
         each = num_heads // mesh.size()
         first = mesh.get_local_rank() * each
@@ -56,31 +62,33 @@ class RankHeads(HeadPart):
                     do=f"{name}.full_tensor(), or {name}.to_local() where it is replicated",
                 )
         if self._check != "never" and all(map(may_read_values, inputs.values())):
-            require_same_shapes_on_every_rank(inputs, self.mesh)
+            agreement.require_same_shapes_on_every_rank(inputs, self.mesh)
             if self._check == "always" or not self._has_compared:
                 for name, tensor in inputs.items():
-                    require_same_on_every_rank(name, tensor, self.mesh)
+                    agreement.require_same_on_every_rank(name, tensor, self.mesh)
                 self._has_compared = True
-        return dict(zip(inputs, sum_backward(list(inputs.values()), group=self.group), strict=True))
+        summed = collectives.sum_backward(list(inputs.values()), group=self.group)
+        return dict(zip(inputs, summed, strict=True))
 
     def own_share_of_parameter(self, parameter: Tensor) -> Tensor:
         """Return what this rank holds; the gradient of what all hold is summed over ranks."""
-        return local_part(parameter, heads_of_this_rank=True)
+        return local_part(parameter)
 
     def mean_over_heads_from_own_mean(self, weights: Tensor) -> Tensor:
         """Return the mean over all heads, from the mean over those of this rank."""
-        return sum_forward(super().mean_over_heads_from_own_mean(weights), group=self.group)
+        own = super().mean_over_heads_from_own_mean(weights)
+        return collectives.sum_forward(own, group=self.group)
 
     def collect_returned_weights(self, weights: Tensor) -> Tensor:
         """Return the weights of all heads."""
-        return gather_heads_of_ranks(weights, group=self.group)
+        return collectives.gather_heads_of_ranks(weights, group=self.group)
 
 
-def local_part(parameter: Tensor, *, heads_of_this_rank: bool) -> Tensor:
+def local_part(parameter: P, *, heads_of_this_rank: bool = True) -> P:
     """Return what this rank holds of a parameter, as a plain tensor.
 
     Args:
-        parameter: a DTensor on the mesh of the heads.
+        parameter: a DTensor on the mesh of the heads, or what is none.
         heads_of_this_rank: True if the tensor is used for the heads of this rank alone: where all
             ranks hold the whole, the gradient is then the sum over ranks.
 
@@ -99,3 +107,101 @@ def local_part(parameter: Tensor, *, heads_of_this_rank: bool) -> Tensor:
     (placement,) = parameter.placements
     is_summed = heads_of_this_rank and isinstance(placement, Replicate)
     return parameter.to_local(grad_placements=[Partial() if is_summed else placement])
+
+
+# ---- modules -----------------------------------------------------------------------------------
+
+
+class HeadsProjection(nn.Linear):
+    """Projection to the channels of this rank's heads.
+
+    Attributes:
+        channels: those of its heads, where each rank holds the weights of all; else None.
+    """
+
+    channels: slice | None
+
+    @property
+    def computed_widths(self) -> tuple[int, int]:
+        """The input width, and the number of channels that this rank computes."""
+        rows = local_part(self.weight)[self.channels or slice(None)]
+        return self.in_features, len(rows)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name for it)
+        """Project (..., in_features) to this rank's share of out_features."""
+        weight, bias = local_part(self.weight), local_part(self.bias)
+        if self.channels is not None:
+            weight = weight[self.channels]
+            bias = None if bias is None else bias[self.channels]
+        return apply_linear(input, weight, bias)
+
+
+class RankSummedOutputProjection(nn.Linear):
+    """Output projection: the sum over ranks of the products of their heads, then the bias."""
+
+    part: RankHeads
+
+    @property
+    def computed_widths(self) -> tuple[int, int]:
+        """The number of channels of this rank's heads, and the output width."""
+        return local_part(self.weight).shape[1], self.out_features
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name for it)
+        """Project this rank's share of in_features to the output of all heads."""
+        product = apply_linear(input, local_part(self.weight), None)
+        output = collectives.sum_forward(product, group=self.part.group)
+        if self.bias is None:
+            return output
+        bias = local_part(self.bias, heads_of_this_rank=False)
+        return (output + bias).to(output.dtype)
+
+
+class HeadsNorm(Norm):
+    """Norm of what this rank holds: of each head, or of a width that every rank computes.
+
+    Attributes:
+        channels: those of this rank's heads, where the norm is of all heads together; else None.
+    """
+
+    channels: slice | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last axis; return the channels of this rank's heads."""
+        normed = self.options.normalise(x, local_part(self.weight), local_part(self.bias))
+        return normed if self.channels is None else normed[..., self.channels]
+
+
+class WidthNormOverRanks(Norm):
+    """Norm of the width of all heads, of which each rank has its own channels.
+
+    The sums over channels are sums over ranks: one all-reduce in each direction, two for a norm
+    with a mean.
+    """
+
+    part: RankHeads
+    width: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise this rank's channels by the statistics of all."""
+        exact = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = local_part(self.weight), local_part(self.bias)
+        wide, weight = x.to(exact), weight.to(exact)
+        if self.options.one_plus:
+            weight = 1.0 + weight
+        if bias is not None:
+            wide = wide - self._mean_over_ranks(wide)
+        scale = torch.rsqrt(self._mean_over_ranks(wide.square()) + self.options.eps)
+        normed = wide * scale * weight
+        return (normed if bias is None else normed + bias.to(exact)).to(x.dtype)
+
+    def _mean_over_ranks(self, x: Tensor) -> Tensor:
+        own = x.sum(-1, keepdim=True)
+        return collectives.sum_forward_and_backward(own, group=self.part.group) / self.width
+
+
+class ReplicatedEmbedding(nn.Embedding):
+    """Table that every rank holds, and reads for all heads."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name for it)
+        """Return the rows of these indices."""
+        return F.embedding(input, local_part(self.weight, heads_of_this_rank=False))

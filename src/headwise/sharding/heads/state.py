@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headwise.errors import OptionError, ShapeError
 from headwise.layers.torch_api.layer import PACKED, SEPARATE, MultiheadAttention
-from headwise.sharding.checks import require_same_on_every_rank
+from headwise.sharding.agreement import require_same_on_every_rank
 from headwise.sharding.heads.part import RankHeads
 from headwise.support.text import describe_value
 
@@ -23,7 +23,10 @@ def gather_state(model: nn.Module) -> dict[str, Tensor]:
     All ranks call it. The tensors are copies. Each rank holds the whole model; for a model too
     large for that, use torch.distributed.checkpoint with ``model.state_dict()``.
     """
-    state = {name: _gather_tensor(tensor) for name, tensor in model.state_dict().items()}
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        state[name] = whole.detach().clone()
     for prefix in _find_unpacked_layers(model):
         parts = [state.pop(prefix + name) for name in SEPARATE]
         state[prefix + PACKED] = torch.cat(parts)
@@ -59,11 +62,6 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         name: _take_rank_share(name, values[name], target) for name, target in targets.items()
     }
     model.load_state_dict(shares)
-
-
-def _gather_tensor(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
 
 
 def _take_rank_share(name: str, value: Tensor, target: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from headwise.errors import OptionError
 from headwise.layers.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.sharding.checks import CHECKS, Check, require_mesh
+from headwise.sharding.agreement import CHECKS, Check, require_mesh
 from headwise.sharding.heads.checks import (
     check_equal_weights,
     check_heads_divide,

@@ -1,43 +1,98 @@
-"""Attention of a sequence whose tokens are divided over ranks."""
+"""Attention of a sequence whose tokens are divided over ranks: three ways, and their costs.
+
+For L tokens of queries and keys over n ranks, H heads, H_kv kv_heads, of width d, a rank sends in
+one call, in elements (keys and values of different widths count with their mean):
+
+| way | forward | backward | held beside the operands |
+| --- | --- | --- | --- |
+| heads | (2 H + 2 max(H_kv, n)) L d (n - 1) / n^2 | the same | this rank's heads of all tokens |
+| gather | 2 L H_kv d (n - 1) / n | the same | all keys and values |
+| ring | 2 L H_kv d (n - 1) / n | twice that | two parts of keys and values |
+
+The ring passes keys and values around once more in the backward pass, and sends each part of their
+gradient home directly.
+
+Memory of one forward and backward pass, beside q, k, v and the scratch of three tiles: for Q, K, V
+and O, the sizes of this rank's queries, keys, values and outputs, and A that of all keys and values
+in float32 or float64,
+
+    heads     2 (Q + K + V) + 4 O      exchanged operands, their outputs and all gradients
+    gather    Q + 2 O + 4 A            3 A where this rank's queries are one run
+    ring      2 Q + 2 O + 8 (K + V)    6 (K + V) with two ranks
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from headwise.masks.clause import Span
+from headwise.errors import OptionError
+from headwise.masks.clause import WHOLE, Span
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import ScoreBias
 from headwise.matrix.operator import AttentionMatrix
-from headwise.sharding.checks import Check
-from headwise.sharding.collectives import (
-    TokenGroup,
-    exchange_heads_for_tokens,
-    exchange_tokens_for_heads,
-    gather_tokens,
-)
+from headwise.sharding.agreement import CHECKS, Check
+from headwise.sharding.sequence import ring
 from headwise.sharding.sequence.layout import SequenceLayout
-from headwise.sharding.sequence.plan import (
-    LIMIT,
-    OperandSizes,
-    SequencePlan,
-    Way,
-    choose_way,
-    plan_sequence,
-    require_options,
-)
-from headwise.sharding.sequence.ring import attend_by_ring
 from headwise.sharding.sequence.scores import (
-    SequenceArguments,
+    SequenceOptions,
     SequenceScores,
     agree_on_score_settings,
 )
+from headwise.support.arguments import is_number
+from headwise.support.text import describe_value, human_bytes
 from headwise.support.tracing import cast_like_autocast
+
+Way = Literal["heads", "gather", "ring"]
+WAYS: tuple[str, ...] = get_args(Way)
+LIMIT = 2**31  # bytes of gathered keys and values
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """The way of one call of `headwise.sharding.attend`, and its cost on this rank.
+
+    Attributes:
+        by: "heads", "gather" or "ring".
+        why: the reason.
+        sent_forward: bytes that this rank sends in the forward pass.
+        sent_backward: bytes that it sends in the backward pass.
+        held: bytes of what arrives, and is kept for the backward pass: heads of all tokens,
+            gathered keys and values, or nothing.
+        peak: most bytes of a forward and a backward pass beside q, k and v: outputs, gradients and
+            transfers, without the kernel's scratch.
+        work: for each rank the number of (query, key) pairs inside the mask's bands.
+    """
+
+    by: Way
+    why: str
+    sent_forward: int
+    sent_backward: int
+    held: int
+    peak: int
+    work: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Largest work of a rank over the mean, less 1; 0 for equal work."""
+        mean = sum(self.work) / len(self.work)
+        return max(self.work) / mean - 1 if mean else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"by {self.by}: {self.why}\n"
+            f"  sent    {human_bytes(self.sent_forward)} forward, "
+            f"{human_bytes(self.sent_backward)} backward\n"
+            f"  memory  {human_bytes(self.held)} held for the backward pass, "
+            f"{human_bytes(self.peak)} at its peak\n"
+            f"  work    the busiest rank has {100 * self.imbalance:.1f} % more than the mean"
+        )
 
 
 def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) -> Tensor:
@@ -52,37 +107,22 @@ def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) -> 
     each = heads // ranks
     index = torch.arange(rank * each, (rank + 1) * each, device=q.device)
     matrix = AttentionMatrix(
-        _exchange_tokens_in_layout(q, scores.queries, scores.query_layout),
-        _exchange_tokens_in_layout(k, scores.keys, scores.key_layout),
+        scores.queries.exchange_for_heads(q),
+        scores.keys.exchange_for_heads(k),
         mask=options.mask.of_heads(index),
         score_bias=options.score_bias.of_heads(index),
         scale=options.scale,
         softcap=options.softcap,
         sink=None if options.sink is None else options.sink.index_select(0, index),
     )
-    out = matrix @ _exchange_tokens_in_layout(v, scores.keys, scores.key_layout)
-    tokens_first = scores.query_layout.to_rank_order(out.permute(2, 0, 1, 3), dim=0)
-    return exchange_heads_for_tokens(tokens_first, scores.queries).permute(1, 2, 0, 3)
-
-
-def _exchange_tokens_in_layout(x: Tensor, group: TokenGroup, layout: SequenceLayout) -> Tensor:
-    """Return some heads of all tokens, (batch, heads/n, tokens, width)."""
-    return layout.to_sequence_order(
-        exchange_tokens_for_heads(x.permute(2, 0, 1, 3), group), dim=0
-    ).permute(1, 2, 0, 3)
-
-
-def gather_keys_or_values(x: Tensor, scores: SequenceScores) -> Tensor:
-    """Return the keys or values of all ranks, (batch, kv_heads, keys, width)."""
-    gathered = gather_tokens(x.permute(2, 0, 1, 3), scores.keys)
-    return scores.key_layout.to_sequence_order(gathered, dim=0).permute(1, 2, 0, 3)
+    return scores.queries.exchange_for_tokens(matrix @ scores.keys.exchange_for_heads(v))
 
 
 def attend_by_gather(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) -> Tensor:
     """Gather all keys and values; each run of this rank's queries is a matrix of its own."""
-    k, v = (gather_keys_or_values(x, scores) for x in (k, v))
+    k, v = (scores.keys.gather(x) for x in (k, v))
     # A rank without queries attends with none: its keys and the sink are then in its graph too.
-    runs, outputs = scores.query_runs or (Span(0, 0),), []
+    runs, outputs = scores.queries.runs or (Span(0, 0),), []
     for run, part in zip(runs, q.split([run.size for run in runs], 2), strict=True):
         first, stop = seen = scores.visible_key_span(run)
         keys, values = (x[:, :, first:stop] for x in (k, v))
@@ -92,7 +132,7 @@ def attend_by_gather(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) ->
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
-_WAYS = {"heads": attend_by_heads, "gather": attend_by_gather, "ring": attend_by_ring}
+_WAYS = {"heads": attend_by_heads, "gather": attend_by_gather, "ring": ring.attend_by_ring}
 
 
 def attend(
@@ -143,22 +183,11 @@ def attend(
         OptionError: a mesh, layout or ``by`` that does not fit, or ranks that differ.
         ShapeError, DTypeError, DeviceError, MaskError: operands that do not fit together.
     """
-    arguments = SequenceArguments(layout, key_layout, mask, score_bias, scale, softcap, sink)
-    return _attend_with((q, k, v), mesh, arguments, by, limit, check)
-
-
-def _attend_with(
-    operands: tuple[Tensor, Tensor, Tensor],
-    mesh: DeviceMesh,
-    arguments: SequenceArguments,
-    by: Way | None,
-    limit: int | None,
-    check: Check,
-) -> Tensor:
+    options = SequenceOptions.given(layout, key_layout, mask, score_bias, scale, softcap, sink)
     call, further = "attend(q, k, v, mesh)", partial(require_options, by, limit, check)
-    scores = agree_on_score_settings(call, operands, mesh, arguments, further, check)
-    q, k, v = cast_like_autocast(*operands)
-    way, _ = choose_way(scores, OperandSizes.of(q, k, v), by=by, limit=limit)
+    scores = agree_on_score_settings(call, (q, k, v), mesh, options, further, check)
+    q, k, v = cast_like_autocast(q, k, v)
+    way, _ = choose_way(scores, q, k, v, by=by, limit=limit)
     return _WAYS[way](q, k, v, scores)
 
 
@@ -190,8 +219,127 @@ def explain_attend(
     Raises:
         OptionError, ShapeError, DTypeError, DeviceError, MaskError: as `attend`.
     """
-    call, arguments = "explain_attend(q, k, v, mesh)", SequenceArguments(**options)
+    call, given = "explain_attend(q, k, v, mesh)", SequenceOptions.given(**options)
     further = partial(require_options, by, limit, check)
-    scores = agree_on_score_settings(call, (q, k, v), mesh, arguments, further)
-    sizes = OperandSizes.of(*cast_like_autocast(q, k, v))
-    return plan_sequence(scores, sizes, by=by, limit=limit)
+    scores = agree_on_score_settings(call, (q, k, v), mesh, given, further)
+    q, k, v = cast_like_autocast(q, k, v)
+    way, why = choose_way(scores, q, k, v, by=by, limit=limit)
+    counts = _count_elements(way, scores, q, k, v)
+    forward, backward, held, peak = (count * q.element_size() for count in counts)
+    work = [count_pairs_in_bands(scores, rank) for rank in range(mesh.size())]
+    if way == "heads":
+        work = [sum(work) // mesh.size()] * mesh.size()  # the same queries for as many heads
+    return SequencePlan(way, why, forward, backward, held, peak, tuple(work))
+
+
+# ---- the choice --------------------------------------------------------------------------------
+
+
+def require_options(
+    by: str | None, limit: int | None, check: str
+) -> tuple[str | None, int | None, str]:
+    """Return them; raise OptionError unless ``by`` is a way and ``limit`` bytes, or None."""
+    if check not in CHECKS:
+        raise OptionError(
+            saw=f"attend(check={describe_value(check)})",
+            needed=" or ".join(f'"{choice}"' for choice in CHECKS),
+            do=f'check="{CHECKS[0]}" is the default',
+        )
+    if by is not None and by not in WAYS:
+        raise OptionError(
+            saw=f"attend(by={describe_value(by)})",
+            needed='"heads", "gather", "ring", or None for the one that fits',
+            do="leave it out; explain_attend(...) names the way and the reason",
+        )
+    if limit is not None and not (is_number(limit) and limit >= 0):
+        raise OptionError(
+            saw=f"attend(limit={describe_value(limit)})",
+            needed="bytes that gathered keys and values may take, or None for no limit",
+            do=f"e.g. limit={LIMIT}",
+        )
+    return by, limit, check
+
+
+def choose_way(
+    scores: SequenceScores, q: Tensor, k: Tensor, v: Tensor, *, by: Way | None, limit: int | None
+) -> tuple[Way, str]:
+    """Return the way of a call, and the reason.
+
+    Raises:
+        OptionError: ``by="heads"`` where the heads do not divide.
+    """
+    heads, kv_heads, ranks = q.shape[1], k.shape[1], scores.queries.size
+    refusal = find_heads_refusal(heads, kv_heads, ranks)
+    if by == "heads" and refusal:
+        raise OptionError(
+            saw=f'by="heads" with {heads} heads and {kv_heads} kv_heads over {ranks} ranks',
+            needed="ranks that divide the heads, and that divide the kv_heads or are a multiple "
+            "of them",
+            do='by="gather", by="ring", or another number of ranks',
+        )
+    if by:
+        return by, "as asked"
+    if refusal is None:
+        return "heads", "each rank gets whole heads: the kernel and its result are the unsharded"
+    _, _, held, _ = _count_elements("gather", scores, q, k, v)
+    gathered = held * q.element_size()
+    if limit is None or gathered <= limit:
+        return "gather", f"{refusal}; all keys and values take {human_bytes(gathered)}"
+    return "ring", (
+        f"{refusal}; all keys and values would take {human_bytes(gathered)}, the limit is "
+        f"{human_bytes(limit)}"
+    )
+
+
+def find_heads_refusal(heads: int, kv_heads: int, ranks: int) -> str | None:
+    """Return why heads cannot be divided over ranks, or None."""
+    if heads % ranks:
+        return f"{ranks} ranks do not divide {heads} heads"
+    if kv_heads % ranks and ranks % kv_heads:
+        return f"{kv_heads} kv_heads and {ranks} ranks do not divide each other"
+    return None
+
+
+def _count_elements(
+    way: Way, scores: SequenceScores, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[int, int, int, int]:
+    """Return what a rank sends forward and backward, what it holds, and its peak, in elements."""
+    (batch, heads, _, head_dim), kv_heads, value_dim = q.shape, k.shape[1], v.shape[3]
+    queries, keys = scores.queries, scores.keys
+    ranks, width = queries.size, head_dim + value_dim
+    local_q, local_out = (batch * queries.local_tokens * heads * n for n in (head_dim, value_dim))
+    each = batch * kv_heads * width  # of one key
+    local, others = each * keys.local_tokens, keys.total_tokens - keys.local_tokens
+    if way == "heads":
+        shared = max(kv_heads, ranks)
+        away = queries.total_tokens - queries.local_tokens
+        to_heads = (ranks - 1) * (
+            queries.local_tokens * heads * head_dim + keys.local_tokens * shared * width
+        )
+        # In the backward pass outputs go there, and gradients of queries, keys and values back.
+        there = (ranks - 1) * queries.local_tokens * heads * value_dim
+        home = away * heads * head_dim + others * shared * width
+        held = (queries.total_tokens * heads + keys.total_tokens * shared) * width
+        sent = to_heads + away * heads * value_dim
+        peak = 2 * (local_q + local * shared // kv_heads) + 4 * local_out
+        forward, backward, held = (batch * n // ranks for n in (sent, there + home, held))
+        return forward, backward, held, peak
+    if way == "gather":
+        sent = each * max(keys.lengths) * (ranks - 1)  # parts are padded to the longest
+        held = each * keys.total_tokens
+        times = 3 if len(queries.runs) <= 1 else 4
+        return sent, each * others, held, local_q + 2 * local_out + times * held
+    passed = each * (keys.total_tokens - keys.lengths[(keys.rank + 1) % ranks])
+    peak = 2 * (local_q + local_out) + (6 if ranks <= 2 else 8) * local
+    return passed, passed + each * others, 0, peak
+
+
+def count_pairs_in_bands(scores: SequenceScores, rank: int) -> int:
+    """Return the number of (query, key) pairs inside the mask's bands, for a rank's queries."""
+    band, sizes = scores.mask.band, scores.sizes
+    if band is None:
+        return scores.queries.lengths[rank] * sizes.keys
+    positions = scores.queries.layout.positions(rank)
+    first, stop = band.key_interval_per_query(positions, WHOLE, sizes)
+    seen = stop.clamp(max=sizes.keys) - first.clamp(min=0)
+    return int(torch.clamp(seen, min=0).sum())

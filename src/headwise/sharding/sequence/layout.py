@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.errors import OptionError, ShapeError
 from headwise.masks.clause import Span
-from headwise.sharding.checks import require_mesh
-from headwise.sharding.collectives import TokenGroup, gather_tokens
+from headwise.sharding import collectives
+from headwise.sharding.agreement import require_mesh
 from headwise.support.arguments import require_tensors
 from headwise.support.integers import convert_to_int_or_none
 from headwise.support.text import describe_value
@@ -138,19 +138,7 @@ class SequenceLayout:
             OptionError: a mesh that does not fit.
             ShapeError: another number of tokens than the layout gives this rank.
         """
-        group = self.token_group(mesh, call="SequenceLayout.gather(x, mesh)")
-        self._require_tokens_on_axis(x, dim, group.local_tokens, f"rank {group.rank}")
-        tokens_first = x.movedim(dim, 0)
-        return self.to_sequence_order(gather_tokens(tokens_first, group), dim=0).movedim(0, dim)
-
-    # ---- for the ways of attention ----------------------------------------------------------
-
-    def token_group(self, mesh: DeviceMesh, *, call: str) -> TokenGroup:
-        """Return the ranks of a mesh with their numbers of tokens.
-
-        Raises:
-            OptionError: no process group, or a mesh of other ranks.
-        """
+        call = "SequenceLayout.gather(x, mesh)"
         require_mesh(mesh, call)
         if mesh.size() != self.ranks:
             raise OptionError(
@@ -158,9 +146,13 @@ class SequenceLayout:
                 needed="as many ranks in both",
                 do=f"e.g. SequenceLayout.contiguous({self.length}, {mesh.size()})",
             )
-        return TokenGroup(mesh.get_group(), self.lengths)
+        tokens = SharedTokens(mesh.get_group(), self.lengths, self)
+        self._require_tokens_on_axis(x, dim, tokens.local_tokens, f"rank {tokens.rank}")
+        return tokens.gather(x, dim=dim)
 
-    def to_sequence_order(self, x: Tensor, *, dim: int) -> Tensor:
+    # ---- for the ways of attention ----------------------------------------------------------
+
+    def to_sequence_order(self, x: Tensor, *, dim: int = 0) -> Tensor:
         """Return the sequence, of a tensor with the tokens of one rank after the other."""
         if self.is_in_order:
             return x
@@ -168,11 +160,8 @@ class SequenceLayout:
         parts = zip(runs, x.split([span.size for span in runs], dim), strict=True)
         return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])], dim)
 
-    def to_rank_order(self, x: Tensor, *, dim: int) -> Tensor:
-        """Return the tokens of the sequence by rank, one rank after the other.
-
-        Undoes `to_sequence_order`.
-        """
+    def to_rank_order(self, x: Tensor, *, dim: int = 0) -> Tensor:
+        """Return the tokens of one rank after the other: the inverse of `to_sequence_order`."""
         if self.is_in_order:
             return x
         runs = [span for runs in self.spans for span in runs]
@@ -191,6 +180,38 @@ class SequenceLayout:
 
     def __str__(self) -> str:
         return f"a layout of {self.length} tokens over {self.ranks} ranks {list(self.lengths)}"
+
+
+@dataclass(frozen=True)
+class SharedTokens(collectives.TokenGroup):
+    """Tokens of a sequence, (batch, heads, tokens, width), that ranks share by a layout."""
+
+    layout: SequenceLayout
+
+    @property
+    def runs(self) -> tuple[Span, ...]:
+        """The positions of this rank's tokens, run by run."""
+        return self.layout.spans[self.rank]
+
+    def gather(self, x: Tensor, *, dim: int = 2) -> Tensor:
+        """Return the whole sequence on every rank."""
+        tokens_first = collectives.gather_tokens(x.movedim(dim, 0), self)
+        return self.layout.to_sequence_order(tokens_first).movedim(0, dim)
+
+    def exchange_for_heads(self, x: Tensor) -> Tensor:
+        """Return some heads of the whole sequence, (batch, heads/n, tokens, width)."""
+        tokens_first = collectives.exchange_tokens_for_heads(x.permute(2, 0, 1, 3), self)
+        return self.layout.to_sequence_order(tokens_first).permute(1, 2, 0, 3)
+
+    def exchange_for_tokens(self, x: Tensor) -> Tensor:
+        """Return all heads of this rank's tokens: the inverse of `exchange_for_heads`."""
+        tokens_first = self.layout.to_rank_order(x.permute(2, 0, 1, 3))
+        return collectives.exchange_heads_for_tokens(tokens_first, self).permute(1, 2, 0, 3)
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """Sum (batch, heads, tokens, *) of the whole sequence; keep the tokens of this rank."""
+        tokens_first = self.layout.to_rank_order(x.movedim(2, 0))
+        return collectives.reduce_scatter_tokens(tokens_first, self).movedim(0, 2)
 
 
 def _require_counts(length: SupportsIndex, ranks: SupportsIndex) -> tuple[int, int]:

@@ -19,10 +19,9 @@ from headwise.matrix import checks
 from headwise.matrix.kernels.dispatch import Explanation
 from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.matrix.operator import AttentionMatrix, LeftOperand, Statistics
-from headwise.sharding.collectives import reduce_scatter_tokens, sum_ranks
-from headwise.sharding.sequence._attend import gather_keys_or_values
+from headwise.sharding.collectives import sum_forward_and_backward
 from headwise.sharding.sequence.layout import SequenceLayout
-from headwise.sharding.sequence.scores import SequenceArguments, agree_on_score_settings
+from headwise.sharding.sequence.scores import SequenceOptions, agree_on_score_settings
 from headwise.support.arguments import require_tensors
 from headwise.support.text import MATRIX_AXES
 
@@ -65,11 +64,11 @@ class SequenceMatrix(LeftOperand):
         softcap: float | None = None,
         sink: Float[Tensor, " heads"] | None = None,
     ) -> None:
-        arguments = SequenceArguments(layout, key_layout, mask, score_bias, scale, softcap, sink)
-        self.scores = scores = agree_on_score_settings(CALL, (q, k), mesh, arguments)
-        self._group = scores.queries
-        keys = gather_keys_or_values(k, scores)
-        runs = scores.query_runs or (Span(0, 0),)
+        options = SequenceOptions.given(layout, key_layout, mask, score_bias, scale, softcap, sink)
+        self.scores = scores = agree_on_score_settings(CALL, (q, k), mesh, options)
+        self._queries = scores.queries
+        keys = scores.keys.gather(k)
+        runs = scores.queries.runs or (Span(0, 0),)
         sizes = [run.size for run in runs]
         whole = Span(0, scores.sizes.keys)
         self.parts: tuple[tuple[Span, AttentionMatrix], ...] = tuple(
@@ -86,12 +85,12 @@ class SequenceMatrix(LeftOperand):
     @property
     def positions(self) -> Int[Tensor, " queries"]:
         """The positions of this rank's queries in the sequence."""
-        return self.scores.query_layout.positions(self._group.rank, device=self._device)
+        return self._queries.layout.positions(self._queries.rank, device=self._device)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={n}" for axis, n in zip(MATRIX_AXES, self.shape, strict=True))
         runs = " and ".join(f"{run.first} to {run.stop}" for run, _ in self.parts)
-        rank = f"rank {self._group.rank} of {self._group.size} has queries {runs}"
+        rank = f"rank {self._queries.rank} of {self._queries.size} has queries {runs}"
         return f"SequenceMatrix({sizes}, {self.scores.options.mask}; {rank})"
 
     def explain(self, v: Float[Tensor, "..."] | None = None) -> Explanation:
@@ -122,7 +121,7 @@ class SequenceMatrix(LeftOperand):
             checks.raise_operand_error(
                 "A @ v", v, f"(batch {batch}, kv_heads, local keys {length}, value_dim)"
             )
-        values = gather_keys_or_values(v, self.scores)
+        values = self.scores.keys.gather(v)
         return self._concatenate_over_runs(lambda matrix: matrix @ values)
 
     @property
@@ -157,7 +156,9 @@ class SequenceMatrix(LeftOperand):
         Raises:
             OptionError: ``index`` is no 1-D integer tensor, or names a query that is not here.
         """
-        index = checks.require_query_positions(index, self._group.local_tokens, call="rows(index)")
+        index = checks.require_query_positions(
+            index, self._queries.local_tokens, call="rows(index)"
+        )
         return self._read_chosen_queries(index, lambda matrix, some: (matrix.rows(some),))[0]
 
     def topk(
@@ -173,9 +174,9 @@ class SequenceMatrix(LeftOperand):
             OptionError: as `AttentionMatrix.topk`.
         """
         if queries is None:
-            queries = torch.arange(self._group.local_tokens, device=self._device)
+            queries = torch.arange(self._queries.local_tokens, device=self._device)
         queries = checks.require_query_positions(
-            queries, self._group.local_tokens, call=f"topk({k}, queries=index)"
+            queries, self._queries.local_tokens, call=f"topk({k}, queries=index)"
         )
         weights, keys = self._read_chosen_queries(
             queries, lambda matrix, some: matrix.topk(k, some)
@@ -229,7 +230,8 @@ class SequenceMatrix(LeftOperand):
         cells = cells.index_add(2, block, rows[:, :, : len(block)].to(exact))
         whole = torch.arange(length, device=self._device) * queries // max(1, length)
         counts = torch.bincount(whole, minlength=queries).clamp(min=1).to(exact)
-        return (sum_ranks(cells, self._group) / counts[:, None]).to(self._dtype)
+        total = sum_forward_and_backward(cells, group=self._queries.group)
+        return (total / counts[:, None]).to(self._dtype)
 
     # ---- internals --------------------------------------------------------------------------
 
@@ -248,11 +250,7 @@ class SequenceMatrix(LeftOperand):
 
     def _sum_over_ranks_for_local_keys(self, parts: list[Tensor]) -> Tensor:
         """Sum (batch, heads, keys, *) over runs and ranks, and keep this rank's keys."""
-        tokens_first = torch.stack(parts).sum(0).movedim(2, 0)
-        summed = reduce_scatter_tokens(
-            self.scores.key_layout.to_rank_order(tokens_first, dim=0), self.scores.keys
-        )
-        return summed.movedim(0, 2)
+        return self.scores.keys.sum_over_ranks(torch.stack(parts).sum(0))
 
     def _read_chosen_queries(self, index: Tensor, read: Any) -> tuple[Tensor, ...]:
         """Read some queries of each run, and return the results in the order of ``index``."""

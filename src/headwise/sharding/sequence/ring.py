@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from headwise.masks.clause import MatrixPart
 from headwise.masks.score_bias import BoundBias
 from headwise.matrix.kernels import tiled
 from headwise.matrix.kernels.kernel import KernelInput, KernelResult, Requested, accumulation_dtype
-from headwise.matrix.kernels.tiled import UpstreamGradients, softmax_shift
+from headwise.matrix.kernels.tiled import softmax_shift
 from headwise.sharding.collectives import Transfer, iterate_tensors_of_ranks
 from headwise.sharding.sequence.scores import SequenceScores
 from headwise.support.tracing import without_autocast
@@ -36,11 +36,9 @@ from headwise.support.tracing import without_autocast
 def attend_by_ring(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) -> Tensor:
     """Return the head outputs of this rank's queries; see `headwise.sharding.attend`."""
     sizes, options = scores.sizes, scores.options
+    dtype = accumulation_dtype(q.dtype)
     bias = options.score_bias.bind_unchecked(
-        queries=sizes.queries,
-        keys=sizes.keys,
-        device=q.device,
-        dtype=accumulation_dtype(q.dtype),
+        queries=sizes.queries, keys=sizes.keys, device=q.device, dtype=dtype
     )
     operands = (q, k, v, options.sink, bias.table, *bias.tensors)
     ring = _Ring.apply
@@ -50,27 +48,20 @@ def attend_by_ring(q: Tensor, k: Tensor, v: Tensor, scores: SequenceScores) -> T
         return ring(scores, *operands)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """A run of this rank's queries with a run of the keys that have arrived.
+class _Block(NamedTuple):
+    """A run of this rank's queries with a run of the keys that have arrived."""
 
-    Attributes:
-        place: the block in the whole matrix.
-        rows: its queries among those of this rank.
-        columns: its keys among those that have arrived.
-    """
-
-    place: MatrixPart
-    rows: slice
-    columns: slice
+    place: MatrixPart  # in the whole matrix
+    rows: slice  # of this rank's queries
+    columns: slice  # of the keys that have arrived
 
 
 def _iterate_blocks(scores: SequenceScores, owner: int) -> Iterator[_Block]:
     """Yield the blocks in which a query may see a key of the rank ``owner``."""
     row = 0
-    for queries in scores.query_runs:
+    for queries in scores.queries.runs:
         seen, column = scores.visible_key_span(queries), 0
-        for run in scores.key_layout.spans[owner]:
+        for run in scores.keys.layout.spans[owner]:
             keys = run.intersection(seen)
             if keys.size:
                 first = column + keys.first - run.first
@@ -94,13 +85,12 @@ class _Operands:
     def cut_block(self, block: _Block, k: Tensor) -> KernelInput:
         """Return the scores of one block with its keys; without the sink, which is added once."""
         options = self.scores.options
-        scale = options.scale
         return KernelInput(
             q=self.q[:, :, block.rows],
             k=k,
             mask=self.scores.mask.cut_to_part(block.place),
             bias=self.bias.cut_to_part(block.place),
-            scale=stages.default_scale(self.q) if scale is None else scale,
+            scale=stages.default_scale(self.q) if options.scale is None else options.scale,
             softcap=options.softcap,
             sink=None,
         )
@@ -178,16 +168,17 @@ class _Ring(torch.autograd.Function):
         with without_autocast(q):
             bias = BoundBias(scores.sizes.queries, scores.sizes.keys, table, tuple(tensors))
             dout = upstream.to(exact)
-            means = torch.linalg.vecdot(dout, out.to(exact))
-            rows = _RowGradients(dout, shift, log_sum, means)
+            means = torch.linalg.vecdot(dout, out.to(exact))  # sum p dp of the whole row
             sums = _RingGradients(
-                _Operands(scores, q.to(exact), bias), (table_needed, tensors_needed)
+                _Operands(scores, q.to(exact), bias),
+                (dout, shift, log_sum, means),
+                (table_needed, tensors_needed),
             )
-            dk, dv = _ring_key_value_gradients(sums, rows, k, v)
+            dk, dv = _ring_key_value_gradients(sums, k, v)
             dsink = None
             if sink is not None:
                 p = (sink.to(exact)[:, None] - shift - log_sum).exp()
-                dsink = -(p * rows.means).sum((0, 2)).to(sink.dtype)
+                dsink = -(p * means).sum((0, 2)).to(sink.dtype)
         return (None, sums.q.to(q.dtype), dk, dv, dsink, *sums.cast_bias_gradients())
 
 
@@ -201,56 +192,36 @@ def _pass_keys_and_values_around(
         yield owner, (keys, values)
 
 
-@dataclass(frozen=True, eq=False)
-class _RowGradients:
-    """Gradient of the outputs, and statistics of the whole rows, for this rank's queries."""
-
-    dout: Tensor
-    shift: Tensor
-    log_sum: Tensor
-    means: Tensor  # sum p dp = dout . out
-
-    def make_upstream(self, rows: slice) -> UpstreamGradients:
-        """Return the gradients of a block's results, of which it has outputs alone."""
-        others = dict.fromkeys(KernelResult._fields)
-        given = {"out": self.dout[:, :, rows], "row_means": self.means[:, :, rows]}
-        return UpstreamGradients(**{**others, **given})
-
-    def cut_statistics(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the shift and the log sum of a block's rows."""
-        return self.shift[:, :, rows], self.log_sum[:, :, rows]
-
-
 class _RingGradients:
     """Sums of the gradients of this rank's queries and of the score bias, over all blocks."""
 
-    def __init__(self, operands: _Operands, needed: tuple[bool, list[bool]]) -> None:
-        self.operands, self._needed = operands, needed
+    def __init__(
+        self,
+        operands: _Operands,
+        rows: tuple[Tensor, Tensor, Tensor, Tensor],
+        needed: tuple[bool, list[bool]],
+    ) -> None:
+        self.operands, self._rows, self._needed = operands, rows, needed
         self.q = torch.zeros_like(operands.q)
         bias, exact = operands.bias, operands.q.dtype
-        table, tensors = None, []
+        table, pairs = None, zip(bias.tensors, needed[1], strict=True)
         if bias.table is not None and needed[0]:
             table = torch.zeros_like(bias.table, dtype=exact)
-        for tensor, is_needed in zip(bias.tensors, needed[1], strict=True):
-            if is_needed:
-                tensors.append(torch.zeros_like(tensor, dtype=exact))
+        tensors = [torch.zeros_like(x, dtype=exact) for x, is_needed in pairs if is_needed]
         self._bias = BoundBias(bias.queries, bias.keys, table, tuple(tensors))
 
-    def add_block(
-        self, block: _Block, keys: Tensor, values: Tensor, rows: _RowGradients
-    ) -> tuple[Tensor, Tensor]:
+    def add_block(self, block: _Block, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add the gradients of one block; return those of its keys and values."""
         problem = self.operands.cut_block(block, keys)
-        upstream, statistics = rows.make_upstream(block.rows), rows.cut_statistics(block.rows)
+        dout, shift, log_sum, means = (x[:, :, block.rows] for x in self._rows)
+        upstream = tiled.UpstreamGradients(out=dout, row_means=means)
         gradients = tiled.compute_gradients(
-            problem, values, None, statistics, upstream, self._needed
+            problem, values, None, (shift, log_sum), upstream, self._needed
         )
         self.q[:, :, block.rows] += gradients.q
         # Views of the sums, for the entries of the bias that this block reads.
         sums = self._bias.cut_to_part(block.place)
-        parts = [x for x in gradients.tensors if x is not None]
-        for total, part in zip(sums.tensors, parts, strict=True):
-            total += part
+        _add_each(sums.tensors, (x for x in gradients.tensors if x is not None))
         if sums.table is not None and gradients.table is not None:
             sums.table.add_(gradients.table)
         assert gradients.v is not None
@@ -266,9 +237,7 @@ class _RingGradients:
         return [table, *(next(sums).to(x.dtype) if needed else None for x, needed in pairs)]
 
 
-def _ring_key_value_gradients(
-    sums: _RingGradients, rows: _RowGradients, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
+def _ring_key_value_gradients(sums: _RingGradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Send keys and values around once more; return the gradients of this rank's part of them."""
     scores, exact = sums.operands.scores, sums.operands.q.dtype
     rank, home = scores.keys.rank, None
@@ -278,10 +247,7 @@ def _ring_key_value_gradients(
         keys, values = (x.to(exact) for x in parts)
         for block in _iterate_blocks(scores, owner):
             at = (slice(None), slice(None), block.columns)
-            for gradient, part in zip(
-                gradients, sums.add_block(block, keys[at], values[at], rows), strict=True
-            ):
-                gradient[at] += part
+            _add_each([x[at] for x in gradients], sums.add_block(block, keys[at], values[at]))
         if home is not None:
             _add_each(total, home.wait())
             home = None  # its memory, before the next one
@@ -301,6 +267,6 @@ def _ring_key_value_gradients(
     return dk, dv
 
 
-def _add_each(total: list[Tensor], parts: Iterable[Tensor]) -> None:
-    for x, part in zip(total, parts, strict=True):
-        x += part
+def _add_each(totals: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
+    for total, part in zip(totals, parts, strict=True):
+        total += part

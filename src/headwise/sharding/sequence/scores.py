@@ -11,21 +11,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headwise.errors import OptionError, ShapeError
+from headwise.masks import score_bias as biases
 from headwise.masks.bound import BoundMask
 from headwise.masks.clause import MatrixPart, MatrixSizes, Span
 from headwise.masks.mask import NO_MASK, Mask, require_mask_type
-from headwise.masks.score_bias import (
-    NO_BIAS,
-    ScoreBias,
-    cut_score_bias_to_part,
-    require_score_bias_type,
-)
+from headwise.masks.score_bias import ScoreBias
 from headwise.matrix import checks
 from headwise.matrix.operator import AttentionMatrix
-from headwise.sharding.checks import Check, require_mesh
-from headwise.sharding.collectives import TokenGroup
-from headwise.sharding.sequence.agreement import Agreement, checksum, require_agreement_of_ranks
-from headwise.sharding.sequence.layout import SequenceLayout
+from headwise.sharding import agreement
+from headwise.sharding.agreement import Agreement, Check, checksum
+from headwise.sharding.sequence.layout import SequenceLayout, SharedTokens
 from headwise.support import private_torch
 from headwise.support.arguments import require_tensors
 from headwise.support.text import describe_value
@@ -33,67 +28,43 @@ from headwise.support.tracing import is_autocast_enabled
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreOptions:
-    """Options of an attention matrix, for the whole sequence; see `headwise.AttentionMatrix`."""
+class SequenceOptions:
+    """Layouts, and options of an attention matrix for the whole sequence; see `attend`."""
 
+    layout: SequenceLayout | None
+    key_layout: SequenceLayout | None
     mask: Mask
     score_bias: ScoreBias
     scale: float | None
     softcap: float | None
     sink: Tensor | None
 
-
-@dataclass(frozen=True, eq=False)
-class SequenceArguments:
-    """Layouts and options as the caller gives them; see `headwise.sharding.attend`."""
-
-    layout: SequenceLayout | None = None
-    key_layout: SequenceLayout | None = None
-    mask: Mask | None = None
-    score_bias: ScoreBias | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    sink: Tensor | None = None
-
-    def options(self) -> ScoreOptions:
-        """Return the options with their defaults.
-
-        Raises:
-            MaskError: a mask or a score bias that is none.
-        """
-        mask = NO_MASK if self.mask is None else self.mask
-        bias = NO_BIAS if self.score_bias is None else self.score_bias
-        require_mask_type(mask, "mask=")
-        require_score_bias_type(bias, "score_bias=")
-        return ScoreOptions(mask, bias, self.scale, self.softcap, self.sink)
+    @classmethod
+    def given(
+        cls,
+        layout: SequenceLayout | None = None,
+        key_layout: SequenceLayout | None = None,
+        mask: Mask | None = None,
+        score_bias: ScoreBias | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+    ) -> SequenceOptions:
+        """Return the options that a caller gives; nothing is checked."""
+        mask = NO_MASK if mask is None else mask
+        score_bias = biases.NO_BIAS if score_bias is None else score_bias
+        return cls(layout, key_layout, mask, score_bias, scale, softcap, sink)
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceScores:
-    """The scores of a sequence whose tokens are divided over ranks.
+    """The scores of a sequence whose tokens are divided over ranks."""
 
-    Attributes:
-        sizes: of the whole matrix.
-        queries: the ranks and their numbers of queries.
-        keys: the ranks and their numbers of keys.
-        query_layout: the positions of the queries.
-        key_layout: the positions of the keys.
-        options: mask, score bias and so on, of the whole matrix.
-        mask: the mask, bound to the whole matrix.
-    """
-
-    sizes: MatrixSizes
-    queries: TokenGroup
-    keys: TokenGroup
-    query_layout: SequenceLayout
-    key_layout: SequenceLayout
-    options: ScoreOptions
-    mask: BoundMask = field(repr=False)
-
-    @property
-    def query_runs(self) -> tuple[Span, ...]:
-        """The positions of this rank's queries, run by run."""
-        return self.query_layout.spans[self.queries.rank]
+    sizes: MatrixSizes  # of the whole matrix
+    queries: SharedTokens
+    keys: SharedTokens
+    options: SequenceOptions
+    mask: BoundMask = field(repr=False)  # bound to the whole matrix
 
     def visible_key_span(self, run: Span) -> Span:
         """Return the keys outside of which the mask hides all from a run of queries."""
@@ -107,21 +78,14 @@ class SequenceScores:
     def matrix_of_query_and_key_run(
         self, q: Tensor, k: Tensor, *, queries: Span, keys: Span
     ) -> AttentionMatrix:
-        """Return the matrix of a run of queries and a run of keys, with its part of the mask.
-
-        Args:
-            q: the queries of the run, (batch, heads, run, head_dim).
-            k: the keys of the run.
-            queries: the positions of the queries.
-            keys: the positions of the keys.
-        """
+        """Return the matrix of the queries and keys of two runs, with its part of the mask."""
         place, options = self.matrix_part_of_all_sequences(queries, keys), self.options
         clauses = self.mask.cut_to_part(place).clauses if queries.size else ()
         return AttentionMatrix(
             q,
             k,
             mask=Mask(clauses),
-            score_bias=cut_score_bias_to_part(options.score_bias, place, self.sizes),
+            score_bias=biases.cut_score_bias_to_part(options.score_bias, place, self.sizes),
             scale=options.scale,
             softcap=options.softcap,
             sink=options.sink,
@@ -132,7 +96,7 @@ def agree_on_score_settings(
     call: str,
     operands: tuple[Tensor, ...],
     mesh: DeviceMesh,
-    arguments: SequenceArguments,
+    options: SequenceOptions,
     further: Callable[[], tuple[Any, ...]] = tuple,
     check: Check = "always",
 ) -> SequenceScores:
@@ -144,41 +108,38 @@ def agree_on_score_settings(
         call: the call, for messages.
         operands: q and k of this rank, and v where the call has values.
         mesh: of one dimension.
-        arguments: the other arguments of the call.
-        further: checks other options, and returns plain values that are the same on every rank.
+        options: the other arguments of the call.
+        further: checks other arguments, and returns plain values that are the same on every rank.
         check: the calls in which contents are compared; see `require_agreement_of_ranks`.
     """
-    require_mesh(mesh, call)
+    agreement.require_mesh(mesh, call)
+
+    def check_own() -> tuple[Any, ...]:
+        _check_operands(operands, options)
+        _check_layouts(options, mesh.size())
+        return further()
 
     def numbers(contents: bool) -> dict[str, float]:
-        _check_operands(operands, arguments)
-        _check_layouts(arguments, mesh.size())
-        return _numbers_to_compare(operands, arguments, further(), contents=contents)
+        return _numbers_to_compare(operands, options, check_own(), contents=contents)
 
     if check == "never" or torch.compiler.is_compiling():
-        lengths = _assume_lengths(operands, arguments, mesh, further)
+        check_own()
+        lengths = _assume_lengths(operands, options, mesh)
     else:
-        lengths = require_agreement_of_ranks(call, mesh, numbers, check=check)
-    layout, key_layout = arguments.layout, arguments.key_layout
+        lengths = agreement.require_agreement_of_ranks(call, mesh, numbers, check=check)
+    layout, key_layout = options.layout, options.key_layout
     if key_layout is None and lengths.keys == lengths.queries:
         key_layout = layout
-    layout = _resolve_layout("layout", layout, lengths.queries, call)
-    key_layout = _resolve_layout("key_layout", key_layout, lengths.keys, call)
-    q, group, options = operands[0], mesh.get_group(), arguments.options()
-    sizes = MatrixSizes(q.shape[0], q.shape[1], layout.length, key_layout.length)
+    queries = _share_tokens("layout", layout, lengths.queries, mesh, call)
+    keys = _share_tokens("key_layout", key_layout, lengths.keys, mesh, call)
+    q = operands[0]
+    sizes = MatrixSizes(q.shape[0], q.shape[1], queries.total_tokens, keys.total_tokens)
     options.score_bias.check(**sizes._asdict(), device=q.device)
-    return SequenceScores(
-        sizes=sizes,
-        queries=TokenGroup(group, layout.lengths),
-        keys=TokenGroup(group, key_layout.lengths),
-        query_layout=layout,
-        key_layout=key_layout,
-        options=options,
-        mask=options.mask.bind(**sizes._asdict(), device=q.device),
-    )
+    mask = options.mask.bind(**sizes._asdict(), device=q.device)
+    return SequenceScores(sizes, queries, keys, options, mask)
 
 
-def _check_operands(operands: tuple[Tensor, ...], arguments: SequenceArguments) -> None:
+def _check_operands(operands: tuple[Tensor, ...], options: SequenceOptions) -> None:
     tensors = dict(zip("qkv", operands, strict=False))
     require_tensors(**tensors)
     for name, tensor in tensors.items():
@@ -190,7 +151,7 @@ def _check_operands(operands: tuple[Tensor, ...], arguments: SequenceArguments) 
             )
     q, k, *values = operands
     checks.check_queries_and_keys(q, k)
-    checks.check_scale_softcap_and_sink(q, arguments.scale, arguments.softcap, arguments.sink)
+    checks.check_scale_softcap_and_sink(q, options.scale, options.softcap, options.sink)
     for v in values:
         if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
             raise ShapeError(
@@ -199,11 +160,13 @@ def _check_operands(operands: tuple[Tensor, ...], arguments: SequenceArguments) 
                 do="split keys and values by the same layout",
             )
         checks.check_operand_dtype_and_device("v", v, q)
+    require_mask_type(options.mask, "mask=")
+    biases.require_score_bias_type(options.score_bias, "score_bias=")
 
 
-def _check_layouts(arguments: SequenceArguments, ranks: int) -> None:
+def _check_layouts(options: SequenceOptions, ranks: int) -> None:
     for name in ("layout", "key_layout"):
-        layout = getattr(arguments, name)
+        layout = getattr(options, name)
         if layout is not None and not isinstance(layout, SequenceLayout):
             raise OptionError(
                 saw=f"{name}={describe_value(layout)}",
@@ -219,22 +182,16 @@ def _check_layouts(arguments: SequenceArguments, ranks: int) -> None:
 
 
 def _assume_lengths(
-    operands: tuple[Tensor, ...],
-    arguments: SequenceArguments,
-    mesh: DeviceMesh,
-    further: Callable[[], tuple[Any, ...]],
+    operands: tuple[Tensor, ...], options: SequenceOptions, mesh: DeviceMesh
 ) -> Agreement:
     """Return the lengths that the layouts state; without one all ranks hold as many tokens."""
-    _check_operands(operands, arguments)
-    _check_layouts(arguments, mesh.size())
-    further()
     queries, keys = (x.shape[2] for x in operands[:2])
-    layouts = (arguments.layout, arguments.key_layout)
-    if layouts[1] is None and keys == queries:
-        layouts = (layouts[0], layouts[0])
+    layout, key_layout = options.layout, options.key_layout
+    if key_layout is None and keys == queries:
+        key_layout = layout
     lengths = []
-    for layout, length in zip(layouts, (queries, keys), strict=True):
-        each = list(layout.lengths) if layout else [length] * mesh.size()
+    for stated, length in ((layout, queries), (key_layout, keys)):
+        each = list(stated.lengths) if stated else [length] * mesh.size()
         each[mesh.get_local_rank()] = length
         lengths.append(tuple(each))
     return Agreement(*lengths)
@@ -242,16 +199,15 @@ def _assume_lengths(
 
 def _numbers_to_compare(
     operands: tuple[Tensor, ...],
-    arguments: SequenceArguments,
+    options: SequenceOptions,
     further: tuple[Any, ...],
     *,
     contents: bool,
 ) -> dict[str, float]:
     """Return the numbers that ranks compare; see `agreement`."""
     q, k, *values = operands
-    options = arguments.options()
     gradients = [torch.is_grad_enabled() and x.requires_grad for x in operands]
-    layouts = (arguments.layout, arguments.key_layout)
+    layouts = (options.layout, options.key_layout)
     return {
         "queries": q.shape[2],
         "keys": k.shape[2],
@@ -270,13 +226,13 @@ def _numbers_to_compare(
     }
 
 
-def _resolve_layout(
-    name: str, layout: SequenceLayout | None, lengths: tuple[int, ...], call: str
-) -> SequenceLayout:
-    """Return the layout, or one run on each rank; raise ShapeError where lengths differ."""
+def _share_tokens(
+    name: str, layout: SequenceLayout | None, lengths: tuple[int, ...], mesh: DeviceMesh, call: str
+) -> SharedTokens:
+    """Return tokens in a layout, or in one run on each rank; ShapeError where lengths differ."""
     if layout is None:
-        return SequenceLayout.of_lengths(lengths)
-    if layout.lengths != lengths:
+        layout = SequenceLayout.of_lengths(lengths)
+    elif layout.lengths != lengths:
         axis = "queries" if name == "layout" else "keys"
         raise ShapeError(
             saw=f"{call}: ranks hold {list(lengths)} {axis}",
@@ -284,4 +240,4 @@ def _resolve_layout(
             do=f"x = {name}.split(x, mesh.get_local_rank()), or {name}=None for the tokens as "
             "they are",
         )
-    return layout
+    return SharedTokens(mesh.get_group(), layout.lengths, layout)
