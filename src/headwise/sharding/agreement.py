@@ -1,4 +1,4 @@
-"""What the ranks of a call must share: a process group, a mesh, and equal inputs and options.
+"""Comparison of what the ranks of a call share: process group, mesh, inputs and options.
 
 For operands of a sequence each rank sends 15 numbers: the lengths that it holds, and for all that
 must be the same everywhere a number that tells differences: a size, or a checksum. Of large tensors

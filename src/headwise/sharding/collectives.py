@@ -30,8 +30,8 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        found = _Collective.apply(*ctx.functions, ctx.group, *gradients)  # type: ignore[no-untyped-call]
-        return (None, None, None, *(found if isinstance(found, tuple) else (found,)))
+        results = _Collective.apply(*ctx.functions, ctx.group, *gradients)  # type: ignore[no-untyped-call]
+        return (None, None, None, *(results if isinstance(results, tuple) else (results,)))
 
 
 @dataclass(frozen=True)

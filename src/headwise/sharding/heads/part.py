@@ -76,8 +76,8 @@ class RankHeads(HeadPart):
 
     def mean_over_heads_from_own_mean(self, weights: Tensor) -> Tensor:
         """Return the mean over all heads, from the mean over those of this rank."""
-        own = super().mean_over_heads_from_own_mean(weights)
-        return collectives.sum_forward(own, group=self.group)
+        mean = super().mean_over_heads_from_own_mean(weights)
+        return collectives.sum_forward(mean, group=self.group)
 
     def collect_returned_weights(self, weights: Tensor) -> Tensor:
         """Return the weights of all heads."""
@@ -195,8 +195,8 @@ class WidthNormOverRanks(Norm):
         return (normed if bias is None else normed + bias.to(exact)).to(x.dtype)
 
     def _mean_over_ranks(self, x: Tensor) -> Tensor:
-        own = x.sum(-1, keepdim=True)
-        return collectives.sum_forward_and_backward(own, group=self.part.group) / self.width
+        total = x.sum(-1, keepdim=True)
+        return collectives.sum_forward_and_backward(total, group=self.part.group) / self.width
 
 
 class ReplicatedEmbedding(nn.Embedding):

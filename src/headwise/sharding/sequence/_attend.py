@@ -184,9 +184,20 @@ def attend(
         ShapeError, DTypeError, DeviceError, MaskError: operands that do not fit together.
     """
     options = SequenceOptions.given(layout, key_layout, mask, score_bias, scale, softcap, sink)
+    return _attend_with((q, k, v), mesh, options, by, limit, check)
+
+
+def _attend_with(
+    operands: tuple[Tensor, Tensor, Tensor],
+    mesh: DeviceMesh,
+    options: SequenceOptions,
+    by: Way | None,
+    limit: int | None,
+    check: Check,
+) -> Tensor:
     call, further = "attend(q, k, v, mesh)", partial(require_options, by, limit, check)
-    scores = agree_on_score_settings(call, (q, k, v), mesh, options, further, check)
-    q, k, v = cast_like_autocast(q, k, v)
+    scores = agree_on_score_settings(call, operands, mesh, options, further, check)
+    q, k, v = cast_like_autocast(*operands)
     way, _ = choose_way(scores, q, k, v, by=by, limit=limit)
     return _WAYS[way](q, k, v, scores)
 

@@ -152,7 +152,7 @@ class SequenceLayout:
 
     # ---- for the ways of attention ----------------------------------------------------------
 
-    def to_sequence_order(self, x: Tensor, *, dim: int = 0) -> Tensor:
+    def to_sequence_order(self, x: Tensor, *, dim: int) -> Tensor:
         """Return the sequence, of a tensor with the tokens of one rank after the other."""
         if self.is_in_order:
             return x
@@ -160,7 +160,7 @@ class SequenceLayout:
         parts = zip(runs, x.split([span.size for span in runs], dim), strict=True)
         return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])], dim)
 
-    def to_rank_order(self, x: Tensor, *, dim: int = 0) -> Tensor:
+    def to_rank_order(self, x: Tensor, *, dim: int) -> Tensor:
         """Return the tokens of one rank after the other: the inverse of `to_sequence_order`."""
         if self.is_in_order:
             return x
@@ -196,21 +196,21 @@ class SharedTokens(collectives.TokenGroup):
     def gather(self, x: Tensor, *, dim: int = 2) -> Tensor:
         """Return the whole sequence on every rank."""
         tokens_first = collectives.gather_tokens(x.movedim(dim, 0), self)
-        return self.layout.to_sequence_order(tokens_first).movedim(0, dim)
+        return self.layout.to_sequence_order(tokens_first, dim=0).movedim(0, dim)
 
     def exchange_for_heads(self, x: Tensor) -> Tensor:
         """Return some heads of the whole sequence, (batch, heads/n, tokens, width)."""
         tokens_first = collectives.exchange_tokens_for_heads(x.permute(2, 0, 1, 3), self)
-        return self.layout.to_sequence_order(tokens_first).permute(1, 2, 0, 3)
+        return self.layout.to_sequence_order(tokens_first, dim=0).permute(1, 2, 0, 3)
 
     def exchange_for_tokens(self, x: Tensor) -> Tensor:
         """Return all heads of this rank's tokens: the inverse of `exchange_for_heads`."""
-        tokens_first = self.layout.to_rank_order(x.permute(2, 0, 1, 3))
+        tokens_first = self.layout.to_rank_order(x.permute(2, 0, 1, 3), dim=0)
         return collectives.exchange_heads_for_tokens(tokens_first, self).permute(1, 2, 0, 3)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Sum (batch, heads, tokens, *) of the whole sequence; keep the tokens of this rank."""
-        tokens_first = self.layout.to_rank_order(x.movedim(2, 0))
+        tokens_first = self.layout.to_rank_order(x.movedim(2, 0), dim=0)
         return collectives.reduce_scatter_tokens(tokens_first, self).movedim(0, 2)
 
 

@@ -114,16 +114,16 @@ def agree_on_score_settings(
     """
     agreement.require_mesh(mesh, call)
 
-    def check_own() -> tuple[Any, ...]:
+    def check_arguments() -> tuple[Any, ...]:
         _check_operands(operands, options)
         _check_layouts(options, mesh.size())
         return further()
 
     def numbers(contents: bool) -> dict[str, float]:
-        return _numbers_to_compare(operands, options, check_own(), contents=contents)
+        return _numbers_to_compare(operands, options, check_arguments(), contents=contents)
 
     if check == "never" or torch.compiler.is_compiling():
-        check_own()
+        check_arguments()
         lengths = _assume_lengths(operands, options, mesh)
     else:
         lengths = agreement.require_agreement_of_ranks(call, mesh, numbers, check=check)
