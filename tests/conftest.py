@@ -17,6 +17,7 @@ import jaxtyping
 import pytest
 import torch
 
+from tests import shapes
 from tests.reports.browser import Chromium, chromium
 
 torch.set_num_threads(1)
@@ -26,16 +27,8 @@ PACKAGE = importlib.util.find_spec("headwise")
 SOURCE = Path(PACKAGE.origin).parent if PACKAGE and PACKAGE.origin else None
 
 
-def modules_with_shapes(source: Path) -> list[str]:
-    """The modules of a package whose annotations state shapes."""
-    found = [p for p in source.rglob("*.py") if "from jaxtyping import" in p.read_text("utf-8")]
-    return [".".join(p.relative_to(source.parent).with_suffix("").parts) for p in sorted(found)]
-
-
-# Every shape that is annotated is checked while the tests run. Where none is, mypy has checked the
-# types already, and a check at each call of a hook would be half of a test's time.
 if SOURCE and not jaxtyping.config.jaxtyping_disable:
-    jaxtyping.install_import_hook(modules_with_shapes(SOURCE), "beartype.beartype")
+    shapes.check_shapes(SOURCE)
 
 hypothesis.settings.register_profile(
     "headwise",
@@ -45,12 +38,13 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("headwise")
-# What `make test` runs: the same examples, and only the first of them.
+# What `make test` runs: only the first of the same examples, and the first calls with shapes.
 hypothesis.settings.register_profile("quick", hypothesis.settings(max_examples=25))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The mutant runner says which copy of the source it expects to be imported."""
+    shapes.checks_all_calls = config.getoption("--hypothesis-profile") != "quick"
     expected = os.environ.get("HEADWISE_EXPECTED_SOURCE")
     if expected and not (SOURCE and SOURCE.is_relative_to(expected)):
         raise pytest.UsageError(f"headwise comes from {SOURCE}, not from {expected}")
@@ -58,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    shapes.begin_test()
     random.seed(0)
     torch.manual_seed(0)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from headwise import Mask
 from headwise.errors import DTypeError, HeadwiseError, MaskError, OptionError, ShapeError
 from headwise.function.budget import BACKWARD, FORWARD
-from headwise.study.einops_block import EinopsPostNormBlock
+from headwise.study.implementations import EinopsPostNormBlock
 from headwise.testing import Budget
 
 BATCH, QUERIES, KEYS, EMBED, HEADS, HEAD_DIM, VALUE_DIM = 3, 24, 29, 40, 6, 10, 7

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, AttentionMatrix, Mask, MultiheadAttention
 from headwise.layers.hooks import attention_hook, has_attention_hook
-from headwise.study.einops_block import EinopsPostNormBlock
+from headwise.study.implementations import EinopsPostNormBlock
 from tests.test_door import printed_by
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 11, 24, 3

@@ -9,8 +9,8 @@ from torch import nn
 
 from headwise.masks.mask import Mask
 from headwise.study.encoder import AttentionCall, RecordedRun
-from headwise.study.experiments.measures import layer_output
 from headwise.study.implementations import SharedWeights
+from headwise.study.measures import layer_output
 
 LAYERS, HEADS, HEAD_DIM, LENGTH = 3, 5, 6, 37
 

@@ -13,7 +13,7 @@ from headwise.masks.mask import Mask
 from headwise.models import minilm, text
 from headwise.study import encoder
 from headwise.study.encoder import AttentionCall, RecordedRun
-from headwise.study.experiments.measures import Projected, layer_error_budget
+from headwise.study.measures import Projected, layer_error_budget
 from tests.study.answers import missing
 
 TEXT, SHORTER = "Down, down, down. Would the fall never come to an end?", "Down, down."

@@ -72,7 +72,7 @@ def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExt
     from headwise.cli.scan import ScanOptions, run_scan_with_progress
     from headwise.models import minilm
     from headwise.study import encoder
-    from headwise.study.experiments.same_weights import compare_with_model_layers
+    from headwise.study.questions.implementations import compare_with_model_layers
 
     try:
         with progress_bar(stderr_console(), "loading the trained encoder") as progress:

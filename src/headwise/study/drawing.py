@@ -138,3 +138,8 @@ def signed_colours(
         [(*(up if value > 0 else down), min(1.0, abs(value) / top) ** 0.5) for value in row]
         for row in values
     ]
+
+
+def per_cent(share: float, _position: int = 0) -> str:
+    """Return ``34 %``: a formatter of ticks."""
+    return f"{100 * share:.0f}\u00a0%"

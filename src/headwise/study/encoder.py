@@ -134,9 +134,6 @@ def run_minilm(*texts: str, progress: Progress = no_progress) -> RecordedRun:
     return RecordedRun("all-MiniLM-L6-v2", model.config.num_attention_heads, tokens, real, calls)
 
 
-# ---- the small encoder -------------------------------------------------------------------------
-
-
 class SmallEncoder(nn.Module):
     """Encoder of letters that predicts the letter before and the letter after each letter."""
 

@@ -28,9 +28,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.errors import OptionError
+from headwise.function.stages import split_heads
 from headwise.layers.attention import Attention
+from headwise.layers.checks import check_tokens
+from headwise.layers.hooks import call_hook
+from headwise.layers.initial import initialise_as_einops_page
+from headwise.layers.options import check_positive_whole_numbers
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
+from headwise.matrix.checks import check_probability
+from headwise.matrix.operator import AttentionMatrix
 from headwise.support.extras import require_package
 
 
@@ -62,30 +69,33 @@ class SharedWeights:
     @classmethod
     def of_linears(cls, *linears: Any) -> SharedWeights:
         """Make the weights from the parameters of four linear layers, without a copy."""
-        return cls.of_matrices(
-            (x.weight for x in linears), (x.bias for x in linears if x.bias is not None)
-        )
+        biases = (x.bias for x in linears if x.bias is not None)
+        return cls.of_matrices((x.weight for x in linears), biases)
+
+    @classmethod
+    def of_torch_layer(cls, layer: nn.MultiheadAttention) -> SharedWeights:
+        """Split the packed weights of torch's layer, without a copy."""
+        out = layer.out_proj
+        return cls.from_packed(layer.in_proj_weight, layer.in_proj_bias, out.weight, out.bias)
 
     @classmethod
     def from_packed(
         cls, weight: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor
     ) -> SharedWeights:
-        """Split packed weights as in `torch.nn.MultiheadAttention`: rows of q, of k, then of v."""
+        """Split packed weights: rows of q, of k, then of v."""
         return cls.of_matrices((*weight.chunk(3), out), (*bias.chunk(3), out_bias))
 
     @classmethod
     def random(cls, embed_dim: int, *, biased: bool = False) -> SharedWeights:
         """Draw normal weights that keep the variance of the input; biases have std 1/2."""
         matrices = [torch.randn(embed_dim, embed_dim) / math.sqrt(embed_dim) for _ in range(4)]
-        return cls.of_matrices(
-            matrices, (torch.randn(embed_dim) / 2 for _ in range(4 if biased else 0))
-        )
+        biases = [torch.randn(embed_dim) / 2 for _ in range(4 if biased else 0)]
+        return cls.of_matrices(matrices, biases)
 
     def double(self) -> SharedWeights:
         """Return the weights in float64."""
-        return SharedWeights.of_matrices(
-            (matrix.double() for matrix in self.matrices), (b.double() for b in self.biases or ())
-        )
+        q, k, v, out, *biases = (tensor.double() for tensor in self.tensors)
+        return SharedWeights(q, k, v, out, tuple(biases) or None)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values of ``x``."""
@@ -159,8 +169,7 @@ class Implementation(nn.Module):
     ) -> Float[Tensor, "batch length embed_dim"]:
         """Compute the attention alone, before any residual or norm.
 
-        ``mask`` has the values of this implementation. A tensor has the axes (batch, queries,
-        keys).
+        ``mask`` has this implementation's values; a tensor has the axes (batch, queries, keys).
         """
         raise NotImplementedError
 
@@ -179,9 +188,6 @@ class Implementation(nn.Module):
 PURPOSE = "whose attention is compared with"  # follows a package's name in an error
 HIDDEN = -1e9
 GPT2_LAYERS = 12  # the initial std of its output projections falls with this number
-
-
-# ---- rewritten ------------------------------------------------------------------------------
 
 
 class Paper(Implementation):
@@ -215,8 +221,7 @@ class Paper(Implementation):
 class Tensor2Tensor(Implementation):
     """tensor2tensor's attention: scaled queries, and a mask that is added to the scores.
 
-    tensor2tensor draws each kernel uniformly, with variance 1 / fan_avg. TensorFlow's kernels are
-    (in, out), the transpose of torch's.
+    Each kernel is uniform with variance 1 / fan_avg, and (in, out), the transpose of torch's.
     """
 
     name = "tensor2tensor"
@@ -329,15 +334,10 @@ class EinopsPage(Implementation):
         return self.dropout(self.fc(joined)), weights
 
 
-# ---- from installed packages ---------------------------------------------------------------------
-
-
 class TorchLayer(Implementation):
     """torch.nn.MultiheadAttention, called with its default ``need_weights=True``.
 
-    Attributes:
-        layer: the class that computes; `DropIn` replaces it.
-        need_weights: passed to the layer, because torch has another path for False.
+    torch has another path for False. `DropIn` replaces ``layer``, the class that computes.
     """
 
     name = "PyTorch's layer"
@@ -349,10 +349,7 @@ class TorchLayer(Implementation):
         return self.layer(self.embed_dim, self.num_heads, dropout=self.p, batch_first=True)
 
     def as_shared_weights(self) -> SharedWeights:
-        inner, out = self.inner, self.inner.out_proj
-        return SharedWeights.from_packed(
-            inner.in_proj_weight, inner.in_proj_bias, out.weight, out.bias
-        )
+        return SharedWeights.of_torch_layer(self.inner)
 
     def forward(self, x: Tensor, mask: Any = None) -> Any:
         """Repeat the mask of each sequence for every head, and call the layer."""
@@ -420,12 +417,9 @@ class Bert(OfTransformers):
             hidden_size=self.embed_dim,
             num_attention_heads=self.num_heads,
             num_hidden_layers=1,
-            attention_probs_dropout_prob=self.p,
-            hidden_dropout_prob=self.p,
             attn_implementation=self.implementation,
-            vocab_size=1,
-            max_position_embeddings=1,
-            intermediate_size=1,
+            **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), self.p),
+            **dict.fromkeys(("vocab_size", "max_position_embeddings", "intermediate_size"), 1),
         )
         return bert.BertModel(config, add_pooling_layer=False).encoder.layer[0].attention
 
@@ -452,14 +446,10 @@ class GPT2(OfTransformers):
             n_embd=self.embed_dim,
             n_head=self.num_heads,
             n_layer=GPT2_LAYERS,
-            attn_pdrop=self.p,
-            resid_pdrop=self.p,
             attn_implementation=self.implementation,
-            vocab_size=1,
-            n_positions=1,
-            n_inner=1,
-            bos_token_id=None,
-            eos_token_id=None,
+            **dict.fromkeys(("attn_pdrop", "resid_pdrop"), self.p),
+            **dict.fromkeys(("vocab_size", "n_positions", "n_inner"), 1),
+            **dict.fromkeys(("bos_token_id", "eos_token_id")),
         )
         return gpt2.GPT2Model(config).h[0].attn
 
@@ -517,3 +507,93 @@ IMPLEMENTATIONS: Mapping[str, type[Implementation]] = {
     "native": HeadwiseAttention,
 }
 REWRITTEN = (Paper, Tensor2Tensor, Annotated, EinopsPage)
+
+
+class EinopsPostNormBlock(nn.Module):
+    """Attention block of einops' page, with its residual of the queries, and layer norm.
+
+    The page's state_dict loads here. Queries, keys and values have three separate inputs;
+    `headwise.Attention` has one source for keys and values.
+
+    The page's n_head, d_model, d_k and d_v are ``num_heads``, ``embed_dim``, ``head_dim`` and
+    ``value_dim``. In its boolean mask of (batch, queries, keys), True hides a key:
+
+        mask = Mask.may_attend(~einops_mask, axes="batch queries keys")
+
+    The page's returned weights are ``block.matrix(q, k).dense().transpose(0, 1)``. A query that
+    may attend to nothing has zero head outputs here, and NaN on the page.
+
+    ``dropout`` acts on the output in training, before the residual; weights are not dropped.
+
+    Raises:
+        OptionError: a size below 1, or a probability outside 0 to 1.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        head_dim: int,
+        value_dim: int,
+        dropout: float = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive_whole_numbers(
+            embed_dim=embed_dim, num_heads=num_heads, head_dim=head_dim, value_dim=value_dim
+        )
+        check_probability(dropout)
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.w_qs, self.w_ks, self.w_vs = (
+            nn.Linear(embed_dim, num_heads * width, device=device, dtype=dtype)
+            for width in (head_dim, head_dim, value_dim)
+        )
+        self.fc = nn.Linear(num_heads * value_dim, embed_dim, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+        self.layer_norm = nn.LayerNorm(embed_dim, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the projections as the page does, and the layer norm to the identity."""
+        projections = (self.w_qs, self.w_ks, self.w_vs, self.fc)
+        initialise_as_einops_page(*projections, head_dim=self.head_dim, value_dim=self.value_dim)
+        self.layer_norm.reset_parameters()
+
+    def forward(
+        self,
+        q: Float[Tensor, "batch queries embed_dim"],
+        k: Float[Tensor, "batch keys embed_dim"],
+        v: Float[Tensor, "batch keys embed_dim"],
+        *,
+        mask: Mask | None = None,
+    ) -> Float[Tensor, "batch queries embed_dim"]:
+        """Return the layer norm of ``q`` plus the attention's output.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: inputs that do not fit the block.
+            MaskError: a mask for other sizes.
+        """
+        matrix, values = self.matrix(q, k, mask=mask), self._project_heads("v", v, self.w_vs)
+        outputs = call_hook(matrix, values, matrix @ values)
+        attended = self.dropout(self.fc(outputs.transpose(1, 2).flatten(2)))
+        normed: Tensor = self.layer_norm(attended + q)
+        return normed
+
+    def matrix(
+        self,
+        q: Float[Tensor, "batch queries embed_dim"],
+        k: Float[Tensor, "batch keys embed_dim"],
+        *,
+        mask: Mask | None = None,
+    ) -> AttentionMatrix:
+        """Return the attention matrix (batch, heads, queries, keys) as an operator."""
+        queries = self._project_heads("q", q, self.w_qs)
+        return AttentionMatrix(queries, self._project_heads("k", k, self.w_ks), mask=mask)
+
+    def _project_heads(self, name: str, x: Tensor, projection: nn.Linear) -> Tensor:
+        axes = ("batch", "queries" if name == "q" else "keys", "embed_dim")
+        check_tokens(name, x, self.embed_dim, axes, projection)
+        return split_heads(projection(x), heads=self.num_heads)

@@ -14,7 +14,6 @@ from markupsafe import Markup, escape
 
 from headwise.reports.templates import secure_page, template_environment
 from headwise.study import drawing
-from headwise.study.drawing import Figure
 from headwise.study.question import Answer
 from headwise.study.run import Study
 from headwise.support import extras
@@ -45,12 +44,8 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "xtick.color": drawing.SOFT,
-    "ytick.color": drawing.SOFT,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
+    **{f"{axis}tick.color": drawing.SOFT for axis in "xy"},
+    **{f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")},
     "grid.linewidth": 0.8,
     "lines.linewidth": 2,
     "legend.frameon": False,
@@ -76,11 +71,7 @@ def render_study_page(result: Study) -> str:
 
 
 def require_matplotlib() -> None:
-    """Check that matplotlib is installed, which draws the pictures.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Raise MissingExtraError where matplotlib, which draws the pictures, is not installed."""
     extras.require_package("matplotlib", purpose="which draws the pictures of the page")
 
 
@@ -100,18 +91,14 @@ def answer_svg(answer: Answer) -> str:
         "axes.prop_cycle": cycler(color=drawing.SERIES),
         "svg.hashsalt": answer.question.id,
     }
+    file = io.StringIO()
     with mpl.rc_context(settings):
         figure = Figure(figsize=(drawing.WIDTH, HEIGHT), layout="constrained")
         answer.question.draw(figure, answer.numbers)
-        return _svg_element(figure, answer.fill(answer.question.caption))
-
-
-def _svg_element(figure: Figure, caption: str) -> str:
-    file = io.StringIO()
-    figure.savefig(file, format="svg", facecolor="none", metadata={"Date": None})
+        figure.savefig(file, format="svg", facecolor="none", metadata={"Date": None})
     drawn = file.getvalue()
-    drawn = drawn[drawn.index("<svg") :]
-    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
     for colour, name in CSS_VARIABLES.items():
         drawn = re.sub(rf"{colour}\b", f"var({name}, {colour})", drawn)
-    return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(caption)}" ', 1)
+    caption = escape(answer.fill(answer.question.caption))
+    return drawn.replace("<svg ", f'<svg role="img" aria-label="{caption}" ', 1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.support.progress import Progress
+from headwise.support.progress import Progress as Progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,7 +113,7 @@ class Answer:
         """For each fact, True if it holds, and its sentence with the numbers."""
         holds, sentences = self.question.facts(self.numbers), self.question.sentences
         assert [*holds] == [*sentences]
-        return tuple((holds[name], self.fill(sentences[name])) for name in sentences)
+        return tuple((holds[name], self.fill(sentence)) for name, sentence in sentences.items())
 
     @property
     def holds(self) -> bool:
@@ -138,16 +138,15 @@ class Answer:
         """The titles of the table, and True for columns of figures, which are aligned right."""
         return tuple(
             (title, count > 0 and all(_FIGURE.match(cell) for cell in column))
-            for count, (title, *column) in enumerate(zip(*self._table, strict=True))
+            for count, (title, *column) in enumerate(zip(*self._filled_table(), strict=True))
         )
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows of the table with their numbers, without the titles."""
-        return self._table[1:]
+        return self._filled_table()[1:]
 
-    @property
-    def _table(self) -> tuple[tuple[str, ...], ...]:
+    def _filled_table(self) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(map(self.fill, row)) for row in self.question.table)
 
     def fill(self, template: str) -> str:
@@ -184,9 +183,6 @@ def round_numbers_for_json(value: Any) -> Any:
         case Sequence():
             return [round_numbers_for_json(inner) for inner in value]
     raise TypeError(f"a measured number is a {type(value).__name__}")
-
-
-# ---- sentences with measured numbers in them ----------------------------------------------------
 
 
 def fill_template(template: str, numbers: Mapping[str, Any]) -> str:

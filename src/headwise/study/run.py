@@ -12,12 +12,7 @@ import torch
 
 from headwise.errors import MissingExtraError, OptionError
 from headwise.study import encoder
-from headwise.study.question import (
-    Answer,
-    Question,
-    load_question,
-    round_numbers_for_json,
-)
+from headwise.study.question import Answer, Question, load_question, round_numbers_for_json
 from headwise.support.progress import Progress, no_progress
 
 # In the order in which they build on each other.
@@ -57,19 +52,19 @@ class Study:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers, with stable keys."""
+
+        def explain(missing: MissingExtraError) -> dict[str, str]:
+            return {"reason": missing.saw, "remedy": missing.do}
+
         return {
             "questions": [answer.as_json() for answer in self.answers],
             "left_out": [
-                {"id": question.id, "asks": question.asks, **_reason_and_remedy(missing)}
+                {"id": question.id, "asks": question.asks, **explain(missing)}
                 for question, missing in self.left_out
             ],
             "setting": dict(self.setting),
-            "fallback": _reason_and_remedy(self.fallback) if self.fallback else None,
+            "fallback": explain(self.fallback) if self.fallback else None,
         }
-
-
-def _reason_and_remedy(missing: MissingExtraError) -> dict[str, str]:
-    return {"reason": missing.saw, "remedy": missing.do}
 
 
 def select_ids(ids: Sequence[str] = ()) -> tuple[str, ...]:
@@ -101,15 +96,11 @@ def answer_questions(ids: Sequence[str] = (), *, progress: Progress = no_progres
             ``ids``, such a question is left out.
     """
     names = select_ids(ids)
-    answers, left_out = [], []
+    answers, left_out, whole = [], [], STEPS_PER_QUESTION * len(names)
     for count, name in enumerate(names):
 
         def part(stage: str, done: int, total: int, *, count: int = count) -> None:
-            progress(
-                stage,
-                STEPS_PER_QUESTION * count + STEPS_PER_QUESTION * done // total,
-                STEPS_PER_QUESTION * len(names),
-            )
+            progress(stage, STEPS_PER_QUESTION * count + STEPS_PER_QUESTION * done // total, whole)
 
         part(name, 0, 1)
         question = load_question(name)
@@ -119,10 +110,15 @@ def answer_questions(ids: Sequence[str] = (), *, progress: Progress = no_progres
             if ids:
                 raise
             left_out.append((question, missing))
-    progress("done", STEPS_PER_QUESTION * len(names), STEPS_PER_QUESTION * len(names))
-    return Study(
-        tuple(answers), tuple(left_out), describe_setting(), encoder.reason_for_small_encoder()
-    )
+    progress("done", whole, whole)
+    setting: dict[str, str | int] = {
+        "headwise": metadata.version("headwise"),
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    return Study(tuple(answers), tuple(left_out), setting, encoder.reason_for_small_encoder())
 
 
 def answer_question(question: Question, *, progress: Progress = no_progress) -> Answer:
@@ -131,14 +127,3 @@ def answer_question(question: Question, *, progress: Progress = no_progress) -> 
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
         return Answer(question, round_numbers_for_json(question.measure(progress)))
-
-
-def describe_setting() -> dict[str, str | int]:
-    """Return the versions and the machine, which times and roundings depend on."""
-    return {
-        "headwise": metadata.version("headwise"),
-        "torch": metadata.version("torch"),
-        "python": platform.python_version(),
-        "processor": platform.machine(),
-        "threads": torch.get_num_threads(),
-    }

@@ -12,8 +12,8 @@ from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study import encoder, implementations
 from headwise.study.encoder import AttentionCall, RecordedRun
-from headwise.study.experiments.measures import layer_output
 from headwise.study.implementations import HeadwiseAttention, Implementation, SharedWeights
+from headwise.study.measures import layer_output
 from headwise.study.questions import diagram
 from tests.study.asking import ask, failing
 

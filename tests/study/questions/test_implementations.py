@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.study import encoder
-from headwise.study.experiments import conventions, same_weights
+from headwise.study import conventions, encoder
 from headwise.study.implementations import (
     GPT2,
     IMPLEMENTATIONS,
@@ -28,11 +27,7 @@ from headwise.study.implementations import (
     TorchLayer,
     XTransformers,
 )
-from headwise.study.questions.implementations import (
-    describe_masked_score_values,
-    facts,
-    short_number,
-)
+from headwise.study.questions import implementations as question
 from tests.study.asking import ask
 from tests.study.readings import small_reading
 from tests.study.test_questions import documented
@@ -53,20 +48,20 @@ FACTS = {
 }
 
 
-misread_causes = same_weights.named_causes_of_misread_weights
+misread_causes = question.named_causes_of_misread_weights
 
 
 @pytest.fixture(scope="module")
 def causes() -> dict[str, str]:
     """The answers of `compare`, which are the same for all that most tests change."""
-    return misread_causes(SharedWeights.random(same_weights.EMBED_DIM))
+    return misread_causes(SharedWeights.random(question.EMBED_DIM))
 
 
 @pytest.fixture(autouse=True)
 def _small(causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     reading = small_reading()
     monkeypatch.setattr(encoder, "encoder_run", lambda *_: reading)
-    monkeypatch.setattr(same_weights, "named_causes_of_misread_weights", lambda _: causes)
+    monkeypatch.setattr(question, "named_causes_of_misread_weights", lambda _: causes)
 
 
 def failed() -> set[str]:
@@ -158,36 +153,36 @@ def test_an_encoder_that_gave_something_else(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_a_check_that_lets_anything_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    loose = same_weights.Budget.for_function
+    loose = question.Budget.for_function
 
     def of(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Any:
         found = loose(function, *inputs, **options)
         return replace(found, allowed=found.allowed * 1e7)
 
-    monkeypatch.setattr(same_weights.Budget, "for_function", of)
+    monkeypatch.setattr(question.Budget, "for_function", of)
     assert "misread" in failed()
 
 
 def test_weights_that_cannot_be_misread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_weights, "named_causes_of_misread_weights", misread_causes)
-    one = torch.eye(same_weights.EMBED_DIM)
+    monkeypatch.setattr(question, "named_causes_of_misread_weights", misread_causes)
+    one = torch.eye(question.EMBED_DIM)
     monkeypatch.setattr(
         SharedWeights, "random", lambda _, *, biased=False: SharedWeights(one, one, one, one)
     )
     monkeypatch.setattr(
-        same_weights,
+        question,
         "make_implementations",
         lambda *_, **__: {"torch": made("torch")},
     )
-    found = same_weights.compare_random_weights()
+    found = question.compare_random_weights()
     assert found["misread_share"]["transposed"] <= 1
     found = {**documented()["implementations"]["numbers"], **found}
-    failed = {name for name, holds in facts(found).items() if not holds}
+    failed = {name for name, holds in question.facts(found).items() if not holds}
     assert {"misread", "causes"} <= failed
 
 
 def made(key: str) -> Implementation:
-    return IMPLEMENTATIONS[key](same_weights.EMBED_DIM, same_weights.NUM_HEADS).eval()
+    return IMPLEMENTATIONS[key](question.EMBED_DIM, question.NUM_HEADS).eval()
 
 
 @pytest.mark.slow
@@ -202,13 +197,13 @@ def test_a_layer_that_rounds_what_is_wider(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_two_that_are_off_to_either_side() -> None:
-    allowed = same_weights.output_error_budget(
+    allowed = question.output_error_budget(
         torch.randn(3, 4, 12), SharedWeights.random(12), num_heads=3
     )
     off = {"a": allowed.exact + 0.9 * allowed.allowed, "b": allowed.exact - 0.9 * allowed.allowed}
-    assert same_weights.all_pairs_agree(allowed, off)
+    assert question.all_pairs_agree(allowed, off)
     off["b"] -= 0.3 * allowed.allowed
-    assert not same_weights.all_pairs_agree(allowed, off)
+    assert not question.all_pairs_agree(allowed, off)
 
 
 # ---- one convention for all --------------------------------------------------------------------
@@ -357,14 +352,14 @@ def test_what_is_odd_is_found() -> None:
 
 
 def test_how_weights_are_initialised() -> None:
-    start = conventions.initial_output_projection_std(Annotated, embed_dim=96, num_heads=6)
+    start = conventions.initial_output_projection_std(Annotated, 96, 6)
     assert start == {"out": pytest.approx(96**-0.5, rel=0.02), "copies": True}  # Xavier's
-    start = conventions.initial_output_projection_std(GPT2, embed_dim=96, num_heads=6)
+    start = conventions.initial_output_projection_std(GPT2, 96, 6)
     assert start == {"out": pytest.approx(0.02 / 24**0.5, rel=0.02), "copies": False}
 
 
 def test_sizes_are_written_shortly() -> None:
-    assert [short_number(x) for x in (5.44e-7, 0.09, 0.69, 1.0)] == [
+    assert [question.short_number(x) for x in (5.44e-7, 0.09, 0.69, 1.0)] == [
         "5.4\u00a0×\u00a010⁻⁷",
         "9.0\u00a0×\u00a010⁻²",
         "0.7",
@@ -375,6 +370,6 @@ def test_sizes_are_written_shortly() -> None:
 def test_hidden_scores_are_listed_with_who_uses_them() -> None:
     found = {"annotated": "−∞", "native": "–", "torch": "−1", "bert": "−∞"}
     assert (
-        describe_masked_score_values(found)
+        question.describe_masked_score_values(found)
         == "−∞ (Annotated Transformer, BERT), −1 (PyTorch's layer)"
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
-from headwise.study.einops_block import EinopsPostNormBlock
+from headwise.study.implementations import EinopsPostNormBlock
 from headwise.study.questions import must_divide
 from tests.study.asking import ask, failing
 

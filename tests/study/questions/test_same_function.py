@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from headwise.function import stages
 from headwise.function.budget import Budget
-from headwise.study import encoder
-from headwise.study.experiments import measures
-from headwise.study.experiments.measures import Projected
+from headwise.study import encoder, measures
+from headwise.study.measures import Projected
 from headwise.study.question import Answer
 from headwise.study.questions import same_function
 from tests.study.asking import ask
@@ -193,8 +192,8 @@ def test_a_row_reads_one_key_only_bit_by_bit(projected: Projected) -> None:
     favourites = torch.tensor([[[0, 1, 2, 3, 4], [6, 5, 4, 3, 2], [1, 1, 1, 1, 1]]] * 2)
     values = stages.split_heads(projected.v, heads=3).take_along_dim(favourites[..., None], dim=2)
     outputs = stages.merge_heads(values.clone())
-    assert measures.equals_value_of_top_key(outputs, projected.v, favourites).all()
+    assert same_function.equals_value_of_top_key(outputs, projected.v, favourites).all()
     outputs[1, 2, 11] = outputs[1, 2, 11].nextafter(torch.tensor(math.inf))
-    read = measures.equals_value_of_top_key(outputs, projected.v, favourites)
+    read = same_function.equals_value_of_top_key(outputs, projected.v, favourites)
     assert read.sum() == read.numel() - 1
     assert not read[1, 2, 2]

@@ -13,7 +13,9 @@ from headwise.layers import checks
 from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study import implementations
-from headwise.study.experiments.trace import (
+from headwise.study.implementations import TorchLayer
+from headwise.study.questions import when_split
+from headwise.study.trace import (
     ATTENDED,
     INPUT,
     OUTPUT,
@@ -23,8 +25,6 @@ from headwise.study.experiments.trace import (
     stage_tensors,
     trace_operations,
 )
-from headwise.study.implementations import TorchLayer
-from headwise.study.questions import when_split
 from tests.study.asking import ask, failing
 
 

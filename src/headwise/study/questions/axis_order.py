@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +16,9 @@ from headwise.layers.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.study.drawing import SERIES, SOFT, Axes, Figure
-from headwise.study.experiments.measures import (
-    layer_error_budget,
-    relative_difference,
-    relative_times,
-)
 from headwise.study.implementations import SharedWeights
-from headwise.study.question import Numbers
-from headwise.support.progress import Progress
+from headwise.study.measures import layer_error_budget, relative_difference, relative_times
+from headwise.study.question import Numbers, Progress
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
 EMBED_DIM, HEADS = 32, 4
@@ -50,14 +44,13 @@ def measure(progress: Progress) -> dict[str, Any]:
         for order, layers in orders.items()
     }
     outcomes = run_wrong_order(wrong, x)
+    shares = [own_order_error_budget_share(each, x) for each in (*right.values(), *wrong.values())]
     return {
         "x": list(x.shape),
         "batch": BATCH,
         "length": LENGTH,
         "others": BATCH - 1,
-        "own_order": max(
-            own_order_error_budget_share(layer, x) for layer in (*right.values(), *wrong.values())
-        ),
+        "own_order": max(shares),
         "output": {name: output_shapes(layer, x)[0] for name, layer in wrong.items()},
         "weights": {
             order: output_shapes(layers["torch"], x)[1] for order, layers in orders.items()
@@ -86,11 +79,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     }
 
 
-# ---- a call that may raise an error --------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The result of a call, or the message of its error."""
 
     result: Any = None
@@ -118,9 +107,6 @@ def output_shapes(layer: nn.Module, x: Tensor) -> list[list[int]]:
     return [list(each.shape) for each in outputs]
 
 
-# ---- dependencies of tokens --------------------------------------------------------------------
-
-
 def measure_influence(layer: nn.Module, x: Tensor) -> Tensor:
     """Return the norm of the derivative of each output token by each input token.
 
@@ -128,9 +114,8 @@ def measure_influence(layer: nn.Module, x: Tensor) -> Tensor:
     length. After an error all values are 0.
     """
 
-    def output(x: Tensor) -> Tensor:
-        result: Tensor = layer(x, x, x, need_weights=False)[0]
-        return result
+    def output(x: Tensor) -> Any:
+        return layer(x, x, x, need_weights=False)[0]
 
     derivatives = result_or_error(lambda: jacobian(output, x, vectorize=True)).result
     if derivatives is None:
@@ -155,10 +140,8 @@ def least_and_most_dependencies_per_output(sizes: Tensor) -> dict[str, list[int]
 def relative_difference_due_to_wrong_order(wrong: nn.Module, right: nn.Module, x: Tensor) -> float:
     """Return the relative difference of the outputs in wrong and right order; 1 after an error."""
     reference = right(x, x, x)[0]
-    actual, _ = result_or_error(lambda: wrong(x, x, x)).result or (
-        torch.zeros_like(reference),
-        None,
-    )
+    outputs = result_or_error(lambda: wrong(x, x, x)).result
+    actual = torch.zeros_like(reference) if outputs is None else outputs[0]
     return float(relative_difference(actual[None], reference[None])[0])
 
 
@@ -166,15 +149,9 @@ def own_order_error_budget_share(layer: nn.MultiheadAttention, x: Tensor) -> flo
     """Return the error in budgets of a layer called with tokens in its own order."""
     tokens = x if layer.batch_first else x.transpose(0, 1)
     output = layer(tokens, tokens, tokens)[0]
-    out = layer.out_proj
-    weights = SharedWeights.from_packed(
-        layer.in_proj_weight, layer.in_proj_bias, out.weight, out.bias
-    )
+    weights = SharedWeights.of_torch_layer(layer)
     budget = layer_error_budget(x, x, x, weights, num_heads=layer.num_heads)
     return budget.check(output if layer.batch_first else output.transpose(0, 1)).ratio
-
-
-# ---- calls in the wrong order ------------------------------------------------------------------
 
 
 def run_wrong_order(wrong: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, Outcome]]:
@@ -211,9 +188,6 @@ def run_square_batch(layer: nn.Module) -> Outcome:
     return result_or_error(lambda: layer(x, x, x, key_padding_mask=mask & False, attn_mask=mask))
 
 
-# ---- time --------------------------------------------------------------------------------------
-
-
 def length_first_relative_times(kind: Layer) -> dict[str, float]:
     """Return the time of a length-first layer over a batch-first one: inference, training."""
     batch, length, embed_dim, heads = TIMED.values()
@@ -239,44 +213,34 @@ def length_first_relative_times(kind: Layer) -> dict[str, float]:
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
+    told, length, others = n["told"], n["length"], n["others"]
     return {
         "own-order": n["own_order"] <= 1,
         "no-error": (
-            not any(by_call["alone"]["refused"] for by_call in n["told"].values())
+            not any(by_call["alone"]["refused"] for by_call in told.values())
             and all(shape == n["x"] for shape in n["output"].values())
         ),
-        "right-order": (
-            all(
-                counts["own"] == [n["length"]] * 2 and counts["others"] == [0, 0]
-                for counts in n["reach"]["right"].values()
-            )
+        "right-order": all(
+            counts["own"] == [length] * 2 and counts["others"] == [0, 0]
+            for counts in n["reach"]["right"].values()
         ),
-        "wrong-order": (
-            all(
-                counts == {"own": [1, 1], "others": [n["others"]] * 2, "position": [n["batch"]] * 2}
-                for counts in n["reach"]["wrong"].values()
-            )
+        "wrong-order": all(
+            counts == {"own": [1, 1], "others": [others] * 2, "position": [n["batch"]] * 2}
+            for counts in n["reach"]["wrong"].values()
         ),
-        "refused": (
-            all(
-                n["told"][name][call]["refused"]
-                for name, calls in REFUSED.items()
-                for call in calls
-            )
+        "refused": all(
+            told[name][call]["refused"] for name, calls in REFUSED.items() for call in calls
         ),
         "accepted": (
-            not n["told"]["native"]["causal"]["refused"]
+            not told["native"]["causal"]["refused"]
             and not any(outcome["refused"] for outcome in n["square"].values())
         ),
         "weights": (
-            n["weights"]["right"] == [n["batch"], n["length"], n["length"]]
-            and n["weights"]["wrong"] == [n["length"], n["batch"], n["batch"]]
+            n["weights"]["right"] == [n["batch"], length, length]
+            and n["weights"]["wrong"] == [length, n["batch"], n["batch"]]
         ),
     }
 
-
-# ---- the picture -------------------------------------------------------------------------------
 
 EXAMPLE = 8  # the token that the picture marks
 
@@ -298,11 +262,10 @@ def draw_dependency_map(axes: Axes, rows: list[list[int]], n: Numbers) -> None:
     from matplotlib.patches import Rectangle
 
     tokens, length = len(rows), n["length"]
-    for row, column in product(range(tokens), range(tokens)):
+    for row, column in product(range(tokens), repeat=2):
         if rows[row][column]:
             colour = SERIES[1] if row == EXAMPLE else SERIES[0]
-            cell = Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, facecolor=colour)
-            axes.add_patch(cell)
+            axes.add_patch(Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, facecolor=colour))
     axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal")
     for edge in range(0, tokens + 1, length):
         axes.axhline(edge, color=SOFT, linewidth=0.8, clip_on=False)

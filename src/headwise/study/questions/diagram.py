@@ -14,10 +14,9 @@ from headwise.layers.hooks import record_modules
 from headwise.models.text import read_opening_paragraphs
 from headwise.study import encoder
 from headwise.study.drawing import SERIES, Figure, Sheet, draw_weight_map, signed_colours
-from headwise.study.experiments.measures import layer_error_budget
 from headwise.study.implementations import HeadwiseAttention
-from headwise.study.question import Numbers, fill_template
-from headwise.support.progress import Progress
+from headwise.study.measures import layer_error_budget, round_matrix
+from headwise.study.question import Numbers, Progress, fill_template
 
 WORDS = 9  # of the text: few enough for every map to be drawn whole
 EVERY = 4  # one of so many numbers along embed_dim is drawn
@@ -51,9 +50,6 @@ def measure(progress: Progress) -> dict[str, Any]:
     }
 
 
-# ---- what is measured --------------------------------------------------------------------------
-
-
 def trace_forward(layer: Attention, x: Tensor) -> dict[str, Any]:
     """Return the tensors of a forward pass, and check how the stages depend on each other."""
     projections = {"q": layer.q_proj, "k": layer.k_proj, "v": layer.v_proj}
@@ -83,7 +79,7 @@ def trace_forward(layer: Attention, x: Tensor) -> dict[str, Any]:
         "row_error": float((rows - 1).abs().max()),
         # Each weight is a term over a rounded sum: n - 1 additions and a division.
         "row_bound": maps.shape[-1] * torch.finfo(maps.dtype).eps,
-        "maps": [[[round(w, 4) for w in row] for row in head] for head in maps[0].tolist()],
+        "maps": [round_matrix(head, digits=4) for head in maps[0]],
         "strips": {name: per_cent_of_quantile(values) for name, values in drawn.items()},
     }
 
@@ -130,15 +126,15 @@ def check_sum_of_contributions(
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
+    shapes, heads, length = n["shapes"], n["heads"], n["length"]
     return {
         "model": n["equal_to_model"] and n["equal_to_formula"],
         "shapes": (
             n["reads_all_of_x"]
-            and n["shapes"]["q"] == [n["heads"], n["length"], n["head_dim"]]
-            and n["shapes"]["weights"] == [n["heads"], n["length"], n["length"]]
-            and n["shapes"]["x"] == n["shapes"]["merged"] == n["shapes"]["output"]
-            and n["heads"] * n["head_dim"] == n["embed_dim"]
+            and shapes["q"] == [heads, length, n["head_dim"]]
+            and shapes["weights"] == [heads, length, length]
+            and shapes["x"] == shapes["merged"] == shapes["output"]
+            and heads * n["head_dim"] == n["embed_dim"]
         ),
         "rows": n["row_error"] <= n["row_bound"],
         "concatenated": n["concatenated"],
@@ -146,8 +142,6 @@ def facts(n: Numbers) -> dict[str, bool]:
         "order": not n["order_equal"] and n["order_of_both_equal"],
     }
 
-
-# ---- the picture -------------------------------------------------------------------------------
 
 HEIGHT = 9.78  # inches, like all sizes below
 LEFT, FULL = 1.14, 6.3  # left end of the blocks, and width of embed_dim

@@ -32,21 +32,13 @@ from headwise.function import rounding, stages
 from headwise.function.rounding import Roundoff, sum_error_bound
 from headwise.layers.attention import Attention
 from headwise.study.drawing import INK, SERIES, SOFT, Axes, Figure, style_axes
-from headwise.study.question import Numbers
+from headwise.study.question import Numbers, Progress
 from headwise.support.modes import one_thread
-from headwise.support.progress import Progress
 
 EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last is "many"
 BATCH, LENGTH = 2, 96  # LENGTH > EMBED_DIM, so that only head_dim bounds the rank
 LEARNING_RATE, STEPS = 0.05, (0, 1, *range(5, 101, 5))  # steps of the curve
-VARIES = {
-    "formula_difference",
-    "formula_share",
-    "merged",
-    "rounding",
-    "roundings",
-    "softmax_share",
-}
+VARIES = {"formula_difference", "formula_share", "merged", "rounding", "roundings", "softmax_share"}
 
 
 @one_thread()  # small matrices
@@ -102,9 +94,6 @@ def measure(progress: Progress) -> dict[str, Any]:
 def random_tokens() -> Tensor:
     """Draw a batch of random tokens or targets in float64."""
     return torch.randn(BATCH, LENGTH, EMBED_DIM).double()
-
-
-# ---- layers ----------------------------------------------------------------------------------
 
 
 def initial_weights() -> dict[str, Tensor]:
@@ -211,9 +200,6 @@ def join_head_gradients(of_heads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join the heads' gradients into the shapes of the layer's weights."""
     joined = {name: of_heads[name].flatten(0, 1) for name in "qkv"}
     return joined | {"o": of_heads["o"].movedim(0, 1).flatten(1)}
-
-
-# ---- what is measured ------------------------------------------------------------------------
 
 
 class SoftmaxStep(NamedTuple):
@@ -373,7 +359,6 @@ def depends_on_own_rows_only(lines: list[list[int]], blocks: int) -> bool:
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
     return {
         "formulas": n["formula_share"] <= 1,
         "softmax": n["softmax_share"] <= 1,
@@ -405,8 +390,6 @@ def facts(n: Numbers) -> dict[str, bool]:
         ),
     }
 
-
-# ---- the picture -------------------------------------------------------------------------------
 
 WEIGHTS = {"q": "queries", "k": "keys", "v": "values", "o": "output"}
 

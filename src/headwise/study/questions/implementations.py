@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
-from headwise.study import encoder
-from headwise.study.drawing import CARD, INK, SOFT, Axes, Figure
-from headwise.study.experiments import conventions, same_weights
-from headwise.study.experiments.same_weights import EMBED_DIM, NUM_HEADS
-from headwise.study.implementations import IMPLEMENTATIONS, PEERS, REWRITTEN
-from headwise.study.question import (
-    Numbers,
-    fill_template,
-    format_scientific,
-)
-from headwise.support.progress import Progress
+import torch
+from torch import Tensor
 
-CODE = tuple(
-    key for key in IMPLEMENTATIONS if key != "paper"
-)  # the paper's form has no code, and so no conventions
+from headwise.function.budget import Budget
+from headwise.masks.mask import Mask
+from headwise.reports.report import SameFunction
+from headwise.study import conventions, encoder
+from headwise.study.drawing import CARD, INK, SOFT, Axes, Figure
+from headwise.study.implementations import (
+    IMPLEMENTATIONS,
+    PEERS,
+    REWRITTEN,
+    Bert,
+    EinopsPage,
+    Implementation,
+    SharedWeights,
+)
+from headwise.study.measures import layer_error_budget, name_cause
+from headwise.study.question import Numbers, Progress, fill_template, format_scientific
+
+BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 3, 6, 45, 192
+CODE = tuple(key for key in IMPLEMENTATIONS if key != "paper")  # the paper's form has no code
 MISREAD = {
     "transposed": "wo transposed",
     "exchanged": "wq and wk exchanged",
@@ -33,32 +42,22 @@ NAMED = {
     "scale": "factor",
 }
 TABLE = ("boolean", "empty_row", "dropped", "weights", "weights_in_training", "block")
-VARIES = {
-    "allowed",
-    "largest_pair",
-    "largest_share",
-    "largest_share_of_a_model",
-    "least_misread_share",
-    "misread_share",
-    "pairs",
-    "share",
-    "share_of_a_model",
-}
+VARIES = {"allowed", "largest_pair", "largest_share", "largest_share_of_a_model"}
+VARIES |= {"least_misread_share", "misread_share", "pairs", "share", "share_of_a_model"}
 
 
 def measure(progress: Progress) -> dict[str, Any]:
     """Compare all implementations under the same weights, then measure their conventions."""
     progress("the same weights", 0, 3)
-    same = same_weights.compare_random_weights()
-    same["blocks_are_sums"] = same_weights.einops_and_bert_blocks_are_post_norm()
+    same = compare_random_weights()
+    same["blocks_are_sums"] = einops_and_bert_blocks_are_post_norm()
     progress("the weights of an encoder", 1, 3)
     run = encoder.encoder_run(progress)
-    shares = same_weights.error_budget_shares_over_layers(run)
+    shares = error_budget_shares_over_layers(run)
     progress("conventions", 2, 3)
     each = {key: conventions.measure_conventions(IMPLEMENTATIONS[key]) for key in CODE}
-    sizes = {"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS}
-    initial = conventions.initial_output_projection_std
-    starts = {key: initial(IMPLEMENTATIONS[key], **sizes) for key in CODE}
+    initial, sizes = conventions.initial_output_projection_std, (EMBED_DIM, NUM_HEADS)
+    starts = {key: initial(IMPLEMENTATIONS[key], *sizes) for key in CODE}
     out = {key: start["out"] for key, start in starts.items()}
     return {
         "names": {key: kind.name for key, kind in IMPLEMENTATIONS.items()},
@@ -109,45 +108,209 @@ def describe_masked_score_values(scores: Mapping[str, str]) -> str:
     )
 
 
-def has_several_kinds(n: Numbers, what: str) -> bool:
-    """Check that the implementations have more than one kind of a convention."""
-    return sum(1 for names in n["who"][what].values() if names != "none") > 1
+def output_error_budget(
+    x: Tensor, weights: SharedWeights, *, num_heads: int, may_attend: Tensor | None = None
+) -> Budget:
+    """Return the error budget of the output (batch, length, embed_dim) under these weights."""
+    mask = None if may_attend is None else Mask.may_attend(may_attend, axes="batch queries keys")
+    return layer_error_budget(x, x, x, weights, num_heads=num_heads, mask=mask)
 
 
-def paths_differ(paths: Numbers) -> bool:
-    """Check that each class has different conventions on its two paths."""
-    boolean, ahead = paths["gpt2_boolean"], paths["gpt2_sees_ahead"]
-    return bool(
-        paths["torch_in_evaluation"] != paths["torch_in_training"]
-        and boolean["eager"] != boolean["sdpa"]
-        and ahead["eager"] != ahead["sdpa"]
+def make_implementations(
+    keys: Iterable[str] = tuple(IMPLEMENTATIONS),
+    *,
+    biased: bool = False,
+    embed_dim: int = EMBED_DIM,
+    num_heads: int = NUM_HEADS,
+) -> dict[str, Implementation]:
+    """Make these implementations; with ``biased``, only those that have biases."""
+    return {
+        key: IMPLEMENTATIONS[key](embed_dim, num_heads).eval()
+        for key in keys
+        if IMPLEMENTATIONS[key].biased or not biased
+    }
+
+
+@torch.no_grad()
+def compute_outputs(
+    implementations: Mapping[str, Implementation],
+    x: Tensor,
+    weights: SharedWeights,
+    may_attend: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return the output of each implementation, with the mask in its values."""
+    return {
+        key: implementation.load_weights(weights)(
+            x, None if may_attend is None else implementation.convert_mask(may_attend)
+        )
+        for key, implementation in implementations.items()
+    }
+
+
+def budget_share_of_each_output(allowed: Budget, outputs: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the largest error of each output as a share of the error budget."""
+    return {key: allowed.check(output).ratio for key, output in outputs.items()}
+
+
+def largest_differences(
+    rows: Mapping[str, Tensor], columns: Mapping[str, Tensor]
+) -> list[list[float]]:
+    """Return the largest difference between each pair of outputs."""
+    return [[float((a - b).abs().max()) for b in columns.values()] for a in rows.values()]
+
+
+def all_pairs_agree(allowed: Budget, outputs: Mapping[str, Tensor]) -> bool:
+    """Check that any two outputs differ by at most twice the allowed error, at every element."""
+    pairs = combinations((output.double() for output in outputs.values()), 2)
+    return all(bool(((a - b).abs() <= 2 * allowed.allowed).all()) for a, b in pairs)
+
+
+def make_misread_weights(weights: SharedWeights) -> dict[str, SharedWeights]:
+    """Return the same numbers misread in four ways, as happens when weights are ported.
+
+    All matrices are square, so no shape error shows the mistake.
+    """
+    q, k, v, out = weights.matrices
+    by_head = (w.unflatten(0, (-1, NUM_HEADS)).transpose(0, 1).flatten(0, 1) for w in (q, k, v))
+    return {
+        "transposed": SharedWeights(q, k, v, out.mT),
+        "exchanged": SharedWeights(k, q, v, out),
+        "interleaved": SharedWeights.of_matrices((*by_head, out)),
+        "scale": SharedWeights(q / math.sqrt(NUM_HEADS), k, v, out),
+    }
+
+
+def named_causes_of_misread_weights(weights: SharedWeights) -> dict[str, str]:
+    """Return the cause that `headwise.compare` names for each way to misread the weights."""
+    right = make_implementations(["torch"])["torch"].load_weights(weights).inner
+    wrong = make_implementations(["torch"])["torch"]
+    return {
+        how: name_cause(wrong.load_weights(misread).inner, right)
+        for how, misread in make_misread_weights(weights).items()
+    }
+
+
+def error_budget_shares_over_layers(
+    run: encoder.RecordedRun, keys: Iterable[str] = tuple(IMPLEMENTATIONS)
+) -> dict[str, float]:
+    """Return the largest budget share of each implementation over the layers of an encoder.
+
+    Weights, tokens and padding are those of each layer. The encoder's own outputs are included.
+    """
+    sizes = {"embed_dim": run.calls[0].x.shape[-1], "num_heads": run.num_heads}
+    implementations = make_implementations(keys, biased=True, **sizes)
+    seen = run.real[:, None].expand(-1, run.real.shape[1], -1)
+    largest: dict[str, float] = {}
+    for call in run.calls:
+        outputs = compute_outputs(implementations, call.x, call.weights, seen)
+        outputs["encoder"] = call.output
+        allowed = output_error_budget(
+            call.x, call.weights, num_heads=run.num_heads, may_attend=seen
+        )
+        for key, share in budget_share_of_each_output(allowed, outputs).items():
+            largest[key] = max(share, largest.get(key, 0.0))
+    return largest
+
+
+def compare_with_model_layers(run: encoder.RecordedRun) -> SameFunction:
+    """Load each layer's weights into both layers of headwise, and compare the outputs."""
+    shares = error_budget_shares_over_layers(run, keys=("drop_in", "native"))
+    names = {key: make.name for key, make in IMPLEMENTATIONS.items()}
+    names["encoder"] = "the model's own layers"
+    by_name = {names[key]: share for key, share in shares.items()}
+    return SameFunction(run.model, len(run.calls), by_name)
+
+
+def compare_random_weights() -> dict[str, Any]:
+    """Compare all implementations under random weights: plain, masked, biased, float64, misread.
+
+    The mask is causal, and also hides the last third of the keys in the second sequence.
+    """
+    x = torch.randn(BATCH, LENGTH, EMBED_DIM)
+    mask = torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[1, :, 2 * LENGTH // 3 :] = False
+    plain, biased = SharedWeights.random(EMBED_DIM), SharedWeights.random(EMBED_DIM, biased=True)
+    implementations = make_implementations()
+
+    def masked(made: Mapping[str, Implementation], weights: SharedWeights) -> dict[str, float]:
+        allowed = output_error_budget(x, weights, num_heads=NUM_HEADS, may_attend=mask)
+        return budget_share_of_each_output(allowed, compute_outputs(made, x, weights, mask))
+
+    outputs = compute_outputs(implementations, x, plain)
+    allowed = output_error_budget(x, plain, num_heads=NUM_HEADS)
+    share = {
+        "plain": budget_share_of_each_output(allowed, outputs),
+        "masked": masked(implementations, plain),
+        "biased": masked(make_implementations(biased=True), biased),
+    }
+    wrong = {
+        how: compute_outputs({"torch": implementations["torch"]}, x, weights)["torch"]
+        for how, weights in make_misread_weights(plain).items()
+    }
+    wide = {key: implementation.double() for key, implementation in implementations.items()}
+    fine = budget_share_of_each_output(
+        output_error_budget(x.double(), plain.double(), num_heads=NUM_HEADS),
+        compute_outputs(wide, x.double(), plain),
+    )
+    pairs = largest_differences(outputs, outputs)
+    misread_share = budget_share_of_each_output(allowed, wrong)
+    return {
+        "pairs": pairs,
+        "each_pair_within": all_pairs_agree(allowed, outputs),
+        "largest_pair": max(map(max, pairs)),
+        "typical_output": float(allowed.exact.std()),
+        "allowed": float(allowed.allowed.max()),
+        "share": share,
+        "largest_share": {name: max(each.values()) for name, each in share.items()},
+        "misread_causes": named_causes_of_misread_weights(plain),
+        "misread_pairs": largest_differences(wrong, outputs),
+        "misread_share": misread_share,
+        "least_misread_share": min(misread_share.values()),
+        "outside_in_float64": [key for key, used in fine.items() if used > 1],
+    }
+
+
+@torch.no_grad()
+def einops_and_bert_blocks_are_post_norm() -> bool:
+    """Check that einops' and BERT's blocks are norm(attention + input), bit for bit."""
+    x, weights = torch.randn(BATCH, LENGTH, EMBED_DIM), SharedWeights.random(EMBED_DIM, biased=True)
+    einops, bert = EinopsPage(EMBED_DIM, NUM_HEADS), Bert(EMBED_DIM, NUM_HEADS)
+    norms = {einops: einops.layer_norm, bert: bert.inner.output.LayerNorm}
+    return all(
+        torch.equal(
+            implementation.load_weights(weights).eval().compute_block(x),
+            norm(implementation(x) + x),
+        )
+        for implementation, norm in norms.items()
     )
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
+    paths, largest = n["one_class"], n["largest_share"]
+    varied = {
+        what: sum(names != "none" for names in kinds.values()) > 1
+        for what, kinds in n["who"].items()
+    }
     return {
-        "random-weights": (
-            max(n["largest_share"]["plain"], n["largest_share"]["masked"]) <= 1
-            and n["each_pair_within"]
-        ),
-        "biases": max(n["largest_share"]["biased"], n["largest_share_of_a_model"]) <= 1,
+        "random-weights": max(largest["plain"], largest["masked"]) <= 1 and n["each_pair_within"],
+        "biases": max(largest["biased"], n["largest_share_of_a_model"]) <= 1,
         "misread": n["least_misread_share"] > 1,
-        "float64": (n["outside_in_float64"] == n["narrow_softmax"]),
-        "masks": has_several_kinds(n, "boolean") and has_several_kinds(n, "empty_row"),
-        "dropout": has_several_kinds(n, "dropped") and n["idle_dropout"] != "none",
+        "float64": n["outside_in_float64"] == n["narrow_softmax"],
+        "masks": varied["boolean"] and varied["empty_row"],
+        "dropout": varied["dropped"] and n["idle_dropout"] != "none",
         "blocks": (
-            has_several_kinds(n, "block")
+            varied["block"]
             and n["blocks_are_sums"]
             and n["orders_of_weights"] > 1
             and n["narrowest_start"] < n["widest_start"]
         ),
-        "one-class": paths_differ(n["one_class"]),
+        "one-class": (
+            paths["torch_in_evaluation"] != paths["torch_in_training"]
+            and paths["gpt2_boolean"]["eager"] != paths["gpt2_boolean"]["sdpa"]
+            and paths["gpt2_sees_ahead"]["eager"] != paths["gpt2_sees_ahead"]["sdpa"]
+        ),
         "causes": n["misread_causes"] == NAMED,
     }
-
-
-# ---- the picture -------------------------------------------------------------------------------
 
 
 def draw(figure: Figure, n: Numbers) -> None:
@@ -158,15 +321,9 @@ def draw(figure: Figure, n: Numbers) -> None:
     figure.set_layout_engine("none")  # the names have a separate column
     norm = LogNorm(1e-8, 10)
     names, misread = list(n["names"].values()), list(n["misread"].values())
-    layout: dict[str, Any] = {
-        "left": 0.335,
-        "right": 0.885,
-        "top": 0.955,
-        "bottom": 0.09,
-        "hspace": 0.36,
-    }
-    layout["height_ratios"] = (len(names), len(misread), 0.4)
-    upper, lower, scale = figure.subplots(3, 1, gridspec_kw=layout)
+    layout = {"left": 0.335, "right": 0.885, "top": 0.955, "bottom": 0.09, "hspace": 0.36}
+    ratios = (len(names), len(misread), 0.4)
+    upper, lower, scale = figure.subplots(3, 1, height_ratios=ratios, gridspec_kw=layout)
     draw_differences(upper, n["pairs"], names, norm)
     upper.set_title("With the same weights", loc="left")
     for row in range(len(names)):
@@ -178,10 +335,8 @@ def draw(figure: Figure, n: Numbers) -> None:
     bar.ax.minorticks_off()
     bar.outline.set_visible(False)
     bar.ax.axvline(n["allowed"], color=CARD, linewidth=3)
-    words, inside = (
-        fill_template("rounding allows up to {allowed:sci}", n),
-        bar.ax.get_xaxis_transform(),
-    )
+    words = fill_template("rounding allows up to {allowed:sci}", n)
+    inside = bar.ax.get_xaxis_transform()
     bar.ax.text(n["allowed"], 1.25, words, color=INK, va="bottom", transform=inside)
     bar.set_label("largest difference between two outputs, on a logarithmic scale")
 

@@ -14,29 +14,19 @@ head_dim. A trained head may break the condition, because its queries and keys u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwise.layers.attention import Attention
-from headwise.study.drawing import (
-    INK,
-    SERIES,
-    SOFT,
-    Axes,
-    Figure,
-    draw_weight_map,
-    label_point,
-    style_axes,
-)
-from headwise.study.experiments.measures import count_parameters
-from headwise.study.question import Numbers
+from headwise.study import drawing
+from headwise.study.drawing import INK, SERIES, SOFT, Axes, Figure
+from headwise.study.measures import count_parameters, round_matrix
+from headwise.study.question import Numbers, Progress
 from headwise.support.modes import one_thread
-from headwise.support.progress import Progress
 
 LENGTH = 16  # tokens, and so names, of a text
 VALUE = 16  # numbers of a token's value
@@ -50,21 +40,10 @@ SEEDS, FEWER_SEEDS, FIRST_SEED = 5, 3, 1  # fewer for the additional layers
 STEPS, POOLED, TEST = 200, 4, 1024  # a point of a curve is the mean of POOLED steps; texts
 STANDARD_ERRORS = 4  # a larger difference is not chance
 MAPPED = (1, 2, 4)  # heads of the layers whose maps are drawn
-VARIES = {
-    "blend",
-    "closed",
-    "curves",
-    "ends",
-    "looks",
-    "luck",
-    "maps",
-    "own",
-    "roles",
-}
+VARIES = {"blend", "closed", "curves", "ends", "looks", "luck", "maps", "own", "roles"}
 
 
-@dataclass(frozen=True, eq=False)
-class LabelledTexts:
+class LabelledTexts(NamedTuple):
     """Tokens (value, own name, name of another token), and the values that they must predict.
 
     ``named`` is the position of the named token, never the token before. Token 0 predicts nothing.
@@ -124,8 +103,7 @@ def lookup_weights(model: Attention, texts: LabelledTexts) -> Float[Tensor, "loo
     return torch.stack([weights.diagonal(-1, -2, -1).mean((0, 2)), on_named.mean((0, 2))])
 
 
-@dataclass(frozen=True, eq=False)
-class TrainingRun:
+class TrainingRun(NamedTuple):
     """A trained layer, its error at each step, and its final error for each text and lookup."""
 
     model: Attention
@@ -176,13 +154,16 @@ def collect_numbers(runs: dict[str, list[TrainingRun]], texts: LabelledTexts) ->
         "curves": {name: summarize_curves([run.curve for run in runs[name]]) for name in counts},
         "own": check_dedicated_heads(looks["2"]),
         "closed": errors_without_head([run.model for run in runs["2"]], looks["2"], texts),
-        "looks": {name: [round_matrix(look.mT) for look in looks[name]] for name in counts},
+        "looks": {
+            name: [round_matrix(look.mT, digits=3) for look in looks[name]] for name in counts
+        },
         "roles": {name: count_heads_preferring_each_lookup(look) for name, look in of_all.items()},
         "blend": {name: mean_weight_by_preference(look) for name, look in of_all.items()},
         # The maps of the first text.
         "maps": {
             name: [
-                round_matrix(head) for head in runs[name][0].model.matrix(texts.x[:1]).dense()[0]
+                round_matrix(head, digits=3)
+                for head in runs[name][0].model.matrix(texts.x[:1]).dense()[0]
             ]
             for name in map(str, MAPPED)
         },
@@ -233,31 +214,21 @@ def mean_weight_by_preference(look: Tensor) -> dict[str, float]:
     return {"more": float(look.amax(0).mean()), "less": float(look.amin(0).mean())}
 
 
-def round_matrix(values: Tensor) -> list[list[float]]:
-    """Return a matrix as lists of numbers with three decimals."""
-    return [[round(value, 3) for value in row] for row in values.tolist()]
-
-
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
+    ends, half = n["ends"], n["half"]
     return {
         "parameters": len({n["parameters"][str(heads)] for heads in n["heads"]}) == 1,
-        "one-head": min(n["ends"][k]["best"] for k in ("1", "wide")) >= n["half"] - n["luck"],
-        "two-heads": n["ends"]["2"]["worst"] < n["half"],
+        "one-head": min(ends[k]["best"] for k in ("1", "wide")) >= half - n["luck"],
+        "two-heads": ends["2"]["worst"] < half,
         "apart": n["own"]["apart"] and n["own"]["least"] > HALF,
-        "switched-off": n["closed"]["other"] < n["half"] < n["closed"]["own"],
-        "more-heads": (
-            all(
-                n["ends"][name]["worst"] < n["half"]
-                and n["ends"][name]["median"] > n["ends"]["2"]["median"]
-                for name in ("4", "8")
-            )
+        "switched-off": n["closed"]["other"] < half < n["closed"]["own"],
+        "more-heads": all(
+            ends[name]["worst"] < half and ends[name]["median"] > ends["2"]["median"]
+            for name in ("4", "8")
         ),
-        "one-lookup": n["ends"]["one_lookup"]["worst"] < n["half"],
+        "one-lookup": ends["one_lookup"]["worst"] < half,
     }
 
-
-# ---- the picture -------------------------------------------------------------------------------
 
 FEW = {"1": "one head", "2": "two heads", "4": "four heads", "8": "eight heads"}
 COLOURS = dict(zip(FEW, SERIES, strict=False))
@@ -279,15 +250,15 @@ def _draw_curves(axes: Axes, n: Numbers) -> None:
         axes.fill_between(n["at"], curve["best"], curve["worst"], color=colour, alpha=0.2, lw=0)
         axes.plot(n["at"], curve["median"], color=colour)
         end = (n["at"][-1], curve["median"][-1])
-        label_point(axes, FEW[name], end, (6, 0), color=colour, va="center")
+        drawing.label_point(axes, FEW[name], end, (6, 0), color=colour, va="center")
     axes.plot([0, n["steps"]], [n["half"]] * 2, color=INK, lw=0.8, ls=(0, (4, 3)))
     end = (n["steps"], n["half"])
-    label_point(axes, "half of the error", end, (0, -7), ha="right", va="top", color=INK)
+    drawing.label_point(axes, "half of the error", end, (0, -7), ha="right", va="top", color=INK)
     axes.set(yscale="log", yticks=[10.0**-power for power in range(5)])
     axes.set(yticklabels=["100 %", "10 %", "1 %", "0.1 %", "0.01 %"])
     axes.set_ylim(top=2)
     axes.set(xlim=(0, 1.34 * n["steps"]), xticks=range(0, n["steps"] + 1, n["steps"] // 4))
-    style_axes(axes, "Error during training", xlabel="training step", ylabel="error left")
+    drawing.style_axes(axes, "Error during training", xlabel="training step", ylabel="error left")
 
 
 def _draw_head_weights(axes: Axes, n: Numbers) -> None:
@@ -315,7 +286,7 @@ def _draw_maps(figure: Any, n: Numbers) -> None:
             axes.set_axis_off()
             continue
         name, head = pair
-        image = draw_weight_map(axes, n["maps"][name][head])
+        image = drawing.draw_weight_map(axes, n["maps"][name][head])
         # A small share is not shown as 0.
         before, named = (
             f"{100 * share:.0f} %" if share >= 0.01 else "< 1 %"

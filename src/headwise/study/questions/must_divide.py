@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from headwise.function.budget import Budget
 from headwise.layers.attention import Attention
+from headwise.layers.hooks import record_modules
 from headwise.study.drawing import BAD, INK, SERIES, SOFT, Axes, Figure, Sheet
-from headwise.study.einops_block import EinopsPostNormBlock
-from headwise.study.experiments.measures import count_parameters, layer_error_budget
-from headwise.study.implementations import SharedWeights
-from headwise.study.question import Numbers
-from headwise.support.progress import Progress
+from headwise.study.implementations import EinopsPostNormBlock, SharedWeights
+from headwise.study.measures import count_parameters, layer_error_budget
+from headwise.study.question import Numbers, Progress
 
 EMBED_DIM = 40
 HEADS, HEAD_DIM, VALUE_DIM = 6, 10, 7  # none of them divides the next, nor EMBED_DIM its heads
@@ -28,18 +27,16 @@ VARIES = {"refusal"}
 def measure(progress: Progress) -> dict[str, Any]:
     """Check layers of free widths against the paper's formula, and try them in torch's layer."""
     x, source = torch.randn(BATCH, QUERIES, EMBED_DIM), torch.randn(BATCH, KEYS, EMBED_DIM)
-    free = Attention(EMBED_DIM, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, source_dim=EMBED_DIM)
-    page = EinopsPostNormBlock(
-        EMBED_DIM, HEADS, head_dim=HEAD_DIM, value_dim=VALUE_DIM, dropout=0.0
-    )
+    widths: dict[str, Any] = {"head_dim": HEAD_DIM, "value_dim": VALUE_DIM}
+    free = Attention(EMBED_DIM, HEADS, **widths, source_dim=EMBED_DIM)
+    page = EinopsPostNormBlock(EMBED_DIM, HEADS, **widths, dropout=0.0)
     accepted = {heads: torch_layer_or_error(heads)[0] for heads in range(1, EMBED_DIM + 1)}
     torch_counts = {count_parameters(layer) for layer in accepted.values() if layer is not None}
     return {
         "sizes": {
             "embed_dim": EMBED_DIM,
             "heads": HEADS,
-            "head_dim": HEAD_DIM,
-            "value_dim": VALUE_DIM,
+            **widths,
             "remainder": EMBED_DIM % HEADS,
         },
         "q_weight": list(free.q_proj.weight.shape),
@@ -57,31 +54,24 @@ def measure(progress: Progress) -> dict[str, Any]:
     }
 
 
-# ---- layers of free widths ---------------------------------------------------------------------
-
-
+@torch.no_grad()
 def check_layer_against_formula(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
     """Check a layer's output against the paper's formula."""
     weights = SharedWeights.of_linears(layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
     budget = layer_error_budget(x, source, source, weights, num_heads=layer.num_heads)
-    with torch.no_grad():
-        return check_output(layer(x, source), budget)
+    return check_output(layer(x, source), budget)
 
 
+@torch.no_grad()
 def check_einops_against_formula(
     block: EinopsPostNormBlock, x: Tensor, source: Tensor
 ) -> dict[str, Any]:
     """Check the attention of einops' block, before its residual and norm."""
     weights = SharedWeights.of_linears(block.w_qs, block.w_ks, block.w_vs, block.fc)
     budget = layer_error_budget(x, source, source, weights, num_heads=block.num_heads)
-    results: list[dict[str, Any]] = []
-    hook = block.fc.register_forward_hook(
-        lambda *call: results.append(check_output(call[-1], budget))
-    )
-    with torch.no_grad():
+    with record_modules([block.fc]) as runs:
         block(x, source, source)
-    hook.remove()
-    return results[0]
+    return check_output(runs[block.fc][0].output, budget)
 
 
 def check_output(output: Tensor, allowed: Budget) -> dict[str, Any]:
@@ -110,9 +100,6 @@ def check_sizes_against_formula(x: Tensor, source: Tensor) -> dict[str, Any]:
     }
 
 
-# ---- torch's layer ---------------------------------------------------------------------------
-
-
 def torch_layer_or_error(heads: int) -> tuple[nn.MultiheadAttention | None, str]:
     """Make torch's layer with this number of heads, or return None and the error message."""
     try:
@@ -123,9 +110,8 @@ def torch_layer_or_error(heads: int) -> tuple[nn.MultiheadAttention | None, str]
 
 def check_torch_key_value_widths() -> dict[str, Any]:
     """Check torch's layer with separate widths for the inputs of keys and values."""
-    layer = nn.MultiheadAttention(
-        EMBED_DIM, TORCH_HEADS, kdim=KEY_WIDTH, vdim=VALUE_WIDTH, batch_first=True
-    )
+    widths = {"kdim": KEY_WIDTH, "vdim": VALUE_WIDTH}
+    layer = nn.MultiheadAttention(EMBED_DIM, TORCH_HEADS, **widths, batch_first=True)
     x, keys = torch.randn(BATCH, QUERIES, EMBED_DIM), torch.randn(BATCH, KEYS, KEY_WIDTH)
     values = torch.randn(BATCH, KEYS, VALUE_WIDTH)
     rows = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight, layer.out_proj.weight]
@@ -137,16 +123,14 @@ def check_torch_key_value_widths() -> dict[str, Any]:
         "torch_head_dim": layer.head_dim,
         "key_width": KEY_WIDTH,
         "value_width": VALUE_WIDTH,
-        "q_weight_of_torch": list(layer.q_proj_weight.shape),
-        "k_weight_of_torch": list(layer.k_proj_weight.shape),
-        "v_weight_of_torch": list(layer.v_proj_weight.shape),
+        **{f"{x}_weight_of_torch": list(w.shape) for x, w in zip("qkv", rows, strict=False)},
         "torch_crossed": check_output(layer(x, keys, values)[0].detach(), allowed),
         "crossed": check_layer_against_formula(native, x, keys),
     }
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
+    width = n["sizes"]["embed_dim"]
     return {
         "free-sizes": n["free"]["within"] and n["sizes"]["remainder"] > 0,
         "pairs": n["pairs_right"] == n["pairs"],
@@ -160,15 +144,13 @@ def facts(n: Numbers) -> dict[str, bool]:
         "input-widths": (
             n["torch_crossed"]["within"]
             and n["crossed"]["within"]
-            and n["torch_head_dim"] * n["torch_heads"] == n["sizes"]["embed_dim"]
-            and n["q_weight_of_torch"] == [n["sizes"]["embed_dim"]] * 2
-            and n["k_weight_of_torch"] == [n["sizes"]["embed_dim"], n["key_width"]]
-            and n["v_weight_of_torch"] == [n["sizes"]["embed_dim"], n["value_width"]]
+            and n["torch_head_dim"] * n["torch_heads"] == width
+            and n["q_weight_of_torch"] == [width, width]
+            and n["k_weight_of_torch"] == [width, n["key_width"]]
+            and n["v_weight_of_torch"] == [width, n["value_width"]]
         ),
     }
 
-
-# ---- the picture -------------------------------------------------------------------------------
 
 WIDTHS, PITCH, THICK = 4.12, 0.5, 0.22  # top of the lower half, row pitch, block height
 INPUTS, PROJECTED, SCALE = 0.98, 4.75, 0.058  # left ends; inches a number

@@ -7,7 +7,6 @@ formula x @ W. The matrices of all heads' queries come first, then of the keys, 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from headwise.function import stages
 from headwise.masks.mask import Mask
 from headwise.matrix.operator import AttentionMatrix
 from headwise.study.drawing import SERIES, Figure, Sheet
-from headwise.study.experiments.measures import layer_error_budget, relative_times
 from headwise.study.implementations import (
     GPT2,
     DropIn,
@@ -30,8 +28,8 @@ from headwise.study.implementations import (
     SharedWeights,
     TorchLayer,
 )
-from headwise.study.question import Numbers, fill_template
-from headwise.support.progress import Progress
+from headwise.study.measures import layer_error_budget, relative_times
+from headwise.study.question import Numbers, Progress, fill_template
 from headwise.support.tensors import same_bytes
 
 PARTS = 3  # queries, keys, values
@@ -42,8 +40,7 @@ SHOWN_HEAD = 4  # in a strong colour in the picture
 VARIES = {"cross_attention", "self_attention", "times"}
 
 
-@dataclass(frozen=True)
-class PackingForm:
+class PackingForm(NamedTuple):
     """One way to store the small matrices.
 
     Attributes:
@@ -81,11 +78,7 @@ class PackingForm:
         return parts
 
     def project(
-        self,
-        x: Float[Tensor, "batch queries embed_dim"],
-        source: Float[Tensor, "batch keys embed_dim"],
-        matrices: list[Tensor],
-        biases: tuple[Tensor, ...],
+        self, x: Tensor, source: Tensor, matrices: list[Tensor], biases: tuple[Tensor, ...]
     ) -> list[Tensor]:
         """Multiply by each stored matrix: ``x`` for the queries, ``source`` for the others."""
         first, outputs = 0, []
@@ -135,24 +128,25 @@ def random_layers() -> PackedLayers:
     # torch initialises biases to 0, which would hide their order.
     nn.init.normal_(inner.in_proj_bias, std=0.1)
     nn.init.normal_(inner.out_proj.bias, std=0.1)
+    weights = layers[0].as_shared_weights()
     for layer in layers:
-        layer.load_weights(layers[0].as_shared_weights()).eval()
+        layer.load_weights(weights).eval()
     small = inner.in_proj_weight.unflatten(0, (PARTS * HEADS, -1)).mT.contiguous()
-    return PackedLayers(*layers, layers[0].as_shared_weights(), small, inner.in_proj_bias)
+    return PackedLayers(*layers, weights, small, inner.in_proj_bias)
 
 
 @torch.no_grad()
 def measure(progress: Progress) -> dict[str, Any]:
     """Pack the weights of torch's layer in every form, unpack them, and compare the outputs."""
     layers = random_layers()
-    small = layers.small
+    small, forms = layers.small, packing_forms(HEADS)
     x, source = torch.randn(BATCH, QUERIES, EMBED_DIM), torch.randn(BATCH, KEYS, EMBED_DIM)
     return {
         "embed_dim": EMBED_DIM,
         "heads": HEADS,
         "head_dim": EMBED_DIM // HEADS,
         "weights": small.numel(),
-        "forms": len(packing_forms(HEADS)),
+        "forms": len(forms),
         "shown_head": SHOWN_HEAD,
         "small": len(small),
         "tokens": TOKENS,
@@ -162,7 +156,7 @@ def measure(progress: Progress) -> dict[str, Any]:
                 {"shape": list(shape), "count": len(list(run))}
                 for shape, run in groupby(tuple(matrix.shape) for matrix in form.pack(small))
             ]
-            for name, form in packing_forms(HEADS).items()
+            for name, form in forms.items()
         },
         "kept": check_packing_round_trip(layers),
         "self_attention": largest_error_budget_share(layers, x, x),
@@ -260,7 +254,6 @@ def projection_times(layers: PackedLayers) -> dict[str, float]:
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
     return {
         "bits": all(n["kept"].values()),
         "self-attention": n["self_attention"] <= 1,
@@ -269,8 +262,6 @@ def facts(n: Numbers) -> dict[str, bool]:
         "objects": n["nan"] == n["objects_outside"] == 0,
     }
 
-
-# ---- the picture -------------------------------------------------------------------------------
 
 TITLES = {  # the form, and a layer that uses it
     "per_head": ("a matrix a head", "the paper"),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from headwise.layers.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.study.drawing import SERIES, Figure, label_point, style_axes
-from headwise.study.experiments.measures import count_parameters
 from headwise.study.implementations import Paper
-from headwise.study.question import Numbers, fill_template
-from headwise.support.progress import Progress
+from headwise.study.measures import count_parameters
+from headwise.study.question import Numbers, Progress, fill_template
 
 EMBED_DIM = 512
 HEADS = tuple(heads for heads in range(1, EMBED_DIM + 1) if EMBED_DIM % heads == 0)
@@ -45,7 +44,7 @@ def measure(progress: Progress) -> dict[str, Any]:
         },
         "heads": EIGHT,
         "grouped": {str(kv): count_parameters(layer) for kv, layer in grouped.items()},
-        "one_of_a_head": shape_as_list(paper.wq[0]),
+        "one_of_a_head": list(paper.wq[0].shape),
         "one_by_one": sum(w.numel() for w in of_each_head),
         "packed": eight.in_proj_weight.numel(),
     }
@@ -53,25 +52,16 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 def parameter_shapes(layer: nn.Module) -> dict[str, list[int]]:
     """Return the shape of each parameter by its name."""
-    return {name: shape_as_list(p) for name, p in layer.named_parameters()}
-
-
-def shape_as_list(tensor: Tensor) -> list[int]:
-    """Return the shape of a tensor as a list."""
-    return list(tensor.shape)
+    return {name: list(p.shape) for name, p in layer.named_parameters()}
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
     return {
         "tensors": n["same_tensors"],
         "packed": n["one_by_one"] == n["packed"],
         "head-dim": n["width_of_a_head_fixed"]["1"] < n["width_of_a_head_fixed"]["16"],
         "kv-heads": n["grouped"]["1"] < n["grouped"]["8"],
     }
-
-
-# ---- the picture -------------------------------------------------------------------------------
 
 
 def draw(figure: Figure, n: Numbers) -> None:
@@ -87,31 +77,22 @@ def draw(figure: Figure, n: Numbers) -> None:
     axes.plot(shown, shared, "o-", color=SERIES[0], markersize=5)
     # Without the first, whose kv heads are not shared.
     axes.plot([n["heads"]] * (len(grouped) - 1), grouped[1:], "D", color=SERIES[2])
-    few = ", ".join(list(n["grouped"])[1:-1])
+    *few, last = list(n["grouped"])[1:]
+    words = f"{n['heads']} query heads, {', '.join(few)} or {last} kv heads"
     labels = (
+        (shown[-1], shared[-1], (0, 14), "right", "PyTorch: head_dim = {embed_dim} / heads"),
+        (shown[-1], fixed[-1], (-14, 0), "right", "you choose head_dim = {head_dim}"),
         (
-            (shown[-1], shared[-1]),
-            (0, 14),
-            "right",
-            fill_template("PyTorch: head_dim = {embed_dim} / heads", n),
-        ),
-        (
-            (shown[-1], fixed[-1]),
-            (-14, 0),
-            "right",
-            fill_template("you choose head_dim = {head_dim}", n),
-        ),
-        (
-            (n["heads"], grouped[2]),
+            n["heads"],
+            grouped[2],
             (10, 0),
             "left",
-            f"{n['heads']} query heads, {few} or {list(n['grouped'])[-1]} kv heads",
+            words,
         ),
     )
-    for (point, offset, side, words), colour in zip(
-        labels, (SERIES[0], SERIES[1], SERIES[2]), strict=True
-    ):
-        label_point(axes, words, point, offset, ha=side, va="center", color=colour)
+    for (x, y, offset, side, words), colour in zip(labels, SERIES, strict=False):
+        look = {"ha": side, "va": "center", "color": colour}
+        label_point(axes, fill_template(words, n), (x, y), offset, **look)
     axes.set_xticks(shown, [str(heads) for heads in shown])
     names = {"xlabel": "number of heads", "ylabel": "parameters, millions"}
     style_axes(axes, ylim=(0, 1.1 * fixed[-1]), **names)

@@ -30,10 +30,9 @@ from headwise.function.stages import merge_heads
 from headwise.function.stages import scores as attention_scores
 from headwise.layers.attention import Attention
 from headwise.study.drawing import INK, SERIES, SOFT, Axes, Figure, label_point, style_axes
-from headwise.study.experiments.measures import layer_error_budget, relative_times
 from headwise.study.implementations import SharedWeights
-from headwise.study.question import Numbers
-from headwise.support.progress import Progress
+from headwise.study.measures import layer_error_budget, relative_times
+from headwise.study.question import Numbers, Progress
 
 EMBED_DIM, HEADS, BATCH, LENGTH = 512, 8, 2, 128
 TOKENS = {"one": 1, "many": 256}  # of the timing
@@ -168,8 +167,6 @@ def _input_weight_and_output_steps(
     )
 
 
-# ---- what is measured ------------------------------------------------------------------------
-
 Replacement = Callable[[nn.Linear, Tensor], nn.Module]
 FORMS: dict[str, Replacement] = {
     "float32": lambda projection, _: projection,
@@ -178,16 +175,7 @@ FORMS: dict[str, Replacement] = {
     "once": lambda projection, x: StaticQuantised(projection, x, packs_every_call=False),
     "every_call": lambda projection, x: StaticQuantised(projection, x, packs_every_call=True),
 }
-VARIES = {
-    "budget",
-    "errors",
-    "least_times_bfloat16",
-    "speed",
-    "status",
-    "steps",
-    "times",
-    "torch",
-}
+VARIES = {"budget", "errors", "least_times_bfloat16", "speed", "status", "steps", "times", "torch"}
 
 
 @torch.no_grad()
@@ -347,7 +335,6 @@ def torch_quantisation_status() -> dict[str, str]:
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
     return {
         "bytes": n["bytes"]["float32"] == 4 * n["bytes"]["int8"],
         "packing": n["same_bits"],
@@ -356,8 +343,6 @@ def facts(n: Numbers) -> dict[str, bool]:
         "budget": n["budget"]["float32"] <= 1 < min(n["budget"][name] for name in INTEGERS),
     }
 
-
-# ---- the picture -------------------------------------------------------------------------------
 
 NAMES = {
     "bfloat16": "bfloat16",
@@ -406,8 +391,7 @@ def _draw_errors(axes: Axes, n: Numbers) -> None:
         ["10 %", "1 %", "0.1 %", "0.01 %", "0.001 %", "0.0001 %", "0.00001 %"],
     )
     axes.set_xticks(
-        range(len(stages)),
-        [stage.replace(" ", "\n").replace(",\n", ", ") for stage in stages],
+        range(len(stages)), [stage.replace(" ", "\n").replace(",\n", ", ") for stage in stages]
     )
     ends, label = (-0.25, len(stages) - 0.75), "relative difference from float64"
     style_axes(axes, "Error after each stage", xlim=ends, ylabel=label)

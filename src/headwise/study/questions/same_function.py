@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,28 +12,10 @@ from torch import Tensor, nn
 from headwise.function import stages
 from headwise.function.budget import Budget
 from headwise.matrix.operator import AttentionMatrix
-from headwise.study import encoder
-from headwise.study.drawing import (
-    INK,
-    SERIES,
-    SOFT,
-    Figure,
-    SubFigure,
-    draw_weight_map,
-    label_point,
-    style_axes,
-)
-from headwise.study.experiments.measures import (
-    Projected,
-    equals_value_of_top_key,
-    error_budget_ratios,
-    merge_head_scores,
-    name_cause,
-    relative_difference,
-    score_error_budget,
-)
-from headwise.study.question import Numbers, fill_template
-from headwise.support.progress import Progress
+from headwise.study import drawing, encoder, measures
+from headwise.study.drawing import INK, SERIES, SOFT, Figure, SubFigure
+from headwise.study.measures import Projected, error_budget_ratios, name_cause
+from headwise.study.question import Numbers, Progress, fill_template
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH = 2, 10
@@ -46,16 +27,11 @@ DIGITS = 3  # of the mean score size
 VARIES = {"beyond", "compared", "equal_maps", "said", "sum"}
 
 
-@dataclass(frozen=True, eq=False)
-class ConditionSample:
+class ConditionSample(NamedTuple):
     """The samples of one condition: BATCH sequences of each seed, and one shared ``wo``."""
 
     projected: Projected
     wo: Tensor
-
-    def one_row_per_seed(self, rows: Tensor) -> Tensor:
-        """Collect the values of each seed in one row."""
-        return rows.reshape(len(rows) // BATCH, -1)
 
 
 def measure(progress: Progress) -> dict[str, Any]:
@@ -73,7 +49,6 @@ def measure(progress: Progress) -> dict[str, Any]:
     layers = [compare_merged_head(call, run.num_heads) for call in run.calls]
     apart = [[round(x, 4) for x in layer["apart"]] for layer in layers]
     sums = [score_sum_error(sample.projected, HEADS) for sample in (published, default)]
-    sums += [layer["sum"] for layer in layers]
     return {
         "shape": [BATCH, LENGTH, EMBED_DIM],
         "heads": HEADS,
@@ -83,11 +58,11 @@ def measure(progress: Progress) -> dict[str, Any]:
         "entropy": float(AttentionMatrix(*published.projected.split(HEADS)[:2]).entropy().mean()),
         "said": {name: count_seeds_by_check(by_seed) for name, by_seed in checks.items()},
         "compared": compare_published_check(HEADS, (BATCH, LENGTH, EMBED_DIM), COMPARED),
-        "sum": max(sums),
+        "sum": max(*sums, *(layer["sum"] for layer in layers)),
         "beyond": {
             "own": least_error_budget_ratios(default),
             "positive": least_error_budget_ratios(positive),
-            "encoder": min(min(x["beyond"]) for x in layers),
+            "encoder": min(min(layer["beyond"]) for layer in layers),
         },
         "encoder": {
             "layers": len(apart),
@@ -102,14 +77,11 @@ def measure(progress: Progress) -> dict[str, Any]:
     }
 
 
-# ---- the check ---------------------------------------------------------------------------------
-
-
 def make_samples(tokens: str, matrices: str, *factors: float) -> list[ConditionSample]:
     """Draw tokens and projections of each seed, as the published test does, for each factor of x.
 
     ``tokens`` and ``matrices`` are "rand" or "randn"; matrices may also be "own", torch's default
-    initialisation.
+    initialisation. All seeds share one output projection, to save memory.
     """
     projections: list[list[Tensor]] = [[] for _ in factors]
     for seed in range(SEEDS):
@@ -117,28 +89,24 @@ def make_samples(tokens: str, matrices: str, *factors: float) -> list[ConditionS
         if matrices == "own":
             weight = nn.MultiheadAttention(EMBED_DIM, HEADS).in_proj_weight.detach().mT
         else:
-            draw = choose_rand_or_randn(matrices)
-            weight = torch.cat([draw(EMBED_DIM, EMBED_DIM) for _ in range(3)], dim=1)
-        x = choose_rand_or_randn(tokens)(BATCH, LENGTH, EMBED_DIM)
+            parts = [getattr(torch, matrices)(EMBED_DIM, EMBED_DIM) for _ in range(3)]
+            weight = torch.cat(parts, dim=1)
+        x = getattr(torch, tokens)(BATCH, LENGTH, EMBED_DIM)
         for products, factor in zip(projections, factors, strict=True):
             products.append((factor * x) @ weight)
-    wo = make_output_projection(matrices)
+    torch.manual_seed(SEEDS)
+    if matrices == "own":
+        wo = nn.MultiheadAttention(EMBED_DIM, HEADS).out_proj.weight.detach().mT
+    else:
+        wo = getattr(torch, matrices)(EMBED_DIM, EMBED_DIM)
     return [
         ConditionSample(Projected(*torch.cat(each).chunk(3, dim=-1)), wo) for each in projections
     ]
 
 
-def choose_rand_or_randn(kind: str) -> Callable[..., Tensor]:
-    """Return the function that draws the tokens, and matrices without torch's initialisation."""
-    return torch.rand if kind == "rand" else torch.randn
-
-
-def make_output_projection(matrices: str) -> Tensor:
-    """Draw one output projection for all seeds, to save memory."""
-    torch.manual_seed(SEEDS)
-    if matrices == "own":
-        return nn.MultiheadAttention(EMBED_DIM, HEADS).out_proj.weight.detach().mT
-    return choose_rand_or_randn(matrices)(EMBED_DIM, EMBED_DIM)
+def one_row_per_seed(rows: Tensor) -> Tensor:
+    """Collect the values of each seed in one row."""
+    return rows.reshape(len(rows) // BATCH, -1)
 
 
 def check_samples(sample: ConditionSample) -> tuple[dict[str, list[bool]], dict[str, float]]:
@@ -162,13 +130,21 @@ def check_samples(sample: ConditionSample) -> tuple[dict[str, list[bool]], dict[
         "score": float(f"{scores.abs().mean():.{DIGITS}g}"),
         "one_key": float(read.float().mean()),
         "same_key": float(checks["same_key"].float().mean()),
-    } | {
-        name: float(relative_difference(*map(sample.one_row_per_seed, pair)).mean())
-        for name, pair in pairs.items()
     }
-    return {
-        name: sample.one_row_per_seed(rows).all(1).tolist() for name, rows in checks.items()
-    }, means
+    for name, pair in pairs.items():
+        means[name] = float(measures.relative_difference(*map(one_row_per_seed, pair)).mean())
+    return {name: one_row_per_seed(rows).all(1).tolist() for name, rows in checks.items()}, means
+
+
+def equals_value_of_top_key(outputs: Tensor, v: Tensor, favourites: Tensor) -> Tensor:
+    """Return where a head's output equals, bit for bit, the value of its largest-scoring key.
+
+    ``outputs`` and ``v`` are (batch, length, embed_dim), ``favourites`` and the result
+    (batch, heads, queries).
+    """
+    heads = favourites.shape[1]
+    values = stages.split_heads(v, heads=heads).take_along_dim(favourites[..., None], dim=2)
+    return (stages.split_heads(outputs, heads=heads) == values).all(-1)
 
 
 def count_seeds_by_check(checks: Mapping[str, list[bool]]) -> dict[str, int]:
@@ -214,13 +190,10 @@ def _published_layer(heads: int, weight: Tensor) -> nn.MultiheadAttention:
     return layer
 
 
-# ---- the identity of scores, and error budgets -------------------------------------------------
-
-
 def score_sum_error(projected: Projected, heads: int) -> float:
     """Return the error of the single head's scores against the heads' sum, in error budgets."""
-    made = merge_head_scores(projected.scores(heads))
-    return float(error_budget_ratios(made, score_error_budget(projected)).max())
+    made = measures.merge_head_scores(projected.scores(heads))
+    return float(error_budget_ratios(made, measures.score_error_budget(projected)).max())
 
 
 def least_error_budget_ratios(sample: ConditionSample) -> dict[str, float]:
@@ -234,20 +207,19 @@ def least_error_budget_ratios(sample: ConditionSample) -> dict[str, float]:
         "outputs": error_budget_ratios(stages.split_heads(p.outputs(1), heads=HEADS), budget),
         "projected": error_budget_ratios(p.outputs(1) @ sample.wo, after),
     }
-    return {name: float(sample.one_row_per_seed(x).amax(1).min()) for name, x in ratios.items()}
+    return {name: float(one_row_per_seed(x).amax(1).min()) for name, x in ratios.items()}
 
 
 def compare_merged_head(call: encoder.AttentionCall, heads: int) -> dict[str, Any]:
     """Compare a layer's projections used as one head with its own heads, on the demo text."""
     projected = Projected(*call.weights.project(call.x[:1]))
-    merged, several = projected.outputs(1), projected.outputs(heads)
-    pair = (stages.split_heads(x, heads=heads)[0] for x in (merged, several))
+    merged, several = (
+        stages.split_heads(projected.outputs(count), heads=heads) for count in (1, heads)
+    )
     budget = Budget.for_head_outputs(*projected.split(heads))
     return {
-        "apart": relative_difference(*pair).tolist(),
-        "beyond": error_budget_ratios(stages.split_heads(merged, heads=heads), budget)
-        .amax((0, 2, 3))
-        .tolist(),
+        "apart": measures.relative_difference(merged[0], several[0]).tolist(),
+        "beyond": error_budget_ratios(merged, budget).amax((0, 2, 3)).tolist(),
         "sum": score_sum_error(projected, heads),
     }
 
@@ -257,36 +229,34 @@ def weight_maps(sample: ConditionSample, seed: int) -> list[list[list[float]]]:
     p = sample.projected
     first = Projected(*(x[seed * BATCH, None] for x in (p.q, p.k, p.v)))
     weights = torch.cat([first.weights(heads)[0] for heads in (1, HEADS)])
-    return [[[round(w, 4) for w in row] for row in head] for head in weights.tolist()]
+    return [measures.round_matrix(head, digits=4) for head in weights]
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
+    said, beyond, compared = n["said"], n["beyond"], n["compared"]
+    seeds = said["published"]["seeds"]
     return {
         "scores": n["sum"] <= 1,
-        "softmax": min(n["beyond"][name]["outputs"] for name in ("own", "positive")) > 1,
+        "softmax": min(beyond[name]["outputs"] for name in ("own", "positive")) > 1,
         "published": (
-            0 < n["said"]["published"]["equal"] < n["said"]["published"]["seeds"]
-            and not any(counts["unexplained"] for counts in n["said"].values())
+            0 < said["published"]["equal"] < seeds
+            and not any(counts["unexplained"] for counts in said.values())
         ),
         "conditions": (
-            n["said"]["quiet"]["same_key"] > 0
+            said["quiet"]["same_key"] > 0
             and n["cases"]["normal"]["one_key"] > 0.5
-            and n["said"]["quiet"]["equal"] == n["said"]["normal"]["equal"] == 0
+            and said["quiet"]["equal"] == said["normal"]["equal"] == 0
         ),
         "projected": (
-            0 < n["said"]["published"]["projected"] < n["said"]["published"]["seeds"]
-            and min(n["beyond"][name]["projected"] for name in ("own", "positive")) > 1
+            0 < said["published"]["projected"] < seeds
+            and min(beyond[name]["projected"] for name in ("own", "positive")) > 1
         ),
-        "encoder": n["beyond"]["encoder"] > 1,
+        "encoder": beyond["encoder"] > 1,
         "compare": (
-            [*n["compared"]["of_equal"]] == [SATURATED]
-            and [*n["compared"]["of_others"], n["compared"]["elsewhere"]] == 2 * [OTHER_HEADS]
+            [*compared["of_equal"]] == [SATURATED]
+            and [*compared["of_others"], compared["elsewhere"]] == 2 * [OTHER_HEADS]
         ),
     }
-
-
-# ---- the picture -------------------------------------------------------------------------------
 
 
 def draw(figure: Figure, n: Numbers) -> None:
@@ -294,7 +264,15 @@ def draw(figure: Figure, n: Numbers) -> None:
     figure.set_figheight(5.5)
     parts: Any = figure.subfigures(2, 1, height_ratios=(3.1, 2.4))
     draw_maps(parts[0], n)
-    draw_encoder_head_changes(parts[1], n)
+    axes, run = parts[1].subplots(), n["encoder"]
+    for layer, heads in enumerate(run["apart"]):
+        spread = [layer + (head / max(len(heads) - 1, 1) - 0.5) / 2 for head in range(len(heads))]
+        axes.plot(spread, heads, "o", markersize=4, color=SERIES[0])
+    axes.set_xticks(range(run["layers"]), [f"layer {x}" for x in range(run["layers"])])
+    axes.set_ylim(0)
+    axes.yaxis.set_major_formatter(drawing.per_cent)
+    title = f"{run['model']}: the same projections used as one head instead of {run['heads']}"
+    drawing.style_axes(axes, title, ylabel="relative difference of\neach head's output")
 
 
 def draw_maps(figure: SubFigure, n: Numbers) -> None:
@@ -307,39 +285,22 @@ def draw_maps(figure: SubFigure, n: Numbers) -> None:
     drawn = n["maps"] | {"published": n["equal_maps"]}
     ratios = [1, 0.2, *[1] * n["heads"]]
     grid = figure.subplots(len(rows), len(ratios), width_ratios=ratios)
+    look: dict[str, Any] = {"xycoords": "axes fraction"}
     for row, (name, title) in zip(grid, rows.items(), strict=True):
         row[1].set_axis_off()
         for axes, weights in zip([row[0], *row[2:]], drawn[name], strict=True):
-            image = draw_weight_map(axes, weights)
+            image = drawing.draw_weight_map(axes, weights)
         row[0].set_ylabel(title, rotation=0, ha="right", va="center", color=INK)
         counts = n["said"][name]
         words = "equal in\n{equal} of {seeds} seeds;\non average\n{apart:percent} apart"
-        look = {"xycoords": "axes fraction", "va": "center"}
-        look["color"] = INK if counts["equal"] else SOFT
-        label_point(
-            row[-1], fill_template(words, counts | n["cases"][name]), (1, 0.5), (8, 0), **look
-        )
+        words = fill_template(words, counts | n["cases"][name])
+        colour = INK if counts["equal"] else SOFT
+        drawing.label_point(row[-1], words, (1, 0.5), (8, 0), va="center", color=colour, **look)
     grid[0][0].set_title("one head")
     words = f"{n['heads']} heads with the same queries, keys and values"
-    several = label_point(grid[0][2], words, (0, 1), (0, 6), xycoords="axes fraction")
+    several = drawing.label_point(grid[0][2], words, (0, 1), (0, 6), **look)
     several.set_in_layout(False)  # the label is wider than its column
     bar = figure.colorbar(image, ax=grid, location="bottom", aspect=60, shrink=0.7, pad=0.04)
     bar.set_ticks(ticks := [0, 0.01, 0.1, 0.3, 1], labels=[f"{100 * x:g}\u00a0%" for x in ticks])
     bar.set_label("attention weight (square-root scale)")
     bar.outline.set_visible(False)
-
-
-def draw_encoder_head_changes(figure: SubFigure, n: Numbers) -> None:
-    """Draw the difference of each head of each layer from its part of the merged head."""
-    axes, encoder = figure.subplots(), n["encoder"]
-    for layer, heads in enumerate(encoder["apart"]):
-        spread = [layer + (head / max(len(heads) - 1, 1) - 0.5) / 2 for head in range(len(heads))]
-        axes.plot(spread, heads, "o", markersize=4, color=SERIES[0])
-    axes.set_xticks(range(encoder["layers"]), [f"layer {x}" for x in range(encoder["layers"])])
-    axes.set_ylim(0)
-    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}\u00a0%")
-    style_axes(
-        axes,
-        f"{encoder['model']}: the same projections used as one head instead of {encoder['heads']}",
-        ylabel="relative difference of\neach head's output",
-    )

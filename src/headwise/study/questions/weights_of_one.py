@@ -11,18 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise.study.drawing import INK, SERIES, Figure, label_point, style_axes
-from headwise.study.experiments.measures import (
-    Projected,
-    error_budget_ratios,
-    layer_error_budget,
-    name_cause,
-    relative_difference,
-    score_error_budget,
-)
+from headwise.study import drawing, measures
+from headwise.study.drawing import INK, SERIES, Figure
 from headwise.study.implementations import TorchLayer
-from headwise.study.question import Numbers, fill_template
-from headwise.support.progress import Progress
+from headwise.study.measures import Projected, error_budget_ratios, layer_error_budget
+from headwise.study.question import Numbers, Progress, fill_template
 
 EMBED_DIM, HEADS = 512, 8
 BATCH, LENGTH, LONGER = 40, 5, 50
@@ -38,16 +31,13 @@ def measure(progress: Progress) -> dict[str, Any]:
     default, ones = make_default_torch_layer(HEADS), make_default_torch_layer(HEADS)
     set_weights_to_one(ones)
     x = torch.randn(BATCH, LENGTH, EMBED_DIM)
-    tokens = {
-        "rand": torch.rand(BATCH, LENGTH, EMBED_DIM),
-        "randn": x,
-        "quiet": QUIET * x,
-        "same": QUIET * repeat_first_token(x),
-    }
+    tokens = {"rand": torch.rand(BATCH, LENGTH, EMBED_DIM), "randn": x, "quiet": QUIET * x}
+    tokens["same"] = QUIET * repeat_first_token(x)
     longer = QUIET * torch.randn(BATCH, LONGER, EMBED_DIM)
     quiet = project_tokens(ones, tokens["quiet"])
     larger = math.sqrt(HEADS) * quiet.scores(HEADS)
     ratios, sweep = error_budget_ratios_by_sequence, compare_head_counts_over_token_scales
+    single, default_single = copy_as_single_head_layer(ones), copy_as_single_head_layer(default)
     return {
         "heads": HEADS,
         "root": math.sqrt(HEADS),
@@ -56,24 +46,22 @@ def measure(progress: Progress) -> dict[str, Any]:
         "longer": LONGER,
         "quiet": QUIET,
         "tokens": {
-            name: compare_head_counts(ones, x)
-            | {"score": float(f"{project_tokens(ones, x).scores(HEADS).abs().mean():.{DIGITS}g}")}
+            name: compare_head_counts(ones, x) | {"score": mean_score_size(ones, x)}
             for name, x in tokens.items()
         },
         "own_apart": compare_head_counts(default, x)["apart"],
         "longer_apart": compare_head_counts(ones, longer)["apart"],
         # The number of sequences whose outputs are equal by ``==``.
         "equal": {
-            name: int((copy_as_single_head_layer(ones)(x) == ones(x)).flatten(1).all(1).sum())
-            for name, x in tokens.items()
+            name: int((single(x) == ones(x)).flatten(1).all(1).sum()) for name, x in tokens.items()
         },
         "rounding": {
             # A narrow head's scores, times the root of the number of heads, and the single head's.
-            "scores": float(error_budget_ratios(larger, score_error_budget(quiet)).max()),
+            "scores": float(error_budget_ratios(larger, measures.score_error_budget(quiet)).max()),
             "rescaled": float(ratios(rescaled_single_head(ones), ones, tokens["quiet"]).max()),
-            "same": float(ratios(copy_as_single_head_layer(ones), ones, tokens["same"]).max()),
-            "quiet": float(ratios(copy_as_single_head_layer(ones), ones, tokens["quiet"]).min()),
-            "own": float(ratios(copy_as_single_head_layer(default), default, x).min()),
+            "same": float(ratios(single, ones, tokens["same"]).max()),
+            "quiet": float(ratios(single, ones, tokens["quiet"]).min()),
+            "own": float(ratios(default_single, default, x).min()),
         },
         "compared": name_causes(ones, tokens | {"elsewhere": None}),
         "factors": list(FACTORS),
@@ -85,10 +73,7 @@ def measure(progress: Progress) -> dict[str, Any]:
 def name_causes(layer: TorchLayer, tokens: Mapping[str, Tensor | None]) -> dict[str, str]:
     """Return what `headwise.compare` says of a layer and a single head, for each input."""
     single = copy_as_single_head_layer(layer).inner
-    return {name: name_cause(layer.inner, single, x) for name, x in tokens.items()}
-
-
-# ---- the layers and their inputs -------------------------------------------------------
+    return {name: measures.name_cause(layer.inner, single, x) for name, x in tokens.items()}
 
 
 def make_default_torch_layer(heads: int) -> TorchLayer:
@@ -128,7 +113,9 @@ def project_tokens(layer: TorchLayer, x: Tensor) -> Projected:
     return Projected(*linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, dim=-1))
 
 
-# ---- what is measured --------------------------------------------------------------------------
+def mean_score_size(layer: TorchLayer, x: Tensor) -> float:
+    """Return the mean size of a score, with few digits."""
+    return float(f"{project_tokens(layer, x).scores(HEADS).abs().mean():.{DIGITS}g}")
 
 
 def compare_head_counts(layer: TorchLayer, x: Tensor) -> dict[str, float]:
@@ -138,7 +125,7 @@ def compare_head_counts(layer: TorchLayer, x: Tensor) -> dict[str, float]:
         for each in (copy_as_single_head_layer(layer), layer)
     )
     return {
-        "apart": float(relative_difference(single, several).median()),
+        "apart": float(measures.relative_difference(single, several).median()),
         "one": normalised_entropy(single_weights),
         "several": normalised_entropy(several_weights),
     }
@@ -162,29 +149,24 @@ def error_budget_ratios_by_sequence(single: TorchLayer, layer: TorchLayer, x: Te
         layer_error_budget(x, x, x, each.as_shared_weights(), num_heads=each.num_heads)
         for each in (single, layer)
     ]
-    allowed = budgets[0].allowed + budgets[1].allowed
-    result: Tensor = ((single(x).double() - layer(x).double()).abs() / allowed).amax((1, 2))
-    return result
+    difference: Tensor = single(x).double() - layer(x).double()
+    return (difference.abs() / (budgets[0].allowed + budgets[1].allowed)).amax((1, 2))
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
+    rounding, compared = n["rounding"], n["compared"]
     return {
-        "scores": n["rounding"]["scores"] <= 1,
-        "rescaled": n["rounding"]["rescaled"] <= 1,
+        "scores": rounding["scores"] <= 1,
+        "rescaled": rounding["rescaled"] <= 1,
         "saturated": n["equal"]["rand"] == n["sequences"],
-        "even": n["rounding"]["same"] <= 1,
-        "between": n["rounding"]["quiet"] > 1,
-        "default": n["rounding"]["own"] > 1,
+        "even": rounding["same"] <= 1,
+        "between": rounding["quiet"] > 1,
+        "default": rounding["own"] > 1,
         "compare": (
-            n["compared"]["rand"].startswith("inconclusive")
-            and n["compared"]["same"].startswith("inconclusive")
-            and n["compared"]["quiet"] == n["compared"]["elsewhere"] == "number of heads"
+            all(compared[name].startswith("inconclusive") for name in ("rand", "same"))
+            and compared["quiet"] == compared["elsewhere"] == "number of heads"
         ),
     }
-
-
-# ---- the picture -------------------------------------------------------------------------------
 
 
 def draw(figure: Figure, n: Numbers) -> None:
@@ -202,12 +184,12 @@ def draw(figure: Figure, n: Numbers) -> None:
         above.plot(n["factors"], n["sweep"][name]["apart"], color=SERIES[1])
         above.plot(factor, share, "o", color=SERIES[1])
         words = fill_template("{share:percent} at {factor:g}", {"share": share, "factor": factor})
-        label_point(above, words, (factor, share), (-9, 4), ha="right", color=INK)
+        drawing.label_point(above, words, (factor, share), (-9, 4), ha="right", color=INK)
         below.plot(n["factors"], n["sweep"][name]["several"], color=SERIES[0])
         below.plot(n["factors"], n["sweep"][name]["one"], color=SERIES[2], linestyle="--")
-        style_axes(above, title, xscale="log")
+        drawing.style_axes(above, title, xscale="log")
         below.set_xticks(ticks := [0.001, 0.01, 0.1, 1, 10], [f"{tick:g}" for tick in ticks])
-        style_axes(below, xlabel="size of the tokens")
+        drawing.style_axes(below, xlabel="size of the tokens")
     grid[1][0].text(0.05, 0.55, f"{n['heads']} heads", color=SERIES[0])
     grid[1][0].text(0.011, 0.35, "one head", color=SERIES[2], ha="right")
     grid[0][0].set(ylim=(-0.03 * top, 1.1 * top), ylabel="relative difference\nof the outputs")

@@ -10,21 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise.function import stages
+from headwise.study import trace
 from headwise.study.drawing import INK, SERIES, SOFT, Figure, Sheet
-from headwise.study.experiments.measures import layer_error_budget
-from headwise.study.experiments.trace import (
-    AXES,
-    PROJECTED,
-    expected_shapes_from_axis_names,
-    has_axis_order,
-    head_splits,
-    sizes_with_head_dim,
-    stage_tensors,
-    trace_operations,
-)
 from headwise.study.implementations import HeadwiseAttention, TorchLayer
-from headwise.study.question import Numbers
-from headwise.support.progress import Progress
+from headwise.study.measures import layer_error_budget
+from headwise.study.question import Numbers, Progress
 
 SIZES = {"batch": 1, "length": 12, "embed_dim": 512, "heads": 2}
 OTHER_SIZES = {"batch": 3, "length": 5, "embed_dim": 28, "heads": 4}  # no two products the same
@@ -34,23 +24,17 @@ def measure(progress: Progress) -> dict[str, Any]:
     """Trace both layers, find the inputs of q, and compare with splitting x first."""
     main, other = trace_layers(SIZES), trace_layers(OTHER_SIZES)
     return {
-        "asked": sizes_with_head_dim(SIZES),
+        "asked": trace.sizes_with_head_dim(SIZES),
         "other": OTHER_SIZES,
         "shapes": main["shapes"],
-        "by_axes": expected_shapes_from_axis_names(SIZES),
+        "by_axes": trace.expected_shapes_from_axis_names(SIZES),
         "other_shapes": other["shapes"],
-        "other_by_axes": expected_shapes_from_axis_names(OTHER_SIZES),
+        "other_by_axes": trace.expected_shapes_from_axis_names(OTHER_SIZES),
         "in_order": other["in_order"],
         "right": main["right"] and other["right"],
-        "fused": main["fused"],
-        "cuts": main["cuts"],
-        "cuts_after_projection": main["cuts_after_projection"],
-        "cuts_that_are_views": main["cuts_that_are_views"],
+        **{key: value for key, value in main.items() if key == "fused" or key.startswith("cuts")},
         **compare_split_first(),
     }
-
-
-# ---- the trace -------------------------------------------------------------------------------
 
 
 def trace_layers(sizes: dict[str, int]) -> dict[str, Any]:
@@ -59,12 +43,12 @@ def trace_layers(sizes: dict[str, int]) -> dict[str, Any]:
     x = torch.randn(sizes["batch"], sizes["length"], embed_dim)
     torch_layer, native = TorchLayer(embed_dim, heads), HeadwiseAttention(embed_dim, heads)
     native.load_weights(torch_layer.as_shared_weights())
-    steps = {
-        "torch": trace_operations(torch_layer, x, torch_layer),
-        "native": trace_operations(native, x, native),
-    }
+    layers = {"torch": torch_layer, "native": native}
+    steps = {name: trace.trace_operations(layer, x, layer) for name, layer in layers.items()}
     head_dim = embed_dim // heads
-    tensors = {name: stage_tensors(traced, head_dim=head_dim) for name, traced in steps.items()}
+    tensors = {
+        name: trace.stage_tensors(traced, head_dim=head_dim) for name, traced in steps.items()
+    }
     shapes = {
         name: {stage: list(tensor.shape) for stage, tensor in by_stage.items()}
         for name, by_stage in tensors.items()
@@ -72,25 +56,20 @@ def trace_layers(sizes: dict[str, int]) -> dict[str, Any]:
     fused = [name for name, by_stage in shapes.items() if "weights" not in by_stage]
     for name in fused:  # the fused kernel returns no weights
         shapes[name]["weights"] = list(native.inner.matrix(x).dense().shape)
-    as_called = shapes == expected_shapes_from_axis_names(sizes)
+    as_called = shapes == trace.expected_shapes_from_axis_names(sizes)
     allowed = layer_error_budget(x, x, x, torch_layer.as_shared_weights(), num_heads=heads)
-    splits = [s for traced in steps.values() for s in head_splits(traced, head_dim=head_dim)]
+    returned = [by_stage["returned"].detach() for by_stage in tensors.values()]
+    splits = [s for traced in steps.values() for s in trace.head_splits(traced, head_dim=head_dim)]
     return {
         "shapes": shapes,
         "fused": fused,
-        "right": as_called
-        and all(
-            allowed.check(by_stage["returned"].detach()).within for by_stage in tensors.values()
-        ),
+        "right": as_called and all(allowed.check(output).within for output in returned),
         "in_order": as_called
-        and all(has_axis_order(by_stage, AXES[name], sizes) for name, by_stage in tensors.items()),
+        and all(trace.has_axis_order(tensors[name], trace.AXES[name], sizes) for name in layers),
         "cuts": len(splits),
-        "cuts_after_projection": sum(split.stage == PROJECTED for split in splits),
+        "cuts_after_projection": sum(split.stage == trace.PROJECTED for split in splits),
         "cuts_that_are_views": sum(split.is_view for split in splits),
     }
-
-
-# ---- the other order -------------------------------------------------------------------------
 
 
 def compare_split_first() -> dict[str, Any]:
@@ -104,15 +83,11 @@ def compare_split_first() -> dict[str, Any]:
         for each in (layer, blocks)
     ]
     x = torch.randn(SIZES["batch"], SIZES["length"], embed_dim)
-    reach = {
-        "attention": nonzero_derivatives(layer, x),
-        "split_first": nonzero_derivatives(blocks, x),
-    }
+    both = {"attention": layer, "split_first": blocks}
+    reach = {name: nonzero_derivatives(each, x) for name, each in both.items()}
     head = slice(embed_dim // heads)  # the entries of q in head 0
-    output, first = (
-        layer(x),
-        attend_with_split_first(x, *layer.as_shared_weights().matrices, heads=heads),
-    )
+    output = layer(x)
+    first = attend_with_split_first(x, *layer.as_shared_weights().matrices, heads=heads)
     whole, parted = (
         layer_error_budget(x, x, x, each.as_shared_weights(), num_heads=heads)
         for each in (layer, blocks)
@@ -158,13 +133,12 @@ def diagonal_blocks(weight: Tensor, heads: int) -> Tensor:
 def nonzero_derivatives(layer: HeadwiseAttention, x: Tensor) -> Tensor:
     """Return where the Jacobian of the last token's q is not zero, bool (entries of q, inputs)."""
 
-    def q(token: Tensor) -> Tensor:
-        matrix = layer.inner.matrix(torch.cat([x[:, :-1], token[None, None]], 1))
-        result: Tensor = matrix.q[0, :, -1].flatten()
-        return result
+    def q(token: Tensor) -> Any:
+        whole = torch.cat([x[:, :-1], token[None, None]], 1)
+        return layer.inner.matrix(whole).q[0, :, -1].flatten()
 
-    result: Tensor = torch.autograd.functional.jacobian(q, x[0, -1], vectorize=True) != 0
-    return result
+    derivatives: Tensor = torch.autograd.functional.jacobian(q, x[0, -1], vectorize=True)
+    return derivatives != 0
 
 
 def nonzero_share_by_block(reach: Tensor, heads: int) -> list[list[float]]:
@@ -173,7 +147,7 @@ def nonzero_share_by_block(reach: Tensor, heads: int) -> list[list[float]]:
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    """Check the facts of the text by the numbers."""
+    head_dim = n["asked"]["head_dim"]
     return {
         "shapes": n["shapes"] == n["by_axes"] and n["fused"] == ["native"],
         "axes": n["other_shapes"] == n["other_by_axes"] and n["in_order"],
@@ -183,9 +157,8 @@ def facts(n: Numbers) -> dict[str, bool]:
             and n["cuts"] == n["cuts_after_projection"] == n["cuts_that_are_views"]
         ),
         "inputs": (
-            n["reached"]["attention"] == n["pairs"]
-            and n["inputs"]["split_first"] == n["asked"]["head_dim"]
-            and n["reached"]["split_first"] == n["asked"]["head_dim"] ** 2
+            n["reached"] == {"attention": n["pairs"], "split_first": head_dim**2}
+            and n["inputs"]["split_first"] == head_dim
         ),
         "blocks": (
             n["equal_to_blocks"] and n["weights_split_first"] * n["asked"]["heads"] == n["weights"]
@@ -193,8 +166,6 @@ def facts(n: Numbers) -> dict[str, bool]:
         "whole": not n["equal_to_attention"],
     }
 
-
-# ---- the picture -------------------------------------------------------------------------------
 
 LEFT, FULL = 1.35, 3.35  # inches: where blocks begin, and the width of embed_dim
 TOP, PITCH, THICK = 0.6, 0.55, 0.24  # of the first stage, from stage to stage, of a block
@@ -216,12 +187,10 @@ COLUMNS = {"torch": 5.42, "native": 6.85}  # middles of the two columns of shape
 def draw(figure: Figure, n: Numbers) -> None:
     """Draw the stages of the layer with their shapes, and the inputs of each entry of q."""
     sheet = Sheet(figure, n, height=6.6)
-    for layer, name, remark in (
-        ("torch", "PyTorch's layer", "length first from q on"),
-        ("native", "headwise.Attention", "batch first"),
-    ):
-        sheet.head(COLUMNS[layer], 0.17, name, ha="center")
-        sheet.write(COLUMNS[layer], 0.36, remark, ha="center")
+    heads = (("PyTorch's layer", "length first from q on"), ("headwise.Attention", "batch first"))
+    for x, (name, remark) in zip(COLUMNS.values(), heads, strict=True):
+        sheet.head(x, 0.17, name, ha="center")
+        sheet.write(x, 0.36, remark, ha="center")
     for row, (stage, name, form, then) in enumerate(STAGES):
         top = TOP + PITCH * row
         middle = top + THICK / 2
@@ -236,10 +205,10 @@ def draw(figure: Figure, n: Numbers) -> None:
             x = LEFT + FULL * 0.06
             sheet.arrow((x, top + THICK + 0.03), (x, top + PITCH - 0.03), then)
     sheet.line(4.51)
-    square = ("Project, then split", "Attention", "weights")
-    draw_q_dependencies(sheet, 0.5, "attention", *square)
-    square = ("Split, then project", "Another function", "weights_split_first")
-    draw_q_dependencies(sheet, 4.2, "split_first", *square)
+    words = ("Project, then split", "Attention", "weights")
+    draw_q_dependencies(sheet, 0.5, "attention", *words)
+    words = ("Split, then project", "Another function", "weights_split_first")
+    draw_q_dependencies(sheet, 4.2, "split_first", *words)
 
 
 def draw_blocks_of_stage(sheet: Sheet, n: Numbers, top: float, form: str) -> None:
@@ -277,12 +246,7 @@ def draw_q_dependencies(
     entries = "{asked[embed_dim]} entries of q"
     sheet.write(left - 0.13, top + side / 2, entries, ha="center", rotation=90.0)
     sheet.head(right + 0.14, top + 0.14, name)
-    lines = (
-        "each entry of q depends",
-        f"on {{inputs[{key}]}} inputs",
-        "",
-        "wq, wk and wv have",
-        f"{{{weights}:,}} parameters",
-    )
+    depends = ("each entry of q depends", f"on {{inputs[{key}]}} inputs")
+    lines = (*depends, "", "wq, wk and wv have", f"{{{weights}:,}} parameters")
     for line, words in enumerate(lines, start=1):
         sheet.write(right + 0.14, top + 0.14 + 0.2 * line, words)

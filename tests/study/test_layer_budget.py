@@ -11,8 +11,8 @@ from torch import Tensor
 from headwise.function import stages
 from headwise.layers.attention import Attention
 from headwise.masks.mask import Mask
-from headwise.study.experiments.measures import layer_error_budget, layer_output
 from headwise.study.implementations import SharedWeights
+from headwise.study.measures import layer_error_budget, layer_output
 
 
 def drawn(

@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -59,9 +60,6 @@ def relative_times(
             for name, seconds in times.items():
                 ratios[name].append(seconds / times[against])
     return {name: median(values) for name, values in ratios.items()}
-
-
-# ---- a whole layer -----------------------------------------------------------------------------
 
 
 def layer_output(
@@ -141,11 +139,7 @@ def _project_with_error(
     return y, LAMBDA * math.sqrt(weight.shape[1] + 1) * r.u * size
 
 
-# ---- one head against several, given the same queries, keys and values --------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Projected:
+class Projected(NamedTuple):
     """Queries, keys and values that one head or several heads may use."""
 
     q: Float[Tensor, "batch queries embed_dim"]
@@ -154,8 +148,7 @@ class Projected:
 
     def split(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of each head, (batch, heads, length, head_dim)."""
-        projections = (self.q, self.k, self.v)
-        q, k, v = (stages.split_heads(p, heads=heads) for p in projections)
+        q, k, v = (stages.split_heads(p, heads=heads) for p in self)
         return q, k, v
 
     def scores(self, heads: int) -> Float[Tensor, "batch {heads} queries keys"]:
@@ -176,9 +169,8 @@ def relative_difference(
 ) -> Float[Tensor, " batch"]:
     """Return the norm of the difference over the norm of the reference, for each sequence."""
     actual, reference = (x.detach().double().flatten(1) for x in (actual, reference))
-    apart: Tensor = torch.linalg.vector_norm(actual - reference, dim=1)
-    size: Tensor = torch.linalg.vector_norm(reference, dim=1)
-    return apart / size
+    apart: Tensor = (actual - reference).norm(dim=1) / reference.norm(dim=1)
+    return apart
 
 
 def merge_head_scores(
@@ -204,27 +196,15 @@ def error_budget_ratios(actual: Float[Tensor, "*shape"], budget: Budget) -> Floa
     return (error / budget.allowed).where(error > 0, 0.0)
 
 
-def equals_value_of_top_key(
-    outputs: Float[Tensor, "batch queries embed_dim"],
-    v: Float[Tensor, "batch keys embed_dim"],
-    favourites: Int[Tensor, "batch heads queries"],
-) -> Bool[Tensor, "batch heads queries"]:
-    """Check whether a head's output equals, bit for bit, the value of its largest-scoring key."""
-    heads = favourites.shape[1]
-    values = stages.split_heads(v, heads=heads).take_along_dim(favourites[..., None], dim=2)
-    return (stages.split_heads(outputs, heads=heads) == values).all(-1)
-
-
-# ---- causes ------------------------------------------------------------------------------------
+def round_matrix(values: Float[Tensor, "rows columns"], *, digits: int) -> list[list[float]]:
+    """Return a matrix as lists of numbers with this many decimals."""
+    return [[round(value, digits) for value in row] for row in values.tolist()]
 
 
 def name_cause(first: nn.Module, second: nn.Module, x: Tensor | None = None) -> str:
     """Return the causes of a difference that `compare` names, or its verdict with the reason.
 
-    Args:
-        first: the layer in doubt.
-        second: the layer that it should equal.
-        x: (batch, tokens, width); None for the inputs that headwise makes.
+    ``x`` is (batch, tokens, width), or None for the inputs that headwise makes.
     """
     diagnosis = compare(first, second, x)
     assert diagnosis.function is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.study.experiments.measures import relative_times
+from headwise.study.measures import relative_times
 
 
 def test_all_run_in_every_round_forwards_and_backwards() -> None:

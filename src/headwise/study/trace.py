@@ -86,13 +86,9 @@ def trace_operations(
 ) -> tuple[TracedStep, ...]:
     """Return the operations of ``forward(x)`` that depend on ``x``.
 
-    Args:
-        layer: the module whose parameters distinguish projections from products of activations.
-        x: the input.
-        forward: the pass, e.g. ``lambda x: layer(x, x, x)``.
+    The parameters of ``layer`` distinguish projections from products of activations.
     """
-    recorder = _Recorder(layer, x)
-    with recorder:
+    with _Recorder(layer, x) as recorder:
         forward(x)
     return tuple(recorder.steps)
 
@@ -102,9 +98,7 @@ def head_splits(steps: Sequence[TracedStep], *, head_dim: int) -> tuple[TracedSt
     return tuple(
         step
         for step in steps
-        if step.result.shape[-1] == head_dim
-        and step.inputs[0].shape[-1] > head_dim
-        and not step.is_product
+        if step.result.shape[-1] == head_dim < step.inputs[0].shape[-1] and not step.is_product
     )
 
 
@@ -114,20 +108,17 @@ def stage_tensors(steps: Sequence[TracedStep], *, head_dim: int) -> dict[str, Te
     ``weights`` is missing if a fused operation does not return them.
     """
     attending = [step for step in steps if step.is_product and step.stage == ATTENDED]
-    merged = next(
-        step
-        for step in steps[steps.index(attending[-1]) + 1 :]
-        if step.result.shape[-1] > step.inputs[0].shape[-1]
-    )
+    later = steps[steps.index(attending[-1]) + 1 :]
+    outputs = [step.result for step in steps if step.stage == OUTPUT]
     tensors = {
         "x": steps[0].inputs[0],
         "q": head_splits(steps, head_dim=head_dim)[0].inputs[0],
         "per_head": attending[0].inputs[0],
         "weights": attending[-1].inputs[0],
         "head_outputs": attending[-1].result,
-        "merged": merged.result,
-        "output": next(s for s in steps if s.stage == OUTPUT and s.result.dim() == 3).result,
-        "returned": [s for s in steps if s.stage == OUTPUT][-1].result,
+        "merged": next(s.result for s in later if s.result.shape[-1] > s.inputs[0].shape[-1]),
+        "output": next(x for x in outputs if x.dim() == 3),
+        "returned": outputs[-1],
     }
     if len(attending) == 1:
         del tensors["weights"]
@@ -167,11 +158,7 @@ def expected_shapes_from_axis_names(sizes: dict[str, int]) -> dict[str, dict[str
 def rearrange_to_common_axes(x: Tensor, axes: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
     """Return a tensor as (batch, length, heads, head_dim), from the names of its axes.
 
-    Args:
-        x: the tensor.
-        axes: the name of each axis. "a*b" is one axis that holds a and b, a outside; "embed_dim"
-            is "heads*head_dim".
-        sizes: the size of each name.
+    "a*b" is one axis that holds a and b, a outside; "embed_dim" is "heads*head_dim".
     """
     names = "*".join(axes).replace("embed_dim", "heads*head_dim").split("*")
     order = [names.index(name) for name in ("batch", "length", "heads", "head_dim")]
@@ -198,16 +185,14 @@ class _Recorder(DispatchMode):  # type: ignore[misc]
             operation = func.overloadpacket.__name__
             stage = max(self.stages[_storage_address(x)] for x in inputs)
             if _is_product(operation):
-                stage = self._stage_after_product(stage, arguments)
+                if any(_storage_address(x) in self.parameters for x in arguments):
+                    stage = PROJECTED if stage < ATTENDED else OUTPUT
+                else:
+                    stage = max(stage, ATTENDED)
             for result in results:
                 self.stages[_storage_address(result)] = stage
             self.steps.append(TracedStep(operation, stage, inputs, results))
         return out
-
-    def _stage_after_product(self, stage: int, arguments: list[Tensor]) -> int:
-        if any(_storage_address(x) in self.parameters for x in arguments):
-            return PROJECTED if stage < ATTENDED else OUTPUT
-        return max(stage, ATTENDED)
 
 
 def _is_product(operation: str) -> bool:

@@ -6,7 +6,7 @@ import pytest
 
 from headwise.errors import MissingExtraError
 from headwise.study import encoder
-from headwise.study.experiments.same_weights import compare_with_model_layers
+from headwise.study.questions.implementations import compare_with_model_layers
 from tests.study.readings import small_reading
 
 

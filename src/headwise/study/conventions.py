@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise.function.budget import Budget
-from headwise.study.experiments.trace import trace_operations
 from headwise.study.implementations import GPT2, Implementation, SharedWeights, TorchLayer
 from headwise.study.question import format_scientific
+from headwise.study.trace import trace_operations
 
 BATCH, NUM_HEADS, LENGTH, EMBED_DIM = 2, 4, 6, 64
 DROPOUT = 0.5
@@ -84,24 +84,20 @@ def boolean_mask_effect(implementation: Implementation) -> str:
 
 
 def depends_on_token(
-    implementation: Implementation,
-    x: Tensor,
-    token: int,
-    before: Tensor,
-    mask: Any = None,
-    *,
-    query: int = -1,
+    implementation: Implementation, x: Tensor, token: int, before: Tensor, mask: Any = None
 ) -> bool:
-    """Check whether any bit of a query's output changes with a token."""
+    """Check whether any bit of the last query's output changes with a token."""
     changed = x.clone()
     changed[:, token] += 1.0
-    return not torch.equal(implementation(changed, mask)[:, query], before)
+    return not torch.equal(implementation(changed, mask)[:, -1], before)
 
 
 def depends_on_later_token(implementation: Implementation) -> bool:
     """Check whether the first query depends on the last token without a mask."""
     x = random_tokens()
-    return depends_on_token(implementation, x, LENGTH - 1, implementation(x)[:, 0], query=0)
+    changed = x.clone()
+    changed[:, -1] += 1.0
+    return not torch.equal(implementation(changed)[:, 0], implementation(x)[:, 0])
 
 
 def traced_softmaxes(
@@ -118,12 +114,11 @@ def masked_score_value(implementation: Implementation) -> str:
     The mask is causal, in the values of the implementation.
     """
     mask = implementation.convert_mask(torch.ones(BATCH, LENGTH, LENGTH, dtype=torch.bool).tril())
-    lowest = [
-        float(scores.min()) for scores, _ in traced_softmaxes(implementation, random_tokens(), mask)
-    ]
-    if not lowest:
+    softmaxes = traced_softmaxes(implementation, random_tokens(), mask)
+    if not softmaxes:
         return UNSEEN
-    return "−∞" if min(lowest) == -math.inf else format_scientific(min(lowest)).replace("-", "−")
+    lowest = min(float(scores.min()) for scores, _ in softmaxes)
+    return "−∞" if lowest == -math.inf else format_scientific(lowest).replace("-", "−")
 
 
 def softmax_is_narrower_than_float64(implementation: Implementation) -> bool:
@@ -146,9 +141,7 @@ def output_without_keys(implementation: Implementation) -> str:
     stored = implementation.as_shared_weights()
     even = Budget.for_function(
         lambda x, v, out: F.linear(F.linear(x, v).mean(1), out),
-        x,
-        stored.v.clone(),
-        stored.out.clone(),
+        *(x, stored.v.clone(), stored.out.clone()),
     )
     return "mean of all values" if even.check(output).within else "something else"
 
@@ -165,16 +158,12 @@ def dropout_target(constructor: Constructor) -> str:
     All values are 1, and the output projection is the identity. A dropped weight then leaves all
     numbers of its head equal, but not 1. A dropped output is a single zero.
     """
-    x, drawn, values = (
-        random_tokens(),
-        SharedWeights.random(EMBED_DIM),
-        torch.zeros(EMBED_DIM, EMBED_DIM),
-    )
+    x, values = random_tokens(), torch.zeros(EMBED_DIM, EMBED_DIM)
+    drawn = SharedWeights.random(EMBED_DIM)
     x[..., 0] = values[:, 0] = 1.0
     constant = replace(drawn, v=values, out=torch.eye(EMBED_DIM))
-    implementation = (
-        constructor(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).load_weights(constant).train()
-    )
+    implementation = constructor(EMBED_DIM, NUM_HEADS, dropout=DROPOUT).load_weights(constant)
+    implementation.train()
     heads = implementation(x).unflatten(-1, (NUM_HEADS, -1))
     largest = heads.amax(-1)
     output = bool(((heads == 0) & (largest != 0)[..., None]).any())
@@ -239,7 +228,7 @@ def block_extras(implementation: Implementation) -> str:
 
 
 def initial_output_projection_std(
-    constructor: Constructor, *, embed_dim: int, num_heads: int
+    constructor: Constructor, embed_dim: int, num_heads: int
 ) -> dict[str, float | bool]:
     """Return the initial standard deviation of the output projection.
 
@@ -247,9 +236,10 @@ def initial_output_projection_std(
     """
     torch.manual_seed(0)
     implementation = constructor(embed_dim, num_heads)
-    copies = torch.equal(implementation.as_shared_weights().q, implementation.as_shared_weights().k)
+    weights = implementation.as_shared_weights()
+    copies = torch.equal(weights.q, weights.k)
     implementation.initialize()
-    return {"out": float(implementation.as_shared_weights().out.detach().std()), "copies": copies}
+    return {"out": float(weights.out.detach().std()), "copies": copies}
 
 
 def conventions_by_path() -> dict[str, Any]:
@@ -265,12 +255,8 @@ def conventions_by_path() -> dict[str, Any]:
     return {
         "torch_in_training": output_without_keys(layer.train()),
         "torch_in_evaluation": output_without_keys(layer.eval()),
-        "gpt2_boolean": {
-            kernel: boolean_mask_effect(implementation)
-            for kernel, implementation in kernels.items()
-        },
+        "gpt2_boolean": {kernel: boolean_mask_effect(made) for kernel, made in kernels.items()},
         "gpt2_sees_ahead": {
-            kernel: depends_on_later_token(implementation)
-            for kernel, implementation in kernels.items()
+            kernel: depends_on_later_token(made) for kernel, made in kernels.items()
         },
     }

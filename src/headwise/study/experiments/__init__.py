@@ -1,1 +1,0 @@
-"""Experiments of the study: one experiment a file, or code that several questions share."""
