@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import chain
 
-from tests.root import ROOT
+from tests.root import ROOT, tree_of
 
 SOURCE = ROOT / "src" / "headwise"
 
@@ -27,8 +27,7 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def trees() -> dict[str, ast.Module]:
     """The syntax tree of each file of the source, by its path."""
     return {
-        path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text("utf-8"))
-        for path in sorted(SOURCE.rglob("*.py"))
+        path.relative_to(SOURCE).as_posix(): tree_of(path) for path in sorted(SOURCE.rglob("*.py"))
     }
 
 

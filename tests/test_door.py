@@ -104,6 +104,7 @@ def test_import_headwise_loads_nothing_heavy() -> None:
     assert not HEAVY & loaded_by("from headwise import HeadwiseError")
 
 
+@pytest.mark.slow
 def test_the_check_can_fail() -> None:
     assert loaded_by("import headwise; headwise.Mask") >= {"headwise", "torch"}
     assert "jinja2" in loaded_by("import jinja2.nodes")

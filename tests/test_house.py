@@ -6,7 +6,6 @@ import ast
 import gc
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 import headwise
-from tests.root import ROOT
+from tests.root import ROOT, tree_of
 
 SOURCE = ROOT / "src" / "headwise"
 FILES = sorted(
@@ -196,11 +195,6 @@ def blind_excepts(tree: ast.AST) -> list[str]:
         if {None if kind is None else ast.unparse(kind) for kind in kinds} & EVERY_ERROR:
             lines.append(f"line {node.lineno}")
     return lines
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text("utf-8"))
 
 
 def broken(
@@ -386,7 +380,7 @@ def test_one_class_has_the_settings_of_an_attention() -> None:
     described = {
         (name_of(path), node.name)
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef)
         and any("dataclass" in ast.unparse(each) for each in node.decorator_list)
         and {"scale", "softcap"} <= fields_of(node)
@@ -402,7 +396,7 @@ def test_one_list_has_the_stages() -> None:
     lists = {
         name_of(path)
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Tuple | ast.List | ast.Set)
         and len(stages & {each.value for each in node.elts if isinstance(each, ast.Constant)}) > 7
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from headwise.scanning import estimate
 from tests.huggingface.stored import TEXT, bert, stored
 
 
@@ -24,3 +25,9 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _speed_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate of a scan measures each product once; tests/scanning/test_estimate.py sees it."""
+    monkeypatch.setattr(estimate, "MEASURED_SECONDS", 0.0)

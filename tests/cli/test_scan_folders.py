@@ -79,8 +79,17 @@ def test_a_layer_or_a_bias_that_the_model_has_no_place_for(tmp_path: Path, more:
     assert f"Note: LlamaForCausalLM has no place for {more} of" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    ("prefix", "tied"),
+    [
+        ("module.", False),
+        ("_orig_mod.module.", True),
+        pytest.param("module.", True, marks=pytest.mark.slow),
+        pytest.param("_orig_mod.", False, marks=pytest.mark.slow),
+        pytest.param("_orig_mod.", True, marks=pytest.mark.slow),
+        pytest.param("_orig_mod.module.", False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_prefix_of_a_wrapper_is_no_part_of_a_name(
     tmp_path: Path, prefix: str, *, tied: bool
 ) -> None:

@@ -14,8 +14,9 @@ from tests.paths.table import PAGE, page, read
 SLOW = pytest.mark.slow
 # The long ones first: two workers share them.
 ROWS = [pytest.param(path, marks=SLOW, id=path.key) for path in PATHS if path.traces]
-# Long ones that other tests look at too: half types, checkpoints and second derivatives.
+# Long ones that other tests look at too: half types, checkpoints, batched and second derivatives.
 LONG = ("double", "float16", "bfloat16", "autocast", "checkpoint", "training", "vmap", "jvp")
+LONG += ("batched",)  # tests/matrix/kernels/test_gradients_otherwise.py
 ROWS += [
     pytest.param(path, marks=SLOW if path.key in LONG else (), id=path.key)
     for path in PATHS

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from headwise.study.page import render_study_page
 from headwise.study.run import Study
 from tools.study import answers_of, read_record
 
 
+@cache
 def recorded_study() -> str:
     record = read_record()
     return render_study_page(Study(tuple(answers_of(record)), (), record["setting"]))

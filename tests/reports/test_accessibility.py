@@ -51,7 +51,7 @@ def violations(opened: Opened) -> list[str]:
     return [f"{each['id']}: {each['nodes'][0]['html'][:200]}" for each in found["violations"]]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str) -> None:
     waits = path.stem in ("viewer", "two")
     with browser.open(path, waits=waits, color_scheme=scheme) as opened:

@@ -61,7 +61,10 @@ def test_the_first_screen_of_the_study_has_every_answer_beside_its_question(
             assert len(row.locator("span").inner_text()) > 10
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (900, True), (390, False)])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [pytest.param(1280, False, marks=pytest.mark.slow), (900, True), (390, False)],
+)
 def test_every_picture_is_drawn_and_nothing_overflows(
     browser: Chromium, path: Path, width: int, dark: bool
 ) -> None:

@@ -51,15 +51,10 @@ FACTS = {
 misread_causes = question.named_causes_of_misread_weights
 
 
-@pytest.fixture(scope="module")
-def causes() -> dict[str, str]:
-    """The answers of `compare`, which are the same for all that most tests change."""
-    return misread_causes(SharedWeights.random(question.EMBED_DIM))
-
-
 @pytest.fixture(autouse=True)
-def _small(causes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = small_reading()
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `compare` says is that of the record: the tests of all questions measure it."""
+    reading, causes = small_reading(), documented()["implementations"]["numbers"]["misread_causes"]
     monkeypatch.setattr(encoder, "encoder_run", lambda *_: reading)
     monkeypatch.setattr(question, "named_causes_of_misread_weights", lambda _: causes)
 
@@ -94,9 +89,9 @@ def held_as(
     ("layer", "change"),
     [
         (GPT2, lambda w: replace(w, out=w.out.mT)),
-        (Tensor2Tensor, lambda w: replace(w, v=w.v.mT)),
-        (TorchLayer, lambda w: replace(w, q=w.k, k=w.q)),
-        (Paper, lambda w: replace(w, out=w.out.flip(1))),
+        pytest.param(Tensor2Tensor, lambda w: replace(w, v=w.v.mT), marks=pytest.mark.slow),
+        pytest.param(TorchLayer, lambda w: replace(w, q=w.k, k=w.q), marks=pytest.mark.slow),
+        pytest.param(Paper, lambda w: replace(w, out=w.out.flip(1)), marks=pytest.mark.slow),
     ],
 )
 def test_an_implementation_that_is_filled_wrongly(

@@ -18,21 +18,18 @@ from headwise.study.question import Answer
 from headwise.study.questions import same_function
 from tests.study.asking import ask
 from tests.study.readings import random_reading
+from tests.study.test_questions import documented
 
 SEEDS = 6
 
 
-@pytest.fixture(scope="module")
-def compared() -> dict[str, Any]:
-    """The answers of `compare`, which are the same for all that the tests change."""
-    shape = (same_function.BATCH, same_function.LENGTH, same_function.EMBED_DIM)
-    return same_function.compare_published_check(same_function.HEADS, shape, SEEDS)
-
-
 @pytest.fixture(autouse=True)
-def _small(compared: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few seeds, of which some say equal; an encoder with random weights."""
-    reading = random_reading()
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few seeds, of which some say equal; an encoder with random weights.
+
+    What `compare` says is that of the record: the tests of all questions measure it.
+    """
+    reading, compared = random_reading(), documented()["same-function"]["numbers"]["compared"]
     monkeypatch.setattr(same_function, "compare_published_check", lambda *_: compared)
     monkeypatch.setattr(encoder, "encoder_run", lambda *_: reading)
     monkeypatch.setattr(same_function, "SEEDS", SEEDS)
