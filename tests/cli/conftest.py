@@ -29,5 +29,5 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture(autouse=True)
 def _speed_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate of a scan measures each product once; tests/scanning/test_estimate.py sees it."""
+    """The estimate of a scan measures each product once."""
     monkeypatch.setattr(estimate, "MEASURED_SECONDS", 0.0)
