@@ -135,5 +135,5 @@ def test_torchs_layer_in_the_place_of_ours(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_bits_tell_zero_from_minus_zero() -> None:
-    assert packing.has_same_bits(torch.zeros(2), torch.zeros(2))
-    assert not packing.has_same_bits(torch.zeros(2), -torch.zeros(2))
+    assert packing.same_bytes(torch.zeros(2), torch.zeros(2))
+    assert not packing.same_bytes(torch.zeros(2), -torch.zeros(2))
