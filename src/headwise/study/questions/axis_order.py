@@ -213,11 +213,11 @@ def length_first_relative_times(kind: Layer) -> dict[str, float]:
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    told, length, others = n["told"], n["length"], n["others"]
+    outcomes, length, others = n["told"], n["length"], n["others"]
     return {
         "own-order": n["own_order"] <= 1,
         "no-error": (
-            not any(by_call["alone"]["refused"] for by_call in told.values())
+            not any(by_call["alone"]["refused"] for by_call in outcomes.values())
             and all(shape == n["x"] for shape in n["output"].values())
         ),
         "right-order": all(
@@ -229,10 +229,10 @@ def facts(n: Numbers) -> dict[str, bool]:
             for counts in n["reach"]["wrong"].values()
         ),
         "refused": all(
-            told[name][call]["refused"] for name, calls in REFUSED.items() for call in calls
+            outcomes[name][call]["refused"] for name, calls in REFUSED.items() for call in calls
         ),
         "accepted": (
-            not told["native"]["causal"]["refused"]
+            not outcomes["native"]["causal"]["refused"]
             and not any(outcome["refused"] for outcome in n["square"].values())
         ),
         "weights": (

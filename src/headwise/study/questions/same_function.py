@@ -233,22 +233,22 @@ def weight_maps(sample: ConditionSample, seed: int) -> list[list[list[float]]]:
 
 
 def facts(n: Numbers) -> dict[str, bool]:
-    said, beyond, compared = n["said"], n["beyond"], n["compared"]
-    seeds = said["published"]["seeds"]
+    counts, beyond, compared = n["said"], n["beyond"], n["compared"]
+    seeds = counts["published"]["seeds"]
     return {
         "scores": n["sum"] <= 1,
         "softmax": min(beyond[name]["outputs"] for name in ("own", "positive")) > 1,
         "published": (
-            0 < said["published"]["equal"] < seeds
-            and not any(counts["unexplained"] for counts in said.values())
+            0 < counts["published"]["equal"] < seeds
+            and not any(by_check["unexplained"] for by_check in counts.values())
         ),
         "conditions": (
-            said["quiet"]["same_key"] > 0
+            counts["quiet"]["same_key"] > 0
             and n["cases"]["normal"]["one_key"] > 0.5
-            and said["quiet"]["equal"] == said["normal"]["equal"] == 0
+            and counts["quiet"]["equal"] == counts["normal"]["equal"] == 0
         ),
         "projected": (
-            0 < said["published"]["projected"] < seeds
+            0 < counts["published"]["projected"] < seeds
             and min(beyond[name]["projected"] for name in ("own", "positive")) > 1
         ),
         "encoder": beyond["encoder"] > 1,
