@@ -14,8 +14,8 @@ from headwise import AttentionMatrix, Mask, scan
 from headwise.models import tiny
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics import catalogue
+from headwise.scanning.statistics.maps import TopKeysOfEveryQuery
 from headwise.scanning.statistics.statistic import compute_summaries
-from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
 
 SHAPE = (1, 12, 8192, 64)
 TEN = (

@@ -20,7 +20,7 @@ from headwise.cli.output import option_text
 from headwise.errors import HeadwiseError
 from headwise.models import minilm
 from headwise.reports.report import RULE, clearest_statistic, standout_heads
-from headwise.scanning import estimate
+from headwise.scanning import plan as estimate
 from headwise.scanning.result import HeadScan
 from tests.cli.scan_command import refused, run
 from tests.huggingface.stored import TEXT, bert, gpt2, stored
@@ -339,7 +339,7 @@ def test_memory_that_will_not_do(model: Path, text: Path, monkeypatch: pytest.Mo
     error = refused(model, "--text", text)
     assert re.search(r"24 tokens of small-bert: about \d+ MB more memory", error.saw)
     assert "at most 3.0 MB" in error.needed
-    run(model, "--text", text, "--force")
+    run(model, "--text", text, "--skip-memory-check")
 
 
 def test_a_page_or_a_folder_that_cannot_be_written(model: Path, text: Path) -> None:

@@ -19,10 +19,10 @@ from headwise.reports.report import ScanReport
 from headwise.reports.static_page import render_static as render
 from headwise.reports.static_page import standout_cards
 from headwise.scanning.result import HeadScan
-from headwise.scanning.statistics.maps import map_pyramid
 from headwise.support.text import escape_unprintable
 from tests.reports.html import Element, Tree, outside
 from tests.reports.scans import HEADS, LAYERS, LENGTH, made_up, report
+from tests.scanning.scans import map_pyramid
 
 
 @pytest.fixture(scope="module")

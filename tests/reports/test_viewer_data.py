@@ -22,8 +22,7 @@ from headwise.reports.images import ALPHABET, encode_base85
 from headwise.reports.page import read_viewer_asset, render_scan_page, save_scan_page, viewer_data
 from headwise.reports.report import ScanReport
 from headwise.scanning.result import HeadScan
-from headwise.scanning.statistics.maps import Map
-from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
+from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from tests.reports.html import Tree, everything
 from tests.reports.viewer_scans import (
     HOSTILE,

@@ -16,8 +16,7 @@ from headwise.models import tiny
 from headwise.reports.page import save_scan_page
 from headwise.reports.report import ScanReport
 from headwise.scanning.result import HeadScan
-from headwise.scanning.statistics.maps import Map
-from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
+from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.scanning.models import BATCH, LENGTH, SOURCE, llama, t5, tokens
 

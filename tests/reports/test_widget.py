@@ -16,8 +16,8 @@ from headwise.errors import OptionError
 from headwise.models import tiny
 from headwise.reports.page import read_viewer_asset, viewer_data
 from headwise.reports.report import ScanReport
+from headwise.scanning._scan import ExactRows
 from headwise.scanning.result import HeadScan
-from headwise.scanning.rows import ExactRows
 from tests.reports.browser import Chromium, needs_a_browser
 
 EPS = torch.finfo(torch.float32).eps

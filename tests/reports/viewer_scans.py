@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from headwise.reports.report import ScanReport
-from headwise.scanning.layer import LayerScan
+from headwise.scanning.layer import LayerScan, ScannedText
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.catalogue import find_standard_statistics
-from headwise.scanning.statistics.maps import Map
+from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from headwise.scanning.statistics.statistic import Statistic, Summary
-from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
-from headwise.scanning.text import ScannedText
 
 SCALARS = ("previous_token", "induction", "first_token", "entropy", "effective_keys")
 RANKS = 4

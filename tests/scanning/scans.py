@@ -26,9 +26,9 @@ from headwise.scanning.statistics.statistic import (
     Definition,
     RowMean,
     TileStatistic,
+    WeightTile,
     compute_summaries,
 )
-from headwise.scanning.statistics.tile import WeightTile
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 6, 24, 10
 
@@ -185,3 +185,16 @@ def is_same(one: HeadScan, two: HeadScan) -> bool:
         )
         for a, b in zip(one.layer_scans, two.layer_scans, strict=True)
     )
+
+
+def map_pyramid(summary: Summary) -> dict[int, Tensor]:
+    """The map at every size: 64 x 64, 32 x 32, ..., 1 x 1, as (heads, size, size)."""
+    total, count = summary["sum"], summary["count"]
+    maps = {}
+    while True:
+        size = total.shape[-1]
+        maps[size] = total / count[..., None]
+        if size % 2:
+            return maps
+        total = total.unflatten(1, (size // 2, 2)).unflatten(3, (size // 2, 2)).sum((2, 4))
+        count = count.unflatten(1, (size // 2, 2)).sum(2)

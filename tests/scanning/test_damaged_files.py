@@ -15,9 +15,8 @@ from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.file import KEY
+from headwise.scanning.file import FORMAT_1_NOTE, KEY
 from headwise.scanning.result import HeadScan
-from headwise.scanning.schema import FORMAT_1_NOTE
 from headwise.scanning.statistics.maps import MostReceived
 from headwise.scanning.statistics.outputs import TotalVariation
 from headwise.scanning.statistics.statistic import Summary

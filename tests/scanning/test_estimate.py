@@ -10,8 +10,8 @@ import torch
 
 from headwise.errors import OptionError
 from headwise.models.tiny import Tiny
-from headwise.scanning import estimate as module
-from headwise.scanning.estimate import (
+from headwise.scanning import plan as module
+from headwise.scanning.plan import (
     CallSizes,
     Speed,
     estimate_memory,
@@ -117,7 +117,7 @@ PEAK = """
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from headwise.scanning.estimate import estimate_scan, process_memory, record_call_sizes
+from headwise.scanning.plan import estimate_scan, process_memory, record_call_sizes
 from headwise.scanning.statistics.catalogue import STANDARD
 from headwise.models.tiny import Tiny
 from headwise.scanning._scan import scan

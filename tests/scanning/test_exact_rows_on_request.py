@@ -7,8 +7,8 @@ import torch
 
 from headwise import scan
 from headwise.errors import OptionError
-from headwise.scanning.rows import ExactRows
-from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
+from headwise.scanning._scan import ExactRows
+from headwise.scanning.statistics.maps import TopKeysOfEveryQuery
 from tests.scanning.models import HEADS, LENGTH, SOURCE, bert, own, text, tokens
 
 EPS = torch.finfo(torch.float32).eps

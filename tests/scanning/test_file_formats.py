@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load as tensors_in
 
 from headwise.errors import OptionError
+from headwise.scanning.file import FORMAT_1_NOTE
 from headwise.scanning.result import HeadScan
-from headwise.scanning.schema import FORMAT_1_NOTE
-from headwise.scanning.statistics import importance
+from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.scanning.statistics.maps import MostReceived
-from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
+from headwise.scanning.statistics.maps import MostReceived, TopKeysOfEveryQuery
 from tests.scanning.edited import Edit, edit, fields_in
 from tests.scanning.scans import Own, head_scan, is_same, layer_scan, matrix, random_scan, standard
 
@@ -60,7 +59,7 @@ def test_format_1_is_the_same_scan_today() -> None:
 
 
 def test_every_statistic_has_an_id_of_its_own() -> None:
-    shipped = (*STANDARD, TopKeysOfEveryQuery(), *importance.STATISTICS)
+    shipped = (*STANDARD, TopKeysOfEveryQuery(), *catalogue.IMPORTANCE)
     for statistic in shipped:
         assert re.fullmatch(rf"{statistic.definition.name}-\d+", statistic.definition.id)
         assert statistic.parts is not None

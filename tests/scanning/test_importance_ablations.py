@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.models import planted
-from headwise.scanning.importance import ablations, mean_outputs
-from headwise.scanning.importance._ablations import Resample, draw_partners
+from headwise.scanning.importance import Resample, ablations, draw_partners, mean_outputs
 from headwise.scanning.result import HeadScan
 from tests.scanning.importance_cases import (
     BATCH,

@@ -14,12 +14,11 @@ from headwise.errors import OptionError
 from headwise.function.budget import BACKWARD, Budget
 from headwise.models import planted
 from headwise.scanning._scan import scan
-from headwise.scanning.importance import gradients
-from headwise.scanning.importance._gradients import UNRECORDED, Gates
+from headwise.scanning.importance import UNRECORDED, Gates, gradients
 from headwise.scanning.record import record_attention
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import SelectedLayers
-from headwise.scanning.statistics.importance import STATISTICS
+from headwise.scanning.statistics.catalogue import IMPORTANCE
 from headwise.scanning.statistics.statistic import TileStatistic
 from tests.scanning.importance_cases import (
     BATCH,
@@ -276,7 +275,7 @@ def test_they_are_kept_and_read(tmp_path: Any) -> None:
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("statistic", STATISTICS, ids=lambda s: s.definition.name)
+@pytest.mark.parametrize("statistic", IMPORTANCE, ids=lambda s: s.definition.name)
 def test_no_pass_over_the_weights_can_tell(statistic: Any) -> None:
     assert not isinstance(statistic, TileStatistic)
     with pytest.raises(OptionError, match=r"gradients or \.ablations"):

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from headwise import Mask
 from headwise.errors import DTypeError, HeadwiseError, OptionError, ShapeError
 from headwise.models import planted, tiny
-from headwise.scanning.importance import ablations, gradients, mean_outputs
-from headwise.scanning.importance.losses import next_token
+from headwise.scanning.importance import ablations, gradients, mean_outputs, next_token
 from tests.scanning.importance_cases import BATCH, EMBED, LENGTH, Mixing, squares
 
 VOCABULARY = 17

@@ -10,8 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.scanning.importance import ablations, gradients
-from headwise.scanning.importance.losses import next_token
+from headwise.scanning.importance import ablations, gradients, next_token
 from tests.huggingface.models import (
     BATCH,
     EMBED,

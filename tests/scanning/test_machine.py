@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from headwise.scanning.estimate import available_memory, process_memory
+from headwise.scanning.plan import available_memory, process_memory
 
 GROUP = "proc/self/cgroup"
 

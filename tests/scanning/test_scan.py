@@ -284,7 +284,7 @@ def test_what_was_not_reached_is_said() -> None:
     assert found.layers == ("seen.layers.0", "seen.layers.1")
     assert len(found.notes) == 1
     assert "DisentangledSelfAttention" in found.notes[0]
-    assert "2 modules that look like attention" in found.notes[0]
+    assert "not captured: 2 modules similar to attention" in found.notes[0]
 
 
 @pytest.mark.parametrize(

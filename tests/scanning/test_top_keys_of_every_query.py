@@ -12,8 +12,7 @@ from torch import Tensor
 from headwise import AttentionMatrix, Mask, scan
 from headwise.errors import OptionError
 from headwise.scanning.result import HeadScan
-from headwise.scanning.statistics.maps import Map
-from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
+from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from tests.scanning.models import BATCH, HEADS, LENGTH, SOURCE, bert, own, t5, text, tokens
 
 NAME = "top_keys_of_every_query"
@@ -161,7 +160,7 @@ def test_a_map_of_any_size_is_the_pooled_matrix(cells: int) -> None:
 
 
 def test_texts_beyond_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwise.scanning.text.MOST_TOKENS", 2 * LENGTH + 1)
+    monkeypatch.setattr("headwise.scanning.layer.MOST_TOKENS", 2 * LENGTH + 1)
     model: Any = own()
     inputs: list[Tensor] = [tokens(1, LENGTH), tokens(1, LENGTH), tokens(1, 3), tokens(1, 1)]
     whole = scan(model, inputs, statistics="entropy")

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from headwise.cli.output import (
-    INTERRUPTED,
-    NO,
-    print_error,
-    print_lines,
-    print_result,
-    stderr_console,
-)
+from headwise.cli import output
 from headwise.errors import OptionError, join_error_lines
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from headwise.reports.report import ScanReport
     from headwise.scanning.parts import Part, Words
     from headwise.scanning.plan import PlannedScan
     from headwise.scanning.result import HeadScan
     from headwise.support.progress import Progress
-
-PAGE = Path("headwise-scan/index.html")
 
 
 def _split_names(values: list[str] | None) -> tuple[str, ...] | None:
@@ -39,199 +34,111 @@ def _split_names(values: list[str] | None) -> tuple[str, ...] | None:
     return tuple(name for part in values for name in part.replace(" ", "").split(",") if name)
 
 
-ModelDir = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="MODEL_DIR",
-        show_default=False,
-        help="A folder with a model of transformers, or weights that headwise converted. "
-        "Nothing is downloaded.",
-    ),
-]
-Demo = Annotated[
-    bool, typer.Option("--demo", help="Scan the small model that ships with headwise.")
-]
-Texts = Annotated[
-    list[Path] | None,
-    typer.Option(help="A text file to read; several files or a folder are read as a corpus."),
-]
-Tokens = Annotated[Path | None, typer.Option(help="A file of token ids to read.")]
-RandomRepeats = Annotated[
-    bool,
-    typer.Option(
-        "--random-repeats", help="Read random tokens twice, to show induction and copying."
-    ),
-]
-Length = Annotated[
-    int | None,
-    typer.Option(help="Most tokens to read.", show_default="those of the model, up to 4,096"),
-]
-Stats = Annotated[
-    list[str] | None,
-    typer.Option(
-        callback=_split_names, help="Statistics by name, separated by commas.", show_default="all"
-    ),
-]
-Layers = Annotated[
-    list[str] | None,
-    typer.Option(
-        callback=_split_names, help="Layers by number or pattern: '*layer.3.*'.", show_default="all"
-    ),
-]
-TopKeys = Annotated[
-    list[str] | None,
-    typer.Option(
-        callback=_split_names,
-        help="Heads of which the page shows single tokens: 3.7,4.0 (layer.head), all or none.",
-        show_default="all, if they are few and the text is short",
-    ),
-]
-MapCells = Annotated[
-    int | None,
-    typer.Option(help="Blocks of a map on each side.", show_default="128"),
-]
-Out = Annotated[
-    Path | None, typer.Option(help="A folder for the scan, in which a run can be resumed.")
-]
-Page = Annotated[Path, typer.Option(help="The HTML page to write.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the code in the folder of the weights.")
-]
-SkipEmpty = Annotated[
-    bool, typer.Option("--skip-empty", help="Leave out texts of fewer than two tokens.")
-]
-Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda or cuda:1.")]
-DType = Annotated[
-    str | None,
-    typer.Option(
-        help="Run the model in float64, float32, bfloat16 or float16.",
-        show_default="as its weights are stored",
-    ),
-]
-Force = Annotated[
-    bool,
-    typer.Option("--force", help="Write over an earlier page, and skip the memory check."),
-]
-PartOption = Annotated[
-    str | None,
-    typer.Option(
-        "--part",
-        metavar="I/N",
-        help="Scan part I of N of a corpus, such as 3/8; auto for the numbers of torchrun or of "
-        "a Slurm array. Without a page: --merge writes it.",
-        show_default="all",
-    ),
-]
-Merge = Annotated[
-    list[Path] | None,
-    typer.Option(metavar="DIR", help="Merge the parts in these folders, and write the page."),
-]
-Processes = Annotated[
-    int | None,
-    typer.Option(help="Processes on this machine that share a corpus.", show_default="one", min=1),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print every number as JSON instead of pictures.")
-]
+def _names(words: str, default: str = "all") -> Any:
+    """Return an option that takes names, separated by commas."""
+    return Option(callback=_split_names, help=words, show_default=default)
 
 
-def scan(
-    model_dir: ModelDir = None,
-    *,
-    demo: Demo = False,
-    text: Texts = None,
-    tokens: Tokens = None,
-    random_repeats: RandomRepeats = False,
-    length: Length = None,
-    stats: Stats = None,
-    layers: Layers = None,
-    skip_empty: SkipEmpty = False,
-    device: Device = "cpu",
-    dtype: DType = None,
-    top_keys: TopKeys = None,
-    map_cells: MapCells = None,
-    out: Out = None,
-    page: Page = PAGE,
-    trust_remote_code: TrustRemoteCode = False,
-    force: Force = False,
-    processes: Processes = None,
-    part: PartOption = None,
-    merge: Merge = None,
-    as_json: AsJson = False,
-) -> None:
-    """Run a model on a text, and show statistics of every attention head.
-
-    Prints the heads that stand out, and writes a page with everything. To resume an
-    interrupted corpus, run the same command again. --processes N shares a corpus among
-    N processes; --part I/N and --merge share it among machines.
-    """
-    given = locals()  # all but as_json are fields of `ScanOptions`
-    del given["as_json"]
-    options = ScanOptions(**given)
-    options.require_sense()
-    start = time.perf_counter()
-    if options.part is not None:
-        _scan_and_print_part(options, as_json=as_json)
-        return
-    if options.merge:
-        report = _merge_and_report(options.merge, options.out)
-    else:
-        report = run_scan_with_progress(options)
-    _print_report(report, options, start=start, as_json=as_json)
-
-
-def _print_report(report: ScanReport, options: ScanOptions, *, start: float, as_json: bool) -> None:
-    from rich.console import Console
-
-    from headwise.reports.page import save_scan_page
-    from headwise.reports.terminal import print_input_and_standouts, print_statistic_grid
-
-    print_result(
-        save_scan_page(options.page, report),
-        start=start,
-        show=lambda terminal: print_input_and_standouts(report, terminal),
-        as_json=report.as_json if as_json else None,
-        details=lambda terminal: print_statistic_grid(report, terminal),
-    )
-    if (out := options.target) is not None:
-        from headwise.scanning.parts import PARTS, SCAN, TABLE
-
-        console = stderr_console() if as_json else Console(highlight=False)
-        kept = f"The scan is saved as {SCAN} and {TABLE}:"
-        if not options.merge:
-            kept = f"The scan is saved as {SCAN}, {TABLE} and {PARTS}, with a file for each text:"
-        console.print(kept, str(out.absolute()), sep="\n", markup=False, soft_wrap=True)
+MODEL_HELP = (
+    "A folder with a model of transformers, or weights that headwise converted. Nothing is "
+    "downloaded."
+)
+PART_HELP = (
+    "Scan part I of N of a corpus, such as 3/8; auto for the numbers of torchrun or of a Slurm "
+    "array. Without a page: --merge writes it."
+)
+TOP_KEYS_HELP = "Heads of which the page shows single tokens: 3.7,4.0 (layer.head), all or none."
+FEW = "all, if they are few and the text is short"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScanOptions:
-    """The options of ``headwise scan``, with the names in its help."""
+    """The options of ``headwise scan``, from which typer reads them."""
 
-    page: Path
-    model_dir: Path | None = None
-    demo: bool = False
-    text: Sequence[Path] | None = None
-    tokens: Path | None = None
-    random_repeats: bool = False
-    length: int | None = None
-    stats: Sequence[str] | None = None
-    layers: Sequence[str] | None = None
-    skip_empty: bool = False
-    device: str = "cpu"
-    dtype: str | None = None
-    out: Path | None = None
-    top_keys: Sequence[str] | None = None
-    map_cells: int | None = None
-    trust_remote_code: bool = False
-    force: bool = False
-    processes: int | None = None
-    part: str | None = None
-    merge: Sequence[Path] | None = None
+    model_dir: Annotated[
+        Path | None, Argument(metavar="MODEL_DIR", show_default=False, help=MODEL_HELP)
+    ] = None
+    demo: Annotated[
+        bool, Option("--demo", help="Scan the small model that ships with headwise.")
+    ] = False
+    text: Annotated[
+        list[Path] | None,
+        Option(help="A text file to read; several files or a folder are read as a corpus."),
+    ] = None
+    tokens: Annotated[Path | None, Option(help="A file of token ids to read.")] = None
+    random_repeats: Annotated[
+        bool,
+        Option("--random-repeats", help="Read random tokens twice, to show induction and copying."),
+    ] = False
+    length: Annotated[
+        int | None,
+        Option(help="Most tokens to read.", show_default="those of the model, up to 4,096"),
+    ] = None
+    stats: Annotated[list[str] | None, _names("Statistics by name, separated by commas.")] = None
+    layers: Annotated[list[str] | None, _names("Layers by number or pattern: '*layer.3.*'.")] = None
+    skip_empty: Annotated[
+        bool, Option("--skip-empty", help="Leave out texts of fewer than two tokens.")
+    ] = False
+    device: Annotated[str, Option(help="Where the model runs: cpu, cuda or cuda:1.")] = "cpu"
+    dtype: Annotated[
+        str | None,
+        Option(
+            help="Run the model in float64, float32, bfloat16 or float16.",
+            show_default="as its weights are stored",
+        ),
+    ] = None
+    top_keys: Annotated[list[str] | None, _names(TOP_KEYS_HELP, FEW)] = None
+    map_cells: Annotated[
+        int | None, Option(help="Blocks of a map on each side.", show_default="128")
+    ] = None
+    out: Annotated[
+        Path | None, Option(help="A folder for the scan, in which a run can be resumed.")
+    ] = None
+    page: Annotated[Path, Option(help="The HTML page to write.")] = Path("headwise-scan/index.html")
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="Run the code in the folder of the weights.")
+    ] = False
+    force: Annotated[bool, Option("--force", help="Write over an earlier page.")] = False
+    skip_memory_check: Annotated[
+        bool, Option("--skip-memory-check", help="Start even if the memory may not suffice.")
+    ] = False
+    processes: Annotated[
+        int | None,
+        Option(help="Processes on this machine that share a corpus.", show_default="one", min=1),
+    ] = None
+    part: Annotated[
+        str | None, Option("--part", metavar="I/N", help=PART_HELP, show_default="all")
+    ] = None
+    merge: Annotated[
+        list[Path] | None,
+        Option(metavar="DIR", help="Merge the parts in these folders, and write the page."),
+    ] = None
+    as_json: Annotated[
+        bool, Option("--json", help="Print every number as JSON instead of pictures.")
+    ] = False
 
     @property
-    def target(self) -> Path | None:
-        """The folder of the merged scan."""
-        return self.out or (self.merge[0] if self.merge else None)
+    def command_with_top_keys(self) -> str:
+        """The same command for single tokens of other heads, with {heads} for these."""
+        words = ["headwise", "scan", "--demo" if self.demo else str(self.model_dir)]
+        for path in self.text or ():
+            words += ["--text", str(path)]
+        for name in ("tokens", "random_repeats", "length", "out", "skip_empty", "device", "dtype"):
+            value, default = getattr(self, name), getattr(ScanOptions, name)
+            if value != default:
+                words += [output.option_text(name), *([] if value is True else [str(value)])]
+        words += ["--page", str(self.page), "--force"]
+        return " ".join([*map(shlex.quote, words), "--top-keys", "{heads}"])
+
+    @property
+    def layer_patterns(self) -> tuple[str, ...] | None:
+        """The patterns of ``--layers``; a number stands for layers with this number in the name."""
+        if self.layers is None:
+            return None
+        # A name may end with the number of the run or call in brackets.
+        of_number = ("*.{}.*", "*.{}", "*.{} (*")
+        patterns = ((of_number if name.isdecimal() else ("{}",), name) for name in self.layers)
+        return tuple(pattern.format(name) for several, name in patterns for pattern in several)
 
     @property
     def parsed_part(self) -> Part:
@@ -246,36 +153,6 @@ class ScanOptions:
                 do="--part 3/8 for the third of eight parts",
             )
         return int(words[0]), int(words[1])
-
-    @property
-    def command_with_top_keys(self) -> str:
-        """The same command for single tokens of other heads, with {heads} for these."""
-        words = ["headwise", "scan", "--demo" if self.demo else str(self.model_dir)]
-        for path in self.text or ():
-            words += ["--text", str(path)]
-        words += ["--tokens", str(self.tokens)] if self.tokens is not None else []
-        words += ["--random-repeats"] if self.random_repeats else []
-        words += ["--length", str(self.length)] if self.length is not None else []
-        words += ["--out", str(self.out)] if self.out is not None else []
-        words += ["--skip-empty"] if self.skip_empty else []
-        words += ["--device", self.device] if self.device != "cpu" else []
-        words += ["--dtype", self.dtype] if self.dtype is not None else []
-        words += ["--page", str(self.page), "--force"]
-        return " ".join([*map(shlex.quote, words), "--top-keys", "{heads}"])
-
-    @property
-    def layer_patterns(self) -> tuple[str, ...] | None:
-        """The patterns of ``--layers``; a number stands for layers with this number in the name."""
-        if self.layers is None:
-            return None
-        return tuple(
-            pattern
-            for name in self.layers
-            for pattern in (
-                # A name may end with the number of the run or call in brackets.
-                (f"*.{name}.*", f"*.{name}", f"*.{name} (*") if name.isdecimal() else (name,)
-            )
-        )
 
     def require_sense(self) -> None:
         """Raise OptionError if options contradict each other, are missing or misspelt."""
@@ -308,15 +185,22 @@ class ScanOptions:
                 do = "choose from these"
                 raise unknown_statistic_error(unknown[0], known, do=do, parameter="stats")
 
+    def _given(self, *names: str) -> list[str]:
+        """Return those of these options that are given, as they are spelt."""
+        given = [name for name in names if getattr(self, name)]
+        return ["MODEL_DIR" if name == "model_dir" else output.option_text(name) for name in given]
+
+    @property
+    def _is_corpus(self) -> bool:
+        texts = self.text or ()
+        return len(texts) > 1 or any(path.is_dir() for path in texts)
+
     def _require_one_way(self) -> None:
         """Raise OptionError for options that do not go with --part, --merge or --processes."""
         shared = (self.processes or 1) > 1
-        ways = {"--merge": self.merge, "--part": self.part, "--processes": shared}
-        given: dict[str, object] = dict(ways)
+        used = self._given("merge", "part", *(["processes"] if shared else []))
         if self.merge:
-            given |= {"MODEL_DIR": self.model_dir, "--demo": self.demo, "--text": self.text}
-            given |= {"--tokens": self.tokens, "--random-repeats": self.random_repeats}
-        used = [name for name, value in given.items() if value]
+            used += self._given("model_dir", "demo", "text", "tokens", "random_repeats")
         if len(used) > 1:
             raise OptionError(
                 saw=" and ".join(used[:2]),
@@ -330,8 +214,7 @@ class ScanOptions:
                 needed="a folder, into which every process writes the scans of its texts",
                 do="--out DIR",
             )
-        texts = self.text or ()
-        if shared and len(texts) < 2 and not any(path.is_dir() for path in texts):
+        if shared and not self._is_corpus:
             raise OptionError(
                 saw=f"{what} for one text",
                 needed="several texts, since a text is read by one process",
@@ -340,20 +223,14 @@ class ScanOptions:
 
     def _require_one_input(self) -> None:
         """Raise OptionError for several inputs, or for a place that cannot hold their scans."""
-        sources = {
-            "--text": self.text,
-            "--tokens": self.tokens,
-            "--random-repeats": self.random_repeats,
-        }
-        inputs = [name for name, value in sources.items() if value]
+        inputs = self._given("text", "tokens", "random_repeats")
         if len(inputs) > 1:
             raise OptionError(
                 saw=" and ".join(inputs),
                 needed="a single input",
                 do=f"leave {inputs[1]} out, or scan twice",
             )
-        texts = self.text or ()
-        if self.out is None and (len(texts) > 1 or any(path.is_dir() for path in texts)):
+        if self.out is None and self._is_corpus:
             raise OptionError(
                 saw="several texts, and no --out",
                 needed="a folder for the scan of each text, in which the run can be resumed",
@@ -366,12 +243,57 @@ class ScanOptions:
                 needed="a folder for the scan alone: its .safetensors would be read as weights",
                 do="--out with the path of another folder",
             )
-        if self.out is not None and self.out.exists() and not self.out.is_dir():
+        if out is not None and out.exists() and not out.is_dir():
             raise OptionError(
-                saw=f"--out {self.out}, which is a file",
+                saw=f"--out {out}, which is a file",
                 needed="a folder to write into",
                 do="--out with the path of a folder",
             )
+
+
+def scan(**options: Any) -> None:
+    """Run a model on a text, and show statistics of every attention head.
+
+    Prints the heads that stand out, and writes a page with everything. To resume an
+    interrupted corpus, run the same command again. --processes N shares a corpus among
+    N processes; --part I/N and --merge share it among machines.
+    """
+    start, given = time.perf_counter(), ScanOptions(**options)
+    given.require_sense()
+    if given.part is not None:
+        _scan_and_print_part(given)
+        return
+    if given.merge:
+        report = _merge_and_report(given.merge, given.out)
+    else:
+        report = run_scan_with_progress(given)
+    _print_report(report, given, start=start)
+
+
+scan.__signature__ = signature(ScanOptions, eval_str=True)  # type: ignore[attr-defined]
+
+
+def _print_report(report: ScanReport, options: ScanOptions, *, start: float) -> None:
+    from rich.console import Console
+
+    from headwise.reports.page import save_scan_page
+    from headwise.reports.terminal import print_input_and_standouts, print_statistic_grid
+
+    output.print_result(
+        save_scan_page(options.page, report),
+        start=start,
+        show=lambda terminal: print_input_and_standouts(report, terminal),
+        as_json=report.as_json if options.as_json else None,
+        details=lambda terminal: print_statistic_grid(report, terminal),
+    )
+    if (out := options.out or next(iter(options.merge or ()), None)) is not None:
+        from headwise.scanning.parts import PARTS, SCAN, TABLE
+
+        console = output.stderr_console() if options.as_json else Console(highlight=False)
+        kept = f"The scan is saved as {SCAN} and {TABLE}:"
+        if not options.merge:
+            kept = f"The scan is saved as {SCAN}, {TABLE} and {PARTS}, with a file for each text:"
+        console.print(kept, str(out.absolute()), sep="\n", markup=False, soft_wrap=True)
 
 
 # ---- the run ------------------------------------------------------------------------------------
@@ -384,70 +306,64 @@ def run_scan_with_progress(options: ScanOptions) -> ScanReport:
         typer.Exit: with status 130, after a line on the saved files, if the user interrupts; with
             status 1, after a message, if a text was not scanned.
     """
+    from headwise.scanning.parts import words_of_model
     from headwise.support.files import make_parent_and_require_writable
 
     make_parent_and_require_writable(options.page)
-    with _Interruptible(options) as run:
-        plan = _plan(options, run)
-        with run.progress_bar("reading") as progress:
-            steps = _CallProgress(progress, plan.calls, len(plan.texts))
-            if options.out is None:
-                from headwise.scanning.parts import words_of_model
-
-                (text,) = plan.texts
-                words = words_of_model(plan.model, plan.texts)
-                return _report(plan.scan_text(text, steps), words, options.command_with_top_keys)
-            if (options.processes or 1) > 1:
-                _scan_in_processes(plan, options, progress)
-            else:
-                _scan_part(plan, options, (1, 1), steps)
+    with _planned(options) as (plan, console), output.progress_bar(console, "reading") as progress:
+        steps = _CallProgress(progress, plan.calls, len(plan.texts))
+        if options.out is None:
+            (text,) = plan.texts
+            words = words_of_model(plan.model, plan.texts)
+            return _report(plan.scan_text(text, steps), words, options.command_with_top_keys)
+        if (options.processes or 1) > 1:
+            _scan_in_processes(plan, options, progress)
+        else:
+            _scan_part(plan, options, (1, 1), steps)
     return _merge_and_report([options.out], options.out, options.command_with_top_keys)
 
 
-def _scan_and_print_part(options: ScanOptions, *, as_json: bool) -> None:
+def _scan_and_print_part(options: ScanOptions) -> None:
     from headwise.scanning.parts import list_parts, number_part
     from headwise.support.text import describe_count
 
-    out = options.out
-    assert out is not None
     numbers, device = number_part(options.parsed_part, options.device)
     options = replace(options, device=device or "cpu")
-    with _Interruptible(options) as run:
-        plan = _plan(options, run)
-        with run.progress_bar("reading") as progress:
-            files = _scan_part(plan, options, numbers, progress)
-    done, count = len(list_parts(out)), len(plan.texts)
-    number, parts = numbers
+    with _planned(options) as (plan, console), output.progress_bar(console, "reading") as progress:
+        files = _scan_part(plan, options, numbers, progress)
+    assert options.out is not None
+    done, count = len(list_parts(options.out)), len(plan.texts)
+    merge = f" To merge them: headwise scan --merge {options.out}" if done == count else ""
     lines = [
-        f"Part {number} of {parts} is done: {describe_count(len(files), 'text')}.",
-        f"{done} of {describe_count(count, 'text')} are in {out}."
-        + (f" To merge them: headwise scan --merge {out}" if done == count else ""),
+        f"Part {numbers[0]} of {numbers[1]} is done: {describe_count(len(files), 'text')}.",
+        f"{done} of {describe_count(count, 'text')} are in {options.out}.{merge}",
     ]
     result = {"part": list(numbers), "files": [str(file) for file in files], "lines": lines}
-    print_lines(lines, result if as_json else None)
+    output.print_lines(lines, result if options.as_json else None)
 
 
 def _merge_and_report(
     folders: Sequence[Path], out: Path | None, command: str | None = None
 ) -> ScanReport:
-    """Merge the folders of a corpus, and return the report.
+    """Merge the folders of a corpus; exit with status 1 if documents are missing, doubled, foreign.
 
-    Raises:
-        typer.Exit: with status 1, if documents are missing, doubled or foreign.
+    Return the report.
     """
     from headwise.scanning.parts import find_parts, merge_parts
 
     parts = find_parts(folders)
     if parts.faults:
-        print_error(
-            join_error_lines(
-                "; ".join(parts.faults),
-                "one scan of each document",
-                "scan the missing documents, or leave out the folder with other documents",
-            )
+        _exit_with_no(
+            "; ".join(parts.faults),
+            "one scan of each document",
+            "scan the missing documents, or leave out the folder with other documents",
         )
-        raise typer.Exit(NO)
     return _report(merge_parts(folders, out), parts.corpus.words, command)
+
+
+def _exit_with_no(*lines: str) -> None:
+    output.print_error(join_error_lines(*lines))
+    raise typer.Exit(output.NO)
 
 
 def _report(scan: HeadScan, words: Words, command: str | None) -> ScanReport:
@@ -467,41 +383,61 @@ def _report(scan: HeadScan, words: Words, command: str | None) -> ScanReport:
     )
 
 
-def _plan(options: ScanOptions, run: _Interruptible) -> PlannedScan:
+@contextmanager
+def _planned(options: ScanOptions) -> Iterator[tuple[PlannedScan, Console]]:
+    """Yield the plan of the scan, once its opening lines are printed, and the console of progress.
+
+    If the user interrupts, print a line on the saved files, and exit with status 130.
+    """
+    console, plan = output.stderr_console(), None
+    try:
+        plan = _plan(options, console)
+        yield plan, console
+    except KeyboardInterrupt:
+        message = "Interrupted before the scan began."
+        if plan is not None:
+            message = "Interrupted; nothing is saved without --out."
+        if plan is not None and options.out is not None:
+            from headwise.scanning.parts import list_parts
+            from headwise.support.text import describe_count
+
+            done = f"{len(list_parts(options.out))} of {describe_count(len(plan.texts), 'text')}"
+            message = f"Interrupted; {done} are in {options.out}. "
+            message += "Run the same command again to resume."
+        console.print(message, markup=False)
+        raise typer.Exit(output.INTERRUPTED) from None
+
+
+def _plan(options: ScanOptions, console: Console) -> PlannedScan:
     """Load the model and the texts, make a plan of their scan, and print its opening lines."""
-    with run.progress_bar("loading the model"):
+    with output.progress_bar(console, "loading the model"):
         import torch
 
-        from headwise.scanning.plan import plan_scan, require_room_for_model
-        from headwise.scanning.source import (
-            make_repeated_tokens,
-            open_model,
-            read_default_text,
-            read_stored_tokens,
-            read_texts,
-        )
+        from headwise.scanning import plan as plans
+        from headwise.scanning import source
         from headwise.scanning.workers import threads_of_worker
 
         processes, length = options.processes or 1, options.length
         if processes > 1:
             torch.set_num_threads(threads_of_worker(processes))
-        if options.model_dir is not None and not options.force:
-            require_room_for_model(options.model_dir, copies=processes)
-        model = open_model(
+        if options.model_dir is not None and not options.skip_memory_check:
+            plans.require_room_for_model(options.model_dir, copies=processes)
+        model = source.open_model(
             options.model_dir,
             device=options.device,
             dtype=options.dtype,
             trust_remote_code=options.trust_remote_code,
         )
         if options.text:
-            texts = read_texts(model, options.text, length=length, skip_empty=options.skip_empty)
+            empty = options.skip_empty
+            texts = source.read_texts(model, options.text, length=length, skip_empty=empty)
         elif options.tokens is not None:
-            texts = [read_stored_tokens(model, options.tokens, length)]
+            texts = [source.read_stored_tokens(model, options.tokens, length)]
         elif options.random_repeats:
-            texts = [make_repeated_tokens(model, length)]
+            texts = [source.make_repeated_tokens(model, length)]
         else:
-            texts = [read_default_text(model, length)]
-        plan = plan_scan(
+            texts = [source.read_default_text(model, length)]
+        plan = plans.plan_scan(
             model,
             texts,
             statistics=options.stats,
@@ -510,10 +446,9 @@ def _plan(options: ScanOptions, run: _Interruptible) -> PlannedScan:
             map_cells=options.map_cells,
             single_tokens=options.out is None,
             processes=processes,
-            checks_memory=not options.force,
+            checks_memory=not options.skip_memory_check,
         )
-    run.begin(plan)
-    run.console.print(_opening_lines(plan, options), markup=False)
+    console.print(_opening_lines(plan, options), markup=False)
     return plan
 
 
@@ -542,16 +477,9 @@ def _scan_part(
     from headwise.scanning.parts import scan_part
 
     assert options.out is not None
-    return scan_part(
-        plan.model,
-        plan.texts,
-        options.out,
-        part=part,
-        statistics=plan.statistics,
-        layers=plan.layers,
-        length=options.length,
-        progress=progress,
-    )
+    chosen: dict[str, Any] = {"statistics": plan.statistics, "layers": plan.layers}
+    chosen["length"] = options.length
+    return scan_part(plan.model, plan.texts, options.out, part=part, progress=progress, **chosen)
 
 
 def _scan_in_processes(plan: PlannedScan, options: ScanOptions, progress: Progress) -> None:
@@ -575,50 +503,11 @@ def _scan_in_processes(plan: PlannedScan, options: ScanOptions, progress: Progre
     if failures:
         shown = "; ".join(f"{name} ({reason})" for name, reason in list(failures.items())[:5])
         more = f" and {len(failures) - 5} more" if len(failures) > 5 else ""
-        print_error(
-            join_error_lines(
-                f"{len(failures)} of {len(plan.texts)} texts were not scanned: {shown}{more}",
-                "a scan of each text",
-                "run the same command again: it scans what is missing",
-            )
+        _exit_with_no(
+            f"{len(failures)} of {len(plan.texts)} texts were not scanned: {shown}{more}",
+            "a scan of each text",
+            "run the same command again: it scans what is missing",
         )
-        raise typer.Exit(NO)
-
-
-class _Interruptible:
-    """Context with a console, which prints a line on the saved files where the user interrupts."""
-
-    def __init__(self, options: ScanOptions) -> None:
-        self._out, self._texts, self.console = options.out, 0, stderr_console()
-
-    def progress_bar(self, first: str) -> AbstractContextManager[Progress]:
-        """Return the bar of a stage."""
-        from headwise.cli.output import progress_bar
-
-        return progress_bar(self.console, first)
-
-    def begin(self, plan: PlannedScan) -> None:
-        """Note that the scan begins."""
-        self._texts = len(plan.texts)
-
-    def __enter__(self) -> _Interruptible:
-        return self
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if not isinstance(error, KeyboardInterrupt):
-            return
-        message = "Interrupted before the scan began."
-        if self._texts:
-            message = "Interrupted; nothing is saved without --out."
-        if self._texts and self._out is not None:
-            from headwise.scanning.parts import list_parts
-            from headwise.support.text import describe_count
-
-            done = f"{len(list_parts(self._out))} of {describe_count(self._texts, 'text')}"
-            message = f"Interrupted; {done} are in {self._out}. "
-            message += "Run the same command again to resume."
-        self.console.print(message, markup=False)
-        raise typer.Exit(INTERRUPTED) from None
 
 
 class _CallProgress:

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.scanning.layer import LayerScan
+from headwise.scanning.layer import LayerScan, ScannedText
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import OffsetProfile
-from headwise.scanning.text import ScannedText
 
 MAP, OFFSETS, RECEIVED = "map", "offset_profile", "most_received"
 TOP_KEYS = "top_keys_of_every_query"

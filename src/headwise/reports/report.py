@@ -17,9 +17,9 @@ from torch import Tensor
 from headwise.reports import images
 from headwise.reports.images import RGB
 from headwise.scanning.diff import ScanDiff
+from headwise.scanning.file import fields_of_statistic
 from headwise.scanning.layer import HeadValue, StandoutHead
 from headwise.scanning.result import HeadScan
-from headwise.scanning.schema import fields_of_statistic
 from headwise.scanning.statistics.catalogue import PICTURED
 from headwise.scanning.statistics.statistic import Definition
 from headwise.support.text import describe_count

@@ -10,8 +10,8 @@ from typing import Any
 from headwise.errors import OptionError
 from headwise.reports.page import read_viewer_asset, viewer_data
 from headwise.reports.report import ScanReport, first_head
+from headwise.scanning._scan import ExactRows
 from headwise.scanning.result import HeadScan
-from headwise.scanning.rows import ExactRows
 from headwise.support.extras import require_package
 from headwise.support.text import describe_value
 

@@ -9,6 +9,7 @@ from headwise.support.lazy import export_lazily
 if TYPE_CHECKING:
     from headwise.scanning.diff import ScanDiff as ScanDiff
     from headwise.scanning.layer import HeadValue as HeadValue
+    from headwise.scanning.layer import ScannedText as ScannedText
     from headwise.scanning.layer import StandoutHead as StandoutHead
     from headwise.scanning.parts import find_parts as find_parts
     from headwise.scanning.parts import merge_parts as merge_parts
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
     from headwise.scanning.source import open_model as open_model
     from headwise.scanning.source import read_texts as read_texts
     from headwise.scanning.statistics.maps import Map as Map
+    from headwise.scanning.statistics.maps import TopKeysOfEveryQuery as TopKeysOfEveryQuery
     from headwise.scanning.statistics.statistic import Definition as Definition
     from headwise.scanning.statistics.statistic import RowMean as RowMean
-    from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery as TopKeysOfEveryQuery
-    from headwise.scanning.text import ScannedText as ScannedText
     from headwise.scanning.workers import scan_in_processes as scan_in_processes
 
 __getattr__, __dir__, __all__ = export_lazily(
@@ -33,9 +33,9 @@ __getattr__, __dir__, __all__ = export_lazily(
         "Map": "statistics.maps",
         "RowMean": "statistics.statistic",
         "ScanDiff": "diff",
-        "ScannedText": "text",
+        "ScannedText": "layer",
         "StandoutHead": "layer",
-        "TopKeysOfEveryQuery": "statistics.top_keys",
+        "TopKeysOfEveryQuery": "statistics.maps",
         "find_parts": "parts",
         "merge_parts": "parts",
         "open_model": "source",

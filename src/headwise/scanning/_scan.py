@@ -11,31 +11,14 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.layers.hooks import call_hook
 from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning import inputs as model_inputs
+from headwise.scanning import selection, weights
 from headwise.scanning.call import CapturedCall
-from headwise.scanning.inputs import (
-    ModelInput,
-    check_tokens_and_limit_outputs,
-    list_inputs,
-    not_a_model_error,
-    require_finite_parameters,
-)
+from headwise.scanning.layer import TextRecorder
 from headwise.scanning.record import Recorder, record_attention
 from headwise.scanning.result import HeadScan
-from headwise.scanning.selection import (
-    Layers,
-    Numbers,
-    SelectedLayers,
-    Statistics,
-    normalise_token_ids_option,
-    select_statistics,
-)
-from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
-from headwise.scanning.text import TextRecorder
-from headwise.scanning.weights import (
-    class_name_without_fsdp,
-    find_plain_unembedding,
-    unwrap_compiled,
-)
+from headwise.scanning.selection import Layers, Numbers, SelectedLayers, Statistics
+from headwise.scanning.statistics.statistic import compute_summaries
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
 
@@ -81,40 +64,44 @@ def scan(
     """
     if isinstance(model, AttentionMatrix):
         inputs, model = (model, inputs), _compute_outputs_and_call_hook
-    model = unwrap_compiled(model)
+    model = weights.unwrap_compiled(model)
     _require_callables(model, call=call, progress=progress)
-    collector = _Collector(
-        separators=normalise_token_ids_option("separators", separators),
-        specials=normalise_token_ids_option("specials", specials),
-        model=model,
-        statistics=select_statistics(statistics),
-        layers=SelectedLayers(layers, heads),
-        progress=progress or no_progress,
-    )
-    return _run_scan(model, list_inputs(inputs), collector, call)
+    tokens = {"separators": separators, "specials": specials}
+    marks = {name: selection.normalise_token_ids_option(name, ids) for name, ids in tokens.items()}
+    collector = _Collector(model, statistics, SelectedLayers(layers, heads), marks, progress)
+    return _run_scan(model, model_inputs.list_inputs(inputs), collector, call)
 
 
 def _run_scan(
-    model: Any, inputs: list[ModelInput], collector: _Collector, call: Callable[..., Any] | None
+    model: Any,
+    given: list[model_inputs.ModelInput],
+    collector: _Collector,
+    call: Callable[..., Any] | None,
 ) -> HeadScan:
-    """Run the model on each input, and return the collected scan."""
     if isinstance(model, nn.Module):
-        require_finite_parameters(model)
-    prepared = check_tokens_and_limit_outputs(model, inputs)
+        model_inputs.require_finite_parameters(model)
+    prepared = model_inputs.check_tokens_and_limit_outputs(model, given)
     with record_attention(model, on_complete=collector.add) as recorder:
-        for original, shortened in zip(inputs, prepared, strict=True):
+        for original, shortened in zip(given, prepared, strict=True):
             collector.begin_input()
             if call is None:
                 recorder.run(shortened)
             else:
                 recorder.begin_input()
                 call(model, *original.positional, **original.named)
-    return collector.result(_model_name(model), recorder)
+    name = getattr(model, "__name__", "a function")
+    if model is _compute_outputs_and_call_hook:
+        name = "AttentionMatrix"
+    elif isinstance(model, nn.Module):
+        name = weights.class_name_without_fsdp(model)
+    return collector.result(name, recorder)
 
 
 def _require_callables(model: object, **functions: object) -> None:
     if not callable(model) or isinstance(model, type):
-        raise not_a_model_error(model, "a model, a function that attends, or an AttentionMatrix")
+        raise model_inputs.not_a_model_error(
+            model, "a model, a function that attends, or an AttentionMatrix"
+        )
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise OptionError(
@@ -131,20 +118,17 @@ class _Collector:
 
     def __init__(
         self,
-        *,
-        statistics: tuple[tuple[TileStatistic, ...], tuple[str, ...]],
-        layers: SelectedLayers,
-        separators: tuple[int, ...],
-        specials: tuple[int, ...],
         model: Any,
-        progress: Progress,
+        statistics: Statistics,
+        layers: SelectedLayers,
+        marks: dict[str, tuple[int, ...]],
+        progress: Progress | None,
     ) -> None:
-        self._statistics, self._named = statistics
-        self._layers, self._progress = layers, progress
-        self._separators, self._specials = separators, specials
+        self._statistics, self._named = selection.select_statistics(statistics)
+        self._layers, self._marks, self._progress = layers, marks, progress or no_progress
         # One that is divided over devices has to be gathered.
         is_needed = any("unembedding" in statistic.needs for statistic in self._statistics)
-        self._unembedding = find_plain_unembedding(model) if is_needed else None
+        self._unembedding = weights.find_plain_unembedding(model) if is_needed else None
         self._calls = self._sequences = self._tokens = 0
         self._first: str | None = None
         self._not_finite: dict[str, None] = {}  # layers, in call order
@@ -192,8 +176,9 @@ class _Collector:
         """Add the separators, the special tokens and the unembedding to a call."""
         tokens, table = call.tokens, self._unembedding
         if tokens is not None:
-            call.separators = _mark_chosen_tokens(tokens, self._separators)
-            call.specials = _mark_chosen_tokens(tokens, self._specials)
+            for name, ids in self._marks.items():
+                chosen = torch.tensor(ids, device=tokens.device, dtype=tokens.dtype)
+                setattr(call, name, torch.isin(tokens, chosen) if ids else None)
         if table is not None and call.out_proj is not None:
             call.unembedding = table if table.shape[-1] == call.out_proj.shape[-1] else None
 
@@ -213,24 +198,22 @@ class _Collector:
                     needed="a model and inputs from which the statistic can be computed",
                     do=f"leave {name} out, or see its row in Statistics of a head in the docs",
                 )
+        notes: tuple[str, ...] = ()
+        if self._not_finite:
+            first, *others = self._not_finite
+            more = f" and {len(others)} more" if others else ""
+            notes = (
+                f"queries or keys of {first}{more} are NaN or infinite, and so are the statistics: "
+                "check the model's config, or run it in a wider dtype",
+            )
         return HeadScan(
             model=model,
             sequences=self._sequences,
             tokens=self._tokens,
-            notes=recorder.notes + self._note_on_numbers_not_finite(),
+            notes=recorder.notes + notes,
             statistics=self._statistics,
             layer_scans=layers,
             texts=self._texts.texts,
-        )
-
-    def _note_on_numbers_not_finite(self) -> tuple[str, ...]:
-        if not self._not_finite:
-            return ()
-        first, *others = self._not_finite
-        more = f" and {len(others)} more" if others else ""
-        return (
-            f"queries or keys of {first}{more} are NaN or infinite, and so are the statistics: "
-            "check the model's config, or run it in a wider dtype",
         )
 
 
@@ -243,21 +226,74 @@ def _attends_with_finite_numbers(call: CapturedCall) -> bool:
     )
 
 
-def _mark_chosen_tokens(tokens: Tensor, chosen: tuple[int, ...]) -> Tensor | None:
-    if not chosen:
-        return None
-    return torch.isin(tokens, torch.tensor(chosen, device=tokens.device, dtype=tokens.dtype))
-
-
 def _compute_outputs_and_call_hook(matrix: AttentionMatrix, v: Tensor) -> Tensor:
     return call_hook(matrix, v, matrix @ v)
 
 
-def _model_name(model: Any) -> str:
-    if isinstance(model, nn.Module):
-        return class_name_without_fsdp(model)
-    return (
-        "AttentionMatrix"
-        if model is _compute_outputs_and_call_hook
-        else getattr(model, "__name__", "a function")
-    )
+class ExactRows:
+    """The rows of any head of a model, for the inputs of a scan.
+
+    A layer is captured when its first row is asked for: the model runs once more, and the layer's
+    queries and keys are kept.
+
+    Args:
+        model: the model of the scan.
+        inputs: its inputs, as `headwise.scan` takes them.
+    """
+
+    def __init__(self, model: Any, inputs: Any) -> None:
+        self._model = weights.unwrap_compiled(model)
+        self._inputs = model_inputs.list_inputs(inputs)
+        self._calls: dict[str, list[CapturedCall]] = {}
+
+    def row(self, layer: str, head: int, *, sequence: int, query: int) -> Tensor:
+        """Return (keys,): the weights of a query on the real keys of its sequence.
+
+        Args:
+            layer: name of the layer.
+            head: number of the head.
+            sequence: number of the sequence, over all inputs.
+            query: number of the query among the real queries of its sequence.
+
+        Raises:
+            OptionError: the model has no such layer, head, sequence or query.
+        """
+        call, batch = self._find_call(layer, sequence)
+        places = call.real_queries[batch].nonzero().squeeze(1)
+        heads = call.matrix.shape[1]
+        if not 0 <= query < len(places) or not 0 <= head < heads:
+            raise OptionError(
+                saw=f"query {query} of head {head}",
+                needed=f"a query up to {len(places) - 1}, a head up to {heads - 1}",
+                do="choose from these",
+            )
+        weights = call.matrix.rows(places[query : query + 1])[batch, head, 0]
+        return weights[call.real_keys[batch]]
+
+    def _find_call(self, layer: str, sequence: int) -> tuple[CapturedCall, int]:
+        if layer not in self._calls:
+            self._calls[layer] = self._capture_calls(layer)
+        rest = sequence
+        for call in self._calls[layer]:
+            batch = call.matrix.shape[0]
+            if 0 <= rest < batch:
+                return call, rest
+            rest -= batch
+        raise OptionError(
+            saw=f"sequence {sequence} of layer {layer}",
+            needed="a layer that attends in these inputs, and one of their sequences",
+            do="pass the model and the inputs of the scan",
+        )
+
+    def _capture_calls(self, layer: str) -> list[CapturedCall]:
+        calls: list[CapturedCall] = []
+
+        def keep(call: CapturedCall) -> None:
+            if call.layer == layer and call.own_key in (0, None):
+                calls.append(call)
+
+        prepared = model_inputs.check_tokens_and_limit_outputs(self._model, self._inputs)
+        with record_attention(self._model, on_complete=keep) as recorder:
+            for each in prepared:
+                recorder.run(each)
+        return calls

@@ -184,11 +184,9 @@ class CapturedCall:
         batch, _, queries, keys = matrix.shape
         if real is None:
             real = torch.ones(batch, keys, dtype=torch.bool, device=matrix.q.device)
-        real_queries = (
-            real.new_ones(batch, queries)
-            if own_key is None
-            else real[:, own_key : own_key + queries]
-        )
+        real_queries = real.new_ones(batch, queries)
+        if own_key is not None:
+            real_queries = real[:, own_key : own_key + queries]
         return cls(
             matrix=matrix, real_queries=real_queries, real_keys=real, own_key=own_key, **attributes
         )
@@ -197,24 +195,23 @@ class CapturedCall:
         """Return the call of some query heads, each with the keys and the values that it reads."""
         matrix, count = self.matrix, self.matrix.shape[1]
 
-        def chosen(shared: Tensor | None) -> Tensor | None:
-            if shared is None:
-                return None
+        def of_each_head(shared: Tensor) -> Tensor:
             return stages.repeat_kv_heads(shared, heads=count).index_select(1, heads)
 
+        chosen = AttentionMatrix(
+            matrix.q.index_select(1, heads),
+            of_each_head(matrix.k),
+            mask=matrix.mask.of_heads(heads),
+            score_bias=matrix.score_bias.of_heads(heads),
+            scale=matrix.scale,
+            softcap=matrix.softcap,
+            sink=None if matrix.sink is None else matrix.sink.index_select(0, heads),
+        )
         return replace(
             self,
-            matrix=AttentionMatrix(
-                matrix.q.index_select(1, heads),
-                stages.repeat_kv_heads(matrix.k, heads=count).index_select(1, heads),
-                mask=matrix.mask.of_heads(heads),
-                score_bias=matrix.score_bias.of_heads(heads),
-                scale=matrix.scale,
-                softcap=matrix.softcap,
-                sink=None if matrix.sink is None else matrix.sink.index_select(0, heads),
-            ),
-            values=chosen(self.values),
-            outputs=chosen(self.outputs),
+            matrix=chosen,
+            values=None if self.values is None else of_each_head(self.values),
+            outputs=None if self.outputs is None else of_each_head(self.outputs),
             out_proj=None if self.out_proj is None else self.out_proj.index_select(0, heads),
             heads=tuple(heads.tolist()),
         )
@@ -230,11 +227,8 @@ class CapturedCall:
         """The map block of each query, −1 for padding."""
         if self.own_key is None:
             return _map_block_of_positions(self.real_queries, self.cells)
-        queries = self.matrix.shape[2]
-        cells = _map_block_of_positions(self.real_keys, self.cells)[
-            :, self.own_key : self.own_key + queries
-        ]
-        return cells.masked_fill(~self.real_queries, -1)
+        cells = _map_block_of_positions(self.real_keys, self.cells)[:, self.own_key :]
+        return cells[:, : self.matrix.shape[2]].masked_fill(~self.real_queries, -1)
 
     @cached_property
     def key_map_block_one_hot(self) -> Float[Tensor, "batch keys cells"]:
@@ -261,9 +255,8 @@ class CapturedCall:
     def norm_preserving_out_proj_factors(self) -> Float[Tensor, "heads value_dim width"]:
         """F with ‖z W_O‖ = ‖z F‖ for every z: no wider than z, so that norms are cheap."""
         # W_O^T = Q R, and Q keeps norms. Squaring W_O would lose half of the digits.
-        factors: Tensor = torch.linalg.qr(require_not_none(self.out_proj).double().mT, mode="r")[
-            1
-        ].mT
+        out_proj = require_not_none(self.out_proj).double()
+        factors: Tensor = torch.linalg.qr(out_proj.mT, mode="r")[1].mT
         return factors
 
     @cached_property
@@ -339,18 +332,14 @@ class ModuleCall:
         in DiffLlama, and starts another turn. If the number of tokens is unknown, each call is a
         turn.
         """
-        if self._covered and self._covered + queries > _token_count(self.state, self.tokens):
+        count = 0 if self.state is not None or not self.tokens else self.tokens[0].numel()
+        # With four axes, the last but one may be the length, the height of a picture, or heads.
+        if self.state is not None and not self.state.is_nested and self.state.dim() <= 3:
+            count = self.state.shape[:-1].numel()
+        if self._covered and self._covered + queries > count:
             self._turn, self._covered = self._turn + 1, 0
         self._covered += queries
         return self._turn
-
-
-def _token_count(state: Tensor | None, tokens: list[Tensor]) -> int:
-    """Return the number of input tokens of a module in all sequences; 0 if it is unknown."""
-    if state is None:
-        return tokens[0].numel() if tokens else 0
-    # With four axes, the last but one may be the length, the height of a picture, or heads.
-    return 0 if state.is_nested or state.dim() > 3 else state.shape[:-1].numel()
 
 
 def version_counter(state: Tensor | None) -> int:

@@ -13,6 +13,7 @@ between fails this check; then the projection is unknown.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -81,14 +82,12 @@ class TokenStreams:
         """
         if not any(tensors_equal(tokens, model_input) for model_input in self._inputs):
             return False  # positions, segment ids, or ids that the model computed
-        part = _model_part_name(embedding)
-        outside = [
-            module_call for module_call in outer_calls[1:] if "embed" not in module_call.name
-        ]
+        # "text_model." for text_model.embeddings.token_embedding, "" for a whole model
+        folders = embedding.split(".")[:-1]
+        part = "".join(f"{x}." for x in takewhile(lambda folder: "embed" not in folder, folders))
+        outside = [each for each in outer_calls[1:] if "embed" not in each.name]
         within = next(iter([*reversed(outside), *outer_calls[:1]]), None)
-        before = [
-            text.tokens for text in self._streams if (text.part, text.within) == (part, within)
-        ]
+        before = [s.tokens for s in self._streams if (s.part, s.within) == (part, within)]
         if any(tensors_equal(tokens, text) for text in before):
             return True
         self._streams.append(_Stream(part, within, tokens))
@@ -109,12 +108,9 @@ class TokenStreams:
     ) -> KeyTokens:
         """Return the tokens of the keys of self-attention.
 
-        Args:
-            layer: the name of the layer.
-            shape: of the matrix, (batch, heads, queries, keys).
-            outer_calls: the modules around the layer that are running, outermost first.
-            own_key: the key at the position of query 0, if the mask determines it.
-            windowed: True if a window allows the cache to drop old keys.
+        The matrix has this ``shape``, and ``outer_calls`` are the running modules around the layer,
+        outermost first. ``own_key`` is the key at the position of query 0, if the mask determines
+        it. A window allows a cache to drop old keys.
         """
         batch, _, queries, keys = shape
         stream = self._stream_of_layer(layer, (batch, queries), outer_calls)
@@ -163,30 +159,15 @@ class TokenStreams:
         return KeyTokens(fitting[0].tokens)
 
 
-def _model_part_name(embedding: str) -> str:
-    """Return ``text_model.`` for text_model.embeddings.token_embedding, "" for a whole model."""
-    parts = embedding.split(".")[:-1]
-    for index, part in enumerate(parts):
-        if "embed" in part:
-            parts = parts[:index]
-            break
-    return "".join(f"{part}." for part in parts)
-
-
 # ---- the output projection ----------------------------------------------------------------------
 
 
 class CallAwaitingProjection:
     """A call whose output projection has not run yet.
 
-    Args:
-        call: the captured call.
-        block: the block around the layer, to whose state the output is added; None if unknown.
-        outputs: the head outputs that the layer goes on with: those of ``call``, or some of them
-            if the heads are divided over devices.
-
-    Attributes:
-        version: the version of the outputs at the call, which counts changes in place.
+    The output is added to the state of ``block``, the block around the layer, if that is known. The
+    layer goes on with ``outputs``: those of ``call``, or some of them if the heads are divided over
+    devices. ``version`` is their version at the call, which counts changes in place.
     """
 
     def __init__(self, call: CapturedCall, block: ModuleCall | None, outputs: Tensor) -> None:
@@ -203,23 +184,19 @@ class CallAwaitingProjection:
 
     def note_module_start(self, module_call: ModuleCall, outer_modules: list[nn.Module]) -> None:
         """Note a module that is about to run inside ``outer_modules``."""
-        if module_call.state is not None and _is_concatenated_heads(
-            module_call.state, self.outputs
-        ):
+        state = module_call.state
+        if state is not None and _is_concatenated_heads(state, self.outputs):
             is_inside = self.call.module in outer_modules
             self._consumers[module_call] = is_inside, len(self._behind)
             self.was_read = True
 
     def note_module_output(self, module_call: ModuleCall, output: Any) -> None:
         """Note the output of a module, and complete the call if it was the output projection."""
-        result = _first_tensor(output)
+        parts = output if isinstance(output, (tuple, list)) else [output]
+        result = next((part for part in parts if isinstance(part, Tensor)), None)
         if module_call.module is self.call.module:
-            fitting = [
-                weight
-                for weight, projected in self._inside
-                if result is not None and _first_token_vectors_are_equal(projected, result)
-            ]
-            self.call.out_proj = fitting[0] if fitting else None
+            fitting = (w for w, projected in self._inside if _first_tokens_equal(projected, result))
+            self.call.out_proj = next(fitting, None)
             self.is_complete = bool(self._inside)
             return
         is_inside, before = self._consumers.pop(module_call, (None, 0))
@@ -248,13 +225,8 @@ def _is_concatenated_heads(state: Tensor, outputs: Tensor) -> bool:
     return torch.equal(tokens[0], first) and torch.equal(tokens[-1], last)
 
 
-def _first_token_vectors_are_equal(a: Tensor, b: Tensor) -> bool:
-    """True if the first tokens of two tensors are equal."""
-    return a.shape[-1] == b.shape[-1] and torch.equal(
-        a.reshape(-1, a.shape[-1])[0], b.reshape(-1, b.shape[-1])[0]
-    )
-
-
-def _first_tensor(output: Any) -> Tensor | None:
-    parts = output if isinstance(output, (tuple, list)) else [output]
-    return next((part for part in parts if isinstance(part, Tensor)), None)
+def _first_tokens_equal(a: Tensor, b: Tensor | None) -> bool:
+    """True if the vectors of the first tokens of two tensors are equal."""
+    if b is None or a.shape[-1] != b.shape[-1]:
+        return False
+    return torch.equal(a.reshape(-1, a.shape[-1])[0], b.reshape(-1, b.shape[-1])[0])

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from headwise.errors import OptionError
@@ -89,15 +89,12 @@ class ScanDiff(Displayed):
         return self.before.layers
 
     def __repr__(self) -> str:
-        heads = len(self.before.heads)
-        moved = sum(
-            head != partner
-            for layer, partners in zip(self.before.layer_scans, self.assignment, strict=True)
-            for head, partner in zip(layer.heads, partners, strict=True)
-        )
+        partners = [head for layer in self.assignment for head in layer]
+        pairs = zip(self.before.heads, partners, strict=True)
+        moved = sum(head != partner for (_, _, head), partner in pairs)
         models = dict.fromkeys((self.before.model, self.after.model))
         matched = f", matched={moved} to another head" if moved else ""
-        sizes = f"layers={len(self.layers)}, heads={heads}, statistics={len(self.names)}"
+        sizes = f"layers={len(self.layers)}, heads={len(partners)}, statistics={len(self.names)}"
         return f"ScanDiff({' to '.join(models)}, {sizes}{matched})"
 
     def save_page(
@@ -150,11 +147,8 @@ class ScanDiff(Displayed):
             OptionError: a statistic that one of the scans lacks.
         """
         if name not in self.names:
-            raise OptionError(
-                saw=f"statistic {name!r}",
-                needed=f"a statistic that both scans have: {', '.join(self.names)}",
-                do="choose from these",
-            )
+            both = f"a statistic that both scans have: {', '.join(self.names)}"
+            raise OptionError(saw=f"statistic {name!r}", needed=both, do="choose from these")
         before, after = self.before[name], self.after[name]
         partners = torch.full_like(before, torch.nan)
         for index, layer in enumerate(self.before.layer_scans):
@@ -170,12 +164,11 @@ class ScanDiff(Displayed):
     @cached_property
     def apart(self) -> Float[Tensor, "layers heads"]:
         """The distance of each head from its partner, as the docstring of the module defines it."""
-        heads = max(layer.num_heads for layer in self.before.layer_scans)
+        scans = self.before.layer_scans
+        heads = max(layer.num_heads for layer in scans)
         whole = torch.full((len(self.layers), heads), torch.nan, dtype=torch.float64)
         distances = _head_distances(self.before, self.after, self.names)
-        for index, (layer, distance) in enumerate(
-            zip(self.before.layer_scans, distances, strict=True)
-        ):
+        for index, (layer, distance) in enumerate(zip(scans, distances, strict=True)):
             column = [layer.heads.index(head) for head in self.assignment[index]]
             whole[index, list(layer.heads)] = distance[range(len(column)), column]
         return whole
@@ -229,23 +222,21 @@ class ScanDiff(Displayed):
 
 def _require_same_heads(before: ScanReadings, after: ScanReadings) -> None:
     first, second = before.layer_scans, after.layer_scans
-    difference = None
+    differences = [] if first and second else ["scans without layers"]
     if len(first) != len(second):
-        difference = f"{len(first)} layers, and {len(second)}"
-    elif not first:
-        difference = "scans without layers"
-    for layer, other in zip(first, second, strict=False):
-        counts = (layer.num_heads, layer.heads), (other.num_heads, other.heads)
-        if difference is None and counts[0] != counts[1]:
-            difference = (
-                f"{layer.name} with {len(layer.heads)} of {layer.num_heads} heads scanned, and "
-                f"{other.name} with {len(other.heads)} of {other.num_heads}"
+        differences = [f"{len(first)} layers, and {len(second)}"]
+    for a, b in zip(first, second, strict=False):
+        if (a.num_heads, a.heads) != (b.num_heads, b.heads):
+            which = (
+                f": {list(a.heads)}, and {list(b.heads)}" if len(a.heads) == len(b.heads) else ""
             )
-            if len(layer.heads) == len(other.heads):
-                difference += f": {list(layer.heads)}, and {list(other.heads)}"
-    if difference is not None:
+            differences.append(
+                f"{a.name} with {len(a.heads)} of {a.num_heads} heads scanned, and "
+                f"{b.name} with {len(b.heads)} of {b.num_heads}{which}"
+            )
+    if differences:
         raise OptionError(
-            saw=difference,
+            saw=differences[0],
             needed="scans with the same number of layers and the same heads",
             do="compare models of one shape, scanned with the same layers= and heads=",
         )
@@ -253,26 +244,17 @@ def _require_same_heads(before: ScanReadings, after: ScanReadings) -> None:
 
 def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, ...]:
     """Return the statistics that both scans have and that can be subtracted."""
-    names = tuple(
-        name
-        for name in before.measured
-        if name in after.measured and FIELD not in before.definition(name).axes
-    )
+    names = [name for name in before.measured if FIELD not in before.definition(name).axes]
+    names = [name for name in names if name in after.measured]
+    do = "scan both models with the same statistics"
     for name in names:
-        first, second = before.definition(name), after.definition(name)
-        if not first.has_meaning_of(second):
-            raise OptionError(
-                saw=f"{name} as {first.formula_and_id}, and as {second.formula_and_id}",
-                needed="the same definition of each statistic",
-                do="scan both models with the same statistics",
-            )
+        if difference := before.definition(name).difference_of_meaning(after.definition(name)):
+            needed = "the same definition of each statistic"
+            raise OptionError(saw=difference, needed=needed, do=do)
     if not names:
-        raise OptionError(
-            saw="scans with no statistic in common",
-            needed=f"one of {', '.join(before.measured) or 'none'} in the second scan",
-            do="scan both models with the same statistics",
-        )
-    return names
+        needed = f"one of {', '.join(before.measured) or 'none'} in the second scan"
+        raise OptionError(saw="scans with no statistic in common", needed=needed, do=do)
+    return tuple(names)
 
 
 def _head_distances(
@@ -287,11 +269,11 @@ def _head_distances(
             continue
         first, second = (scan[name][..., None].flatten(2) for scan in (before, after))
         gaps = [
-            _sum_squared_gaps_of_head_pairs(first[index, heads], second[index, heads])
-            for index, heads in enumerate(scanned)
+            _gaps_of_head_pairs(first[n, heads], second[n, heads])
+            for n, heads in enumerate(scanned)
         ]
         # The mean over all pairs that have an entry in common; 1 where they are all the same.
-        apart = torch.cat([(gap.squares / gap.both)[gap.both > 0].sqrt() for gap in gaps])
+        apart = torch.cat([(squares / both)[both > 0].sqrt() for squares, both, _ in gaps])
         scale = (float(apart.mean()) if apart.numel() else 0.0) or 1.0
         for (squares, both, alone), total, count in zip(gaps, totals, counts, strict=True):
             entries = both + alone
@@ -300,17 +282,10 @@ def _head_distances(
     return [total / count.clamp(min=1) for total, count in zip(totals, counts, strict=True)]
 
 
-class _Gaps(NamedTuple):
-    """Squared differences of each pair of heads, summed, and the entries of both or of one head."""
-
-    squares: Float[Tensor, "heads others"]
-    both: Int[Tensor, "heads others"]
-    alone: Int[Tensor, "heads others"]
-
-
-def _sum_squared_gaps_of_head_pairs(
+def _gaps_of_head_pairs(
     first: Float[Tensor, "heads entries"], second: Float[Tensor, "others entries"]
-) -> _Gaps:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (heads, others): summed squared differences, and the entries of both or of one."""
     squares, both, alone = [], [], []
     for head in first:  # all pairs at once would be heads times as large as the statistic
         gap = head - second
@@ -318,7 +293,7 @@ def _sum_squared_gaps_of_head_pairs(
         squares.append(gap.masked_fill(~is_real, 0.0).square().sum(-1))
         both.append(is_real.sum(-1))
         alone.append((head.isfinite() ^ second.isfinite()).sum(-1))
-    return _Gaps(torch.stack(squares), torch.stack(both), torch.stack(alone))
+    return torch.stack(squares), torch.stack(both), torch.stack(alone)
 
 
 def _assign_heads(

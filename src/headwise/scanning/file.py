@@ -7,7 +7,7 @@ therefore gives the same bytes.
 The JSON holds a SHA-256 digest of the rest of the JSON and of the name, dtype, shape and values of
 each tensor. Each statistic has its words and its id (`Definition.id`). An edited file may carry a
 new digest, so every field and tensor is checked as well. Files of headwise 0.1.0 are read by
-`schema.upgrade_format_1`.
+`upgrade_format_1`.
 """
 
 from __future__ import annotations
@@ -26,26 +26,10 @@ from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.layer import ScanReadings
-from headwise.scanning.schema import (
-    WHOLE,
-    FieldError,
-    check_scan_fields,
-    check_value,
-    describe_json,
-    fields_of_layer,
-    fields_of_statistic,
-    pop_texts,
-    rebuild_layers,
-    require_text_numbers_in_range,
-    shorten_for_message,
-    tensors_of_scan,
-    upgrade_format_1,
-)
-from headwise.scanning.statistics import importance
-from headwise.scanning.statistics.catalogue import STANDARD
-from headwise.scanning.statistics.statistic import Definition, Statistic
-from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
+from headwise.scanning.layer import LayerScan, ScannedText, ScanReadings
+from headwise.scanning.statistics import catalogue
+from headwise.scanning.statistics.maps import TopKeysOfEveryQuery
+from headwise.scanning.statistics.statistic import Definition, Statistic, Summary, summary_fault
 from headwise.support.files import write_whole
 from headwise.support.json_object import parse_json_object
 from headwise.support.private_torch import is_wrapper
@@ -53,8 +37,147 @@ from headwise.support.text import describe_value
 
 VERSION = 2
 KEY = "headwise.scan"  # of the metadata
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object; differs between processes
 COPY_AGAIN = "copy it again from where it was saved, or scan again"
+LONGEST_SHOWN = 40
+LONGEST_EXCERPT = 400
+
+# ---- schemas of the JSON, for `check_value` ------------------------------------------------------
+
+WHOLE = range(2**63)
+MOST_HEADS = 2**20  # of a layer
+WORDS = ("name", "formula", "unit", "excluded", "source", "axes", "id")
+TEXTS_OF_LAYER = ("query_text", "key_text")
+STATISTIC = {**dict.fromkeys(WORDS, str), "axes": [str]}
+LAYER = {
+    "name": str,
+    "num_heads": range(MOST_HEADS + 1),
+    "heads": [WHOLE],
+    "kind": ("self", "cross"),
+    "calls": WHOLE,
+    "missing": {...: str},
+    "summaries": {...: [str]},
+    **dict.fromkeys(TEXTS_OF_LAYER, range(-1, 2**16)),  # the number of a text, −1 for none
+}
+SCAN = {
+    "version": WHOLE,
+    "headwise": str,
+    "model": str,
+    "sequences": WHOLE,
+    "tokens": WHOLE,
+    "notes": [str],
+    "statistics": [STATISTIC],
+    "layers": [LAYER],
+    "digest": str,
+}
+
+
+class FieldError(Exception):
+    """A wrong field of a saved scan, with its position and its value."""
+
+
+def check_value(value: Any, schema: Any, where: str) -> Any:
+    """Check a JSON value against a schema, and return the value.
+
+    A schema is a range of whole numbers (True and 1.0 do not count), ``str``, a tuple of allowed
+    strings, a list with the schema of its entries, or a mapping of field names to schemas, where
+    ``...`` allows any name. ``object`` allows any value.
+
+    Args:
+        value: the value.
+        schema: the schema.
+        where: the name of the field; empty for the whole JSON.
+
+    Raises:
+        FieldError: the value does not fit the schema.
+    """
+    at, saw = where or "its JSON", f"{where or 'its JSON'} is {describe_json(value)}"
+    if isinstance(schema, range):
+        if type(value) is not int or value not in schema:
+            raise FieldError(f"{saw} and no whole number from {schema.start} to {schema.stop - 1}")
+    elif isinstance(schema, list):
+        if not isinstance(value, list):
+            raise FieldError(f"{saw} and no list")
+        for index, entry in enumerate(value):
+            check_value(entry, schema[0], f"{where}[{index}]")
+    elif isinstance(schema, dict):
+        if not isinstance(value, dict):
+            raise FieldError(f"{saw} and no mapping")
+        if absent := [name for name in schema if name is not ... and name not in value]:
+            raise FieldError(f"{at} has no field {absent[0]!r}")
+        if ... not in schema and (odd := sorted({*value} - {*schema})):
+            raise FieldError(f"{at} has a field {describe_json(odd[0])} that no scan has")
+        for name, entry in value.items():
+            check_value(name, str, f"a key of {at}")
+            check_value(entry, schema.get(name, schema.get(...)), f"{where}.{name}".lstrip("."))
+    elif schema is not object:
+        if not isinstance(value, str):
+            raise FieldError(f"{saw} and no text")
+        # Surrogates cannot be written in UTF-8.
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise FieldError(f"{at} holds half of a surrogate pair, which is no character")
+        if schema is not str and value not in schema:
+            raise FieldError(f"{saw} and none of {', '.join(schema)}")
+    return value
+
+
+def shorten_for_message(words: str) -> str:
+    """Return a short excerpt of a string from a file for a message, without control codes."""
+    short = words if len(words) <= LONGEST_EXCERPT else f"{words[:LONGEST_EXCERPT]}…"
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in short)
+
+
+def describe_json(value: Any) -> str:
+    """Describe a JSON value of any size in a few words."""
+    if isinstance(value, dict):
+        return f"a mapping of {len(value)} fields"
+    if isinstance(value, list):
+        return f"a list of {len(value)} entries"
+    if isinstance(value, str) and len(value) > LONGEST_SHOWN:
+        return f"a text of {len(value)} characters"
+    if isinstance(value, int) and value.bit_length() > 63:
+        return f"a number of {value.bit_length()} bits"
+    return ascii(value)
+
+
+# ---- what headwise 0.1.0 wrote: no digest, no texts, and no ids ----------------------------------
+
+FORMAT_1_NOTE = (
+    "numbers of this scan come from a file in format 1, which has no digest, so damage to them "
+    "cannot be detected"
+)
+# Statistics are known by their formulas; those whose words have changed since, with new words.
+REWORDED = {
+    "cell (a, b): mean over the queries of block a of Σⱼ A[i, j] over the keys of block b; "
+    "the i-th of n real tokens is in block ⌊64 i / n⌋": "cell (a, b): mean over the queries of "
+    "block a of Σⱼ A[i, j] over the keys of block b; the i-th of n real tokens is in block "
+    "⌊c i / n⌋ of c: 64 blocks if no other number was chosen",
+}
+
+
+def upgrade_format_1(about: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a file of headwise 0.1.0 with the fields of today.
+
+    Raises:
+        FieldError: a wrong field.
+    """
+    statistic = {name: schema for name, schema in STATISTIC.items() if name != "id"}
+    layer = {name: schema for name, schema in LAYER.items() if name not in TEXTS_OF_LAYER}
+    schema = {**SCAN, "statistics": [statistic], "layers": [layer]}
+    del schema["digest"]
+    check_value(about, schema | {name: object for name in about if name == "document"}, "")
+    return {
+        **about,
+        "notes": list(dict.fromkeys([*about["notes"], FORMAT_1_NOTE])),
+        "statistics": [
+            {**saved, "id": "", "formula": REWORDED.get(saved["formula"], saved["formula"])}
+            for saved in about["statistics"]
+        ],
+        "layers": [{**saved, **dict.fromkeys(TEXTS_OF_LAYER, -1)} for saved in about["layers"]],
+        "digest": "",
+    }
+
+
+# ---- write ---------------------------------------------------------------------------------------
 
 
 def write_scan_file(
@@ -75,17 +198,15 @@ def write_scan_file(
         "tokens": scan.tokens,
         "notes": list(scan.notes),
         "statistics": [fields_of_statistic(statistic.definition) for statistic in scan.statistics],
-        "layers": [fields_of_layer(layer) for layer in scan.layer_scans],
+        "layers": [_fields_of_layer(layer) for layer in scan.layer_scans],
         "digest": "",
     }
     if document is not None:
         about["document"] = dict(document)
-    tensors = tensors_of_scan(scan)
+    tensors = _tensors_of_scan(scan)
     try:
-        check_scan_fields(about)
-        rest = dict(tensors)
-        pop_texts(rest)
-        rebuild_layers(about["layers"], rest, scan.statistics)
+        _check_scan_fields(about)
+        _rebuild_layers_and_texts(about["layers"], tensors, scan.statistics)
     except FieldError as fault:
         raise OptionError(
             saw=f"a scan that cannot be saved: {shorten_for_message(str(fault))}",
@@ -95,6 +216,47 @@ def write_scan_file(
     about["digest"] = _compute_digest(about, tensors)
     content = safetensors_of(tensors, metadata={KEY: _encode_json(about)})
     return write_whole(path, content, mark=mark)
+
+
+def fields_of_statistic(definition: Definition) -> dict[str, Any]:
+    """Return the words of a definition and its id."""
+    return {**{name: getattr(definition, name) for name in WORDS}, "axes": list(definition.axes)}
+
+
+def _fields_of_layer(layer: LayerScan) -> dict[str, Any]:
+    # The names of the tensors are saved too, so that a missing tensor is noticed.
+    summaries = {name: list(summary) for name, summary in layer.summaries.items()}
+    texts = {name: getattr(layer, name) for name in TEXTS_OF_LAYER}
+    texts = {name: -1 if text is None else text for name, text in texts.items()}
+    return {**vars(layer), "heads": list(layer.heads), "summaries": summaries, **texts}
+
+
+def _tensors_of_scan(scan: ScanReadings) -> dict[str, Tensor]:
+    """Return every tensor of a scan by its name in a file."""
+    texts = {
+        f"texts/{number}/{part}": torch.as_tensor(value, dtype=torch.int32).clone()
+        for number, text in enumerate(scan.texts)
+        for part, value in text._asdict().items()
+    }
+    return texts | {
+        # safetensors accepts neither views nor shared memory.
+        f"{index}/{name}/{part}": tensor.clone(memory_format=torch.contiguous_format)
+        for index, layer in enumerate(scan.layer_scans)
+        for name, summary in layer.summaries.items()
+        for part, tensor in summary.items()
+    }
+
+
+def _encode_json(about: Mapping[str, Any]) -> str:
+    return json.dumps(about, sort_keys=True, ensure_ascii=False, allow_nan=False)
+
+
+def _compute_digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    rest = {name: value for name, value in about.items() if name != "digest"}
+    return hash_nested_content([_encode_json(rest), tensors])
+
+
+# ---- read ----------------------------------------------------------------------------------------
 
 
 def read_document(path: Path, *, remedy: str = COPY_AGAIN) -> Any:
@@ -107,8 +269,7 @@ def read_document(path: Path, *, remedy: str = COPY_AGAIN) -> Any:
         with safe_open(path, framework="pt") as file:
             about = parse_json_object((file.metadata() or {}).get(KEY, "{}"))
     except (SafetensorError, TypeError, ValueError, RuntimeError) as error:
-        fault = FieldError(f"it is no whole .safetensors file ({str(error)[:120]})")
-        raise damaged_file_error(path, fault, remedy) from error
+        raise damaged_file_error(path, _not_whole(error), remedy) from error
     return about.get("document")
 
 
@@ -126,36 +287,28 @@ def read_scan_fields(
         FileNotFoundError: there is no such file.
         OptionError: as `HeadScan.load`.
     """
-    statistics = tuple(statistics)
-    for statistic in statistics:
+    shipped = (*catalogue.STANDARD, TopKeysOfEveryQuery(), *catalogue.IMPORTANCE)
+    known: dict[str, Statistic] = {}
+    for statistic in (*shipped, *statistics):
         if not isinstance(statistic, Statistic):
             raise OptionError(
                 saw=f"statistics with {describe_value(statistic)}",
                 needed="the Statistic objects of the file that are not in headwise's catalogue",
                 do="HeadScan.load(path) for headwise's own",
             )
-    shipped = (*STANDARD, TopKeysOfEveryQuery(), *importance.STATISTICS)
-    known = {statistic.definition.name: statistic for statistic in (*shipped, *statistics)}
+        known[statistic.definition.name] = statistic
     try:
         about, tensors = _read_file(path)
-        check_scan_fields(about)
+        _check_scan_fields(about)
         in_file = tuple(
-            _match_statistic(saved, known, path, about) for saved in about["statistics"]
+            _match_statistic(saved, known, path, about["headwise"]) for saved in about["statistics"]
         )
-        texts = pop_texts(tensors)
-        layer_scans = rebuild_layers(about["layers"], tensors, in_file)
-        require_text_numbers_in_range(layer_scans, texts)
+        layers, texts = _rebuild_layers_and_texts(about["layers"], tensors, in_file)
     except FieldError as fault:
         raise damaged_file_error(path, fault, remedy) from fault
-    return {
-        "model": about["model"],
-        "sequences": about["sequences"],
-        "tokens": about["tokens"],
-        "notes": tuple(about["notes"]),
-        "statistics": in_file,
-        "layer_scans": layer_scans,
-        "texts": texts,
-    }, about.get("document")
+    fields = {name: about[name] for name in ("model", "sequences", "tokens")}
+    fields |= {"notes": tuple(about["notes"]), "statistics": in_file}
+    return {**fields, "layer_scans": layers, "texts": texts}, about.get("document")
 
 
 def damaged_file_error(path: Path, fault: FieldError, remedy: str) -> OptionError:
@@ -167,13 +320,8 @@ def damaged_file_error(path: Path, fault: FieldError, remedy: str) -> OptionErro
     )
 
 
-def _encode_json(about: Mapping[str, Any]) -> str:
-    return json.dumps(about, sort_keys=True, ensure_ascii=False, allow_nan=False)
-
-
-def _compute_digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    rest = {name: value for name, value in about.items() if name != "digest"}
-    return hash_nested_content([_encode_json(rest), tensors])
+def _not_whole(error: Exception) -> FieldError:
+    return FieldError(f"it is no whole .safetensors file ({str(error)[:120]})")
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -195,7 +343,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     # torch raises TypeError or RuntimeError for an impossible size.
     except (SafetensorError, TypeError, RuntimeError) as error:
-        raise FieldError(f"it is no whole .safetensors file ({str(error)[:120]})") from error
+        raise _not_whole(error) from error
     if text is None:
         raise OptionError(
             saw=f"{path}, a safetensors file that holds no scan",
@@ -222,31 +370,95 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return about, tensors
 
 
+def _check_scan_fields(about: dict[str, Any]) -> None:
+    """Raise FieldError for the first wrong field in the JSON of a scan."""
+    schema: dict[str, Any] = {**SCAN, "document": {...: object}} if "document" in about else SCAN
+    check_value(about, schema, "")
+    names = [saved["name"] for saved in about["statistics"]]
+    if len({*names}) < len(names):
+        raise FieldError("statistics has two entries of one name")
+    for index, layer in enumerate(about["layers"]):
+        where, heads, missing = f"layers[{index}]", layer["heads"], layer["missing"]
+        check_value(heads, [range(layer["num_heads"])], f"{where}.heads")
+        if len({*heads}) < len(heads):
+            raise FieldError(f"{where}.heads has a head twice")
+        for name in names:
+            if (name in missing) == (name in layer["summaries"]):
+                raise FieldError(
+                    f"{where} needs either a summary of {name} or a reason why it is missing"
+                )
+        if odd := sorted({*missing, *layer["summaries"]} - {*names}):
+            raise FieldError(f"{where} has {describe_json(odd[0])}, which is not in statistics")
+
+
 def _match_statistic(
-    saved: Mapping[str, Any], known: Mapping[str, Statistic], path: Path, about: Mapping[str, Any]
+    saved: Mapping[str, Any], known: Mapping[str, Statistic], path: Path, version: str
 ) -> Statistic:
     """Return the known statistic of a saved name, if both have the same meaning."""
-    statistic = known.get(saved["name"])
-    name, formula = shorten_for_message(saved["name"]), shorten_for_message(saved["formula"])
+    statistic, name = known.get(saved["name"]), shorten_for_message(saved["name"])
     if statistic is None:
         raise OptionError(
             saw=f"{path} with statistic {name!r}, which is not in headwise's catalogue",
-            needed=f"the object that computes it: {formula}",
+            needed=f"the object that computes it: {shorten_for_message(saved['formula'])}",
             do=f"HeadScan.load(path, statistics=[...]) with the {name} that you scanned with",
         )
-    definition = statistic.definition
     then = Definition(**{**saved, "axes": tuple(saved["axes"])})
-    if not then.has_meaning_of(definition):
+    if not then.has_meaning_of(statistic.definition):
         raise OptionError(
             saw=f"{path} with {name} as {shorten_for_message(then.formula_and_id)}",
-            needed=f"{name} as this headwise defines it: {definition.formula_and_id}",
-            do=f"load the file with headwise {shorten_for_message(about['headwise'])} or the "
+            needed=f"{name} as this headwise defines it: {statistic.definition.formula_and_id}",
+            do=f"load the file with headwise {shorten_for_message(version)} or the "
             "statistic that saved it, or scan again",
         )
     return statistic
 
 
-# ---- the digest ---------------------------------------------------------------------------------
+def _rebuild_layers_and_texts(
+    saved: Sequence[Mapping[str, Any]],
+    tensors: Mapping[str, Tensor],
+    statistics: Iterable[Statistic],
+) -> tuple[tuple[LayerScan, ...], tuple[ScannedText, ...]]:
+    """Return the layers and the texts from checked fields and their tensors.
+
+    Raises:
+        FieldError: a tensor is wrong, is missing, or belongs to nothing.
+    """
+    by_name, rest = {each.definition.name: each for each in statistics}, dict(tensors)
+    texts: list[ScannedText] = []
+    while (ids := rest.pop(f"texts/{len(texts)}/ids", None)) is not None:
+        lengths = rest.pop(f"texts/{len(texts)}/lengths", None)
+        if lengths is None or not _is_valid_scanned_text(ids, lengths):
+            raise FieldError(f"the lengths in texts/{len(texts)} are not those of its tokens")
+        texts.append(ScannedText(ids, tuple(lengths.tolist())))
+    layers: list[LayerScan] = []
+    for index, fields in enumerate(saved):
+        summaries: dict[str, Summary] = {}
+        for name, parts in fields["summaries"].items():
+            keys = {part: f"{index}/{name}/{part}" for part in parts}
+            if lacking := [key for key in keys.values() if key not in rest]:
+                raise FieldError(f"it lacks the tensor {describe_json(lacking[0])}")
+            summary = summaries[name] = {part: rest.pop(key) for part, key in keys.items()}
+            if fault := summary_fault(by_name[name], summary, num_heads=len(fields["heads"])):
+                raise FieldError(f"layers[{index}].summaries.{name}{fault}")
+        numbers = {name: fields[name] if fields[name] >= 0 else None for name in TEXTS_OF_LAYER}
+        for number in numbers.values():
+            if number is not None and number >= len(texts):
+                raise FieldError(
+                    f"layer {fields['name']} names text {number}, of {len(texts)} texts"
+                )
+        heads = tuple(fields["heads"])
+        layers.append(LayerScan(**{**fields, "heads": heads, "summaries": summaries, **numbers}))
+    if rest:
+        raise FieldError(f"it holds a tensor {describe_json(min(rest))} that no layer has")
+    return tuple(layers), tuple(texts)
+
+
+def _is_valid_scanned_text(ids: Tensor, lengths: Tensor) -> bool:
+    is_list = all(tensor.dtype == torch.int32 and tensor.dim() == 1 for tensor in (ids, lengths))
+    return is_list and bool((lengths >= 0).all()) and int(lengths.sum()) == len(ids)
+
+
+# ---- the digest ----------------------------------------------------------------------------------
 
 
 def hash_nested_content(content: Any) -> str:
@@ -265,48 +477,42 @@ def hash_nested_content(content: Any) -> str:
 
 def _update_digest(feed: Callable[[bytes | memoryview], None], content: Any) -> None:
     """Add content to a digest, with kinds and lengths, so that no two contents give one stream."""
+
+    def begin(kind: str, value: bytes) -> None:
+        feed(f"{kind} {len(value)} ".encode())
+        feed(value)
+
+    fault = ""
     if content is None or isinstance(content, (bool, int, float)):
-        _feed_length_prefixed_bytes(feed, type(content).__name__, repr(content).encode())
+        begin(type(content).__name__, repr(content).encode())
     elif isinstance(content, str):
-        _feed_length_prefixed_bytes(feed, "str", content.encode("utf-8", "surrogatepass"))
-    elif isinstance(content, Tensor) and is_wrapper(content):
-        _update_with_wrapper_tensor(feed, content)
+        begin("str", content.encode("utf-8", "surrogatepass"))
+    elif isinstance(content, Tensor) and is_wrapper(content):  # such as a quantised one
+        wrapper: Any = content
+        names, rest = wrapper.__tensor_flatten__()
+        settings = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(rest))  # addresses differ by process
+        begin(type(content).__name__, settings.encode())
+        _update_digest(feed, {name: getattr(content, name) for name in names})
     elif isinstance(content, Tensor):
         plain = content.detach().cpu().contiguous()
-        _feed_length_prefixed_bytes(feed, f"{plain.dtype} {list(plain.shape)}", b"")
+        begin(f"{plain.dtype} {list(plain.shape)}", b"")
         feed(plain.flatten().view(torch.uint8).numpy().data)
     elif isinstance(content, Mapping):
+        begin("mapping", str(len(content)).encode())
         if odd := [key for key in content if not isinstance(key, str)]:
-            raise _unhashable_content_error(f"a mapping with the key {odd[0]!r}")
-        _feed_length_prefixed_bytes(feed, "mapping", str(len(content)).encode())
-        for key in sorted(content):
+            fault = f"a mapping with the key {odd[0]!r}"
+        for key in () if odd else sorted(content):
             _update_digest(feed, key)
             _update_digest(feed, content[key])
     elif isinstance(content, Sequence) and not isinstance(content, (bytes, bytearray)):
-        _feed_length_prefixed_bytes(feed, "sequence", str(len(content)).encode())
+        begin("sequence", str(len(content)).encode())
         for entry in content:
             _update_digest(feed, entry)
     else:
-        raise _unhashable_content_error(f"a {type(content).__name__}")
-
-
-def _update_with_wrapper_tensor(feed: Callable[[bytes | memoryview], None], content: Any) -> None:
-    """Add a tensor that wraps others, such as a quantised one: its class, parts and settings."""
-    names, rest = content.__tensor_flatten__()
-    _feed_length_prefixed_bytes(feed, type(content).__name__, _ADDRESS.sub("", repr(rest)).encode())
-    _update_digest(feed, {name: getattr(content, name) for name in names})
-
-
-def _feed_length_prefixed_bytes(
-    feed: Callable[[bytes | memoryview], None], kind: str, value: bytes
-) -> None:
-    feed(f"{kind} {len(value)} ".encode())
-    feed(value)
-
-
-def _unhashable_content_error(saw: str) -> OptionError:
-    return OptionError(
-        saw=f"{saw} as content",
-        needed="strings, numbers, tensors, or sequences and mappings of these with string keys",
-        do="pass the content itself, such as the text of a file instead of its path",
-    )
+        fault = f"a {type(content).__name__}"
+    if fault:
+        raise OptionError(
+            saw=f"{fault} as content",
+            needed="strings, numbers, tensors, or sequences and mappings of these with string keys",
+            do="pass the content itself, such as the text of a file instead of its path",
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
@@ -14,11 +14,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.transformers import read_longest_input
 from headwise.errors import HeadwiseError, OptionError, ShapeError
-from headwise.scanning.weights import (
-    is_divided_over_devices,
-    plain_tensors_of_weight,
-    unwrap_compiled,
-)
+from headwise.scanning import weights
 from headwise.support.text import describe_value
 
 # A scan needs no cache of keys and values. It does not need logits of each token either, which can
@@ -46,7 +42,7 @@ def require_module(model: Any) -> nn.Module:
     Raises:
         OptionError: the model is not a module.
     """
-    model = unwrap_compiled(model)
+    model = weights.unwrap_compiled(model)
     if not isinstance(model, nn.Module):
         raise not_a_model_error(model, "an nn.Module with its weights")
     return model
@@ -72,35 +68,30 @@ def list_inputs(inputs: Any) -> list[ModelInput]:
     values = inputs if isinstance(inputs, list) else [inputs]
     if not values:
         raise _no_inputs_error("an empty list of inputs")
-    return [_parse_input(value) for value in values]
+    parsed = []
+    for value in values:
+        if isinstance(value, Mapping):  # a BatchEncoding of transformers, too
+            parsed.append(ModelInput((), dict(value), value))
+        elif isinstance(value, tuple | Tensor):
+            parsed.append(ModelInput(value if isinstance(value, tuple) else (value,), {}, value))
+        else:
+            do = "e.g. scan(model, {'input_ids': ids, 'attention_mask': mask})"
+            if isinstance(value, int | list):  # a list is read as several inputs
+                do = "torch.tensor([ids]) for the token ids of one text"
+            elif isinstance(value, str):
+                do = 'tokenizer(text, return_tensors="pt")'
+            raise OptionError(
+                saw=f"an input of type {type(value).__name__}",
+                needed="a tensor, a tuple of positional arguments, a mapping of named ones, or a "
+                "list of several such inputs",
+                do=do,
+            )
+    return parsed
 
 
 def _no_inputs_error(saw: str) -> OptionError:
-    return OptionError(
-        saw=saw,
-        needed="at least one",
-        do="pass the arguments of the model: a tensor, a tuple, a mapping, or a list of these",
-    )
-
-
-def _parse_input(value: Any) -> ModelInput:
-    if isinstance(value, Mapping):  # a BatchEncoding of transformers, too
-        return ModelInput((), dict(value), value)
-    if isinstance(value, tuple):
-        return ModelInput(value, {}, value)
-    if isinstance(value, Tensor):
-        return ModelInput((value,), {}, value)
-    do = "e.g. scan(model, {'input_ids': ids, 'attention_mask': mask})"
-    if isinstance(value, int | list):  # a list is read as several inputs
-        do = "torch.tensor([ids]) for the token ids of one text"
-    elif isinstance(value, str):
-        do = 'tokenizer(text, return_tensors="pt")'
-    raise OptionError(
-        saw=f"an input of type {type(value).__name__}",
-        needed="a tensor, a tuple of positional arguments, a mapping of named ones, or a list "
-        "of several such inputs",
-        do=do,
-    )
+    do = "pass the arguments of the model: a tensor, a tuple, a mapping, or a list of these"
+    return OptionError(saw=saw, needed="at least one", do=do)
 
 
 def check_tokens_and_limit_outputs(
@@ -116,16 +107,14 @@ def check_tokens_and_limit_outputs(
             require_valid_token_ids(model, model_input)
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         return inputs
-    parameters = inspect.signature(model.forward).parameters
-    options = NO_CACHE if with_logits else NO_CACHE | NO_LOGITS
-    options = {name: value for name, value in options.items() if name in parameters}
-    return [_request_fewer_outputs(model_input, options) for model_input in inputs]
-
-
-def _request_fewer_outputs(model_input: ModelInput, options: dict[str, Any]) -> ModelInput:
-    if model_input.named.get("labels") is not None:  # the loss of the model needs all logits
-        options = {k: v for k, v in options.items() if k not in NO_LOGITS}
-    return replace(model_input, named={**options, **model_input.named})
+    parameters, fewer = inspect.signature(model.forward).parameters, []
+    for model_input in inputs:
+        # The loss of the model needs all logits.
+        needs_logits = with_logits or model_input.named.get("labels") is not None
+        options = NO_CACHE if needs_logits else NO_CACHE | NO_LOGITS
+        options = {name: value for name, value in options.items() if name in parameters}
+        fewer.append(replace(model_input, named={**options, **model_input.named}))
+    return fewer
 
 
 def require_finite_parameters(model: nn.Module) -> None:
@@ -138,32 +127,24 @@ def require_finite_parameters(model: nn.Module) -> None:
                 needed="a model with weights",
                 do="model.to_empty(device=...), then load_state_dict",
             )
-        if is_divided_over_devices(parameter):
-            _require_finite_divided(name, parameter.detach())
-            continue
-        for part in plain_tensors_of_weight(parameter.detach()):
-            _require_finite(name, part)
-
-
-def _require_finite_divided(name: str, divided: Any) -> None:
-    """Raise the same error in every process that holds a part of a weight, or in none."""
-    if divided.is_floating_point() and not divided.is_meta:
-        total = divided.sum(dtype=torch.float64).full_tensor()
-        if not bool(torch.isfinite(total)):
-            _require_finite(name, divided.full_tensor())
-
-
-def _require_finite(name: str, part: Tensor) -> None:
-    if part.is_meta or not part.is_floating_point() or not part.numel():
-        return
-    if not bool(torch.isfinite(part.sum(dtype=torch.float64))):
-        bad = int((~torch.isfinite(part)).sum())
-        if bad:  # the sum of finite numbers may overflow
-            raise OptionError(
-                saw=f"{name} holds {bad:,} of {part.numel():,} numbers that are NaN or infinite",
-                needed="finite weights",
-                do="load a checkpoint that is whole, or one in a wider dtype",
-            )
+        weight: Any = parameter.detach()
+        is_divided = weights.is_divided_over_devices(weight)
+        for part in [weight] if is_divided else weights.plain_tensors_of_weight(weight):
+            if part.is_meta or not part.is_floating_point() or not part.numel():
+                continue
+            total: Any = part.sum(dtype=torch.float64)
+            # In every process that holds a part of a weight, or in none.
+            if bool(torch.isfinite(total.full_tensor() if is_divided else total)):
+                continue
+            whole = weight.full_tensor() if is_divided else part
+            bad = int((~torch.isfinite(whole)).sum())
+            if bad:  # the sum of finite numbers may overflow
+                raise OptionError(
+                    saw=f"{name} holds {bad:,} of {whole.numel():,} numbers that are NaN or "
+                    "infinite",
+                    needed="finite weights",
+                    do="load a checkpoint that is whole, or one in a wider dtype",
+                )
 
 
 def require_valid_token_ids(model: nn.Module, model_input: ModelInput) -> None:
@@ -184,7 +165,10 @@ def require_valid_token_ids(model: nn.Module, model_input: ModelInput) -> None:
             needed="at least one token",
             do="leave out texts without tokens",
         )
-    embedding = _find_embedding(model)
+    find_embedding, embedding = getattr(model, "get_input_embeddings", None), None
+    if find_embedding is not None:
+        with suppress(NotImplementedError, AttributeError):  # a model without tokens
+            embedding = find_embedding()
     if not isinstance(embedding, nn.Embedding):
         return
     if ids.dim() < 2:
@@ -228,19 +212,13 @@ def call_model_on_input(model: Any, model_input: ModelInput) -> Any:
             most = read_longest_input(model)
         if ids is None or most is None or ids.shape[-1] <= most:
             raise
-        raise _too_many_tokens_error(model, ids, most, error) from error
-
-
-def _too_many_tokens_error(
-    model: nn.Module, ids: Tensor, most: int, error: Exception
-) -> OptionError:
-    kind = type(model).__name__
-    return OptionError(
-        saw=f"token ids of shape {tuple(ids.shape)}, at which {kind} fails: "
-        f"{' '.join(str(error).split())[:200]}",
-        needed=f"at most {most:,} tokens, the number of positions of {kind}",
-        do=f"ids[:, :{most}]; or tokenizer(text, truncation=True, max_length={most})",
-    )
+        kind = type(model).__name__
+        raise OptionError(
+            saw=f"token ids of shape {tuple(ids.shape)}, at which {kind} fails: "
+            f"{' '.join(str(error).split())[:200]}",
+            needed=f"at most {most:,} tokens, the number of positions of {kind}",
+            do=f"ids[:, :{most}]; or tokenizer(text, truncation=True, max_length={most})",
+        ) from error
 
 
 def _has_required_arguments(model: Any) -> bool:
@@ -251,33 +229,13 @@ def _has_required_arguments(model: Any) -> bool:
 
 
 def _no_batch_error(ids: Tensor) -> OptionError:
-    return OptionError(
-        saw=f"token ids of shape {tuple(ids.shape)}",
-        needed="(batch, length)",
-        do="ids[None] for one sequence",
-    )
-
-
-def _find_embedding(model: nn.Module) -> Any:
-    """Return the token embedding of a model of transformers, if it has one."""
-    getter = getattr(model, "get_input_embeddings", None)
-    if getter is None:
-        return None
-    try:
-        return getter()
-    except (NotImplementedError, AttributeError):  # a model of transformers without tokens
-        return None
+    saw = f"token ids of shape {tuple(ids.shape)}"
+    return OptionError(saw=saw, needed="(batch, length)", do="ids[None] for one sequence")
 
 
 @contextmanager
 def explain_failure_on_token_ids(title: str, count: int, *, do: str) -> Iterator[None]:
-    """Raise OptionError where a model fails in the block, which passes it only token ids.
-
-    Args:
-        title: the name of the model.
-        count: number of tokens.
-        do: the advice of the error.
-    """
+    """Raise OptionError with advice where a model fails in the block, which passes it token ids."""
     try:
         yield
     except HeadwiseError:

@@ -13,10 +13,108 @@ from headwise.errors import OptionError
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic_error
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
-from headwise.scanning.text import ScannedText
 from headwise.support.extras import require_package
 from headwise.support.integers import convert_to_int_or_none
 from headwise.support.text import describe_value
+
+MOST_TOKENS = 2**18  # of all texts of a scan together
+
+
+class ScannedText(NamedTuple):
+    """Named tuple: the tokens of the sequences that one part of a model read, without padding.
+
+    An encoder-decoder model reads two texts.
+
+    Attributes:
+        ids: (tokens,) in int32, one sequence after another; below 0 where a token is unknown.
+        lengths: number of tokens of each sequence.
+    """
+
+    ids: Tensor
+    lengths: tuple[int, ...]
+
+
+class _TextBuffers:
+    """The sequences of several texts so far, up to `MOST_TOKENS` of all texts together."""
+
+    def __init__(self) -> None:
+        self._texts: list[list[Tensor]] = []
+        self._cut: set[int] = set()  # texts with a sequence that there was no room for
+        self._room = MOST_TOKENS
+
+    def add_sequences(self, number: int, sequences: Iterable[Tensor]) -> None:
+        """Add sequences to a text while there is room."""
+        if number == len(self._texts):
+            self._texts.append([])
+        for ids in sequences:
+            if len(ids) > self._room:
+                self._cut.add(number)
+            if number not in self._cut:
+                self._texts[number].append(ids.to("cpu", torch.int32))
+                self._room -= len(ids)
+
+    @property
+    def texts(self) -> tuple[ScannedText, ...]:
+        """The texts so far."""
+        none = torch.zeros(0, dtype=torch.int32)
+        return tuple(ScannedText(torch.cat([none, *x]), tuple(map(len, x))) for x in self._texts)
+
+
+def concatenate_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[ScannedText, ...]:
+    """Return the texts of several scans of a model, one after another, up to `MOST_TOKENS`."""
+    merged = _TextBuffers()
+    if len({len(each) for each in texts}) == 1:
+        for each in texts:
+            for number, text in enumerate(each):
+                merged.add_sequences(number, text.ids.split(list(text.lengths)))
+    return merged.texts
+
+
+class TextRecorder(_TextBuffers):
+    """Records the texts of a running model from its attention calls.
+
+    The keys of a call are one text. A further call of the same input with the same tokens reads
+    the same text, another call reads another one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now: list[list[Tensor]] = []  # the sequences of each text, of this input
+        self._last_queries: int | None = None
+
+    def begin_input(self) -> None:
+        """Start another input, with other sequences."""
+        self._now, self._last_queries = [], None
+
+    def record(self, call: CapturedCall) -> tuple[int | None, int | None]:
+        """Record the text of a call, and return the number of its queries' text and keys' text.
+
+        None stands for an unknown text: that of queries that continue a cache, or that attend to
+        the output of another model.
+        """
+        if call.own_key not in (0, None):
+            return None, None
+        tokens, real = call.tokens, call.real_keys
+        if tokens is None:
+            tokens = torch.full(real.shape, -1, device=real.device)
+        sequences = [ids[chosen] for ids, chosen in zip(tokens, real, strict=True)]
+        keys = self._find_or_add_text(sequences)
+        if call.own_key == 0 and not call.is_cross:
+            self._last_queries = keys
+            return keys, keys
+        lengths = call.real_queries.sum(-1).tolist()
+        queries = self._last_queries
+        is_known = queries is not None and [len(ids) for ids in self._now[queries]] == lengths
+        return (queries if is_known else None), keys
+
+    def _find_or_add_text(self, sequences: list[Tensor]) -> int:
+        for number, known in enumerate(self._now):
+            if len(known) == len(sequences) and all(map(torch.equal, known, sequences)):
+                return number
+        self._now.append(sequences)
+        self.add_sequences(number := len(self._now) - 1, sequences)
+        return number
+
 
 OTHER_HEAD = "other_head"  # the axis of a statistic that compares the heads of a layer
 Row = dict[str, str | int | float]
@@ -82,12 +180,12 @@ class LayerScan:
     key_text: int | None = None
 
     def __repr__(self) -> str:
-        heads = f"{len(self.heads)} of {self.num_heads}"
-        count = str(self.num_heads) if len(self.heads) == self.num_heads else heads
-        sizes = {"heads": count, "calls": self.calls, "statistics": len(self.summaries)}
-        sizes |= {"missing": len(self.missing)} if self.missing else {}
-        words = ", ".join(f"{name}={value}" for name, value in sizes.items())
-        return f"LayerScan({self.name!r}, {self.kind} attention, {words})"
+        some = f"{len(self.heads)} of " if len(self.heads) != self.num_heads else ""
+        sizes = (
+            f"heads={some}{self.num_heads}, calls={self.calls}, statistics={len(self.summaries)}"
+        )
+        sizes += f", missing={len(self.missing)}" if self.missing else ""
+        return f"LayerScan({self.name!r}, {self.kind} attention, {sizes})"
 
     @classmethod
     def empty_of_call(cls, call: CapturedCall, heads: tuple[int, ...] | None) -> LayerScan:
@@ -143,22 +241,19 @@ class LayerScan:
         for here, there in (
             (f"{self.kind} attention", f"{other.kind} attention"),
             (f"{self.num_heads} heads", f"{other.num_heads} heads"),
-            (f"heads {_comma_list(self.heads)}", f"heads {_comma_list(other.heads)}"),
+            *((f"heads {', '.join(map(str, x.heads))}" for x in (self, other)),),
         ):
             if here != there:
                 return f"layer {self.name} with {here}, and with {there}"
-        for name in [*self.summaries, *other.summaries]:
-            for has, lacks in ((self, other), (other, self)):
-                if name in has.summaries and name not in lacks.summaries:
-                    reason = lacks.missing.get(name, "it was not requested")
-                    return f"layer {self.name} with {name}, and without: {reason}"
+        for has, lacks in ((self, other), (other, self)):
+            if alone := [name for name in has.summaries if name not in lacks.summaries]:
+                reason = lacks.missing.get(alone[0], "it was not requested")
+                return f"layer {self.name} with {alone[0]}, and without: {reason}"
         for statistic in statistics:
-            name = statistic.definition.name
-            if name not in self.summaries:
-                continue
-            difference = statistic.reason_not_mergeable(self.summaries[name], other.summaries[name])
-            if difference is not None:
-                return f"layer {self.name} with {difference}"
+            if (name := statistic.definition.name) in self.summaries:
+                both = self.summaries[name], other.summaries[name]
+                if (difference := statistic.reason_not_mergeable(*both)) is not None:
+                    return f"layer {self.name} with {difference}"
         return None
 
 
@@ -258,12 +353,26 @@ class ScanReadings:
         statistic = self._find_statistic(name)
         heads = max((layer.num_heads for layer in self.layer_scans), default=0)
         results = {
-            index: _expand_other_head_axis(statistic, layer, heads)
+            index: statistic.result(layer.summaries[name])
             for index, layer in enumerate(self.layer_scans)
             if name in layer.summaries
         }
         if not results:
-            raise self._missing_everywhere_error(name)
+            reasons = dict.fromkeys(layer.missing[name] for layer in self.layer_scans)
+            raise OptionError(
+                saw=f"statistic {name!r}, which no layer has: "
+                f"{'; '.join(reasons) or 'the scan has no layers'}",
+                needed=f"a statistic that was measured: {', '.join(self.measured) or 'none was'}",
+                do="scan a model and inputs with what the statistic needs: "
+                + (", ".join(statistic.needs) or "an attention layer"),
+            )
+        for axis, axis_name in enumerate(statistic.definition.axes, start=1):
+            for index, rows in results.items() if axis_name == OTHER_HEAD else ():
+                wide = rows.new_full(
+                    (*rows.shape[:axis], heads, *rows.shape[axis + 1 :]), torch.nan
+                )
+                order = torch.tensor(self.layer_scans[index].heads)
+                results[index] = wide.index_copy_(axis, order, rows)
         # The length of any axis may differ between layers, as the number of heads may.
         sizes = [
             max(axis) for axis in zip(*(rows.shape[1:] for rows in results.values()), strict=True)
@@ -289,7 +398,13 @@ class ScanReadings:
             OptionError: the scan has no such statistic, no layer has it, or it is not one number
                 a head.
         """
-        return top_heads(self.layers, self._require_scalar(name), n, lowest=lowest)
+        if axes := self.definition(name).axes:
+            raise OptionError(
+                saw=f"{name}, which has {' x '.join(axes)} numbers for each head",
+                needed=f"one number for each head: {', '.join(self.scalars)}",
+                do=f"reduce scan[{name!r}] yourself",
+            )
+        return top_heads(self.layers, self[name], n, lowest=lowest)
 
     def table(self) -> list[Row]:
         """Return a row for each scanned head.
@@ -309,8 +424,6 @@ class ScanReadings:
         columns = ["layer", "layer_index", "head", *self.scalars]
         return pandas.DataFrame(self.table(), columns=columns)
 
-    # ---- checks -----------------------------------------------------------------------------
-
     def _find_statistic(self, name: str) -> Statistic:
         for statistic in self.statistics:
             if statistic.definition.name == name:
@@ -319,59 +432,20 @@ class ScanReadings:
             name, self.names, do="take one of these, or name it in statistics= when you scan"
         )
 
-    def _missing_everywhere_error(self, name: str) -> OptionError:
-        reasons = dict.fromkeys(layer.missing[name] for layer in self.layer_scans)
-        return OptionError(
-            saw=f"statistic {name!r}, which no layer has: "
-            f"{'; '.join(reasons) or 'the scan has no layers'}",
-            needed=f"a statistic that was measured: {', '.join(self.measured) or 'none was'}",
-            do="scan a model and inputs with what the statistic needs: "
-            + (", ".join(self._find_statistic(name).needs) or "an attention layer"),
-        )
-
-    def _require_scalar(self, name: str) -> Tensor:
-        if axes := self.definition(name).axes:
-            raise OptionError(
-                saw=f"{name}, which has {' x '.join(axes)} numbers for each head",
-                needed=f"one number for each head: {', '.join(self.scalars)}",
-                do=f"reduce scan[{name!r}] yourself",
-            )
-        return self[name]
-
-
-def _expand_other_head_axis(statistic: Statistic, layer: LayerScan, heads: int) -> Tensor:
-    """Return (scanned heads, *axes), with an axis "other_head" indexed by head number."""
-    rows = statistic.result(layer.summaries[statistic.definition.name])
-    for axis, name in enumerate(statistic.definition.axes, start=1):
-        if name == OTHER_HEAD:
-            shape = [*rows.shape[:axis], heads, *rows.shape[axis + 1 :]]
-            wide = rows.new_full(shape, torch.nan)
-            rows = wide.index_copy_(axis, torch.tensor(layer.heads), rows)
-    return rows
-
-
-def _comma_list(heads: tuple[int, ...]) -> str:
-    return ", ".join(map(str, heads))
-
 
 def top_heads(layers: tuple[str, ...], values: Tensor, n: int, *, lowest: bool) -> list[HeadValue]:
     """Return the ``n`` largest of (layers, heads), or the smallest; NaN is left out."""
     count = convert_to_int_or_none(n)
     if count is None or count < 0:
         raise OptionError(
-            saw=f"n={describe_value(n)}",
-            needed="a number of heads, from 0",
-            do="n=5",
+            saw=f"n={describe_value(n)}", needed="a number of heads, from 0", do="n=5"
         )
     flat = values.flatten()
-    order = flat.argsort(descending=not lowest, stable=True).tolist()
-    has_value = (~flat.isnan()).tolist()
-    ranked = [position for position in order if has_value[position]][:count]
-    heads = []
-    for position in ranked:
-        index, head = divmod(position, values.shape[1])
-        heads.append(HeadValue(layers[index], index, head, float(flat[position])))
-    return heads
+    order = flat.argsort(descending=not lowest, stable=True)
+    ranked = [
+        divmod(position, values.shape[1]) for position in order[~flat[order].isnan()].tolist()
+    ]
+    return [HeadValue(layers[x], x, head, float(values[x, head])) for x, head in ranked[:count]]
 
 
 def make_table_rows_by_head(

@@ -20,9 +20,8 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -32,31 +31,18 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.scanning.file import (
-    damaged_file_error,
-    hash_nested_content,
-    read_document,
-    read_scan_fields,
-    write_scan_file,
-)
+from headwise.scanning import file, selection
+from headwise.scanning.file import FieldError, shorten_for_message, write_scan_file
 from headwise.scanning.result import HeadScan
-from headwise.scanning.schema import WHOLE, FieldError, check_value, shorten_for_message
-from headwise.scanning.selection import (
-    Layers,
-    Numbers,
-    Statistics,
-    normalise_layers_option,
-    select_statistics,
-)
 from headwise.scanning.source import ModelToScan, TextToRead, open_model, read_texts
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.support.files import write_whole
 from headwise.support.json_object import parse_json_object
 from headwise.support.progress import Progress, no_progress
+from headwise.support.tensors import iterate_leaves
 from headwise.support.text import describe_count, describe_value
 
 SCAN, TABLE, PARTS, CORPUS = "scan.safetensors", "table.csv", "parts", "corpus.json"
-SUFFIX = ".safetensors"
 DOCUMENT = {"name": str, "digest": str, "made_with": {...: str}}  # beside the scan of a document
 WORDS = {
     **dict.fromkeys(("title", "about", "read", "chosen"), str),
@@ -64,7 +50,7 @@ WORDS = {
     "tokens": {...: str},
 }
 SCHEMA = {
-    "documents": [{"name": str, "digest": str, "tokens": WHOLE}],
+    "documents": [{"name": str, "digest": str, "tokens": file.WHOLE}],
     "made_with": {...: str},
     "words": WORDS,
 }
@@ -79,6 +65,68 @@ Words = dict[str, Any]
 Texts = Sequence[TextToRead | tuple[str, Any] | str | PathLike[str]]
 
 
+# ---- the number of a part ------------------------------------------------------------------------
+
+
+def divide_documents(tokens: Sequence[int], count: int) -> list[list[int]]:
+    """Return the numbers of the documents of each part, given the tokens of each document."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in sorted(range(len(tokens)), key=lambda index: -tokens[index]):
+        least = loads.index(min(loads))
+        shares[least].append(index)
+        loads[least] += tokens[index]
+    return shares
+
+
+def number_part(part: Part, device: str | None) -> tuple[tuple[int, int], str | None]:
+    """Return the numbers of a part, and its device; see `scan_part`."""
+    if part != "auto":
+        return _require_part(part), device
+    number, count = part_of_environment()
+    if device == "cuda":
+        device = f"cuda:{(number - 1) % max(1, torch.cuda.device_count())}"
+    return (number, count), device
+
+
+def part_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return the part of this process, as torchrun or an array of Slurm numbers it.
+
+    Raises:
+        OptionError: neither has numbered it, both have, or the array has gaps.
+    """
+    slurm = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT")]
+    launchers = (["RANK", "WORLD_SIZE"], slurm)
+    given = [names for names in launchers if all(name in environment for name in names)]
+    if len(given) != 1:
+        raise OptionError(
+            saw="{part} auto with the numbers of torchrun and of a Slurm array"
+            if given
+            else "{part} auto without the numbers of torchrun or of a Slurm array",
+            needed="RANK and WORLD_SIZE, or SLURM_ARRAY_TASK_ID, _MIN and _COUNT",
+            do="{part} with the number of the part and the number of parts, such as 3/8",
+            parameter="part",
+        )
+    number, *first, count = (int(environment[name]) for name in given[0])
+    return _require_part((number - sum(first) + 1, count))
+
+
+def _require_part(part: tuple[int, int]) -> tuple[int, int]:
+    is_pair = isinstance(part, tuple) and len(part) == 2
+    if not is_pair or not all(type(n) is int for n in part) or not 1 <= part[0] <= part[1]:
+        shown = "/".join(map(str, part)) if is_pair else describe_value(part)
+        raise OptionError(
+            saw=f"{{part}} {shown}",
+            needed="the number of a part, from 1 to the number of parts",
+            do="{part} 1/8 to 8/8 for eight parts; a Slurm array must have no gaps",
+            parameter="part",
+        )
+    return part
+
+
+# ---- the documents -------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, eq=False)
 class Document:
     """A document of a corpus: its name, a digest of its inputs, and its number of tokens."""
@@ -86,13 +134,6 @@ class Document:
     name: str
     digest: str
     tokens: int
-
-    @classmethod
-    def of(cls, name: str, inputs: Any) -> Document:
-        """Return the document of a name and the inputs of a model."""
-        # A file name can hold surrogates, which UTF-8 cannot.
-        plain = name.encode("utf-8", "backslashreplace").decode("utf-8")
-        return cls(plain, hash_nested_content(inputs), _count_tokens(inputs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,12 +155,12 @@ class Corpus:
         """Return the corpus of a folder, or None if the folder holds none."""
         path = out / CORPUS
         try:
-            fields = check_value(parse_json_object(path.read_bytes()), SCHEMA, "")
+            fields = file.check_value(parse_json_object(path.read_bytes()), SCHEMA, "")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, FieldError) as error:
-            fault = error if isinstance(error, FieldError) else FieldError(str(error))
-            raise damaged_file_error(path, fault, "remove it, and start the run again") from error
+            remedy = "remove it, and start the run again"
+            raise file.damaged_file_error(path, FieldError(str(error)), remedy) from error
         documents = tuple(Document(**saved) for saved in fields["documents"])
         return cls(documents, fields["made_with"], fields["words"])
 
@@ -132,7 +173,13 @@ class Corpus:
     def path_of(self, out: Path, index: int) -> Path:
         """Return the file of a document, under a name that every system accepts."""
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.documents[index].name).strip("-.")[:40]
-        return out / PARTS / f"{index:05}-{name or 'document'}{SUFFIX}"
+        return out / PARTS / f"{index:05}-{name or 'document'}.safetensors"
+
+    def fields_of_document(self, index: int) -> dict[str, Any]:
+        """Return what is saved beside the scan of a document."""
+        document = self.documents[index]
+        made_with = dict(self.made_with)
+        return {"name": document.name, "digest": document.digest, "made_with": made_with}
 
     def require_continued_by(self, later: Corpus, path: Path) -> None:
         """Raise OptionError if other values, or other documents, were given than those before."""
@@ -147,14 +194,41 @@ class Corpus:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class CorpusScan:
-    """A corpus with the model that scans it."""
+def words_of_model(model: ModelToScan, texts: Sequence[TextToRead | tuple[str, Any]]) -> Words:
+    """Return what a page says of a model and its input, and the texts of the tokens."""
+    pairs = [_name_and_inputs(text) for text in texts]
+    names, tokens = [name for name, _ in pairs], sum(_count_tokens(x) for _, x in pairs)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    read = f"{describe_count(len(names), 'text')}, {describe_count(tokens, 'token')}: "
+    read += f"{', '.join(names[:3])}{more}"
+    if len(texts) == 1 and isinstance(texts[0], TextToRead):
+        read = texts[0].description
+    leaves = (x for _, inputs in pairs for x in iterate_leaves(model.inputs(inputs)))
+    numbers = [x for x in leaves if isinstance(x, Tensor) and not x.is_floating_point()]
+    seen = sorted({token for x in numbers for token in x.unique().tolist()})
+    return {
+        "title": model.title,
+        "about": model.about,
+        "read": _as_utf8(read),
+        "chosen": model.separators_and_specials_in_words,
+        "notes": list(model.notes),
+        "tokens": {} if model.name_of is None else {str(n): model.name_of(n) for n in seen},
+    }
 
-    corpus: Corpus
-    inputs: Sequence[Any]
-    scan_one: Callable[..., HeadScan]
-    statistics: tuple[Statistic, ...]
+
+def _name_and_inputs(text: TextToRead | tuple[str, Any]) -> tuple[str, Any]:
+    return (text.name, text.ids) if isinstance(text, TextToRead) else text
+
+
+def _count_tokens(inputs: Any) -> int:
+    """Return the length of a document: batch x length of its first tensor."""
+    tensors = (x for x in iterate_leaves(inputs) if isinstance(x, Tensor))
+    return next((int(x.shape[:2].numel()) for x in tensors), 1)
+
+
+def _as_utf8(name: str) -> str:
+    """Return a name without surrogates, which a file name can hold and UTF-8 cannot."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 # ---- a part -------------------------------------------------------------------------------------
@@ -198,162 +272,93 @@ def scan_part(
             documents or with other options, weights or machines; or as `headwise.scan`.
     """
     (number, count), device = number_part(part, device)
-    folder = PartFolder(out, open_corpus(model, texts, device=device, **options))
-    documents = folder.ready.corpus.documents
-    chosen = divide_documents([document.tokens for document in documents], count)[number - 1]
+    folder = open_corpus(model, texts, out, device=device, **options)
+    corpus = folder.corpus
+    chosen = divide_documents([document.tokens for document in corpus.documents], count)[number - 1]
     first: HeadScan | None = None
     for done, index in enumerate(chosen):
-        progress(documents[index].name, done, len(chosen))
+        progress(corpus.documents[index].name, done, len(chosen))
         result = folder.scan_or_load_document(index, fits=first, progress=progress)
         first = first or result
-        progress(documents[index].name, done + 1, len(chosen))
-    return tuple(folder.ready.corpus.path_of(folder.out, index) for index in chosen)
-
-
-def divide_documents(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Return the numbers of the documents of each part, given the tokens of each document."""
-    shares: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for index in sorted(range(len(tokens)), key=lambda index: -tokens[index]):
-        least = loads.index(min(loads))
-        shares[least].append(index)
-        loads[least] += tokens[index]
-    return shares
-
-
-def number_part(part: Part, device: str | None) -> tuple[tuple[int, int], str | None]:
-    """Return the numbers of a part, and its device; see `scan_part`."""
-    if part != "auto":
-        return _require_part(part), device
-    number, count = part_of_environment()
-    if device == "cuda":
-        device = f"cuda:{(number - 1) % max(1, torch.cuda.device_count())}"
-    return (number, count), device
-
-
-def part_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return the part of this process, as torchrun or an array of Slurm numbers it.
-
-    Raises:
-        OptionError: neither has numbered it, both have, or the array has gaps.
-    """
-    known = ("RANK", "WORLD_SIZE"), ("ARRAY_TASK_ID", "ARRAY_TASK_MIN", "ARRAY_TASK_COUNT")
-    torchrun = [environment.get(name) for name in known[0]]
-    slurm = [environment.get(f"SLURM_{name}") for name in known[1]]
-    is_set = [all(value is not None for value in values) for values in (torchrun, slurm)]
-    if sum(is_set) != 1:
-        raise OptionError(
-            saw="{part} auto with the numbers of torchrun and of a Slurm array"
-            if all(is_set)
-            else "{part} auto without the numbers of torchrun or of a Slurm array",
-            needed="RANK and WORLD_SIZE, or SLURM_ARRAY_TASK_ID, _MIN and _COUNT",
-            do="{part} with the number of the part and the number of parts, such as 3/8",
-            parameter="part",
-        )
-    if is_set[0]:
-        return _require_part((int(torchrun[0] or 0) + 1, int(torchrun[1] or 0)))
-    task, first, count = (int(value or 0) for value in slurm)
-    return _require_part((task - first + 1, count))
-
-
-def _require_part(part: tuple[int, int]) -> tuple[int, int]:
-    is_pair = isinstance(part, tuple) and len(part) == 2
-    if not is_pair or not all(type(n) is int for n in part) or not 1 <= part[0] <= part[1]:
-        shown = "/".join(map(str, part)) if is_pair else describe_value(part)
-        raise OptionError(
-            saw=f"{{part}} {shown}",
-            needed="the number of a part, from 1 to the number of parts",
-            do="{part} 1/8 to 8/8 for eight parts; a Slurm array must have no gaps",
-            parameter="part",
-        )
-    return part
+        progress(corpus.documents[index].name, done + 1, len(chosen))
+    return tuple(corpus.path_of(folder.out, index) for index in chosen)
 
 
 def open_corpus(
     model: ModelToScan | nn.Module | str | PathLike[str],
     texts: Texts,
+    out: str | PathLike[str],
     *,
     device: str | None = None,
-    statistics: Statistics = None,
-    layers: Layers = None,
-    separators: Numbers = (),
-    specials: Numbers = (),
+    statistics: selection.Statistics = None,
+    layers: selection.Layers = None,
+    separators: selection.Numbers = (),
+    specials: selection.Numbers = (),
     length: int | None = None,
-) -> CorpusScan:
-    """Load the model and the documents of a corpus.
+) -> PartFolder:
+    """Load the model and the documents of a corpus, and check what is in its folder.
 
-    Args:
-        model: as for `scan_part`.
-        texts: as for `scan_part`.
-        device: where the model runs; where it is if None.
-        statistics: as for `headwise.scan`.
-        layers: as for `headwise.scan`.
-        separators: as for `headwise.scan`; a tokenizer has its own.
-        specials: as for `headwise.scan`; a tokenizer has its own.
-        length: the largest number of tokens of a file.
+    The first arguments are those of `scan_part`; ``statistics`` and ``layers`` are those of
+    `headwise.scan`, and so are ``separators`` and ``specials``, unless a tokenizer has its own.
+    ``length`` is the largest number of tokens of a file.
 
     Raises:
-        OptionError: no documents; or as `open_model` and `read_texts`.
+        OptionError: no documents; documents of another corpus, or a folder that holds a scan
+            without parts; or as `open_model` and `read_texts`.
     """
-    subject = _load_subject(model, device, separators=separators, specials=specials)
-    chosen, _ = select_statistics(statistics)
-    read = list(_read_files(subject, texts, length))
+    if isinstance(model, str | PathLike):
+        model = open_model(model, device=device or "cpu")
+    elif isinstance(model, nn.Module):
+        model = ModelToScan.of_module(model, separators=separators, specials=specials)
+    if device is not None:
+        model.model.to(device)
+    chosen, _ = selection.select_statistics(statistics)
+    read = _read_files(model, texts, length)
+    pairs = [_name_and_inputs(text) for text in read]
+    made_with = {
+        "weights": file.hash_nested_content(model.model.state_dict()),
+        "statistics": ", ".join(map(_describe_statistic, chosen)),
+        "layers": ", ".join(selection.normalise_layers_option(layers) or ["all"]),
+        "length": str(length or "of the model"),
+        **_describe_marks_and_machine(model),
+    }
+    hashed = file.hash_nested_content
+    documents = [Document(_as_utf8(name), hashed(x), _count_tokens(x)) for name, x in pairs]
+    corpus = Corpus(tuple(documents), made_with, words_of_model(model, read))
+    inputs = [each for _, each in pairs]
+    folder = PartFolder(Path(out).absolute(), corpus, model, inputs, chosen, layers)
+    folder.continue_earlier_run()
+    return folder
+
+
+def _read_files(
+    model: ModelToScan, texts: Texts, length: int | None
+) -> list[TextToRead | tuple[str, Any]]:
+    read: list[TextToRead | tuple[str, Any]] = []
+    for text in texts:
+        if isinstance(text, str | PathLike):
+            read += read_texts(model, [text], length=length)
+        else:
+            read.append(text)
     if not read:
         raise OptionError(
             saw="no documents",
             needed="at least one (name, inputs), or a file of text",
             do="pass a list of documents; a generator can be read only once",
         )
-    pairs = [(text.name, text.ids) if isinstance(text, TextToRead) else text for text in read]
-    marks = {"separators": sorted(subject.separators.values()), "specials": subject.specials}
-    made_with = {
-        "weights": hash_nested_content(subject.model.state_dict()),
-        "statistics": ", ".join(map(_describe_statistic, chosen)),
-        "layers": ", ".join(normalise_layers_option(layers) or ["all"]),
-        "length": str(length or "of the model"),
+    return read
+
+
+def _describe_marks_and_machine(model: ModelToScan) -> dict[str, str]:
+    marks = {"separators": sorted(model.separators.values()), "specials": model.specials}
+    is_cuda = model.device.type == "cuda"
+    return {
         **{name: ", ".join(map(str, numbers)) or "none" for name, numbers in marks.items()},
-        **_describe_machine(subject),
+        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "device": torch.cuda.get_device_name(model.device) if is_cuda else model.device.type,
+        "dtype": ", ".join(sorted({str(p.dtype) for p in model.model.parameters()})),
+        "threads": str(torch.get_num_threads()),
     }
-    documents = tuple(Document.of(name, inputs) for name, inputs in pairs)
-    corpus = Corpus(documents, made_with, words_of_model(subject, read))
-    scan_one = partial(subject.scan, statistics=chosen, layers=layers)
-    return CorpusScan(corpus, [inputs for _, inputs in pairs], scan_one, chosen)
-
-
-def _load_subject(
-    model: ModelToScan | nn.Module | str | PathLike[str],
-    device: str | None,
-    *,
-    separators: Numbers,
-    specials: Numbers,
-) -> ModelToScan:
-    if isinstance(model, nn.Module):
-        model = ModelToScan.of_module(model, separators=separators, specials=specials)
-    elif isinstance(model, str | PathLike):
-        return open_model(model, device=device or "cpu")
-    if device is not None:
-        model.model.to(device)
-    return model
-
-
-def _read_files(
-    model: ModelToScan, texts: Texts, length: int | None
-) -> Iterator[TextToRead | tuple[str, Any]]:
-    for text in texts:
-        if isinstance(text, str | PathLike):
-            yield from read_texts(model, [text], length=length)
-        else:
-            yield text
-
-
-def _count_tokens(inputs: Any) -> int:
-    """Return the length of a document: batch x length of its first tensor."""
-    if isinstance(inputs, Tensor):
-        return int(inputs.shape[:2].numel())
-    values = inputs.values() if isinstance(inputs, Mapping) else inputs
-    several = isinstance(inputs, Mapping | Sequence) and not isinstance(inputs, str)
-    counts = (_count_tokens(value) for value in values) if several else iter(())
-    return next(counts, 1)
 
 
 def _describe_statistic(statistic: Statistic) -> str:
@@ -363,83 +368,36 @@ def _describe_statistic(statistic: Statistic) -> str:
     return f"{definition.id or f'{definition.name}: {definition.formula}'}{options}"
 
 
-def _describe_machine(model: ModelToScan) -> dict[str, str]:
-    """Return all that the bits of a scan depend on, beside its options."""
-    device = model.device
-    is_cuda = device.type == "cuda"
-    return {
-        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
-        "dtype": ", ".join(sorted({str(p.dtype) for p in model.model.parameters()})),
-        "threads": str(torch.get_num_threads()),
-    }
-
-
-def words_of_model(model: ModelToScan, texts: Sequence[TextToRead | tuple[str, Any]]) -> Words:
-    """Return what a page says of a model and its input, and the texts of the tokens."""
-    pairs = [(text.name, text.ids) if isinstance(text, TextToRead) else text for text in texts]
-    names, tokens = [name for name, _ in pairs], sum(_count_tokens(x) for _, x in pairs)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    read = f"{describe_count(len(names), 'text')}, {describe_count(tokens, 'token')}: "
-    read += f"{', '.join(names[:3])}{more}"
-    if len(texts) == 1 and isinstance(texts[0], TextToRead):
-        read = texts[0].description
-    seen = sorted({token for _, x in pairs for token in _list_token_ids(model.inputs(x))})
-    return {
-        "title": model.title,
-        "about": model.about,
-        "read": read.encode("utf-8", "backslashreplace").decode("utf-8"),
-        "chosen": model.separators_and_specials_in_words,
-        "notes": list(model.notes),
-        "tokens": {} if model.name_of is None else {str(n): model.name_of(n) for n in seen},
-    }
-
-
-def _list_token_ids(inputs: Any) -> Iterator[int]:
-    """Yield the whole numbers in the inputs of a model."""
-    if isinstance(inputs, Tensor) and not inputs.is_floating_point():
-        yield from inputs.unique().tolist()
-    elif isinstance(inputs, Mapping | tuple | list):
-        values = inputs.values() if isinstance(inputs, Mapping) else inputs
-        for value in values:
-            yield from _list_token_ids(value)
-
-
-# ---- the folder of a corpus ---------------------------------------------------------------------
-
-
+@dataclass(frozen=True, eq=False)
 class PartFolder:
-    """The finished documents in a folder, and the checks that they must pass.
+    """A corpus with the model that scans it, and the folder of the finished documents."""
 
-    Args:
-        out: the folder.
-        ready: the corpus, with its model.
+    out: Path
+    corpus: Corpus
+    model: ModelToScan
+    inputs: Sequence[Any]
+    statistics: tuple[Any, ...]
+    layers: selection.Layers
 
-    Raises:
-        OptionError: documents of another corpus, or a folder that holds a scan without parts.
-    """
-
-    def __init__(self, out: str | PathLike[str], ready: CorpusScan) -> None:
-        self.out, self.ready = Path(out).absolute(), ready
-        corpus, before = ready.corpus, Corpus.read(self.out)
-        remove_unfinished_files(self.out)
+    def continue_earlier_run(self) -> None:
+        """Check the documents in the folder, remove unfinished files, and write the corpus."""
+        out, corpus, before = self.out, self.corpus, Corpus.read(self.out)
+        remove_unfinished_files(out)
         if before is not None:
-            before.require_continued_by(corpus, self.out / CORPUS)
-        elif (self.out / SCAN).exists() and not any(list_parts(self.out)):
+            before.require_continued_by(corpus, out / CORPUS)
+        elif (out / SCAN).exists() and not list_parts(out):
             raise OptionError(
-                saw=f"{self.out / SCAN}, a scan without its parts",
+                saw=f"{out / SCAN}, a scan without its parts",
                 needed="a folder of an earlier run, or one without a scan",
                 do="name another folder",
             )
-        for index, path in list_parts(self.out):
-            if index >= len(corpus.documents):
-                raise _part_error(
-                    path, f"with {len(corpus.documents)} documents", "a part for each document"
-                )
-            if path != (expected := corpus.path_of(self.out, index)):
+        for index, path in list_parts(out):
+            if index >= (count := len(corpus.documents)):
+                raise _part_error(path, f"with {count} documents", "a part for each document")
+            if path != (expected := corpus.path_of(out, index)):
                 raise _part_error(path, f"beside {expected.name}", "one part a document")
         if before is None or len(before.documents) < len(corpus.documents):
-            corpus.write(self.out)
+            corpus.write(out)
 
     def scan_or_load_document(
         self, index: int, *, fits: HeadScan | None = None, progress: Progress = no_progress
@@ -449,27 +407,26 @@ class PartFolder:
         Raises:
             OptionError: a scan that cannot be merged with ``fits``, or a file of something else.
         """
-        corpus = self.ready.corpus
-        path, document = corpus.path_of(self.out, index), corpus.documents[index]
+        path = self.corpus.path_of(self.out, index)
         if not path.exists():
-            fresh = self.ready.scan_one(self.ready.inputs[index], progress=progress)
+            options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
+            fresh = self.model.scan(self.inputs[index], progress=progress, **options)
             # A scan that cannot be merged is not written, so the run can resume without it.
             if fits is not None and (difference := fits.reason_not_mergeable(fresh)) is not None:
                 raise OptionError(
-                    saw=f"document {index}, {document.name}: {difference}",
+                    saw=f"document {index}, {self.corpus.documents[index].name}: {difference}",
                     needed="the layers, heads and statistics of the documents before it",
                     do="leave this document out, or scan documents of its kind into another folder",
                 )
-            made_with = dict(corpus.made_with)
-            beside = {"name": document.name, "digest": document.digest, "made_with": made_with}
-            write_scan_file(fresh, path, document=beside, mark=process_mark())
-        return _load_document(corpus, index, path, self.ready.statistics, fits)
+            fields = self.corpus.fields_of_document(index)
+            write_scan_file(fresh, path, document=fields, mark=process_mark())
+        return _load_document(self.corpus, index, path, self.statistics, fits)
 
 
 def list_parts(out: Path) -> list[tuple[int, Path]]:
     """Return the number and the path of each document in a folder, in order."""
-    paths = sorted((out / PARTS).glob(f"[0-9]*-*{SUFFIX}"))
-    numbered = [(path.name.partition("-")[0], path) for path in paths if path.is_file()]
+    paths = sorted(path for path in (out / PARTS).glob("[0-9]*-*.safetensors") if path.is_file())
+    numbered = [(path.name.partition("-")[0], path) for path in paths]
     return [(int(number), path) for number, path in numbered if re.fullmatch("[0-9]+", number)]
 
 
@@ -494,13 +451,9 @@ def _load_document(
     statistics: Iterable[Statistic],
     fits: HeadScan | None,
 ) -> HeadScan:
-    fields, saved = read_scan_fields(path, statistics, remedy=REMOVE)
-    if saved is None:
+    fields, document = file.read_scan_fields(path, statistics, remedy=REMOVE)
+    if (saved := _check_document(path, document)) is None:
         raise _part_error(path, "a scan that scan_part did not write", "parts of a corpus")
-    try:
-        check_value(saved, DOCUMENT, "document")
-    except FieldError as fault:
-        raise damaged_file_error(path, fault, REMOVE) from fault
     # Checked before the content: other options, such as a length, may explain other content.
     _require_same_values(path, saved["made_with"], corpus.made_with)
     _require_same_document(path, saved["name"], saved["digest"], corpus.documents[index])
@@ -508,6 +461,14 @@ def _load_document(
     if fits is not None and (difference := fits.reason_not_mergeable(loaded)) is not None:
         raise _part_error(path, difference, "scans of the same layers, heads and statistics")
     return loaded
+
+
+def _check_document(path: Path, saved: Any) -> Any:
+    """Return what was saved beside a scan, or None; raise OptionError if it was edited."""
+    try:
+        return saved if saved is None else file.check_value(saved, DOCUMENT, "document")
+    except FieldError as fault:
+        raise file.damaged_file_error(path, fault, REMOVE) from fault
 
 
 def _require_same_values(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -529,11 +490,8 @@ def _require_same_document(path: Path, name: str, digest: str, now: Document) ->
     if name != now.name:
         raise _part_error(path, f"made from {shown}", f"a part of {now.name!r}")
     if digest != now.digest:
-        raise _part_error(
-            path,
-            f"made from other content of {shown}: {shorten_for_message(digest[:16])}",
-            f"a part of the content given now, {now.digest[:16]}",
-        )
+        saw = f"made from other content of {shown}: {shorten_for_message(digest[:16])}"
+        raise _part_error(path, saw, f"a part of the content given now, {now.digest[:16]}")
 
 
 def _part_error(path: Path, saw: str, needed: str, do: str = ANOTHER) -> OptionError:
@@ -564,13 +522,13 @@ class FoundParts:
     @property
     def faults(self) -> list[str]:
         """Sentences on what prevents the merge."""
-        count = len(self.corpus.documents)
-        shown: dict[str, Sequence[str | Path]] = {
-            f"{len(self.missing)} of {describe_count(count, 'document')} missing": self.missing,
-            f"{len(self.doubled)} doubled": self.doubled,
-            f"{len(self.foreign)} foreign": self.foreign,
-        }
-        return [f"{fault}: {_list_names(names)}" for fault, names in shown.items() if names]
+        count, sentences = describe_count(len(self.corpus.documents), "document"), []
+        kinds = {f" of {count} missing": self.missing, " doubled": self.doubled}
+        for kind, names in {**kinds, " foreign": self.foreign}.items():
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            if names:
+                sentences.append(f"{len(names)}{kind}: {', '.join(map(str, names[:5]))}{more}")
+        return sentences
 
 
 def find_parts(folders: Sequence[str | PathLike[str]]) -> FoundParts:
@@ -579,11 +537,10 @@ def find_parts(folders: Sequence[str | PathLike[str]]) -> FoundParts:
     Raises:
         OptionError: a folder without a corpus, or folders of several corpora.
     """
-    places = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     corpus: Corpus | None = None
     paths: dict[int, Path] = {}
     doubled, foreign = [], []
-    for out in places:
+    for out in dict.fromkeys(Path(folder).resolve() for folder in folders):
         here = Corpus.read(out)
         if here is None:
             raise OptionError(
@@ -609,16 +566,8 @@ def find_parts(folders: Sequence[str | PathLike[str]]) -> FoundParts:
 
 
 def _is_of_corpus(corpus: Corpus, index: int, path: Path) -> bool:
-    try:
-        saved = read_document(path, remedy=REMOVE)
-        document = corpus.documents[index]
-        return saved is not None and check_value(saved, DOCUMENT, "document") == {
-            "name": document.name,
-            "digest": document.digest,
-            "made_with": corpus.made_with,
-        }
-    except FieldError as fault:
-        raise damaged_file_error(path, fault, REMOVE) from fault
+    saved = _check_document(path, file.read_document(path, remedy=REMOVE))
+    return bool(saved == corpus.fields_of_document(index))
 
 
 def merge_parts(
@@ -653,19 +602,10 @@ def merge_parts(
     target = Path(out if out is not None else places[0]).absolute()
     remove_unfinished_files(target)
     write_scan_file(total, target / SCAN, mark=process_mark())
-    write_whole(target / TABLE, _format_csv(total), mark=process_mark())
-    return total
-
-
-def _format_csv(result: HeadScan) -> str:
-    file = io.StringIO()
-    columns = ["layer", "layer_index", "head", *result.scalars]
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    table = io.StringIO()
+    columns = ["layer", "layer_index", "head", *total.scalars]
+    writer = csv.DictWriter(table, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(result.table())
-    return file.getvalue()
-
-
-def _list_names(names: Sequence[str | Path]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(map(str, names[:5]))}{more}"
+    writer.writerows(total.table())
+    write_whole(target / TABLE, table.getvalue(), mark=process_mark())
+    return total

@@ -1,40 +1,56 @@
-"""Plan of the scan of a stored model: a trial on a few tokens, the statistics, and the estimate."""
+"""Plan of the scan of a stored model: a trial on a few tokens, the statistics, and the estimate.
+
+The estimated time is that of a short trial, of the model's matrix products, and of one pass over
+the weights of each head, at the speed measured on problems of the length of the texts. The memory
+is that of the process now, plus the largest tensors that a layer holds at once.
+"""
 
 from __future__ import annotations
 
-import re
+import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
 
 from headwise.errors import OptionError
-from headwise.scanning.estimate import (
-    Estimate,
-    estimate_scan,
-    record_call_sizes,
-    require_memory,
-)
+from headwise.masks.mask import Mask
+from headwise.matrix.kernels.tiles import TILE_ELEMENTS
+from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning import call
 from headwise.scanning.inputs import call_model_on_input, explain_failure_on_token_ids, list_inputs
+from headwise.scanning.record import record_attention
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import Layers
 from headwise.scanning.source import ModelToScan, TextToRead
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.maps import Map
-from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.scanning.statistics.top_keys import TopKeysOfEveryQuery
+from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
+from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.progress import Progress
-from headwise.support.text import escape_unprintable
+from headwise.support.text import escape_unprintable, human_bytes
 
 INSTEAD = "call headwise.scan(model, inputs) from Python, with all inputs of the model"
-ALL, NONE = "all", "none"
 # Without a choice, every head has top keys up to so many rows of weights: megabytes of a page.
 MOST_ROWS = 2**18
 CELLS = 128  # of a map on each side
 TRIAL = 16  # tokens of a trial run before the work
-_HEAD = re.compile(r"(\d+)\.(\d+)")
+TILES_AT_ONCE = 8  # scores, weights, and temporary tensors of statistics
+STATES_AT_ONCE = 6  # tensors of the model's width: residuals, normalised ones, inputs of a product
+LONGEST_SAMPLE = 16_384  # tokens of a timed problem
+SAMPLE_ROWS = 8192  # queries times heads of a timed problem, unless it has one head
+MEASURED_SECONDS = 0.15  # of each timed problem: several turns of a busy processor
+FLOAT = 4  # bytes
+
+
+# ---- the plan ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +75,8 @@ class PlannedScan:
 
     def scan_text(self, text: TextToRead, progress: Progress | None = None) -> HeadScan:
         """Return the scan of one text."""
-        return self.model.scan(
-            text.ids, statistics=self.statistics, layers=self.layers, progress=progress
-        )
+        options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
+        return self.model.scan(text.ids, progress=progress, **options)
 
 
 def require_room_for_model(folder: str | PathLike[str], *, copies: int = 1) -> None:
@@ -72,7 +87,7 @@ def require_room_for_model(folder: str | PathLike[str], *, copies: int = 1) -> N
     require_memory(
         measure_model_bytes(Path(folder)) * copies,
         what=f"{times}the weights in {folder}",
-        do="use a machine with more memory, or --force",
+        do="use a machine with more memory, or --skip-memory-check",
     )
 
 
@@ -106,7 +121,8 @@ def plan_scan(
         HeadwiseError: a failure that can be known before the work.
     """
     model, texts = _leave_out_empty(model, texts)
-    trial, longest = texts[0].ids[:, :TRIAL], max(text.ids.shape[1] for text in texts)
+    lengths = [text.ids.shape[1] for text in texts]
+    trial, longest = texts[0].ids[:, :TRIAL], max(lengths)
     with explain_failure_on_token_ids(model.title, trial.shape[1], do=INSTEAD):
         (once,) = list_inputs(model.inputs(trial))
         calls = record_call_sizes(model.model, lambda: call_model_on_input(model.model, once))
@@ -119,13 +135,32 @@ def plan_scan(
     chosen += (TopKeysOfEveryQuery(heads),) if heads else ()
     estimate = None
     if model.device.type == "cpu":  # of another device, neither time nor memory is known
-        lengths = [text.ids.shape[1] for text in texts]
         estimate = estimate_scan(
             model.model, calls, chosen, lengths, trial_seconds=seconds, processes=processes
         )
         if checks_memory:
-            _require_memory(model, estimate, longest, processes)
+            _require_memory_of_scan(model, estimate, longest, processes)
     return PlannedScan(model, texts, chosen, layers, len(calls), estimate)
+
+
+def _require_memory_of_scan(
+    model: ModelToScan, estimate: Estimate, longest: int, processes: int
+) -> None:
+    copies = sum(p.nbytes for p in model.model.parameters()) * (processes - 1)
+    times = f"{processes} times " if processes > 1 else ""
+    require_memory(
+        estimate.extra_bytes + copies,
+        what=f"{times}{longest:,} tokens of {model.title}",
+        do="--length N with fewer tokens, --stats with fewer statistics, or --skip-memory-check",
+    )
+
+
+def _choose_statistics(
+    names: Sequence[str] | None, map_cells: int | None
+) -> tuple[TileStatistic, ...]:
+    standard, fine = catalogue.STANDARD, Map(map_cells or CELLS)
+    chosen = standard if names is None else catalogue.find_standard_statistics(names)
+    return tuple(fine if isinstance(each, Map) else each for each in chosen)
 
 
 def _leave_out_empty(
@@ -142,46 +177,262 @@ def _leave_out_empty(
     return model, kept
 
 
-def _require_memory(model: ModelToScan, estimate: Estimate, longest: int, processes: int) -> None:
-    copies = sum(p.nbytes for p in model.model.parameters()) * (processes - 1)
-    times = f"{processes} times " if processes > 1 else ""
-    require_memory(
-        estimate.extra_bytes + copies,
-        what=f"{times}{longest:,} tokens of {model.title}",
-        do="--length N with fewer tokens, --stats with fewer statistics, or --force",
-    )
-
-
-def _choose_statistics(
-    names: Sequence[str] | None, map_cells: int | None
-) -> tuple[TileStatistic, ...]:
-    chosen: Sequence[TileStatistic] = (
-        catalogue.STANDARD if names is None else catalogue.find_standard_statistics(names)
-    )
-    fine = Map(map_cells or CELLS)
-    return tuple(fine if isinstance(statistic, Map) else statistic for statistic in chosen)
-
-
 def _choose_top_keys(
     names: Sequence[str] | None, trial: HeadScan, tokens: int, *, by_default: bool
 ) -> Literal["all"] | list[tuple[int | str, int]]:
     """Return "all", or the heads of these names; an empty list for none."""
     if names is None:
         return "all" if by_default and len(trial.heads) * tokens <= MOST_ROWS else []
-    if list(names) in ([ALL], [NONE]):
-        return "all" if ALL in names else []
-    known = {(layer, head) for _, layer, head in trial.heads}
+    if list(names) in (["all"], ["none"]):
+        return "all" if "all" in names else []
+    known = {f"{layer}.{head}": (layer, head) for _, layer, head in trial.heads}
     heads: list[tuple[int | str, int]] = []
     for name in names:
-        match = _HEAD.fullmatch(name)
-        head = (int(match[1]), int(match[2])) if match else None
-        if head is None or head not in known:
-            layer, last = max(known)
+        if name not in known:
+            last = "{}.{}".format(*max(known.values()))
             raise OptionError(
                 saw=f"{{top_keys}} {name}",
-                needed=f"heads as layer.head, from 0.0 to {layer}.{last}; or {ALL}, or {NONE}",
-                do=f"{{top_keys}} {layer}.{last}",
+                needed=f"heads as layer.head, from 0.0 to {last}; or all, or none",
+                do=f"{{top_keys}} {last}",
                 parameter="top_keys",
             )
-        heads.append(head)
+        heads.append(known[name])
     return heads
+
+
+# ---- the estimate --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """The sizes of one attention call."""
+
+    heads: int
+    width: int  # head_dim plus value_dim
+    is_causal: bool
+    span: int | None  # keys that a query may attend to, under a window
+
+    def mean_visible_keys(self, length: int) -> float:
+        """Return the number of keys that a query may attend to, as a mean over the queries."""
+        if self.span is not None and self.span < length:
+            return float(self.span)
+        return length / (2 if self.is_causal else 1)
+
+    def count_weights_read(self, length: int) -> float:
+        """Return the number of weights that the statistics read."""
+        return self.heads * length * self.mean_visible_keys(length)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of the operations of a scan on this machine.
+
+    Attributes:
+        product: seconds of one multiply-add of a matrix product.
+        rows: pairs of a number of keys, and the seconds of all statistics for one query of one head
+            that may attend to so many; sorted.
+    """
+
+    product: float
+    rows: tuple[tuple[float, float], ...]
+
+    def row(self, keys: float) -> float:
+        """Return the seconds of all statistics for one query of one head with so many keys.
+
+        Between measured numbers of keys it is interpolated, and beyond the largest proportional.
+        """
+        numbers, seconds = zip(*self.rows, strict=True)
+        return float(np.interp(keys, numbers, seconds) * max(1.0, keys / numbers[-1]))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a scan, its additional bytes, and the bytes of the whole process."""
+
+    seconds: float
+    extra_bytes: int
+    total_bytes: int
+
+    def __str__(self) -> str:
+        """``about 40 s, 1.9 GB``."""
+        seconds = max(1.0, self.seconds)
+        time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        time = f"{seconds / 3600:.1f} h" if seconds >= 6000 else time
+        return f"about {time}, {human_bytes(self.total_bytes)}"
+
+
+@torch.no_grad()
+def record_call_sizes(model: nn.Module, run: Callable[[], Any]) -> list[CallSizes]:
+    """Return the sizes of the attention calls of a short run."""
+    calls: list[CallSizes] = []
+
+    def watch(captured: call.CapturedCall) -> None:
+        matrix, bound = captured.matrix, captured.matrix.bound_mask
+        left, right = bound.reach
+        span = None if left is None or right is None else left + right + 1
+        width = matrix.q.shape[-1] + call.require_not_none(captured.values).shape[-1]
+        calls.append(CallSizes(matrix.shape[1], width, bound.is_causal, span))
+
+    with record_attention(model, watch):
+        run()
+    return calls
+
+
+def estimate_scan(
+    model: nn.Module,
+    calls: Sequence[CallSizes],
+    statistics: Iterable[TileStatistic],
+    lengths: Sequence[int],
+    *,
+    held_bytes: int | None = None,
+    trial_seconds: float = 0.0,
+    speed: Speed | None = None,
+    processes: int = 1,
+) -> Estimate:
+    """Estimate a scan of sequences of these lengths, one after the other.
+
+    Args:
+        model: the model.
+        calls: the sizes of its attention calls.
+        statistics: the statistics.
+        lengths: tokens of each sequence.
+        held_bytes: the memory of a process with the model; that of this process if None.
+        trial_seconds: duration of the scan of a few tokens: what each sequence takes at least.
+        speed: the speed of this machine; measured now if None.
+        processes: the number of processes that share the sequences.
+    """
+    statistics = tuple(statistics)
+    speed = speed or measure_speed(calls, statistics, max(lengths))
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    products = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
+    seconds = trial_seconds * len(lengths)
+    for length in lengths:
+        seconds += speed.product * length * products
+        for each in calls:
+            seconds += speed.product * each.count_weights_read(length) * each.width
+            seconds += each.heads * length * speed.row(each.mean_visible_keys(length))
+    extra_bytes = estimate_memory(model, calls, statistics, max(lengths)) * processes
+    held_bytes = (process_memory() if held_bytes is None else held_bytes) * processes
+    return Estimate(seconds / min(processes, len(lengths)), extra_bytes, held_bytes + extra_bytes)
+
+
+def estimate_memory(
+    model: nn.Module, calls: Sequence[CallSizes], statistics: Sequence[TileStatistic], length: int
+) -> int:
+    """Return the bytes that a scan of ``length`` tokens needs in addition to the model."""
+    heads = max(each.heads for each in calls)
+    width = max(each.heads * each.width for each in calls)
+    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    sides = [max(p.shape) for p in model.parameters() if p.dim() == 2 and p.shape[0] not in rows]
+    numbers = STATES_AT_ONCE * width + 2 * max(sides, default=0)
+    # A model with logits_to_keep computes those of one token.
+    find_last: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
+    last = find_last()
+    if last is not None and "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        numbers += last.weight.shape[0]
+    scalars = sum(not statistic.definition.axes for statistic in statistics)
+    gathered = 9 * heads * length * scalars + 8 * heads * length + 8 * call.CELLS * length
+    tiles = TILES_AT_ONCE * FLOAT * max(TILE_ELEMENTS, length * 2)
+    return FLOAT * length * numbers + gathered + tiles
+
+
+def measure_speed(
+    calls: Sequence[CallSizes], statistics: Sequence[TileStatistic], length: int
+) -> Speed:
+    """Measure matrix products, and the statistics of rows with as many keys as those of the calls.
+
+    A problem of a quarter of the length is for shorter sequences. Long problems have few heads.
+    Each runs for a fraction of a second, and the mean counts: on a busy machine the best run would
+    be faster than a scan can be.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(512, 512, generator=generator) for _ in range(2))
+    _ = x @ w  # the first run loads what all need
+    product = _measure_mean_seconds(lambda: x @ w) / 512**3
+    is_causal = all(each.is_causal for each in calls)
+    keys_of_token = 0.5 if is_causal else 1.0  # those of a mean query, for each token
+    needed = {round(each.mean_visible_keys(length) / keys_of_token) for each in calls}
+    lengths = {max(1, min(tokens, LONGEST_SAMPLE)) for tokens in needed}
+    lengths.add(max(1, max(lengths) // 4))
+    rows: list[tuple[float, float]] = []
+    for tokens in sorted(lengths):
+        heads = max(1, min(max(each.heads for each in calls), SAMPLE_ROWS // tokens))
+        width = max(1, max(each.width for each in calls) // 2)
+        q, k, v = (torch.randn(1, heads, tokens, width, generator=generator) for _ in range(3))
+        matrix = AttentionMatrix(q, k, mask=Mask.causal() if is_causal else Mask())
+        ids = torch.randint(tokens, (1, tokens), generator=generator)
+        chosen = ids < tokens // 16
+        sample = call.CapturedCall.for_self_attention(
+            matrix, tokens=ids, separators=chosen, specials=chosen, values=v, outputs=v
+        )
+        fitting = [s for s in statistics if s.reason_not_computable(sample) is None]
+        if not rows:
+            compute_summaries(sample, fitting)
+        seconds = _measure_mean_seconds(partial(compute_summaries, sample, fitting))
+        rows.append((tokens * keys_of_token, seconds / (heads * tokens)))
+    return Speed(product, tuple(rows))
+
+
+def _measure_mean_seconds(run: Callable[[], Any]) -> float:
+    """Return the mean duration of several runs."""
+    runs, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < MEASURED_SECONDS or not runs:
+        run()
+        runs += 1
+    return elapsed / runs
+
+
+# ---- memory of this machine, from psutil and the limits of control groups -----------------------
+
+
+def require_memory(needed: int, *, what: str, do: str) -> None:
+    """Raise OptionError if more memory is needed than this machine has left."""
+    free = available_memory()
+    if needed > free:
+        more, left = human_bytes(needed), human_bytes(free)
+        if more == left:
+            more, left = f"{needed:,} B", f"{free:,} B"
+        raise OptionError(
+            saw=f"{what}: about {more} more memory",
+            needed=f"at most {left}, which is what this machine has left",
+            do=do,
+        )
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the free bytes of the machine, or of a control group of the process if it has fewer.
+
+    psutil covers the machine only; in a container the limit of the group is lower.
+    """
+    return min((int(psutil.virtual_memory().available), *_iterate_free_bytes_of_cgroups(root)))
+
+
+def process_memory() -> int:
+    """Return the bytes that this process holds."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _iterate_free_bytes_of_cgroups(root: Path) -> Iterator[int]:
+    """Yield the free bytes of each control group of the process and of the groups around it."""
+    for line in _read_lines_if_readable(root / "proc/self/cgroup"):
+        _, kinds, path = line.split(":", 2)
+        base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        if kinds:  # the first version of control groups
+            base, names = base / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        inner = Path(path.lstrip("/"))
+        for folder in dict.fromkeys([inner, *inner.parents, Path()]):
+            most, now = (_read_lines_if_readable(base / folder / name) for name in names)
+            if most and now and most[0].isdecimal():  # "max" is no limit
+                # The kernel counts cached files as used, although it can drop them.
+                stat = _read_lines_if_readable(base / folder / "memory.stat")
+                cached = int(dict(line.split() for line in stat).get("inactive_file", 0))
+                yield max(0, int(most[0]) - int(now[0]) + cached)
+
+
+def _read_lines_if_readable(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8").splitlines()
+    except OSError:
+        return []

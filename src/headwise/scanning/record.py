@@ -31,19 +31,13 @@ from headwise.layers.hooks import attention_hook
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.clauses.band import Band
 from headwise.matrix.operator import AttentionMatrix
+from headwise.scanning import weights
 from headwise.scanning.call import CapturedCall, ModuleCall, tensors_equal, version_counter
 from headwise.scanning.context import CallAwaitingProjection, KeyTokens, TokenStreams
 from headwise.scanning.inputs import ModelInput, call_model_on_input
 from headwise.scanning.torch_calls import TorchCalls
-from headwise.scanning.weights import (
-    class_name_without_fsdp,
-    find_divided_projection,
-    is_divided_over_devices,
-    join_divided_heads,
-    split_weight_by_head,
-    unwrap_compiled,
-)
 from headwise.support.modes import evaluation_mode
+from headwise.support.text import describe_count
 from headwise.support.tracing import track_kernel_calls
 
 # Names of arguments. A module with a tensor argument of the first attends to another source.
@@ -110,121 +104,11 @@ def record_attention(
         recorder.complete_call()
 
 
-class ModuleStack:
-    """The running modules of one model, outermost first.
-
-    Attributes:
-        stack: a record of each module that is running.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.stack: list[ModuleCall] = []
-        self._names = {
-            module: ".".join(part for part in name.split(".") if part != "_orig_mod")
-            for name, module in model.named_modules()
-            if unwrap_compiled(module) is module
-        }
-        self._blocks = {
-            id(block) for module in model.modules() for block in _members_if_same_class(module)
-        }
-        self._times: Counter[str] = Counter()
-        self._thread = threading.get_ident()
-
-    def module_starts(self, module_call: ModuleCall) -> None:
-        """Note a module that is about to run."""
-
-    def module_ends(self, module_call: ModuleCall, output: Any) -> None:
-        """Note a module that has run and its output; None where the module raised."""
-
-    @contextmanager
-    def follow_modules(self) -> Iterator[None]:
-        """Follow every module while the block runs, in this thread."""
-        with ExitStack() as handles:
-            handles.callback(self.stack.clear)
-            for module in self._names:
-                if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-                    handles.enter_context(
-                        module.register_forward_pre_hook(self._on_start, with_kwargs=True)
-                    )
-                    handles.enter_context(
-                        module.register_forward_hook(self._on_end, always_call=True)
-                    )
-            yield
-
-    def _on_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        if not self.stack:
-            self._times.clear()  # another pass of the whole model begins
-        name = self._names[module] or type(module).__name__
-        self._times[name] += 1
-        again = self._times[name]
-        state = next(filter(_is_float_tensor, (*args, *kwargs.values())), None)
-        named = [value for key, value in kwargs.items() if key not in NO_TOKENS]
-        module_call = ModuleCall(
-            module=module,
-            name=name if again == 1 else f"{name} ({again})",
-            is_block=id(module) in self._blocks,
-            state=state,
-            version=version_counter(state),
-            tokens=[value for value in (*args, *named) if _looks_like_token_ids(value)],
-            has_source=_has_cross_attention_source(module, args, kwargs),
-        )
-        self._record_projection_input(module_call)
-        self.module_starts(module_call)
-        self.stack.append(module_call)
-
-    def _record_projection_input(self, module_call: ModuleCall) -> None:
-        weight = getattr(module_call.module, "weight", None)
-        if module_call.state is None or not isinstance(weight, Tensor) or weight.dim() != 2:
-            return
-        for outer in reversed(self.stack):
-            if len(outer.projected) < 2:
-                outer.projected.append(module_call.state)
-            if outer.is_block:
-                return
-
-    def _on_end(self, module: nn.Module, _: Any, output: Any) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        while self.stack:
-            # The hook of an inner module that raised may not have run.
-            module_call = self.stack.pop()
-            self.module_ends(module_call, output if module_call.module is module else None)
-            if module_call.module is module:
-                return
-
-
-def _members_if_same_class(listing: nn.Module) -> list[nn.Module]:
-    """Return the members of a list of modules if all are of one class, such as layers."""
-    if not isinstance(listing, (nn.ModuleList, nn.Sequential)):
-        return []
-    members = [unwrap_compiled(member) for member in listing]
-    return members if len({type(member) for member in members}) == 1 else []
-
-
-def _has_cross_attention_source(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    if isinstance(module, nn.MultiheadAttention):  # its projections are no modules
-        query, key = [*args[:2], *(kwargs[k] for k in ("query", "key") if k in kwargs)][:2]
-        return not tensors_equal(query, key)
-    return any(isinstance(kwargs.get(name), Tensor) for name in SOURCES)
-
-
-def _is_float_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and torch.is_floating_point(value)
-
-
-def _looks_like_token_ids(value: Any) -> bool:
-    integers = (torch.int32, torch.int64)
-    return isinstance(value, Tensor) and value.dtype in integers and value.dim() == 2
-
-
-class Recorder(ModuleStack):
+class Recorder:
     """The attention calls of one model, recorded while the model runs.
 
     Attributes:
+        stack: a record of each module that is running, outermost first.
         layers: the class of each layer whose attention was captured, by layer name in call order.
         tables: the shapes of the embeddings that looked up tokens.
     """
@@ -232,8 +116,18 @@ class Recorder(ModuleStack):
     def __init__(
         self, model: Any, watch: Watch | None = None, on_complete: OnComplete | None = None
     ) -> None:
-        module = model if isinstance(model, nn.Module) else nn.Module()
-        super().__init__(module)
+        whole = model if isinstance(model, nn.Module) else nn.Module()
+        self.stack: list[ModuleCall] = []
+        self._names = {
+            module: ".".join(part for part in name.split(".") if part != "_orig_mod")
+            for name, module in whole.named_modules()
+            if weights.unwrap_compiled(module) is module
+        }
+        self._blocks = {
+            id(block) for module in whole.modules() for block in _members_if_same_class(module)
+        }
+        self._times: Counter[str] = Counter()
+        self._thread = threading.get_ident()
         self.layers: dict[str, str] = {}
         self.tables: set[tuple[int, ...]] = set()
         self._model, self._watch, self._on_complete = model, watch, on_complete
@@ -245,9 +139,86 @@ class Recorder(ModuleStack):
         self._last_block: tuple[str, Tensor | None] = ("", None)
         self._heads: dict[str, int] = {}
         self._calls_outside_modules = 0
-        self._has_embedding = any(isinstance(m, nn.Embedding) for m in module.modules())
-        self._has_divided_weights = any(map(is_divided_over_devices, module.parameters()))
+        self._has_embedding = any(isinstance(m, nn.Embedding) for m in whole.modules())
+        self._has_divided_weights = any(map(weights.is_divided_over_devices, whole.parameters()))
         self._tokens = TokenStreams()
+
+    # ---- modules ------------------------------------------------------------------------------
+
+    @contextmanager
+    def follow_modules(self) -> Iterator[None]:
+        """Follow every module while the block runs, in this thread."""
+        with ExitStack() as handles:
+            handles.callback(self.stack.clear)
+            for module in self._names:
+                if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                    start = module.register_forward_pre_hook(self._on_start, with_kwargs=True)
+                    handles.enter_context(start)
+                    end = module.register_forward_hook(self._on_end, always_call=True)
+                    handles.enter_context(end)
+            yield
+
+    def _on_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if not self.stack:
+            self._times.clear()  # another pass of the whole model begins
+        name = self._names[module] or type(module).__name__
+        self._times[name] += 1
+        again = self._times[name]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        state = next((x for x in tensors if torch.is_floating_point(x)), None)
+        named = [value for key, value in kwargs.items() if key not in NO_TOKENS]
+        module_call = ModuleCall(
+            module=module,
+            name=name if again == 1 else f"{name} ({again})",
+            is_block=id(module) in self._blocks,
+            state=state,
+            version=version_counter(state),
+            tokens=[value for value in (*args, *named) if _looks_like_token_ids(value)],
+            has_source=_has_cross_attention_source(module, args, kwargs),
+        )
+        weight = getattr(module, "weight", None)
+        is_projection = isinstance(weight, Tensor) and weight.dim() == 2
+        for outer in reversed(self.stack) if is_projection else ():
+            if len(outer.projected) < 2 and state is not None:
+                outer.projected.append(state)
+            if outer.is_block:
+                break
+        self._note_module_start(module_call)
+        self.stack.append(module_call)
+
+    def _note_module_start(self, module_call: ModuleCall) -> None:
+        """Note the tokens that an embedding looks up, and the consumers of head outputs."""
+        is_whole = not self.stack
+        if is_whole:
+            self._tokens.begin_pass(module_call.tokens)
+        # In a model without an embedding, the tokens of the model's input count as looked up.
+        is_embedding = isinstance(module_call.module, nn.Embedding)
+        if module_call.tokens and (is_embedding or (is_whole and not self._has_embedding)):
+            name = module_call.name if is_embedding else ""
+            looked_up = self._tokens.add_lookup(name, module_call.tokens[0], self.stack)
+            if looked_up and isinstance(module_call.module, nn.Embedding):
+                self.tables.add(tuple(module_call.module.weight.shape))
+        if any(word in type(module_call.module).__name__.lower() for word in ATTENTION_WORDS):
+            name = module_call.name.partition(" (")[0]
+            self._ran[name] = weights.class_name_without_fsdp(module_call.module)
+        if self._pending is not None:
+            self._pending.note_module_start(module_call, [outer.module for outer in self.stack])
+
+    def _on_end(self, module: nn.Module, _: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        while self.stack:
+            # The hook of an inner module that raised may not have run.
+            module_call = self.stack.pop()
+            if self._pending is not None:
+                result = output if module_call.module is module else None
+                self._pending.note_module_output(module_call, result)
+                if self._pending.is_complete or module_call.is_block or not self.stack:
+                    self.complete_call()
+            if module_call.module is module:
+                return
 
     # ---- running, and what was not captured -----------------------------------------------------
 
@@ -267,21 +238,15 @@ class Recorder(ModuleStack):
 
         A module looks like attention by its class name, or by its explicit matrix products.
         """
-        captured = [name.partition(" (")[0] for name in self.layers]
+        captured = [name.partition(" (")[0] + "." for name in self.layers]
 
         def is_covered(name: str) -> bool:
-            return any(
-                name == layer or layer.startswith(name + ".") or name.startswith(layer + ".")
-                for layer in captured
-            )
+            return any(x.startswith(name + ".") or name.startswith(x) for x in captured)
 
         missed = {name: kind for name, kind in self._ran.items() if not is_covered(name)}
         missed |= self._explicit
-        return {
-            name: kind
-            for name, kind in missed.items()
-            if name in self._explicit or not any(other.startswith(name + ".") for other in missed)
-        }
+        outer = [x for x in missed if any(other.startswith(x + ".") for other in missed)]
+        return {x: kind for x, kind in missed.items() if x in self._explicit or x not in outer}
 
     def require_any_captured(self, model: str) -> None:
         """Raise OptionError if no attention of the model was captured."""
@@ -303,10 +268,11 @@ class Recorder(ModuleStack):
             return ()
         names = ", ".join(f"{name} ({kind})" for name, kind in list(missed.items())[:MOST_NAMES])
         more = f" and {len(missed) - MOST_NAMES} more" if len(missed) > MOST_NAMES else ""
+        captured, others = len(self.layers), describe_count(len(missed), "module")
         return (
-            f"{len(self.layers)} layers were captured; {len(missed)} modules that look like "
-            "attention ran and were not: they multiply matrices themselves, call the kernel of "
-            f"another library, or are scripted or exported graphs: {names}{more}",
+            f"captured: {describe_count(captured, 'layer')}; not captured: {others} similar to "
+            "attention, with matrix products of its own, the kernel of another library, or a "
+            f"scripted or exported graph: {names}{more}",
         )
 
     # ---- attention calls --------------------------------------------------------------------
@@ -323,28 +289,26 @@ class Recorder(ModuleStack):
         for module_call in stack:
             module_call.attended += 1
         self._clear_projection_inputs()
-        self.layers.setdefault(call.layer, class_name_without_fsdp(call.module))
+        self.layers.setdefault(call.layer, weights.class_name_without_fsdp(call.module))
         changed = None if self._watch is None else self._watch(call)
         if self._on_complete is not None:
             self._pending = CallAwaitingProjection(call, block, computed)
             is_drop_in = isinstance(call.module, MultiheadAttention)
             if isinstance(call.module, nn.MultiheadAttention) and not is_drop_in:
                 # Its projection is applied by a function; the drop-in calls it.
-                call.out_proj = split_weight_by_head(call.module.out_proj, outputs)
+                call.out_proj = weights.split_weight_by_head(call.module.out_proj, outputs)
                 self.complete_call()
         return computed if changed is None else changed
 
     def find_owner(self) -> ModuleCall:
         """Return the innermost running module with parameters, to which products belong."""
-        owners = (
-            each for each in reversed(self.stack) if any(True for _ in each.module.parameters())
-        )
+        owners = (x for x in reversed(self.stack) if any(True for _ in x.module.parameters()))
         return next(owners, self.stack[0] if self.stack else self._outside)
 
     def note_explicit_attention(self, owner: ModuleCall) -> None:
         """Note that a module multiplied values by weights that it computed with a softmax."""
         name = owner.name.partition(" (")[0]
-        self._explicit[name] = class_name_without_fsdp(owner.module)
+        self._explicit[name] = weights.class_name_without_fsdp(owner.module)
 
     def _join_divided_heads(
         self, matrix: AttentionMatrix, v: Tensor, outputs: Tensor
@@ -355,10 +319,10 @@ class Recorder(ModuleStack):
             return matrix, v, outputs
         around = list(takewhile(lambda inner: not inner.is_block, reversed(stack)))
         modules = [module_call.module for module_call in around or stack[-1:]]
-        weight = find_divided_projection(modules, outputs.shape[1] * outputs.shape[3])
+        weight = weights.find_divided_projection(modules, outputs.shape[1] * outputs.shape[3])
         if weight is None:
             return matrix, v, outputs
-        return join_divided_heads(matrix, v, outputs, weight, layer=stack[-1].name)
+        return weights.join_divided_heads(matrix, v, outputs, weight, layer=stack[-1].name)
 
     def complete_call(self) -> None:
         """Hand the last call on, with all that was observed around it."""
@@ -389,11 +353,8 @@ class Recorder(ModuleStack):
             self._calls_outside_modules += 1
             count = self._calls_outside_modules
             return "attention" if count == 1 else f"attention ({count})"
-        name, turn = (
-            stack[-1].name,
-            stack[-1].turn_of_attention_call(len(matrix.q) * matrix.shape[2]),
-        )
-        name = name if turn == 1 else f"{name} (call {turn})"
+        turn = stack[-1].turn_of_attention_call(len(matrix.q) * matrix.shape[2])
+        name = stack[-1].name if turn == 1 else f"{stack[-1].name} (call {turn})"
         if self._heads.setdefault(name, heads) != heads:
             return f"{name} ({heads} heads)"
         return name
@@ -443,41 +404,33 @@ class Recorder(ModuleStack):
         upper = None if right is None else min(max(0, right), max(0, keys - queries))
         own_key = 0 if queries == keys else upper
         key_tokens = self._tokens.key_tokens_of_self_attention(
-            layer,
-            matrix.shape,
-            self.stack,
-            own_key=own_key,
-            windowed=left is not None,
+            layer, matrix.shape, self.stack, own_key=own_key, windowed=left is not None
         )
         if own_key is None and key_tokens.count is not None:
             own_key = key_tokens.count - key_tokens.dropped - queries
         return own_key, key_tokens
 
-    def module_starts(self, module_call: ModuleCall) -> None:
-        """Note the tokens that an embedding looks up, and the consumers of head outputs."""
-        is_whole = not self.stack
-        if is_whole:
-            self._tokens.begin_pass(module_call.tokens)
-        # In a model without an embedding, the tokens of the model's input count as looked up.
-        is_embedding = isinstance(module_call.module, nn.Embedding)
-        if module_call.tokens and (is_embedding or (is_whole and not self._has_embedding)):
-            name = module_call.name if is_embedding else ""
-            looked_up = self._tokens.add_lookup(name, module_call.tokens[0], self.stack)
-            if looked_up and isinstance(module_call.module, nn.Embedding):
-                self.tables.add(tuple(module_call.module.weight.shape))
-        if any(word in type(module_call.module).__name__.lower() for word in ATTENTION_WORDS):
-            self._ran[module_call.name.partition(" (")[0]] = class_name_without_fsdp(
-                module_call.module
-            )
-        if self._pending is not None:
-            self._pending.note_module_start(module_call, [outer.module for outer in self.stack])
 
-    def module_ends(self, module_call: ModuleCall, output: Any) -> None:
-        """Complete a call whose output projection has run."""
-        if self._pending is not None:
-            self._pending.note_module_output(module_call, output)
-            if self._pending.is_complete or module_call.is_block or not self.stack:
-                self.complete_call()
+def _members_if_same_class(listing: nn.Module) -> list[nn.Module]:
+    """Return the members of a list of modules if all are of one class, such as layers."""
+    if not isinstance(listing, (nn.ModuleList, nn.Sequential)):
+        return []
+    members = [weights.unwrap_compiled(member) for member in listing]
+    return members if len({type(member) for member in members}) == 1 else []
+
+
+def _has_cross_attention_source(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    if isinstance(module, nn.MultiheadAttention):  # its projections are no modules
+        query, key = [*args[:2], *(kwargs[k] for k in ("query", "key") if k in kwargs)][:2]
+        return not tensors_equal(query, key)
+    return any(isinstance(kwargs.get(name), Tensor) for name in SOURCES)
+
+
+def _looks_like_token_ids(value: Any) -> bool:
+    integers = (torch.int32, torch.int64)
+    return isinstance(value, Tensor) and value.dtype in integers and value.dim() == 2
 
 
 def _real_keys(matrix: AttentionMatrix, own_key: int | None) -> Tensor:
@@ -506,9 +459,7 @@ def _is_cross(stack: list[ModuleCall], matrix: AttentionMatrix) -> bool:
             break
         if module_call.has_source:
             return True
-    inputs = next(
-        (module_call.projected for module_call in reversed(stack) if module_call.projected), []
-    )
+    inputs = next((each.projected for each in reversed(stack) if each.projected), [])
     last = stack[-1].last_keys if stack else None
     if not inputs and last is not None and tensors_equal(last[0], matrix.k):  # attends once more
         return last[1]

@@ -11,9 +11,8 @@ from typing import Any, Literal
 from headwise.errors import OptionError
 from headwise.scanning import file
 from headwise.scanning.diff import ScanDiff
-from headwise.scanning.layer import LayerScan, ScanReadings, StandoutHead
+from headwise.scanning.layer import LayerScan, ScanReadings, StandoutHead, concatenate_texts
 from headwise.scanning.statistics.statistic import Statistic
-from headwise.scanning.text import concatenate_texts_by_number
 from headwise.support.files import write_whole
 from headwise.support.forms import Displayed, render_form
 from headwise.support.text import describe_value
@@ -81,24 +80,24 @@ class HeadScan(Displayed, ScanReadings):
                 LayerScan.merged(layers, self.statistics)
                 for layers in zip(*(scan.layer_scans for scan in scans), strict=True)
             ),
-            texts=concatenate_texts_by_number([scan.texts for scan in scans]),
+            texts=concatenate_texts([scan.texts for scan in scans]),
         )
 
     def reason_not_mergeable(self, other: HeadScan) -> str | None:
         """Return the first difference that prevents a merge with ``other``, or None."""
         if self.model != other.model:
             return f"a {self.model}, and a {other.model}"
-        if (first := _reason_statistics_not_mergeable(self, other)) is not None:
-            return first
-        for has, lacks in ((self, other), (other, self)):
-            if alone := [name for name in has.layers if name not in lacks.layers]:
-                return f"layer {alone[0]}, which only one of them has"
+        both = {"statistic": (self.names, other.names), "layer": (self.layers, other.layers)}
+        for kind, (mine, theirs) in both.items():
+            if alone := [n for n in mine if n not in theirs] + [n for n in theirs if n not in mine]:
+                return f"{kind} {alone[0]}, which only one of them has"
         if len(self.layers) != len(other.layers):
             return f"{len(self.layers)} layers, and {len(other.layers)}"
-        pairs = zip(self.layer_scans, other.layer_scans, strict=True)
-        differences = (
-            layer.reason_not_mergeable(other_layer, self.statistics) for layer, other_layer in pairs
-        )
+        differences = [self.definition(n).difference_of_meaning(other.definition(n)) for n in self]
+        differences += [
+            layer.reason_not_mergeable(other_layer, self.statistics)
+            for layer, other_layer in zip(self.layer_scans, other.layer_scans, strict=True)
+        ]
         return next((difference for difference in differences if difference), None)
 
     def diff(self, other: HeadScan, *, match: bool = False) -> ScanDiff:
@@ -243,17 +242,6 @@ class HeadScan(Displayed, ScanReadings):
         """
         fields, _ = file.read_scan_fields(Path(path), statistics)
         return cls(**fields)
-
-
-def _reason_statistics_not_mergeable(scan: HeadScan, other: HeadScan) -> str | None:
-    for has, lacks in ((scan, other), (other, scan)):
-        if alone := [name for name in has.names if name not in lacks.names]:
-            return f"statistic {alone[0]}, which only one of them has"
-    for name in scan.names:
-        here, there = scan.definition(name), other.definition(name)
-        if not here.has_meaning_of(there):
-            return f"{name} as {here.formula_and_id}, and as {there.formula_and_id}"
-    return None
 
 
 def _require_scan(other: object) -> None:

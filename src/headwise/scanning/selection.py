@@ -14,7 +14,6 @@ from headwise.errors import OptionError
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.layer import LayerScan
 from headwise.scanning.statistics import catalogue
-from headwise.scanning.statistics.importance import Importance
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.integers import has_integer_dtype
 from headwise.support.text import describe_value
@@ -35,18 +34,13 @@ def normalise_layers_option(layers: Layers) -> tuple[str, ...] | None:
     """
     if layers is None or isinstance(layers, str):
         return None if layers is None else (layers,)
-    chosen = _require_tuple(
-        "layers", layers, needed="names of layers, or patterns", do='layers="*.3.*"'
-    )
+    needed, do = "names of layers, or patterns", 'layers="*.3.*"'
+    chosen = _require_tuple("layers", layers, needed=needed, do=do)
     for name in chosen:
         if not isinstance(name, str):
-            raise OptionError(
-                saw=f"layers={describe_value(layers)}",
-                needed="names of layers, or patterns",
-                do=f'layers="*.{name}.*" for the layers with this number in their name'
-                if isinstance(name, int)
-                else 'layers="*.3.*"',
-            )
+            if isinstance(name, int):
+                do = f'layers="*.{name}.*" for the layers with this number in their name'
+            raise OptionError(saw=f"layers={describe_value(layers)}", needed=needed, do=do)
     return chosen
 
 
@@ -89,16 +83,12 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...]
     """
     if statistics is None:
         return catalogue.STANDARD, ()
-    single = isinstance(statistics, str | TileStatistic)
-    chosen: tuple[Any, ...] = (
-        (statistics,)
-        if single
-        else _require_tuple(
-            "statistics", statistics, needed="names, or TileStatistic objects", do='["entropy"]'
-        )
-    )
+    chosen: tuple[Any, ...] = (statistics,)
+    if not isinstance(statistics, str | TileStatistic):
+        needed = "names, or TileStatistic objects"
+        chosen = _require_tuple("statistics", statistics, needed=needed, do='["entropy"]')
     for entry in chosen:
-        if isinstance(entry, Importance):
+        if isinstance(entry, catalogue.Importance):
             raise OptionError(
                 saw=f"statistics with {entry.definition.name}, which cannot be computed from "
                 "attention weights",
@@ -137,12 +127,10 @@ class SelectedLayers:
     def record_call_and_find_layer(self, call: CapturedCall) -> LayerScan | None:
         """Count a call, and return its layer if that is selected."""
         if call.layer not in self._seen:
-            is_chosen = self._patterns is None or any(
-                fnmatchcase(call.layer, pattern) for pattern in self._patterns
-            )
-            self._seen[call.layer] = (
-                LayerScan.empty_of_call(call, self._heads) if is_chosen else None
-            )
+            patterns = ("*",) if self._patterns is None else self._patterns
+            is_chosen = any(fnmatchcase(call.layer, pattern) for pattern in patterns)
+            empty = LayerScan.empty_of_call(call, self._heads) if is_chosen else None
+            self._seen[call.layer] = empty
         layer = self._seen[call.layer]
         if layer is not None:
             layer.calls += 1
@@ -169,21 +157,12 @@ class SelectedLayers:
             else 'some of these names, or a pattern such as "*"',
         )
 
-    def drop_incomplete_summaries(self) -> tuple[LayerScan, ...]:
-        """Return the selected layers, without summaries of layers that some input left out."""
-        for layer in self.selected_layers():
-            if layer.missing:
-                layer.summaries.clear()
-        return self.selected_layers()
-
 
 def _require_integers(name: str, numbers: Any, *, do: str) -> tuple[int, ...]:
     needed = "a whole number, or several"
-    if isinstance(numbers, str | bytes):
-        raise OptionError(saw=f"{name}={describe_value(numbers)}", needed=needed, do=do)
     single = _is_integer(numbers)
     chosen = (numbers,) if single else _require_tuple(name, numbers, needed=needed, do=do)
-    if not all(_is_integer(n) for n in chosen):
+    if isinstance(numbers, str) or not all(map(_is_integer, chosen)):
         raise OptionError(saw=f"{name}={describe_value(numbers)}", needed=needed, do=do)
     return tuple(index(n) for n in chosen)
 

@@ -19,6 +19,7 @@ from headwise.scanning.inputs import CHECK_TOKENIZER
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import Layers, Numbers, Statistics, normalise_token_ids_option
 from headwise.support.progress import Progress
+from headwise.support.tensors import map_leaves
 from headwise.support.text import describe_count, escape_unprintable
 
 MOST_NAMES = 6  # special tokens that are named; some models have hundreds
@@ -53,13 +54,13 @@ class ModelToScan:
     model: nn.Module
     inputs: Callable[[Tensor], Any]
     vocabulary: int
-    positions: int | None
+    positions: int | None = None
     usual: int | None = None
-    begin: int | None
-    separators: dict[str, int]
-    specials: tuple[int, ...]
-    encode: Callable[[str, int | None], list[int]] | None
-    name_of: Callable[[int], str] | None
+    begin: int | None = None
+    separators: dict[str, int] = field(default_factory=dict)
+    specials: tuple[int, ...] = ()
+    encode: Callable[[str, int | None], list[int]] | None = None
+    name_of: Callable[[int], str] | None = None
     notes: tuple[str, ...] = ()
     opened_with: Mapping[str, Any] = field(default_factory=dict)
 
@@ -67,17 +68,19 @@ class ModelToScan:
     def of_module(cls, module: nn.Module, *, separators: Numbers, specials: Numbers) -> ModelToScan:
         """Return a model without a tokenizer, which takes inputs as `headwise.scan` does."""
         separating = normalise_token_ids_option("separators", separators)
+
+        def move(inputs: Any) -> Any:
+            device = next(module.parameters()).device
+            inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+            return map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
+
         return cls(
             title=type(module).__name__,
             model=module,
-            inputs=lambda inputs: _move_tensors(inputs, next(module.parameters()).device),
+            inputs=move,
             vocabulary=0,
-            positions=None,
-            begin=None,
             separators={str(token): token for token in separating},
             specials=normalise_token_ids_option("specials", specials),
-            encode=None,
-            name_of=None,
         )
 
     @property
@@ -91,9 +94,11 @@ class ModelToScan:
         parameters = list(self.model.parameters())
         count = sum(p.numel() for p in parameters)
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
-        size = f"{_format_large_count(count)} parameters in {' and '.join(kinds)}"
-        size += f" on {self.device}" if self.device.type != "cpu" else ""
-        return f"{type(self.model).__name__}, {size}"
+        size = f"{count / 10**6:.1f} million" if count >= 10**6 else f"{count:,}"
+        size = f"{count / 10**9:.1f} billion" if count >= 10**9 else size
+        place = f" on {self.device}" if self.device.type != "cpu" else ""
+        kind = type(self.model).__name__
+        return f"{kind}, {size} parameters in {' and '.join(kinds)}{place}"
 
     def scan(
         self,
@@ -117,14 +122,15 @@ class ModelToScan:
     @property
     def separators_and_specials_in_words(self) -> str:
         """Sentences on the tokens that count as separators and as special."""
-        separators = ", ".join(_quote_name(name) for name in self.separators)
-        specials = ", ".join(
-            _quote_name(self.token_text(token)) for token in self.specials[:MOST_NAMES]
-        )
-        if len(self.specials) > MOST_NAMES:
-            specials += f" and {len(self.specials) - MOST_NAMES} more"
-        sentences = [f"Separators: {separators}."] if separators else []
-        sentences += [f"Special tokens: {specials}."] if specials else []
+        more = len(self.specials) - MOST_NAMES
+        special = [self.token_text(token) for token in self.specials[:MOST_NAMES]]
+        sentences = []
+        for kind, names in (("Separators", [*self.separators]), ("Special tokens", special)):
+            shown = [escape_unprintable(name) for name in names]
+            quoted = ", ".join(f"“{name}”" if len(name) < 3 else name for name in shown)
+            if more > 0 and names is special:
+                quoted += f" and {more} more"
+            sentences += [f"{kind}: {quoted}."] if names else []
         return " ".join(sentences)
 
     def token_text(self, token: int) -> str:
@@ -173,27 +179,15 @@ def open_model(
         )
     number = None if dtype is None else getattr(torch, dtype)
     if folder is None:
-        model = load_tiny()
-        model.model.to(number or next(model.model.parameters()).dtype)
+        model = _load_tiny()
     else:
-        model = load_stored(Path(folder), number, trust_remote_code=trust_remote_code)
-    model.model.to(place)
+        model = _load_stored(Path(folder), number, trust_remote_code=trust_remote_code)
+    model.model.to(device=place, dtype=number if folder is None else None)
     return replace(
         model,
         inputs=lambda ids: model.inputs(ids.to(model.device)),
         opened_with={"folder": folder, "dtype": dtype, "trust_remote_code": trust_remote_code},
     )
-
-
-def _move_tensors(inputs: Any, device: torch.device) -> Any:
-    """Return inputs of a model with their tensors on a device."""
-    if isinstance(inputs, Tensor):
-        return inputs.to(device)
-    if isinstance(inputs, Mapping):
-        return {name: _move_tensors(value, device) for name, value in inputs.items()}
-    if isinstance(inputs, tuple | list):
-        return type(inputs)(_move_tensors(value, device) for value in inputs)
-    return inputs
 
 
 def parse_device(name: str) -> torch.device:
@@ -211,29 +205,33 @@ def parse_device(name: str) -> torch.device:
     return device
 
 
-def load_stored(folder: Path, dtype: torch.dtype | None, *, trust_remote_code: bool) -> ModelToScan:
-    """Load the model in a folder or a file."""
+def _load_stored(
+    folder: Path, dtype: torch.dtype | None, *, trust_remote_code: bool
+) -> ModelToScan:
     from headwise.checkpoints.transformers import load
 
     stored = load(folder, trust_remote_code=trust_remote_code, dtype=dtype)
-    tokenizer = stored.tokenizer
-
-    def encode(text: str, most: int | None) -> list[int]:
-        assert tokenizer is not None
-        return tokenizer.ids(text) if most is None else tokenizer.first_ids(text, most)
-
-    return ModelToScan(
+    model = ModelToScan(
         title=make_model_title(folder),
         model=stored.model,
         inputs=stored.inputs,
         vocabulary=stored.vocabulary,
         positions=stored.positions,
         begin=stored.begin,
-        separators={} if tokenizer is None else tokenizer.separators,
-        specials=() if tokenizer is None else tokenizer.specials,
-        encode=None if tokenizer is None else encode,
-        name_of=None if tokenizer is None else tokenizer.token_text,
         notes=stored.notes,
+    )
+    if (tokenizer := stored.tokenizer) is None:
+        return model
+
+    def encode(text: str, most: int | None) -> list[int]:
+        return tokenizer.ids(text) if most is None else tokenizer.first_ids(text, most)
+
+    return replace(
+        model,
+        separators=tokenizer.separators,
+        specials=tokenizer.specials,
+        encode=encode,
+        name_of=tokenizer.token_text,
     )
 
 
@@ -249,8 +247,7 @@ def make_model_title(folder: Path) -> str:
     return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
 
 
-def load_tiny() -> ModelToScan:
-    """Load the model of bytes that ships with headwise."""
+def _load_tiny() -> ModelToScan:
     from headwise.models import tiny
 
     def name(token: int) -> str:
@@ -261,7 +258,6 @@ def load_tiny() -> ModelToScan:
         model=tiny.load(),
         inputs=lambda ids: (ids,),
         vocabulary=tiny.VOCABULARY,
-        positions=None,
         usual=int(tiny.training_measurements()["plan"]["length"]),
         begin=tiny.BEGIN,
         separators={".": ord("."), "\n": ord("\n")},
@@ -269,18 +265,6 @@ def load_tiny() -> ModelToScan:
         encode=lambda text, most: tiny.encode(text).tolist()[:most],
         name_of=name,
     )
-
-
-def _quote_name(name: str) -> str:
-    text = escape_unprintable(name)
-    return f"“{text}”" if len(text) < 3 else text
-
-
-def _format_large_count(count: int) -> str:
-    for size, word in ((10**9, "billion"), (10**6, "million")):
-        if count >= size:
-            return f"{count / size:.1f} {word}"
-    return f"{count:,}"
 
 
 # ---- the tokens to read --------------------------------------------------------------------------
@@ -304,7 +288,11 @@ def list_text_files(paths: Sequence[Path]) -> list[Path]:
     """
     files: list[Path] = []
     for path in paths:
-        inside = _text_files_of_folder(path) if path.is_dir() else [path]
+        inside = [path]
+        if path.is_dir():  # without files and folders that a name with a dot hides
+            texts = sorted(file for file in path.rglob("*") if file.suffix.lower() == ".txt")
+            hidden = re.compile(r"(^|/)\.")
+            inside = [x for x in texts if not hidden.search(x.relative_to(path).as_posix())]
         if not inside or not all(file.is_file() for file in inside):
             fault = "a folder without .txt files" if path.is_dir() else "no file"
             raise OptionError(
@@ -315,16 +303,6 @@ def list_text_files(paths: Sequence[Path]) -> list[Path]:
             )
         files += inside
     return files
-
-
-def _text_files_of_folder(folder: Path) -> list[Path]:
-    """Return the .txt files of a folder, without those that a name with a dot hides."""
-    return sorted(
-        file
-        for file in folder.rglob("*")
-        if file.suffix.lower() == ".txt"
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
 
 
 def read_texts(
@@ -345,28 +323,10 @@ def read_texts(
     Raises:
         OptionError: a text that cannot be read, or that is empty and may not be left out.
     """
-    files = list_text_files([Path(path) for path in paths])
-    return _tokenize_files(model, files, length, skip_empty=skip_empty)
-
-
-def read_default_text(model: ModelToScan, length: int | None = None) -> TextToRead:
-    """Return the text in headwise; random tokens twice for the model that ships with it."""
-    if not model.opened_with.get("folder"):
-        # On random tokens only induction can predict the next token.
-        return make_repeated_tokens(model, length)
-    from headwise.models import text as alice
-
-    whole = "\n\n".join(alice.read_opening_paragraphs())
-    return tokenize_text(model, whole, length, name=f"the opening of {alice.TITLE}")
-
-
-def _tokenize_files(
-    subject: ModelToScan, files: Sequence[Path], length: int | None, *, skip_empty: bool
-) -> list[TextToRead]:
-    texts = []
+    files, texts = list_text_files([Path(path) for path in paths]), []
     for file in files:
         content = _read_utf8(file)
-        text = tokenize_text(subject, content, length, name=file.name)
+        text = tokenize_text(model, content, length, name=file.name)
         if text.is_empty and not skip_empty:
             fault = "a text of one token" if content.strip() else "which is empty"
             raise OptionError(
@@ -385,6 +345,17 @@ def _tokenize_files(
             do="use longer texts",
         )
     return texts
+
+
+def read_default_text(model: ModelToScan, length: int | None = None) -> TextToRead:
+    """Return the text in headwise; random tokens twice for the model that ships with it."""
+    if not model.opened_with.get("folder"):
+        # On random tokens only induction can predict the next token.
+        return make_repeated_tokens(model, length)
+    from headwise.models import text as alice
+
+    whole = "\n\n".join(alice.read_opening_paragraphs())
+    return tokenize_text(model, whole, length, name=f"the opening of {alice.TITLE}")
 
 
 def tokenize_text(

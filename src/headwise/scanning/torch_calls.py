@@ -33,19 +33,9 @@ from headwise.support.tracing import cast_like_autocast, is_kernel_call
 
 AXES = "batch heads queries keys"
 SOFTMAXES = frozenset((torch.softmax, torch.special.softmax, Tensor.softmax, F.softmax))
-PRODUCTS = frozenset(
-    (
-        torch.matmul,
-        torch.bmm,
-        torch.baddbmm,
-        torch.einsum,
-        Tensor.matmul,
-        Tensor.__matmul__,
-        Tensor.__rmatmul__,
-        Tensor.bmm,
-        Tensor.baddbmm,
-    )
-)
+_OPERATORS = (Tensor.__matmul__, Tensor.__rmatmul__, torch.einsum)
+_NAMED = (getattr(place, x) for x in ("matmul", "bmm", "baddbmm") for place in (torch, Tensor))
+PRODUCTS = frozenset((*_OPERATORS, *_NAMED))
 
 
 class TorchCalls(TorchFunctionMode):
@@ -57,19 +47,13 @@ class TorchCalls(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        find_owner: Callable[[], ModuleCall],
-        on_explicit: Callable[[ModuleCall], None],
+        self, find_owner: Callable[[], ModuleCall], on_explicit: Callable[[ModuleCall], None]
     ) -> None:
         super().__init__()
         self._find_owner, self._on_explicit = find_owner, on_explicit
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a function of torch, and record attention."""
         kwargs = kwargs or {}
@@ -79,28 +63,19 @@ class TorchCalls(TorchFunctionMode):
             return _record_attention(func(*args, **kwargs), *args, **kwargs)
         result = func(*args, **kwargs)
         if func in PRODUCTS:
-            self._watch_product(args, kwargs, result)
+            operands = [x for x in iterate_leaves((args, kwargs)) if _is_batched_activation(x)]
+            owner = self._find_owner() if len(operands) > 1 else None
+            if owner is not None and any(_size(x) in owner.weights for x in operands):
+                self._on_explicit(owner)
+            elif owner is not None:
+                owner.scores.add(_size(result))
         elif func in SOFTMAXES:
-            self._watch_softmax(args, kwargs)
+            x: Any = args[0] if args else kwargs.get("input")
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            if _is_batched_activation(x) and dim in (-1, x.dim() - 1):
+                owner = self._find_owner()
+                owner.weights |= owner.scores & {_size(x)}
         return result
-
-    def _watch_product(self, args: Any, kwargs: Any, result: Tensor) -> None:
-        operands = [x for x in iterate_leaves((args, kwargs)) if _is_batched_activation(x)]
-        if len(operands) < 2:
-            return
-        owner = self._find_owner()
-        if any(_size(x) in owner.weights for x in operands):
-            self._on_explicit(owner)
-        else:
-            owner.scores.add(_size(result))
-
-    def _watch_softmax(self, args: Any, kwargs: Any) -> None:
-        x = args[0] if args else kwargs.get("input")
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if _is_batched_activation(x) and dim in (-1, x.dim() - 1):
-            owner = self._find_owner()
-            if _size(x) in owner.scores:
-                owner.weights.add(_size(x))
 
 
 def _is_batched_activation(x: Any) -> bool:
@@ -130,11 +105,7 @@ def _record_attention(
     head_outputs = axes.with_four_axes(outputs)
     heads = head_outputs.shape[1]
     query, key, value = cast_like_autocast(query, key, value)
-    q, k, v = (
-        axes.with_four_axes(query, heads=heads),
-        axes.with_four_axes(key),
-        axes.with_four_axes(value),
-    )
+    q, k, v = axes.with_four_axes(query, heads=heads), *map(axes.with_four_axes, (key, value))
     if k.shape[1] != v.shape[1]:  # a layer has one number of kv heads
         k, v = (stages.repeat_kv_heads(x, heads=heads) for x in (k, v))
     mask, score_bias = Mask(), ScoreBias()

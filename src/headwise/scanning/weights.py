@@ -67,18 +67,14 @@ def dequantize_weight(weight: Tensor) -> Tensor | None:
     return weight if weight.is_floating_point() else None
 
 
-def find_unembedding_module(model: Any) -> Any:
-    """Return the last layer of a language model, or its weight; None if there is none."""
+def find_unembedding(model: Any) -> tuple[Any, Tensor | None]:
+    """Return the last layer of a language model, and its (vocabulary, embed_dim) weight, if any."""
     getter = getattr(model, "get_output_embeddings", None)
-    return unwrap_compiled(getter() if getter is not None else getattr(model, "unembedding", None))
-
-
-def find_unembedding_weight(model: Any) -> Tensor | None:
-    """Return the (vocabulary, embed_dim) weight of the last layer of a language model, if any."""
-    module = find_unembedding_module(model)
+    module = getter() if getter is not None else getattr(model, "unembedding", None)
+    module = unwrap_compiled(module)
     weight = module if isinstance(module, Tensor) else getattr(module, "weight", None)
     weight = dequantize_weight(weight.detach()) if isinstance(weight, Tensor) else None
-    return weight if weight is not None and weight.dim() == 2 else None
+    return module, weight if weight is not None and weight.dim() == 2 else None
 
 
 # ---- linear layers -------------------------------------------------------------------------------
@@ -140,7 +136,7 @@ def find_plain_unembedding(model: Any) -> Tensor | None:
     around it: it is run on one state. A layer that is divided over devices cannot run alone; it
     only has to own its weight, which an adapter does not.
     """
-    module, weight = find_unembedding_module(model), find_unembedding_weight(model)
+    module, weight = find_unembedding(model)
     # A tensor, and the table of an embedding, are multiplied by a function.
     if weight is None or isinstance(module, (Tensor, nn.Embedding)):
         return weight
@@ -175,16 +171,13 @@ def use_head_joiner(join: JoinHeads) -> Iterator[None]:
 def find_divided_projection(modules: Iterable[nn.Module], width: int) -> Tensor | None:
     """Return the weight of an output projection that is divided along its inputs.
 
-    Args:
-        modules: modules around an attention call, innermost first.
-        width: number of channels of the heads that the call computes.
+    The call in ``modules``, innermost first, computes heads with ``width`` channels in all.
     """
-    for module in modules:
-        for weight in module.parameters():
-            if weight.dim() == 2 and is_divided_over_devices(weight):
-                local = weight.to_local()
-                if local.shape[1] == width != weight.shape[1]:
-                    return cast(Tensor, weight)
+    for weight in (each for module in modules for each in module.parameters()):
+        if weight.dim() != 2 or not is_divided_over_devices(weight):
+            continue
+        if weight.to_local().shape[1] == width != weight.shape[1]:
+            return cast(Tensor, weight)
     return None
 
 

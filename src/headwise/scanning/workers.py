@@ -7,10 +7,9 @@ import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from headwise.errors import HeadwiseError
-from headwise.scanning.parts import PartFolder, divide_documents, open_corpus
+from headwise.scanning.parts import divide_documents, open_corpus
 from headwise.scanning.selection import select_statistics
 from headwise.scanning.source import TextToRead, open_model
 from headwise.scanning.statistics.catalogue import STANDARD
@@ -27,28 +26,23 @@ from headwise.support.progress import Progress, no_progress
 READY = -1  # what a process sends once it has loaded the model
 
 
-@dataclass(frozen=True, eq=False)
-class WorkerJob:
-    """The arguments of `scan_in_processes`, as each process gets them."""
-
-    model: dict[str, Any]
-    texts: Sequence[TextToRead]
-    out: Path
-    device: str
-    threads: int
-    notes: tuple[str, ...]
-    options: dict[str, Any]
-
-
 class _Worker:
-    """A process, the pipe to it, and the document that it scans."""
+    """A process, the pipe to it, and the document that it scans.
 
-    def __init__(self, job: WorkerJob, number: int) -> None:
+    ``opened_with`` and ``corpus`` are the arguments of `open_model` and of `open_corpus`.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        opened_with: Mapping[str, Any],
+        notes: tuple[str, ...],
+        corpus: Mapping[str, Any],
+    ) -> None:
         context = get_context("spawn")
         self.pipe, there = context.Pipe()
-        self.process: SpawnProcess = context.Process(
-            target=_serve, args=(there, job, number), daemon=True
-        )
+        arguments = (there, threads, opened_with, notes, corpus)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         there.close()
         self.index: int | None = None
@@ -106,10 +100,13 @@ def scan_in_processes(
     chosen, _ = select_statistics(options.get("statistics"))
     # Those of the standard set hold functions, which cannot be sent.
     options["statistics"] = [s.definition.name if s in STANDARD else s for s in chosen]
-    threads = threads_of_worker(processes)
-    job = WorkerJob(dict(model), texts, Path(out), device, threads, tuple(notes), options)
+    corpus = {"texts": texts, "out": Path(out), **options}
     (order,) = divide_documents([text.ids.numel() for text in texts], 1)
-    workers = [_Worker(job, number) for number in range(min(processes, len(texts)))]
+    threads, workers = threads_of_worker(processes), []
+    for number in range(min(processes, len(texts))):
+        numbered = f"cuda:{number % max(1, torch.cuda.device_count())}"
+        place = {"device": numbered if device == "cuda" else device}
+        workers.append(_Worker(threads, {**model, **place}, tuple(notes), corpus))
     try:
         return _hand_out_documents(workers, deque(order), texts, progress)
     finally:
@@ -150,29 +147,27 @@ def _hand_out_documents(
     return failures | {texts[index].name: ended for index in waiting}
 
 
-def _serve(pipe: Connection, job: WorkerJob, number: int) -> None:
+def _serve(
+    pipe: Connection,
+    threads: int,
+    opened_with: Mapping[str, Any],
+    notes: tuple[str, ...],
+    corpus: Mapping[str, Any],
+) -> None:
     """Scan the documents whose numbers come through the pipe, until None or its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    torch.set_num_threads(job.threads)
-    device = job.device
-    if device == "cuda":
-        device = f"cuda:{number % max(1, torch.cuda.device_count())}"
+    torch.set_num_threads(threads)
     try:
-        folder = _open_folder(job, device)
+        folder = open_corpus(replace(open_model(**opened_with), notes=notes), **corpus)
     except HeadwiseError as error:
         pipe.send(error)
         return
     pipe.send(READY)
     with suppress(EOFError, ConnectionError):  # the parent has ended
         while (index := pipe.recv()) is not None:
+            answer: object = index
             try:
                 folder.scan_or_load_document(index)
             except HeadwiseError as error:
-                pipe.send(error)
-            else:
-                pipe.send(index)
-
-
-def _open_folder(job: WorkerJob, device: str) -> PartFolder:
-    model = replace(open_model(device=device, **job.model), notes=job.notes)
-    return PartFolder(job.out, open_corpus(model, job.texts, **job.options))
+                answer = error
+            pipe.send(answer)

@@ -16,9 +16,9 @@ from headwise.masks.mask import Mask
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics.catalogue import find_standard_statistics
-from headwise.scanning.statistics.maps import map_pyramid
 from headwise.scanning.statistics.statistic import compute_summaries
 from tests.honest import normal
+from tests.scanning.scans import map_pyramid
 from tests.scanning.statistics.calls import assert_is, roundoff
 
 LENGTH = 128

@@ -21,10 +21,11 @@ from headwise.scanning import call as captured_call
 from headwise.scanning.call import CapturedCall, RepeatedTokens, evenly_spaced_positions
 from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
-from headwise.scanning.statistics.maps import TopKeysOfChosenQueries, map_pyramid
+from headwise.scanning.statistics.maps import TopKeysOfChosenQueries
 from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, compute_summaries
 from tests.honest import normal
 from tests.memory import LargestTensor
+from tests.scanning.scans import map_pyramid
 from tests.scanning.statistics.calls import KINDS, assert_is
 from tests.scanning.statistics.dense_statistics import REFERENCE, block_map, top_keys
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from headwise.errors import OptionError
 from headwise.scanning.call import CELLS, CapturedCall
@@ -19,14 +20,16 @@ from headwise.scanning.statistics.statistic import (
     Summary,
     SummaryPart,
     TileStatistic,
+    WeightTile,
     parts_of_mean,
 )
-from headwise.scanning.statistics.tile import WeightTile
 from headwise.support.text import describe_value
 
 RANKS = 8  # keys in a list of the largest weights
 MAP_SIZES = tuple(2**power for power in range(11))  # numbers of cells that a map may have
-NOTHING = -1.0  # the weight of a rank without a key
+NOTHING = -1  # the key, the token and the weight of a rank without a key
+MOST_RANKS = 64
+Layer = int | str
 
 
 class OffsetProfile(TileStatistic):
@@ -93,12 +96,10 @@ class Map(TileStatistic):
 
     def start(self, call: CapturedCall) -> Summary:
         """Return a sum for each cell, and a number of queries for each block of queries."""
-        heads, device = call.matrix.shape[1], call.matrix.q.device
-        sizes = {"sum": (heads, self.cells, self.cells), "count": (heads, self.cells)}
-        return {
-            name: torch.zeros(size, dtype=torch.float64, device=device)
-            for name, size in sizes.items()
-        }
+        count = torch.zeros(
+            call.matrix.shape[1], self.cells, dtype=torch.float64, device=call.matrix.q.device
+        )
+        return {"sum": count[..., None].repeat(1, 1, self.cells), "count": count}
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
         """Add the weights of the tile to the cells."""
@@ -122,23 +123,13 @@ class Map(TileStatistic):
         return summary["sum"] / summary["count"][..., None]
 
 
-def map_pyramid(summary: Summary) -> dict[int, Tensor]:
-    """Return the map at every size: 64 x 64, 32 x 32, ..., 1 x 1, as (heads, size, size).
-
-    Every size is exact, since a coarser block consists of two whole blocks.
-    """
-    total, count = summary["sum"], summary["count"]
-    maps = {}
-    while True:
-        size = total.shape[-1]
-        maps[size] = total / count[..., None]
-        if size % 2:
-            return maps
-        total = total.unflatten(1, (size // 2, 2)).unflatten(3, (size // 2, 2)).sum((2, 4))
-        count = count.unflatten(1, (size // 2, 2)).sum(2)
-
-
 # ---- the keys with the largest weights ----------------------------------------------------------
+
+
+def _parts_of_largest(weight: str, *axes: int | str) -> Parts:
+    """Return the parts of a list of weights, with the key and the token of each."""
+    numbers = dict.fromkeys(("key", "token"), SummaryPart(axes=axes, values="integer"))
+    return {weight: SummaryPart(axes=axes, values="weight"), **numbers}
 
 
 class MostReceived(TileStatistic):
@@ -159,11 +150,7 @@ class MostReceived(TileStatistic):
         "number of queries that see it: Gu et al. 2024, arXiv:2410.10781, section 3",
         axes=("rank", "field"),
     )
-    parts: ClassVar[Parts] = {
-        "received": SummaryPart(axes=(RANKS,), values="weight"),
-        "key": SummaryPart(axes=(RANKS,), values="integer"),
-        "token": SummaryPart(axes=(RANKS,), values="integer"),
-    }
+    parts: ClassVar[Parts] = _parts_of_largest("received", RANKS)
 
     def start(self, call: CapturedCall) -> Tensor:
         """Return a tensor for the weight that each key receives."""
@@ -206,11 +193,7 @@ def _keep_largest_keys(received: Tensor, key: Tensor, token: Tensor) -> Summary:
         order = parts[name].argsort(dim=1, stable=True, descending=descending)
         parts = {name: part.gather(1, order) for name, part in parts.items()}
     short = max(0, RANKS - received.shape[1])
-    nothing = {"received": NOTHING, "key": -1, "token": -1}
-    return {
-        name: torch.nn.functional.pad(part[:, :RANKS], (0, short), value=nothing[name])
-        for name, part in parts.items()
-    }
+    return {name: pad(part[:, :RANKS], (0, short), value=NOTHING) for name, part in parts.items()}
 
 
 def stack_key_token_weight(weight: Tensor, key: Tensor, token: Tensor) -> Tensor:
@@ -219,8 +202,7 @@ def stack_key_token_weight(weight: Tensor, key: Tensor, token: Tensor) -> Tensor
     return stacked.masked_fill((weight < 0)[..., None], torch.nan)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ChosenQueries:
+class _ChosenQueries(NamedTuple):
     """The chosen queries of a sequence, and their largest weights so far."""
 
     sequence: int
@@ -246,9 +228,7 @@ class TopKeysOfChosenQueries(TileStatistic):
         axes=("query", "rank", "field"),
     )
     parts: ClassVar[Parts] = {
-        "share": SummaryPart(axes=("queries", RANKS), values="weight"),
-        "key": SummaryPart(axes=("queries", RANKS), values="integer"),
-        "token": SummaryPart(axes=("queries", RANKS), values="integer"),
+        **_parts_of_largest("share", "queries", RANKS),
         "seen": COUNT,
     }
 
@@ -258,30 +238,37 @@ class TopKeysOfChosenQueries(TileStatistic):
     def start(self, call: CapturedCall) -> _ChosenQueries:
         """Return the rows of the chosen queries, and tensors for their largest weights."""
         real = call.real_queries
-        sequence = int(torch.nn.functional.pad(real.any(-1).int(), (0, 1)).argmax())
         some = bool(real.any())
-        real_rows = real[sequence].nonzero().squeeze(1).tolist() if some else []
-        size = call.matrix.shape[1], len(self.queries), RANKS
-        return _ChosenQueries(
-            sequence=sequence,
-            rows=[
-                real_rows[query] if -len(real_rows) <= query < len(real_rows) else None
-                for query in self.queries
-            ],
-            largest={
-                "share": torch.full(size, NOTHING, dtype=torch.float64),
-                "key": torch.full(size, -1),
-                "token": torch.full(size, -1),
-                "seen": torch.full(size[:1], float(some), dtype=torch.float64),
-            },
-        )
+        sequence = int(real.any(-1).int().argmax()) if some else 0
+        places = real[sequence].nonzero().squeeze(1).tolist() if some else []
+        count, size = len(places), (call.matrix.shape[1], len(self.queries), RANKS)
+        largest = {
+            "share": torch.full(size, NOTHING, dtype=torch.float64),
+            "key": torch.full(size, NOTHING),
+            "token": torch.full(size, NOTHING),
+            "seen": torch.full(size[:1], float(some), dtype=torch.float64),
+        }
+        rows = [places[query] if -count <= query < count else None for query in self.queries]
+        return _ChosenQueries(sequence, rows, largest)
 
     def update(self, gathered: _ChosenQueries, tile: WeightTile) -> None:
-        if not tile.batches.start <= gathered.sequence < tile.batches.stop:
+        sequence, rows, largest = gathered
+        if not tile.batches.start <= sequence < tile.batches.stop:
             return
-        for nth, row in enumerate(gathered.rows):
-            if row is not None and tile.rows.start <= row < tile.rows.stop:
-                _store_top_keys_of_query(gathered, tile, nth=nth, row=row)
+        first, tokens = int(tile.call.first_real_key[sequence]), tile.call.tokens
+        for nth, row in enumerate(rows):
+            if row is None or not tile.rows.start <= row < tile.rows.stop:
+                continue
+            weights = tile.weights[sequence - tile.batches.start, :, row - tile.rows.start]
+            # Of equal weights the earlier key comes first.
+            share, key = weights.sort(dim=-1, descending=True, stable=True)
+            share, key = share[:, :RANKS].cpu(), key[:, :RANKS].cpu() + tile.columns.start
+            none, at = share <= 0, (tile.heads, nth, slice(0, share.shape[1]))
+            largest["share"][at] = share.double().masked_fill(none, NOTHING)
+            largest["key"][at] = (key - first).masked_fill(none, NOTHING)
+            if tokens is not None:
+                token = tokens[sequence].long().cpu()[key]
+                largest["token"][at] = token.masked_fill(none, NOTHING)
 
     def make_summary(self, gathered: _ChosenQueries, call: CapturedCall) -> Summary:  # noqa: ARG002
         """Return the largest weights, with ``seen`` 1 if there was a sequence."""
@@ -289,26 +276,158 @@ class TopKeysOfChosenQueries(TileStatistic):
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
         """Return the summary of the first call with a sequence."""
-        chosen = next((s for s in summaries if s["seen"].any()), summaries[0])
-        return {name: value.clone() for name, value in chosen.items()}
+        return dict(next((s for s in summaries if s["seen"].any()), summaries[0]))
 
     def result(self, summary: Summary) -> Tensor:
         """Return (heads, query, rank, field): key, token, weight; NaN beyond the last key."""
         return stack_key_token_weight(summary["share"], summary["key"], summary["token"])
 
 
-def _store_top_keys_of_query(
-    chosen: _ChosenQueries, tile: WeightTile, *, nth: int, row: int
-) -> None:
-    """Store the largest weights of one query; of equal weights the earlier key comes first."""
-    tokens, largest = tile.call.tokens, chosen.largest
-    weights = tile.weights[chosen.sequence - tile.batches.start, :, row - tile.rows.start]
-    share, key = weights.sort(dim=-1, descending=True, stable=True)
-    share, key = share[:, :RANKS].cpu(), key[:, :RANKS].cpu() + tile.columns.start
-    some, at = share > 0, (tile.heads, nth, slice(0, share.shape[1]))
-    first = int(tile.call.first_real_key[chosen.sequence])
-    largest["share"][at] = share.double().masked_fill(~some, NOTHING)
-    largest["key"][at] = (key - first).masked_fill(~some, -1)
-    if tokens is not None:
-        token = tokens[chosen.sequence].long().cpu()[key]
-        largest["token"][at] = token.masked_fill(~some, -1)
+class _Rows(NamedTuple):
+    """The largest weights of every query of the chosen heads, so far."""
+
+    heads: list[int]  # positions of the chosen heads
+    place: Tensor  # (batch, queries): where a query is stored, −1 for padding
+    key: Tensor
+    share: Tensor
+
+
+class TopKeysOfEveryQuery(TileStatistic):
+    """The keys with the largest weights, for every query of chosen heads, over all sequences.
+
+    Only the chosen heads take memory: 8 bytes for each query and rank.
+
+    Args:
+        heads: "all", or pairs of a layer and a head, such as ``[(1, 0), ("*.3.*", 7)]``. A layer
+            is its number in call order, or a pattern of its name.
+        ranks: number of keys for each query.
+    """
+
+    definition = Definition(
+        name="top_keys_of_every_query",
+        id="top_keys_of_every_query-1",
+        formula="for every query i of a chosen head: the keys j with the largest A[i, j], 4 if no "
+        "other number was chosen. Fields: j, counted from the first key that is no padding of "
+        "its sequence; A[i, j]",
+        unit="share of the weight, 0 to 1",
+        excluded=EXCLUDED + "; keys without weight; heads that were not chosen",
+        source="headwise.AttentionMatrix.topk",
+        axes=("query", "rank", "field"),
+    )
+    parts: ClassVar[Parts] = {
+        "row": SummaryPart(values="integer"),
+        "lengths": SummaryPart(axes=("sequences",), values="integer", per_head=False),
+        "key": SummaryPart(axes=("chosen", "queries", "ranks"), values="index", per_head=False),
+        "share": SummaryPart(axes=("chosen", "queries", "ranks"), values="share", per_head=False),
+    }
+
+    def __init__(
+        self, heads: Literal["all"] | Iterable[tuple[Layer, int]] = "all", *, ranks: int = 4
+    ) -> None:
+        if not isinstance(ranks, int) or not 0 < ranks <= MOST_RANKS:
+            raise OptionError(
+                saw=f"ranks={describe_value(ranks)}",
+                needed=f"a number of keys for each query, from 1 to {MOST_RANKS}",
+                do="ranks=4",
+            )
+        self.heads = heads if isinstance(heads, str) else tuple(heads)
+        self.ranks = ranks
+        if self.heads != "all" and not (self.heads and all(map(_is_layer_head_pair, self.heads))):
+            raise OptionError(
+                saw=f"heads={describe_value(heads)}",
+                needed='"all", or pairs of a layer and a head',
+                do='heads=[(1, 0), ("*.3.*", 7)]',
+            )
+
+    def reason_not_computable(self, call: CapturedCall) -> str | None:
+        """Return why a call has no such rows: no head was chosen, or it continues a cache."""
+        if call.own_key not in (0, None):
+            return "the call continues a cache, so its queries are no whole sequences"
+        some = self._chosen_head_positions(call)
+        return None if some else "none of the chosen heads is in this layer"
+
+    def _chosen_head_positions(self, call: CapturedCall) -> list[int]:
+        numbers = call.heads or tuple(range(call.matrix.shape[1]))
+        if isinstance(self.heads, str):
+            return list(range(len(numbers)))
+        here = (call.layer_index, call.layer)
+        chosen = {
+            head
+            for layer, head in self.heads
+            if layer in here or (isinstance(layer, str) and fnmatchcase(call.layer, layer))
+        }
+        return [position for position, number in enumerate(numbers) if number in chosen]
+
+    def start(self, call: CapturedCall) -> _Rows:
+        """Return room for every real query of the chosen heads."""
+        real = call.real_queries
+        heads, device = self._chosen_head_positions(call), real.device
+        row = (real.flatten().cumsum(0) - 1).masked_fill(~real.flatten(), -1)
+        size = len(heads), int(real.sum()), self.ranks
+        key, share = (
+            torch.full(size, NOTHING, dtype=dtype, device=device)
+            for dtype in (torch.int32, torch.float32)
+        )
+        return _Rows(heads, row.unflatten(0, real.shape), key, share)
+
+    def update(self, gathered: _Rows, tile: WeightTile) -> None:
+        """Store the largest weights of the tile's rows; a tile holds whole rows."""
+        inside = range(tile.heads.start, tile.heads.stop)
+        first = tile.call.first_real_key[tile.batches]
+        for nth, head in enumerate(gathered.heads):
+            if head not in inside:
+                continue
+            weights = tile.weights[:, head - tile.heads.start]
+            share, key = weights.topk(min(self.ranks, weights.shape[-1]), dim=-1)
+            key = key + (tile.columns.start - first)[:, None, None]
+            row = gathered.place[tile.batches, tile.rows]
+            counted = tile.is_counted_query[:, head - tile.heads.start] & (row >= 0)
+            none = (share <= 0)[counted]
+            at = nth, row[counted], slice(0, share.shape[-1])
+            gathered.share[at] = share[counted].float().masked_fill(none, NOTHING)
+            gathered.key[at] = key[counted].int().masked_fill(none, NOTHING)
+
+    def make_summary(self, gathered: _Rows, call: CapturedCall) -> Summary:
+        """Return each head's row of keys and shares (−1 if it was not chosen), and the lengths."""
+        row = torch.full((call.matrix.shape[1],), NOTHING)
+        row[gathered.heads] = torch.arange(len(gathered.heads))
+        return {
+            "row": row,
+            "lengths": call.real_queries.sum(-1).cpu(),
+            "key": gathered.key.cpu(),
+            "share": gathered.share.cpu(),
+        }
+
+    def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:
+        """Return a difference in the chosen heads, or in the number of ranks."""
+        if not torch.equal(summary["row"], other["row"]):
+            return "the top keys of some heads, and of others"
+        ranks, other_ranks = (each["key"].shape[-1] for each in (summary, other))
+        return None if ranks == other_ranks else f"{ranks} top keys a query, and {other_ranks}"
+
+    def merge(self, summaries: Sequence[Summary]) -> Summary:
+        """Return the queries of all calls, one sequence after another."""
+        return {
+            "row": summaries[0]["row"].clone(),
+            "lengths": torch.cat([summary["lengths"] for summary in summaries]),
+            "key": torch.cat([summary["key"] for summary in summaries], 1),
+            "share": torch.cat([summary["share"] for summary in summaries], 1),
+        }
+
+    def result(self, summary: Summary) -> Tensor:
+        """Return (heads, query, rank, field): key, weight; NaN for other heads and beyond keys.
+
+        This takes 16 bytes for each head, query and rank, of the heads that were not chosen too.
+        """
+        stacked = torch.stack([summary["key"].double(), summary["share"].double()], -1)
+        stacked = stacked.masked_fill((summary["share"] < 0)[..., None], torch.nan)
+        row = summary["row"]
+        whole = stacked.new_full((len(row), *stacked.shape[1:]), torch.nan)
+        whole[row >= 0] = stacked[row[row >= 0]]
+        return whole
+
+
+def _is_layer_head_pair(pair: object) -> bool:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    return isinstance(pair[0], int | str) and isinstance(pair[1], int)

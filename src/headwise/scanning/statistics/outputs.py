@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,23 +10,12 @@ from torch import Tensor
 from headwise.function.rounding import LAMBDA, Roundoff
 from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.scanning.call import CapturedCall, require_not_none
+from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.rows import EXCLUDED, RowStatistic
-from headwise.scanning.statistics.statistic import (
-    COUNT,
-    HEADS,
-    MEAN,
-    Definition,
-    Parts,
-    Summary,
-    SummaryPart,
-    TileStatistic,
-    parts_of_mean,
-)
-from headwise.scanning.statistics.tile import WeightTile
 
 AT_ONCE = 2**20  # numbers that are processed at once
 FEWEST = 4  # rows that the unbiased CKA needs
-PAIRS = parts_of_mean(HEADS)
+PAIRS = statistic.parts_of_mean(statistic.HEADS)
 # These cannot be attributed to one head: a norm acts on the sum of all heads.
 BEHIND = (
     "; what stands between the output projection and the residual: its bias, a norm (as in OLMo 2) "
@@ -38,14 +26,14 @@ BEHIND = (
 # ---- contributions ------------------------------------------------------------------------------
 
 
-def _residual_norms(tile: WeightTile) -> Tensor:
+def _residual_norms(tile: statistic.WeightTile) -> Tensor:
     """Return (batches, 1, rows): the norm of the residual that the layer's output is added to."""
     residual = require_not_none(tile.call.residual)[tile.batches, tile.rows].to(tile.weights.dtype)
     norms: Tensor = torch.linalg.vector_norm(residual, dim=-1)
     return norms[:, None]
 
 
-def _relative_contribution(tile: WeightTile) -> Tensor:
+def _relative_contribution(tile: statistic.WeightTile) -> Tensor:
     norms = _residual_norms(tile)
     return tile.contribution_norms / norms.where(norms > 0, 1.0)
 
@@ -53,7 +41,6 @@ def _relative_contribution(tile: WeightTile) -> Tensor:
 CONTRIBUTED = (
     RowStatistic(
         lambda tile: tile.contribution_norms,
-        name="contribution_norm",
         id="contribution_norm-1",
         formula="mean over queries i of ‖zᵢ W_O‖, for the head's output zᵢ and its part of the "
         "output projection",
@@ -66,7 +53,6 @@ CONTRIBUTED = (
     ),
     RowStatistic(
         _relative_contribution,
-        name="relative_contribution",
         id="relative_contribution-1",
         formula="mean over queries i of ‖zᵢ W_O‖ / ‖xᵢ‖, for the residual xᵢ that the layer's "
         "output is added to",
@@ -80,7 +66,6 @@ CONTRIBUTED = (
     ),
     RowStatistic(
         lambda tile: tile.sum_weights_times_key_entries(tile.call.projected_value_norms),
-        name="value_weighted",
         id="value_weighted-1",
         formula="mean over queries i of Σⱼ A[i, j] ‖vⱼ W_O‖",
         unit="of the residual; at least contribution_norm",
@@ -93,10 +78,10 @@ CONTRIBUTED = (
 )
 
 
-class EffectiveRank(TileStatistic):
+class EffectiveRank(statistic.TileStatistic):
     """The number of directions in which a head's outputs vary."""
 
-    definition = Definition(
+    definition = statistic.Definition(
         name="effective_rank",
         id="effective_rank-1",
         formula="exp(−Σₖ p[k] ln p[k]), p[k] = σ[k] / Σ σ, for the singular values σ of the head's "
@@ -108,10 +93,10 @@ class EffectiveRank(TileStatistic):
         most="has outputs in most directions: {}",
     )
     needs = ("outputs",)
-    parts: ClassVar[Parts] = {
-        "count": COUNT,
-        "sum": SummaryPart(axes=("value_dim",)),
-        "outer": SummaryPart(axes=("value_dim", "value_dim")),
+    parts: ClassVar[statistic.Parts] = {
+        "count": statistic.COUNT,
+        "sum": statistic.SummaryPart(axes=("value_dim",)),
+        "outer": statistic.SummaryPart(axes=("value_dim", "value_dim")),
     }
 
     def start(self, call: CapturedCall) -> Tensor:
@@ -119,10 +104,10 @@ class EffectiveRank(TileStatistic):
         shape, device = call.matrix.shape[:3], call.matrix.q.device
         return torch.zeros(shape, dtype=torch.bool, device=device)
 
-    def update(self, gathered: Tensor, tile: WeightTile) -> None:
+    def update(self, gathered: Tensor, tile: statistic.WeightTile) -> None:
         gathered[tile.batches, tile.heads, tile.rows] = tile.is_counted_query
 
-    def make_summary(self, gathered: Tensor, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: Tensor, call: CapturedCall) -> statistic.Summary:
         """Return count, sum and sum of outer products, in float64."""
         outputs = require_not_none(call.outputs)
         _, heads, _, width = outputs.shape
@@ -138,38 +123,28 @@ class EffectiveRank(TileStatistic):
         count = gathered.sum((0, 2)).double()
         return {"count": count.cpu(), "sum": total.cpu(), "outer": outer.cpu()}
 
-    def result(self, summary: Summary) -> Tensor:
+    def result(self, summary: statistic.Summary) -> Tensor:
         """(heads,)."""
         outer, count = summary["outer"], summary["count"].clamp(min=1)
         mean = summary["sum"] / count[:, None]
         centred = outer - count[:, None, None] * mean[:, :, None] * mean[:, None, :]
         finite = centred.isfinite().all(-1).all(-1)  # eigvalsh fails at NaN
         squares = torch.linalg.eigvalsh(centred.where(finite[:, None, None], 0.0))
-        sigma = squares.where(
-            squares > _zero_eigenvalue_rounding_bound(outer, count)[:, None], 0.0
-        ).sqrt()
+        # Rounding of an eigenvalue that is 0: sums of n terms for the outer product and each mean
+        # (`headwise.function.rounding.sum_error_bound`), and the eigenvalues.
+        terms = torch.minimum(count, LAMBDA * count.sqrt())
+        size = outer.diagonal(dim1=1, dim2=2).sum(-1)
+        bound = Roundoff.of(torch.float64).u * (3 * terms + outer.shape[-1]) * size
+        sigma = squares.where(squares > bound[:, None], 0.0).sqrt()
         p = sigma / sigma.sum(-1, keepdim=True)  # NaN where nothing is left
         rank: Tensor = torch.special.entr(p).sum(-1).exp()
         return rank
 
 
-def _zero_eigenvalue_rounding_bound(outer: Tensor, count: Tensor) -> Tensor:
-    """Return (heads,): a bound on the rounding of an eigenvalue that is 0.
-
-    The bound covers sums of n terms for the outer product and each mean, and the eigenvalues.
-    """
-    terms = torch.minimum(
-        count, LAMBDA * count.sqrt()
-    )  # headwise.function.rounding.sum_error_bound
-    u = Roundoff.of(torch.float64).u
-    size: Tensor = outer.diagonal(dim1=1, dim2=2).sum(-1)
-    return u * (3 * terms + outer.shape[-1]) * size
-
-
-class Copying(TileStatistic):
+class Copying(statistic.TileStatistic):
     """The share of the raised logits that belongs to the tokens a head attends to."""
 
-    definition = Definition(
+    definition = statistic.Definition(
         name="copying",
         id="copying-1",
         formula="l[t] = (zᵢ W_O) · U[t], the head's direct part of the logit of t, for the "
@@ -187,21 +162,21 @@ class Copying(TileStatistic):
         most="raises the logits of tokens it attends to: {} of all that it raises",
     )
     needs = ("tokens", "outputs", "out_proj", "unembedding")
-    parts = MEAN
+    parts = statistic.MEAN
 
-    def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
+    def update(self, gathered: statistic.Summary, tile: statistic.WeightTile) -> None:  # noqa: ARG002
         tile.copy_sampled_rows_to_call()
 
-    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: statistic.Summary, call: CapturedCall) -> statistic.Summary:
         """Return the sums over sequences, each with its tokens, one head after the other."""
-        samples = call.sampled_rows
-        for sequence in range(call.matrix.shape[0]):
-            tokens, written = (
-                _unembedding_rows_of_sequence(call, sequence),
-                _head_contributions(call, sequence),
-            )
+        samples, out_proj = call.sampled_rows, require_not_none(call.out_proj)
+        exact = accumulation_dtype(require_not_none(call.outputs).dtype)
+        for sequence, outputs in enumerate(require_not_none(call.outputs)):
+            kinds = _token_kinds_of_sequence(call, sequence, exact)
+            z = outputs[:, samples.queries[sequence]].to(exact)
+            written = torch.bmm(z, out_proj.to(exact))  # (heads, samples, embed_dim)
             pairs = zip(samples.weights[sequence], written, strict=True)
-            scores = [tokens.copying_scores(weights, z) for weights, z in pairs]
+            scores = [_copying_scores(*kinds, weights, each) for weights, each in pairs]
             share, raises = (torch.stack(part) for part in zip(*scores, strict=True))
             counted = samples.counted[sequence] & samples.real[sequence] & raises
             gathered["sum"] += share.masked_fill(~counted, 0.0).sum(1)
@@ -209,36 +184,14 @@ class Copying(TileStatistic):
         return super().make_summary(gathered, call)
 
 
-@dataclass(frozen=True)
-class _UnembeddingRows:
-    """The distinct tokens of a sequence.
+def _token_kinds_of_sequence(
+    call: CapturedCall, sequence: int, exact: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys of a sequence whose token is known and has a row in the unembedding.
 
-    Attributes:
-        keys: the keys whose token is known and has a row in the unembedding.
-        kind: the index of the distinct token of each of these keys.
-        directions: the row of the unembedding of each distinct token.
+    Beside them, the index of the distinct token of each of these keys, and the row of the
+    unembedding of each distinct token.
     """
-
-    keys: Tensor
-    kind: Tensor
-    directions: Tensor
-
-    def copying_scores(self, weights: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (samples,) scores of the rows of a head, and True where a row raises a token."""
-        rows = weights[:, self.keys].double()
-        on_token = rows.new_zeros(len(rows), len(self.directions)).index_add_(1, self.kind, rows)
-        unseen = on_token <= 0
-        raised = torch.matmul(written, self.directions.mT).double().masked_fill_(unseen, 0.0)
-        mean = raised.sum(-1) / (~unseen).sum(-1).clamp(min=1)
-        raised = raised.sub_(mean[:, None]).clamp_(min=0.0).masked_fill_(unseen, 0.0)
-        total = raised.sum(-1)
-        share = torch.linalg.vecdot(on_token, raised) / total.where(total > 0, 1.0)
-        # A token alone is not above the mean: total is 0 there too.
-        return share, total > 0
-
-
-def _unembedding_rows_of_sequence(call: CapturedCall, sequence: int) -> _UnembeddingRows:
-    """Return the distinct tokens of a sequence that have a row in the unembedding."""
     unembedding, tokens = (
         require_not_none(call.unembedding),
         require_not_none(call.tokens)[sequence],
@@ -246,25 +199,32 @@ def _unembedding_rows_of_sequence(call: CapturedCall, sequence: int) -> _Unembed
     has_row = (tokens >= 0) & (tokens < len(unembedding))
     keys = (call.real_keys[sequence] & has_row).nonzero().squeeze(1)
     kinds, kind = torch.unique(tokens[keys], return_inverse=True)
-    exact = accumulation_dtype(require_not_none(call.outputs).dtype)
-    return _UnembeddingRows(keys, kind, unembedding[kinds].to(exact))
+    return keys, kind, unembedding[kinds].to(exact)
 
 
-def _head_contributions(call: CapturedCall, sequence: int) -> Tensor:
-    """Return (heads, samples, embed_dim): each head's contribution at the sampled queries."""
-    outputs, out_proj = require_not_none(call.outputs), require_not_none(call.out_proj)
-    exact = accumulation_dtype(outputs.dtype)
-    z = outputs[sequence][:, call.sampled_rows.queries[sequence]].to(exact)
-    return torch.bmm(z, out_proj.to(exact))
+def _copying_scores(
+    keys: Tensor, kind: Tensor, directions: Tensor, weights: Tensor, written: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (samples,) scores of the rows of a head, and True where a row raises a token."""
+    rows = weights[:, keys].double()
+    on_token = rows.new_zeros(len(rows), len(directions)).index_add_(1, kind, rows)
+    unseen = on_token <= 0
+    raised = torch.matmul(written, directions.mT).double().masked_fill_(unseen, 0.0)
+    mean = raised.sum(-1) / (~unseen).sum(-1).clamp(min=1)
+    raised = raised.sub_(mean[:, None]).clamp_(min=0.0).masked_fill_(unseen, 0.0)
+    total = raised.sum(-1)
+    share = torch.linalg.vecdot(on_token, raised) / total.where(total > 0, 1.0)
+    # A token alone is not above the mean: total is 0 there too.
+    return share, total > 0
 
 
 # ---- similarity of two heads --------------------------------------------------------------------
 
 
-class TotalVariation(TileStatistic):
+class TotalVariation(statistic.TileStatistic):
     """Similarity of the weights of two heads."""
 
-    definition = Definition(
+    definition = statistic.Definition(
         name="total_variation",
         id="total_variation-1",
         formula="1 − ½ · mean over queries i of Σⱼ |A[i, j] − B[i, j]| for two heads A and B; a "
@@ -276,10 +236,10 @@ class TotalVariation(TileStatistic):
     )
     parts = PAIRS
 
-    def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
+    def update(self, gathered: statistic.Summary, tile: statistic.WeightTile) -> None:  # noqa: ARG002
         tile.copy_sampled_rows_to_call()
 
-    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: statistic.Summary, call: CapturedCall) -> statistic.Summary:
         """Return sums of similarities over rows, and the number of rows."""
         samples = call.sampled_rows
         heads, keys = samples.weights.shape[1], samples.weights.shape[3]
@@ -297,10 +257,10 @@ class TotalVariation(TileStatistic):
         return super().make_summary(gathered, call)
 
 
-class OutputCosine(TileStatistic):
+class OutputCosine(statistic.TileStatistic):
     """Cosine of the contributions of two heads."""
 
-    definition = Definition(
+    definition = statistic.Definition(
         name="output_cosine",
         id="output_cosine-1",
         formula="mean over queries i of cos(zᵢ W_O of the one head, zᵢ W_O of the other)",
@@ -313,7 +273,7 @@ class OutputCosine(TileStatistic):
     parts = PAIRS
     needs = ("outputs", "out_proj")
 
-    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: statistic.Summary, call: CapturedCall) -> statistic.Summary:
         """Return sums of cosines over rows, and the number of rows."""
         outputs, out_proj = require_not_none(call.outputs), require_not_none(call.out_proj)
         exact = accumulation_dtype(outputs.dtype)
@@ -329,10 +289,10 @@ class OutputCosine(TileStatistic):
         return super().make_summary(gathered, call)
 
 
-class CKA(TileStatistic):
+class CKA(statistic.TileStatistic):
     """Similarity of the outputs of two heads, up to rotation and scale."""
 
-    definition = Definition(
+    definition = statistic.Definition(
         name="cka",
         id="cka-1",
         formula="Σ HSIC(Z, Y) / √(Σ HSIC(Z, Z) · Σ HSIC(Y, Y)), the sums over sequences, for the "
@@ -349,10 +309,10 @@ class CKA(TileStatistic):
     parts = PAIRS
     needs = ("outputs",)
 
-    def update(self, gathered: Summary, tile: WeightTile) -> None:  # noqa: ARG002
+    def update(self, gathered: statistic.Summary, tile: statistic.WeightTile) -> None:  # noqa: ARG002
         tile.copy_sampled_rows_to_call()
 
-    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
+    def make_summary(self, gathered: statistic.Summary, call: CapturedCall) -> statistic.Summary:
         """Return sums of HSIC over sequences, which are small and can be merged exactly."""
         samples = call.sampled_rows
         for outputs, sampled, counted in zip(
@@ -364,7 +324,7 @@ class CKA(TileStatistic):
                 gathered["count"] += 1
         return super().make_summary(gathered, call)
 
-    def result(self, summary: Summary) -> Tensor:
+    def result(self, summary: statistic.Summary) -> Tensor:
         """Return (heads, other_head); NaN where a head's outputs do not vary."""
         norms = summary["sum"].diagonal()
         norms = norms.where(norms > 0, torch.nan).sqrt()

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.scanning.call import require_not_none
-from headwise.scanning.statistics.statistic import Definition, Need, RowMean
-from headwise.scanning.statistics.tile import WeightTile
+from headwise.scanning.statistics.statistic import Definition, RowMean, WeightTile
 
 EXCLUDED = "padded queries, and those that may attend to nothing"
 SHARE = "share of the weight, 0 to 1"
@@ -24,19 +23,28 @@ OfRows = Callable[[WeightTile], Tensor]  # (batches, heads, rows) of a tile
 
 
 class RowStatistic(RowMean):
-    """The mean of ``of_rows`` over the queries for which ``counts`` is True."""
+    """The mean of ``of_rows`` over the queries for which ``counts`` is True.
+
+    ``words`` are those of its `Definition`. Its name is that of its id. Without other words, its
+    unit is a share of the weight, and all real queries that may attend to a key count.
+    """
 
     def __init__(
         self,
         of_rows: OfRows,
         *,
         counts: OfRows | None = None,
-        needs: tuple[Need, ...] = (),
+        needs: tuple[str, ...] = (),
         reach: int = 0,
         reads_lowest: bool = False,
         **words: Any,
     ) -> None:
         self._of_rows, self._counts = of_rows, counts
+        words = {
+            "name": words["id"].rpartition("-")[0],
+            "unit": SHARE,
+            "excluded": EXCLUDED,
+        } | words
         self.definition, self.needs = Definition(**words), needs
         self.reach, self.reads_lowest = reach, reads_lowest
 
@@ -68,11 +76,9 @@ def _participation_ratio(tile: WeightTile) -> Tensor:
 SPREAD = (
     RowStatistic(
         lambda tile: tile.entropy,
-        name="entropy",
         id="entropy-1",
         formula="mean over queries i of −Σⱼ A[i, j] · ln A[i, j]; a sink counts as one more key",
         unit="nats, from 0 (all weight on one key) to ln of the number of keys (even weight)",
-        excluded=EXCLUDED,
         source="Clark et al. 2019, arXiv:1906.04341, section 3.3",
         title="Entropy",
         most="has the highest entropy: {}",
@@ -82,7 +88,6 @@ SPREAD = (
             tile.entropy
             / _count_allowed_keys_and_sink(tile).clamp(min=2).to(tile.entropy.dtype).log()
         ),
-        name="relative_entropy",
         id="relative_entropy-1",
         formula="mean over queries i of H[i] / ln n[i], for the n[i] keys that i may attend "
         "to; a sink counts as one of them",
@@ -95,11 +100,8 @@ SPREAD = (
     ),
     RowStatistic(
         lambda tile: tile.maximum,
-        name="maximum",
         id="maximum-1",
         formula="mean over queries i of maxⱼ A[i, j]",
-        unit=SHARE,
-        excluded=EXCLUDED,
         source="confidence: Voita et al. 2019, arXiv:1905.09418, section 4 (which leaves out "
         "the end of sentence; here it counts)",
         title="Maximum weight",
@@ -107,11 +109,9 @@ SPREAD = (
     ),
     RowStatistic(
         lambda tile: tile.entropy.exp(),
-        name="effective_keys",
         id="effective_keys-1",
         formula="mean over queries i of exp(H[i])",
         unit="keys, from 1",
-        excluded=EXCLUDED,
         source="the perplexity of the row: exp of the entropy, Clark et al. 2019, arXiv:1906.04341",
         title="Effective keys: tokens it attends to",
         most="attends most widely: to {}",
@@ -119,7 +119,6 @@ SPREAD = (
     ),
     RowStatistic(
         _participation_ratio,
-        name="participation",
         id="participation-1",
         formula="mean over queries i of (Σⱼ A[i, j])² / Σⱼ A[i, j]²",
         unit="keys, from 1",
@@ -130,11 +129,9 @@ SPREAD = (
     ),
     RowStatistic(
         lambda tile: tile.logsumexp,
-        name="logsumexp",
         id="logsumexp-1",
         formula="mean over queries i of ln Σⱼ exp s[i, j], the sink included",
         unit="nats",
-        excluded=EXCLUDED,
         source="the normaliser of the softmax; kept by FlashAttention, arXiv:2205.14135",
         title="Logsumexp of the scores",
         most="has the largest logsumexp of scores: {}",
@@ -142,7 +139,6 @@ SPREAD = (
     # From a range of about 17 on, float32 rounds the smallest weights to 0.
     RowStatistic(
         lambda tile: tile.highest - require_not_none(tile.lowest),
-        name="score_range",
         id="score_range-1",
         formula="mean over queries i of maxⱼ s[i, j] − minⱼ s[i, j], over the keys i may attend to",
         unit="nats",
@@ -193,11 +189,8 @@ def _mean_key_distance(tile: WeightTile) -> Tensor:
 def _share_within_reach_statistic(reach: int) -> RowStatistic:
     return RowStatistic(
         lambda tile: tile.weight_within(reach),
-        name=f"within_{reach}",
         id=f"within_{reach}-1",
         formula=f"mean over queries i of Σⱼ A[i, j] over the keys with |i − j| ≤ {reach}",
-        unit=SHARE,
-        excluded=EXCLUDED,
         source="local heads; the windows are those of sliding attention, Beltagy et al. 2020, "
         "arXiv:2004.05150",
         title=f"Weight at most {reach} tokens away",
@@ -210,10 +203,8 @@ def _share_within_reach_statistic(reach: int) -> RowStatistic:
 ONE_KEY = (
     RowStatistic(
         _weight_on_first_token,
-        name="first_token",
         id="first_token-1",
         formula="mean over queries i of A[i, 0], key 0 being the first that is no padding",
-        unit=SHARE,
         excluded=EXCLUDED + "; the first query counts, though a causal mask leaves it no choice",
         source="the sink mass of key 0: Gu et al. 2024, arXiv:2410.10781; Xiao et al. 2023, "
         "arXiv:2309.17453",
@@ -222,11 +213,8 @@ ONE_KEY = (
     ),
     RowStatistic(
         lambda tile: require_not_none(tile.sink),
-        name="sink",
         id="sink-1",
         formula="mean over queries i of 1 − Σⱼ A[i, j], what the learned sink takes",
-        unit=SHARE,
-        excluded=EXCLUDED,
         source="the learned sink token of Xiao et al. 2023, arXiv:2309.17453, without a value",
         title="Weight on the learned sink",
         most="leaves {} of its weight to the learned sink",
@@ -235,10 +223,8 @@ ONE_KEY = (
 )
 PREVIOUS_TOKEN = RowStatistic(
     lambda tile: tile.diagonal(-1),
-    name="previous_token",
     id="previous_token-1",
     formula="mean over queries i ≥ 1 of A[i, i − 1]",
-    unit=SHARE,
     excluded="padded queries, and the first of each sequence, which has no key before it",
     source="Clark et al. 2019, arXiv:1906.04341, section 3.1; Olsson et al. 2022, arXiv:2209.11895",
     title="Weight on the token before",
@@ -253,11 +239,9 @@ PREVIOUS_TOKEN = RowStatistic(
 NEAR = (
     RowStatistic(
         _mean_key_distance,
-        name="distance",
         id="distance-1",
         formula="mean over queries i of Σⱼ A[i, j] · |i − j|; a sink is nowhere and adds nothing",
         unit="tokens, from 0",
-        excluded=EXCLUDED,
         source="Vig and Belinkov 2019, arXiv:1906.04284, section 4.2",
         title="Mean distance of the weight",
         most="attends furthest: {} away on average",
@@ -294,10 +278,8 @@ def _queries_with_repeated_token(tile: WeightTile) -> Tensor:
 REPEATED = (
     RowStatistic(
         lambda tile: _weight_after_repeats(tile, 0),
-        name="duplicate_token",
         id="duplicate_token-1",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j < i with token[j] = token[i]",
-        unit=SHARE,
         excluded=WITHOUT_A_REPEAT,
         source="duplicate token heads: Wang et al. 2022, arXiv:2211.00593, section 3",
         title="Weight on earlier copies of the token",
@@ -307,11 +289,9 @@ REPEATED = (
     ),
     RowStatistic(
         lambda tile: _weight_after_repeats(tile, 1),
-        name="induction",
         id="induction-1",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j ≤ i with token[j − 1] = "
         "token[i] and j − 1 < i",
-        unit=SHARE,
         excluded=WITHOUT_A_REPEAT,
         source="prefix matching: Olsson et al. 2022, arXiv:2209.11895, on any text in place of "
         "random tokens that are repeated",
@@ -324,10 +304,8 @@ REPEATED = (
 MARKED = (
     RowStatistic(
         lambda tile: tile.sum_weights_times_key_entries(require_not_none(tile.call.separators)),
-        name="separator",
         id="separator-1",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a separator",
-        unit=SHARE,
         excluded=EXCLUDED + "; separators count as queries too",
         source="Clark et al. 2019, arXiv:1906.04341, section 3.2",
         title="Weight on separators",
@@ -336,10 +314,8 @@ MARKED = (
     ),
     RowStatistic(
         lambda tile: tile.sum_weights_times_key_entries(require_not_none(tile.call.specials)),
-        name="special",
         id="special-1",
         formula="mean over queries i of Σⱼ A[i, j] over the keys j that hold a special token",
-        unit=SHARE,
         excluded=EXCLUDED + "; special tokens count as queries too",
         source="Kovaleva et al. 2019, arXiv:1908.08593; Clark et al. 2019, arXiv:1906.04341, "
         "section 3.2",

@@ -27,32 +27,158 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.call import CapturedCall
-from headwise.scanning.statistics.tile import WeightTile
+from headwise.matrix.kernels.readings import ObservedTile
+from headwise.scanning.call import CapturedCall, require_not_none
 from headwise.support.tracing import without_autocast
 
-Need = Literal[
-    "own_key",
-    "tokens",
-    "separators",
-    "specials",
-    "sink",
-    "values",
-    "outputs",
-    "out_proj",
-    "residual",
-    "unembedding",
-]
-Summary = dict[str, Tensor]
 
-# The reason why a statistic is left out, for each need that is not met.
-MISSING: dict[Need, str] = {
+class WeightTile(ObservedTile):
+    """Whole rows of the weights of some heads, as a statistic receives them.
+
+    A tile extends the record of the kernel by ``call``, to which it belongs. The slices
+    ``batches``, ``heads``, ``rows`` (queries) and ``columns`` (keys) locate the tile in the matrix.
+    Keys outside of the columns are hidden from all of its queries.
+
+    ``weights`` is (batches, heads, rows, columns), and so is ``scores`` if the statistic has
+    ``reads_scores``. ``maximum``, ``logsumexp``, ``entropy``, ``highest`` (the largest score) and
+    ``allowed`` (the number of keys that may be attended) are (batches, heads, rows), and so is
+    ``lowest`` (the smallest score) with ``reads_lowest``. ``sink`` is the sink's share, or None.
+
+    ``reach`` is the reach of the statistic that reads the tile.
+
+    The next tile reuses the memory: keep results, not views.
+    """
+
+    def __init__(self, observed: ObservedTile, call: CapturedCall, *, reach: int) -> None:
+        vars(self).update(vars(observed))
+        self.call = call
+        self.batches, self.heads = self.place.batches, self.place.heads
+        self.rows, self.columns = self.place.rows, self.place.columns
+        # One band serves all statistics; its width is that of the largest reach.
+        self.reach = self._widest = reach
+        self._samples_copied = False
+
+    @cached_property
+    def is_counted_query(self) -> Tensor:
+        """(batches, heads, rows): True for real queries that may attend to a key."""
+        real = self.call.real_queries[self.batches, self.rows]
+        return real[:, None] & (self.allowed > 0)
+
+    @cached_property
+    def key_positions_of_queries(self) -> Tensor:
+        """(rows,): the key at the position of each query."""
+        rows = torch.arange(self.rows.start, self.rows.stop, device=self.weights.device)
+        return rows + require_not_none(self.call.own_key)
+
+    def sum_weights_times_key_entries(self, chosen: Tensor) -> Tensor:
+        """Return (batches, heads, rows): the weight on keys, each times its entry of ``chosen``.
+
+        ``chosen`` is (batch, keys) or (batch, heads, keys), of numbers or bools.
+        """
+        share = chosen[self.batches] if chosen.dim() == 2 else chosen[self.batches, self.heads]
+        share = share[..., self.columns].to(self.weights.dtype)
+        if chosen.dim() == 2:
+            share = share[:, None].expand(-1, self.weights.shape[1], -1)
+        return torch.matmul(self.weights, share[..., None]).squeeze(-1)
+
+    def diagonal(self, offset: int) -> Tensor:
+        """Return (batches, heads, rows): the weight on the key ``offset`` after the query's."""
+        self._require_distance_within_reach(abs(offset), call_text=f"diagonal({offset})")
+        return self._widest_band[..., self._widest + offset]
+
+    def weight_within(self, reach: int) -> Tensor:
+        """Return (batches, heads, rows): the weight on keys at most ``reach`` positions away."""
+        return self.band(reach).sum(-1)
+
+    def band(self, reach: int) -> Tensor:
+        """Return (batches, heads, rows, 2 * reach + 1): the weight on keys around the query's."""
+        self._require_distance_within_reach(reach, call_text=f"band({reach})")
+        return self._widest_band[..., self._widest - reach : self._widest + reach + 1]
+
+    def _require_distance_within_reach(self, distance: int, *, call_text: str) -> None:
+        # The reach of this statistic counts: it must not depend on the others in the same pass.
+        if not 0 <= distance <= self.reach:
+            raise OptionError(
+                saw=f"{call_text} by a statistic with reach {self.reach}",
+                needed=f"a distance from 0 to {self.reach}",
+                do=f"set reach = {abs(distance)} in the statistic",
+            )
+
+    @cached_property
+    def _widest_band(self) -> Tensor:
+        """The band of the largest reach; 0 where there is no key."""
+        batches, heads, rows, columns = self.weights.shape
+        wide = rows + 2 * self._widest
+        block = self.weights.new_zeros(batches, heads, rows, wide)
+        # column 0 of the block
+        first = int(self.key_positions_of_queries[0]) - self._widest - self.columns.start
+        start, stop = max(0, first), min(columns, first + wide)
+        if start < stop:
+            block[..., start - first : stop - first] = self.weights[..., start:stop]
+        # Row r of the band begins r columns later than row r - 1.
+        size = (batches, heads, rows, 2 * self._widest + 1)
+        stride = (heads * rows * wide, rows * wide, wide + 1, 1)
+        return block.as_strided(size, stride)
+
+    @cached_property
+    def weight_by_query_block(self) -> tuple[slice, Tensor]:
+        """The blocks of a map in this tile, and the weights summed over the real queries of each.
+
+        The sums are (batches, heads, blocks, columns).
+        """
+        cells = self.call.query_map_block[self.batches, self.rows]
+        real = cells[cells >= 0]
+        blocks = slice(int(real.min()), int(real.max()) + 1) if real.numel() else slice(0, 0)
+        index = torch.arange(blocks.start, blocks.stop, device=cells.device)
+        member = (cells[:, None, :] == index[:, None]).to(self.weights.dtype)
+        return blocks, torch.matmul(member[:, None], self.weights)
+
+    @cached_property
+    def indices_of_earlier_repeats(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, row, key) of the earlier keys with the token of the row's query.
+
+        Batches and rows are counted from the start of the tile, keys from 0.
+        """
+        return self.call.repeated_tokens.earlier_repeat_pairs(
+            self.batches, self.key_positions_of_queries
+        )
+
+    @cached_property
+    def contribution_norms(self) -> Tensor:
+        """(batches, heads, rows): the norm of each head's contribution."""
+        factors = self.call.norm_preserving_out_proj_factors.to(self.weights.dtype)[self.heads]
+        z = require_not_none(self.call.outputs)[self.batches, self.heads, self.rows]
+        norms: Tensor = torch.linalg.vector_norm(z.to(factors.dtype) @ factors, dim=-1)
+        return norms
+
+    def copy_sampled_rows_to_call(self) -> None:
+        """Copy the tile's sampled rows to the samples of the call, once."""
+        if self._samples_copied:
+            return
+        self._samples_copied = True
+        samples = self.call.sampled_rows
+        queries = samples.queries[self.batches]
+        inside = (queries >= self.rows.start) & (queries < self.rows.stop)
+        batch, sample = (inside & samples.real[self.batches]).nonzero(as_tuple=True)
+        row, sequence = queries[batch, sample] - self.rows.start, batch + self.batches.start
+        samples.weights[sequence, self.heads, sample, self.columns] = self.weights[batch, :, row]
+        samples.counted[sequence, self.heads, sample] = self.is_counted_query[batch, :, row]
+        if self.sink is not None:
+            samples.sink[sequence, self.heads, sample] = self.sink[batch, :, row]
+
+
+Summary = dict[str, Tensor]
+Need = str  # a key of `MISSING`
+
+# What a statistic may need of a call, and the reason why it is left out where that is not known.
+MISSING = {
     "own_key": "cross attention: no key has the position of a query",
     "tokens": "the tokens are unknown",
     "separators": "no token was named as a separator",
@@ -102,8 +228,13 @@ class Definition:
         """True if both describe the same numbers: by their ids, or else by formula and axes."""
         if self.id and other.id:
             return self.id == other.id
-        mine, theirs = (self.name, self.formula, self.axes), (other.name, other.formula, other.axes)
-        return mine == theirs
+        return all(getattr(self, x) == getattr(other, x) for x in ("name", "formula", "axes"))
+
+    def difference_of_meaning(self, other: Definition) -> str | None:
+        """Return both formulas if they describe other numbers, or None."""
+        if self.has_meaning_of(other):
+            return None
+        return f"{self.name} as {self.formula_and_id}, and as {other.formula_and_id}"
 
     @property
     def formula_and_id(self) -> str:
@@ -176,14 +307,9 @@ class SummaryPart:
                     lengths.setdefault(axis, length)
         needed = tuple(lengths.get(axis, -1) if isinstance(axis, str) else axis for axis in axes)
         if tensor.shape != needed:
-            names = ", ".join(
-                f"{axis} {length}" if isinstance(axis, str) and length >= 0 else str(axis)
-                for axis, length in zip(axes, needed, strict=True)
-            )
+            known = [f"{x} {lengths[x]}" if x in lengths else str(x) for x in axes]
+            names = ", ".join(known)
             return f"has the shape {tuple(tensor.shape)}, where ({names}) is needed"
-        return self._fault_of_values(tensor)
-
-    def _fault_of_values(self, tensor: Tensor) -> str | None:
         if self.values == "count" and not bool(
             (tensor.isfinite() & (tensor >= 0) & (tensor == tensor.floor())).all()
         ):
@@ -207,17 +333,22 @@ def parts_of_mean(*axes: int | str) -> Parts:
 MEAN = parts_of_mean()  # one number for each head
 
 
-def find_summary_fault(
-    parts: Parts, summary: Mapping[str, Tensor], *, num_heads: int
-) -> tuple[str, str] | None:
-    """Return the name and the fault of the first wrong tensor, or None."""
+def summary_fault(statistic: Statistic, summary: Summary, *, num_heads: int) -> str | None:
+    """Return the first fault of a summary, as it follows the name of the summary, or None."""
+    if (parts := statistic.parts) is None:  # only the shape of the result can be checked
+        try:
+            result = statistic.result(summary)
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            return f" gives no result: {str(error)[:120]}"
+        is_right = (result.dim(), len(result)) == (1 + len(statistic.definition.axes), num_heads)
+        return None if is_right else f" gives a result {tuple(result.shape)} for {num_heads} heads"
     if odd := sorted({*parts} ^ {*summary}):
-        return odd[0], "is missing" if odd[0] in parts else "does not belong to the statistic"
+        return (
+            f".{odd[0]} {'is missing' if odd[0] in parts else 'does not belong to the statistic'}"
+        )
     lengths = {HEADS: num_heads}
-    for name, part in parts.items():
-        if (fault := part.fault(summary[name], lengths=lengths)) is not None:
-            return name, fault
-    return None
+    faults = ((name, part.fault(summary[name], lengths=lengths)) for name, part in parts.items())
+    return next((f".{name} {fault}" for name, fault in faults if fault is not None), None)
 
 
 # ---- statistics ---------------------------------------------------------------------------------
@@ -282,15 +413,12 @@ class TileStatistic(Statistic):
         By default a sum for each of ``parts``, whose axes must then be numbers or `HEADS`.
         """
         heads, device = call.matrix.shape[1], call.matrix.q.device
-        return {
-            name: torch.zeros(
-                heads,
-                *(heads if axis == HEADS else int(axis) for axis in part.axes),
-                dtype=torch.float64,
-                device=device,
-            )
+        shapes = {
+            name: [heads if axis == HEADS else int(axis) for axis in (HEADS, *part.axes)]
             for name, part in (self.parts or {}).items()
         }
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        return {name: zeros(shape) for name, shape in shapes.items()}
 
     def update(self, gathered: Any, tile: WeightTile) -> None:
         """Add one tile to the accumulators; by default do nothing."""
@@ -332,11 +460,7 @@ class RowMean(TileStatistic, ABC):
         values[at] = self.of_rows(tile).to(values.dtype)
         counted[at] = self.counted_rows(tile)
 
-    def make_summary(
-        self,
-        gathered: tuple[Tensor, Tensor],
-        call: CapturedCall,  # noqa: ARG002
-    ) -> Summary:
+    def make_summary(self, gathered: tuple[Tensor, Tensor], call: CapturedCall) -> Summary:  # noqa: ARG002
         """Return the sum and the number of rows of each head."""
         values, counted = gathered
         values = values.masked_fill_(~counted, 0.0)
@@ -370,21 +494,15 @@ def compute_summaries(
     if cells not in (0, call.cells):
         call = replace(call, cells=cells)
     with without_autocast(call.matrix.q):
-        gathered = [(statistic, statistic.start(call)) for statistic in statistics]
-        reading = [
-            (statistic, sums)
-            for statistic, sums in gathered
-            if type(statistic).update is not TileStatistic.update
-        ]
-        if reading:
-            reach = max(statistic.reach for statistic, _ in reading)
-            tiles = call.matrix.tiles(
-                with_scores=any(statistic.reads_scores for statistic, _ in reading),
-                with_lowest=any(statistic.reads_lowest for statistic, _ in reading),
-            )
-            for observed in tiles:
-                tile = WeightTile(observed, call, reach=reach)
-                for statistic, sums in reading:
-                    tile.reach = statistic.reach
-                    statistic.update(sums, tile)
+        gathered = [(each, each.start(call)) for each in statistics]
+        reading = [pair for pair in gathered if type(pair[0]).update is not TileStatistic.update]
+        tiles = call.matrix.tiles(
+            with_scores=any(each.reads_scores for each, _ in reading),
+            with_lowest=any(each.reads_lowest for each, _ in reading),
+        )
+        for observed in tiles if reading else ():
+            tile = WeightTile(observed, call, reach=max(each.reach for each, _ in reading))
+            for each, sums in reading:
+                tile.reach = each.reach
+                each.update(sums, tile)
         return {each.definition.name: each.make_summary(sums, call) for each, sums in gathered}

@@ -1,0 +1,673 @@
+"""Head importance: the effect of each head on the loss of a model.
+
+    gradients    from the gradient of a gate on every head: one backward pass for all heads
+    ablations    from the loss without a head: one forward pass for each head
+
+Both return a `HeadScan`, so ``scan["gate_gradient"]`` is a tensor (layers, heads), and scans of
+parts of the data can be merged. `headwise.scanning.statistics.catalogue` has the definition and the
+source of each measure. The loss is one number for each sequence, never the mean of a batch: with
+that, the importance of a head would depend on the size of the batch, and the absolute effect on
+each sequence would be unknown.
+
+    scan = gradients(tiny.load(), tiny.encode(text)[None])
+    scan = gradients(model, {"input_ids": ids, "attention_mask": mask})
+    scan = gradients(model, inputs, loss=lambda output, inputs: loss_of(output).mean(-1))
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwise.errors import DTypeError, OptionError, ShapeError
+from headwise.scanning import inputs as model_inputs
+from headwise.scanning import selection, weights
+from headwise.scanning.call import CapturedCall, require_not_none
+from headwise.scanning.layer import LayerScan
+from headwise.scanning.record import Recorder, record_attention
+from headwise.scanning.result import HeadScan
+from headwise.scanning.selection import SelectedLayers
+from headwise.scanning.statistics.catalogue import ABLATIONS, GRADIENTS, Importance
+from headwise.scanning.statistics.statistic import Summary
+from headwise.support.progress import Progress, no_progress
+from headwise.support.text import describe_value
+
+__all__ = ["ablations", "gradients", "mean_outputs", "next_token"]
+
+# (output of the model, its inputs) -> (batch,)
+Loss = Callable[[Any, Any], Tensor]
+# (heads, value_dim) of each layer, by its name
+Means = Mapping[str, Tensor]
+
+UNRECORDED = "computed without a gradient: under torch.no_grad, or a reentrant checkpoint"
+PASS_A_LOSS = (
+    "loss=function, where function(output, inputs) returns a tensor (batch,): the loss of each "
+    "sequence"
+)
+
+
+class _Watcher:
+    """The selected layers of a model, and what the runs with all heads have in common.
+
+    Args:
+        layers: the selected layers and heads.
+        causal: True if every call must be causal, as for the default loss.
+    """
+
+    def __init__(self, layers: SelectedLayers, *, causal: bool) -> None:
+        self.layers, self._causal = layers, causal
+        self.sequences = self.tokens = 0
+        self._is_new = True
+
+    def note_call(self, call: CapturedCall) -> LayerScan | None:
+        """Count a call of a run with all heads, and return its layer if that is selected."""
+        if self._causal:
+            _require_causal(call)
+        if self._is_new:
+            self.tokens, self._is_new = self.tokens + int(call.real_queries.sum()), False
+        return self.layers.record_call_and_find_layer(call)
+
+    def end_input(self, sequences: int) -> None:
+        """Count the sequences of an input that has run."""
+        self.sequences, self._is_new = self.sequences + sequences, True
+
+    def make_scan(
+        self, model: nn.Module, statistics: tuple[Importance, ...], *notes: str
+    ) -> HeadScan:
+        """Return the scan of all inputs so far, without layers that some input left out."""
+        for layer in self.layers.selected_layers():
+            if layer.missing:
+                layer.summaries.clear()
+        return HeadScan(
+            model=weights.class_name_without_fsdp(model),
+            sequences=self.sequences,
+            tokens=self.tokens,
+            notes=notes,
+            statistics=statistics,
+            layer_scans=self.layers.selected_layers(),
+        )
+
+
+def _prepare(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[model_inputs.ModelInput]]:
+    """Return a model without its wrapper, and its inputs, which ask for all logits."""
+    model, given = model_inputs.require_module(model), model_inputs.list_inputs(inputs)
+    return model, model_inputs.check_tokens_and_limit_outputs(model, given, with_logits=True)
+
+
+# ---- by gradients --------------------------------------------------------------------------------
+
+
+def gradients(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss: Loss | None = None,
+    layers: selection.Layers = None,
+) -> HeadScan:
+    """Measure ``gate_gradient``, ``gate_gradient_normalised`` and ``taylor`` of every head.
+
+    The model runs in evaluation mode and keeps its flags, parameters and gradients. For example,
+    with the model of bytes that ships with headwise:
+
+        model = tiny.load()
+        scan = gradients(model, tiny.encode("def f(x):")[None])
+        scan.top("gate_gradient", 3)
+
+    Args:
+        model: as for `headwise.scan`.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of named ones; or a list of
+            several such inputs, which are merged.
+        loss: (output, input) -> (batch,): one number for each sequence, which depends on this
+            sequence alone. By default `next_token`: the mean cross-entropy of each next token.
+        layers: names of layers, or patterns such as `"*layer.3.*"`; all if None.
+
+    Raises:
+        OptionError: a loss without a gradient, no loss for a model that is not causal, layers that
+            do not exist.
+        ShapeError, DTypeError: a loss that is not one number for each sequence.
+    """
+    model, prepared = _prepare(model, inputs)
+    gates = Gates(SelectedLayers(layers), causal=loss is None)
+    with record_attention(model, gates, gradients=True) as recorder:
+        for model_input in prepared:
+            gates.add_gradients_of_losses(_run_losses(model, model_input, recorder, loss))
+    return gates.make_scan(model, GRADIENTS, *recorder.notes, *gates.notes)
+
+
+class Gates(_Watcher):
+    """Watcher that puts gates on the selected layers.
+
+    A gate is a factor 1 on each head's output at each query. The factor changes no bit of the
+    outputs, and its gradient is ⟨O[i], ∂L/∂O[i]⟩. Sequences of a batch do not interact, so the
+    gradient of the summed loss at one sequence is that of its loss. One backward pass serves all
+    sequences, heads and layers.
+    """
+
+    def __init__(self, layers: SelectedLayers, *, causal: bool) -> None:
+        super().__init__(layers, causal=causal)
+        self.notes: dict[str, None] = {}  # on layers on which the loss does not depend
+        self._placed: list[tuple[LayerScan, Tensor]] = []
+        self._is_backward = False
+
+    def __call__(self, call: CapturedCall) -> Tensor | None:
+        """Return the gated head outputs, or None for a layer without gates.
+
+        Raises:
+            OptionError: the layer is computed once more, in the backward pass.
+        """
+        if self._is_backward:
+            raise OptionError(
+                saw=f"{call.layer}, which is computed again in the backward pass "
+                "(torch.utils.checkpoint)",
+                needed="a model that keeps its activations, since the gates are in the first pass",
+                do="model.gradient_checkpointing_disable(), or your model's equivalent",
+            )
+        layer = self.note_call(call)
+        if layer is None:
+            return None
+        if not torch.is_grad_enabled():
+            _mark_layer_missing(layer, UNRECORDED)
+            return None
+        outputs = require_not_none(call.outputs)
+        # Wider than half precision: the gradient of a gate is a sum over value_dim.
+        dtype = torch.promote_types(outputs.dtype, torch.float32)
+        gate = torch.ones(outputs.shape[:3], dtype=dtype, device=outputs.device, requires_grad=True)
+        self._placed.append((layer, gate))
+        return (outputs * gate[..., None]).to(outputs.dtype)
+
+    def add_gradients_of_losses(self, losses: Float[Tensor, " batch"]) -> None:
+        """Add the gradients of the gates of one batch to the sums of their layers.
+
+        Raises:
+            OptionError: the losses have no gradient.
+            ShapeError: the number of losses is the batch size of no layer.
+        """
+        placed, self._placed = self._placed, []
+        self.layers.selected_layers()
+        count = len(losses)
+        if placed and not any(len(gate) == count for _, gate in placed):
+            layer, gate = placed[0]
+            raise ShapeError(
+                saw=f"a loss that gave {count} numbers; {layer.name} has a batch of {len(gate)}",
+                needed="one number for each sequence, (batch,)",
+                do="a mean over the tokens of each sequence: loss.mean(-1)",
+            )
+        self.end_input(count)
+        if placed and not losses.requires_grad:
+            raise OptionError(
+                saw="a loss that has no gradient",
+                needed="a loss that torch computes from the model's output",
+                do="no detach, torch.no_grad or numpy in the loss and the model",
+            )
+        self._is_backward = True
+        # autograd.grad of the gates alone, so that no parameter receives a gradient.
+        gates = [gate for _, gate in placed]
+        given = torch.autograd.grad(losses.sum(), gates, allow_unused=True) if placed else ()
+        self._is_backward = False
+        by_layer: dict[str, tuple[LayerScan, list[Tensor]]] = {}
+        for (layer, gate), gradient in zip(placed, given, strict=True):
+            if len(gate) != count:
+                _mark_layer_missing(layer, f"a batch of {len(gate)} for {count} sequences")
+                continue
+            if gradient is None:
+                self.notes[f"{layer.name}: the loss does not depend on its heads"] = None
+            gradient = torch.zeros_like(gate) if gradient is None else gradient
+            by_layer.setdefault(layer.name, (layer, []))[1].append(gradient.double())
+        for layer, of_gates in by_layer.values():
+            _add_gradients(layer, of_gates)
+
+
+def _add_gradients(layer: LayerScan, gradients: list[Tensor]) -> None:
+    """Add the gradients (batch, heads, queries) of one batch to the sums of a layer.
+
+    A layer that attends twice in a pass has two gates, whose gradients count together.
+    """
+    signed = torch.stack([gradient.sum(-1) for gradient in gradients]).sum(0)
+    absolute = torch.stack([gradient.abs().sum(-1) for gradient in gradients]).sum(0)
+    gate, taylor = signed.abs().sum(0).cpu(), absolute.sum(0).cpu()
+    for statistic, total in zip(GRADIENTS, (gate, gate.clone(), taylor), strict=True):
+        layer.add_summary(statistic, {"sum": total, "count": torch.full_like(total, len(signed))})
+
+
+def _mark_layer_missing(layer: LayerScan, reason: str) -> None:
+    layer.missing |= {statistic.definition.name: reason for statistic in GRADIENTS}
+
+
+# ---- by ablations --------------------------------------------------------------------------------
+
+
+def ablations(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    by: Literal["zero", "mean", "resample"] | Means = "zero",
+    loss: Loss | None = None,
+    layers: selection.Layers = None,
+    heads: selection.Numbers | None = None,
+    seed: int = 0,
+    progress: Progress = no_progress,
+) -> HeadScan:
+    """Measure L(x; head off) − L(x): ``ablation_zero``, ``ablation_mean`` or ``ablation_resample``.
+
+    Each input runs once with all heads and once without each head. ``by="mean"`` runs each input
+    once more before that. The model runs in evaluation mode without gradients, and keeps its mode
+    and settings.
+
+    Args:
+        model: as for `headwise.scan`.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of named ones; or a list of
+            several such inputs, which are merged.
+        by: the output of a head that is off. "zero": zero. "mean": its mean output over all real
+            positions of all ``inputs``; pass `mean_outputs` of other data to use their mean.
+            "resample": its output for another sequence of the same input.
+        loss: (output, input) -> (batch,): one number for each sequence. By default `next_token`:
+            the mean cross-entropy of each next token.
+        layers: names of layers, or patterns such as `"*layer.3.*"`; all if None.
+        heads: numbers of heads; all if None.
+        seed: the seed of the draw for "resample".
+        progress: called with (layer and head, forward passes done, total). The total is known
+            after the first run.
+
+    Raises:
+        OptionError: no loss for a model that is not causal, layers or heads that do not exist, an
+            input of one sequence for "resample".
+        ShapeError, DTypeError: a loss that is not one number for each sequence.
+    """
+    model, prepared = _prepare(model, inputs)
+    before = 0
+    if by == "mean":
+        by, before = mean_outputs(model, inputs, layers=layers), len(prepared)
+    replacement, chosen = _make_replacement(by, seed), SelectedLayers(layers, heads)
+    ablation = _HeadAblation(chosen, replacement, causal=loss is None)
+    with record_attention(model, ablation) as recorder:
+        for index, model_input in enumerate(prepared):
+            run = partial(_run_losses, model, model_input, recorder, loss)
+            report = partial(_report_pass, progress, before, len(prepared), index)
+            ablation.measure_one_input(run, report)
+    return ablation.make_scan(model, (ablation.statistic,), *recorder.notes)
+
+
+def _report_pass(
+    progress: Progress, before: int, inputs: int, index: int, stage: str, done: int, each: int
+) -> None:
+    """Report the passes of one input as a part of the passes of all inputs."""
+    progress(stage, before + index * each + done, before + inputs * each)
+
+
+def mean_outputs(
+    model: nn.Module, inputs: Any, *, layers: selection.Layers = None
+) -> dict[str, Float[Tensor, "heads value_dim"]]:
+    """Return the mean output of each head of each layer over all real positions of all inputs.
+
+    Pass the means to ``ablations(..., by=means)`` of parts of the data, to merge the results.
+
+    Args:
+        model: as for `headwise.scan`.
+        inputs: one input, or a list of them, as for `ablations`.
+        layers: names of layers, or patterns; all if None.
+
+    Raises:
+        OptionError: layers that do not exist, or no captured attention.
+    """
+    model, prepared = _prepare(model, inputs)
+    chosen = SelectedLayers(layers)
+    sums: dict[str, Tensor] = {}
+    counts: Counter[str] = Counter()
+
+    def watch(call: CapturedCall) -> None:
+        if chosen.record_call_and_find_layer(call) is None or call.outputs is None:
+            return
+        real = call.real_queries
+        # masked_fill, since infinite values at padding times 0 are NaN.
+        outputs = call.outputs.double().masked_fill(~real[:, None, :, None], 0.0)
+        sums[call.layer] = sums.get(call.layer, 0) + outputs.sum((0, 2))
+        counts[call.layer] += int(real.sum())
+
+    with record_attention(model, watch) as recorder:
+        for model_input in prepared:
+            recorder.run(model_input)
+    return {layer.name: sums[layer.name] / counts[layer.name] for layer in chosen.selected_layers()}
+
+
+class _HeadAblation(_Watcher):
+    """Watcher that records the layers in a first pass, then replaces the output of one head."""
+
+    def __init__(self, layers: SelectedLayers, replacement: Replacement, *, causal: bool) -> None:
+        super().__init__(layers, causal=causal)
+        self._replacement, self.statistic = replacement, ABLATIONS[replacement.by]
+        self._off: tuple[LayerScan, int] | None = None
+        self._call_index = 0  # of the next call in this pass
+        self._real_queries: list[Tensor] = []  # of each call of this input, in order
+        self._shapes: dict[str, torch.Size] = {}  # of each layer's head outputs, for this input
+
+    def __call__(self, call: CapturedCall) -> Tensor | None:
+        """Return the head outputs with the head that is off replaced, or None in a first pass."""
+        index, self._call_index = self._call_index, self._call_index + 1
+        outputs = require_not_none(call.outputs)
+        if self._off is None:
+            self._real_queries.append(call.real_queries)
+            self._shapes[call.layer] = outputs.shape
+            self.note_call(call)
+            return None
+        layer, head = self._off
+        if call.layer != layer.name:
+            return None
+        without = outputs.clone()
+        without[:, head] = self._replacement.replace_outputs(
+            outputs[:, head], self._real_queries[index], layer=layer.name, head=head
+        )
+        return without
+
+    def measure_one_input(self, run: Callable[[], Tensor], report: Progress) -> None:
+        """Run one input with all heads, and then once without each head."""
+        self._real_queries.clear()
+        self._shapes.clear()
+        self._off, self._call_index = None, 0
+        baseline = run()
+        count = len(baseline)
+        self.end_input(count)
+        self._replacement.begin_batch(count)
+        chosen = [each for each in self.layers.selected_layers() if self._is_possible(each, count)]
+        off = [(layer, head) for layer in chosen for head in layer.heads]
+        report("all heads", 1, 1 + len(off))
+        effects: dict[str, list[Tensor]] = {layer.name: [] for layer in chosen}
+        for done, (layer, head) in enumerate(off, start=2):
+            self._off, self._call_index = (layer, head), 0
+            effects[layer.name].append((run() - baseline).sum())
+            report(f"{layer.name}, head {head}", done, 1 + len(off))
+        for layer in chosen:
+            total = torch.stack(effects[layer.name]).cpu()
+            counted = {"sum": total, "count": torch.full_like(total, count)}
+            extra_summary = self._replacement.extra_tensors_to_save(layer.name, layer.heads)
+            layer.add_summary(self.statistic, {**counted, **extra_summary})
+
+    def _is_possible(self, layer: LayerScan, count: int) -> bool:
+        shape = self._shapes.get(layer.name)
+        if shape is None:  # this input did not run the layer
+            return False
+        reason = self._replacement.reason_not_replaceable(layer.name, shape, count)
+        if reason is not None:
+            layer.missing[self.statistic.definition.name] = reason
+        return reason is None
+
+
+def _make_replacement(by: str | Means, seed: int) -> Replacement:
+    if not isinstance(by, str):
+        return Mean(by)
+    if by not in ABLATIONS:
+        raise OptionError(
+            saw=f"by={describe_value(by)}",
+            needed=f"one of {', '.join(ABLATIONS)}, or the result of mean_outputs",
+            do='by="zero"',
+        )
+    return Resample(seed) if by == Resample.by else Replacement()
+
+
+class Replacement:
+    """The output of a head that is off: zero by default.
+
+    Attributes:
+        by: its name, which is that of the statistic.
+    """
+
+    by: ClassVar[str] = "zero"
+
+    def begin_batch(self, batch: int) -> None:
+        """Start another batch of so many sequences."""
+
+    def reason_not_replaceable(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
+        """Return why head outputs of this shape cannot be replaced, or None if they can."""
+        return None
+
+    def extra_tensors_to_save(self, layer: str, heads: tuple[int, ...]) -> Summary:  # noqa: ARG002
+        """Return tensors to save with the sums of a layer, with a row for each head."""
+        return {}
+
+    def replace_outputs(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
+        """Return the replaced outputs (batch, queries, value_dim); ``real`` is False at padding."""
+        return torch.zeros_like(outputs)
+
+
+class Mean(Replacement):
+    """The mean output of the head, at every query."""
+
+    by: ClassVar[str] = "mean"
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+
+    def extra_tensors_to_save(self, layer: str, heads: tuple[int, ...]) -> Summary:
+        """Return the means, since only effects of equal means can be merged."""
+        return {"stood_in": self._means[layer][list(heads)].double().cpu()}
+
+    def reason_not_replaceable(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
+        """Raise OptionError if there is no mean for this layer, or a mean of other sizes."""
+        mean = self._means.get(layer)
+        if mean is None or mean.shape != (shape[1], shape[3]):
+            saw = "none" if mean is None else str(tuple(mean.shape))
+            raise OptionError(
+                saw=f"means of {layer}: {saw}",
+                needed=f"(heads {shape[1]}, value_dim {shape[3]})",
+                do="mean_outputs(model, inputs) of the same model and layers",
+            )
+        return None
+
+    def replace_outputs(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
+        """Return the mean, once for each query."""
+        return self._means[layer][head].to(outputs).expand_as(outputs)
+
+
+class Resample(Replacement):
+    """The output of the head for another sequence of the batch.
+
+    The draw of the sequences is the same for every head, and leaves the global generators alone.
+    """
+
+    by: ClassVar[str] = "resample"
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._partner = torch.empty(0, dtype=torch.long)
+
+    def begin_batch(self, batch: int) -> None:
+        """Draw a partner for each sequence; raise OptionError for a batch of one sequence."""
+        if batch < 2:
+            raise OptionError(
+                saw="by='resample' with a batch of 1 sequence",
+                needed="at least 2 sequences in every batch, also in the last",
+                do="larger batches, by='zero' or by='mean'",
+            )
+        self._partner = draw_partners(batch, self._generator)
+
+    def reason_not_replaceable(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
+        """Return a reason if the first axis is not the batch, which resampling needs."""
+        return None if shape[0] == batch else f"a batch of {shape[0]} for {batch} sequences"
+
+    def replace_outputs(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
+        """Give the i-th real query the output of the partner's real query i modulo their number."""
+        partner = self._partner.to(real.device)
+        position = (real.long().cumsum(-1) - 1).clamp(min=0)
+        counts = real.sum(-1).clamp(min=1)[partner]
+        # The partner's real positions in order, then the others.
+        order = (~real).long().argsort(dim=-1, stable=True)[partner]
+        index = order.gather(1, position % counts[:, None])
+        return outputs[partner[:, None], index]
+
+
+def draw_partners(batch: int, generator: torch.Generator) -> Int[Tensor, " batch"]:
+    """Return another sequence for each, by a random circle through all sequences."""
+    order = torch.randperm(batch, generator=generator)
+    partner = torch.empty_like(order)
+    partner[order] = order.roll(1)
+    return partner
+
+
+# ---- losses --------------------------------------------------------------------------------------
+
+
+def next_token(
+    output: Any, inputs: Any, *, vocabularies: Collection[int] | None = None
+) -> Float[Tensor, " batch"]:
+    """Return the mean cross-entropy of the next token in each sequence, in nats.
+
+    Only pairs of a real token and a real next token count.
+
+    Args:
+        output: the output of a causal language model: logits (batch, length, vocabulary), an
+            object with them as ``logits``, or a tuple with them.
+        inputs: the token ids, or a mapping with ``input_ids`` and, for padded inputs,
+            ``attention_mask``.
+        vocabularies: the possible sizes of the vocabulary. An unnamed tensor of another width is
+            not taken for logits. None for any size.
+
+    Raises:
+        OptionError: no logits, no token ids, or a sequence without a next token.
+        ShapeError: logits that do not fit the token ids.
+    """
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+    if isinstance(ids, tuple) and len(ids) == 1:  # a second argument may be an unknown mask
+        ids = ids[0]
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        raise OptionError(
+            saw="loss=None for inputs without token ids",
+            needed="input_ids (batch, length) for the default loss, which predicts each next token",
+            do=PASS_A_LOSS,
+        )
+    logits = _find_logits(output, ids, vocabularies)
+    if logits.dim() != 3 or logits.shape[:2] != ids.shape:
+        raise ShapeError(
+            saw=f"logits {tuple(logits.shape)} for input ids {tuple(ids.shape)}",
+            needed="logits (batch, length, vocabulary): a next token for each token",
+            do=PASS_A_LOSS,
+        )
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    return _mean_cross_entropies(logits, ids, real)
+
+
+def _mean_cross_entropies(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
+    """Return (batch,): the mean over the pairs of a real token and a real next token."""
+    predicted = real[:, 1:] & real[:, :-1]
+    counts = predicted.sum(-1)
+    if bool((counts == 0).any()):
+        index = int((counts == 0).int().argmax())
+        raise OptionError(
+            saw=f"sequence {index} of a batch with {int(real[index].sum())} real tokens",
+            needed="at least 2 real tokens in each sequence",
+            do="leave this sequence out",
+        )
+    # Selected by index, since infinite values at padding times 0 are NaN.
+    targets = ids[:, 1:][predicted]
+    lowest, highest = int(targets.min()), int(targets.max())
+    if not 0 <= lowest <= highest < logits.shape[-1]:
+        raise ShapeError(
+            saw=f"logits {tuple(logits.shape)} for tokens from {lowest} to {highest}",
+            needed="a logit for each token of the vocabulary",
+            do=PASS_A_LOSS,
+        )
+    chosen = logits[:, :-1][predicted]
+    chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+    each = F.cross_entropy(chosen, targets, reduction="none").double()
+    rows = predicted.nonzero()[:, 0]
+    return each.new_zeros(len(ids)).index_add(0, rows, each) / counts
+
+
+def _run_losses(
+    model: nn.Module, model_input: model_inputs.ModelInput, recorder: Recorder, loss: Loss | None
+) -> Float[Tensor, " batch"]:
+    """Run a model, and return the loss, or the default loss, of each sequence in float64.
+
+    Raises:
+        OptionError: as `next_token`; or a loss that cannot be called.
+        DTypeError: the loss is not a floating-point tensor.
+        ShapeError: the loss is a single number, or has several numbers for a sequence.
+    """
+    output, inputs = recorder.run(model_input), model_input.original
+    if loss is None:
+        _, table = weights.find_unembedding(model)
+        tables = recorder.tables if table is None else recorder.tables | {tuple(table.shape)}
+        # A square table is left out: a state as wide as the vocabulary could be taken for logits.
+        vocabularies = {rows for rows, width in tables if rows != width}
+        loss = partial(next_token, vocabularies=vocabularies)
+    if not callable(loss):
+        raise OptionError(
+            saw=f"loss={describe_value(loss)}",
+            needed="a function (output, inputs) -> (batch,)",
+            do="leave it out for the mean cross-entropy of each next token",
+        )
+    losses = loss(output, inputs)
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
+        raise DTypeError(
+            saw=f"a loss that gave {kind}",
+            needed="a floating-point tensor (batch,)",
+            do=PASS_A_LOSS,
+        )
+    if losses.dim() == 0:
+        raise ShapeError(
+            saw="a loss that gave a single number",
+            needed="one number for each sequence, (batch,): with a mean over the batch, importance "
+            "would depend on the size of the batch",
+            do='reduction="none", and a mean over the tokens of each sequence',
+        )
+    if losses.dim() != 1:
+        raise ShapeError(
+            saw=f"a loss that gave {tuple(losses.shape)}",
+            needed="one number for each sequence, (batch,)",
+            do="a mean over the tokens of each sequence: loss.mean(-1)",
+        )
+    return losses.double()
+
+
+@torch.no_grad()
+def _require_causal(call: CapturedCall) -> None:
+    """Raise OptionError if a query attends to a later key, which the default loss has to predict.
+
+    Two rows of the weights are checked: the first, and one in the middle.
+    """
+    _, _, queries, keys = call.matrix.shape
+    if call.is_cross or queries != keys or keys < 2:
+        return
+    rows = torch.tensor([0, (queries - 1) // 2], device=call.matrix.q.device)
+    later = torch.arange(keys, device=rows.device) > rows[:, None]
+    if bool(((call.matrix.rows(rows) > 0) & later).any()):
+        raise OptionError(
+            saw=f"loss=None for a model whose layer {call.layer} attends to later tokens",
+            needed="a causal model for the default loss, which predicts each next token",
+            do=PASS_A_LOSS,
+        )
+
+
+def _find_logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> Tensor:
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    logits = getattr(output, "logits", None) if logits is None else logits
+    if isinstance(logits, Tensor):
+        return logits
+    parts = output if isinstance(output, list | tuple) else [output]
+    for part in parts:
+        # Only a floating-point tensor with three axes may be logits.
+        if not isinstance(part, Tensor) or not part.is_floating_point() or part.dim() != 3:
+            continue
+        is_known = vocabularies is None or part.shape[-1] in vocabularies
+        if is_known and part.shape[:2] == ids.shape:
+            return part
+    words = f"an output of type {type(output).__name__}"
+    if isinstance(output, list | tuple):
+        words = f"{type(output).__name__} of {', '.join(map(describe_value, output[:4]))}"
+    elif isinstance(output, Tensor):
+        words = describe_value(output)
+    tokens = " or ".join(map(str, sorted(vocabularies or ()))) or "tokens"
+    raise OptionError(
+        saw=f"loss=None for a model whose output has no logits: {words}",
+        needed=f"logits (batch {len(ids)}, length {ids.shape[1]}, vocabulary {tokens}) for the "
+        "default loss, which predicts each next token: alone, as .logits, or in a tuple",
+        do=f"{PASS_A_LOSS}; or loss=next_token of headwise.scanning.importance, if the output is "
+        "logits of another vocabulary",
+    )
