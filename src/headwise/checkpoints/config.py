@@ -10,20 +10,9 @@ from typing import Any
 
 from headwise.checkpoints.source import require_no_pointer
 from headwise.errors import OptionError
+from headwise.function import spec
 from headwise.function.scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
-from headwise.function.spec import (
-    ABSENT,
-    FROM_CONFIG,
-    USUAL_SCALE,
-    AlibiRule,
-    AttentionSpec,
-    BucketRule,
-    NormRule,
-    RotaryRule,
-    ScaleRule,
-    Softcap,
-    Unset,
-)
+from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule
 from headwise.layouts.pattern import Sizes
@@ -38,7 +27,7 @@ _MAX_HEADS = 2**20  # heads or channels: detection may try every divisor of the 
 
 # count -> its names in a config; the first name that is present counts.
 _NAMES = {
-    "heads": (
+    "heads": [
         "num_attention_heads",
         "n_head",
         "n_heads",
@@ -46,10 +35,10 @@ _NAMES = {
         "attention_heads",
         "encoder_attention_heads",
         "decoder_attention_heads",
-    ),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
-    "head_dim": ("head_dim", "d_kv", "kv_channels", "attention_head_size"),
-    "rotary_width": ("rotary_dim",),
+    ],
+    "kv_heads": ["num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"],
+    "head_dim": ["head_dim", "d_kv", "kv_channels", "attention_head_size"],
+    "rotary_width": ["rotary_dim"],
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _LAYERS_OF_SIDES = {
@@ -62,58 +51,42 @@ _ROTATIONS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base"
 _ROTATE_IN_WINDOWS = ("cohere2", "exaone4", "exaone_moe")  # layers without a window do not rotate
 _WINDOWS_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2")
 
-# model_type -> the layout of its files, where tensor names and shapes fit several layouts.
-_LAYOUTS = {
+# model_type -> the layout of its files, where tensor names and shapes fit several layouts; those of
+# _OWN have the name of their model_type.
+_OWN = (
+    "bloom chameleon codegen dbrx deberta deberta-v2 distilbert esm gemma2 gptj internlm2 "
+    "lfm2 modernbert mpt mpnet phi starcoder2 umt5 vitdet whisper xlnet"
+)
+_LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
     kind: layout
     for layout, kinds in {
         "bart": "bart mbart marian pegasus m2m_100 blenderbot blenderbot-small plbart mvp",
         "bert": "bert bert-generation camembert data2vec-text dpr electra ernie layoutlm markuplm "
         "megatron-bert rembert roberta roc_bert splinter tapas visual_bert xlm-roberta xmod",
-        "bloom": "bloom",
-        "chameleon": "chameleon",
         "clip": "clip clip_text_model clip_vision_model siglip siglip_text_model "
         "siglip_vision_model",
-        "codegen": "codegen",
         "cohere": "cohere cohere2 ernie4_5 ernie4_5_moe helium",
-        "dbrx": "dbrx",
-        "deberta": "deberta",
-        "deberta-v2": "deberta-v2",
         "dinov3": "dinov3_vit",
-        "distilbert": "distilbert",
-        "esm": "esm",
-        "gemma2": "gemma2",
         "gemma3": "gemma3 gemma3_text",
         "glm": "glm glm4",
         "gpt-neo": "gpt_neo",
         "gpt-oss": "gpt_oss",
         "gpt2": "gpt2 imagegpt openai-gpt",
-        "gptj": "gptj",
         "granite": "granite granitemoe granitemoeshared hyperclovax",
         "hunyuan": "hunyuan_v1_dense",
-        "internlm2": "internlm2",
-        "lfm2": "lfm2",
         "llama": "arcee cwm gemma llama mistral mixtral olmo phimoe seed_oss smollm3",
-        "modernbert": "modernbert",
-        "mpt": "mpt",
-        "mpnet": "mpnet",
         "nemotron": "nemotron stablelm",
         "neox": "gpt_neox",
         "olmo2": "olmo2 olmo3",
         "opt": "biogpt opt xglm",
         "persimmon": "fuyu persimmon",
-        "phi": "phi",
         "phi3": "phi3 phi4_multimodal",
         "qwen2": "qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text",
         "qwen3": "apertus dots1 qwen3 qwen3_moe qwen3_vl_text",
-        "starcoder2": "starcoder2",
         "t5": "mt5 t5",
-        "umt5": "umt5",
         "vit": "audio-spectrogram-transformer beit deit dinov2 dpt flava ijepa vit vit_mae "
         "vit_msn vivit yolos",
-        "vitdet": "vitdet",
         "wav2vec2": "data2vec-audio hubert sew unispeech unispeech-sat wav2vec2",
-        "whisper": "whisper",
-        "xlnet": "xlnet",
     }.items()
     for kind in kinds.split()
 }
@@ -136,70 +109,58 @@ class ConfigFields(dict[str, Any]):
         """Return the config with readers; a `ConfigFields` is returned as it is."""
         return config if isinstance(config, ConfigFields) else cls(config)
 
-    def _read_checked(self, name: str, needed: str, is_valid: Callable[[Any], bool]) -> Any:
+    def read(self, name: str, needed: str, is_valid: Callable[[Any], bool]) -> Any:
         """Return the value of a field, or None; raise OptionError if it is not valid."""
         value = self.get(name)
-        if value is not None and not is_valid(value):
-            raise self._invalid_field_error(name, needed)
-        return value
+        if value is None or is_valid(value):
+            return value
+        raise self.field_error(name, needed)
 
     def count(self, name: str, *, most: int = _MAX_COUNT) -> int | None:
         """Return a whole number from 1; None also for a list of counts, one for each part."""
         if isinstance(self.get(name), list):
             return None
-        value = self._read_checked(
-            name,
-            f"a whole number from 1 to {most}",
-            lambda n: _is_number(n) and 0 < n <= most and n == int(n),
-        )
+        needed = f"a whole number from 1 to {most}"
+        value = self.read(name, needed, lambda n: _is_number(n) and 0 < n <= most and n == int(n))
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | None:
         """Return a finite number."""
-        value = self._read_checked(name, "a finite number", _is_number)
+        value = self.read(name, "a finite number", _is_number)
         return None if value is None else float(value)
-
-    def positive(self, name: str) -> float | None:
-        """Return a finite number above 0; None also for 0, which switches the setting off."""
-        value = self.number(name)
-        if value is not None and value < 0:
-            raise self._invalid_field_error(name, "a positive number")
-        return value or None
 
     def required_number(self, name: str) -> float:
         """Return a finite number; raise OptionError where there is none."""
         value = self.number(name)
         if value is None:
-            raise self._invalid_field_error(name, "a finite number")
+            raise self.field_error(name, "a finite number")
         return value
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a boolean, which may be stored as 1 or 0."""
-        value = self._read_checked(
-            name, "true or false", lambda x: isinstance(x, int) and x in (0, 1)
-        )
+        value = self.read(name, "true or false", lambda x: isinstance(x, int) and x in (0, 1))
         return default if value is None else bool(value)
 
     def text(self, name: str) -> str | None:
         """Return a short printable text."""
-        value: str | None = self._read_checked(
-            name,
-            f"a text of at most {_MAX_TEXT} printable characters",
-            lambda x: isinstance(x, str) and len(x) <= _MAX_TEXT and x.isprintable(),
+        needed = f"a text of at most {_MAX_TEXT} printable characters"
+        value: str | None = self.read(
+            name, needed, lambda x: isinstance(x, str) and len(x) <= _MAX_TEXT and x.isprintable()
         )
         return value
 
     def layer_values(self, name: str) -> list[Any]:
         """Return a list with a value for each layer; empty where there is none."""
         needed = "a list with a value for each layer"
-        return list(self._read_checked(name, needed, lambda x: isinstance(x, list | tuple)) or ())
+        return list(self.read(name, needed, lambda x: isinstance(x, list | tuple)) or ())
 
     def section(self, name: str) -> ConfigFields | None:
         """Return a JSON object within this one."""
-        value = self._read_checked(name, "a JSON object", lambda x: isinstance(x, dict))
+        value = self.read(name, "a JSON object", lambda x: isinstance(x, dict))
         return None if value is None else ConfigFields(value, origin=f"{name} of {self.origin}")
 
-    def _invalid_field_error(self, name: str, needed: str) -> OptionError:
+    def field_error(self, name: str, needed: str) -> OptionError:
+        """Return the error for a field without the value that is needed."""
         value = self.get(name)
         described = "missing" if value is None else describe_value(value)
         return OptionError(
@@ -248,9 +209,9 @@ def read_stated_counts(config: Config) -> Sizes:
     towers = [name for name in fields if name.endswith("_config")]
     inner = (fields.section(name) for name in towers if isinstance(fields[name], dict))
     others = [_read_counts(tower) for tower in inner if tower is not None]
-    names = ("encoder_attention_heads", "decoder_attention_heads")
-    sides = (fields.count(name, most=_MAX_HEADS) for name in names)
-    others += [{"heads": heads} for heads in sides if heads is not None]
+    for name in ("encoder_attention_heads", "decoder_attention_heads"):
+        if (heads := fields.count(name, most=_MAX_HEADS)) is not None:
+            others.append({"heads": heads})
     return {
         name: count
         for name, count in _read_counts(text_config(fields)).items()
@@ -261,9 +222,7 @@ def read_stated_counts(config: Config) -> Sizes:
 def read_layer_counts(config: Config, role: str) -> set[int]:
     """Return the numbers of layers that the config states, with those of its towers.
 
-    Args:
-        config: the fields of config.json.
-        role: "encoder" or "decoder" where the layers are those of that side.
+    ``role`` is "encoder" or "decoder" where the layers are those of that side.
     """
     parts = [config, *(part for part in map(config.get, _TOWERS) if isinstance(part, dict))]
     for names in (_LAYERS_OF_SIDES.get(role, ()), _LAYERS):
@@ -315,8 +274,9 @@ def _read_counts(fields: ConfigFields) -> Sizes:
     inner = fields.section("attn_config") or ConfigFields({})
     counts["kv_heads"] = inner.count("kv_n_heads", most=_MAX_HEADS) or counts["kv_heads"]
     sizes = {size: count for size, count in counts.items() if count is not None}
-    share = _read_rotary_share(fields)
-    head_dim = read_head_dim(fields, sizes)
+    head_dim, rotation = read_head_dim(fields, sizes), rotary_section_of_layer(fields, 0)
+    shares = (fields.number(n) if n in fields else rotation.number(n) for n in _SHARES)
+    share = next((share for share in shares if share is not None and 0 < share <= 1), None)
     if share is not None and head_dim and "rotary_width" not in sizes:
         sizes["rotary_width"] = int(head_dim * share)
     return sizes
@@ -412,15 +372,6 @@ def layout_name(config: Config) -> str | None:
     return _LAYOUTS.get(kind or "")
 
 
-def _read_rotary_share(fields: ConfigFields) -> float | None:
-    rotation = rotary_section_of_layer(fields, 0)
-    for name in _SHARES:
-        share = fields.number(name) if name in fields else rotation.number(name)
-        if share is not None and 0 < share <= 1:
-            return share
-    return None
-
-
 def read_head_dim(fields: ConfigFields, counts: Sizes) -> int | None:
     """Return the stated head_dim, or embed_dim // heads."""
     embed_dim = _read_first_count(fields, ("hidden_size", "n_embd"))
@@ -447,10 +398,8 @@ def _find_contradictions(
 ) -> Iterator[tuple[str, object]]:
     """Yield the fields of the layout that the config contradicts, with the value of the config."""
     kind, alibi = fields.text("position_embedding_type"), fields.flag("alibi")
-    is_alibi, is_stated = (
-        isinstance(function.score_bias, AlibiRule),
-        fields.get("alibi") is not None,
-    )
+    is_stated = fields.get("alibi") is not None
+    is_alibi = isinstance(function.score_bias, spec.AlibiRule)
     if function.score_bias is not FROM_CONFIG and is_stated and is_alibi != alibi:
         yield "score_bias", f"alibi {alibi}"
     if function.score_bias is ABSENT and str(kind).startswith(("alibi", "relative_key")):
@@ -475,7 +424,7 @@ def _find_contradictions(
         if function.scale == USUAL_SCALE and flag is not plain:
             yield "scale", f"{name} {flag}"
     capped = fields.number("attn_logit_softcapping")
-    is_capped = isinstance(function.softcap, Softcap) and "attn_logit_softcapping" in fields
+    is_capped = isinstance(function.softcap, spec.Softcap) and "attn_logit_softcapping" in fields
     if (function.softcap is ABSENT and capped) or (is_capped and not capped):
         yield "softcap", f"attn_logit_softcapping {capped}"
     for section in (fields, fields.section("attn_config") or ConfigFields({})):
@@ -508,13 +457,8 @@ def find_missing_layers(
         stack, present = max(by_stack.items(), key=lambda pair: len(pair[1]))
         # A config of several models has several counts: the next one up is that of this stack.
         count = min((n for n in read_layer_counts(config, role) if n >= len(present)), default=0)
-        missing = [
-            f"{stack}{number}"
-            for number in sorted({*range(count)} - present)
-            if not any(
-                name.startswith((f"{stack}{number}.", f"{stack}{number}/")) for name in names
-            )
-        ]
+        absent = (f"{stack}{number}" for number in sorted({*range(count)} - present))
+        missing = [p for p in absent if not any(n.startswith((f"{p}.", f"{p}/")) for n in names)]
         if missing:
             more = f" and {len(missing) - 1} more layers are" if len(missing) > 1 else " is"
             sentences.append(f"`{missing[0]}`{more} missing: the config says {count} layers")
@@ -537,29 +481,33 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
     No field is FROM_CONFIG then, but for the scale where there is no config.
 
     Args:
-        function: the function of the stored layout, in that layer; see `layout_in_layer`.
+        function: the function of the stored layout in that layer; see `layout_in_layer`.
         config: the fields of config.json.
         layer: the number of the layer, from 0.
 
     Raises:
-        OptionError: a rotary scaling that `Rotary` does not have; or a window, of which the config
-            does not say in which layers it is.
+        OptionError: a rotary scaling that `Rotary` does not have; or a window in layers unstated.
     """
     fields = text_config(config)
     stated: dict[str, Any] = {}
     if function.rotary:
         stated["rotary"] = _read_rotary(fields, layer, function.rotation or RotaryRule())
     if function.scale is FROM_CONFIG:
-        stated["scale"] = _read_scale(fields)
+        scalar = fields.number("query_pre_attn_scalar")
+        if scalar is not None and scalar < 0:
+            raise fields.field_error("query_pre_attn_scalar", "a positive number")
+        usual = USUAL_SCALE if fields else FROM_CONFIG
+        multiplier = fields.number("attention_multiplier") or usual
+        stated["scale"] = float(scalar**-0.5) if scalar else multiplier
     if function.softcap is not ABSENT:
         softcap = fields.number("attn_logit_softcapping")
-        stated["softcap"] = Softcap(softcap) if softcap else ABSENT
-    if isinstance(function.qk_norm, NormRule):
+        stated["softcap"] = spec.Softcap(softcap) if softcap else ABSENT
+    if isinstance(function.qk_norm, spec.NormRule):
         epsilons = (fields.number(name) for name in _EPS)
         eps = next((number for number in epsilons if number is not None), 1e-6)
         stated["qk_norm"] = replace(function.qk_norm, eps=eps)
-    if isinstance(function.score_bias, BucketRule):
-        stated["score_bias"] = BucketRule(
+    if isinstance(function.score_bias, spec.BucketRule):
+        stated["score_bias"] = spec.BucketRule(
             buckets=fields.count("relative_attention_num_buckets") or 32,
             max_distance=fields.count("relative_attention_max_distance") or 128,
             bidirectional=not fields.flag("is_decoder"),
@@ -574,26 +522,27 @@ def resolve(function: AttentionSpec, config: Config, *, layer: int) -> Attention
 def _read_rotary(fields: ConfigFields, layer: int, rule: RotaryRule) -> RotaryRule:
     rotary = rotary_section_of_layer(fields, layer)
     theta = rotary.number("rope_theta") or fields.number("rope_theta")
-    counts = read_stated_counts(fields)
+    counts, scaling = read_stated_counts(fields), None
+    if (kind := rotary_scaling_kind(rotary)) is not None:
+        if kind not in _SCALINGS:
+            raise OptionError(
+                saw=f"the rotary scaling {describe_value(kind)} in the config",
+                needed=f"default, {', '.join(_SCALINGS)}",
+                do="pass rotary=Rotary(...) with the same frequencies",
+            )
+        scaling = _SCALINGS[kind](rotary, fields)
     return replace(
         rule,
         theta=theta or fields.number("rotary_emb_base") or 10_000.0,
         width=counts.get("rotary_width", read_head_dim(fields, counts)),
-        scaling=_read_rotary_scaling(rotary, fields),
+        scaling=scaling,
     )
 
 
-def _read_rotary_scaling(rotary: ConfigFields, fields: ConfigFields) -> Scaling | None:
-    kind = rotary.text("rope_type" if "rope_type" in rotary else "type") or "default"
-    if kind == "default":
-        return None
-    if kind not in _SCALINGS:
-        raise OptionError(
-            saw=f"the rotary scaling {describe_value(kind)} in the config",
-            needed=f"default, {', '.join(_SCALINGS)}",
-            do="pass rotary=Rotary(...) with the same frequencies",
-        )
-    return _SCALINGS[kind](rotary, fields)
+def rotary_scaling_kind(rotary: ConfigFields) -> str | None:
+    """Return the name of the scaling in a rotary section; None for the usual frequencies."""
+    kind = rotary.text("rope_type" if "rope_type" in rotary else "type")
+    return None if kind in (None, "", "default") else kind
 
 
 def _read_original_length(rotary: ConfigFields, fields: ConfigFields) -> int:
@@ -621,11 +570,3 @@ _SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields], Scaling]] = {
         truncate=rotary.flag("truncate", default=True),
     ),
 }
-
-
-def _read_scale(fields: ConfigFields) -> float | ScaleRule | Unset:
-    """Return the scale of the config; the usual scale if the config states none."""
-    if (scalar := fields.positive("query_pre_attn_scalar")) is not None:
-        return float(scalar**-0.5)
-    usual = USUAL_SCALE if fields else FROM_CONFIG
-    return fields.number("attention_multiplier") or usual

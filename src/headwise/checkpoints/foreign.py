@@ -12,6 +12,7 @@ from headwise.checkpoints import torch_file
 from headwise.checkpoints.config import (
     ConfigFields,
     attention_window,
+    rotary_scaling_kind,
     rotary_section_of_layer,
     text_config,
 )
@@ -141,8 +142,8 @@ def _meta_rotary_params(config: ConfigFields) -> dict[str, Any]:
     """Return theta and the scaling flag; Meta's code has one scaling, with fixed constants."""
     rotation = rotary_section_of_layer(config, 0)
     theta = rotation.number("rope_theta") or config.number("rope_theta") or 10_000.0
-    kind = rotation.text("rope_type" if "rope_type" in rotation else "type") or "default"
-    if kind == "default":
+    kind = rotary_scaling_kind(rotation)
+    if kind is None:
         return {"rope_theta": theta}
     scaling = {name: rotation.get(name) for name in SCALING if name != "rope_type"}
     if {"rope_type": kind, **scaling} != SCALING:

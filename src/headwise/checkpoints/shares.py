@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,23 +61,21 @@ def order_files(files: Mapping[int, Path]) -> list[Path]:
     Raises:
         CheckpointError: a number is missing.
     """
-    missing = [number for number in range(len(files)) if number not in files]
-    if missing:
-        first = files[min(files)]
-        raise incomplete_error(
-            _processes_folder(first), f"it lacks {_name_for_process(first, missing[0])}"
-        )
+    for number in range(len(files)):
+        if number not in files:
+            first = files[min(files)]
+            lacked = _name_for_process(first, number)
+            raise incomplete_error(_processes_folder(first), f"it lacks {lacked}")
     return [files[number] for number in range(len(files))]
 
 
 def require_count(files: Sequence[Path], count: int) -> None:
     """Raise CheckpointError if there are fewer files than processes."""
     if len(files) < count:
-        names = [
-            _name_for_process(files[0], number) for number in range(len(files), min(count, 99))
-        ]
-        more = " and more" if len(names) > 3 else ""
-        held = f"it holds {len(files)} of {count} shares, and lacks {', '.join(names[:3])}{more}"
+        lacked = range(len(files), min(count, len(files) + 3))
+        names = ", ".join(_name_for_process(files[0], number) for number in lacked)
+        more = " and more" if count > len(files) + 3 else ""
+        held = f"it holds {len(files)} of {count} shares, and lacks {names}{more}"
         raise incomplete_error(_processes_folder(files[0]), held)
 
 
@@ -123,28 +122,27 @@ def _name_for_process(file: Path, number: int) -> str:
     return f"{name[: last.start()]}{number:0{len(last[0])}}{name[last.end() :]}"
 
 
-_MAP_ERRORS = (OptionError, ShapeError)
-
-
 @dataclass(frozen=True, eq=False)
 class JoinedSource(CheckpointSource):
-    """Whole tensors of shares; only the shares of one tensor are in memory at a time.
+    """Whole tensors of shares; only the shares of one tensor are in memory at a time."""
 
-    Attributes:
-        division: the division of the tensors over the files.
-    """
-
-    division: ShardMap
+    division: ShardMap  # of the tensors over the files
 
     def __getitem__(self, name: str) -> Tensor:
         """Join a tensor, divide it again and compare the shares byte for byte."""
         shares = [shard.tensor(name) for shard in self.shards]
         whole = self.division.join(name, shares)
-        for file, share, again in zip(
-            self.shards, shares, self.division.split(name, whole), strict=True
-        ):
-            if not same_bytes(share, again):
-                raise _difference_error(name, file.path, self.shards[0].path, self.division)
+        again = self.division.split(name, whole)
+        for file, *pair in zip(self.shards, shares, again, strict=True):
+            if not same_bytes(*pair):
+                first, other = _short_path(self.shards[0].path), _short_path(file.path)
+                raise CheckpointError(
+                    saw=f"{name} differs between {first} and {other}",
+                    needed="the same kv head in neighbouring shares"
+                    if name in self.division.axes
+                    else "the same tensor in all shares, since the layout divides no axis of it",
+                    do="copy the files again; or name the layout that the shares are in",
+                )
         return whole
 
     @property
@@ -200,8 +198,17 @@ def join_shares(
     count = len(shares.shards)
     if stored is None:
         stored = _find_fitting_layout(shares, shapes, known)
-    if length := find_tensor_of_known_whole_length(stored, shapes, known):
-        _require_shares_of_whole_length(shares, *length)
+    if found := find_tensor_of_known_whole_length(stored, shapes, known):
+        name, length, whole = found
+        files = [shard.path for shard in shares.shards]
+        if whole % length == 0:
+            require_count(files, whole // length)
+        if whole != length * count:
+            raise CheckpointError(
+                saw=f"{shares.path}: {count} shares of {name} with {length} rows or columns each",
+                needed=f"{whole} of them in all, by the heads of the model",
+                do="give the counts of the model, or all files of it",
+            )
     division = derive_shard_map_from_shares(stored, shapes, count, known)
     return replace(shares, division=division, headers=_make_whole_headers(shares, division))
 
@@ -237,14 +244,9 @@ def _find_fitting_layout(
     fitting: list[tuple[Layout, ShardMap]] = []
     count = len(shares.shards)
     for each in layouts_by_name().values():
-        try:
-            division = (
-                derive_shard_map_from_shares(each, shapes, count, known) if each.sharded else None
-            )
-        except _MAP_ERRORS:
-            continue
-        if division is not None:
-            fitting.append((each, division))
+        with suppress(OptionError, ShapeError):
+            if each.sharded:
+                fitting.append((each, derive_shard_map_from_shares(each, shapes, count, known)))
     if not fitting:
         divided = ", ".join(each.name for each in layouts_by_name().values() if each.sharded)
         raise CheckpointError(
@@ -263,33 +265,18 @@ def _find_fitting_layout(
     return fitting[0][0]
 
 
-def _require_shares_of_whole_length(
-    shares: JoinedSource, name: str, length: int, whole: int
-) -> None:
-    """Raise unless the shares of a tensor make up its whole length."""
-    files = [shard.path for shard in shares.shards]
-    if whole % length == 0:
-        require_count(files, whole // length)
-    if whole != length * len(files):
-        raise CheckpointError(
-            saw=f"{shares.path}: {len(files)} shares of {name} with {length} rows or columns each",
-            needed=f"{whole} of them in all, by the heads of the model",
-            do="give the counts of the model, or all files of it",
-        )
-
-
 def _require_same_headers(shards: Sequence[TensorFile]) -> None:
     first = shards[0]
     for shard in shards[1:]:
         for name in {**first.headers, **shard.headers}:
             mine, theirs = first.headers.get(name), shard.headers.get(name)
+            paths = _short_path(first.path), _short_path(shard.path)
             if mine is None or theirs is None:
-                held = (shard if mine is None else first).path
-                saw = f"{name} is in {_short_path(held)} alone"
+                saw = f"{name} is in {paths[mine is None]} alone"
             elif (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
                 saw = (
-                    f"{name} is {mine.dtype} {mine.shape} in {_short_path(first.path)}, and "
-                    f"{theirs.dtype} {theirs.shape} in {_short_path(shard.path)}"
+                    f"{name} is {mine.dtype} {mine.shape} in {paths[0]}, and "
+                    f"{theirs.dtype} {theirs.shape} in {paths[1]}"
                 )
             else:
                 continue
@@ -298,17 +285,6 @@ def _require_same_headers(shards: Sequence[TensorFile]) -> None:
                 needed="files that are shares of one model, of the same tensors and shapes",
                 do="copy the files again; or name one of them, if these are several checkpoints",
             )
-
-
-def _difference_error(name: str, file: Path, first: Path, division: ShardMap) -> CheckpointError:
-    is_copy = name in division.axes
-    return CheckpointError(
-        saw=f"{name} differs between {_short_path(first)} and {_short_path(file)}",
-        needed="the same kv head in neighbouring shares"
-        if is_copy
-        else "the same tensor in all shares, since the layout divides no axis of it",
-        do="copy the files again; or name the layout that the shares are in",
-    )
 
 
 def _short_path(file: Path) -> str:

@@ -50,6 +50,7 @@ FOREIGN = {
     ".ckpt": "torch.save(torch.load(path)['state_dict'], 'model.pt')",
     ".npz": f"tensors = {{n: torch.as_tensor(x) for n, x in numpy.load(path).items()}}, {_SAVE}",
 }
+LOCAL = "name a file or a folder on this machine; nothing is downloaded"
 MAX_NAME = 255  # letters of a file's name
 
 
@@ -106,12 +107,7 @@ def require_inside(file: Path, folder: Path) -> None:
         raise incomplete_error(folder, f"{file.name} is a link to {real}, outside of it")
 
 
-def no_checkpoint_error(
-    path: Path,
-    problem: str,
-    *,
-    do: str = "name a file or a folder on this machine; nothing is downloaded",
-) -> CheckpointError:
+def no_checkpoint_error(path: Path, problem: str, *, do: str = LOCAL) -> CheckpointError:
     """Return the error for a path without weights."""
     return CheckpointError(
         saw=f"{path} {problem}",
@@ -148,13 +144,12 @@ def _require_single(folder: Path, files: list[Path]) -> None:
         )
 
 
-def incomplete_error(folder: Path, saw: str) -> CheckpointError:
-    """Return the error for a folder that lacks a file of its checkpoint."""
-    return CheckpointError(
-        saw=f"{folder}: {saw[:300]}",
-        needed="a folder that holds every file of the checkpoint",
-        do="copy or download the folder again; or name one of its files",
-    )
+def incomplete_error(
+    folder: Path, saw: str, needed: str = "a folder that holds every file of the checkpoint"
+) -> CheckpointError:
+    """Return the error for a folder whose files are not those of one checkpoint."""
+    do = "copy or download the folder again; or name one of its files"
+    return CheckpointError(saw=f"{folder}: {saw[:300]}", needed=needed, do=do)
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,11 +224,7 @@ def _is_plain_file_name(file: str) -> bool:
 
 
 def _bad_index_error(path: Path, saw: str) -> CheckpointError:
-    return CheckpointError(
-        saw=f"{path}: {saw[:300]}",
-        needed="an index and its files, which hold the same tensors",
-        do="copy or download the folder again; or name one of its files",
-    )
+    return incomplete_error(path, saw, "an index and its files, which hold the same tensors")
 
 
 # size, mtime, ctime and inode of a file; copying tools may set mtime, and no tool sets ctime
@@ -291,11 +282,7 @@ class CheckpointSource(Mapping[str, Tensor]):
         """Raise CheckpointError if a file has changed since it was opened."""
         for path, before in self.states.items():
             if not path.is_file() or read_file_state(path) != before:
-                raise CheckpointError(
-                    saw=f"{path} changed while it was read",
-                    needed="a checkpoint that no program writes to",
-                    do="run the command again when the checkpoint is complete",
-                )
+                raise changed_error(path, "changed")
 
     def source_digest(self) -> str:
         """Return a hash of the files' paths, states and headers, which identifies the source."""
@@ -339,6 +326,15 @@ def open_source(path: Path) -> CheckpointSource:
     if index is not None:
         require_agreement(index, {name: header.file.name for name, header in headers.items()})
     return CheckpointSource(path, shards, headers, index, states)
+
+
+def changed_error(path: Path, problem: str) -> CheckpointError:
+    """Return the error for a file that another program writes to."""
+    return CheckpointError(
+        saw=f"{path} {problem} while it was read",
+        needed="a checkpoint that no program writes to",
+        do="run the command again when the checkpoint is complete",
+    )
 
 
 @contextmanager

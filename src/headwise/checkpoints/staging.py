@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from headwise.checkpoints.source import changed_error
 from headwise.errors import CheckpointError
 from headwise.support.json_object import parse_json_object
 from headwise.support.text import human_bytes
@@ -58,11 +59,7 @@ class PartialFile:
             while count:
                 moved = _copy_some(source.fileno(), start, self._file.fileno(), count)
                 if not moved:
-                    raise CheckpointError(
-                        saw=f"{path} became shorter while it was read",
-                        needed="a checkpoint that no program writes to",
-                        do="run the command again when the checkpoint is complete",
-                    )
+                    raise changed_error(path, "became shorter")
                 start, count, self.size = start + moved, count - moved, self.size + moved
 
     def checksum(self, end: int) -> int:
