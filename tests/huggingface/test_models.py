@@ -97,9 +97,9 @@ def test_the_budget_can_fail(pair: Pair) -> None:
     original = attention._read_mask_and_bias
 
     def less(module: Any, query: Any, key: Any, given: Any, options: Any) -> Any:
-        found = original(module, query, key, given, options)
+        mask, score_bias = original(module, query, key, given, options)
         hidden = torch.full((BATCH,), key.shape[2] - 1)
-        return found._replace(mask=found.mask & Mask.lengths(keys=hidden))
+        return mask & Mask.lengths(keys=hidden), score_bias
 
     attention._read_mask_and_bias = less
     try:

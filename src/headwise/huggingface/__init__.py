@@ -33,9 +33,10 @@ def register_huggingface() -> str:
         raise _missing_transformers_error(f"transformers {transformers.__version__}")
 
     from headwise.huggingface.attention import attend
-    from headwise.huggingface.masks import make_transformers_mask, prepare_mask_readers
+    from headwise.huggingface.masks import make_transformers_mask
+    from headwise.huggingface.readers import select_trusted_readers
 
-    prepare_mask_readers()
+    select_trusted_readers()  # checks the mask functions of transformers before a first call
     transformers.AttentionMaskInterface.register(NAME, make_transformers_mask)
     transformers.AttentionInterface.register(NAME, attend)
     return NAME

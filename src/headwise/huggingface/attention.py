@@ -12,7 +12,7 @@ error. Other keywords do not affect attention and are ignored.
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -89,13 +89,13 @@ def build_matrix_and_values(
         if options.get(name) is not None:
             _raise_unsupported(name, what, module)
     query, key, value = _match_qkv_dtypes_and_batches(query, key, value)
-    scores = _read_mask_and_bias(module, query, key, attention_mask, options)
+    mask, score_bias = _read_mask_and_bias(module, query, key, attention_mask, options)
     scale = options.get("scaling")
     matrix = AttentionMatrix(
         query,
         key,
-        mask=scores.mask,
-        score_bias=scores.score_bias,
+        mask=mask,
+        score_bias=score_bias,
         scale=float(scale) if isinstance(scale, int) else scale,  # 1 in Dia
         softcap=options.get("softcap"),
         sink=options.get("s_aux"),
@@ -103,14 +103,9 @@ def build_matrix_and_values(
     return matrix, value
 
 
-class _Scores(NamedTuple):
-    mask: Mask
-    score_bias: ScoreBias
-
-
 def _read_mask_and_bias(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: object, options: dict[str, Any]
-) -> _Scores:
+) -> tuple[Mask, ScoreBias]:
     """Return the mask and the score bias of a call."""
     mask, score_bias = Mask(), ScoreBias()
     if isinstance(attention_mask, LazyMask) and attention_mask.written is not None:
@@ -124,12 +119,8 @@ def _read_mask_and_bias(
             "attention_mask", f"a {type(attention_mask).__name__} instead of a tensor", module
         )
     elif attention_mask.dtype == torch.bool:
-        meaning = getattr(attention_mask, MEANING, None)
-        mask = (
-            Mask.may_attend(_add_leading_axes(attention_mask), axes=AXES)
-            if meaning is None
-            else meaning
-        )
+        meaning: Mask | None = getattr(attention_mask, MEANING, None)
+        mask = meaning or Mask.may_attend(_add_leading_axes(attention_mask), axes=AXES)
     else:
         mask, score_bias = split_additive_mask(
             _add_leading_axes(_narrow_float64(attention_mask, query)), axes=AXES
@@ -138,7 +129,7 @@ def _read_mask_and_bias(
         mask &= _packed_mask(module, query, key, options)
     if (added := options.get("position_bias")) is not None:
         score_bias += ScoreBias.dense(_add_leading_axes(_narrow_float64(added, query)), axes=AXES)
-    return _Scores(mask, score_bias)
+    return mask, score_bias
 
 
 def _narrow_float64(added: Tensor, query: Tensor) -> Tensor:

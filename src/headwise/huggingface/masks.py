@@ -88,18 +88,12 @@ class LazyMask(Tensor):
             )
             rows = torch.arange(queries, device=self.device)
             allowed = bound.evaluate_rows(rows).expand(self.shape)
-            self.written = (
-                allowed.contiguous()
-                if self.dtype == torch.bool
-                else self._as_added_numbers(allowed)
-            )
+            if self.dtype == torch.bool:
+                self.written = allowed.contiguous()
+            else:  # numbers that are added to scores
+                zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+                self.written = zeros.masked_fill_(~allowed, torch.finfo(self.dtype).min)
         return self.written
-
-    def _as_added_numbers(self, allowed: Tensor) -> Tensor:
-        """Return zeros, and the smallest number for hidden keys."""
-        smallest = torch.finfo(self.dtype).min
-        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return zeros.masked_fill_(~allowed, smallest)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         batch, _, queries, keys = self.shape
@@ -121,22 +115,23 @@ class LazyMask(Tensor):
             func.name() == private_torch.TO_COPY and _copy_only_moves(kwargs, args[0].dtype)
         ):
             return args[0]._move_to_device(kwargs.get("device", args[0].device))
-        if packet in _SUMS:
-            _refuse_adding_bool_mask(*args[:2])
+        if packet in _SUMS:  # a bool mask plus floating-point scores; a float mask may be added
+            kinds = {term.dtype for term in args[:2] if isinstance(term, Tensor)}
+            if torch.bool in kinds and any(kind.is_floating_point for kind in kinds):
+                raise MaskError(
+                    saw='a mask of attn_implementation="headwise", added to scores by a model\'s '
+                    "own code",
+                    needed="a model that uses transformers' attention interface",
+                    do='load this model with attn_implementation="eager"',
+                )
         return func(
             *map_leaves(_materialise_if_lazy, args), **map_leaves(_materialise_if_lazy, kwargs)
         )
 
     def _move_to_device(self, device: torch.device) -> LazyMask:
         batch, _, queries, keys = self.shape
-        moved = LazyMask(
-            self.mask.to(device),
-            batch=batch,
-            queries=queries,
-            keys=keys,
-            device=device,
-            dtype=self.dtype,
-        )
+        sizes = {"batch": batch, "queries": queries, "keys": keys}
+        moved = LazyMask(self.mask.to(device), **sizes, device=device, dtype=self.dtype)
         moved.written = None if self.written is None else self.written.to(device)
         return moved
 
@@ -150,22 +145,6 @@ def _copy_only_moves(options: dict[str, Any], dtype: torch.dtype) -> bool:
     unchanged = {"dtype": dtype, "layout": torch.strided, "memory_format": torch.preserve_format}
     changed = {name for name, value in options.items() if value not in (None, unchanged.get(name))}
     return changed <= {"device", "non_blocking"}
-
-
-def _refuse_adding_bool_mask(*terms: Any) -> None:
-    """Raise an error for a bool mask plus floating-point scores; a float mask may be added."""
-    kinds = {term.dtype for term in terms if isinstance(term, Tensor)}
-    if torch.bool in kinds and any(kind.is_floating_point for kind in kinds):
-        raise MaskError(
-            saw='a mask of attn_implementation="headwise", added to scores by a model\'s own code',
-            needed="a model that uses transformers' attention interface",
-            do='load this model with attn_implementation="eager"',
-        )
-
-
-def prepare_mask_readers() -> None:
-    """Check the mask functions of the installed transformers before a model's first call."""
-    readers.select_trusted_readers()
 
 
 def make_transformers_mask(**call: Any) -> Tensor | None:
@@ -186,10 +165,10 @@ def make_transformers_mask(**call: Any) -> Tensor | None:
     mask = None if tokens is None else _find_equivalent_mask(call, tokens)
     if tokens is None or mask is None:
         return _make_dense_mask(call)
-    if call.get("allow_is_bidirectional_skip") and _is_band_mask_hiding_nothing(
-        mask, tokens, device
-    ):
-        return None
+    if call.get("allow_is_bidirectional_skip") and all(isinstance(c, Band) for c in mask.clauses):
+        bound = mask.bind(**_mask_sizes(tokens), batch=1, device=device)
+        if not bound.hiding_clauses:
+            return None
     sizes = {"batch": call["batch_size"], "queries": tokens.queries, "keys": tokens.keys}
     dtype = call.get("dtype", torch.float32) if _needs_float_mask(call) else torch.bool
     return LazyMask(mask, **sizes, device=device, dtype=dtype)
@@ -227,24 +206,19 @@ def _make_dense_mask(call: dict[str, Any]) -> Tensor | None:
         return float_mask
     # Never None for a causal mask, because a layer without ``is_causal`` would attend to all keys.
     mask: Tensor | None = masking_utils.sdpa_mask(**{**call, "allow_is_causal_skip": False})
-    if mask is not None and _is_causal_alone(call):
-        setattr(mask, MEANING, Mask.causal(align="top-left"))
-    return mask
-
-
-def _is_causal_alone(call: dict[str, Any]) -> bool:
-    """Check whether a compiled graph may drop the tensor: a causal mask from the first key on.
-
-    Only if transformers would omit the mask for sdpa, so that no model can edit the tensor.
-    """
-    return (
+    # Only if transformers would omit the mask for sdpa, so that no model can edit the tensor, may a
+    # compiled graph drop it: a causal mask from the first key on.
+    is_causal_alone = (
         torch.compiler.is_compiling()
-        and bool(call.get("allow_is_causal_skip"))
+        and call.get("allow_is_causal_skip")
         and call.get("mask_function") is masking_utils.causal_mask_function
         and call.get("attention_mask") is None
         and not isinstance(call.get("q_offset"), Tensor)
         and (call.get("q_offset"), call.get("kv_offset")) == (0, 0)
     )
+    if mask is not None and is_causal_alone:
+        setattr(mask, MEANING, Mask.causal(align="top-left"))
+    return mask
 
 
 def _token_positions(call: dict[str, Any]) -> TokenPositions | None:
@@ -335,17 +309,6 @@ def _real_keys_mask(padding: Tensor, mask: Mask, tokens: TokenPositions) -> Mask
     starts = stop - real[:, start:stop].sum(-1)
     after_start = torch.arange(start, stop, device=real.device) >= starts[:, None]
     return Mask.starts(keys=starts) if torch.equal(real[:, start:stop], after_start) else by_key
-
-
-def _is_band_mask_hiding_nothing(mask: Mask, tokens: TokenPositions, device: torch.device) -> bool:
-    bound = (
-        mask.bind(**_mask_sizes(tokens), batch=1, device=device) if _has_only_bands(mask) else None
-    )
-    return bound is not None and not bound.hiding_clauses
-
-
-def _has_only_bands(mask: Mask) -> bool:
-    return len(mask.clauses_of_kind(Band)) == len(mask.clauses)
 
 
 def _mask_sizes(tokens: TokenPositions) -> dict[str, int]:

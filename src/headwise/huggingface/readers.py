@@ -115,14 +115,6 @@ def _read_function_tree(
     return readers[function.__code__](_Node(cells, tokens, readers))
 
 
-def _read_bidirectional(_: _Node) -> Mask | None:
-    return Mask()
-
-
-def _read_causal(node: _Node) -> Mask | None:
-    return node.tokens.band(None, 0)
-
-
 def _read_window(node: _Node) -> Mask | None:
     return node.tokens.band(node.cells["sliding_window"] - 1, None)
 
@@ -210,8 +202,8 @@ class _KnownMaskFunction(NamedTuple):
 
 
 _KINDS = (
-    _KnownMaskFunction("causal_mask_function", None, _read_causal),
-    _KnownMaskFunction("bidirectional_mask_function", None, _read_bidirectional),
+    _KnownMaskFunction("causal_mask_function", None, lambda node: node.tokens.band(None, 0)),
+    _KnownMaskFunction("bidirectional_mask_function", None, lambda _: Mask()),
     _KnownMaskFunction("sliding_window_overlay", (4,), _read_window),
     _KnownMaskFunction("sliding_window_bidirectional_overlay", (3,), _read_symmetric_window),
     _KnownMaskFunction("chunked_overlay", (5, _PADDING), _read_chunk_segments),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec
+from headwise.layouts._layout import Layout
 
 Tensors = dict[str, str]
 
@@ -54,6 +55,12 @@ _OUTSIDE = {
     "unembedding": "vocabulary embed_dim",
     "pooler": "pooled_dim embed_dim",
 }
+
+
+def transformers_layout(name: str, *, model: str = "", **fields: Any) -> Layout:
+    """Return the layout of a model of transformers; ``model`` is its folder if it has one."""
+    model = model or name.replace("-", "_")
+    return Layout(name=name, source=f"transformers, models/{model}/modeling_{model}.py", **fields)
 
 
 def projections(

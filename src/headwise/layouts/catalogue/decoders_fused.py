@@ -19,6 +19,7 @@ from headwise.layouts.shared import (
     qkv_fused_by_group,
     qkv_fused_by_head,
     qkv_fused_by_projection,
+    transformers_layout,
     weights_outside_attention,
 )
 
@@ -57,13 +58,12 @@ _NEOX_OUTSIDE = weights_outside_attention(
 )
 
 _GPT = (
-    Layout(
+    transformers_layout(
         name="gpt2",
         tensors=_CONV1D,
         where={"self": "h.{layer}.attn."},
         outside=weights_outside_attention(GPT2, columns=True),
         beside=_MASKS,
-        source=f"{_TRANSFORMERS}gpt2/modeling_gpt2.py",
         note="all matrices are stored for x @ weight; c_proj is square, so that a transpose left "
         "out raises no error. GPT and ImageGPT have the same. With "
         "scale_attn_by_inverse_layer_idx the scale is smaller by the layer's number from 1",
@@ -79,7 +79,7 @@ _GPT = (
         note="the names of GPT-2; 1/head_dim with mup_scale_qk_dot_by_d, and ALiBi with "
         "position_embedding_type alibi",
     ),
-    Layout(
+    transformers_layout(
         name="codegen",
         tensors=fused_projection_by_pattern(
             "qkv_proj",
@@ -94,26 +94,25 @@ _GPT = (
         fixed={"shard": 4},
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
         rows="interleaved",
-        source=f"{_TRANSFORMERS}codegen/modeling_codegen.py",
         note="four shards, as it was trained on; in each all queries, all values, all keys. The "
         "first rotary_dim channels of a head are rotated",
     ),
-    Layout(
+    transformers_layout(
         name="gpt-bigcode-mqa",
         tensors=qkv_fused_by_projection("c_attn", "c_proj", kv_heads="kv_heads"),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         fixed=_ONE_KV_HEAD,
-        source=f"{_TRANSFORMERS}gpt_bigcode/modeling_gpt_bigcode.py",
+        model="gpt_bigcode",
         note="the names of GPT-2, but matrices as torch's linear layer stores them: SantaCoder, "
         "StarCoder",
     ),
-    Layout(
+    transformers_layout(
         name="gpt-bigcode-mha",
         tensors=qkv_fused_by_head("c_attn") | output_projection("c_proj"),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
-        source=f"{_TRANSFORMERS}gpt_bigcode/modeling_gpt_bigcode.py",
+        model="gpt_bigcode",
         note="with multi_query false; the shapes are those of nanogpt, the order is not",
     ),
     Layout(
@@ -129,14 +128,14 @@ _GPT = (
 )
 
 _NEOX = (
-    Layout(
+    transformers_layout(
         name="neox",
         tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "gpt_neox.layers.{layer}.attention."},
         outside=_NEOX_OUTSIDE,
         beside=(*_MASKS, *_ANGLES),
         function=_SHARE,
-        source=f"{_TRANSFORMERS}gpt_neox/modeling_gpt_neox.py",
+        model="gpt_neox",
         note="Pythia. The first quarter of a head is rotated, or what rotary_pct says",
     ),
     Layout(
@@ -150,15 +149,14 @@ _NEOX = (
         unchecked="no package runs it",
         note="for code that wants one matrix for each projection; all else keeps its name",
     ),
-    Layout(
+    transformers_layout(
         name="bloom",
         tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         function=AttentionSpec(score_bias=AlibiRule()),
-        source=f"{_TRANSFORMERS}bloom/modeling_bloom.py",
         note="the module adds the residual to its output",
     ),
-    Layout(
+    transformers_layout(
         name="persimmon",
         tensors=qkv_fused_by_head("query_key_value")
         | output_projection("dense")
@@ -166,7 +164,6 @@ _NEOX = (
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), qk_norm=NormRule("layer")),
-        source=f"{_TRANSFORMERS}persimmon/modeling_persimmon.py",
         note="Fuyu's decoder too. Half of a head is rotated",
     ),
     Layout(
@@ -184,32 +181,32 @@ _NEOX = (
 )
 
 _GROUPED = (
-    Layout(
+    transformers_layout(
         name="falcon-rw",
         tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         function=AttentionSpec(score_bias=AlibiRule(before_scale=True)),
-        source=f"{_TRANSFORMERS}falcon/modeling_falcon.py",
+        model="falcon",
         note="with multi_query and new_decoder_architecture false. The scores are "
         "(q.k + bias) / sqrt(head_dim), the slopes in bfloat16",
     ),
-    Layout(
+    transformers_layout(
         name="falcon-7b",
         tensors=qkv_fused_by_projection("query_key_value", "dense", kv_heads="kv_heads"),
         where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         fixed=_ONE_KV_HEAD,
         function=_HALVES,
-        source=f"{_TRANSFORMERS}falcon/modeling_falcon.py",
+        model="falcon",
         note="with multi_query; its config may name other kv heads, which do not count",
     ),
-    Layout(
+    transformers_layout(
         name="falcon-40b",
         tensors=qkv_fused_by_group("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         function=_HALVES,
-        source=f"{_TRANSFORMERS}falcon/modeling_falcon.py",
+        model="falcon",
         note="with new_decoder_architecture: Falcon 40B, 180B, and Falcon 2",
     ),
     Layout(
@@ -221,29 +218,26 @@ _GROUPED = (
         source="vllm, vllm/model_executor/models/internlm2.py",
         unchecked=_NO_CLASS,
     ),
-    Layout(
+    transformers_layout(
         name="mpt",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj", bias=False),
         where={"self": "blocks.{layer}.attn."},
         function=AttentionSpec(score_bias=AlibiRule(), clip=FROM_CONFIG),
-        source=f"{_TRANSFORMERS}mpt/modeling_mpt.py",
         note="clip_qkv, where the config has it, clamps queries, keys and values",
     ),
-    Layout(
+    transformers_layout(
         name="dbrx",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj", kv_heads="kv_heads", bias=False),
         where={"self": "blocks.{layer}.norm_attn_norm.attn."},
         function=AttentionSpec(rotary=RotaryRule(), clip=FROM_CONFIG),
-        source=f"{_TRANSFORMERS}dbrx/modeling_dbrx.py",
         note="clip_qkv, where the config has it, clamps queries, keys and values",
     ),
-    Layout(
+    transformers_layout(
         name="phi3",
         tensors=qkv_fused_by_projection("qkv_proj", "o_proj", kv_heads="kv_heads", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), window=FROM_CONFIG),
-        source=f"{_TRANSFORMERS}phi3/modeling_phi3.py",
         note="Phi-4 too; a part of a head is rotated where partial_rotary_factor says so",
     ),
     Layout(

@@ -11,6 +11,7 @@ from headwise.layouts.shared import (
     TENSOR_PARALLEL,
     head_norms,
     projections,
+    transformers_layout,
     weights_outside_attention,
 )
 
@@ -45,44 +46,34 @@ META = weights_outside_attention(
 )
 
 
-def _llama_like_layout(
-    name: str, function: AttentionSpec, note: str = "", *, model: str = "", **others: Any
-) -> Layout:
-    """A layout with the tensors and places of Llama's, unless others are given.
-
-    ``model`` is the folder of its code, where the name is not.
-    """
-    model = model or name.replace("-", "_")
+def _llama_like_layout(name: str, function: AttentionSpec, note: str = "", **others: Any) -> Layout:
+    """Return a layout with the tensors and places of Llama's, unless others are given."""
     usual = {"tensors": _LLAMA, "where": _WHERE, "beside": _ANGLES}
-    source = f"{_TRANSFORMERS}{model}/modeling_{model}.py"
-    return Layout(name=name, function=function, source=source, note=note, **(usual | others))
+    return transformers_layout(name, function=function, note=note, **(usual | others))
 
 
 _GPT = (
-    Layout(
+    transformers_layout(
         name="gptj",
         tensors=projections("q_proj k_proj v_proj out_proj", biases=""),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG)),
         rows="interleaved",
-        source=f"{_TRANSFORMERS}gptj/modeling_gptj.py",
         note="the first rotary_dim channels of a head are rotated, 64 of 256",
     ),
-    Layout(
+    transformers_layout(
         name="gpt-neo",
         tensors=projections("q_proj k_proj v_proj out_proj", biases="o"),
         where={"self": "h.{layer}.attn.attention."},
         beside=_MASKS,
         function=AttentionSpec(scale=1.0, window=FROM_CONFIG),
-        source=f"{_TRANSFORMERS}gpt_neo/modeling_gpt_neo.py",
         note="every other layer sees the last 256 tokens only",
     ),
-    Layout(
+    transformers_layout(
         name="opt",
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "decoder.layers.{layer}.self_attn."},
-        source=f"{_TRANSFORMERS}opt/modeling_opt.py",
         note="XGLM has the same, as model.layers",
     ),
     _llama_like_layout(

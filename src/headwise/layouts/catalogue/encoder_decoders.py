@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwise.function.spec import AttentionSpec, BucketRule
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import Tensors, projections
+from headwise.layouts.shared import Tensors, projections, transformers_layout
 
 _T5 = projections("q k v o", source="source_dim", biases="") | {
     "relative_attention_bias.weight": "distances: buckets heads",
@@ -77,42 +77,38 @@ _WHISPER_BESIDE_LAYERS = {
 }
 
 LAYOUTS = (
-    Layout(
+    transformers_layout(
         name="t5",
         tensors=_T5,
         where=_T5_WHERE,
         function=_T5_FUNCTION,
         mask="added",
-        source="transformers, models/t5/modeling_t5.py",
         note="mT5, ByT5 and FLAN-T5 as well. The table of distances is in the first layer of each "
         "side and serves the others too; cross attention has none",
     ),
-    Layout(
+    transformers_layout(
         name="umt5",
         tensors=_T5,
         where=_T5_WHERE,
         function=_T5_FUNCTION,
         mask="added",
-        source="transformers, models/umt5/modeling_umt5.py",
         note="T5's names; every layer of self attention has a table of distances of its own",
     ),
-    Layout(
+    transformers_layout(
         name="bart",
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where=_BART_WHERE,
         outside=_BART_LAYERS,
         mask="added",
-        source="transformers, models/bart/modeling_bart.py",
         note="mBART, Pegasus, M2M-100 and Marian as well",
     ),
-    Layout(
+    transformers_layout(
         name="whisper",
         tensors=projections("q_proj k_proj v_proj out_proj", biases="qvo"),
         where=_BART_WHERE,
         outside=_BART_LAYERS
         | {theirs: text for text, (theirs, _) in _WHISPER_BESIDE_LAYERS.items()},
         mask="added",
-        source="transformers, models/whisper/modeling_whisper.py",
         note="keys have no bias. Everything stands below `model.`, which OpenAI's files lack",
     ),
     Layout(

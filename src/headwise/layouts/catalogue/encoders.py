@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
-from headwise.layouts._layout import Layout
 from headwise.layouts.shared import (
     output_projection,
     projections,
     qkv_fused_by_head,
     qkv_fused_by_projection,
+    transformers_layout,
     weights_outside_attention,
 )
 
@@ -28,18 +28,17 @@ _WHERE = {"self": "encoder.layer.{layer}.attention."}
 _NORM = ("output.LayerNorm.*",)  # behind the residual; in old files its parts are gamma and beta
 
 LAYOUTS = (
-    Layout(
+    transformers_layout(
         name="bert",
         tensors=_SEPARATE,
         where=_WHERE | {"cross": "encoder.layer.{layer}.crossattention."},
         outside=_BERT,
         beside=(*_NORM, "ln.*"),
         mask="added",
-        source="transformers, models/bert/modeling_bert.py",
         note="RoBERTa, ELECTRA, MiniLM and most that came of BERT. The norm of each block follows "
         "it, as in nn.TransformerEncoder with norm_first=False",
     ),
-    Layout(
+    transformers_layout(
         name="distilbert",
         tensors=projections("q_lin k_lin v_lin out_lin"),
         where={"self": "transformer.layer.{layer}.attention."},
@@ -53,10 +52,9 @@ LAYOUTS = (
             down="transformer.layer.{layer}.ffn.lin2.*",
         ),
         mask="added",
-        source="transformers, models/distilbert/modeling_distilbert.py",
         note="BERT's blocks; queries are divided by sqrt(head_dim) before the product",
     ),
-    Layout(
+    transformers_layout(
         name="mpnet",
         tensors=projections("attn.q attn.k attn.v attn.o"),
         where=_WHERE,
@@ -67,21 +65,19 @@ LAYOUTS = (
         beside=("LayerNorm.*",),
         function=AttentionSpec(score_bias=FROM_CONFIG),
         mask="added",
-        source="transformers, models/mpnet/modeling_mpnet.py",
         note="one table of distances, encoder.relative_attention_bias, serves all layers and is "
         "passed on as it is",
     ),
-    Layout(
+    transformers_layout(
         name="esm",
         tensors=_SEPARATE,
         where=_WHERE,
         beside=("self.rotary_embeddings.inv_freq", "LayerNorm.*"),
         function=AttentionSpec(rotary=FROM_CONFIG),
         mask="added",
-        source="transformers, models/esm/modeling_esm.py",
         note="BERT's names. ESM-2's queries and keys are rotated, half-split; ESM-1b's are not",
     ),
-    Layout(
+    transformers_layout(
         name="deberta",
         tensors={
             "self.in_proj.weight": qkv_fused_by_head("")[".weight"],
@@ -94,11 +90,10 @@ LAYOUTS = (
         beside=(*_NORM, "self.pos_proj.weight", "self.pos_q_proj.*"),
         function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
         mask="True attends",
-        source="transformers, models/deberta/modeling_deberta.py",
         note="DeBERTa v1. With pos_att_type the scale is 1/sqrt((1 + its length) head_dim), and "
         "terms of the distance are added, whose projections are passed on as they are",
     ),
-    Layout(
+    transformers_layout(
         name="deberta-v2",
         tensors=projections("self.query_proj self.key_proj self.value_proj output.dense"),
         where=_WHERE,
@@ -106,10 +101,9 @@ LAYOUTS = (
         beside=(*_NORM, "self.pos_key_proj.*", "self.pos_query_proj.*"),
         function=AttentionSpec(scale=FROM_CONFIG, score_bias=FROM_CONFIG),
         mask="True attends",
-        source="transformers, models/deberta_v2/modeling_deberta_v2.py",
         note="DeBERTa v2 and v3; the scale and the terms of the distance are as in v1",
     ),
-    Layout(
+    transformers_layout(
         name="modernbert",
         tensors=qkv_fused_by_projection("Wqkv", "Wo"),
         where={"self": "layers.{layer}.attn."},
@@ -122,10 +116,9 @@ LAYOUTS = (
         ),
         beside=("rotary_emb.*",),
         function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
-        source="transformers, models/modernbert/modeling_modernbert.py",
         note="most layers see a window to both sides; theta differs between them and the others",
     ),
-    Layout(
+    transformers_layout(
         name="xlnet",
         tensors={
             "q": "wq: embed_dim heads head_dim",
@@ -138,22 +131,21 @@ LAYOUTS = (
         function=AttentionSpec(score_bias=Other("relative keys")),
         mask="True hides",
         axes="length batch width",
-        source="transformers, models/xlnet/modeling_xlnet.py",
         note="all matrices, o among them, are (width, heads, head_dim). Keys of the distances and "
         "biases of the queries are passed on as they are; the check has them at 0",
     ),
-    Layout(
+    transformers_layout(
         name="conformer",
         tensors=projections("linear_q linear_k linear_v linear_out"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         beside=("linear_pos.weight", "pos_bias_u", "pos_bias_v", "distance_embedding.weight"),
         function=AttentionSpec(rotary=FROM_CONFIG, score_bias=FROM_CONFIG),
         mask="added",
-        source="transformers, models/wav2vec2_conformer/modeling_wav2vec2_conformer.py",
+        model="wav2vec2_conformer",
         note="Wav2Vec2-Conformer and Wav2Vec2-BERT; ESPnet and NeMo use the names as well. What "
         "belongs to relative positions is passed on as it is",
     ),
-    Layout(
+    transformers_layout(
         name="wav2vec2",
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "encoder.layers.{layer}.attention."},
@@ -164,7 +156,6 @@ LAYOUTS = (
             down="encoder.layers.{layer}.feed_forward.output_dense.*",
         ),
         mask="added",
-        source="transformers, models/wav2vec2/modeling_wav2vec2.py",
         note="HuBERT and UniSpeech as well",
     ),
 )

@@ -9,6 +9,7 @@ from headwise.layouts.shared import (
     output_projection,
     projections,
     qkv_fused_by_projection,
+    transformers_layout,
     weights_outside_attention,
 )
 
@@ -53,7 +54,7 @@ LAYOUTS = (
         note="timm, and the published code of DINO, DINOv2, MAE and SAM. The check runs VitDet of "
         "transformers, which has these tensors; timm's q_norm and k_norm are not described",
     ),
-    Layout(
+    transformers_layout(
         name="vitdet",
         tensors=qkv_fused_by_projection("qkv", "proj"),
         where=_VIT_WHERE,
@@ -62,7 +63,6 @@ LAYOUTS = (
         ),
         beside=("rel_pos_h", "rel_pos_w"),
         function=AttentionSpec(score_bias=FROM_CONFIG),
-        source="transformers, models/vitdet/modeling_vitdet.py",
     ),
     Layout(
         name="beit",
@@ -125,7 +125,7 @@ LAYOUTS = (
         unchecked="timm is not among the packages of the tests; its 1.0.31 was run once, by hand",
         note="stages have different numbers of heads: give head_dim, which they share",
     ),
-    Layout(
+    transformers_layout(
         name="dinov3",
         tensors=projections("q_proj k_proj v_proj o_proj"),
         where={"self": "layer.{layer}.attention."},
@@ -133,26 +133,24 @@ LAYOUTS = (
             "layer.{layer}.", ("norm1", "norm2"), "mlp.up_proj", "mlp.down_proj"
         ),
         function=AttentionSpec(rotary=RotaryRule()),
-        source="transformers, models/dinov3_vit/modeling_dinov3_vit.py",
+        model="dinov3_vit",
         note="half of the angles are of a patch's row and half of its column, and the first tokens "
         "have none; the check rotates by place. Keys have no bias",
     ),
-    Layout(
+    transformers_layout(
         name="clip",
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         outside=_CLIP,
         mask="added",
-        source="transformers, models/clip/modeling_clip.py",
         note="SigLIP as well. The text and the image part are two models in one file, text_model "
         "and vision_model",
     ),
-    Layout(
+    transformers_layout(
         name="blip",
         tensors=qkv_fused_by_projection("qkv", "projection"),
         where={"self": "encoder.layers.{layer}.self_attn."},
         outside=_CLIP,
-        source="transformers, models/blip/modeling_blip.py",
         note="the image part of BLIP, BLIP-2 and InstructBLIP",
     ),
 )
