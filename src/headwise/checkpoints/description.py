@@ -42,23 +42,14 @@ COUNTS = ("heads", "kv_heads", "head_dim", "rotary_width")
 
 @dataclass(frozen=True)
 class Description:
-    """Layout, counts, function and config of a checkpoint, as its own files state them.
+    """Layout, counts, function and config of a checkpoint, as its own files state them."""
 
-    Attributes:
-        layout: the layout, with the function of the weights.
-        modules: the number of attention modules.
-        counts: heads, kv_heads and so on, as far as all modules share them.
-        config: the fields of config.json.
-        origin: the file and key of the description, for messages.
-        removal: the way to remove the description, for messages.
-    """
-
-    layout: Layout
-    modules: int
-    counts: Mapping[str, int]
-    config: ConfigFields
-    origin: str = ""
-    removal: str = ""
+    layout: Layout  # the layout, with the function of the weights
+    modules: int  # the number of attention modules
+    counts: Mapping[str, int]  # heads, kv_heads and so on, as far as all modules share them
+    config: ConfigFields  # the fields of config.json
+    origin: str = ""  # the file and key of the description, for messages
+    removal: str = ""  # the way to remove the description, for messages
 
     def encode(self) -> str:
         """Return the JSON text that a file carries."""
@@ -317,19 +308,13 @@ def mlp_width(width: int, multiple_of: int, factor: float | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Tensors of a path, with their description, config and counts.
+    """Tensors of a path, with their description, config and counts."""
 
-    Attributes:
-        source: the tensors.
-        description: the description in the files; None where they carry none.
-        config: the caller's, else the one beside the files, else the one in the description.
-        known: the counts of the caller, the config and the description.
-    """
-
-    source: CheckpointSource
-    description: Description | None
+    source: CheckpointSource  # the tensors
+    description: Description | None  # the description in the files; None where they carry none
+    # the caller's, else the one beside the files, else the one in the description
     config: ConfigFields
-    known: dict[str, int]
+    known: dict[str, int]  # the counts of the caller, the config and the description
 
 
 def open_checkpoint(

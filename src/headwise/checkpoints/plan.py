@@ -54,21 +54,16 @@ class OutputFile:
 
 @dataclass(frozen=True, eq=False)
 class OutputPlan:
-    """All files of the target.
+    """All files of the target."""
 
-    Attributes:
-        files: the files with tensors.
-        index: name and content of the index file; None without an index.
-        division: the division of the tensors over the files of tensor-parallel processes; None if
-            each tensor is whole in its file.
-        params: the content of params.json, if the target is for Meta's code.
-        config: the content of config.json, if the target is a folder that transformers loads.
-    """
-
-    files: tuple[OutputFile, ...]
-    index: tuple[str, bytes] | None
+    files: tuple[OutputFile, ...]  # the files with tensors
+    index: tuple[str, bytes] | None  # name and content of the index file; None without an index
+    # the division of the tensors over the files of tensor-parallel processes; None if each tensor
+    # is whole in its file
     division: ShardMap | None = None
+    # the content of params.json, if the target is for Meta's code
     params: Mapping[str, Any] | None = None
+    # the content of config.json, if the target is a folder that transformers loads
     config: str | None = None
 
     @property

@@ -52,19 +52,12 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Header of a tensor in a file.
+    """Header of a tensor in a file."""
 
-    Attributes:
-        shape: the sizes of its axes.
-        dtype: the type of its numbers.
-        file: the path of the file.
-        offset: its first byte in the file; None for files that torch wrote.
-    """
-
-    shape: Shape
-    dtype: torch.dtype
-    file: Path
-    offset: int | None = None
+    shape: Shape  # the sizes of its axes
+    dtype: torch.dtype  # the type of its numbers
+    file: Path  # the path of the file
+    offset: int | None = None  # its first byte in the file; None for files that torch wrote
 
     @property
     def nbytes(self) -> int:
@@ -93,20 +86,13 @@ def encode_header(
 
 @dataclass(frozen=True, eq=False)
 class TensorFile:
-    """File of tensors: headers, metadata, and a function that loads a tensor.
+    """File of tensors: headers, metadata, and a function that loads a tensor."""
 
-    Attributes:
-        path: the path of the file.
-        headers: name -> shape, dtype and offset.
-        metadata: name -> text.
-        tensor: name -> tensor.
-        model_args: the model's arguments in a file of nanoGPT; empty for other files.
-    """
-
-    path: Path
-    headers: dict[str, StoredTensor]
-    metadata: dict[str, str]
-    tensor: Callable[[str], Tensor]
+    path: Path  # the path of the file
+    headers: dict[str, StoredTensor]  # name -> shape, dtype and offset
+    metadata: dict[str, str]  # name -> text
+    tensor: Callable[[str], Tensor]  # name -> tensor
+    # the model's arguments in a file of nanoGPT; empty for other files
     model_args: Mapping[str, Any] = field(default_factory=dict)
 
 

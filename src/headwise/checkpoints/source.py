@@ -233,21 +233,13 @@ FileState = tuple[int, int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class CheckpointSource(Mapping[str, Tensor]):
-    """Checkpoint with checked headers; ``source[name]`` maps a tensor into memory.
+    """Checkpoint with checked headers; ``source[name]`` maps a tensor into memory."""
 
-    Attributes:
-        path: the path that the caller named.
-        shards: the files of the checkpoint.
-        headers: name -> shape, dtype and file.
-        index: the index; None where there is none.
-        states: file -> size and times at opening.
-    """
-
-    path: Path
-    shards: tuple[TensorFile, ...]
-    headers: dict[str, StoredTensor]
-    index: ShardIndex | None
-    states: dict[Path, FileState]
+    path: Path  # the path that the caller named
+    shards: tuple[TensorFile, ...]  # the files of the checkpoint
+    headers: dict[str, StoredTensor]  # name -> shape, dtype and file
+    index: ShardIndex | None  # the index; None where there is none
+    states: dict[Path, FileState]  # file -> size and times at opening
 
     def __getitem__(self, name: str) -> Tensor:
         return self._files_by_path[self.headers[name].file].tensor(name)

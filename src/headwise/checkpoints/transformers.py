@@ -150,27 +150,17 @@ class StoredTokenizer:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StoredModel:
-    """Loaded model with its configuration and tokenizer.
+    """Loaded model with its configuration and tokenizer."""
 
-    Attributes:
-        model: in eval mode, in the dtype of its file, with the attention of its configuration.
-        config: the configuration, with the defaults of transformers.
-        tokenizer: the tokenizer; None where the folder has none.
-        vocabulary: the number of tokens.
-        positions: the longest input of the model; None where it states none.
-        begin: the token that begins a text; None without such a token.
-        start: the first decoder token of an encoder-decoder model; None for other models.
-        notes: differences between the stored and the loaded model.
-    """
-
+    # in eval mode, in the dtype of its file, with the attention of its configuration
     model: nn.Module
-    config: Mapping[str, Any]
-    tokenizer: StoredTokenizer | None
-    vocabulary: int
-    positions: int | None
-    begin: int | None
-    start: int | None
-    notes: tuple[str, ...]
+    config: Mapping[str, Any]  # the configuration, with the defaults of transformers
+    tokenizer: StoredTokenizer | None  # the tokenizer; None where the folder has none
+    vocabulary: int  # the number of tokens
+    positions: int | None  # the longest input of the model; None where it states none
+    begin: int | None  # the token that begins a text; None without such a token
+    start: int | None  # the first decoder token of an encoder-decoder model; None for other models
+    notes: tuple[str, ...]  # differences between the stored and the loaded model
 
     def inputs(self, ids: Int[Tensor, "batch length"]) -> dict[str, Tensor]:
         """Return the model's arguments; a decoder gets the same text as its encoder."""

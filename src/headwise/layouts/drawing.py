@@ -49,19 +49,12 @@ Owners = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class DrawnCell:
-    """Adjacent rows or columns that belong to the same heads.
+    """Adjacent rows or columns that belong to the same heads."""
 
-    Attributes:
-        owners: each canonical tensor that stands in them, with its heads.
-        start: the first.
-        length: how many.
-        channel: which channel of the head, where the channels of a head lie apart.
-    """
-
-    owners: Owners
-    start: int
-    length: int
-    channel: int | None = None
+    owners: Owners  # each canonical tensor that stands in them, with its heads
+    start: int  # the first
+    length: int  # how many
+    channel: int | None = None  # which channel of the head, where the channels of a head lie apart
 
     @property
     def name(self) -> str:

@@ -17,14 +17,10 @@ Numbers = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class NameForm:
-    """Form of the names in a target; None keeps the form of the source.
+    """Form of the names in a target; None keeps the form of the source."""
 
-    Attributes:
-        root: what is before all of them, such as "bert.".
-        base: whether they lack the word that models with a head call their base by.
-    """
-
-    root: str | None = None
+    root: str | None = None  # what is before all of them, such as "bert."
+    # whether they lack the word that models with a head call their base by
     base: bool | None = None
 
     @classmethod
@@ -44,18 +40,12 @@ AS_STORED = NameForm()
 
 @dataclass(frozen=True)
 class NamedPosition:
-    """Position of an attention module, or of a tensor outside of attention.
+    """Position of an attention module, or of a tensor outside of attention."""
 
-    Attributes:
-        root: what stands before everything that the layout knows, such as "bert.".
-        role: of the module; for a tensor outside, the canonical name of what it holds.
-        numbers: of the layer, and whatever else is numbered.
-        is_base: whether its model was stored without its head, and so without its base's name.
-    """
-
-    root: str
-    role: str
-    numbers: Numbers = ()
+    root: str  # what stands before everything that the layout knows, such as "bert."
+    role: str  # of the module; for a tensor outside, the canonical name of what it holds
+    numbers: Numbers = ()  # of the layer, and whatever else is numbered
+    # whether its model was stored without its head, and so without its base's name
     is_base: bool = False
 
     def in_name_form(self, form: NameForm) -> NamedPosition:

@@ -223,17 +223,11 @@ class PatternAxis:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed pattern.
+    """A parsed pattern."""
 
-    Attributes:
-        axes: of the stored tensor.
-        tensors: what it holds, in stored order.
-        fused: the number of the axis that is fused; None where it holds one tensor alone.
-    """
-
-    axes: tuple[PatternAxis, ...]
-    tensors: tuple[str, ...]
-    fused: int | None
+    axes: tuple[PatternAxis, ...]  # of the stored tensor
+    tensors: tuple[str, ...]  # what it holds, in stored order
+    fused: int | None  # the number of the axis that is fused; None where it holds one tensor alone
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the stored tensor. KeyError for a name without a size."""

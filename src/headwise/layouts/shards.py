@@ -33,17 +33,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ShardedAxis:
-    """Division of one stored tensor.
+    """Division of one stored tensor."""
 
-    Attributes:
-        dim: the axis.
-        blocks: lengths of the blocks in a share, each divided by itself; () for a single one.
-        copies: neighbouring shares that hold the same slice, of fewer kv heads than shares.
-    """
-
-    dim: int
+    dim: int  # the axis
+    # lengths of the blocks in a share, each divided by itself; () for a single one
     blocks: tuple[int, ...] = ()
-    copies: int = 1
+    copies: int = 1  # neighbouring shares that hold the same slice, of fewer kv heads than shares
 
     def join(self, shares: Sequence[Tensor]) -> Tensor:
         """Return the whole tensor."""
@@ -71,15 +66,10 @@ class ShardedAxis:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """Division of all tensors of a checkpoint; a tensor without an axis is the same everywhere.
+    """Division of all tensors of a checkpoint; a tensor without an axis is the same everywhere."""
 
-    Attributes:
-        count: tensor-parallel processes.
-        axes: full name -> division.
-    """
-
-    count: int
-    axes: Mapping[str, ShardedAxis]
+    count: int  # tensor-parallel processes
+    axes: Mapping[str, ShardedAxis]  # full name -> division
 
     def join(self, name: str, shares: Sequence[Tensor]) -> Tensor:
         """Return the whole tensor."""
@@ -189,16 +179,11 @@ def find_tensor_of_known_whole_length(
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors that share their sizes: a module of attention, or all others of one place.
+    """Tensors that share their sizes: a module of attention, or all others of one place."""
 
-    Attributes:
-        patterns: full name -> pattern.
-        is_attention: True for a module.
-        also: full name -> the other axis that some code divides.
-    """
-
-    patterns: Mapping[str, Pattern]
-    is_attention: bool
+    patterns: Mapping[str, Pattern]  # full name -> pattern
+    is_attention: bool  # True for a module
+    # full name -> the other axis that some code divides
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
