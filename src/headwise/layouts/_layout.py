@@ -109,21 +109,21 @@ class Layout(ShownInNotebook):
         if self.function.rotation is not None:
             rotary = replace(self.function.rotation, pairing=self.rows)
             object.__setattr__(self, "function", replace(self.function, rotary=rotary))
-        pattern_names: dict[str, str] = {}
+        homes: dict[str, str] = {}
         for name, pattern in self.patterns.items():
             for tensor in pattern.tensors:
-                if tensor not in AXES or tensor in pattern_names:
+                if tensor not in AXES or tensor in homes:
+                    twice = f", and in {homes[tensor]}" if tensor in homes else ""
                     raise OptionError(
-                        saw=f"{tensor} in {name} of {self.name}"
-                        + (f", and in {pattern_names[tensor]}" if tensor in pattern_names else ""),
+                        saw=f"{tensor} in {name} of {self.name}{twice}",
                         needed=f"each tensor once, of {', '.join(AXES)}",
                         do="rewrite the pattern; Weight layouts in the docs lists the tensors",
                     )
-                pattern_names[tensor] = name
+                homes[tensor] = name
                 names_by_canonical_axis(
                     tensor, pattern.names_of(tensor), self.axis_splits_with_defaults
                 )
-        if missing := [name for name in MATRICES if name not in pattern_names]:
+        if missing := [name for name in MATRICES if name not in homes]:
             raise OptionError(
                 saw=f"{self.name} without {', '.join(missing)}",
                 needed=f"patterns for {', '.join(MATRICES)}, alone or fused",
@@ -213,25 +213,18 @@ class Layout(ShownInNotebook):
             OptionError: a tensor that has no place here, or is missing.
             ShapeError: heads that this layout cannot hold.
         """
-        self.require_whole(
-            {
-                name: pattern
-                for name, pattern in self.patterns.items()
-                if not canonical.keys().isdisjoint(pattern.tensors)
-            }
-        )
+        held = {n: p for n, p in self.patterns.items() if canonical.keys() & {*p.tensors}}
+        self.require_whole(held)
         shapes = {name: tuple(tensor.shape) for name, tensor in canonical.items()}
         return self.write(canonical, sizes=self.canonical_sizes(shapes, known))
 
     def read(self, stored: Mapping[str, Tensor], *, sizes: Sizes) -> State:
         """Return the canonical tensors of some stored ones."""
         require_unquantised(**stored)
-        patterns = self.patterns
+        patterns, splits = self.patterns, self.axis_splits_with_defaults
         canonical: State = {}
         for name, tensor in stored.items():
-            canonical |= unpack_tensor(
-                patterns[name], tensor, sizes, self.axis_splits_with_defaults
-            )
+            canonical |= unpack_tensor(patterns[name], tensor, sizes, splits)
         if self.rows == "interleaved":
             return to_half_split(canonical, width=self.rotary_width(sizes))
         return canonical
@@ -305,16 +298,10 @@ class Layout(ShownInNotebook):
 
     @cached_property
     def _allowed_count_names(self) -> frozenset[str]:
-        """Names that a count may have in this layout."""
         names = {name for pattern in self.patterns.values() for name in pattern.axis_names()}
-        names |= {
-            name
-            for whole, parts in self.axis_splits_with_defaults.items()
-            for name in (whole, *parts)
-        }
-        return frozenset(
-            {*names, "rotary_width", *(axis for axes in AXES.values() for axis in axes)}
-        )
+        for whole, parts in self.axis_splits_with_defaults.items():
+            names |= {whole, *parts}
+        return frozenset(names.union({"rotary_width"}, *AXES.values()))
 
     def rotary_width(self, sizes: Sizes) -> int:
         """Return the number of rotated channels of a head.
@@ -377,8 +364,7 @@ class Layout(ShownInNotebook):
         return {tensor for pattern in self.patterns.values() for tensor in pattern.tensors}
 
     def _require_places_for_tensors(self, tensors: Iterable[str]) -> None:
-        placeless = sorted({*tensors} - self.canonical_tensor_names)
-        if placeless:
+        if placeless := sorted({*tensors} - self.canonical_tensor_names):
             raise OptionError(
                 saw=f"{', '.join(placeless)}, which {self.name} has no tensor for",
                 needed=f"tensors among {', '.join(sorted(self.canonical_tensor_names))}",

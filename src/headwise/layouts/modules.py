@@ -95,20 +95,13 @@ def find_modules(layout: Layout, names: Iterable[str]) -> list[NamedModule]:
     modules = _find_modules_by_templates(layout.where, layout, names)
     if not any(module.tensors for module in modules):
         # Those of a model that was stored without its head: its names lack their first word.
-        where = {
-            role: bare
-            for role, place in layout.where.items()
-            if (bare := _remove_base_prefix(place))
-        }
+        bare = {role: _remove_base_prefix(place) for role, place in layout.where.items()}
+        where = {role: place for role, place in bare.items() if place}
         modules = _find_modules_by_templates(where, layout, names, is_base=True)
         whole = (module for module in modules if layout.required <= {*module.tensors.values()})
         roots = {module.place.root for module in whole}
         modules = [module for module in modules if module.place.root in roots]
-    placed = [
-        module
-        for module in modules
-        if module.tensors or _has_unlisted_attention_tensors(module, layout)
-    ]
+    placed = [m for m in modules if m.tensors or _has_unlisted_attention_tensors(m, layout)]
     used = {name for module in placed for name in (*module.tensors, *module.beside)}
     elsewhere = _find_modules_elsewhere(layout, [name for name in names if name not in used])
     return sorted(placed + elsewhere, key=_module_sort_key)
@@ -178,16 +171,13 @@ def _find_modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModul
         for prefix, tensors in modules.items()
         if layout.required <= {*tensors.values()}
     }
-    return [
-        NamedModule(
-            NamedPosition(prefix, ""),
-            prefix,
-            tensors,
-            tuple(name for name in names if name.startswith(prefix) and name not in tensors),
-        )
-        for prefix, tensors in modules.items()
-        if replace_numbers_with_layer_slots(prefix) in whole
-    ]
+    found = []
+    for prefix, tensors in modules.items():
+        if replace_numbers_with_layer_slots(prefix) in whole:
+            beside = (name for name in names if name.startswith(prefix) and name not in tensors)
+            place = NamedPosition(prefix, "")
+            found.append(NamedModule(place, prefix, tensors, tuple(beside)))
+    return found
 
 
 def replace_numbers_with_layer_slots(prefix: str) -> str:

@@ -39,15 +39,10 @@ def unpack_tensor(
     """Return the canonical tensors that ``stored`` holds, as views where possible."""
     parts = [stored]
     if pattern.fused is not None:
-        axis = pattern.axes[pattern.fused]
+        axis, at = pattern.axes[pattern.fused], pattern.fused
         lengths = [product_of_sizes(block.names, sizes) for block in axis.blocks]
-        around = (
-            product_of_sizes(axis.before, sizes),
-            sum(lengths),
-            product_of_sizes(axis.after, sizes),
-        )
-        opened = stored.unflatten(pattern.fused, around)
-        parts = list(opened.split(lengths, dim=pattern.fused + 1))
+        opened = stored.unflatten(at, axis.around(sum(lengths), sizes))
+        parts = list(opened.split(lengths, dim=at + 1))
     canonical = {}
     for tensor, part in zip(pattern.tensors, parts, strict=True):
         names = pattern.names_of(tensor)
@@ -92,14 +87,7 @@ def pack_tensors(
     axis, at = pattern.axes[pattern.fused], pattern.fused
     require_one_dtype({tensor: canonical[tensor].dtype for tensor in pattern.tensors})
     blocks = [
-        part.unflatten(
-            at,
-            (
-                product_of_sizes(axis.before, sizes),
-                product_of_sizes(block.names, sizes),
-                product_of_sizes(axis.after, sizes),
-            ),
-        )
+        part.unflatten(at, axis.around(product_of_sizes(block.names, sizes), sizes))
         for part, block in zip(parts, axis.blocks, strict=True)
     ]
     return torch.cat(blocks, dim=at + 1).flatten(at, at + 2)
@@ -141,9 +129,7 @@ def names_by_canonical_axis(
 def _find_names_of_canonical_axis(
     axis: str, names: tuple[str, ...], splits: Splits
 ) -> tuple[str, ...] | None:
-    for spelling in (axis, WIDER.get(axis)):
-        if spelling is None:
-            continue
+    for spelling in filter(None, (axis, WIDER.get(axis))):
         if spelling in names:
             return (spelling,)
         split = splits.get(spelling)
@@ -163,15 +149,12 @@ def require_one_dtype(dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def to_half_split(state: State, *, width: int) -> State:
-    """Reorder rotated channels from pairs (2i, 2i + 1) to the canonical (i, i + width / 2).
-
-    The first ``width`` of head_dim are rotated; the rest stays where it is.
-    """
+    """Reorder the first ``width`` channels from pairs (2i, 2i + 1) to (i, i + width / 2)."""
     return {name: _reorder_channels(name, x, width, (width // 2, 2)) for name, x in state.items()}
 
 
 def to_interleaved(state: State, *, width: int) -> State:
-    """Reorder rotated channels from pairs (i, i + width / 2) to (2i, 2i + 1)."""
+    """Reorder the first ``width`` channels from pairs (i, i + width / 2) to (2i, 2i + 1)."""
     return {name: _reorder_channels(name, x, width, (2, width // 2)) for name, x in state.items()}
 
 
@@ -215,10 +198,14 @@ class PatternAxis:
 
     def size(self, sizes: Mapping[str, int]) -> int:
         """Return the length of the axis. KeyError for a name without a size."""
-        around = prod(sizes[name] for name in (*self.before, *self.after))
-        if not self.blocks:
-            return around
-        return around * sum(prod(sizes[name] for name in block.names) for block in self.blocks)
+        around = product_of_sizes((*self.before, *self.after), sizes)
+        blocks = [product_of_sizes(block.names, sizes) for block in self.blocks]
+        return around * (sum(blocks) if blocks else 1)
+
+    def around(self, length: int, sizes: Mapping[str, int]) -> tuple[int, int, int]:
+        """Return the axis as three: what is before, ``length`` of the blocks, and what is after."""
+        before, after = (product_of_sizes(names, sizes) for names in (self.before, self.after))
+        return before, length, after
 
 
 @dataclass(frozen=True)
@@ -395,7 +382,17 @@ def solve_axis_sizes(
         ShapeError: a shape does not fit its pattern, or a count does not divide.
         OptionError: a size stays undetermined; the message names the count to give.
     """
-    _require_counts(known)
+    for name, count in known.items():
+        if isinstance(count, bool) or not isinstance(count, SupportsIndex):
+            raise OptionError(
+                saw=f"{name}={count!r:.40}", needed="a whole number", do=f"give {name} as an int"
+            )
+    if any(size < 1 for size in known.values()):
+        raise OptionError(
+            saw=_join_sizes(known),
+            needed="counts of at least 1",
+            do="give the counts that the model has; leave out what it has not",
+        )
     sizes = solve_products(dict(known), splits)
     equations = []
     for name, (pattern, shape) in shapes.items():
@@ -418,22 +415,6 @@ def solve_axis_sizes(
                 progress = True
     _check_equations(equations, sizes)
     return sizes
-
-
-def _require_counts(known: Mapping[str, int]) -> None:
-    for name, count in known.items():
-        if isinstance(count, bool) or not isinstance(count, SupportsIndex):
-            raise OptionError(
-                saw=f"{name}={count!r:.40}",
-                needed="a whole number",
-                do=f"give {name} as an int",
-            )
-    if any(size < 1 for size in known.values()):
-        raise OptionError(
-            saw=_join_sizes(known),
-            needed="counts of at least 1",
-            do="give the counts that the model has; leave out what it has not",
-        )
 
 
 def _solve_axis(
@@ -511,11 +492,12 @@ def _check_equations(equations: Iterable[tuple[str, PatternAxis, int]], sizes: S
                 "kv_heads": ("num_key_value_heads", {"kv_heads"}),
             }
             wanted = [name for name, (_, of) in counts.items() if of & {*missing}]
+            slots = " and ".join(f"{{{name}}}" for name in wanted)
+            words = " and ".join(counts[name][0] for name in wanted)
             raise OptionError(
                 saw=f"{name}, an axis of {length}; known are {_join_sizes(sizes)}",
                 needed=f"the sizes of {', '.join(missing)}",
-                do=f"give {_join_names(f'{{{name}}}' for name in wanted)}, which config.json calls "
-                f"{_join_names(counts[name][0] for name in wanted)}"
+                do=f"give {slots}, which config.json calls {words}"
                 if wanted
                 else f"give {missing[0]}, as the model has it",
                 parameter=dict.fromkeys(wanted, ()),
@@ -526,10 +508,6 @@ def _check_equations(equations: Iterable[tuple[str, PatternAxis, int]], sizes: S
                 needed=f"{axis.size(sizes)}, with {_join_sizes(sizes)}",
                 do="give the counts that the model has, or the layout that the file is really in",
             )
-
-
-def _join_names(names: Iterable[str]) -> str:
-    return " and ".join(names)
 
 
 @cache

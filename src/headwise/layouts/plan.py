@@ -113,10 +113,8 @@ class TensorsOutsideAttention:
 
     def read(self, stored: Mapping[str, Tensor]) -> State:
         """Return the tensors by their names in the patterns."""
-        tensors: State = {}
-        for name, tensor in stored.items():
-            tensors |= unpack_tensor(self.patterns[name], tensor, self.sizes)
-        return tensors
+        parts = (unpack_tensor(self.patterns[name], x, self.sizes) for name, x in stored.items())
+        return {tensor: x for part in parts for tensor, x in part.items()}
 
     def write(self, canonical: Mapping[str, Tensor]) -> State:
         """Return the stored tensors."""
@@ -136,16 +134,15 @@ def group_tensors_by_content(
     stored: Mapping[str, Pattern], written: Mapping[str, Pattern]
 ) -> list[tuple[list[str], list[str]]]:
     """Group the stored and the written tensors that share canonical tensors."""
-    groups: list[tuple[set[str], list[str], list[str]]] = [
-        (set(pattern.tensors), [name], []) for name, pattern in stored.items()
-    ] + [(set(pattern.tensors), [], [name]) for name, pattern in written.items()]
     merged: list[tuple[set[str], list[str], list[str]]] = []
-    for group in groups:
-        joined = [other for other in merged if other[0] & group[0]]
-        merged = [other for other in merged if not other[0] & group[0]]
-        for other in joined:
-            group = (group[0] | other[0], other[1] + group[1], other[2] + group[2])
-        merged.append(group)
+    groups = [({*pattern.tensors}, [name], list[str]()) for name, pattern in stored.items()]
+    groups += [({*pattern.tensors}, [], [name]) for name, pattern in written.items()]
+    for tensors, before, after in groups:
+        joined = [other for other in merged if other[0] & tensors]
+        merged = [other for other in merged if not other[0] & tensors]
+        for more, stored_more, written_more in joined:
+            tensors, before, after = tensors | more, stored_more + before, written_more + after
+        merged.append((tensors, before, after))
     return [(inputs, outputs) for _, inputs, outputs in merged]
 
 
@@ -195,16 +192,13 @@ def steps_outside_attention(
                 kept += inputs
                 continue
             steps += _make_steps_for_group(held, made, headers)
-    return steps + [
-        make_copy_step(name, _replace_root_prefix(form.root, name, roots), headers[name])
-        for name in kept
-    ]
-
-
-def _replace_root_prefix(root: str | None, name: str, roots: Iterable[str]) -> str:
-    """Return a name with its root replaced, if the name has one of ``roots``."""
-    above = [old for old in roots if name.startswith(old)]
-    return name if root is None or not above else root + name.removeprefix(max(above, key=len))
+    for name in kept:
+        its_roots = [old for old in roots if name.startswith(old)]
+        new = name
+        if form.root is not None and its_roots:
+            new = form.root + name.removeprefix(max(its_roots, key=len))
+        steps.append(make_copy_step(name, new, headers[name]))
+    return steps
 
 
 def _find_counterparts(
@@ -226,20 +220,14 @@ def _make_steps_for_group(
 ) -> list[ConversionStep]:
     """Return the steps between stored tensors that hold the same canonical tensors."""
     if list(held.values()) == list(made.values()):
-        return [
-            make_copy_step(name, new, headers[name]) for name, new in zip(held, made, strict=True)
-        ]
+        pairs = zip(held, made, strict=True)
+        return [make_copy_step(name, new, headers[name]) for name, new in pairs]
     shapes = {name: (pattern, tuple(headers[name].shape)) for name, pattern in held.items()}
     sizes = solve_axis_sizes(shapes, {}, {})
     require_one_dtype({name: headers[name].dtype for name in held})
     outputs = {name: pattern.shape(sizes) for name, pattern in made.items()}
-    return [
-        ConversionStep(
-            tuple(held),
-            outputs,
-            (TensorsOutsideAttention(held, sizes), TensorsOutsideAttention(made, sizes)),
-        )
-    ]
+    sides = TensorsOutsideAttention(held, sizes), TensorsOutsideAttention(made, sizes)
+    return [ConversionStep(tuple(held), outputs, sides)]
 
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -317,17 +305,17 @@ def _add_steps_outside_attention(
     roots = {module.place.root for module in modules}
     rest = [name for name in headers if name not in done]
     steps = steps + steps_outside_attention(rest, source, target, headers, roots, form=form)
-    makers: dict[str, tuple[str, ...]] = {}
+    makers: dict[str, str] = {}
     for step in steps:
+        made_of = ", ".join(step.inputs)
         for name in step.outputs:
             if name in makers:
                 raise OptionError(
-                    saw=f"{name}, made of {', '.join(makers[name])} and of "
-                    f"{', '.join(step.inputs)}",
+                    saw=f"{name}, made of {makers[name]} and of {made_of}",
                     needed="one tensor for each name",
                     do="take one of them out of the source",
                 )
-            makers[name] = step.inputs
+            makers[name] = made_of
     return sorted(steps, key=lambda step: bool(step.outputs))
 
 

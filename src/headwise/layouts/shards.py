@@ -119,14 +119,12 @@ def derive_shard_map_from_shares(
     axes: dict[str, ShardedAxis] = {}
     for group in groups:
         for name, axis in group.also.items():
-            if (
-                dim := _find_alternative_sharded_dim(groups, shares, name, axis, count)
-            ) is not None:
+            dim = _find_alternative_sharded_dim(groups, shares, name, axis, count)
+            if dim is not None:
                 axes[name] = ShardedAxis(dim)
         rest = {name: p for name, p in group.patterns.items() if name not in axes}
-        axes |= _sharded_axes_from_shares(
-            layout, replace(group, patterns=rest), shares, count, known, here
-        )
+        rest_group = replace(group, patterns=rest)
+        axes |= _sharded_axes_from_shares(layout, rest_group, shares, count, known, here)
     return ShardMap(count, axes)
 
 
@@ -208,15 +206,10 @@ def _group_tensors(layout: Layout, names: Iterable[str]) -> list[_Group]:
         if match is not None:
             places.setdefault(replace(match[1], role=""), {})[name] = match[0]
     for templates in places.values():
-        patterns = {
-            name: parse_pattern(layout.outside[template]) for name, template in templates.items()
-        }
-        also = {
-            name: (layout.sharded_also[template],)
-            for name, template in templates.items()
-            if template in layout.sharded_also
-        }
-        groups.append(_Group(patterns, False, also))
+        patterns = {n: parse_pattern(layout.outside[at]) for n, at in templates.items()}
+        also = layout.sharded_also
+        others = {name: (also[at],) for name, at in templates.items() if at in also}
+        groups.append(_Group(patterns, False, others))
     return groups
 
 
