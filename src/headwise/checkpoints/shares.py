@@ -198,8 +198,8 @@ def join_shares(
     count = len(shares.shards)
     if stored is None:
         stored = _find_fitting_layout(shares, shapes, known)
-    if found := find_tensor_of_known_whole_length(stored, shapes, known):
-        name, length, whole = found
+    if known_length := find_tensor_of_known_whole_length(stored, shapes, known):
+        name, length, whole = known_length
         files = [shard.path for shard in shares.shards]
         if whole % length == 0:
             require_count(files, whole // length)

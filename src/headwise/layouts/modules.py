@@ -171,13 +171,13 @@ def _find_modules_elsewhere(layout: Layout, names: list[str]) -> list[NamedModul
         for prefix, tensors in modules.items()
         if layout.required <= {*tensors.values()}
     }
-    found = []
+    elsewhere = []
     for prefix, tensors in modules.items():
         if replace_numbers_with_layer_slots(prefix) in whole:
             beside = (name for name in names if name.startswith(prefix) and name not in tensors)
             place = NamedPosition(prefix, "")
-            found.append(NamedModule(place, prefix, tensors, tuple(beside)))
-    return found
+            elsewhere.append(NamedModule(place, prefix, tensors, tuple(beside)))
+    return elsewhere
 
 
 def replace_numbers_with_layer_slots(prefix: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import ne
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -184,11 +185,8 @@ def steps_outside_attention(
                 place.in_name_form(form).fill_name_template(name): written[name]
                 for name in templates
             }
-            mine, theirs = (
-                {tensor for pattern in some.values() for tensor in pattern.tensors}
-                for some in (held, made)
-            )
-            if mine != theirs:  # the target has no name for some of the tensors
+            sides = ({t for p in some.values() for t in p.tensors} for some in (held, made))
+            if ne(*sides):  # the target has no name for some of the tensors
                 kept += inputs
                 continue
             steps += _make_steps_for_group(held, made, headers)
