@@ -167,7 +167,7 @@ class Layout(ShownInNotebook):
         """Solve the size of every axis from the shapes of stored tensors and the known counts.
 
         Raises:
-            ShapeError, OptionError: see `layouts.sizes.solve_axis_sizes`; and where a known count
+            ShapeError, OptionError: see `layouts.pattern.solve_axis_sizes`; and where a known count
                 has no name here, or contradicts what an axis is written by.
         """
         patterns = self.patterns
