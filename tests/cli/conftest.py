@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.scanning import estimate
+from headwise.scanning import plan
 from tests.huggingface.stored import TEXT, bert, stored
 
 
@@ -30,4 +30,4 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture(autouse=True)
 def _speed_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimate of a scan measures each product once."""
-    monkeypatch.setattr(estimate, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(plan, "MEASURED_SECONDS", 0.0)
