@@ -99,7 +99,7 @@ def all_mutants() -> list[Mutant]:
 
 def recorded_results() -> dict[str, tuple[str, str]]:
     """Read docs/mutants.md: name -> (the mistake, the test that failed)."""
-    rows = re.findall(r"^\| (\d\d-\S+) \| (.+) \| `?(.+?)`? \|$", TABLE.read_text("utf-8"), re.M)
+    rows = re.findall(r"^\| (\d{2,3}-\S+) \| (.+) \| `?(.+?)`? \|$", TABLE.read_text("utf-8"), re.M)
     return {name: (breaks, test) for name, breaks, test in rows}
 
 

@@ -50,7 +50,8 @@ def draw_layer(chance: Chance, dtype: torch.dtype, *, decodes: bool = False) -> 
         "scale": chance.choose((None, None, 0.2)),
         "softcap": chance.choose((None, None, 3.0)),
         "sink": chance.maybe(0.3),
-        **{f"{name}_bias": chance.maybe(0.7) for name in ("q", "k", "v", "out")},
+        "output_gate": chance.choose((None, None, "head", "channel")),
+        **{f"{name}_bias": chance.maybe(0.7) for name in ("q", "k", "v", "out", "gate")},
     }
     options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads}
     options |= {name: given[name] for name in ("scale", "softcap")}

@@ -128,6 +128,9 @@ def attention(
         parts = [*parts, ("dense", np.moveaxis(table[buckets(d, *o["t5"])], 2, 0)[None])]
     matrix = Matrix(q, k, clauses, parts, o.get("scale"), o.get("softcap"), p.get("sink"))
     outputs = matrix.outputs(v)
+    if "gate_proj.weight" in p:
+        gates = split(linear(p, "gate_proj", x), o["heads"])
+        outputs = outputs / (1 + np.exp(-gates))
     gated = outputs
     if "gate" in p:
         gated = outputs * np.broadcast_to(p["gate"], outputs.shape[:2])[..., None, None]

@@ -50,6 +50,11 @@ LAYER: dict[str, dict[str, dict[str, Any]]] = {
     "scale": {"none": {}, "0.2": {"scale": 0.2}},
     "softcap": {"none": {}, "3": {"softcap": 3.0}},
     "sink": {"no": {}, "yes": {"sink": True}},
+    "output_gate": {
+        "none": {},
+        "head": {"output_gate": "head"},
+        "channel": {"output_gate": "channel", "gate_bias": False},
+    },
     "source": {"itself": {}, "another": {"source_dim": SOURCE}},
 }
 CALL: dict[str, tuple[str, ...]] = {

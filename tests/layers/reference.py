@@ -28,7 +28,7 @@ def head_outputs(
         mask = mask & Mask.window(*layer.window)
     if layer.score_bias is not None:
         score_bias = score_bias + layer.score_bias(align=None)
-    return stages.head_outputs(
+    outputs = stages.head_outputs(
         q,
         k,
         v,
@@ -38,6 +38,10 @@ def head_outputs(
         softcap=layer.softcap,
         sink=layer.sink,
     )
+    if layer.gate_proj is None:
+        return outputs
+    gates = torch.stack(applied(layer.gate_proj, x).chunk(layer.num_heads, -1), 1)
+    return outputs / (1 + torch.exp(-gates))
 
 
 def output(

@@ -21,6 +21,7 @@ OPTIONS = {
     "rotary, grouped": {"rotary": Rotary(width=6, pairing="interleaved"), "num_kv_heads": 2},
     "norm of the width": {"qk_norm": QKNorm(over="width"), "rotary": Rotary()},
     "norm after": {"qk_norm": QKNorm(place="after"), "rotary": Rotary(), "softcap": 3.0},
+    "gate of channels": {"output_gate": "channel", "num_kv_heads": 2, "value_dim": 7},
     "alibi, sink": {"score_bias": Alibi(), "sink": True, "window": (5, 0)},
     "buckets": {"score_bias": T5Bias(buckets=8, max_distance=9), "scale": 1.0},
 }

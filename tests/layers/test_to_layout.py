@@ -69,6 +69,13 @@ LAYERS: dict[str, dict[str, Any]] = {
     "causal, biases": {"window": (None, 0), **dict.fromkeys(NO_BIASES, True)},
     "grouped": {"num_kv_heads": 2},
     "value_dim": {"value_dim": 7},
+    "gate of heads": {"output_gate": "head"},
+    "gate of channels": {
+        "output_gate": "channel",
+        "rotary": replace(WHOLE, width=6),
+        "qk_norm": QKNorm(one_plus=True),
+        "gate_bias": False,
+    },
 }
 
 

@@ -20,6 +20,7 @@ SIZES = {
     "source_dim": 36,
     "out_dim": 44,
     "buckets": 5,
+    "gate_width": 8,
 }
 ROTARY_WIDTH = 6
 

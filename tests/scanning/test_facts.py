@@ -245,6 +245,51 @@ class Gated(Caller):
         return self.project(z * torch.sigmoid(self.gate(z)))
 
 
+class GatedByTokens(Caller):
+    """Its head outputs are multiplied by factors of each token, which are made of the input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        z = F.scaled_dot_product_attention(q, k, v)
+        factors = self.factors(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return self.project((z * factors).transpose(1, 2).flatten(2))
+
+    def factors(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate(x))
+
+
+class Normed(GatedByTokens):
+    """Its head outputs are divided by their size in each token, before the projection."""
+
+    def factors(self, x: Tensor) -> Tensor:
+        return 1 / (1 + x.norm(dim=-1, keepdim=True)) * torch.sigmoid(self.gate.bias)
+
+
+@pytest.mark.parametrize("width", [HEADS, WIDTH])
+def test_head_outputs_are_those_after_an_output_gate(width: int) -> None:
+    layer, x = GatedByTokens(width), torch.randn(BATCH, LENGTH, WIDTH)
+    [call] = record_call_sizes(layer, x).values()
+    assert call.outputs is not None
+    assert call.out_proj is not None
+    assert call.values is not None
+    factors = layer.factors(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    assert torch.equal(call.outputs, call.mixed * factors)
+    close(call.mixed, call.matrix @ call.values)
+    written = torch.einsum("bhqd,hde->bqe", call.outputs, call.out_proj) + layer.project.bias
+    close(written, layer(x))
+
+
+def test_a_norm_between_heads_and_projection_is_no_gate() -> None:
+    [call] = record_call_sizes(Normed(WIDTH), torch.randn(BATCH, LENGTH, WIDTH)).values()
+    assert call.out_proj is None
+    assert call.mixed is None
+
+
 class Adapter(nn.Linear):
     """A matrix, and something beside it."""
 

@@ -82,6 +82,7 @@ _LAYOUTS = dict(zip(_OWN.split(), _OWN.split(), strict=True)) | {
         "persimmon": "fuyu persimmon",
         "phi3": "phi3 phi4_multimodal",
         "qwen2": "qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text",
+        "qwen3-next": "qwen3_next",
         "qwen3": "apertus dots1 qwen3 qwen3_moe qwen3_vl_text",
         "t5": "mt5 t5",
         "vit": "audio-spectrogram-transformer beit deit dinov2 dpt flava ijepa vit vit_mae "
@@ -303,6 +304,12 @@ def rotary_section_of_layer(config: Config, layer: int) -> ConfigFields:
     return rotary.section(kind) or rotary if isinstance(rotary.get(kind), dict) else rotary
 
 
+def layer_attends(config: Config, layer: int) -> bool:
+    """Return False if a config of a hybrid model says that a layer has no softmax attention."""
+    kind = str(_layer_value(text_config(config), "layer_types", layer) or "full_attention")
+    return "attention" in kind and "linear" not in kind
+
+
 def layer_rotates(config: Config, layer: int) -> bool | None:
     """Return True if a layer rotates queries and keys; None where the config does not say.
 
@@ -457,7 +464,8 @@ def find_missing_layers(
         stack, present = max(by_stack.items(), key=lambda pair: len(pair[1]))
         # A config of several models has several counts: the next one up is that of this stack.
         count = min((n for n in read_layer_counts(config, role) if n >= len(present)), default=0)
-        absent = (f"{stack}{number}" for number in sorted({*range(count)} - present))
+        counted = (n for n in sorted({*range(count)} - present) if layer_attends(config, n))
+        absent = (f"{stack}{number}" for number in counted)
         missing = [p for p in absent if not any(n.startswith((f"{p}.", f"{p}/")) for n in names)]
         if missing:
             more = f" and {len(missing) - 1} more layers are" if len(missing) > 1 else " is"

@@ -28,7 +28,7 @@ from headwise.checkpoints.safetensors import KEY
 from headwise.checkpoints.shares import join_shares, open_shares, require_all_shares
 from headwise.checkpoints.source import CheckpointSource, open_source
 from headwise.errors import CheckpointError, DTypeError, OptionError, ShapeError
-from headwise.function.spec import SETTINGS
+from headwise.function.spec import LATER, SETTINGS
 from headwise.layouts._layout import CALLING, Layout
 from headwise.layouts.modules import AS_STORED, find_modules
 from headwise.layouts.plan import TensorHeader, plan_conversion
@@ -53,7 +53,12 @@ class Description:
 
     def encode(self) -> str:
         """Return the JSON text that a file carries."""
-        function, config = self.layout.settings(), _without_private_names(self.config)
+        config = _without_private_names(self.config)
+        function = {
+            name: word
+            for name, word in self.layout.settings().items()
+            if name not in LATER or word not in (None, "none")
+        }
         fields = {"version": VERSION, "layout": self.layout.name, "modules": self.modules}
         sections = {"counts": dict(self.counts), "function": function, "config": config}
         return json.dumps(fields | sections)
@@ -183,7 +188,7 @@ def _decode(text: str, path: Path) -> Description:
         raise _metadata_error(path, f"has the counts {counts!r:.60}")
     if not isinstance(config, dict):
         raise _metadata_error(path, f"has a config that is a {type(config).__name__}")
-    if not isinstance(function, dict) or function.keys() != {*FIELDS}:
+    if not isinstance(function, dict) or function.keys() | LATER != {*FIELDS}:
         raise _metadata_error(path, f"has no function with the fields {', '.join(FIELDS)}")
     if not all(value is None or isinstance(value, str) for value in function.values()):
         raise _metadata_error(path, "has a function with a value that is no text")

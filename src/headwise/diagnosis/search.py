@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import CAUSES, Cause
-from headwise.diagnosis.causes import axes, masks, norms, rotary, scores, weights
+from headwise.diagnosis.causes import axes, gates, masks, norms, rotary, scores, weights
 from headwise.diagnosis.causes.evidence import (
     Evidence,
     Family,
@@ -45,6 +45,7 @@ SEARCHES: Mapping[Cause, Search] = {
     **norms.SEARCHES,
     **rotary.SEARCHES,
     **scores.SEARCHES,
+    **gates.SEARCHES,
     **masks.SEARCHES,
 }
 MOST_CAUSES = 4

@@ -26,6 +26,7 @@ Pairing = Literal["half-split", "interleaved"]
 NormKind = Literal["rms", "layer", "l2"]
 Over = Literal["head", "width"]
 Place = Literal["before", "after"]
+GateKind = Literal["head", "channel"]
 # A number that may be FROM_CONFIG, or a size that may be None. As any type, so that arithmetic with
 # resolved numbers needs no cast.
 Open = Any
@@ -209,7 +210,7 @@ class AttentionSpec:
     window: Window | Other | Unset = ABSENT
     causal: bool = False
     clip: float | Other | Unset = ABSENT
-    output_gate: Literal["head", "channel"] | Unset = ABSENT
+    output_gate: GateKind | Unset = ABSENT
 
     def __post_init__(self) -> None:
         """Raise OptionError for a value of another type, such as the words of a setting."""
@@ -286,6 +287,7 @@ class AttentionSpec:
             # A window without a left bound is a part of the mask that comes with each call.
             "window": _in_words(self.window, lambda x: "none" if x[0] is None else "left"),
             "clip": _in_words(self.clip, lambda x: f"{x:g}"),
+            "output_gate": _in_words(self.output_gate, str),
         }
 
     @classmethod
@@ -340,7 +342,9 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "score_bias": (AlibiRule, BucketRule, Other),
     "window": (tuple, Other),
     "clip": (float, int, Other),
+    "output_gate": (str,),
 }
+OPEN_FIELDS = frozenset(_KINDS)  # those that may be FROM_CONFIG
 _EXAMPLES = {
     "scale": "ScaleRule(-0.5)",
     "rotary": 'RotaryRule(); Layout(rows="interleaved") has the order of its channels',
@@ -349,6 +353,7 @@ _EXAMPLES = {
     "score_bias": "AlibiRule()",
     "window": "(127, 0)",
     "clip": "6.0",
+    "output_gate": '"channel"',
 }
 
 
@@ -376,8 +381,10 @@ _VALUES: dict[str, dict[str, Any]] = {
         **{rule.words: rule for rule in (AlibiRule(), AlibiRule(before_scale=True))},
     },
     "window": {"left": (FROM_CONFIG, None)},
+    "output_gate": {gate: gate for gate in get_args(GateKind)},
 }
 SETTINGS = tuple(AttentionSpec().words())
+LATER = frozenset({"output_gate"})  # settings that files of 0.1.0 do not have: "none" there
 
 
 def require_conflicts_accepted(

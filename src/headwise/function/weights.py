@@ -45,19 +45,20 @@ AXES: dict[str, tuple[str, ...]] = {
     "k_norms_bias": ("kv_heads", "head_dim"),
     # added to the scores by distance, a row for each bucket of distances
     "distances": ("buckets", "heads"),
-    # a gate of each head's outputs
-    "wg": ("heads", "value_dim", "embed_dim"),
-    "bg": ("heads", "value_dim"),
+    # gates of each head's outputs: one, or one for each channel
+    "wg": ("heads", "gate_width", "embed_dim"),
+    "bg": ("heads", "gate_width"),
 }
 WIDER = {
     "kv_heads": "heads",
     "value_dim": "head_dim",
     "source_dim": "embed_dim",
     "out_dim": "embed_dim",
+    "gate_width": "value_dim",
 }
-BIASES = ("bq", "bk", "bv", "bo")
+BIASES = ("bq", "bk", "bv", "bo", "bg")
 NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
 # Optional tensors of every layout. One layer may hold the distances of all.
-OPTIONAL = (*BIASES, "bg", *(f"{norm}_bias" for norm in NORMS), "distances")
+OPTIONAL = (*BIASES, *(f"{norm}_bias" for norm in NORMS), "distances")
 # Tensors with a rotated head_dim, in which the order of channels matters.
 ROTATED = ("wq", "wk", "bq", "bk", "extra_k", *NORMS, *(f"{norm}_bias" for norm in NORMS))

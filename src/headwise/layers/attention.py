@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from headwise.function.gate import gate_width
 from headwise.function.rotary import Rotary
-from headwise.function.spec import AttentionSpec
+from headwise.function.spec import AttentionSpec, GateKind
 from headwise.function.stages import STAGES, scores, split_heads
 from headwise.layers import advice, checks, conversion
 from headwise.layers.cache import Cache
@@ -72,6 +73,9 @@ class Attention(nn.Module):
         scale: factor of q.k; 1/sqrt(head_dim) by default.
         softcap: scores become softcap * tanh(scores / softcap).
         sink: True for a learned logit of each head in the softmax's denominator, without a value.
+        output_gate: multiplies the head outputs by the sigmoid of a projection of ``x``: "head" for
+            one factor for each head, "channel" for one for each of its channels.
+        gate_bias: True for a bias in the projection of the gates, where there are any.
         dropout: probability of dropping each weight in training.
         init: the library whose initialisation is used; see `initialise_projections` in
             `headwise.layers.initial`.
@@ -103,6 +107,8 @@ class Attention(nn.Module):
     k_norm: nn.Module | None
     score_bias: nn.Module | None
     sink: Tensor | None
+    output_gate: GateKind | None
+    gate_proj: nn.Module | None
     identity: str  # the owner of the caches that this layer makes
     part: HeadPart | None = None  # the heads that this module computes, if not all
 
@@ -128,6 +134,8 @@ class Attention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
         sink: bool = False,
+        output_gate: GateKind | None = None,
+        gate_bias: bool = True,
         dropout: float = 0.0,
         init: Source = "torch-packed",
         device: torch.device | str | None = None,
@@ -142,7 +150,8 @@ class Attention(nn.Module):
         self.out_dim = embed_dim if out_dim is None else out_dim
         self.source_dim = embed_dim if source_dim is None else source_dim
         self.rotary, self.qk_norm, self.window = rotary, qk_norm, window
-        self.scale, self.softcap, self.dropout, self.init = scale, softcap, dropout, init
+        self.scale, self.softcap, self.output_gate = scale, softcap, output_gate
+        self.dropout, self.init = dropout, init
         check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
         heads, kv_heads = num_heads, self.num_kv_heads
         options: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -150,18 +159,26 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(self.source_dim, kv_heads * self.head_dim, k_bias, **options)
         self.v_proj = nn.Linear(self.source_dim, kv_heads * self.value_dim, v_bias, **options)
         self.out_proj = nn.Linear(heads * self.value_dim, self.out_dim, out_bias, **options)
+        self._make_optional_parts(score_bias, sink=sink, gate_bias=gate_bias, **options)
+        self.identity = uuid4().hex
+        self.reset_parameters()
+
+    def _make_optional_parts(
+        self, score_bias: PositionBias | None, *, sink: bool, gate_bias: bool, **options: Any
+    ) -> None:
+        heads, kv_heads, kind = self.num_heads, self.num_kv_heads, self.output_gate
         self.q_norm, self.k_norm = (self._make_qk_norm(n, **options) for n in (heads, kv_heads))
         self.score_bias = score_bias.module(heads, **options) if score_bias else None
         self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None
-        self.identity = uuid4().hex
-        self.reset_parameters()
+        gates = 0 if kind is None else heads * gate_width(kind, self.value_dim)
+        self.gate_proj = nn.Linear(self.embed_dim, gates, gate_bias, **options) if gates else None
 
     def reset_parameters(self) -> None:
         """Initialise all parameters: projections as in ``init``, the sink to 0."""
         initialise_projections(self, self.init)
         if self.sink is not None:
             nn.init.zeros_(self.sink)
-        for module in (self.q_norm, self.k_norm, self.score_bias):
+        for module in (self.q_norm, self.k_norm, self.score_bias, self.gate_proj):
             if reset := getattr(module, "reset_parameters", None):  # ALiBi and None have none
                 reset()
 
@@ -202,6 +219,8 @@ class Attention(nn.Module):
         matrix, v = self._matrix_and_values(tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
         outputs = call_hook(matrix, v, outputs)
+        if self.gate_proj is not None:
+            outputs = outputs * self._output_gates(tokens.x).to(outputs.dtype)
         if call.gate is not None:
             outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))
         merged = outputs.transpose(1, 2).flatten(2)
@@ -237,10 +256,11 @@ class Attention(nn.Module):
         mask: Mask | None = None,
         score_bias: ScoreBias | None = None,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return weights @ v for each head, the input of the output projection."""
+        """Return weights @ v for each head, after the output gate: the projection's input."""
         call = self._prepare_call(x, source, mask, score_bias)
         matrix, v = self._matrix_and_values(Unpacked.of(call), call)
-        return matrix @ v
+        outputs = matrix @ v
+        return outputs if self.gate_proj is None else outputs * self._output_gates(call.x)
 
     @_explain_call
     def stages(
@@ -276,7 +296,8 @@ class Attention(nn.Module):
         with evaluation_mode(self):
             output = self(x, source, mask=mask, score_bias=score_bias)
         before = (q, k, v, normed_q, normed_k, matrix.q, matrix.k)
-        after = (logits, matrix.dense(), matrix @ v, output)
+        outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
+        after = (logits, matrix.dense(), outputs, output)
         return dict(zip(STAGES, (*before, *after), strict=True))
 
     @_explain_call
@@ -326,6 +347,7 @@ class Attention(nn.Module):
         if self.part is not None:
             line += f"; {self.part} of {self.num_heads} here"
         counts = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}
+        counts |= {} if self.gate_proj is None else {"gate_proj": real}
         return LayerExplanation(line, projection_lines(self, counts), matrix.explain(v))
 
     # ---- weights and caches -------------------------------------------------------------------
@@ -451,7 +473,8 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the sizes, and the options that are no modules."""
-        return describe_options(self)
+        gate = "" if self.output_gate is None else f", output_gate={self.output_gate}"
+        return describe_options(self) + gate
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Attention:
         """Copy the layer; a cache belongs to the copy only if it is copied in the same call."""
@@ -535,6 +558,14 @@ class Attention(nn.Module):
             score_bias = part.score_bias(score_bias, device=q.device, **sizes)
         options = {"scale": self.scale, "softcap": self.softcap}
         return AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options), v
+
+    def _output_gates(self, x: Tensor) -> Tensor:
+        """Return the factor of each head's outputs, (batch, heads, queries, 1 or value_dim)."""
+        assert self.output_gate is not None
+        assert self.gate_proj is not None
+        heads, width = self._head_counts[0], gate_width(self.output_gate, self.value_dim)
+        gates = torch.sigmoid(self.gate_proj(x))
+        return checks.split_projection("gate_proj", gates, "heads", heads, width)
 
     @property
     def _head_counts(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor, nn
 
 from headwise.errors import DTypeError, OptionError
+from headwise.function.gate import kind_of_width
 from headwise.function.rotary import Rotary
 from headwise.function.spec import (
     ABSENT,
@@ -112,7 +113,7 @@ def constructor_arguments_from_weights(
             do="pass score_bias=T5Bias(...), or remove the table and pass a ScoreBias in calls",
         )
     wq, wk, wo = (canonical[name] for name in ("wq", "wk", "wo"))
-    (heads, head_dim, embed_dim), source_dim = wq.shape, wk.shape[2]
+    (heads, head_dim, embed_dim), source_dim, gates = wq.shape, wk.shape[2], canonical.get("wg")
     options: dict[str, Any] = {
         "embed_dim": embed_dim,
         "num_heads": heads,
@@ -121,16 +122,19 @@ def constructor_arguments_from_weights(
         "value_dim": wo.shape[1],
         "out_dim": wo.shape[2],
         "sink": "sink" in canonical,
+        "output_gate": kind_of_width(gates.shape[1] if gates is not None else None) or None,
         "dtype": wq.dtype,
         "device": wq.device,
     }
-    options |= {f"{name}_bias": f"b{name[0]}" in canonical for name in ("q", "k", "v", "out")}
+    biases = ("q", "k", "v", "out", "gate")
+    options |= {f"{name}_bias": f"b{name[0]}" in canonical for name in biases}
     if source_dim != embed_dim:
         options["source_dim"] = source_dim
     return options | options_of_spec(replace(function, head_dim=head_dim)) | dict(user_options)
 
 
-def _layout_of_layer(layer: Attention) -> Layout:
+def layout_of_layer(layer: Attention) -> Layout:
+    """Return the layout of a layer's own tensors."""
     norm = layer.qk_norm
     return layout("headwise-width-norm" if norm and norm.over == "width" else "headwise")
 
@@ -140,12 +144,12 @@ def layer_state_dict_from_canonical(canonical: State, layer: Attention) -> dict[
     if layer.rotary is not None and layer.rotary.pairing != "half-split":
         width = layer.rotary.rotated_width(layer.head_dim)
         canonical = pattern.to_interleaved(canonical, width=width)
-    return _layout_of_layer(layer).pack(canonical)
+    return layout_of_layer(layer).pack(canonical)
 
 
 def state_per_head(layer: Attention, state: Mapping[str, Tensor]) -> State:
     """Return the tensors of a layer per head, head_dim in its rotation's order."""
-    source = _layout_of_layer(layer)
+    source = layout_of_layer(layer)
     return source.unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
 
 
@@ -184,6 +188,7 @@ def spec_of_layer(layer: Attention) -> AttentionSpec:
         softcap=ABSENT if layer.softcap is None else Softcap(layer.softcap),
         score_bias=_score_bias_rule(layer.score_bias),
         window=ABSENT if layer.window is None else layer.window,
+        output_gate=layer.output_gate or ABSENT,
     )
 
 
@@ -224,6 +229,8 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
         options["score_bias"] = T5Bias(bias.buckets, bias.max_distance, bias.bidirectional)
     if isinstance(spec.window, tuple) and spec.window[0] is not FROM_CONFIG:
         options["window"] = spec.window
+    if isinstance(spec.output_gate, str):
+        options["output_gate"] = spec.output_gate
     return options
 
 

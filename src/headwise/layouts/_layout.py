@@ -146,9 +146,12 @@ class Layout(ShownInNotebook):
         return {**self.function.words(), "mask": self.mask, "axes": self.axes}
 
     def with_settings(self, settings: Mapping[str, str | None]) -> Layout:
-        """Return this layout with the `settings` that a file states; its rows keep their order."""
+        """Return this layout with the `settings` that a file states; its rows keep their order.
+
+        A setting that the file does not name is that of this layout.
+        """
         call: dict[str, Any] = {name: settings[name] for name in CALLING}
-        words = {name: word for name, word in settings.items() if name not in CALLING}
+        words = {name: settings.get(name, word) for name, word in self.function.words().items()}
         return replace(self, function=AttentionSpec.from_words(words), **call)
 
     def of_weights_from(self, source: Layout) -> Layout:

@@ -30,18 +30,30 @@ EXAMPLE: Sizes = {
     "source_dim": 12,
     "out_dim": 12,
     "buckets": 5,
+    "gate_width": 4,
 }
 WIDTH = 76  # of the text
 MOST_LINES = 12  # for one axis
 MOST_ROWS = 2**16  # of a tensor
-_SHORT = {"wq": "q", "wk": "k", "wv": "v", "wo": "o", "bq": "q", "bk": "k", "bv": "v"}
+_SHORT = {
+    "wq": "q",
+    "wk": "k",
+    "wv": "v",
+    "wo": "o",
+    "bq": "q",
+    "bk": "k",
+    "bv": "v",
+    "wg": "g",
+    "bg": "g",
+}
 _WORDS = {
     "rotary_width": "rotary width",
     "score_bias": "score bias",
     "qk_norm": "norm of q and k",
+    "output_gate": "output gate",
     "mask": "its own mask",
 }
-_PER_HEAD, _WITHIN = {"heads", "kv_heads"}, {"head_dim", "value_dim"}
+_PER_HEAD, _WITHIN = {"heads", "kv_heads"}, {"head_dim", "value_dim", "gate_width"}
 _MOST = 1 << 20  # heads of a tensor, and channels of a head
 
 Owners = tuple[tuple[str, tuple[int, ...]], ...]
@@ -92,9 +104,10 @@ def equalise_indistinct_axes(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
                 tensor, pattern.names_of(tensor), layout.axis_splits_with_defaults
             )
             for axis, group in zip(AXES[tensor], groups, strict=True):
-                wider = WIDER.get(axis)
-                if wider and group in ((wider,), layout.splits.get(wider)):
-                    fitting[axis] = fitting[wider]
+                wider = axis
+                while wider := WIDER.get(wider, ""):
+                    if group in ((wider,), layout.splits.get(wider)):
+                        fitting[axis] = fitting[wider]
                 if not group:
                     fitting[axis] = 1
     return fitting

@@ -129,12 +129,14 @@ def names_by_canonical_axis(
 def _find_names_of_canonical_axis(
     axis: str, names: tuple[str, ...], splits: Splits
 ) -> tuple[str, ...] | None:
-    for spelling in filter(None, (axis, WIDER.get(axis))):
+    spelling: str | None = axis
+    while spelling is not None:
         if spelling in names:
             return (spelling,)
         split = splits.get(spelling)
         if split is not None and all(name in names for name in split):
             return split
+        spelling = WIDER.get(spelling)
     return None
 
 

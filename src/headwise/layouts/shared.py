@@ -10,20 +10,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from headwise.function.spec import FROM_CONFIG, AttentionSpec
+from headwise.function.spec import FROM_CONFIG, OPEN_FIELDS, AttentionSpec
 from headwise.layouts._layout import Layout
 
 Tensors = dict[str, str]
 
-# The function of a layer whose options are all left to the config.
-OPEN = AttentionSpec(
-    scale=FROM_CONFIG,
-    rotary=FROM_CONFIG,
-    qk_norm=FROM_CONFIG,
-    softcap=FROM_CONFIG,
-    score_bias=FROM_CONFIG,
-    window=FROM_CONFIG,
-)
+# The function of a layer whose options are all left to the config. No layer of headwise clips.
+_LEFT: dict[str, Any] = dict.fromkeys(OPEN_FIELDS - {"clip"}, FROM_CONFIG)
+OPEN = AttentionSpec(**_LEFT)
 
 # Keys and values from another width, values of another width, and all biases at the end.
 APART: dict[str, Any] = {"source": "source_dim", "value": "value_dim", "biases_last": True}

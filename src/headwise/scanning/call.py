@@ -116,7 +116,8 @@ class CapturedCall:
         specials: True where a key holds one of the tokenizer's special tokens.
         dropped: number of earlier keys that a cache has dropped; no query sees them.
         values: the values of the keys.
-        outputs: the head outputs, before any output projection.
+        outputs: the head outputs, as they enter the output projection.
+        mixed: the weights times the values, where an output gate follows; else None.
         out_proj: each head's part of the output projection, recorded once that has run.
         residual: the tensor to which the layer's output is added: the input state of its block.
             Recorded for the first attention of a block, if the state has not changed since.
@@ -141,6 +142,7 @@ class CapturedCall:
     dropped: int = 0
     values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None
     outputs: Float[Tensor, "batch heads queries value_dim"] | None = None
+    mixed: Float[Tensor, "batch heads queries value_dim"] | None = None
     out_proj: Float[Tensor, "heads value_dim embed_dim"] | None = None
     residual: Float[Tensor, "batch queries embed_dim"] | None = None
     unembedding: Float[Tensor, "vocabulary embed_dim"] | None = None
@@ -212,6 +214,7 @@ class CapturedCall:
             matrix=chosen,
             values=None if self.values is None else of_each_head(self.values),
             outputs=None if self.outputs is None else of_each_head(self.outputs),
+            mixed=None if self.mixed is None else of_each_head(self.mixed),
             out_proj=None if self.out_proj is None else self.out_proj.index_select(0, heads),
             heads=tuple(heads.tolist()),
         )

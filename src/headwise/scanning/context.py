@@ -6,8 +6,9 @@ key was observed to come in.
 
 A module counts as the output projection if it receives exactly the concatenated head outputs and
 only multiplies them by its weight and adds its bias. Inside the attention module, its output must
-also be the output of that module. An adapter around the weight, a gate beside it, or a norm in
-between fails this check; then the projection is unknown.
+also be the output of that module; factors from 0 to 1 may come in between, those of an output gate,
+and the head outputs are those after them. An adapter around the weight, a gate that is made of the
+head outputs, or a norm in between fails this check; then the projection is unknown.
 """
 
 from __future__ import annotations
@@ -162,6 +163,9 @@ class TokenStreams:
 # ---- the output projection ----------------------------------------------------------------------
 
 
+_NORM_ROUNDING = 16  # units in the quotient of two factors of a norm
+
+
 class CallAwaitingProjection:
     """A call whose output projection has not run yet.
 
@@ -179,35 +183,53 @@ class CallAwaitingProjection:
         # A consumer of the head outputs: True if it is inside the attention module, and the number
         # of consumers behind that module that had ended when it began.
         self._consumers: dict[ModuleCall, tuple[bool, int]] = {}
-        self._inside: list[tuple[Tensor, Tensor]] = []  # projections there, and their outputs
+        self._gated: dict[ModuleCall, Tensor] = {}  # consumers inside it, and the head outputs
+        # Projections there, their outputs, and the head outputs that they received.
+        self._inside: list[tuple[Tensor, Tensor, Tensor]] = []
         self._behind: list[Tensor | None] = []  # weights, None for more than a product with it
 
     def note_module_start(self, module_call: ModuleCall, outer_modules: list[nn.Module]) -> None:
         """Note a module that is about to run inside ``outer_modules``."""
-        state = module_call.state
-        if state is not None and _is_concatenated_heads(state, self.outputs):
-            is_inside = self.call.module in outer_modules
-            self._consumers[module_call] = is_inside, len(self._behind)
-            self.was_read = True
+        if module_call.state is None:
+            return
+        is_inside, gated = self.call.module in outer_modules, None
+        if not _is_concatenated_heads(module_call.state, self.outputs):
+            # A module that received the head outputs before may have made the factors of them.
+            if not is_inside or self.was_read:
+                return
+            gated = _split_gated_heads(module_call.state, self._whole_outputs)
+            if gated is None:
+                return
+            self._gated[module_call] = gated
+        self._consumers[module_call] = is_inside, len(self._behind)
+        self.was_read = True
 
     def note_module_output(self, module_call: ModuleCall, output: Any) -> None:
         """Note the output of a module, and complete the call if it was the output projection."""
         parts = output if isinstance(output, (tuple, list)) else [output]
         result = next((part for part in parts if isinstance(part, Tensor)), None)
         if module_call.module is self.call.module:
-            fitting = (w for w, projected in self._inside if _first_tokens_equal(projected, result))
-            self.call.out_proj = next(fitting, None)
+            fitting = [
+                (weight, received)
+                for weight, projected, received in self._inside
+                if _first_tokens_equal(projected, result)
+            ]
+            self.call.out_proj, received = fitting[0] if fitting else (None, self._whole_outputs)
+            if received is not self._whole_outputs:
+                self.call.outputs, self.call.mixed = received, self._whole_outputs
             self.is_complete = bool(self._inside)
             return
         is_inside, before = self._consumers.pop(module_call, (None, 0))
         if is_inside is None or result is None:
             return
         module = module_call.module
-        weight = split_weight_by_head(module, self._whole_outputs)
-        inputs = self._whole_outputs[0, :, 0].flatten()  # of which the module received its part
+        received = self._gated.get(module_call, self._whole_outputs)
+        weight = split_weight_by_head(module, received)
+        inputs = received[0, :, 0].flatten()  # of which the module received its part
         is_linear = weight is not None and is_linear_output(module, inputs, result)
         if is_inside:
-            self._inside += [(weight, result)] if weight is not None and is_linear else []
+            if weight is not None and is_linear:
+                self._inside.append((weight, result, received))
             return
         if weight is not None or has_own_matrix(module):
             self._behind[before:] = [weight if is_linear else None]  # in place of those within it
@@ -223,6 +245,26 @@ def _is_concatenated_heads(state: Tensor, outputs: Tensor) -> bool:
     tokens = state.reshape(-1, outputs.shape[1] * outputs.shape[3])
     first, last = outputs[0, :, 0].flatten(), outputs[-1, :, -1].flatten()
     return torch.equal(tokens[0], first) and torch.equal(tokens[-1], last)
+
+
+def _split_gated_heads(state: Tensor, outputs: Tensor) -> Tensor | None:
+    """Return a module's input as head outputs, if it is ``outputs`` times factors from 0 to 1.
+
+    None for factors that are the same in all tokens, up to a number for each token, as a norm's.
+    """
+    batch, heads, queries, width = outputs.shape
+    if state.numel() != outputs.numel() or not state.numel():
+        return None
+    given = state.reshape(batch, queries, heads, width).transpose(1, 2)
+    factors = (given / outputs).where(outputs != 0, given)
+    is_between = (factors >= 0) & (factors <= (outputs != 0).to(factors.dtype))
+    if not is_between.all():
+        return None
+    tokens = factors.transpose(1, 2).flatten(2).flatten(0, 1).double()
+    tokens = tokens[(tokens > 0).all(1)]
+    shares = tokens / tokens[:1]
+    spread = (shares.amax(1) - shares.amin(1)) / shares.amax(1)
+    return given if bool((spread > _NORM_ROUNDING * torch.finfo(state.dtype).eps).any()) else None
 
 
 def _first_tokens_equal(a: Tensor, b: Tensor | None) -> bool:

@@ -25,6 +25,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "norm of heads": ({"qk_norm": QKNorm(kind="layer")}, "split"),
     "t5": ({"score_bias": T5Bias(buckets=8, max_distance=20)}, "split"),
     "one kv head": ({"num_kv_heads": 1, "qk_norm": QKNorm()}, "replicate"),
+    "output gate": ({"output_gate": "channel", "num_kv_heads": 4}, "split"),
     "cross attention": ({"source_dim": 33}, "split"),
 }
 WIDTH = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.simulation.stages import RecordedCall
-from headwise.function import norm, stages
+from headwise.function import gate, norm, stages
 from headwise.function.rotary import rotate_by_rule
 from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec
 from headwise.function.stages import STAGES
@@ -235,8 +235,18 @@ def softmax_scores(forced: ForcedStage) -> Tensor:
 
 
 def mix_values(forced: ForcedStage) -> Tensor:
-    """Return weights @ values for each head."""
-    return stages.mix_values(forced["weights"], forced.values_of_all_calls)
+    """Return weights @ values for each head, times its output gate."""
+    outputs = stages.mix_values(forced["weights"], forced.values_of_all_calls)
+    gates = output_gates(forced)
+    return outputs if gates is None else outputs * gates
+
+
+def output_gates(forced: ForcedStage) -> Tensor | None:
+    """Return the factors of the head outputs, None without an output gate."""
+    weight = forced.weight("wg")
+    if weight is None:
+        return None
+    return gate.output_gate(forced.call.inputs.x, weight, forced.weight("bg"))
 
 
 def project_output(forced: ForcedStage) -> Tensor:

@@ -22,6 +22,7 @@ from headwise.diagnosis.simulation.model import (
     AttentionModel,
     ForcedStage,
     key_query_distances,
+    output_gates,
 )
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.function.distance import slopes_of
@@ -79,6 +80,7 @@ WEIGHTS_OF = {
     "k after rotary": ("k_norm", "k_norms", "k_norm_bias", "k_norms_bias"),
     "scores": ("distances",),
     "weights": ("sink",),
+    "head outputs": ("wg", "bg"),
     "output": ("wo", "bo"),
 }
 
@@ -120,15 +122,16 @@ def _can_bound_by_formula(forced: ForcedStage) -> bool:
     """True if all that the stage is made of was recorded, in its usual shape."""
     call, stage = forced.call, forced.stage
     is_recorded = all(before in call.stages for before in BEFORE[stage])
-    return is_recorded and _recorded_weights_fit_call(call, stage)
+    return is_recorded and (stage != "head outputs" or _recorded_weights_fit_call(forced))
 
 
-def _recorded_weights_fit_call(call: RecordedCall, stage: str) -> bool:
-    """False for head outputs whose recorded weights are of other keys or batches than the call."""
-    if stage != "head outputs":
-        return True
-    weights, batch = call.stages["weights"], call.inputs.x.shape[0]
-    return (weights.shape[0], weights.shape[-1]) == (batch, call.key_positions.shape[1])
+def _recorded_weights_fit_call(forced: ForcedStage) -> bool:
+    """False for recorded weights of other keys or batches than those of the call or the model."""
+    call, weights = forced.call, forced.call.stages["weights"]
+    if (weights.shape[0], weights.shape[-1]) != (len(call.inputs.x), call.key_positions.shape[1]):
+        return False
+    is_usual = forced.model.replaced.keys().isdisjoint(("scores", "weights"))
+    return is_usual or replace(forced, stage="weights").compute_stage().shape == weights.shape
 
 
 def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
@@ -248,7 +251,11 @@ def _with_float32_angles(model: AttentionModel) -> AttentionModel:
 def _bound_projection(forced: ForcedStage, units: Units) -> Tensor:
     role, inputs = forced.stage, forced.call.inputs
     x = inputs.x if role == "q" else inputs.key_source
-    weight, bias = forced.model.weights[f"w{role}"], forced.weight(f"b{role}")
+    return _bound_linear(x, forced.weight(f"w{role}"), forced.weight(f"b{role}"), units)
+
+
+def _bound_linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, units: Units) -> Tensor:
+    assert weight is not None
     sizes = torch.einsum("ble,hde->bhld", x.double().abs(), weight.abs())
     sizes = sizes if bias is None else sizes + bias.abs()[:, None]
     return (x.shape[-1] * units.u + units.U) * sizes
@@ -301,7 +308,14 @@ def _bound_head_outputs(forced: ForcedStage, units: Units) -> Tensor:
     # A fused kernel computes scores and weights again, with a rounding of its own.
     again = _bound_softmax(replace(forced, stage="weights"), units)
     again = again + 2 * weights.abs() * _bound_scores(forced, units).amax(-1, keepdim=True)
-    return (weights.shape[-1] * units.u + 2 * units.U) * (weights.abs() @ values) + again @ values
+    bound = (weights.shape[-1] * units.u + 2 * units.U) * (weights.abs() @ values) + again @ values
+    gates = output_gates(forced)
+    if gates is None:
+        return bound
+    # A sigmoid is steepest at 0, with 1/4, and its slope is at most its value.
+    size = _bound_linear(forced.call.inputs.x, forced.weight("wg"), forced.weight("bg"), units)
+    error = torch.minimum(size / 4, size * gates) + 6 * units.U * gates
+    return bound * gates + error * (weights.abs() @ values)
 
 
 def _bound_output(forced: ForcedStage, units: Units) -> Tensor:

@@ -403,6 +403,8 @@ def _make_layer_run(
         stages |= _take_unrotated_heads_as_projections(stages, data.model.settings)
     if o.output is not None and o.output.shape[:-1] == (batch, queries):
         stages["output"] = o.output
+    if o.input is not None and o.source is None and call.outputs is not None:
+        stages |= _split_stage_by_head("head outputs", o.input, *call.outputs.shape[1::2])
     is_readable = (
         x is not None
         and x.shape[:-1] == (batch, queries)
@@ -455,9 +457,10 @@ def _undo_scale_in_queries(q: Tensor, projected: Tensor, scale: float) -> Tensor
 
 def _operands_reproduce_head_outputs(call: CapturedCall) -> bool:
     """True if the head outputs are those of the operands, so that the weights are known."""
-    if call.values is None or call.outputs is None:
+    mixed = call.outputs if call.mixed is None else call.mixed
+    if call.values is None or mixed is None:
         return True
-    return relative_difference_norm(call.matrix @ call.values, call.outputs) <= COARSE
+    return relative_difference_norm(call.matrix @ call.values, mixed) <= COARSE
 
 
 def _split_stage_by_head(role: str, rows: Tensor, heads: int, head_dim: int) -> dict[str, Tensor]:

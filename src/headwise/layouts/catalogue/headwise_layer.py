@@ -7,6 +7,8 @@ from headwise.layouts._layout import Layout
 from headwise.layouts.shared import APART, OPEN, projections
 
 _TENSORS = projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", **APART) | {
+    "gate_proj.weight": "wg: (heads gate_width) embed_dim",
+    "gate_proj.bias": "bg: (heads gate_width)",
     "sink": "sink: heads",
     "score_bias.relative_attention_bias.weight": "distances: buckets heads",
 }
@@ -23,7 +25,7 @@ LAYOUTS = (
             "k_norm.bias": "k_norm_bias: head_dim",
         },
         function=OPEN,
-        optional=("sink",),
+        optional=("sink", "wg"),
         source=_SOURCE,
         note="rotary layers hold rows in the order of their Rotary's pairing; this is half-split",
     ),
@@ -37,7 +39,7 @@ LAYOUTS = (
             "k_norm.bias": "k_norms_bias: (kv_heads head_dim)",
         },
         function=OPEN,
-        optional=("sink",),
+        optional=("sink", "wg"),
         source=_SOURCE,
         note='with QKNorm(over="width")',
     ),

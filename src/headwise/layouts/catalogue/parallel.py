@@ -6,6 +6,7 @@ tensor-parallel processes are joined where a layout names the axes that they div
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
@@ -92,9 +93,9 @@ _MEGATRON_CORE = (
         outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
         beside=_STATE,
         sharded=TENSOR_PARALLEL,
-        **_MEGATRON,
+        **_MEGATRON | {"function": replace(_OPEN, output_gate="channel")},
         source=f"{_CORE}, attention_output_gate",
-        unchecked="headwise has no layer with such gates to run beside it",
+        unchecked="no release with attention_output_gate was run beside it",
         note="each head's outputs are multiplied by the sigmoid of a gate of their own",
     ),
     Layout(

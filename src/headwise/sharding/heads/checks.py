@@ -19,8 +19,8 @@ from headwise.sharding.agreement import require_same_on_every_rank
 
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "out_proj"), _LINEAR),
-    **dict.fromkeys(("q_norm", "k_norm"), (Norm,)),
+    "proj": _LINEAR,  # q_proj, out_proj and so on
+    "norm": (Norm,),
     "relative_attention_bias": (nn.Embedding,),
 }
 _PARAMETERS = ("sink", PACKED, "in_proj_bias", *SEPARATE, "bias_k", "bias_v")
@@ -66,7 +66,8 @@ def check_layer_modules(layer: nn.Module) -> None:
 def _check_module(name: str, module: nn.Module) -> None:
     if name in ("", "score_bias"):
         return
-    kinds = _KINDS.get(name.rpartition(".")[2], ())
+    last = name.rpartition(".")[2]
+    kinds = _KINDS.get(last) or _KINDS.get(last.rpartition("_")[2], ())
     if type(module) not in kinds:
         described = " with a parametrization" if is_parametrized(module) else ""
         raise OptionError(

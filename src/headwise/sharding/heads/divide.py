@@ -7,29 +7,34 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from headwise.layers.attention import Attention
+from headwise.layers.conversion import layout_of_layer
 from headwise.layers.distance import T5BucketTable
 from headwise.layers.norm import Norm
 from headwise.layers.torch_api.layer import PACKED, SEPARATE, MultiheadAttention
+from headwise.layouts.pattern import find_axis_led_by
 from headwise.sharding.heads import part as ranks
 from headwise.sharding.heads.part import RankHeads
 
 
 def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> None:
     """Divide the heads of a layer, its kv heads too if ``splits_kv``."""
-    _divide_head_projection(layer.q_proj, part)
-    if splits_kv:
-        _divide_head_projection(layer.k_proj, part)
-        _divide_head_projection(layer.v_proj, part)
-    else:
-        is_width = layer.qk_norm is not None and layer.qk_norm.over == "width"
-        # The norm of a width needs the keys of all heads; it leaves out those of other ranks.
-        _replicate_on_ranks(
-            layer.k_proj,
-            None if is_width else _find_kv_channels_of_rank(part, layer.head_dim),
-            part,
-        )
-        _replicate_on_ranks(layer.v_proj, _find_kv_channels_of_rank(part, layer.value_dim), part)
-    _divide_output_projection(layer.out_proj, part)
+    patterns = layout_of_layer(layer).patterns
+    for name, projection in layer.named_children():
+        if not isinstance(projection, nn.Linear):
+            continue
+        pattern = patterns[f"{name}.weight"]
+        led = find_axis_led_by(pattern, ("heads", "kv_heads"))
+        assert led is not None
+        if led.dim == 1:
+            _divide_output_projection(projection, part)
+        elif led.name == "heads" or splits_kv:
+            _divide_head_projection(projection, part)
+        else:
+            width = getattr(layer, pattern.axes[0].before[1])
+            is_width = layer.qk_norm is not None and layer.qk_norm.over == "width"
+            # The norm of a width needs the keys of all heads; it leaves out those of other ranks.
+            channels = None if is_width and name == "k_proj" else _kv_channels_of_rank(part, width)
+            _replicate_on_ranks(projection, channels, part)
     if layer.qk_norm is not None:
         _divide_norms(layer, part, splits_kv=splits_kv)
     if layer.sink is not None:
@@ -100,7 +105,7 @@ def _divide_norms(layer: Attention, part: RankHeads, *, splits_kv: bool) -> None
     if splits_kv:
         _divide_width_norm(k_norm, part)
     else:
-        _replicate_on_ranks(k_norm, _find_kv_channels_of_rank(part, layer.head_dim), part)
+        _replicate_on_ranks(k_norm, _kv_channels_of_rank(part, layer.head_dim), part)
 
 
 def _divide_width_norm(norm: Norm, part: RankHeads) -> None:
@@ -111,7 +116,7 @@ def _divide_width_norm(norm: Norm, part: RankHeads) -> None:
     _distribute_parameter(norm, "bias", Shard(0), part)
 
 
-def _find_kv_channels_of_rank(part: RankHeads, width: int) -> slice:
+def _kv_channels_of_rank(part: RankHeads, width: int) -> slice:
     """Return the channels of the kv heads that a rank uses."""
     return slice(part.kv_heads.start * width, part.kv_heads.stop * width)
 
