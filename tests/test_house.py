@@ -279,9 +279,7 @@ def test_rooms_do_not_use_the_door() -> None:
 DYNAMIC_IMPORTS = {
     "layouts/registry.py": "families of layouts, loaded when one is named",
     "study": "questions, loaded when one is asked",
-    "support/forms.py": "rich forms of results, drawn by rooms above theirs",
-    "support/extras.py": "packages that are not declared",
-    "support/lazy.py": "names of rooms, loaded when they are asked for",
+    "support/lazy.py": "rooms, packages that are not declared, and what draws",
 }
 
 

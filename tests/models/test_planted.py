@@ -9,8 +9,15 @@ from torch import Tensor
 from headwise.errors import OptionError
 from headwise.layers.attention import Attention
 from headwise.models import planted
-from headwise.models.planted.network import SHARPNESS, binary_code
-from headwise.models.planted.plan import EMBED_DIM, GAP, LAYERS, SECTIONS, TOKEN_BITS
+from headwise.models.planted.network import (
+    EMBED_DIM,
+    GAP,
+    LAYERS,
+    SECTIONS,
+    SHARPNESS,
+    TOKEN_BITS,
+    binary_code,
+)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from headwise.errors import OptionError
 from headwise.layers.attention import Attention
 from headwise.models import tiny
-from headwise.models.tiny.model import TinySizes, count_parameters
-from headwise.models.tiny.weights import TRAINING, WEIGHTS
+from headwise.models.tiny.model import TRAINING, WEIGHTS, TinySizes, count_parameters
 from tools.tiny import measures
 from tools.tiny.batches import repeated_bytes
 

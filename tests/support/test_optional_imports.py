@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import MissingExtraError
-from headwise.support.extras import require_package
+from headwise.support.lazy import require_package
 
 
 def test_a_module_that_is_there() -> None:

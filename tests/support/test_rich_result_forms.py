@@ -12,7 +12,7 @@ from headwise.diagnosis.results import Diagnosis
 from headwise.layouts._layout import Layout
 from headwise.scanning.diff import ScanDiff
 from headwise.scanning.result import HeadScan
-from headwise.support.forms import DRAWN_BY, Displayed, ShownInNotebook, render_form
+from headwise.support.lazy import DRAWN_BY, Displayed, ShownInNotebook, render_form
 from tests.scanning.scans import random_scan
 
 

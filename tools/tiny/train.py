@@ -23,8 +23,15 @@ import typer
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.models.tiny import weights
-from headwise.models.tiny.model import Tiny, TinySizes, count_parameters
+from headwise.models.tiny.model import (
+    TRAINING,
+    WEIGHTS,
+    Tiny,
+    TinySizes,
+    count_parameters,
+    load_model_from_bytes,
+    write_weights,
+)
 from tools.tiny import batches, corpus, measures
 from tools.tiny.batches import IGNORED
 from tools.tiny.corpus import Corpus
@@ -119,9 +126,9 @@ def train(
             state.save(folder / CHECKPOINT, plan)
             if report:
                 report(state.curve[-1])
-    weights.write_weights(state.model, folder / weights.WEIGHTS)
-    summary = _summary(state, plan, texts, folder / weights.WEIGHTS)
-    folder.joinpath(weights.TRAINING).write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
+    write_weights(state.model, folder / WEIGHTS)
+    summary = _summary(state, plan, texts, folder / WEIGHTS)
+    folder.joinpath(TRAINING).write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
     return summary
 
 
@@ -188,7 +195,7 @@ def _point(state: State, plan: Plan, texts: Corpus, losses: list[Tensor]) -> Poi
 
 
 def _summary(state: State, plan: Plan, texts: Corpus, file: Path) -> dict[str, Any]:
-    shipped = weights.load_model_from_bytes(file.read_bytes(), plan.sizes)
+    shipped = load_model_from_bytes(file.read_bytes(), plan.sizes)
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

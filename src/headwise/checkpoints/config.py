@@ -16,7 +16,7 @@ from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSp
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule
 from headwise.layouts.pattern import Sizes
-from headwise.support.json_object import parse_json_object
+from headwise.support.files import parse_json_object
 from headwise.support.text import describe_value
 
 Config = Mapping[str, Any]

@@ -33,7 +33,7 @@ from headwise.layouts._layout import CALLING, Layout
 from headwise.layouts.modules import AS_STORED, find_modules
 from headwise.layouts.plan import TensorHeader, plan_conversion
 from headwise.layouts.registry import layout, layouts_by_name
-from headwise.support.json_object import parse_json_object
+from headwise.support.files import parse_json_object
 
 VERSION = 1
 FIELDS = (*SETTINGS, *CALLING)  # of a function

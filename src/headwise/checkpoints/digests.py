@@ -12,8 +12,7 @@ from torch import Tensor
 
 from headwise.checkpoints.safetensors import tensor_bytes
 from headwise.errors import CheckpointError
-from headwise.support.files import write_whole
-from headwise.support.json_object import parse_json_object
+from headwise.support.files import parse_json_object, write_whole
 
 KIND = "headwise digests"
 Digests = dict[str, dict[str, Any]]

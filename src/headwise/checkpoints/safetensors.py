@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headwise.errors import CheckpointError
-from headwise.support.json_object import parse_json_object
+from headwise.support.files import parse_json_object
 
 Shape = tuple[int, ...]
 LENGTH = 8  # bytes of the JSON's length

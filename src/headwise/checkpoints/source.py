@@ -21,7 +21,7 @@ from torch import Tensor
 from headwise.checkpoints import safetensors, torch_file
 from headwise.checkpoints.safetensors import StoredTensor, TensorFile
 from headwise.errors import CheckpointError
-from headwise.support.json_object import is_utf8, parse_json_object
+from headwise.support.files import is_utf8, parse_json_object
 from headwise.support.text import describe_value
 
 SAFETENSORS, TORCH, INDEX = ".safetensors", (".bin", ".pt", ".pth"), ".index.json"

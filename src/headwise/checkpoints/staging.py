@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from headwise.checkpoints.source import changed_error
 from headwise.errors import CheckpointError
-from headwise.support.json_object import parse_json_object
+from headwise.support.files import parse_json_object
 from headwise.support.text import human_bytes
 
 MANIFEST, FILES = "manifest", "files"

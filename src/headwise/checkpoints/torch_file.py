@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headwise.checkpoints.safetensors import KEY, METADATA, NAMES, StoredTensor, TensorFile
 from headwise.errors import CheckpointError
-from headwise.support.json_object import is_utf8
+from headwise.support.files import is_utf8
 
 # Errors of torch.load at damaged bytes.
 LOAD_ERRORS = (

@@ -31,7 +31,7 @@ from headwise.errors import CheckpointError, OptionError
 from headwise.layouts._convert import convert
 from headwise.layouts._layout import Layout
 from headwise.layouts.registry import find_quantisation, layout
-from headwise.support.extras import require_package
+from headwise.support.lazy import require_package
 
 
 @dataclass(frozen=True, eq=False)

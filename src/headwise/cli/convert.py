@@ -110,8 +110,8 @@ def _run_conversion(
         from headwise.checkpoints.staging import staging_path
         from headwise.diagnosis._detect import open_weights
         from headwise.layouts.registry import layout
-        from headwise.support.modes import one_thread
         from headwise.support.text import human_bytes
+        from headwise.support.tracing import one_thread
 
         written = layout(layouts[1])
         weights = open_weights(source, counts, stored=layouts[0])

@@ -32,8 +32,7 @@ from headwise.layouts.equality import describe_differing_part, list_differing_te
 from headwise.layouts.pattern import Sizes
 from headwise.layouts.plan import TensorHeader
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
-from headwise.support.integers import convert_to_int_or_none
-from headwise.support.tensors import tensors_of_arrays
+from headwise.support.tensors import convert_to_int_or_none, tensors_of_arrays
 
 Given = str | Path | Mapping[str, Tensor | np.ndarray]
 Counts = Mapping[str, int | None]

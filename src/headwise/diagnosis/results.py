@@ -9,7 +9,7 @@ from typing import Any
 
 from headwise.diagnosis.comparison import FunctionComparison, ModelComparison
 from headwise.layouts._layout import Layout
-from headwise.support.forms import Displayed
+from headwise.support.lazy import Displayed
 
 NAMED = 3  # tensors, in the sentence about all of them
 SHOWN = 8  # differences of a kind; more are only counted

@@ -23,8 +23,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from headwise.function.budget import Budget, BudgetVerdict
 from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.support.modes import evaluation_mode
 from headwise.support.tensors import iterate_leaves
+from headwise.support.tracing import evaluation_mode
 
 SCRIPTING = "torch.jit.script of a swapped layer; use torch.export, or script the model before"
 PRINTED = 4  # entries of each printed list

@@ -43,8 +43,8 @@ from headwise.masks.mask import NO_MASK, Mask, require_mask_type
 from headwise.masks.score_bias import NO_BIAS, ScoreBias, require_score_bias_type
 from headwise.matrix.operator import AttentionMatrix
 from headwise.support.arguments import explain_arguments
-from headwise.support.modes import evaluation_mode
 from headwise.support.tensors import tensors_of_arrays
+from headwise.support.tracing import evaluation_mode
 
 _explain_call = explain_arguments(advice.CALL, beyond=advice.advice_on_positional_call_arguments)
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
-from headwise.support.integers import convert_to_int64
+from headwise.support.tensors import convert_to_int64
 from headwise.support.text import human_bytes
 
 

@@ -26,7 +26,7 @@ from headwise.layouts.pattern import (
     to_interleaved,
     unpack_tensor,
 )
-from headwise.support.forms import ShownInNotebook
+from headwise.support.lazy import ShownInNotebook
 from headwise.support.quantised import require_unquantised
 from headwise.support.text import describe_value
 

@@ -26,8 +26,8 @@ from headwise.masks.clauses.dense import Dense, with_matrix_axes
 from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, Side, Starts, require_lengths
 from headwise.masks.clauses.predicate import Predicate, PredicateClause
 from headwise.support.arguments import require_tensors
-from headwise.support.forms import ShownInNotebook
-from headwise.support.integers import convert_to_int64, convert_to_int_or_none
+from headwise.support.lazy import ShownInNotebook
+from headwise.support.tensors import convert_to_int64, convert_to_int_or_none
 from headwise.support.text import describe_value
 from headwise.support.tracing import may_check_values
 

@@ -22,7 +22,7 @@ from headwise.masks.clause import WHOLE, Align, MatrixPart, MatrixSizes
 from headwise.masks.clauses.dense import require_broadcastable_to_matrix, with_matrix_axes
 from headwise.masks.mask import Mask
 from headwise.support.arguments import require_tensors
-from headwise.support.integers import convert_to_int64
+from headwise.support.tensors import convert_to_int64
 from headwise.support.text import axis_broadcasts_to, describe_value
 from headwise.support.tracing import may_check_values
 

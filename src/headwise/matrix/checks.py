@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, LimitError, OptionError, ShapeError
 from headwise.support.arguments import ArgumentAdvice, is_number, require_tensors
-from headwise.support.integers import convert_to_int64, convert_to_int_or_none, has_integer_dtype
+from headwise.support.tensors import convert_to_int64, convert_to_int_or_none, has_integer_dtype
 from headwise.support.text import describe_sizes, describe_value, human_bytes
 from headwise.support.tracing import may_check_values
 

@@ -26,7 +26,7 @@ from headwise.matrix.kernels.dispatch import Explanation, explain_kernels, run_k
 from headwise.matrix.kernels.kernel import KernelInput, Requested, Task, accumulation_dtype
 from headwise.matrix.kernels.readings import ObservedTile
 from headwise.support.arguments import explain_arguments, require_tensors
-from headwise.support.forms import ShownInNotebook
+from headwise.support.lazy import ShownInNotebook
 from headwise.support.text import MATRIX_AXES, axis_broadcasts_to, human_bytes
 from headwise.support.tracing import is_jit_tracing, without_autocast
 

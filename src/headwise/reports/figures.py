@@ -22,7 +22,7 @@ from headwise.reports.report import (
 from headwise.scanning.diff import ScanDiff
 from headwise.scanning.layer import LayerScan
 from headwise.scanning.result import HeadScan
-from headwise.support.extras import require_package
+from headwise.support.lazy import require_package
 from headwise.support.text import describe_value, escape_unprintable
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from headwise.reports.page import read_viewer_asset, viewer_data
 from headwise.reports.report import ScanReport, first_head
 from headwise.scanning._scan import ExactRows
 from headwise.scanning.result import HeadScan
-from headwise.support.extras import require_package
+from headwise.support.lazy import require_package
 from headwise.support.text import describe_value
 
 MOST_KEYS = 64  # of an exact row that is sent

@@ -14,7 +14,7 @@ from headwise.errors import ShapeError
 from headwise.function import stages
 from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.matrix.operator import AttentionMatrix
-from headwise.support.integers import convert_to_int64
+from headwise.support.tensors import convert_to_int64
 from headwise.support.text import describe_sizes
 
 CELLS = 64  # blocks of queries, and of keys, in a map, unless others are chosen

@@ -36,9 +36,8 @@ from headwise.scanning.layer import (
     make_table_rows_by_head,
     top_heads,
 )
-from headwise.support.extras import require_package
 from headwise.support.files import write_whole
-from headwise.support.forms import Displayed, render_form
+from headwise.support.lazy import Displayed, render_form, require_package
 
 FIELD = "field"  # the axis of a statistic that names keys and tokens
 APART = "apart"  # the distance of two heads, among the columns of a table

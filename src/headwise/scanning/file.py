@@ -30,8 +30,7 @@ from headwise.scanning.layer import LayerScan, ScannedText, ScanReadings
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.maps import TopKeysOfEveryQuery
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary, summary_fault
-from headwise.support.files import write_whole
-from headwise.support.json_object import parse_json_object
+from headwise.support.files import parse_json_object, write_whole
 from headwise.support.private_torch import is_wrapper
 from headwise.support.text import describe_value
 

@@ -13,8 +13,8 @@ from headwise.errors import OptionError
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic_error
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
-from headwise.support.extras import require_package
-from headwise.support.integers import convert_to_int_or_none
+from headwise.support.lazy import require_package
+from headwise.support.tensors import convert_to_int_or_none
 from headwise.support.text import describe_value
 
 MOST_TOKENS = 2**18  # of all texts of a scan together

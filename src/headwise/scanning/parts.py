@@ -36,8 +36,7 @@ from headwise.scanning.file import FieldError, shorten_for_message, write_scan_f
 from headwise.scanning.result import HeadScan
 from headwise.scanning.source import ModelToScan, TextToRead, open_model, read_texts
 from headwise.scanning.statistics.statistic import Statistic
-from headwise.support.files import write_whole
-from headwise.support.json_object import parse_json_object
+from headwise.support.files import parse_json_object, write_whole
 from headwise.support.progress import Progress, no_progress
 from headwise.support.tensors import iterate_leaves
 from headwise.support.text import describe_count, describe_value

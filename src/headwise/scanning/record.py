@@ -36,9 +36,8 @@ from headwise.scanning.call import CapturedCall, ModuleCall, tensors_equal, vers
 from headwise.scanning.context import CallAwaitingProjection, KeyTokens, TokenStreams
 from headwise.scanning.inputs import ModelInput, call_model_on_input
 from headwise.scanning.torch_calls import TorchCalls
-from headwise.support.modes import evaluation_mode
 from headwise.support.text import describe_count
-from headwise.support.tracing import track_kernel_calls
+from headwise.support.tracing import evaluation_mode, track_kernel_calls
 
 # Names of arguments. A module with a tensor argument of the first attends to another source.
 SOURCES = (

@@ -14,7 +14,7 @@ from headwise.scanning.diff import ScanDiff
 from headwise.scanning.layer import LayerScan, ScanReadings, StandoutHead, concatenate_texts
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.support.files import write_whole
-from headwise.support.forms import Displayed, render_form
+from headwise.support.lazy import Displayed, render_form
 from headwise.support.text import describe_value
 
 

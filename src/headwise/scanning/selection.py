@@ -15,7 +15,7 @@ from headwise.scanning.call import CapturedCall
 from headwise.scanning.layer import LayerScan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import TileStatistic
-from headwise.support.integers import has_integer_dtype
+from headwise.support.tensors import has_integer_dtype
 from headwise.support.text import describe_value
 
 STANDARD_SET = "standard"  # the name of all statistics of the standard set

@@ -24,9 +24,9 @@ from headwise.layers.hooks import record_modules
 from headwise.models import minilm
 from headwise.models.text import read_opening_paragraphs
 from headwise.study.implementations import SharedWeights
-from headwise.support.extras import require_package
-from headwise.support.modes import one_thread
+from headwise.support.lazy import require_package
 from headwise.support.progress import Progress, no_progress
+from headwise.support.tracing import one_thread
 
 EMBED_DIM, NUM_HEADS, NUM_LAYERS = 64, 4, 2
 LENGTH, SHORTER = 256, 90  # letters; the shorter text is padded to LENGTH

@@ -38,7 +38,7 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
 from headwise.matrix.checks import check_probability
 from headwise.matrix.operator import AttentionMatrix
-from headwise.support.extras import require_package
+from headwise.support.lazy import require_package
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ from headwise.function.budget import Budget
 from headwise.function.rounding import LAMBDA, Roundoff
 from headwise.masks.mask import Mask
 from headwise.study.implementations import SharedWeights
-from headwise.support.modes import one_thread
+from headwise.support.tracing import one_thread
 
 
 def count_parameters(layer: nn.Module) -> int:

@@ -16,8 +16,8 @@ from headwise.reports.templates import secure_page, template_environment
 from headwise.study import drawing
 from headwise.study.question import Answer
 from headwise.study.run import Study
-from headwise.support import extras
 from headwise.support.files import write_whole
+from headwise.support.lazy import require_package
 
 HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
 
@@ -72,7 +72,7 @@ def render_study_page(result: Study) -> str:
 
 def require_matplotlib() -> None:
     """Raise MissingExtraError where matplotlib, which draws the pictures, is not installed."""
-    extras.require_package("matplotlib", purpose="which draws the pictures of the page")
+    require_package("matplotlib", purpose="which draws the pictures of the page")
 
 
 def answer_svg(answer: Answer) -> str:

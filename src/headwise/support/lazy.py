@@ -1,14 +1,19 @@
-"""Public names of a room, each loaded from its module on first use, and modules that moved."""
+"""Imports on first use: names of rooms, optional packages, functions that draw results.
+
+Packages that measure therefore do not import packages that draw.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.abc import MetaPathFinder
-from typing import Any
+from typing import Any, Literal
 
-from headwise.errors import join_error_lines
+from headwise.errors import MissingExtraError, join_error_lines
 
 # The modules of layers in 0.1.0, and before 0.2.0. A pickle of a whole layer names its module.
 OLD_LAYERS = frozenset(("headwise.layer", "headwise.drop_in", "headwise.layers.native"))
@@ -52,3 +57,84 @@ class OldLayers(MetaPathFinder):
             ),
             name=fullname,
         )
+
+
+Form = Literal["text", "html", "page", "figure", "widget", "standouts"]
+
+# (class, form) -> the function that draws a result of this class
+DRAWN_BY: dict[tuple[str, Form], str] = {
+    ("HeadScan", "text"): "headwise.reports.terminal.scan_text",
+    ("HeadScan", "html"): "headwise.reports.static_page.render_in_frame",
+    ("HeadScan", "page"): "headwise.reports.page.render_scan",
+    ("HeadScan", "figure"): "headwise.reports.figures.plot_scan",
+    ("HeadScan", "widget"): "headwise.reports.widget.view_scan",
+    ("HeadScan", "standouts"): "headwise.reports.report.standout_heads",
+    ("ScanDiff", "text"): "headwise.reports.terminal.diff_text",
+    ("ScanDiff", "html"): "headwise.reports.notebook.diff_html",
+    ("ScanDiff", "page"): "headwise.reports.page.render_diff",
+    ("ScanDiff", "figure"): "headwise.reports.figures.plot_diff",
+    ("Diagnosis", "html"): "headwise.reports.diagnosis.render_in_frame",
+    ("Mask", "html"): "headwise.reports.notebook.mask_html",
+    ("AttentionMatrix", "html"): "headwise.reports.notebook.matrix_html",
+    ("Layout", "html"): "headwise.reports.notebook.layout_html",
+}
+
+
+class ShownInNotebook:
+    """Base of results: a notebook shows their HTML."""
+
+    def _repr_html_(self) -> str:
+        html: str = render_form(self, "html")
+        return html
+
+
+class Displayed(ShownInNotebook):
+    """Base of results: ``print`` shows their text, and a notebook their HTML."""
+
+    def __str__(self) -> str:
+        text: str = render_form(self, "text")
+        return text
+
+
+def render_form(result: object, form: Form, **options: Any) -> Any:
+    """Return a result in one of its rich forms, with the options of the function that draws it.
+
+    Raises:
+        KeyError: the table has no such form of its class.
+    """
+    module, _, name = DRAWN_BY[type(result).__name__, form].rpartition(".")
+    return getattr(import_module(module), name)(result, **options)
+
+
+def require_package(module: str, *, purpose: str, pip: str = "'headwise[demo]'") -> Any:
+    """Import a module of an optional package without its warnings, and return the module.
+
+    Args:
+        module: the full name. Name a module that its package loads lazily, to silence its warnings:
+            transformers imports other installed packages, which may log many.
+        purpose: the use of the package in headwise, for the message.
+        pip: the argument of pip install, for a package outside the extra demo.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+        ImportError: the package is installed, but the module or one of its imports is missing.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # not for our callers
+            return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        is_imported = sys.modules.get(package) is not None
+        if is_imported or (error.name or "").partition(".")[0] != package:
+            raise  # a part of the package or an import of it is missing
+        package = package.replace("_", "-")
+        raise MissingExtraError(
+            saw=f"{package} is not installed",
+            needed=f"{package}, {purpose}",
+            do=f"pip install {pip}",
+        ) from error
+    finally:
+        logging.disable(before)

@@ -1,4 +1,4 @@
-"""Checks for tracing, compilation and autocast, and marks of calls by headwise's own kernels."""
+"""Checks for tracing, compilation and autocast, marks of kernel calls, and temporary modes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.support import private_torch
 
@@ -119,3 +119,33 @@ def call_for_kernel(function: Callable[..., T], *operands: Any, **options: Any) 
         return function(*operands, **options)
     finally:
         _is_own.reset(token)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module | None) -> Iterator[None]:
+    """Put every module in evaluation mode while the block runs, then restore the modes.
+
+    ``eval()`` is not called, because some modules override it to do more than set the flag.
+    """
+    modes = [] if model is None else [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Matrices of small models gain nothing from a second thread, and lose much on a busy machine.
+
+    The number of threads is a setting of the process and is restored afterwards.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

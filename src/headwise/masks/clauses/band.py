@@ -10,7 +10,7 @@ from torch import Tensor
 from headwise.errors import MaskError, OptionError
 from headwise.masks import clause
 from headwise.masks.clause import BOUNDLESS, Align, Clause, MatrixPart, MatrixSizes, Span
-from headwise.support import integers
+from headwise.support import tensors
 from headwise.support.text import describe_value
 from headwise.support.tracing import may_check_values
 
@@ -164,14 +164,14 @@ class Prefix(clause.IntervalClause):
 
 def make_prefix(lengths: object, align: Align | None) -> Prefix:
     """The clause for one number or one for each sequence, or OptionError."""
-    if isinstance(lengths, Tensor) and lengths.dim() == 1 and integers.has_integer_dtype(lengths):
-        wide = integers.convert_to_int64(lengths, "prefix lengths")
+    if isinstance(lengths, Tensor) and lengths.dim() == 1 and tensors.has_integer_dtype(lengths):
+        wide = tensors.convert_to_int64(lengths, "prefix lengths")
         if not (may_check_values(wide) and wide.numel()):
             return Prefix(wide, BOUNDLESS, align=align)
         if int(wide.min()) >= 0:
             return Prefix(wide, int(wide.max()), align=align)
         lengths = int(wide.min())
-    count = integers.convert_to_int_or_none(lengths)
+    count = tensors.convert_to_int_or_none(lengths)
     if count is not None and count >= 0:
         return Prefix(torch.tensor(count), count, align=align)
     raise OptionError(

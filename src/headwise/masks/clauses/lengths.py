@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise.errors import MaskError
 from headwise.masks import clause
 from headwise.masks.clause import Clause, MatrixPart, MatrixSizes, Rectangle, Span
-from headwise.support.integers import convert_to_int64, has_integer_dtype
+from headwise.support.tensors import convert_to_int64, has_integer_dtype
 from headwise.support.text import MATRIX_AXES, describe_value
 from headwise.support.tracing import may_check_values, may_read_values
 

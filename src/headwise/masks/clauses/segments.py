@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.errors import MaskError
 from headwise.masks import clause
 from headwise.masks.clause import MatrixPart, MatrixSizes, Rectangle, Span, index_axes
-from headwise.support.integers import convert_to_int64, has_integer_dtype
+from headwise.support.tensors import convert_to_int64, has_integer_dtype
 from headwise.support.text import axis_broadcasts_to
 from headwise.support.tracing import may_check_values, may_read_values
 

@@ -26,8 +26,15 @@ exactly. In float32 the weights are therefore exact: 0, 1, or 1 / n among n keys
 tokens.
 """
 
-from headwise.models.planted.network import BEGIN, LONGEST, SEPARATOR, VOCABULARY, Planted, model
-from headwise.models.planted.plan import NAMES
+from headwise.models.planted.network import (
+    BEGIN,
+    LONGEST,
+    NAMES,
+    SEPARATOR,
+    VOCABULARY,
+    Planted,
+    model,
+)
 from headwise.models.planted.rules import true_contributions, true_weights
 
 __all__ = [

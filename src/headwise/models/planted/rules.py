@@ -9,9 +9,15 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise.models.planted.network import SEPARATOR, binary_code
-from headwise.models.planted.plan import EMBED_DIM, LAYERS, SECTIONS, TOKEN_BITS
-from headwise.support.integers import convert_to_int64
+from headwise.models.planted.network import (
+    EMBED_DIM,
+    LAYERS,
+    SECTIONS,
+    SEPARATOR,
+    TOKEN_BITS,
+    binary_code,
+)
+from headwise.support.tensors import convert_to_int64
 
 # ids (batch, length), rows (rows,) -> the keys of each row, (batch, rows, length) or
 # (rows, length); the caller removes keys after the row

@@ -6,8 +6,16 @@ measurements of the training: the loss, and when heads formed. Training used 256
 1,024 ids the loss is twice as large, and the heads are less sharp.
 """
 
-from headwise.models.tiny.model import BEGIN, VOCABULARY, Block, Tiny, decode, encode
-from headwise.models.tiny.weights import load, training_measurements
+from headwise.models.tiny.model import (
+    BEGIN,
+    VOCABULARY,
+    Block,
+    Tiny,
+    decode,
+    encode,
+    load,
+    training_measurements,
+)
 
 __all__ = [
     "BEGIN",

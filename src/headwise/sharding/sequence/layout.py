@@ -17,7 +17,7 @@ from headwise.masks.clause import Span
 from headwise.sharding import collectives
 from headwise.sharding.agreement import require_mesh
 from headwise.support.arguments import require_tensors
-from headwise.support.integers import convert_to_int_or_none
+from headwise.support.tensors import convert_to_int_or_none
 from headwise.support.text import describe_value
 
 TOKENS = -2  # axis of (batch, heads, tokens, head_dim) and of (batch, tokens, embed_dim)

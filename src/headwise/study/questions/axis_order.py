@@ -93,7 +93,6 @@ class Outcome(NamedTuple):
 
 
 def result_or_error(call: Callable[[], object]) -> Outcome:
-    """Return the outcome of a call that may raise an error."""
     try:
         return Outcome(call())
     except (AssertionError, RuntimeError, HeadwiseError) as error:
@@ -246,7 +245,6 @@ EXAMPLE = 8  # the token that the picture marks
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Draw which token depends on which, in the right order and in the wrong order."""
     figure.set_figheight(4.2)
     titles = {
         "right": "batch_first=True matches this tensor:\neach token attends to its own sequence",

@@ -155,7 +155,6 @@ TICKS = (0.0, 0.01, 0.1, 0.5, 1.0)  # of the colour bar
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Draw the stages from the embeddings to the output, and three enlarged heads."""
     sheet = Sheet(figure, n, height=HEIGHT)
     tall, middle = LINE * n["length"], LEFT + FULL / n["heads"] / 2
 
@@ -233,12 +232,10 @@ def draw_strips(sheet: Sheet, name: str, top: float, height: float, *, pieces: i
 
 
 def write_label(sheet: Sheet, top: float, name: str, shape: str) -> None:
-    """Write the name and the shape to the left of a block."""
     sheet.head(LEFT - 0.08, top + 0.12, name, ha="right")
     sheet.write(LEFT - 0.08, top + 0.29, f"{{shapes[{shape}]:shape}}", ha="right")
 
 
 def write_tokens(sheet: Sheet, right: float, top: float, pitch: float) -> None:
-    """Write the tokens beside their rows."""
     for row in range(sheet.n["length"]):
         sheet.write(right, top + pitch * (row + 0.5), f"{{tokens[{row}]}}", ha="right")

@@ -33,7 +33,7 @@ from headwise.function.rounding import Roundoff, sum_error_bound
 from headwise.layers.attention import Attention
 from headwise.study.drawing import INK, SERIES, SOFT, Axes, Figure, style_axes
 from headwise.study.question import Numbers, Progress
-from headwise.support.modes import one_thread
+from headwise.support.tracing import one_thread
 
 EMBED_DIM, COUNTS = 64, (1, 2, 8)  # numbers of heads; the last is "many"
 BATCH, LENGTH = 2, 96  # LENGTH > EMBED_DIM, so that only head_dim bounds the rank
@@ -46,29 +46,24 @@ def measure(progress: Progress) -> dict[str, Any]:
     """Compare the gradients of layers with equal weights and different numbers of heads."""
     many, state = COUNTS[-1], initial_weights()
     x, upstream = random_tokens(), random_tokens()
-    gradients_of, bounds, formulas = {}, {}, {}
     layers = {heads: make_layer(heads, state) for heads in COUNTS}
+    gradients_of, bounds, shares, apart = {}, {}, list[float](), list[float]()
     for heads, layer in layers.items():
         weights, forward = projection_weights(layer), forward_pass(layer, x, upstream)
         gradients = torch.autograd.grad(layer(x), list(weights.values()), upstream)
-        gradients_of[heads] = dict(zip(weights, gradients, strict=True))
-        bounds[heads] = join_head_gradients(rounding_bounds(forward))
-        formulas[heads] = join_head_gradients(projection_gradients(forward))
+        made = gradients_of[heads] = dict(zip(weights, gradients, strict=True))
+        bound = bounds[heads] = join_head_gradients(rounding_bounds(forward))
+        formula = join_head_gradients(projection_gradients(forward))
+        shares += [float(((made[n] - formula[n]).abs() / bound[n]).max()) for n in WEIGHTS]
+        apart += relative_differences(made, formula).values()
     pairs = {n: (gradients_of[1][n], gradients_of[many][n]) for n in WEIGHTS}
     steps = {heads: softmax_step(forward_pass(layers[heads], x, upstream)) for heads in (1, many)}
     return {
         "length": LENGTH,
         "many": many,
         "head_dim": {str(heads): EMBED_DIM // heads for heads in COUNTS},
-        "formula_share": max(
-            float(((gradients_of[heads][n] - formulas[heads][n]).abs() / bounds[heads][n]).max())
-            for heads in COUNTS
-            for n in WEIGHTS
-        ),
-        "formula_difference": max(
-            max(relative_differences(gradients_of[heads], formulas[heads]).values())
-            for heads in COUNTS
-        ),
+        "formula_share": max(shares),
+        "formula_difference": max(apart),
         "softmax_share": max(
             float(((step.tensors["dS"] - step.by_autograd).abs() / step.rounding["dS"]).max())
             for step in steps.values()
@@ -103,7 +98,6 @@ def initial_weights() -> dict[str, Tensor]:
 
 
 def make_layer(heads: int, state: Mapping[str, Tensor]) -> Attention:
-    """Make a layer of ``heads`` heads with these weights."""
     layer = Attention(EMBED_DIM, heads, dtype=torch.float64)
     layer.load_state_dict(state)
     return layer
@@ -128,7 +122,6 @@ class ForwardPass(NamedTuple):
 
 @torch.no_grad()
 def forward_pass(layer: Attention, x: Tensor, upstream: Tensor) -> ForwardPass:
-    """Return the tensors of the forward pass that the formulas need."""
     matrix = layer.matrix(x)
     v = stages.split_heads(layer.v_proj(x), heads=layer.num_heads)
     wo = layer.out_proj.weight.detach().unflatten(1, (layer.num_heads, -1)).movedim(1, 0)
@@ -203,17 +196,11 @@ def join_head_gradients(of_heads: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class SoftmaxStep(NamedTuple):
-    """The softmax of every head of a layer, forward and backward.
+    """The softmax of every head of a layer, forward and backward."""
 
-    Attributes:
-        tensors: scores; dP, the gradient of the weights; dS, that of the scores, by the formula.
-        rounding: the largest error that rounding makes in each of ``tensors``.
-        by_autograd: dS as autograd computes it.
-    """
-
-    tensors: dict[str, Tensor]
-    rounding: dict[str, Tensor]
-    by_autograd: Tensor
+    tensors: dict[str, Tensor]  # scores; dP, of the weights; dS, of the scores, by the formula
+    rounding: dict[str, Tensor]  # the largest error that rounding makes in each of these
+    by_autograd: Tensor  # dS as autograd computes it
 
 
 def softmax_step(forward: ForwardPass) -> SoftmaxStep:
@@ -231,19 +218,14 @@ def softmax_step(forward: ForwardPass) -> SoftmaxStep:
     )
     # Of a sum of products, of its factor, and of a sum over heads.
     error = r.u * (sum_error_bound(EMBED_DIM) + 4)
-    return SoftmaxStep(
-        {
-            "scores": scores.detach(),
-            "dP": of_weights,
-            "dS": softmax_gradient(weights.detach(), of_weights),
-        },
-        {
-            "scores": error * scale * (q.abs() @ k.abs().mT),
-            "dP": error * (of_outputs.abs() @ v.abs().mT),
-            "dS": floors["score_bias"],
-        },
-        by_autograd,
-    )
+    tensors = {"scores": scores.detach(), "dP": of_weights}
+    tensors["dS"] = softmax_gradient(weights.detach(), of_weights)
+    errors = {
+        "scores": error * scale * (q.abs() @ k.abs().mT),
+        "dP": error * (of_outputs.abs() @ v.abs().mT),
+        "dS": floors["score_bias"],
+    }
+    return SoftmaxStep(tensors, errors, by_autograd)
 
 
 def compare_with_merged_heads(single: SoftmaxStep, many: SoftmaxStep) -> dict[str, float]:
@@ -281,14 +263,12 @@ def score_gradient_pattern(layer: Attention, x: Tensor, *, blocks: int) -> list[
 
     The parts are blocks of the rows of Wq, Wk and Wv, and of the columns of Wo, in this order.
     """
-    weights, scores = projection_weights(layer), layer_scores(layer, x)
+    weights, scores = list(projection_weights(layer).values()), layer_scores(layer, x)
     lines = []
     for head in range(layer.num_heads):
+        squares = scores[:, head].square().sum()
         q, k, v, o = torch.autograd.grad(
-            scores[:, head].square().sum(),
-            list(weights.values()),
-            retain_graph=True,
-            materialize_grads=True,
+            squares, weights, retain_graph=True, materialize_grads=True
         )
         parts = [block for part in (q, k, v, o.mT) for block in part.chunk(blocks)]
         lines.append([int(part.any()) for part in parts])
@@ -347,46 +327,32 @@ def train_layer(layer: Attention, x: Tensor, target: Tensor) -> list[dict[str, T
 
 def depends_on_own_rows_only(lines: list[list[int]], blocks: int) -> bool:
     """Check that each head's scores depend on its own rows of Wq and Wk and no other weight."""
-    blocks_per_head = blocks // len(lines)
+    per_head = blocks // len(lines)
     return all(
-        line
-        == [
-            int(block // blocks_per_head % len(lines) == head and block < 2 * blocks)
-            for block in range(4 * blocks)
-        ]
+        reached == (block // per_head % len(lines) == head and block < 2 * blocks)
         for head, line in enumerate(lines)
+        for block, reached in enumerate(line)
     )
 
 
 def facts(n: Numbers) -> dict[str, bool]:
+    cosine, distance, many = n["cosine"], n["distance"], str(n["many"])
     return {
         "formulas": n["formula_share"] <= 1,
         "softmax": n["softmax_share"] <= 1,
         "sums": max(n["merged"]["scores"], n["merged"]["dP"]) <= 1 < n["merged"]["dS"],
-        "rows": (
-            depends_on_own_rows_only(n["reach"]["1"], n["many"])
-            and depends_on_own_rows_only(n["reach"][str(n["many"])], n["many"])
-        ),
-        "ranks": (
-            all(
-                rank == n["head_dim"][heads]
-                for heads, ranks in n["ranks"].items()
-                for rank in ranks
-            )
-        ),
+        "rows": all(depends_on_own_rows_only(n["reach"][k], n["many"]) for k in ("1", many)),
+        "ranks": all({*ranks} == {n["head_dim"][heads]} for heads, ranks in n["ranks"].items()),
         "cosines": (
-            n["roundings"] > 1
-            and max(n["cosine"]["q"], n["cosine"]["k"]) < min(n["cosine"]["v"], n["cosine"]["o"])
+            n["roundings"] > 1 and max(cosine["q"], cosine["k"]) < min(cosine["v"], cosine["o"])
         ),
-        "training": (
-            all(
-                distance[0] == 0 < distance[1] < distance[-1] and distance[1] > n["rounding"][name]
-                for name, distance in n["distance"].items()
-            )
+        "training": all(
+            line[0] == 0 < line[1] < line[-1] and line[1] > n["rounding"][name]
+            for name, line in distance.items()
         ),
         "largest": (
             max(n["moved"], key=n["moved"].get) == "o"
-            and max(n["distance"], key=lambda name: float(n["distance"][name][-1])) == "o"
+            and max(distance, key=lambda name: float(distance[name][-1])) == "o"
         ),
     }
 
@@ -395,13 +361,16 @@ WEIGHTS = {"q": "queries", "k": "keys", "v": "values", "o": "output"}
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Draw the dependencies of scores on weights, and the similarity of gradients and weights."""
     figure.set_figheight(6.4)
     parts: Any = figure.subfigures(2, 1, height_ratios=(1.35, 1), hspace=0.06)
     above, below = parts
     _draw_score_dependencies(above.subplots(), n)
     left, right = below.subplots(1, 2, width_ratios=(1, 1.25), gridspec_kw={"wspace": 0.12})
-    _draw_gradient_cosines(left, n)
+    names, cosines = [f"w{name}" for name in WEIGHTS], [n["cosine"][name] for name in WEIGHTS]
+    bars = left.bar(names, cosines, 0.6, color=SERIES[: len(WEIGHTS)])
+    left.bar_label(bars, [f"{cosine:.2f}" for cosine in cosines], padding=3, color=INK)
+    title = f"Gradients of the loss:\none head against {n['many']}"
+    style_axes(left, title, ylim=(0, 1), ylabel="cosine (the same: 1)")
     _draw_distances(right, n)
 
 
@@ -427,29 +396,17 @@ def _draw_score_dependencies(axes: Axes, n: Numbers) -> None:
     axes.set_axis_off()
 
 
-def _draw_gradient_cosines(axes: Axes, n: Numbers) -> None:
-    """Draw the cosine of the loss's gradients as a bar for each of the four weights."""
-    names, cosines = [f"w{name}" for name in WEIGHTS], [n["cosine"][name] for name in WEIGHTS]
-    bars = axes.bar(names, cosines, 0.6, color=SERIES[: len(WEIGHTS)])
-    axes.bar_label(bars, [f"{cosine:.2f}" for cosine in cosines], padding=3, color=INK)
-    title = f"Gradients of the loss:\none head against {n['many']}"
-    style_axes(axes, title, ylim=(0, 1), ylabel="cosine (the same: 1)")
-
-
 def _draw_distances(axes: Axes, n: Numbers) -> None:
-    """Draw the distance of the weights of one head and of many over the steps."""
     last, top = n["steps"][-1], max(max(line) for line in n["distance"].values())
     label_y = -top
     for name, line in sorted(n["distance"].items(), key=lambda named: float(named[1][-1])):
         colour = SERIES[list(WEIGHTS).index(name)]
-        label_y = max(
-            line[-1] - 0.05 * top, label_y + 0.12 * top
-        )  # labels of lines that end together
+        # Labels of lines that end together.
+        label_y = max(line[-1] - 0.05 * top, label_y + 0.12 * top)
         axes.plot(n["steps"], line, color=colour)
         axes.plot([1.01 * last, 1.09 * last], [line[-1], label_y], color=colour, linewidth=0.8)
-        axes.text(
-            1.11 * last, label_y, f"w{name} {100 * line[-1]:.0f} %", color=colour, va="center"
-        )
+        words = f"w{name} {100 * line[-1]:.0f} %"
+        axes.text(1.11 * last, label_y, words, color=colour, va="center")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     style_axes(
         axes,

@@ -96,7 +96,6 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 
 def join_names(keys: Iterable[str]) -> str:
-    """Join the implementations' names for a sentence."""
     return ", ".join(IMPLEMENTATIONS[key].name for key in keys) or "none"
 
 
@@ -148,14 +147,12 @@ def compute_outputs(
 
 
 def budget_share_of_each_output(allowed: Budget, outputs: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest error of each output as a share of the error budget."""
     return {key: allowed.check(output).ratio for key, output in outputs.items()}
 
 
 def largest_differences(
     rows: Mapping[str, Tensor], columns: Mapping[str, Tensor]
 ) -> list[list[float]]:
-    """Return the largest difference between each pair of outputs."""
     return [[float((a - b).abs().max()) for b in columns.values()] for a in rows.values()]
 
 

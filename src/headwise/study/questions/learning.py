@@ -26,7 +26,7 @@ from headwise.study import drawing
 from headwise.study.drawing import INK, SERIES, SOFT, Axes, Figure
 from headwise.study.measures import count_parameters, round_matrix
 from headwise.study.question import Numbers, Progress
-from headwise.support.modes import one_thread
+from headwise.support.tracing import one_thread
 
 LENGTH = 16  # tokens, and so names, of a text
 VALUE = 16  # numbers of a token's value
@@ -171,7 +171,6 @@ def collect_numbers(runs: dict[str, list[TrainingRun]], texts: LabelledTexts) ->
 
 
 def summarize_errors(values: Sequence[float]) -> dict[str, float]:
-    """Return the least, the median and the largest error."""
     return {"best": min(values), "median": median(values), "worst": max(values)}
 
 
@@ -235,7 +234,6 @@ COLOURS = dict(zip(FEW, SERIES, strict=False))
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Draw the training curves, the weights on the two tokens, and maps of the heads."""
     figure.set_figheight(5.7)
     parts: Any = figure.subfigures(2, 1, height_ratios=(3.3, 2.3), hspace=0.0)
     left, right = parts[0].subplots(1, 2, width_ratios=(3, 2))

@@ -33,12 +33,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     accepted = {heads: torch_layer_or_error(heads)[0] for heads in range(1, EMBED_DIM + 1)}
     torch_counts = {count_parameters(layer) for layer in accepted.values() if layer is not None}
     return {
-        "sizes": {
-            "embed_dim": EMBED_DIM,
-            "heads": HEADS,
-            **widths,
-            "remainder": EMBED_DIM % HEADS,
-        },
+        "sizes": {"embed_dim": EMBED_DIM, "heads": HEADS, **widths, "remainder": EMBED_DIM % HEADS},
         "q_weight": list(free.q_proj.weight.shape),
         "v_weight": list(free.v_proj.weight.shape),
         "out_weight": list(free.out_proj.weight.shape),
@@ -56,7 +51,6 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 @torch.no_grad()
 def check_layer_against_formula(layer: Attention, x: Tensor, source: Tensor) -> dict[str, Any]:
-    """Check a layer's output against the paper's formula."""
     weights = SharedWeights.of_linears(layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
     budget = layer_error_budget(x, source, source, weights, num_heads=layer.num_heads)
     return check_output(layer(x, source), budget)
@@ -173,7 +167,6 @@ LEGEND = (
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Draw the sizes that work in both layers, and the widths kdim and vdim."""
     sheet = Sheet(figure, n, height=5.6)
     sheet.head(GRID[0], 0.2, "heads and head_dim that work with embed_dim {sizes[embed_dim]}")
     draw_grid(sheet.inset(*GRID, frame=False), n)

@@ -98,7 +98,6 @@ class PackingForm(NamedTuple):
 
 
 def packing_forms(heads: int) -> dict[str, PackingForm]:
-    """Return the forms in use, by the names of the study."""
     return {
         "per_head": PackingForm((1,) * (PARTS * heads), by_rows=False),
         "separate": PackingForm((heads, heads, heads), by_rows=True),

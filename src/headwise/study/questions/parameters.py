@@ -51,7 +51,6 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 
 def parameter_shapes(layer: nn.Module) -> dict[str, list[int]]:
-    """Return the shape of each parameter by its name."""
     return {name: list(p.shape) for name, p in layer.named_parameters()}
 
 
@@ -82,13 +81,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     labels = (
         (shown[-1], shared[-1], (0, 14), "right", "PyTorch: head_dim = {embed_dim} / heads"),
         (shown[-1], fixed[-1], (-14, 0), "right", "you choose head_dim = {head_dim}"),
-        (
-            n["heads"],
-            grouped[2],
-            (10, 0),
-            "left",
-            words,
-        ),
+        (n["heads"], grouped[2], (10, 0), "left", words),
     )
     for (x, y, offset, side, words), colour in zip(labels, SERIES, strict=False):
         look = {"ha": side, "va": "center", "color": colour}

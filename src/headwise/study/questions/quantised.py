@@ -16,10 +16,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -46,8 +45,7 @@ INTEGERS = ("once", "dynamic")
 INPUT_LEVELS, OUTPUT_LEVELS, WEIGHT_LEVELS = 127, 255, 254
 
 
-@dataclass(frozen=True)
-class QuantisedRange:
+class QuantisedRange(NamedTuple):
     """Evenly spaced numbers, ``step`` apart; ``zero`` of them are below 0."""
 
     step: float
@@ -83,26 +81,22 @@ class StaticQuantised(nn.Module):
         self.input_range = QuantisedRange.from_values(x, levels=INPUT_LEVELS)
         self.output_range = QuantisedRange.from_values(projection(x), levels=OUTPUT_LEVELS)
         self.weight, self.bias = quantise_weight(projection.weight), projection.bias.detach()
-        self.packed = None if packs_every_call else self._make_packed_linear(projection)
+        self.packed: nn.Module | None = None
+        if not packs_every_call:
+            packed = torch.ao.nn.quantized.Linear(projection.in_features, projection.out_features)
+            packed.set_weight_bias(self.weight, self.bias)
+            packed.scale, packed.zero_point = self.output_range
+            self.packed = packed
 
     def forward(self, x: Float[Tensor, "*batch in_features"]) -> Float[Tensor, "*batch out"]:
         """(..., in_features) to (..., out_features)."""
-        stored = torch.quantize_per_tensor(
-            x, self.input_range.step, self.input_range.zero, torch.quint8
-        )
+        stored = torch.quantize_per_tensor(x, *self.input_range, torch.quint8)
         if self.packed is None:
-            output = torch.ao.nn.quantized.functional.linear(
-                stored, self.weight, self.bias, self.output_range.step, self.output_range.zero
-            )
+            linear = torch.ao.nn.quantized.functional.linear
+            output = linear(stored, self.weight, self.bias, *self.output_range)
         else:
             output = self.packed(stored)
         return output.dequantize()
-
-    def _make_packed_linear(self, projection: nn.Linear) -> nn.Module:
-        packed = torch.ao.nn.quantized.Linear(projection.in_features, projection.out_features)
-        packed.set_weight_bias(self.weight, self.bias)
-        packed.scale, packed.zero_point = self.output_range.step, self.output_range.zero
-        return packed
 
 
 def quantise_dynamically(projection: nn.Linear) -> nn.Module:
@@ -157,14 +151,10 @@ def expected_error(
 def _input_weight_and_output_steps(
     projection: nn.Linear, x: Tensor, stores_output: bool
 ) -> tuple[float, float, float]:
-    """Return the step sizes of inputs, weights and outputs."""
-    return (
-        QuantisedRange.from_values(x, levels=INPUT_LEVELS).step,
-        2 * float(projection.weight.detach().abs().max()) / WEIGHT_LEVELS,
-        QuantisedRange.from_values(projection(x), levels=OUTPUT_LEVELS).step
-        if stores_output
-        else 0.0,
-    )
+    of_x = QuantisedRange.from_values(x, levels=INPUT_LEVELS).step
+    of_weight = 2 * float(projection.weight.detach().abs().max()) / WEIGHT_LEVELS
+    of_output = QuantisedRange.from_values(projection(x), levels=OUTPUT_LEVELS).step
+    return of_x, of_weight, of_output if stores_output else 0.0
 
 
 Replacement = Callable[[nn.Linear, Tensor], nn.Module]
@@ -218,13 +208,10 @@ def compare_forms(layer: Attention, x: Tensor) -> dict[str, Any]:
     exact = compute_stages(copy.deepcopy(layer).double(), x.double())
     tensors = {name: compute_stages(replaced, x) for name, replaced in layers.items()}
     # The root mean square error of each stage as a share of its size.
-    errors = {
-        name: {
-            stage: float((by_stage[stage].double() - exact[stage]).norm() / exact[stage].norm())
-            for stage in STAGES
-        }
-        for name, by_stage in tensors.items()
-    }
+    errors: dict[str, dict[str, float]] = {}
+    for name, by_stage in tensors.items():
+        apart = {stage: by_stage[stage].double() - exact[stage] for stage in STAGES}
+        errors[name] = {s: float(apart[s].norm() / exact[s].norm()) for s in STAGES}
     weights = SharedWeights.of_linears(*map(layer.get_submodule, PROJECTIONS))
     budget = layer_error_budget(x, x, x, weights, num_heads=HEADS)
     return {
@@ -241,7 +228,6 @@ def compare_forms(layer: Attention, x: Tensor) -> dict[str, Any]:
 
 
 def replace_projections(layer: Attention, x: Tensor, form: Replacement) -> Attention:
-    """Copy the layer with other projections, whose steps suit their inputs."""
     merged = merge_heads(layer.head_outputs(x))
     replaced = copy.deepcopy(layer)
     for name in PROJECTIONS:
@@ -253,13 +239,9 @@ def replace_projections(layer: Attention, x: Tensor, form: Replacement) -> Atten
 def compute_stages(layer: Attention, x: Tensor) -> dict[str, Tensor]:
     """Return the tensors of each stage of a layer."""
     matrix = layer.matrix(x)
-    tensors = (
-        torch.stack([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)]),
-        attention_scores(matrix.q, matrix.k),
-        matrix.dense(),
-        layer.head_outputs(x),
-        layer(x),
-    )
+    projected = torch.stack([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)])
+    scores = attention_scores(matrix.q, matrix.k)
+    tensors = (projected, scores, matrix.dense(), layer.head_outputs(x), layer(x))
     return dict(zip(STAGES, tensors, strict=True))
 
 
@@ -360,7 +342,6 @@ COLOURS = {
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Draw the error after each stage, and the time of a projection."""
     figure.set_figheight(4.4)
     left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(3.3, 2.5))[0]
     _draw_errors(left.subplots(), n)

@@ -260,7 +260,6 @@ def facts(n: Numbers) -> dict[str, bool]:
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Draw the maps of one head and of eight, and the change of a trained encoder's heads."""
     figure.set_figheight(5.5)
     parts: Any = figure.subfigures(2, 1, height_ratios=(3.1, 2.4))
     draw_maps(parts[0], n)

@@ -77,7 +77,6 @@ def name_causes(layer: TorchLayer, tokens: Mapping[str, Tensor | None]) -> dict[
 
 
 def make_default_torch_layer(heads: int) -> TorchLayer:
-    """Make torch.nn.MultiheadAttention with default options."""
     return TorchLayer(EMBED_DIM, heads)
 
 
@@ -89,7 +88,6 @@ def set_weights_to_one(layer: nn.Module) -> None:
 
 
 def copy_as_single_head_layer(layer: TorchLayer) -> TorchLayer:
-    """Make a layer of one head with the same parameters."""
     single = make_default_torch_layer(1)
     single.load_weights(layer.as_shared_weights())
     return single
@@ -103,7 +101,6 @@ def rescaled_single_head(layer: TorchLayer) -> TorchLayer:
 
 
 def repeat_first_token(x: Tensor) -> Tensor:
-    """Repeat the first token of each sequence."""
     return x[:, :1].expand_as(x)
 
 

@@ -185,7 +185,6 @@ COLUMNS = {"torch": 5.42, "native": 6.85}  # middles of the two columns of shape
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Draw the stages of the layer with their shapes, and the inputs of each entry of q."""
     sheet = Sheet(figure, n, height=6.6)
     heads = (("PyTorch's layer", "length first from q on"), ("headwise.Attention", "batch first"))
     for x, (name, remark) in zip(COLUMNS.values(), heads, strict=True):
