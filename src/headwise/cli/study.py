@@ -73,6 +73,5 @@ def _print_list(questions: list[str]) -> None:
     from headwise.study.run import select_ids
 
     names = select_ids(questions)
-    wide = max(map(len, names))
     for name in names:
-        typer.echo(f"{name:<{wide}}  {load_question(name).asks}")
+        typer.echo(f"{name:<{max(map(len, names))}}  {load_question(name).asks}")

@@ -103,16 +103,18 @@ def _verify_digests(weights: Path, path: Path) -> tuple[int, list[str]]:
     from headwise.checkpoints.source import open_source
 
     before, now = read_digests(path), compute_digests(open_source(weights))
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    names = {**before, **now}
+    changed = [name for name in names if before.get(name) != now.get(name)]
     lines = []
     for name in changed[:SHOWN]:
         word = "changed" if name in before and name in now else "gone" if name in before else "new"
         lines.append(f"  {name}: {word}")
     if len(changed) > SHOWN:
         lines.append(f"  and {len(changed) - SHOWN} more")
-    unchanged = len(now) - sum(name in now for name in changed)
-    total = len({**before, **now})
-    answer = f"Not the same: {unchanged} of {total}" if changed else f"The same: all {total}"
+    unchanged = len(names) - len(changed)
+    answer = (
+        f"Not the same: {unchanged} of {len(names)}" if changed else f"The same: all {unchanged}"
+    )
     lines.append(f"{answer} tensors are as in the digests.")
     return output.NO if changed else output.YES, lines
 

@@ -91,9 +91,6 @@ def select_trusted_readers() -> dict[CodeType, Reader]:
     return readers
 
 
-# ---- readers, one for each kind of function ------------------------------------------------------
-
-
 class _Node(NamedTuple):
     """The closure cells of a mask function, and the positions of the call."""
 
@@ -161,9 +158,6 @@ def _read_conjunction(node: _Node) -> Mask | None:
             return None
         mask &= part
     return mask
-
-
-# ---- checks of the readers -------------------------------------------------------------------
 
 
 def _make_cpu_tensor(values: list[Any]) -> Tensor:

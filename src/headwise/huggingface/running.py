@@ -114,11 +114,11 @@ def _wrap_with_observer(function: AttentionFunction, name: str) -> AttentionFunc
     ) -> tuple[Tensor, Tensor | None]:
         used = _clamp_mask_to_float32(attention_mask)
         outputs, weights = call_for_kernel(function, module, query, key, value, used, **options)
-        stated = options
-        if attention_mask is None and name != SDPA:  # no other rule for a call without a mask
-            stated = {**options, "is_causal": False, "sliding_window": None}
-        elif attention_mask is None:
-            stated = {**options, "sliding_window": None}
+        stated = dict(options)
+        if attention_mask is None:
+            stated["sliding_window"] = None
+            if name != SDPA:  # no other rule for a call without a mask
+                stated["is_causal"] = False
         matrix, value = build_matrix_and_values(
             module, query, key, value, _mask_as_tensor(attention_mask, query, key), stated
         )
