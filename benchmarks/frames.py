@@ -1,5 +1,7 @@
 """Python frames of the library that one eager call enters: the length of the call path.
 
+The call of `compare` finds that the first of two layers has another scale, and prints the cause.
+
 python -m benchmarks.frames        counts, limits and files
 """
 
@@ -18,7 +20,7 @@ import headwise
 
 SOURCE = str(Path(headwise.__file__).parent)
 SHAPE, HEADS = (2, 10, 48), 6
-LIMITS = {"native": 40, "drop-in": 35, "drop-in, need_weights": 130}
+LIMITS = {"native": 40, "drop-in": 35, "drop-in, need_weights": 130, "compare": 21_600}
 
 
 def calls() -> dict[str, Callable[[], object]]:
@@ -26,10 +28,13 @@ def calls() -> dict[str, Callable[[], object]]:
     x = torch.randn(SHAPE)
     native = headwise.Attention(SHAPE[-1], HEADS)
     drop_in = headwise.MultiheadAttention(SHAPE[-1], HEADS, batch_first=True)
+    other = headwise.Attention(SHAPE[-1], HEADS, scale=0.5)
+    other.load_state_dict(native.state_dict())
     return {
         "native": lambda: native(x),
         "drop-in": lambda: drop_in(x, x, x, need_weights=False),
         "drop-in, need_weights": lambda: drop_in(x, x, x),
+        "compare": lambda: str(headwise.compare(other, native, x)),
     }
 
 

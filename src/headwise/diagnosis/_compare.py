@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -102,9 +103,9 @@ def compare(
     """
     a, b = layer_with_adapters(a), layer_with_adapters(b)
     inputs = read_inputs(inputs)
-    if can_compare_as_weights(a, b):
+    if _can_compare_as_weights(a, b):
         _refuse_gradient_comparison("weights", asked=gradients)
-        return compare_stored_weights(a, b)
+        return _compare_stored_weights(a, b)
     if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
         _refuse_gradient_comparison("whole models", asked=gradients)
         return compare_runs(*runs)
@@ -120,7 +121,7 @@ def _compare_layers(
 ) -> Diagnosis:
     _refuse_model_beside_layer("a", a, b)
     _refuse_model_beside_layer("b", b, a)
-    sides = load_layer_of_same_number(a, b), load_layer_of_same_number(b, a)
+    sides = _load_layer_of_same_number(a, b), _load_layer_of_same_number(b, a)
     first, second = _make_subject("a", sides[0]), _make_subject("b", sides[1])
     require_finite_weights("a", first)
     require_finite_weights("b", second)
@@ -151,10 +152,10 @@ def _run_models(
         return run_model(a, inputs, vocabulary=smaller), run_model(b, inputs, vocabulary=smaller)
     if _is_whole_model(a, inputs) and isinstance(b, str | Path):
         run = run_model(a, inputs)
-        return run, run_stored_layers(Path(b), run)
+        return run, _run_stored_layers(Path(b), run)
     if _is_whole_model(b, inputs) and isinstance(a, str | Path):
         run = run_model(b, inputs)
-        return run_stored_layers(Path(a), run), run
+        return _run_stored_layers(Path(a), run), run
     return None
 
 
@@ -174,11 +175,9 @@ def _is_whole_model(value: object, inputs: ComparisonInputs | None) -> TypeGuard
 
 def _refuse_model_beside_layer(name: str, model: object, other: object) -> None:
     """Raise OptionError for a whole model whose attention the caller meant."""
-    is_layer = isinstance(other, NAMED_LAYERS) or is_transformers_attention(other)
-    if not (is_layer and _is_whole_model(model, None)):
+    if not (_is_layer(other) and _is_whole_model(model, None)):
         return
-    modules = read_attention_modules(model)
-    if not modules:
+    if not (modules := read_attention_modules(model)):
         return
     code = re.sub(r"\.(\d+)", r"[\1]", modules[0].prefix.rstrip("."))
     raise OptionError(
@@ -186,6 +185,10 @@ def _refuse_model_beside_layer(name: str, model: object, other: object) -> None:
         needed="two layers, or two models",
         do=f"give one of its layers, such as {name}={name}.{code}",
     )
+
+
+def _is_layer(value: object) -> bool:
+    return isinstance(value, NAMED_LAYERS) or is_transformers_attention(value)
 
 
 def _make_subject(name: str, value: object) -> Subject:
@@ -233,9 +236,8 @@ class Comparison:
         self.candidates = candidates
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         assert self.known.model is not None
-        self.known_calls = [
-            call for probe in probes for call in self.known.record_calls(probe.inputs)
-        ]
+        calls = (self.known.record_calls(probe.inputs) for probe in probes)
+        self.known_calls = [*chain.from_iterable(calls)]
         if isinstance(self.doubtful, Recording):
             self.doubtful.require_shapes_of(self.known_calls[0])
         as_run = build_attention_model_as_run(self.known.model, self.known_calls)
@@ -256,13 +258,12 @@ class Comparison:
             verdict = Verdict.SAME
         elif verdict.is_same and not self.runs_as_stated:
             verdict, blind = Verdict.INCONCLUSIVE, UNSTATED
-        if verdict.is_same and not self._settings_and_weights_are_equal():
-            blind = self._blind_spot(verdict, calls)
+        hidden = verdict.is_same and not self._are_equal_as_data()
+        if verdict.is_same:
+            blind = self._blind_spot(verdict, calls) if hidden else ""
+            blind = blind or describe_dropout_difference(self.first.dropout, self.second.dropout)
             verdict = Verdict.INCONCLUSIVE if blind else verdict
-        if verdict.is_same and not blind:
-            blind = describe_dropout_difference(self.first.dropout, self.second.dropout)
-            verdict = Verdict.INCONCLUSIVE if blind else verdict
-        hidden = verdict.is_same and not self._settings_and_weights_are_equal()
+        hidden = hidden and verdict.is_same
         comparison = FunctionComparison(
             kinds=(self.first.kind, self.second.kind),
             probes=tuple(probe.name for probe in self.probes),
@@ -307,15 +308,12 @@ class Comparison:
     def _list_unprobed_arguments(self) -> Iterator[str]:
         """Yield the arguments that no input has and one side takes, with the side that does not."""
         inputs = [probe.inputs for probe in self.probes]
-        arguments = (
-            ("a mask", "takes_mask", any(each.mask is not None for each in inputs)),
-            ("a source", "takes_source", any(each.source is not None for each in inputs)),
-        )
-        for what, attribute, was_given in arguments:
-            takes = [getattr(subject, attribute) for subject in (self.first, self.second)]
-            if any(takes) and not was_given:
+        for name in ("mask", "source"):
+            takes = [getattr(each, f"takes_{name}") for each in (self.first, self.second)]
+            if any(takes) and all(getattr(each, name) is None for each in inputs):
                 side = "second" if takes[0] else "first"
-                yield what if all(takes) else f"{what} (the {side} has no argument {what[2:]})"
+                lacks = "" if all(takes) else f" (the {side} has no argument {name})"
+                yield f"a {name}{lacks}"
 
     def _probe_parts_of_function(self, side: str) -> tuple[str, ...]:
         """Return what probes of a function say about its parts."""
@@ -332,21 +330,17 @@ class Comparison:
         So a part is named that the doubtful one has and the known one lacks. None where that does
         not explain every difference, by fewer causes than ``forward`` if that explains it too.
         """
-        model = self.doubtful.model
-        if (
-            model is None
-            or not self.runs_as_stated
-            or measure_gaps(model, calls).cells_beyond_rounding
-        ):
+        model, side = self.doubtful.model, "second" if self.doubtful is self.first else "first"
+        if model is None or not self.runs_as_stated:
             return None
-        side = "second" if self.doubtful is self.first else "first"
-        other = ExplainedCalls(
-            model, self.known_calls, names, self.known.dtype, self.candidates, side
-        )
-        is_worse = not forward.search.left.cells_beyond_rounding and len(other.causes) >= len(
-            forward.causes
-        )
-        return None if other.search.left.cells_beyond_rounding or is_worse else other
+        if measure_gaps(model, calls).cells_beyond_rounding:
+            return None
+        dtype = self.known.dtype
+        other = ExplainedCalls(model, self.known_calls, names, dtype, self.candidates, side)
+        if other.search.left.cells_beyond_rounding:
+            return None
+        is_worse = len(other.search.causes) >= len(forward.search.causes)
+        return None if is_worse and not forward.search.left.cells_beyond_rounding else other
 
     def diagnosis_with_gradients(self) -> Diagnosis:
         """Return the diagnosis; where outputs agree, gradients must agree as well.
@@ -356,38 +350,28 @@ class Comparison:
         diagnosis = self.diagnosis()
         if not diagnosis.verdict.is_same:
             return diagnosis
-        gaps = compare_gradients(
-            self.first,
-            self.second,
-            [probe.inputs for probe in self.probes if not probe.inputs.steps],
-            with_weights=diagnosis.verdict is not Verdict.OTHER_WEIGHTS,
-        )
+        with_weights = diagnosis.verdict is not Verdict.OTHER_WEIGHTS
+        inputs = self._single_calls
+        gaps = compare_gradients(self.first, self.second, inputs, with_weights=with_weights)
         assert diagnosis.function is not None
         agree = all(gap.is_rounding for gap in gaps)
-        return replace(
-            diagnosis,
-            verdict=diagnosis.verdict if agree else Verdict.UNKNOWN,
-            function=replace(diagnosis.function, gradients=gaps),
-        )
+        verdict = diagnosis.verdict if agree else Verdict.UNKNOWN
+        function = replace(diagnosis.function, gradients=gaps)
+        return replace(diagnosis, verdict=verdict, function=function)
 
     def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
         """Return the reason why these inputs could not show a difference; "" if they could."""
         if blind := explain_insensitivity_to_scores(self.model, calls, self.dtype):
             return blind
         reason = describe_unseen_setting(self.first.model, self.second.model, calls, self.dtype)
-        is_doubtful = verdict is Verdict.OTHER_WEIGHTS or self._settings_differ()
-        if is_doubtful and not self._outputs_agree_on_probes():
+        settings_differ = self._are_known_as_data and not self._are_equal_as_data(bare=True)
+        if (
+            verdict is Verdict.OTHER_WEIGHTS or settings_differ
+        ) and not self._outputs_agree_on_probes():
             elsewhere = "outputs agree on these inputs and differ on those that headwise makes"
             reason = reason or describe_degenerate_attention(self.model, calls)
             return "; ".join(filter(None, [reason, elsewhere]))
         return reason
-
-    def _settings_differ(self) -> bool:
-        """True if both are known as data and their settings differ."""
-        first, second = self.first.model, self.second.model
-        if first is None or second is None:
-            return False
-        return not replace(first, weights={}).is_equal(replace(second, weights={}))
 
     def _outputs_agree_on_probes(self) -> bool:
         """True if outputs agree on headwise's own inputs, or cannot be had."""
@@ -397,44 +381,46 @@ class Comparison:
         calls, names = self._record_doubtful(make_probes([self.first, self.second], sizes))
         return ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
 
+    @property
+    def _single_calls(self) -> list[Inputs]:
+        return [probe.inputs for probe in self.probes if not probe.inputs.steps]
+
     def _is_bitwise(self) -> bool:
-        single = [probe.inputs for probe in self.probes if not probe.inputs.steps]
-        pairs = ((self.first.output(inputs), self.second.output(inputs)) for inputs in single)
+        pairs = ((self.first.output(x), self.second.output(x)) for x in self._single_calls)
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
-    def _settings_and_weights_are_equal(self) -> bool:
-        """True if both are known as data and have the same settings and numbers."""
+    @property
+    def _are_known_as_data(self) -> bool:
+        return self.first.model is not None and self.second.model is not None
+
+    def _are_equal_as_data(self, *, bare: bool = False) -> bool:
+        """True if both are known as data and have the same settings and, unless bare, numbers."""
         first, second = self.first.model, self.second.model
-        return first is not None and second is not None and first.is_equal(second)
+        if first is None or second is None:
+            return False
+        if bare:
+            first, second = replace(first, weights={}), replace(second, weights={})
+        return first.is_equal(second)
 
 
 WEIGHTS = (str, os.PathLike, Mapping)
 NAMED_LAYERS = (Attention, nn.MultiheadAttention)
 
 
-def is_stored_weights(value: object) -> TypeGuard[str | Path | Mapping[str, Tensor]]:
-    """True for weights: a file, a folder or a state dict."""
-    return isinstance(value, WEIGHTS) and not is_recording(value)
-
-
-def can_compare_as_weights(a: object, b: object) -> bool:
+def _can_compare_as_weights(a: object, b: object) -> bool:
     """True for two sets of weights, and for a set with a module whose weights have names.
 
     Those are layers of headwise and torch and, beside a state dict, modules with a config.
     """
-    pairs = ((a, b), (b, a))
-    return all(map(is_stored_weights, (a, b))) or any(
-        is_stored_weights(stored) and _is_module_with_named_weights(module, stored)
-        for stored, module in pairs
-    )
-
-
-def _is_module_with_named_weights(module: object, stored: object) -> TypeGuard[nn.Module]:
-    has_config = isinstance(stored, Mapping) and hasattr(module, "config")
+    stored = [isinstance(each, WEIGHTS) and not is_recording(each) for each in (a, b)]
+    if all(stored) or not any(stored):
+        return all(stored)
+    weights, module = (a, b) if stored[0] else (b, a)
+    has_config = isinstance(weights, Mapping) and hasattr(module, "config")
     return isinstance(module, NAMED_LAYERS) or (has_config and isinstance(module, nn.Module))
 
 
-def compare_stored_weights(*sides: Any) -> Diagnosis:
+def _compare_stored_weights(*sides: Any) -> Diagnosis:
     """Compare two sets of weights; of a module, those in its state dict."""
     module = next((side for side in sides if isinstance(side, nn.Module)), None)
     config = None
@@ -443,20 +429,17 @@ def compare_stored_weights(*sides: Any) -> Diagnosis:
     heads = module.num_heads if isinstance(module, NAMED_LAYERS) else None
     kv_heads = module.num_kv_heads if isinstance(module, Attention) else None
     counts = {"heads": heads, "kv_heads": kv_heads}
-    first, second = (
-        open_weights(
-            side.state_dict() if isinstance(side, nn.Module) else side,
-            counts,
-            config=config,
-            title=f"the {which} state dict",
-        )
-        for which, side in zip(("first", "second"), sides, strict=True)
-    )
+    opened = []
+    for which, side in zip(("first", "second"), sides, strict=True):
+        state = side.state_dict() if isinstance(side, nn.Module) else side
+        title = f"the {which} state dict"
+        opened.append(open_weights(state, counts, config=config, title=title))
     if module is not None:
-        first, second = (
+        opened = [
             weights if isinstance(side, nn.Module) else _take_layer_like(module, weights)
-            for weights, side in zip((first, second), sides, strict=True)
-        )
+            for weights, side in zip(opened, sides, strict=True)
+        ]
+    first, second = opened
     return verify_opened(first, second)
 
 
@@ -466,8 +449,7 @@ def _take_layer_like(module: nn.Module, stored: GivenWeights) -> GivenWeights:
     Raises:
         OptionError: one layer beside several, and it does not say which of them it is.
     """
-    is_layer = isinstance(module, NAMED_LAYERS) or is_transformers_attention(module)
-    modules = matching = _find_stored_attention_modules(stored) if is_layer else ()
+    modules = matching = _find_stored_attention_modules(stored) if _is_layer(module) else ()
     if len(modules) > 1:
         number = stated_layer_index(module) if is_transformers_attention(module) else None
         matching = tuple(each for each in modules if each.layer == number)
@@ -495,7 +477,7 @@ def _find_stored_attention_modules(stored: GivenWeights) -> tuple[NamedModule, .
     return max((group[0].modules for group in groups), key=len, default=())
 
 
-def load_layer_of_same_number(value: object, other: object) -> object:
+def _load_layer_of_same_number(value: object, other: object) -> object:
     """Return the stored layer of the same number, for files beside an attention of transformers."""
     is_file = isinstance(value, str | Path) and not is_recording(value)
     if is_file and is_transformers_attention(other):
@@ -503,16 +485,8 @@ def load_layer_of_same_number(value: object, other: object) -> object:
     return value
 
 
-def run_stored_layers(path: Path, model: ModelRun) -> ModelRun:
-    """Load as many layers as a model has, and run each on the input of the model's layer.
-
-    Args:
-        path: the weights, with the settings of their model beside them or in their metadata.
-        model: the run of the model.
-
-    Raises:
-        CheckpointError, OptionError: a layer cannot be loaded.
-    """
+def _run_stored_layers(path: Path, model: ModelRun) -> ModelRun:
+    """Load as many layers as a model has, and run each on the input of the model's layer."""
     layers = []
     for number, other in enumerate(model.layers):
         subject = NativeSubject(load_attention(path, layer=number))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from headwise.diagnosis.simulation.gaps import absolute_difference
 from headwise.diagnosis.simulation.model import AttentionModel
@@ -48,7 +47,9 @@ def describe_degenerate_attention(model: AttentionModel, calls: Sequence[Recorde
         return "zero values: no weight changes the output"
     if all(bool((run["weights"].amax(-1) > ONE).all()) for run in runs):
         return "saturated: each query gives all its weight to one key"
-    if all(_values_are_equal_over_tokens(run["v"]) for run in runs):
+    values = [run["v"] for run in runs]
+    eps = torch.finfo(torch.float32).eps
+    if all(bool((v - v[:, :, :1]).abs().amax() <= eps * v.abs().amax()) for v in values):
         return "equal tokens: all values are equal, so weights change nothing"
     return ""
 
@@ -76,12 +77,10 @@ def describe_unseen_setting(
     calls = [replace(call, dtype=unit) for call in calls]
     for name, state in (("window", _state_window), ("softcap", _state_softcap)):
         words = ["" if model is None else state(model) for model in (first, second)]
-        if first is not None and second is not None:
-            is_unseen = words[0] != words[1]
-        else:
-            is_unseen = known is not None and not all(
-                _is_seen(known, other, calls) for other in _without_setting(known, name)
-            )
+        is_unseen = words[0] != words[1]
+        if first is None or second is None:
+            others = [] if known is None else _without_setting(known, name)
+            is_unseen = known is not None and not all(_is_seen(known, x, calls) for x in others)
         if is_unseen:
             return _describe_unseen_setting(name, words, calls)
     return ""
@@ -117,11 +116,7 @@ def _without_setting(model: AttentionModel, name: str) -> list[AttentionModel]:
 
 def _is_seen(model: AttentionModel, other: AttentionModel, calls: Sequence[RecordedCall]) -> bool:
     """True if what was recorded of a call would be apart by more than rounding."""
-    return any(
-        _stage_differs_beyond_rounding(model, call, stage, other.predict_stage(stage, call))
-        for call in calls
-        for stage in call.stages
-    )
+    return any(_differs(model, call, stage, other) for call in calls for stage in call.stages)
 
 
 def find_unseen_setting_changes(
@@ -129,14 +124,6 @@ def find_unseen_setting_changes(
 ) -> tuple[str, ...]:
     """Return small changes of the settings that would move nothing recorded beyond rounding."""
     calls = [replace(call, dtype=unit) for call in calls]
-    return tuple(
-        name
-        for name, other in _make_small_setting_changes(model).items()
-        if not _is_seen(model, other, calls)
-    )
-
-
-def _make_small_setting_changes(model: AttentionModel) -> dict[str, AttentionModel]:
     settings, changes = model.settings, {}
     if settings.rotation is not None:
         theta = settings.rotation.theta
@@ -146,12 +133,7 @@ def _make_small_setting_changes(model: AttentionModel) -> dict[str, AttentionMod
         changes["a window of one key more"] = model.with_settings(window=(left + 1, right))
     if settings.cap is None:
         changes[f"a softcap of {USUAL_CAP:g}"] = model.with_settings(softcap=Softcap(USUAL_CAP))
-    return changes
-
-
-def _values_are_equal_over_tokens(v: Tensor) -> bool:
-    apart = (v - v[:, :, :1]).abs().amax()
-    return bool(apart <= torch.finfo(torch.float32).eps * v.abs().amax())
+    return tuple(name for name, other in changes.items() if not _is_seen(model, other, calls))
 
 
 def _is_sensitive_to_scores(model: AttentionModel, call: RecordedCall) -> bool:
@@ -159,20 +141,21 @@ def _is_sensitive_to_scores(model: AttentionModel, call: RecordedCall) -> bool:
     other = model.with_settings(scale=ANOTHER_SCALE * model.settings.factor)
     if not {"scores", "weights"} <= set(call.stages):
         stage = "weights" if "weights" in call.stages else "output"
-        bare = replace(call, stages={})
-        return _stage_differs_beyond_rounding(model, bare, stage, other.predict_stage(stage, bare))
+        return _differs(model, replace(call, stages={}), stage, other)
     # From the recorded stages before each, so that only the rounding of one step counts.
     moved = replace(call, stages={**call.stages, "scores": ANOTHER_SCALE * call.stages["scores"]})
-    return _stage_differs_beyond_rounding(
-        model, call, "scores", other.predict_stage("scores", call)
-    ) and _stage_differs_beyond_rounding(
-        model, call, "weights", model.predict_stage("weights", moved)
-    )
+    return _differs(model, call, "scores", other) and _differs(model, call, "weights", model, moved)
 
 
-def _stage_differs_beyond_rounding(
-    model: AttentionModel, call: RecordedCall, stage: str, other: Tensor
+def _differs(
+    model: AttentionModel,
+    call: RecordedCall,
+    stage: str,
+    other: AttentionModel,
+    moved: RecordedCall | None = None,
 ) -> bool:
-    """True if a stage is apart from what the model computes by more than rounding."""
-    apart = absolute_difference(model.predict_stage(stage, call), other)
-    return bool((apart > allowed_difference(model.prepare_stage(stage, call))).any())
+    """True if a stage of another model, or of a moved call, is apart by more than rounding."""
+    theirs = other.predict_stage(stage, call if moved is None else moved)
+    forced = model.prepare_stage(stage, call)
+    apart = absolute_difference(forced.compute_stage(), theirs)
+    return bool((apart > allowed_difference(forced)).any())

@@ -18,7 +18,7 @@ from headwise.layouts.modules import (
     locate_weight_outside_attention,
     replace_numbers_with_layer_slots,
 )
-from headwise.layouts.pattern import PatternAxis, Sizes
+from headwise.layouts.pattern import Sizes
 from headwise.layouts.plan import TensorHeader
 from headwise.layouts.registry import layouts_by_name
 
@@ -50,9 +50,8 @@ class CandidateLayout:
     @property
     def sizes(self) -> dict[str, int | list[int]]:
         """Each size by its name: a number, or a list of all that fit."""
-        return {
-            name: n[0] if len(n) == 1 else n for name, n in _group_values_by_name(self.fits).items()
-        }
+        by_name = _group_values_by_name(self.fits)
+        return {name: n[0] if len(n) == 1 else n for name, n in by_name.items()}
 
     @property
     def misplacement(self) -> str | None:
@@ -68,12 +67,9 @@ class CandidateLayout:
     def with_sizes(self, sizes: Sizes) -> CandidateLayout:
         """Return the candidate with these head counts and, if stated, this rotary_width."""
         width = {name: n for name, n in sizes.items() if name == "rotary_width"}
-        fitting = (
-            fit | width
-            for fit in self.fits
-            if query_and_kv_head_counts(fit) == query_and_kv_head_counts(sizes)
-        )
-        return replace(self, fits=tuple(fitting))
+        counts = query_and_kv_head_counts(sizes)
+        fitting = (fit for fit in self.fits if query_and_kv_head_counts(fit) == counts)
+        return replace(self, fits=tuple(fit | width for fit in fitting))
 
     def layout_reading(self, sizes: Sizes, *, module: int = 0) -> LayoutReading:
         """Return the reading of one module with these sizes."""
@@ -91,11 +87,13 @@ class CandidateLayout:
 
 
 LayoutGroup = tuple[CandidateLayout, ...]  # of the same map and function
+Headers = Mapping[str, TensorHeader]
+Shapes = Mapping[str, tuple[int, ...]]
 ModuleFit = tuple[NamedModule, tuple[Sizes, ...]]  # no sizes for an incomplete or unfit module
 
 
 def find_candidates(
-    headers: Mapping[str, TensorHeader], counts: Mapping[str, int], described: Layout | None = None
+    headers: Headers, counts: Mapping[str, int], described: Layout | None = None
 ) -> list[CandidateLayout]:
     """Return the layouts that fit the names and shapes of all modules.
 
@@ -110,7 +108,7 @@ def find_candidates(
 
 
 def _match_layout(
-    layout: Layout, headers: Mapping[str, TensorHeader], counts: Mapping[str, int]
+    layout: Layout, headers: Headers, counts: Mapping[str, int]
 ) -> CandidateLayout | None:
     modules = find_modules(layout, headers)
     if not modules or any(find_unlisted_tensors_of_module(module, layout) for module in modules):
@@ -128,20 +126,15 @@ def _match_layout(
     sound = tuple(module for module, faults in checked if not faults)
     # Among layouts that are the same map, names outside of attention identify the model.
     roots = {module.place.root for module in modules}
-    around = sum(
-        locate_weight_outside_attention(layout, name, roots) is not None for name in headers
-    )
+    outside = (locate_weight_outside_attention(layout, name, roots) for name in headers)
+    around = sum(place is not None for place in outside)
     sentences = tuple(fault for _, faults in checked for fault in faults)
-    return CandidateLayout(
-        layout, sound, fits, _describe_match_reasons(sound, fits), around, sentences
-    )
+    reasons = _describe_match_reasons(sound, fits)
+    return CandidateLayout(layout, sound, fits, reasons, around, sentences)
 
 
 def _list_module_sizes(
-    modules: list[NamedModule],
-    layout: Layout,
-    headers: Mapping[str, TensorHeader],
-    counts: Mapping[str, int],
+    modules: list[NamedModule], layout: Layout, headers: Headers, counts: Mapping[str, int]
 ) -> Iterator[ModuleFit]:
     """Yield each module with its possible sizes; ``counts`` are of the first module's kind."""
     sizes_by_shapes: dict[object, tuple[Sizes, ...]] = {}
@@ -162,7 +155,7 @@ def _list_module_sizes(
 
 
 def _find_module_faults(
-    module_fit: ModuleFit, whole: NamedModule, layout: Layout, headers: Mapping[str, TensorHeader]
+    module_fit: ModuleFit, whole: NamedModule, layout: Layout, headers: Headers
 ) -> list[str]:
     """Return the faults of a module, by comparison with a whole one."""
     module, fits = module_fit
@@ -182,9 +175,7 @@ def _find_module_faults(
     return [f"`{module.prefix}` has shapes that do not fit each other and the counts"]
 
 
-def _possible_sizes(
-    layout: Layout, shapes: Mapping[str, tuple[int, ...]], counts: Mapping[str, int]
-) -> Iterator[Sizes]:
+def _possible_sizes(layout: Layout, shapes: Shapes, counts: Mapping[str, int]) -> Iterator[Sizes]:
     """Yield the sizes that a module may have; try every number of heads if it is open."""
     axes = {name for pattern in layout.patterns.values() for name in pattern.axis_names()}
     if (sizes := _solve_sizes(layout, shapes, counts)) is not None:
@@ -200,27 +191,19 @@ def _possible_sizes(
             yield from (sizes for sizes in tried if sizes is not None)
 
 
-def _possible_heads(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
+def _possible_heads(layout: Layout, shapes: Shapes) -> list[int]:
     """Return the numbers of heads that divide the length of every axis of whole heads."""
-    lengths = [
-        length
-        for name, shape in shapes.items()
-        for axis, length in zip(layout.patterns[name].axes, shape, strict=False)
-        if _has_heads_in_axis_pattern(axis)
-    ]
-    common = gcd(*lengths)  # 0 of none, which every number divides
+    common = 0  # which every number divides
+    for name, shape in shapes.items():
+        for axis, length in zip(layout.patterns[name].axes, shape, strict=False):
+            parts = [block.names for block in axis.blocks] or [()]
+            names = [{*axis.before, *part, *axis.after} for part in parts]
+            if all("heads" in part or {"kv_heads", "group"} <= part for part in names):
+                common = gcd(common, length)
     return [heads for heads in range(2, MOST_HEADS + 1) if common % heads == 0]
 
 
-def _has_heads_in_axis_pattern(axis: PatternAxis) -> bool:
-    parts = [block.names for block in axis.blocks] or [()]
-    names = [{*axis.before, *part, *axis.after} for part in parts]
-    return all("heads" in part or {"kv_heads", "group"} <= part for part in names)
-
-
-def _solve_sizes(
-    layout: Layout, shapes: Mapping[str, tuple[int, ...]], counts: Mapping[str, int]
-) -> Sizes | None:
+def _solve_sizes(layout: Layout, shapes: Shapes, counts: Mapping[str, int]) -> Sizes | None:
     with suppress(OptionError, ShapeError):
         sizes = layout.sizes(shapes, counts)
         if layout.rows == "interleaved" and not layout.function.is_rotary_width_open:
@@ -250,7 +233,8 @@ def _describe_match_reasons(
     values = {name: by_name[name] for name in shown if name in by_name}
     fixed = ", ".join(f"{name} {sizes[0]}" for name, sizes in values.items() if len(sizes) == 1)
     words = [f"they fit with {fixed}"] if fixed else []
-    for name, sizes in [(name, sizes) for name, sizes in values.items() if len(sizes) > 1][:1]:
+    if name := next((name for name, sizes in values.items() if len(sizes) > 1), ""):
+        sizes = values[name]
         rest = f" and {len(sizes) - LISTED} more" if len(sizes) > LISTED else ""
         words.append(f"{name} may be {', '.join(map(str, sizes[:LISTED]))}{rest}")
     return f"names: {len(modules)} modules with {names}{more}", f"shapes: {'; '.join(words)}"

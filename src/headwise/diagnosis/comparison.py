@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
@@ -37,15 +37,12 @@ class PartedStage:
     shapes: str = ""
 
     def __str__(self) -> str:
-        heads = "" if self.heads is None else f", {_format_noun_with_numbers('head', self.heads)}"
-        heads += f", {self.positions_in_words}" if self.positions_in_words else ""
-        mark = "explained" if self.is_explained else "NOT explained"
-        apart = (
-            f"apart by {self.size:.2g} of its size"
-            if isfinite(self.size)
-            else self.shapes or "of another shape, or not finite in one of the two"
-        )
-        return f"{self.stage}: {apart}{heads}; {mark}"
+        heads = "" if self.heads is None else _format_noun_with_numbers("head", self.heads)
+        apart = self.shapes or "of another shape, or not finite in one of the two"
+        if isfinite(self.size):
+            apart = f"apart by {self.size:.2g} of its size"
+        words = ", ".join(filter(None, (apart, heads, self.positions_in_words)))
+        return f"{self.stage}: {words}; {'' if self.is_explained else 'NOT '}explained"
 
     @property
     def positions_in_words(self) -> str:
@@ -136,10 +133,8 @@ class FoundCause:
         """Sentences about the cause."""
         where = f", {self.heads_in_words} alone" if self.heads_in_words else ""
         values = f": {self.parameters_in_words}" if self.parameters_in_words else ""
-        lines = [f"{self.name}{values} in the {self.side}{where}"]
-        lines.append(
-            f"  explains {', '.join(self.stages)} to rounding{self.explained_share_in_words}"
-        )
+        stages = f"{', '.join(self.stages)} to rounding{self.explained_share_in_words}"
+        lines = [f"{self.name}{values} in the {self.side}{where}", f"  explains {stages}"]
         if self.repair:
             side = "" if self.side == "first" else f" of the {self.side}"
             lines.append(f"  repair{side}: {self.repair}")
@@ -308,6 +303,10 @@ def _format_parameter(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def _fields_to_json(value: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: _convert_to_json(getattr(value, name)) for name in names}
+
+
 def _convert_to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _convert_to_json(part) for name, part in value.items()}
@@ -435,14 +434,10 @@ class ModelComparison:
     @property
     def _layer_exchange(self) -> Cause | None:
         names = [layer.other_name for layer in self.layers]
-        moved = [
-            (n, layer.exchanged_with) for n, layer in enumerate(self.layers) if layer.exchanged_with
-        ]
-        if not moved:
-            return None
+        moved = [(n, layer.exchanged_with) for n, layer in enumerate(self.layers)]
         # Two neighbours that were exchanged move in both directions.
-        shifts = {names.index(name) - here if name in names else 0 for here, name in moved}
-        return cause_of_layer_shifts(shifts)
+        shifts = {names.index(x) - here if x in names else 0 for here, x in moved if x}
+        return cause_of_layer_shifts(shifts) if shifts else None
 
     @property
     def cause_names(self) -> list[str]:
@@ -453,17 +448,11 @@ class ModelComparison:
     @property
     def cause_names_with_equals(self) -> list[str]:
         """The names of the causes in all layers, each with those that look the same."""
-        return [
-            *dict.fromkeys(
-                name
-                for layer in self.differing_layers
-                for name in (
-                    self.cause_names_of(layer)
-                    if layer.exchanged_with
-                    else layer.comparison.cause_names_with_equals
-                )
-            )
-        ]
+        names: list[str] = []
+        for layer in self.differing_layers:
+            equals = layer.comparison.cause_names_with_equals
+            names += self.cause_names_of(layer) if layer.exchanged_with else equals
+        return [*dict.fromkeys(names)]
 
     def cause_names_of(self, layer: LayerComparison) -> list[str]:
         """Return the names of the causes in a layer."""
@@ -474,32 +463,19 @@ class ModelComparison:
     def unexplained_places(self) -> list[str]:
         """The layers that differ without a cause, and the place outside attention."""
         names = [f"`{layer.name}`" for layer in self.differing_layers if not layer.is_explained]
-        return names + (
-            [f"the difference {self.difference_outside_attention}"]
-            if self.difference_outside_attention
-            else []
-        )
+        outside = self.difference_outside_attention
+        return [*names, *([f"the difference {outside}"] if outside else [])]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as numbers, texts, lists and dicts, for JSON."""
+        of_model = ("kinds", "inputs", "seed", "output_gap", "uncompared")
+        of_layer = ("name", "other_name", "input_gap", "has_other_input", "exchanged_with")
         return {
-            "kinds": list(self.kinds),
-            "inputs": self.inputs,
-            "seed": self.seed,
-            "output_gap": self.output_gap if isfinite(self.output_gap) else None,
-            "uncompared": self.uncompared,
+            **_fields_to_json(self, of_model),
             "outside": self.difference_outside_attention,
             "layers": [
-                {
-                    "name": layer.name,
-                    "other_name": layer.other_name,
-                    "input_gap": layer.input_gap if isfinite(layer.input_gap) else None,
-                    "has_other_input": layer.has_other_input,
-                    "exchanged_with": layer.exchanged_with,
-                    "is_of_second": layer.is_of_second,
-                    "note": layer.note,
-                    "comparison": layer.comparison.as_dict(),
-                }
+                _fields_to_json(layer, (*of_layer, "is_of_second", "note"))
+                | {"comparison": layer.comparison.as_dict()}
                 for layer in self.layers
             ],
         }
@@ -507,27 +483,20 @@ class ModelComparison:
     @property
     def lines(self) -> list[str]:
         """Sentences: the first layer that parts, its cause, and the layers that do likewise."""
-        lines = [
-            f"{self.kinds[0]} against {self.kinds[1]}: {len(self.layers)} attentions, on "
-            f"{self.inputs} (seed {self.seed})"
-        ]
-        if self.difference_outside_attention:
-            lines.append(
-                f"  a difference starts {self.difference_outside_attention}, outside attention"
-            )
+        count = f"{len(self.layers)} attentions, on {self.inputs} (seed {self.seed})"
+        lines = [f"{self.kinds[0]} against {self.kinds[1]}: {count}"]
+        if place := self.difference_outside_attention:
+            lines.append(f"  a difference starts {place}, outside attention")
         if exchange := self._layer_exchange:
-            lines.append(f"  {exchange.name}")
-            lines.append(f"    repair: {exchange.remedy}")
+            lines += [f"  {exchange.name}", f"    repair: {exchange.remedy}"]
             lines.append(f"    more: {exchange.page}")
         for first, *others in self.differing_layers_by_causes:
             lines += [f"  {line}" for line in first.lines]
             if others:
                 lines.append(f"  the same in {len(others)} more: {_join_layer_names(others)}")
-        if self.layers_with_blind_spot:
-            names = _join_layer_names(self.layers_with_blind_spot)
-            lines.append(f"  {names}: {self.layers_with_blind_spot[0].comparison.blind}")
-        skipped = [layer for layer in self.layers if layer.note]
-        if skipped:
+        if blind := self.layers_with_blind_spot:
+            lines.append(f"  {_join_layer_names(blind)}: {blind[0].comparison.blind}")
+        if skipped := [layer for layer in self.layers if layer.note]:
             lines.append(f"  not compared: {_join_layer_names(skipped)}: {skipped[0].note}")
         if self.uncompared:
             lines.append(f"  the outputs were not compared: {self.uncompared}")

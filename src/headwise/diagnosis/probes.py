@@ -49,12 +49,8 @@ def make_probe_inputs(
     there are fewer tokens than columns. In self-attention, a sequence longer than the window, under
     a causal mask, shows frequencies; one without the mask shows a window of later keys.
 
-    Args:
-        widths: of tokens and of the source.
-        crosses: True for cross attention.
-        takes_mask: False for inputs without masks.
-        window: numbers of keys before and after a query in a window; 0 for none.
-        seed: of the numbers.
+    ``widths`` are those of tokens and of the source; ``window`` is the number of keys before and
+    after a query in a window, 0 for none.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -65,20 +61,15 @@ def make_probe_inputs(
     usual = tokens(QUERIES)
     source = None if usual.source is None else _three_times(usual.source, generator)
     larger = Inputs(_three_times(usual.x, generator), source)
-    probes = [
-        NamedInputs(f"{QUERIES} random tokens", usual),
-        NamedInputs(f"{QUERIES} random tokens, three times as large", larger),
-        NamedInputs(f"{FEW} random tokens", tokens(FEW)),
-    ]
+    name = f"{QUERIES} random tokens"
+    probes = [NamedInputs(name, usual), NamedInputs(f"{name}, three times as large", larger)]
+    probes.append(NamedInputs(f"{FEW} random tokens", tokens(FEW)))
     if not crosses:
-        long = tokens(max(LONG, window[0] + FEW)).x
-        length = long.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool).tril() if takes_mask else None
-        name = f"{length} random tokens{' under a causal mask' if takes_mask else ''}"
-        probes.append(NamedInputs(name, Inputs(long, mask=causal)))
-        if takes_mask and window[1] + FEW > QUERIES:
-            both = tokens(window[1] + FEW)
-            probes.append(NamedInputs(f"{both.x.shape[1]} random tokens", both))
+        length = max(LONG, window[0] + FEW)
+        long = NamedInputs(f"{length} random tokens", tokens(length))
+        probes.append(_under_causal_mask(long) if takes_mask else long)
+        if takes_mask and (length := window[1] + FEW) > QUERIES:
+            probes.append(NamedInputs(f"{length} random tokens", tokens(length)))
     if takes_mask:
         probes += [_pad(tokens(QUERIES), side) for side in ("right", "left")]
     return probes
@@ -94,12 +85,6 @@ def _three_times(x: Tensor, generator: torch.Generator) -> Tensor:
     flat = x.flatten(0, 1)
     first, second, third = (flat[torch.randperm(len(flat), generator=generator)] for _ in range(3))
     return (2 * first - 2 * second + third).reshape(x.shape)
-
-
-def make_source_probe(widths: tuple[int, int], *, seed: int = SEED) -> NamedInputs:
-    """Return tokens that attend to others: cross attention of a layer whose widths are equal."""
-    [probe, *_] = make_probe_inputs(widths, crosses=True, seed=seed)
-    return replace(probe, name=f"{probe.name} that attend to {KEYS} others")
 
 
 def _pad(inputs: Inputs, side: str) -> NamedInputs:
@@ -126,22 +111,17 @@ def read_inputs(inputs: ComparisonInputs | None) -> Tensor | Inputs | Mapping[st
     """
     if inputs is None or isinstance(inputs, Tensor | Inputs | Mapping):
         return inputs
-    seen = f"inputs of type {type(inputs).__name__}"
-    try:
-        if isinstance(inputs, np.ndarray):
-            seen = f"an array of {inputs.dtype} as the inputs"
+    seen, cause = f"inputs of type {type(inputs).__name__}", None
+    if isinstance(inputs, np.ndarray):
+        try:
             return torch.from_numpy(inputs)
-    except (TypeError, ValueError) as error:
-        raise _inputs_type_error(seen) from error
-    raise _inputs_type_error(seen)
-
-
-def _inputs_type_error(seen: str) -> OptionError:
-    return OptionError(
+        except (TypeError, ValueError) as error:
+            seen, cause = f"an array of {inputs.dtype} as the inputs", error
+    raise OptionError(
         saw=seen,
         needed="a tensor or a NumPy array of numbers, Inputs, or keyword arguments of a model",
         do="make a tensor: inputs=torch.as_tensor(values)",
-    )
+    ) from cause
 
 
 def choose_inputs(
@@ -165,10 +145,11 @@ def choose_inputs(
     sizes = sizes or [_read_widths_of_given(subjects, inputs)]
     if len({*sizes}) > 1:
         (mine, my_source), (theirs, their_source) = sizes
-        what = (mine, theirs) if mine != theirs else (my_source, their_source)
+        noun, a, b = ("tokens", mine, theirs)
+        if mine == theirs:
+            noun, a, b = "sources", my_source, their_source
         raise ShapeError(
-            saw=f"a takes {'tokens' if mine != theirs else 'sources'} of width {what[0]}, "
-            f"b of width {what[1]}",
+            saw=f"a takes {noun} of width {a}, b of width {b}",
             needed="two attentions of the same input",
             do="compare layers of the same model",
         )
@@ -225,14 +206,11 @@ def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[Nam
         max((n for n in sides if n is not None and n < LONGEST), default=0)
         for sides in zip(*windows, strict=True)
     )
-    probes = make_probe_inputs(
-        sizes,
-        crosses=crosses,
-        takes_mask=all(each.takes_mask for each in subjects),
-        window=(left, right),
-    )
+    takes_mask = all(each.takes_mask for each in subjects)
+    probes = make_probe_inputs(sizes, crosses=crosses, takes_mask=takes_mask, window=(left, right))
     if not crosses and all(each.takes_source for each in subjects):
-        probes.append(make_source_probe(sizes))
+        [probe, *_] = make_probe_inputs(sizes, crosses=True)
+        probes.append(replace(probe, name=f"{probe.name} that attend to {KEYS} others"))
     capped = [each.model for each in subjects if each.model and each.model.settings.cap]
     probes += [_enlarge_to_reach_softcap(probes[0], model) for model in capped[:1]]
     return _add_causal_mask(subjects, probes)
@@ -241,17 +219,15 @@ def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[Nam
 def _enlarge_to_reach_softcap(probe: NamedInputs, model: AttentionModel) -> NamedInputs:
     """Return larger tokens, whose largest score is about the cap: half of it is cut off by 8 %."""
     assert model.settings.cap is not None
-    scores = model.with_settings(softcap=None).predict_stage(
-        "scores", RecordedCall(probe.inputs, {})
-    )
+    bare = model.with_settings(softcap=None)
+    scores = bare.predict_stage("scores", RecordedCall(probe.inputs, {}))
     share = float(scores.masked_fill(scores.isinf(), 0.0).abs().max()) / model.settings.cap
     # Scores grow with the square of the tokens. A power of two leaves them exact.
     factor = 2 ** min(LARGEST, max(1, round(-math.log2(max(share, TINY)) / 2)))
     inputs, source = probe.inputs, probe.inputs.source
-    return NamedInputs(
-        f"{probe.name}, {factor} times as large",
-        replace(inputs, x=factor * inputs.x, source=None if source is None else factor * source),
-    )
+    source = None if source is None else factor * source
+    larger = replace(inputs, x=factor * inputs.x, source=source)
+    return NamedInputs(f"{probe.name}, {factor} times as large", larger)
 
 
 def _add_causal_mask(
@@ -265,17 +241,16 @@ def _add_causal_mask(
     states = [each.is_causal for each in subjects]
     if True not in states or None not in states or not all(each.takes_mask for each in subjects):
         return [*probes]
-    return [
-        NamedInputs(
-            probe.name if " under a " in probe.name else f"{probe.name} under a causal mask",
-            replace(inputs, mask=causal if inputs.mask is None else causal & inputs.mask),
-        )
-        for probe in probes
-        for inputs in [probe.inputs]
-        for causal in [
-            torch.ones(inputs.x.shape[1], inputs.key_source.shape[1], dtype=torch.bool).tril()
-        ]
-    ]
+    return [_under_causal_mask(probe) for probe in probes]
+
+
+def _under_causal_mask(probe: NamedInputs) -> NamedInputs:
+    inputs = probe.inputs
+    size = inputs.x.shape[1], inputs.key_source.shape[1]
+    causal = torch.ones(size, dtype=torch.bool).tril()
+    mask = causal if inputs.mask is None else causal & inputs.mask
+    words = "" if " under a " in probe.name else " under a causal mask"
+    return NamedInputs(f"{probe.name}{words}", replace(inputs, mask=mask))
 
 
 def _require_matching_shapes(inputs: Inputs, sizes: tuple[int, int], name: str) -> None:
@@ -302,8 +277,7 @@ def _require_matching_shapes(inputs: Inputs, sizes: tuple[int, int], name: str) 
                 needed="finite tokens, also where a mask hides them",
                 do=f"look at what makes {what}, and set the tokens of padding to 0",
             )
-    mask = inputs.mask
-    if mask is None:
+    if (mask := inputs.mask) is None:
         return
     if mask.dtype != torch.bool:
         raise MaskError(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import CAUSES, Cause
 from headwise.diagnosis.causes import axes, gates, masks, norms, rotary, scores, weights
 from headwise.diagnosis.causes.evidence import (
@@ -17,7 +19,6 @@ from headwise.diagnosis.causes.evidence import (
     Family,
     Search,
     Variant,
-    Variants,
     search_moves,
 )
 from headwise.diagnosis.comparison import FoundCause, PartedStage, StageGaps
@@ -39,14 +40,12 @@ from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.errors import OptionError
 from headwise.function.stages import STAGES
 
+# The function that looks for a cause has the name of its row.
 SEARCHES: Mapping[Cause, Search] = {
-    **weights.SEARCHES,
-    **axes.SEARCHES,
-    **norms.SEARCHES,
-    **rotary.SEARCHES,
-    **scores.SEARCHES,
-    **gates.SEARCHES,
-    **masks.SEARCHES,
+    cause: vars(module)[f"_{name.lower()}"]
+    for name, cause in vars(catalogue).items()
+    for module in (weights, axes, norms, rotary, scores, gates, masks)
+    if f"_{name.lower()}" in vars(module)
 }
 MOST_CAUSES = 4
 BEAM = 5
@@ -90,15 +89,15 @@ class NamedCause:
     partner: str = ""
 
     @property
-    def stages(self) -> list[str]:
+    def stages(self) -> tuple[str, ...]:
         """The stages that it explains."""
-        return list(dict.fromkeys(stage for stage, _, _ in self.cells))
+        return tuple(dict.fromkeys(stage for stage, _, _ in self.cells))
 
     @property
-    def heads(self) -> list[int] | None:
+    def heads(self) -> tuple[int, ...] | None:
         """The heads that it explains in its first stage; None for all."""
         first = self.cells[0][0]
-        heads = sorted({head for stage, _, head in self.cells if stage == first})
+        heads = tuple(sorted({head for stage, _, head in self.cells if stage == first}))
         role = "k" if first[0] in "kv" else "q"
         has_others = len(heads) < len(self.model.weights[f"w{role}"])
         return heads if self.is_partial and WHOLE not in heads and has_others else None
@@ -111,8 +110,7 @@ class NamedCause:
         return (self.cause.is_statistical, -len(self.stages), cost, self.left)
 
 
-@dataclass(frozen=True)
-class CauseSearchResult:
+class CauseSearchResult(NamedTuple):
     """Causes that were named, and what they leave unexplained."""
 
     causes: tuple[NamedCause, ...]
@@ -172,7 +170,7 @@ def _find_additional_cause(
 
 
 def _yield_explaining_variants(cause: Cause, evidence: Evidence) -> Iterator[NamedCause]:
-    """Return the variants of a cause that explain whole stages."""
+    """Yield the variants of a cause that explain whole stages."""
     for variant in _yield_fitted_variants(cause, evidence):
         if explained := _explain_cells_by_variant(cause, variant, evidence):
             yield explained
@@ -182,26 +180,21 @@ def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant
     cells = evidence.parted_calls_and_heads(*list_recorded_stages_of_cause(cause, evidence))
     if not cells:
         return
-    for variant in _yield_variants(cause, evidence):
+    search = SEARCHES.get(cause)
+    variants = search_moves(cause, evidence) if search is None else search(evidence)
+    for place, variant in enumerate(variants):
         if isinstance(variant, Variant):
             yield variant
-        elif (nearest := fit_variant(variant, evidence, cells)) is not None:
+            continue
+        if (cause, place) not in evidence.fitted:  # a fit is asked for alone and in pairs
+            evidence.fitted[cause, place] = fit_variant(variant, evidence, cells)
+        if (nearest := evidence.fitted[cause, place]) is not None:
             yield nearest
-
-
-def _yield_variants(cause: Cause, evidence: Evidence) -> Variants:
-    search = SEARCHES.get(cause)
-    return search_moves(cause, evidence) if search is None else search(evidence)
 
 
 def list_recorded_stages_of_cause(cause: Cause, evidence: Evidence) -> list[str]:
     """Return the recorded stages in which a cause shows: its own, or else the next after it."""
-    recorded = [stage for stage in STAGES if any(stage in call.stages for call in evidence.calls)]
-    shown = []
-    for stage in cause.stages:
-        later = [each for each in recorded if STAGES.index(each) >= STAGES.index(stage)]
-        shown += [stage] if stage in recorded else later[:1]
-    return list(dict.fromkeys(shown))
+    return list(dict.fromkeys(filter(None, map(evidence.shown_stages.get, cause.stages))))
 
 
 def _explain_cells_by_variant(
@@ -272,12 +265,6 @@ def _apply_variant_in_cells(
     return model, True
 
 
-def _explains_gaps_of_stage(model: AttentionModel, evidence: Evidence, stage: str) -> bool:
-    after = measure_gaps(model, evidence.calls, [stage])
-    parted = evidence.parted_calls_and_heads(stage)
-    return all(_is_cell_explained(cell, evidence.gaps, after) for cell in parted)
-
-
 def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
     """Return two causes that explain a stage together, or nothing.
 
@@ -290,22 +277,21 @@ def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCa
         for cause in causes
         if not cause.is_statistical and stage in list_recorded_stages_of_cause(cause, evidence)
     ]
-    before = evidence.gaps.totals_of_stage(stage)
+    parted, before = evidence.parted_calls_and_heads(stage), evidence.gaps.totals_of_stage(stage)
     nearest: list[tuple[tuple[float, float], int, Cause, Variant]] = []
     for cause in concerned:
         for variant in _yield_fitted_variants(cause, evidence):
             size = measure_gaps(variant.model, evidence.calls, [stage]).totals_of_stage(stage)
+            size = (0.0, 0.0) if variant.is_step else size
             if variant.is_step or size < before:
-                size = (0.0, 0.0) if variant.is_step else size
                 nearest.append((size, len(nearest), cause, variant))
     pairs: list[tuple[tuple[bool, float, float, int], int, list[NamedCause]]] = []
     for _, _, cause, variant in sorted(nearest)[:BEAM]:
-        first = NamedCause(
-            cause, variant, variant.model, tuple(evidence.parted_calls_and_heads(stage))
-        )
+        first = NamedCause(cause, variant, variant.model, tuple(parted))
         others = [each for each in concerned if each is not cause]
         for second in _find_best_single_cause(Evidence.of(variant.model, evidence.calls), others):
-            if _explains_gaps_of_stage(second.model, evidence, stage):
+            after = measure_gaps(second.model, evidence.calls, [stage])
+            if all(_is_cell_explained(cell, evidence.gaps, after) for cell in parted):
                 both = [
                     replace(first, partner=second.cause.name),
                     replace(second, partner=cause.name),
@@ -324,6 +310,7 @@ def fit_variant(family: Family, evidence: Evidence, cells: Sequence[Cell]) -> Va
     for stage, number, head in cells:
         heads.setdefault((stage, number), []).append(head)
 
+    @cache
     def residuals(t: float) -> Tensor:
         variant = family.make(math.exp(t) if family.is_log else t)
         return _compute_residuals(variant, evidence.calls, heads)
@@ -421,10 +408,15 @@ class ExplainedCalls:
     @cached_property
     def has_other_rows(self) -> bool:
         """True if queries, values or outputs have another number of channels than the model's."""
+        wq, wo = self.model.weights["wq"], self.model.weights["wo"]
+        heads, value_dim, out_dim = wo.shape
+        rows = {"q": wq.shape[0] * wq.shape[1], "head outputs": heads * value_dim}
         return any(
-            stage in call.stages and _count_rows(call.stages[stage]) != rows
+            stage in call.stages and call.stages[stage].shape[1::2].numel() != count
             for call in self.calls
-            for stage, rows in _count_rows_of_model(self.model).items()
+            for stage, count in rows.items()
+        ) or any(
+            "output" in c.stages and c.stages["output"].shape[2] != out_dim for c in self.calls
         )
 
     def _describe_shapes(self, stage: str) -> str:
@@ -467,12 +459,20 @@ class ExplainedCalls:
         everything += max((each.size for each in causes if each.partner), default=0.0)
         everything += self.search.left.total_clipped_size(self.search.left.cells_beyond_rounding)
         return tuple(
-            replace(
-                _make_found_cause(each, self.side),
+            FoundCause(
+                name=each.cause.name,
+                parameters={**each.variant.parameters, **each.variant.details},
+                stages=each.stages,
+                heads=each.heads,
+                repair=each.variant.repair,
+                equals=each.equals,
+                page=each.cause.page,
+                side=self.side,
                 share=each.size / everything if everything else 1.0,
                 output_left=max(
                     self._measure_last_stage_gap(each.model, call) for call in self.calls
                 ),
+                partner=each.partner,
             )
             for each in causes
         )
@@ -489,13 +489,15 @@ class ExplainedCalls:
     @cached_property
     def gaps_by_position(self) -> dict[tuple[str, int], list[float]]:
         """(stage, number of the call) -> the size of its difference at each position it parts."""
-        parted = dict.fromkeys(
-            (stage, number) for stage, number, _ in self.gaps.cells_beyond_rounding
-        )
+        parted = {(stage, number): self.calls[number] for stage, number, _ in self._parted}
         return {
-            (stage, number): measure_gaps_by_position(self.model, self.calls[number], stage)
-            for stage, number in parted
+            (stage, number): measure_gaps_by_position(self.model, call, stage)
+            for (stage, number), call in parted.items()
         }
+
+    @property
+    def _parted(self) -> list[Cell]:
+        return self.gaps.cells_beyond_rounding
 
     def _parted_positions(self, stage: str) -> tuple[int, ...] | None:
         """Return the tokens at which a stage parts in some call; None for all."""
@@ -552,7 +554,7 @@ class ExplainedCalls:
         left = {*self.search.left.cells_beyond_rounding}
         parted = []
         for stage in self.gaps.stages_beyond_rounding:
-            cells = [cell for cell in self.gaps.cells_beyond_rounding if cell[0] == stage]
+            cells = [cell for cell in self._parted if cell[0] == stage]
             heads = tuple(sorted({head for _, _, head in cells}))
             parted.append(
                 PartedStage(
@@ -601,28 +603,3 @@ class ExplainedCalls:
         size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
         is_rounding = bool(((apart == 0) | (apart <= allowed_difference(forced))).all())
         return float(apart.norm() / size), is_rounding
-
-
-def _count_rows(stage: Tensor) -> int:
-    """Return heads * channels of a stage, or the channels of the output."""
-    return stage.shape[2] if stage.dim() == 3 else stage.shape[1] * stage.shape[3]
-
-
-def _count_rows_of_model(model: AttentionModel) -> dict[str, int]:
-    wq, wo = model.weights["wq"], model.weights["wo"]
-    heads, value_dim, out_dim = wo.shape
-    return {"q": wq.shape[0] * wq.shape[1], "head outputs": heads * value_dim, "output": out_dim}
-
-
-def _make_found_cause(named: NamedCause, side: str) -> FoundCause:
-    return FoundCause(
-        name=named.cause.name,
-        parameters={**named.variant.parameters, **named.variant.details},
-        stages=tuple(named.stages),
-        heads=None if named.heads is None else tuple(named.heads),
-        repair=named.variant.repair,
-        equals=named.equals,
-        page=named.cause.page,
-        side=side,
-        partner=named.partner,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -23,9 +24,10 @@ from headwise.diagnosis.catalogue import (
     Cause,
     Page,
 )
+from headwise.diagnosis.causes import axes, gates, masks, norms, rotary, scores, weights
 from headwise.diagnosis.moves.families import make_row_map_catalogue
 from headwise.diagnosis.moves.labels import list_matrix_maps
-from headwise.diagnosis.moves.rows import RowSizes
+from headwise.diagnosis.moves.maps import RowSizes
 from headwise.diagnosis.search import SEARCHES
 from tests.diagnosis.moves.projections import projections
 
@@ -135,3 +137,17 @@ def test_causes_without_a_search_of_their_own_are_those_of_moves() -> None:
     changed = {MATRIX_TRANSPOSED, SIGN, FACTOR, ROWS_ZERO}
     layers = {LAYERS_EXCHANGED, LAYERS_OFF_BY_ONE}
     assert {*CAUSES} == {*SEARCHES} | moved | changed | layers
+
+
+def test_each_function_that_looks_for_a_cause_has_the_name_of_a_row() -> None:
+    """`search.SEARCHES` finds a function by this name: one with another name is never called."""
+    functions = {
+        name
+        for module in (axes, gates, masks, norms, rotary, scores, weights)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+        if [*inspect.signature(value).parameters] == ["evidence"]
+        if value.__annotations__["return"] == "Variants"
+    }
+    assert functions == {function.__name__ for function in SEARCHES.values()}
+    assert len(functions) > 40

@@ -136,7 +136,7 @@ def test_tiled_kv_heads_of_scores_and_head_outputs_are_one_cause() -> None:
     wrong = right.with_stages(repeated=lambda layer, x: x.repeat(1, 1, 3, 1))
     [named] = searched("gqa-rotary", right, wrong)
     assert named.cause.name == "kv heads tiled instead of repeated"
-    assert named.stages == ["scores", "head outputs"]
+    assert named.stages == ("scores", "head outputs")
 
 
 def test_separate_mistakes_are_all_named() -> None:

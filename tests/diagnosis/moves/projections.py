@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headwise.diagnosis.moves.maps import Rows
 from headwise.diagnosis.moves.move import MoveReport
-from headwise.diagnosis.moves.rows import Rows
 
 GEOMETRIES = {  # embed_dim, heads, kv_heads, head_dim
     "mha": (96, 6, 6, 16),

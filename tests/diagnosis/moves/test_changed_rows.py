@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headwise.diagnosis.moves.find import find_moves
-from headwise.diagnosis.moves.rows import Rows
+from headwise.diagnosis.moves.maps import Rows
+from headwise.diagnosis.moves.move import apply_moves
 from tests.diagnosis.moves.projections import (
     assert_same_rows,
     by_channel,
@@ -39,7 +40,7 @@ def test_a_rounding_is_named_beside_a_move(dtype: torch.dtype) -> None:
         ("rotary permutation missing", ("q", "k")),
         ("dtype's rounding of weights", ("q", "k", "v", "o")),
     ]
-    assert_same_rows(find_moves(a, b).apply(b), a)
+    assert_same_rows(apply_moves(find_moves(a, b).moves, b), a)
 
 
 def test_weights_stored_in_another_dtype_are_compared() -> None:
@@ -109,7 +110,7 @@ def test_rows_of_zeros_are_listed() -> None:
     assert {move.cause.name for move in moves.values()} == {"rows zero"}
     assert dict(moves["k",].name.parameters)["heads"] == (1, 4)
     assert moves["v",].name.text == "all"
-    assert_same_rows(find_moves(a, b).apply(b), a)
+    assert_same_rows(apply_moves(find_moves(a, b).moves, b), a)
 
 
 def test_a_role_that_is_new_leaves_the_others_explained() -> None:
@@ -165,7 +166,7 @@ def test_biases_may_stay_where_they_are() -> None:
         ("q", "k"),
         ("weights",),
     )
-    assert_same_rows(find_moves(a, b).apply(b), a)
+    assert_same_rows(apply_moves(find_moves(a, b).moves, b), a)
 
 
 def test_biases_may_move_alone() -> None:
@@ -177,7 +178,7 @@ def test_biases_may_move_alone() -> None:
         ("k", "v"),
         ("biases",),
     )
-    assert_same_rows(find_moves(a, b).apply(b), a)
+    assert_same_rows(apply_moves(find_moves(a, b).moves, b), a)
 
 
 def test_biases_may_be_zero_missing_or_new() -> None:
@@ -188,7 +189,7 @@ def test_biases_may_be_zero_missing_or_new() -> None:
         "bias missing (q, biases alone)",
         "bias missing: zero (k, biases alone)",
     ]
-    assert_same_rows(find_moves(a, b).apply(b), a)
+    assert_same_rows(apply_moves(find_moves(a, b).moves, b), a)
     absent = replace(b, biases={"q": b.biases["q"], "v": b.biases["v"]})
     assert causes(replace(absent, biases={**absent.biases, "k": zero}), absent) == []
     a = replace(b, biases={**b.biases, "q": torch.randn(b.biases["q"].shape)})
@@ -199,7 +200,7 @@ def test_a_factor_of_weights_may_leave_the_bias_out() -> None:
     b = projections("mha", dtype=F64)
     a = Rows({**b.matrices, "q": b.matrices["q"] / 4}, b.biases)
     moves = find_moves(a, b)
-    assert_same_rows(moves.apply(b), a)
+    assert_same_rows(apply_moves(moves.moves, b), a)
     assert moves.unexplained == ()
     assert [(move.cause.name, move.parts) for move in moves.moves] == [("factor", ("weights",))]
 

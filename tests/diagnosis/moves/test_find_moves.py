@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from headwise.diagnosis.moves.find import find_moves
-from headwise.diagnosis.moves.rows import Rows
+from headwise.diagnosis.moves.maps import Rows
+from headwise.diagnosis.moves.move import apply_moves
 from headwise.errors import ShapeError
 from tests.diagnosis.moves.projections import (
     GEOMETRIES,
@@ -104,7 +105,7 @@ def test_a_mistake_is_named_and_predicted(
     assert [move.cause.name for move in report.moves] == [cause]
     assert report.moves[0].roles == tuple(roles)
     assert is_exact(report)
-    assert_same_rows(report.apply(b), a)
+    assert_same_rows(apply_moves(report.moves, b), a)
 
 
 @pytest.mark.parametrize("heads", [2, 4])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.diagnosis.moves.move import apply_moves
 from headwise.diagnosis.moves.state import extract_rows, find_state_moves, replace_rows
 from headwise.function.weights import State
 from tests.diagnosis.moves.projections import GEOMETRIES, halves, projections
@@ -86,6 +87,6 @@ def test_moves_apply_to_canonical_weights() -> None:
     b = {**state_of("mha"), "q_norm": torch.ones(16)}
     a = {**b, "wq": halves(b["wq"]).reshape(b["wq"].shape)}
     a["bq"] = halves(b["bq"][..., None]).reshape(b["bq"].shape)
-    made = replace_rows(b, find_state_moves(a, b).apply(extract_rows(b)))
+    made = replace_rows(b, apply_moves(find_state_moves(a, b).moves, extract_rows(b)))
     assert made.keys() == a.keys()
     assert all(torch.equal(made[name], a[name]) for name in a)

@@ -9,11 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.catalogue import Cause
+from headwise.diagnosis.catalogue import KV_HEADS_TILED, ROTATED
 from headwise.diagnosis.causes.evidence import (
     Evidence,
-    Search,
     Variant,
     Variants,
     replace_inputs,
@@ -27,21 +25,17 @@ from headwise.layers.distance import alibi_slopes
 
 def _split_without_transpose(evidence: Evidence) -> Variants:
     for roles in ("qkv", "qk", "q", "k", "v"):
-        model = evidence.model
-        for role in roles:
-            model = model.with_stage_function(role, _view_as_heads)
-        names = ", ".join(roles)
+        model, names = evidence.replace_stages(roles, _view_as_heads), ", ".join(roles)
         yield Variant(model, {"roles": names}, "view(batch, length, heads, d).transpose(1, 2)")
 
 
 def _view_as_heads(forced: ForcedStage) -> Tensor:
     split = forced.usual_result()
-    joined = split.transpose(1, 2).flatten(2)
-    return joined.reshape(split.shape)
+    return split.transpose(1, 2).flatten(2).reshape(split.shape)
 
 
 def _merge_without_transpose(evidence: Evidence) -> Variants:
-    model = evidence.model.with_stage_function("output", _project_unmerged_heads)
+    model = evidence.replace_stages(("output",), _project_unmerged_heads)
     yield Variant(model, {}, "outputs.transpose(1, 2).flatten(2)")
 
 
@@ -57,23 +51,18 @@ def _batch_sequence_exchanged(evidence: Evidence) -> Variants:
     calls = evidence.calls
     if any(call.earlier or call.inputs.source is not None for call in calls):
         return
-    for by_batch in (("scores",), (), ("q after rotary", "k after rotary", "scores")):
-        model = evidence.model.with_stage_function("head outputs", _head_outputs_along_batch)
-        for stage in catalogue.BATCH_SEQUENCE_EXCHANGED.stages[:3]:
-            if stage == "scores":
-                model = model.with_stage_function(
-                    stage, partial(_scores_along_batch, stage in by_batch)
-                )
-            elif stage in by_batch:
-                model = model.with_stage_function(stage, _rotate_along_batch)
+    for by_batch, rotates in ((True, False), (False, False), (True, True)):
+        model = evidence.replace_stages(("head outputs",), _head_outputs_along_batch)
+        model = model.with_stage_function("scores", partial(_scores_along_batch, by_batch))
+        for stage in ROTATED if rotates else ():
+            model = model.with_stage_function(stage, _rotate_along_batch)
         yield Variant(model, {}, "batch_first=True, or x.transpose(0, 1) on both sides")
 
 
 def _scores_along_batch(by_batch: bool, forced: ForcedStage) -> Tensor:
     """Return scores (tokens, heads, batch, batch)."""
-    return _exchange_batch_and_sequence(
-        forced, _positions_in_batch(forced).T if by_batch else None
-    ).usual_result()
+    positions = _positions_in_batch(forced).T if by_batch else None
+    return _exchange_batch_and_sequence(forced, positions).usual_result()
 
 
 def _head_outputs_along_batch(forced: ForcedStage) -> Tensor:
@@ -97,10 +86,8 @@ def _positions_in_batch(forced: ForcedStage) -> Tensor:
 def _exchange_batch_and_sequence(forced: ForcedStage, positions: Tensor | None) -> ForcedStage:
     """Return the stage with what it is made of along the batch; the caller's mask does not fit."""
     call = forced.call
-    before = [*BEFORE[forced.stage]]
-    stages = {
-        name: forced[name] if name == "weights" else forced[name].transpose(0, 2) for name in before
-    }
+    stages = {name: forced[name] for name in BEFORE[forced.stage]}
+    stages = {n: x if n == "weights" else x.transpose(0, 2) for n, x in stages.items()}
     inputs = replace(
         call.inputs,
         x=call.inputs.x.transpose(0, 1),
@@ -166,14 +153,12 @@ def _make_model_with_heads(
 
 
 def _kv_heads_tiled(evidence: Evidence) -> Variants:
-    yield from search_moves(catalogue.KV_HEADS_TILED, evidence)
+    yield from search_moves(KV_HEADS_TILED, evidence)
     settings = evidence.model.settings
     if not 1 < settings.num_kv_heads < settings.num_heads:
         return
     for stages in (("scores", "head outputs"), ("scores",), ("head outputs",)):
-        model = evidence.model
-        for stage in stages:
-            model = model.with_stage_function(stage, _tile_kv_heads)
+        model = evidence.replace_stages(stages, _tile_kv_heads)
         repair = "k.repeat_interleave(group, dim=heads) in place of k.repeat(group), v likewise"
         yield Variant(model, {"kv_heads": settings.num_kv_heads}, repair)
 
@@ -192,12 +177,3 @@ def _tile_kv_heads(forced: ForcedStage) -> Tensor:
     return replace(forced, model=model, call=forced.call.with_stages(stages)).usual_result()[
         :, places
     ]
-
-
-SEARCHES: dict[Cause, Search] = {
-    catalogue.SPLIT_WITHOUT_TRANSPOSE: _split_without_transpose,
-    catalogue.MERGE_WITHOUT_TRANSPOSE: _merge_without_transpose,
-    catalogue.BATCH_SEQUENCE_EXCHANGED: _batch_sequence_exchanged,
-    catalogue.NUMBER_OF_HEADS: _number_of_heads,
-    catalogue.KV_HEADS_TILED: _kv_heads_tiled,
-}

@@ -9,34 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.moves.find import find_moves
-from headwise.diagnosis.moves.maps import MatrixMap
-from headwise.diagnosis.moves.move import (
-    Change,
-    Move,
-    Multiplied,
-    Rounded,
-    Taken,
-    Zeroed,
-    default_tolerance,
-)
-from headwise.diagnosis.moves.outputs import (
-    HeadsAndOutput,
-    yield_moves_explaining_outputs,
-    yield_output_and_bias_factor_moves,
-)
-from headwise.diagnosis.moves.rows import Rows
+from headwise.diagnosis.moves.find import HeadsAndOutput, find_moves
+from headwise.diagnosis.moves.maps import MatrixMap, Rows
+from headwise.diagnosis.moves.move import Move, Multiplied, Taken, default_tolerance
 from headwise.diagnosis.moves.state import extract_rows, replace_rows
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.function.stages import STAGES
 
 STAGE_OF = {"q": "q", "k": "k", "v": "v", "o": "output"}
 
@@ -49,16 +37,42 @@ class Evidence:
         model: the model that is believed so far.
         calls: recorded calls of the layer in doubt.
         gaps: where the two part.
+        fitted: cause and place of a `Family` -> its variant that is nearest to these calls.
     """
 
     model: AttentionModel
     calls: Sequence[RecordedCall]
     gaps: Gaps
+    fitted: dict[tuple[Cause, int], Variant | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: AttentionModel, calls: Sequence[RecordedCall]) -> Evidence:
         """Return the evidence of calls against a model."""
         return cls(model, calls, measure_gaps(model, calls))
+
+    def replace_stages(
+        self, stages: Iterable[str], function: Callable[..., Tensor], *arguments: Any
+    ) -> AttentionModel:
+        """Return the model whose stages are a function of these arguments and the forced stage."""
+        model = self.model
+        for stage in stages:
+            model = model.with_stage_function(stage, partial(function, *arguments))
+        return model
+
+    @cached_property
+    def shown_stages(self) -> dict[str, str]:
+        """The recorded stage in which a change of each stage shows: its own, or the next one."""
+        recorded = {*chain.from_iterable(call.stages for call in self.calls)}
+        shown, following = {}, ""
+        for stage in reversed(STAGES):
+            following = shown[stage] = stage if stage in recorded else following
+        return shown
+
+    @property
+    def parted_roles(self) -> tuple[str, ...]:
+        """The projections whose stages part."""
+        parted = self.gaps.stages_beyond_rounding
+        return tuple(role for role, stage in STAGE_OF.items() if stage in parted)
 
     @property
     def is_cross_attention(self) -> bool:
@@ -138,33 +152,24 @@ def search_moves(cause: Cause, evidence: Evidence) -> Variants:
             if name is not None:
                 later = {role for after in moves[place + 1 :] for role in after.roles}
                 yield Variant(
-                    apply_moves_to_model(evidence.model, (move,)),
+                    _apply_move_to_model(evidence.model, move),
                     {"roles": "".join(name.roles), **dict(name.parameters)},
                     name.repair,
                     is_step=not later.isdisjoint(move.roles),
                 )
 
 
-def apply_moves_to_model(model: AttentionModel, moves: Sequence[Move]) -> AttentionModel:
-    """Return the model after moves of its weights and biases."""
-    rows = extract_rows(model.weights)
-    weights = dict(model.weights)
-    for move in moves:
-        rows = _convert_to_weight_move(move).apply(rows)
-        change = move.change
-        if isinstance(change, Multiplied) and "bo" in weights and "o" in change.factors:
-            # Only a factor of all heads can be one of the bias too.
-            factor = change.factors["o"].flatten()[0] if "biases" in change.parts else 1.0
-            weights["bo"] = weights["bo"] * factor
-    return replace(model, weights=replace_rows(weights, rows))
-
-
-def _convert_to_weight_move(move: Move) -> Move:
-    """Return a move of activations as one of weights."""
-    change = move.change
+def _apply_move_to_model(model: AttentionModel, move: Move) -> AttentionModel:
+    """Return the model after a move of its weights and biases."""
+    change, weights = move.change, dict(model.weights)
     if isinstance(change, Taken) and isinstance(change.step, MatrixMap):
-        return replace(move, change=Taken(replace(change.step, given=None), change.parts))
-    return move
+        change = Taken(replace(change.step, given=None))  # of weights in place of activations
+    if isinstance(change, Multiplied) and "bo" in weights and "o" in change.factors:
+        # Only a factor of all heads can be one of the bias too.
+        factor = change.factors["o"].flatten()[0] if "biases" in change.parts else 1.0
+        weights["bo"] = weights["bo"] * factor
+    rows = change.apply(extract_rows(model.weights))
+    return replace(model, weights=replace_rows(weights, rows))
 
 
 def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
@@ -176,34 +181,28 @@ def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
     if rows is None:
         return
     rotary, biases = model.settings.rotation, extract_rows(model.weights).biases
-    tolerance = max(default_tolerance(call.dtype) for call in calls)
     transposed = _predict_with_transposed_square_matrices(model, calls, rows[0].roles)
-    for moved in ("weights", "biases") if biases else ("weights",):
-        a, b, turned = rows[0], rows[1], transposed
-        if moved == "biases":
-            a, b = (_subtract_biases(side, biases) for side in (a, b))
-            turned = None if turned is None else _subtract_biases(turned, biases)
+    for still in ((), tuple(biases)) if biases else ((),):
+        a, b = (_subtract_biases(side, biases, still) for side in rows)
+        turned = None if transposed is None else _subtract_biases(transposed, biases, still)
         report = find_moves(
             a,
             b,
             rotary_width=None if rotary is None else rotary.width,
             is_interleaved=rotary is not None and rotary.pairing == "interleaved",
             transposed=turned,
-            tolerance=tolerance,
+            tolerance=max(default_tolerance(call.dtype) for call in calls),
         )
         for moves in (report.moves, *report.others):
-            still = biases if moved == "biases" else {}
-            yield tuple(replace(move, change=_keep_biases(move, tuple(still))) for move in moves)
+            yield tuple(replace(move, change=replace(move.change, still=still)) for move in moves)
         if not report.unexplained:
             return
 
 
-def _keep_biases(move: Move, still: tuple[str, ...]) -> Change:
-    """Return the change of a move that leaves these biases where they are."""
-    change = move.change
-    if still and isinstance(change, Taken | Multiplied | Rounded | Zeroed):
-        return replace(change, still=still)
-    return change
+def _subtract_biases(rows: Rows, biases: Mapping[str, Tensor], roles: Sequence[str]) -> Rows:
+    return Rows(
+        {r: x - biases[r][..., None] if r in roles else x for r, x in rows.matrices.items()}
+    )
 
 
 def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
@@ -215,17 +214,16 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
     heads = [call.stages["head outputs"].transpose(1, 2).flatten(0, 1) for call in calls]
     outputs = [call.stages["output"].flatten(0, 1) for call in calls]
     rows, bias = extract_rows(model.weights), model.weights.get("bo")
-    shapes = {(x.shape[1:], y.shape[1:]) for x, y in zip(heads, outputs, strict=True)}
-    if shapes != {(rows.matrices["o"].shape[:2], rows.matrices["o"].shape[2:])}:
+    shapes = {(*x.shape[1:], *y.shape[1:]) for x, y in zip(heads, outputs, strict=True)}
+    if shapes != {tuple(rows.matrices["o"].shape)}:
         return
     output = torch.cat(outputs)
     tolerance = max(default_tolerance(call.dtype) for call in calls)
-    pair = HeadsAndOutput(
-        torch.cat(heads), output if bias is None else output - bias, rows, tolerance
-    )
-    yield from yield_moves_explaining_outputs(pair)
+    bare = output if bias is None else output - bias
+    pair = HeadsAndOutput(torch.cat(heads), bare, rows, tolerance)
+    yield from pair.find_moves()
     if bias is not None:
-        yield from yield_output_and_bias_factor_moves(pair, output, bias)
+        yield from pair.find_moves_with_bias(output, bias)
 
 
 def _collect_stage_rows(
@@ -238,9 +236,8 @@ def _collect_stage_rows(
             continue
         recorded = [call.stages[role] for call in calls]
         predicted = [model.predict_stage(role, call) for call in calls]
-        if any(x.shape != y.shape for x, y in zip(recorded, predicted, strict=True)):
-            continue
-        ours[role], theirs[role] = _channels_by_head(recorded), _channels_by_head(predicted)
+        if all(x.shape == y.shape for x, y in zip(recorded, predicted, strict=True)):
+            ours[role], theirs[role] = _channels_by_head(recorded), _channels_by_head(predicted)
     return (Rows(ours), Rows(theirs)) if ours else None
 
 
@@ -254,21 +251,13 @@ def _predict_with_transposed_square_matrices(
 ) -> Rows | None:
     """Return the rows of b with each square matrix transposed, None where none is square."""
     weights = extract_rows(model.weights)
-    square = [
-        r for r in roles if weights.matrix_of_role(r).shape[0] == weights.matrix_of_role(r).shape[1]
-    ]
+    square = tuple(role for role in weights.list_square_roles() if role in roles)
     if not square:
         return None
-    turned = replace_rows(model.weights, MatrixMap(tuple(square), is_square=True).apply(weights))
+    turned = replace_rows(model.weights, MatrixMap(square, is_square=True).apply(weights))
     other = replace(model, weights=turned)
     return Rows(
         {r: _channels_by_head([other.predict_stage(r, call) for call in calls]) for r in square}
-    )
-
-
-def _subtract_biases(rows: Rows, biases: Mapping[str, Tensor]) -> Rows:
-    return Rows(
-        {r: x - biases[r][..., None] if r in biases else x for r, x in rows.matrices.items()}
     )
 
 

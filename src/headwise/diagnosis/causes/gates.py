@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.causes.evidence import Evidence, Search, Variant, Variants
+from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 
 
 def _output_gate_missing(evidence: Evidence) -> Variants:
@@ -13,6 +11,3 @@ def _output_gate_missing(evidence: Evidence) -> Variants:
         kind = evidence.model.settings.output_gate
         repair = f'multiply the head outputs by the sigmoid of gate_proj(x): output_gate="{kind}"'
         yield Variant(model, {"gate": "none"}, repair)
-
-
-SEARCHES: dict[Cause, Search] = {catalogue.OUTPUT_GATE_MISSING: _output_gate_missing}

@@ -14,15 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.catalogue import PLACED, SCORES, Cause
-from headwise.diagnosis.causes.evidence import (
-    Evidence,
-    Search,
-    Variant,
-    Variants,
-    replace_inputs,
-)
+from headwise.diagnosis.catalogue import PLACED, SCORES
+from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants, replace_inputs
 from headwise.diagnosis.simulation.model import (
     AttentionModel,
     ForcedStage,
@@ -62,30 +55,32 @@ def _scores_with_top_left_mask(forced: ForcedStage) -> Tensor:
 MaskChange = Callable[[Tensor], Tensor | None]
 
 
-def change_mask_of_model(evidence: Evidence, change: MaskChange) -> AttentionModel:
-    """Return the model under a changed mask."""
-    return evidence.model.with_stage_function(
-        "scores", lambda forced: change_mask(change, forced).usual_result()
-    )
+def _ignore_mask(_mask: Tensor) -> None:
+    return None
 
 
-def _scores_with_mask(change: MaskChange, forced: ForcedStage) -> Tensor:
-    return change_mask(change, forced).usual_result()
+def _flip_keys(mask: Tensor) -> Tensor:
+    return mask.flip(-1)
 
 
-def change_mask(change: MaskChange, forced: ForcedStage) -> ForcedStage:
-    """Return the stage under a changed mask."""
+def _change_mask(change: MaskChange, forced: ForcedStage) -> ForcedStage:
     mask = forced.call.inputs.mask
     return forced if mask is None else replace_inputs(forced, mask=change(mask))
 
 
-def _mask_added_as_numbers(evidence: Evidence) -> Variants:
+def _scores_with_mask(change: MaskChange, forced: ForcedStage) -> Tensor:
+    return _change_mask(change, forced).usual_result()
+
+
+def _vary_mask(evidence: Evidence, change: MaskChange, repair: str) -> Variants:
     if evidence.has_masks:
-        for is_inverted in (False, True):
-            model = evidence.model.with_stage_function(
-                "scores", partial(_add_mask_as_numbers, is_inverted)
-            )
-            yield Variant(model, {}, "hide keys: scores.masked_fill(~mask, -inf)")
+        yield Variant(evidence.replace_stages(SCORES, _scores_with_mask, change), {}, repair)
+
+
+def _mask_added_as_numbers(evidence: Evidence) -> Variants:
+    for is_inverted in (False, True) if evidence.has_masks else ():
+        model = evidence.replace_stages(SCORES, _add_mask_as_numbers, is_inverted)
+        yield Variant(model, {}, "hide keys: scores.masked_fill(~mask, -inf)")
 
 
 def _add_mask_as_numbers(is_inverted: bool, forced: ForcedStage) -> Tensor:
@@ -100,43 +95,31 @@ LOWEST = (-1e4, -1e9, torch.finfo(torch.float32).min)
 
 
 def _mask_polarity(evidence: Evidence) -> Variants:
-    if evidence.has_masks:
-        repair = "pass ~mask: True means may attend"
-        model = change_mask_of_model(evidence, torch.logical_not)
-        yield Variant(model, {}, repair)
-        for number in LOWEST:
-            model = evidence.model.with_stage_function(
-                "scores", partial(_add_number_where_true, number)
-            )
-            yield Variant(model, {"added": number}, repair)
+    repair = "pass ~mask: True means may attend"
+    yield from _vary_mask(evidence, torch.logical_not, repair)
+    for number in LOWEST if evidence.has_masks else ():
+        model = evidence.replace_stages(SCORES, _add_number_where_true, number)
+        yield Variant(model, {"added": number}, repair)
 
 
 def _add_number_where_true(number: float, forced: ForcedStage) -> Tensor:
-    mask = forced.call.inputs.mask
-    if mask is None:
-        return forced.usual_result()
-    usual = change_mask(lambda _: None, forced).usual_result()
-    return usual + number * mask.to(usual.dtype)
+    mask, usual = forced.call.inputs.mask, _scores_with_mask(_ignore_mask, forced)
+    return usual if mask is None else usual + number * mask.to(usual.dtype)
 
 
 def _padding_ignored(evidence: Evidence) -> Variants:
-    if evidence.has_masks:
-        yield Variant(change_mask_of_model(evidence, lambda _: None), {}, "pass the mask on")
+    yield from _vary_mask(evidence, _ignore_mask, "pass the mask on")
 
 
 def _padding_side(evidence: Evidence) -> Variants:
-    if evidence.has_masks:
-        model = change_mask_of_model(evidence, lambda mask: mask.flip(-1))
-        yield Variant(model, {}, 'Mask.lengths(..., side="left"), or side="right"')
+    yield from _vary_mask(evidence, _flip_keys, 'Mask.lengths(..., side="left"), or side="right"')
 
 
 def _rows_without_keys(evidence: Evidence) -> Variants:
-    if any(
-        bool(_find_empty_rows(evidence.model.predict_stage("scores", call)).any())
-        for call in evidence.calls
-    ):
+    scores = (evidence.model.predict_stage("scores", call) for call in evidence.calls)
+    if any(bool(_find_empty_rows(each).any()) for each in scores):
         for words, value in (("NaN", math.nan), ("equal weights", None), ("weights of 1", 1.0)):
-            model = evidence.model.with_stage_function("weights", partial(_fill_empty_rows, value))
+            model = evidence.replace_stages(("weights",), _fill_empty_rows, value)
             yield Variant(model, {"row": words}, "give such rows zeros")
 
 
@@ -153,6 +136,11 @@ def _fill_empty_rows(value: float | None, forced: ForcedStage) -> Tensor:
 MOST_KEYS = 40
 
 
+def _count_window(length: int | None) -> int | str:
+    """Return the number of keys in a window, the query's own included."""
+    return "all" if length is None else length + 1
+
+
 def _window_off_by_one(evidence: Evidence) -> Variants:
     settings = evidence.model.settings
     if settings.sides is None and not settings.causal:
@@ -164,32 +152,27 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
         yield Variant(model, {"window": "none"}, f"window=({left}, {right})")
     repair = f"window=({left}, {0 if settings.causal else right})"
     near = [size + step for size in (left, right) if size for step in (-1, 1)]
-    for length in dict.fromkeys(
-        (None, *near, *range(MOST_KEYS), *_largest_distances_before_and_after(evidence))
-    ):
-        keys = "all" if length is None else length + 1
+    recorded = _largest_distances_before_and_after(evidence)
+    for length in dict.fromkeys((None, *near, *range(MOST_KEYS), *recorded)):
         if length != left:
             far = length if right is not None and right == left else right
             model = evidence.model.with_settings(window=(length, far))
-            yield Variant(model, {"window": keys}, repair)
+            yield Variant(model, {"window": _count_window(length)}, repair)
         if right and length != right:
             model = evidence.model.with_settings(window=(left, length))
-            yield Variant(model, {"window after": keys}, repair)
+            yield Variant(model, {"window after": _count_window(length)}, repair)
 
 
 def _variants_of_windowed_masks(evidence: Evidence) -> Iterator[Variant]:
-    """Return other windows of masks that hold one themselves, as those of transformers do."""
+    """Yield other windows of masks that hold one themselves, as those of transformers do."""
     lefts = [_infer_left_window_from_mask(call) for call in evidence.calls]
     if None in lefts:
         return
     left = max(each for each in lefts if each is not None)
     for length in (None, *range(MOST_KEYS)):
         if length != left:
-            model = evidence.model.with_stage_function(
-                "scores", partial(_scores_with_window, length)
-            )
-            keys = "all" if length is None else length + 1
-            yield Variant(model, {"window": keys}, f"sliding_window={left + 1}")
+            model = evidence.replace_stages(SCORES, _scores_with_window, length)
+            yield Variant(model, {"window": _count_window(length)}, f"sliding_window={left + 1}")
 
 
 def _infer_left_window_from_mask(call: RecordedCall) -> int | None:
@@ -233,7 +216,7 @@ def _largest_distances_before_and_after(evidence: Evidence) -> tuple[int, int]:
     return max(before), max(after)
 
 
-def change_model_in_later_calls(
+def _change_later_calls(
     evidence: Evidence, stages: Sequence[str], change: Callable[[ForcedStage], ForcedStage]
 ) -> AttentionModel:
     """Return the model with stages that are changed in calls with earlier keys."""
@@ -241,88 +224,72 @@ def change_model_in_later_calls(
     def in_later_calls(forced: ForcedStage) -> Tensor:
         return (change(forced) if forced.call.earlier else forced).usual_result()
 
-    model = evidence.model
-    for stage in stages:
-        model = model.with_stage_function(stage, in_later_calls)
-    return model
+    return evidence.replace_stages(stages, in_later_calls)
 
 
-def change_call_positions(
-    call: RecordedCall, position: Callable[[RecordedCall], Tensor | None]
-) -> RecordedCall:
+Positions = Callable[[RecordedCall], Tensor | None]
+
+
+def _change_positions(call: RecordedCall, position: Positions) -> RecordedCall:
     """Return the call with other positions, also in those of its earlier calls that are later."""
     if not call.earlier:
         return call
-    return replace(
-        call,
-        inputs=replace(call.inputs, positions=position(call)),
-        earlier=tuple(change_call_positions(each, position) for each in call.earlier),
-    )
+    earlier = tuple(_change_positions(each, position) for each in call.earlier)
+    return replace(call, inputs=replace(call.inputs, positions=position(call)), earlier=earlier)
 
 
 MOST_POSITIONS = 16
 
 
 def _position_in_decoding(evidence: Evidence) -> Variants:
-    if not evidence.has_later_calls:
-        return
-    offsets: list[int | None] = [
-        None,
-        *(n for n in range(-MOST_POSITIONS, MOST_POSITIONS + 1) if n),
-    ]
-    for offset in offsets:
-        model = change_model_in_later_calls(
-            evidence, PLACED, partial(_place_later_calls, partial(_shift_positions, offset))
-        )
+    shifts = (n for n in range(-MOST_POSITIONS, MOST_POSITIONS + 1) if n)
+    for offset in (None, *shifts) if evidence.has_later_calls else ():
+        place = partial(_place_later_calls, partial(_shift_positions, offset))
         words = "from 0 again" if offset is None else offset
-        yield Variant(model, {"offset": words}, "positions continue from the keys in the cache")
+        repair = "positions continue from the keys in the cache"
+        yield Variant(_change_later_calls(evidence, PLACED, place), {"offset": words}, repair)
 
 
 def _shift_positions(offset: int | None, call: RecordedCall) -> Tensor:
     return call.query_positions + (-call.past_key_count if offset is None else offset)
 
 
-def _place_later_calls(
-    position: Callable[[RecordedCall], Tensor | None], forced: ForcedStage
-) -> ForcedStage:
-    """Return the stage with other positions in all calls with earlier keys."""
-    return replace(forced, call=change_call_positions(forced.call, position))
+def _no_positions(_call: RecordedCall) -> None:
+    return None
+
+
+def _place_later_calls(position: Positions, forced: ForcedStage) -> ForcedStage:
+    return replace(forced, call=_change_positions(forced.call, position))
 
 
 def _window_in_decoding(evidence: Evidence) -> Variants:
-    settings = evidence.model.settings
-    if not evidence.has_later_calls:
-        return
-    left, right = (None, None) if settings.sides is None else settings.sides
-    for other in (None, *range(MOST_KEYS)):
+    left, right = evidence.model.settings.sides or (None, None)
+    for other in (None, *range(MOST_KEYS)) if evidence.has_later_calls else ():
         if other != left:
             window = None if other is None else (other, right)
             changed = evidence.model.with_settings(window=window)
-            model = change_model_in_later_calls(evidence, SCORES, partial(replace, model=changed))
-            keys = "all" if other is None else other + 1
+            model = _change_later_calls(evidence, SCORES, partial(replace, model=changed))
             repair = "no window" if left is None else f"window=({left}, 0) in every call"
-            yield Variant(model, {"window": keys}, repair)
+            yield Variant(model, {"window": _count_window(other)}, repair)
 
 
 MASKS: tuple[tuple[MaskChange, str], ...] = (
-    (lambda _: None, "mask ignored"),
-    (lambda mask: mask.flip(-1), "mask at the other end"),
+    (_ignore_mask, "mask ignored"),
+    (_flip_keys, "mask at the other end"),
     (torch.logical_not, "mask inverted"),
 )
-REPAIR = 'Mask.lengths(..., side="left") in every call with the cache'
 
 
 def _padding_in_decoding(evidence: Evidence) -> Variants:
     if not evidence.has_later_calls:
         return
     for change, words in MASKS if evidence.has_masks else ():
-        model = change_model_in_later_calls(evidence, SCORES, partial(change_mask, change))
-        yield Variant(model, {"padding": words}, REPAIR)
+        model = _change_later_calls(evidence, SCORES, partial(_change_mask, change))
+        repair = 'Mask.lengths(..., side="left") in every call with the cache'
+        yield Variant(model, {"padding": words}, repair)
     if any(call.inputs.positions is not None for call in evidence.calls):
         repair = "positions that count the tokens and not the padding, in every call"
-        model = change_model_in_later_calls(
-            evidence, PLACED, partial(_place_later_calls, lambda _: None)
-        )
+        model = _change_later_calls(evidence, PLACED, partial(_place_later_calls, _no_positions))
         yield Variant(model, {"padding": "counted in the positions"}, repair)
 
 
@@ -362,8 +329,8 @@ class Eviction:
         return {"kept": self.last} | ({"first": self.first} if self.first else {})
 
 
-def list_evictions(past: int) -> Iterator[Eviction]:
-    """Return evictions of up to ``past`` keys."""
+def _list_evictions(past: int) -> Iterator[Eviction]:
+    """Yield evictions of up to ``past`` keys."""
     for last in range(past):
         yield Eviction(missing=last + 1)
         for first in FIRST:
@@ -375,31 +342,22 @@ def _evicted_keys(evidence: Evidence) -> Variants:
     later = next((call for call in evidence.calls if call.earlier), None)
     if later is None:
         return
-    columns, every = _count_key_columns(later), later.key_positions.shape[1]
+    every = later.key_positions.shape[1]
+    recorded = (later.stages[stage] for stage in ("scores", "weights") if stage in later.stages)
+    columns = next((x.shape[-1] for x in recorded), every)
     if evidence.model.predict_stage("scores", later).shape[-1] != every:
         return  # keys are dropped already
-    for eviction in list_evictions(max(call.past_key_count for call in evidence.calls)):
+    for eviction in _list_evictions(max(call.past_key_count for call in evidence.calls)):
         if columns == every:
-            model = evidence.model.with_stage_function(
-                "scores", partial(_hide_evicted_keys, eviction)
-            )
+            model = evidence.replace_stages(SCORES, _hide_evicted_keys, eviction)
         elif len(eviction.remaining_keys(later)) == columns:
-            model = evidence.model.with_stage_function(
-                "scores", partial(_drop_evicted_keys, eviction)
-            )
-            model = model.with_stage_function(
-                "head outputs", partial(_mix_remaining_values, eviction)
-            )
+            model = evidence.replace_stages(SCORES, _drop_evicted_keys, eviction)
+            mix = partial(_mix_remaining_values, eviction)
+            model = model.with_stage_function("head outputs", mix)
         else:
             continue
         repair = "a cache that holds every token of the sequence"
         yield Variant(model, eviction.parameters, repair)
-
-
-def _count_key_columns(call: RecordedCall) -> int:
-    """Return the number of keys in the recorded scores or weights."""
-    recorded = (call.stages[stage] for stage in ("scores", "weights") if stage in call.stages)
-    return next((x.shape[-1] for x in recorded), call.key_positions.shape[1])
 
 
 def _hide_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
@@ -415,23 +373,5 @@ def _drop_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
 
 def _mix_remaining_values(eviction: Eviction, forced: ForcedStage) -> Tensor:
     """Return the head outputs of weights over the keys that are left."""
-    weights, values = (
-        forced["weights"],
-        forced.values_of_all_calls[:, :, eviction.remaining_keys(forced.call)],
-    )
-    return weights @ repeat_kv_heads(values, heads=weights.shape[1])
-
-
-SEARCHES: dict[Cause, Search] = {
-    catalogue.CAUSAL_ALIGNMENT: _causal_alignment,
-    catalogue.MASK_ADDED_AS_NUMBERS: _mask_added_as_numbers,
-    catalogue.MASK_POLARITY: _mask_polarity,
-    catalogue.PADDING_IGNORED: _padding_ignored,
-    catalogue.PADDING_SIDE: _padding_side,
-    catalogue.ROWS_WITHOUT_KEYS: _rows_without_keys,
-    catalogue.WINDOW_OFF_BY_ONE: _window_off_by_one,
-    catalogue.POSITION_IN_DECODING: _position_in_decoding,
-    catalogue.WINDOW_IN_DECODING: _window_in_decoding,
-    catalogue.PADDING_IN_DECODING: _padding_in_decoding,
-    catalogue.EVICTED_KEYS: _evicted_keys,
-}
+    values = forced.values_of_all_calls[:, :, eviction.remaining_keys(forced.call)]
+    return forced["weights"] @ repeat_kv_heads(values, heads=forced["weights"].shape[1])

@@ -9,11 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.causes.evidence import (
     Evidence,
-    Search,
     Variant,
     Variants,
     flatten_tokens,
@@ -24,6 +21,7 @@ from headwise.function.spec import NormRule
 
 KINDS: tuple[Literal["rms", "layer", "l2"], ...] = ("rms", "layer", "l2")
 OVER: tuple[Literal["head", "width"], ...] = ("head", "width")
+OUTPUT = ("output",)
 
 
 def _qk_norm_kind(evidence: Evidence) -> Variants:
@@ -69,12 +67,9 @@ def _norm_inside(evidence: Evidence) -> Variants:
     for kind in ("layer", "rms"):
         for eps in (1e-5, 1e-6, 1e-12, 1e-8):
             norm = partial(_normalise_last_axis, kind, eps)
-            model = evidence.model
-            for role in "qkv":
-                model = model.with_stage_function(role, partial(_project_normed_input, norm))
-            yield Variant(
-                model, {"norm": f"{kind} of the input"}, "normalise both inputs or neither"
-            )
+            model = evidence.replace_stages("qkv", _project_normed_input, norm)
+            parameters = {"norm": f"{kind} of the input"}
+            yield Variant(model, parameters, "normalise both inputs or neither")
             yield from _variants_of_output_norm(evidence, kind, norm)
 
 
@@ -84,14 +79,11 @@ def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Itera
         if has_residual and evidence.model.weights["wo"].shape[2] != embed_dim:
             continue
         words = f"{kind} of the output{' and the residual' if has_residual else ''}"
-        model = evidence.model.with_stage_function(
-            "output", partial(_normalise_output, norm, has_residual)
-        )
+        model = evidence.replace_stages(OUTPUT, _normalise_output, norm, has_residual)
         yield Variant(model, {"norm": words}, repair)
         if (weights := _fit_norm_weights(evidence, model)) is not None:
-            weighted = model.with_stage_function(
-                "output", partial(_scale_and_shift_output, *weights)
-            )
+            scale = partial(_scale_and_shift_output, *weights)
+            weighted = model.with_stage_function("output", scale)
             yield Variant(weighted, {"norm": words, "weights": "of its own"}, repair)
 
 
@@ -121,9 +113,11 @@ def _project_normed_input(norm: Norm, forced: ForcedStage) -> Tensor:
 
 
 def _normalise_output(norm: Norm, has_residual: bool, forced: ForcedStage) -> Tensor:
-    return norm(
-        forced.usual_result() + forced.call.inputs.x if has_residual else forced.usual_result()
-    )
+    return norm(_add_residual(forced) if has_residual else forced.usual_result())
+
+
+def _add_residual(forced: ForcedStage) -> Tensor:
+    return forced.usual_result() + forced.call.inputs.x
 
 
 def _scale_and_shift_output(weight: Tensor, bias: Tensor, forced: ForcedStage) -> Tensor:
@@ -132,16 +126,5 @@ def _scale_and_shift_output(weight: Tensor, bias: Tensor, forced: ForcedStage) -
 
 def _residual_inside(evidence: Evidence) -> Variants:
     if evidence.model.weights["wo"].shape[2] == evidence.model.weights["wq"].shape[2]:
-        model = evidence.model.with_stage_function(
-            "output", lambda forced: forced.usual_result() + forced.call.inputs.x
-        )
+        model = evidence.replace_stages(OUTPUT, _add_residual)
         yield Variant(model, {}, "compare without the residual: a(x) - x")
-
-
-SEARCHES: dict[Cause, Search] = {
-    catalogue.QK_NORM_KIND: _qk_norm_kind,
-    catalogue.QK_NORM_PLACE: _qk_norm_place,
-    catalogue.QK_NORM_WEIGHT_OFFSET: _qk_norm_weight_offset,
-    catalogue.NORM_INSIDE: _norm_inside,
-    catalogue.RESIDUAL_INSIDE: _residual_inside,
-}

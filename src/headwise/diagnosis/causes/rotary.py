@@ -10,15 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.catalogue import ROTATED, Cause
-from headwise.diagnosis.causes.evidence import (
-    Evidence,
-    Family,
-    Search,
-    Variant,
-    Variants,
-)
+from headwise.diagnosis.catalogue import ROTATED
+from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
+from headwise.diagnosis.moves.move import format_dtype
 from headwise.diagnosis.simulation.gaps import WHOLE, all_heads_agree_within_rounding
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.errors import OptionError
@@ -31,11 +25,10 @@ def _rotary_theta(evidence: Evidence) -> Variants:
     rotary = evidence.model.settings.rotation
     if rotary is None:
         return
-    right = rotary.theta
+    repair = f"Rotary(theta={rotary.theta:g})"
 
     def make(theta: float) -> Variant:
-        model = evidence.model.with_rotary(theta=theta)
-        return Variant(model, {"theta": theta}, f"Rotary(theta={right:g})")
+        return Variant(evidence.model.with_rotary(theta=theta), {"theta": theta}, repair)
 
     yield Family(make, tuple(10.0 ** (n / 4) for n in range(4, 32)), is_log=True)
 
@@ -77,8 +70,7 @@ def _rotary_partial_width(evidence: Evidence) -> Variants:
     head_dim = evidence.model.weights["wq"].shape[1]
     for width in range(2, head_dim + 1, 2):
         if width != rotary.width:
-            bases = {None, rotary.exponent_width or rotary.width}
-            for base in sorted(bases, key=str):
+            for base in sorted({None, rotary.exponent_width or rotary.width}, key=str):
                 model = evidence.model.with_rotary(width=width, exponent_width=base)
                 yield Variant(model, {"width": width}, f"Rotary(width={rotary.width})")
 
@@ -124,21 +116,18 @@ def _has_equal_offsets(evidence: Evidence) -> bool:
     if not all(evidence.parted_calls_and_heads(stage) for stage in ROTATED):
         return False
     call = min(evidence.calls, key=lambda call: call.inputs.x.shape[1])
-    models = (evidence.model.with_rotary(q_offset=n, k_offset=n) for n in OFFSETS)
-    return any(
-        all(all_heads_agree_within_rounding(model, call, stage, [WHOLE]) for stage in ROTATED)
-        for model in models
-    )
+    for offset in OFFSETS:
+        model = evidence.model.with_rotary(q_offset=offset, k_offset=offset)
+        if all(all_heads_agree_within_rounding(model, call, stage, [WHOLE]) for stage in ROTATED):
+            return True
+    return False
 
 
 def _rotary_axis(evidence: Evidence) -> Variants:
-    rotary = evidence.model.settings.rotation
-    if rotary is None:
+    if evidence.model.settings.rotation is None:
         return
     for axis in ("head", "position and head", "batch", "position from the end"):
-        model = evidence.model
-        for stage in ROTATED:
-            model = model.with_stage_function(stage, partial(_rotate_by_axis, axis))
+        model = evidence.replace_stages(ROTATED, _rotate_by_axis, axis)
         yield Variant(model, {"axis": axis}, "rotate by the position of the token: axis 2 of 4")
 
 
@@ -191,9 +180,9 @@ def _rotary_dtype(evidence: Evidence) -> Variants:
     if evidence.model.settings.rotation is None:
         return
     for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
         repair = "keep inv_freq in float32: load with dtype=..., without .to(dtype) afterwards"
-        yield Variant(evidence.model.with_rotary(dtype=dtype), {"dtype": name}, repair)
+        parameters = {"dtype": format_dtype(dtype)}
+        yield Variant(evidence.model.with_rotary(dtype=dtype), parameters, repair)
 
 
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 40.0)
@@ -256,20 +245,3 @@ def _rotary_attention_factor(evidence: Evidence) -> Variants:
         return Variant(model, {"attention factor": factor}, f"attention_factor={right:.6g}")
 
     yield Family(make, (0.25 * right, 0.5 * right, right, 2 * right, 4 * right), is_log=True)
-
-
-SEARCHES: dict[Cause, Search] = {
-    catalogue.ROTARY_THETA: _rotary_theta,
-    catalogue.ROTARY_MISSING: _rotary_missing,
-    catalogue.ROTARY_PAIRING: _rotary_pairing,
-    catalogue.ROTARY_PARTIAL_WIDTH: _rotary_partial_width,
-    catalogue.ROTARY_WHOLE_HEAD_PAIRS: _rotary_whole_head_pairs,
-    catalogue.ROTARY_EXPONENT_WIDTH: _rotary_exponent_width,
-    catalogue.ROTARY_POSITION_OFFSET: _rotary_position_offset,
-    catalogue.ROTARY_AXIS: _rotary_axis,
-    catalogue.ROTARY_SOME_HEADS: _rotary_some_heads,
-    catalogue.ROTARY_DTYPE: _rotary_dtype,
-    catalogue.ROTARY_SCALING_KIND: _rotary_scaling_kind,
-    catalogue.ROTARY_SCALING_FACTOR: _rotary_scaling_factor,
-    catalogue.ROTARY_ATTENTION_FACTOR: _rotary_attention_factor,
-}

@@ -7,21 +7,13 @@ and dropout of its weights.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
-from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.causes.evidence import (
-    Evidence,
-    Family,
-    Search,
-    Variant,
-    Variants,
-)
-from headwise.diagnosis.moves.move import find_factor_formula
+from headwise.diagnosis.catalogue import WEIGHTS
+from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
+from headwise.diagnosis.moves.move import find_factor_formula, format_dtype
 from headwise.diagnosis.simulation.model import ForcedStage
 from headwise.function.distance import slopes_of
 from headwise.function.spec import Softcap
@@ -69,14 +61,13 @@ def _distance_bias_coefficient(evidence: Evidence) -> Variants:
     if slopes is None:
         slopes = alibi_slopes(model.settings.num_heads).double()
     else:
-        none = model.with_slopes(None)
-        yield Variant(none, {"coefficient": 0.0}, "add the bias by distance: Alibi()")
+        repair = "add the bias by distance: Alibi()"
+        yield Variant(model.with_slopes(None), {"coefficient": 0.0}, repair)
 
     def make(factor: float) -> Variant:
-        changed = model.with_slopes(factor * slopes)
         repair = f"slopes divided by {factor:.6g}"
         repair = "leave out the bias by distance" if is_missing else repair
-        return Variant(changed, {"coefficient": factor}, repair)
+        return Variant(model.with_slopes(factor * slopes), {"coefficient": factor}, repair)
 
     yield Family(make, (-1.0, 0.5, 2.0, 8.0))
 
@@ -94,15 +85,14 @@ def _distance_bias_slope_rule(evidence: Evidence) -> Variants:
 def _slopes_of_every_rule(heads: int) -> dict[str, Tensor]:
     """Return slopes by the name of their rule."""
     index = torch.arange(heads, dtype=torch.float64)
-    lower = 2 ** math.floor(math.log2(heads))
-    upper = 2 ** math.ceil(math.log2(heads))
+    powers = {"lower": 2 ** math.floor(math.log2(heads)), "upper": 2 ** math.ceil(math.log2(heads))}
     rules: dict[str, Tensor] = {}
     for most in (4.0, 8.0, 16.0):
         words = "" if most == 8.0 else f", bias_max {most:g}"
         rules[f"of the paper's code{words}"] = alibi_slopes(heads, bias_max=most).double()
         rules[f"2 ** (-{most:g} (h + 1) / n){words}"] = 2 ** (-most * (index + 1) / heads)
         rules[f"2 ** (-{most:g} h / n){words}"] = 2 ** (-most * index / heads)
-        for name, power in (("lower", lower), ("upper", upper)):
+        for name, power in powers.items():
             rules[f"of the {name} power of two{words}"] = 2 ** (-most * (index + 1) / power)
     rules["2 ** -(h + 1)"] = 2 ** -(index + 1)
     rules["2 ** -h"] = 2**-index
@@ -112,40 +102,36 @@ def _slopes_of_every_rule(heads: int) -> dict[str, Tensor]:
 
 def _softmax_axis(evidence: Evidence) -> Variants:
     for axis, words in ((2, "queries"), (1, "heads"), (0, "batch")):
-
-        def over_axis(forced: ForcedStage, axis: int = axis) -> Tensor:
-            return forced["scores"].softmax(axis).nan_to_num(0.0)
-
-        model = evidence.model.with_stage_function("weights", over_axis)
+        model = evidence.replace_stages(WEIGHTS, _softmax_over_axis, axis)
         yield Variant(model, {"axis": words}, "scores.softmax(dim=-1), over keys")
+
+
+def _softmax_over_axis(axis: int, forced: ForcedStage) -> Tensor:
+    return forced["scores"].softmax(axis).nan_to_num(0.0)
 
 
 def _softmax_dtype(evidence: Evidence) -> Variants:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for function in (
-            _softmax_in_dtype,
-            _softmax_of_rounded_scores,
-            _round_softmax_and_scores,
+        # The softmax itself, the scores alone, and both scores and weights in the dtype.
+        for within, after in (
+            (dtype, dtype),
+            (torch.float64, torch.float64),
+            (torch.float64, dtype),
         ):
-            model = evidence.model.with_stage_function("weights", partial(function, dtype))
-            name = str(dtype).removeprefix("torch.")
-            yield Variant(model, {"dtype": name}, "softmax in the dtype of the scores")
+            model = evidence.replace_stages(WEIGHTS, _softmax_in_dtypes, dtype, within, after)
+            parameters = {"dtype": format_dtype(dtype)}
+            yield Variant(model, parameters, "softmax in the dtype of the scores")
 
 
-def _softmax_in_dtype(dtype: torch.dtype, forced: ForcedStage) -> Tensor:
-    return _softmax_with_sink(forced["scores"].to(dtype), forced).double()
+def _softmax_in_dtypes(
+    stored: torch.dtype, within: torch.dtype, after: torch.dtype, forced: ForcedStage
+) -> Tensor:
+    """Return the softmax of scores that are stored in a dtype, computed and stored in others."""
+    scores = forced["scores"].to(stored).to(within)
+    return _softmax_with_sink(scores, forced.weight("sink")).to(after).double()
 
 
-def _softmax_of_rounded_scores(dtype: torch.dtype, forced: ForcedStage) -> Tensor:
-    return _softmax_with_sink(forced["scores"].to(dtype).double(), forced)
-
-
-def _round_softmax_and_scores(dtype: torch.dtype, forced: ForcedStage) -> Tensor:
-    return _softmax_with_sink(forced["scores"].to(dtype).double(), forced).to(dtype).double()
-
-
-def _softmax_with_sink(scores: Tensor, forced: ForcedStage) -> Tensor:
-    sink = forced.weight("sink")
+def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> Tensor:
     if sink is None:
         return scores.softmax(-1).nan_to_num(0.0)
     column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
@@ -187,14 +173,11 @@ def _dropout_left_on(evidence: Evidence) -> Variants:
         if actual is None or actual.shape != usual.shape:
             return
         kept[call.key] = actual != 0
-        ratio = (actual / usual)[(actual != 0) & (usual > 0)]
-        factors.append(ratio)
+        factors.append((actual / usual)[(actual != 0) & (usual > 0)])
     factor = float(torch.cat(factors).median()) if factors else 1.0
     if factor > 1.0 + 1e-6:
         rate = round(1 - 1 / factor, 12)
-        model = evidence.model.with_stage_function(
-            "weights", partial(_apply_recorded_dropout, kept, factor)
-        )
+        model = evidence.replace_stages(WEIGHTS, _apply_recorded_dropout, kept, factor)
         yield Variant(model, {"p": rate}, "call eval() before the comparison")
 
 
@@ -206,16 +189,3 @@ def _apply_recorded_dropout(
     if left is None or left.shape != usual.shape:
         return usual
     return torch.where(left, factor * usual, 0.0)
-
-
-SEARCHES: dict[Cause, Search] = {
-    catalogue.SCALE: _scale,
-    catalogue.SCALE_TWICE: _scale_twice,
-    catalogue.SOFTCAP: _softcap,
-    catalogue.DISTANCE_BIAS_COEFFICIENT: _distance_bias_coefficient,
-    catalogue.DISTANCE_BIAS_SLOPE_RULE: _distance_bias_slope_rule,
-    catalogue.SOFTMAX_AXIS: _softmax_axis,
-    catalogue.SOFTMAX_DTYPE: _softmax_dtype,
-    catalogue.SINKS: _sinks,
-    catalogue.DROPOUT_LEFT_ON: _dropout_left_on,
-}

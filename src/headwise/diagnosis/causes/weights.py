@@ -5,7 +5,7 @@ Most mistakes in weights are moves (`headwise.diagnosis.moves`), and have no fun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import permutations
 
 import torch
@@ -16,20 +16,19 @@ from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.causes.evidence import (
     STAGE_OF,
     Evidence,
-    Search,
     Variant,
     Variants,
     collect_projection_tokens,
     flatten_tokens,
     search_moves,
 )
-from headwise.diagnosis.moves.maps import MapName
+from headwise.diagnosis.moves.maps import MapName, Rows
 from headwise.diagnosis.moves.move import ROUNDED, Rounded, format_dtype
-from headwise.diagnosis.moves.rows import Rows
 from headwise.diagnosis.moves.state import (
+    CRITICAL,
     Initialisation,
     extract_rows,
-    is_drawn_from_initialisation,
+    kolmogorov_smirnov_statistic,
     list_initialisations,
     recognise_initialisation,
     replace_rows,
@@ -71,10 +70,9 @@ def _another_role(evidence: Evidence) -> Variants:
     for role, source in permutations(STAGE_OF, 2):
         if evidence.is_cross_attention or "o" in (role, source):
             for model in _copy_weights_to_role(evidence.model, source, role):
-                name = MapName(
-                    catalogue.ANOTHER_ROLE, f"{role} holds the rows of {source}", (role,)
-                )
-                yield Variant(model, {"roles": role, "source": source}, name.repair)
+                text = f"{role} holds the rows of {source}"
+                repair = MapName(catalogue.ANOTHER_ROLE, text, (role,)).repair
+                yield Variant(model, {"roles": role, "source": source}, repair)
 
 
 def _copy_weights_to_role(
@@ -92,34 +90,29 @@ def _copy_weights_to_role(
 
 
 def _weights_rounded(evidence: Evidence) -> Variants:
-    rows = extract_rows(evidence.model.weights)
-    roles = tuple(role for role in rows.roles if evidence.parted_calls_and_heads(STAGE_OF[role]))
+    rows, roles = extract_rows(evidence.model.weights), evidence.parted_roles
     for dtype in ROUNDED:
         for parts in (("weights", "biases"), ("weights",)):
-            rounded = Rounded(roles, dtype, parts).apply(rows)
+            rounded = Rounded(roles, dtype, parts=parts).apply(rows)
             weights = replace_rows(evidence.model.weights, rounded)
             if "bo" in weights and "biases" in parts and "o" in roles:
                 weights["bo"] = weights["bo"].to(dtype).to(weights["bo"].dtype)
-            yield Variant(
-                evidence.model.with_weights(**weights),
-                {"roles": "".join(roles), "dtype": str(dtype)},
-                MapName(catalogue.WEIGHTS_ROUNDED, format_dtype(dtype), roles).repair,
-            )
+            parameters = {"roles": "".join(roles), "dtype": str(dtype)}
+            repair = MapName(catalogue.WEIGHTS_ROUNDED, format_dtype(dtype), roles).repair
+            yield Variant(evidence.model.with_weights(**weights), parameters, repair)
 
 
 def _bias_missing(evidence: Evidence) -> Variants:
-    parted = {
-        f"b{role}": stage
-        for role, stage in STAGE_OF.items()
-        if evidence.parted_calls_and_heads(stage) and f"b{role}" in evidence.model.weights
-    }
-    for names in dict.fromkeys((tuple(parted), *((name,) for name in parted))):
-        if names:
-            model = evidence.model.with_weights(**dict.fromkeys(names))
-            roles = "".join(name[1:] for name in names)
-            yield Variant(
-                model, {"roles": roles}, MapName(catalogue.BIAS_MISSING, "", tuple(roles)).repair
-            )
+    biased = [role for role in evidence.parted_roles if f"b{role}" in evidence.model.weights]
+    for roles in _all_and_each(biased):
+        model = evidence.model.with_weights(**dict.fromkeys(f"b{role}" for role in roles))
+        repair = MapName(catalogue.BIAS_MISSING, "", roles).repair
+        yield Variant(model, {"roles": "".join(roles)}, repair)
+
+
+def _all_and_each(roles: Iterable[str]) -> Iterable[tuple[str, ...]]:
+    """Return all roles, and each alone; none where there is none."""
+    return dict.fromkeys(filter(None, (tuple(roles), *((role,) for role in roles))))
 
 
 LEAST_ENTRIES = 400
@@ -133,27 +126,22 @@ WIDEST = 0.15
 
 def _initial_weights(evidence: Evidence) -> Variants:
     rows = extract_rows(evidence.model.weights)
-    shapes = {
-        r: (rows.matrix_of_role(r).shape[0], rows.matrix_of_role(r).shape[1]) for r in rows.roles
-    }
     for role, stage in STAGE_OF.items():
         parted = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
         if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
             continue
         tokens = collect_projection_tokens(evidence, role)
-        if tokens is None:
+        whitened = None if tokens is None else _whiten_tokens(*tokens)
+        if tokens is None or whitened is None:
             continue
-        x, y = tokens
-        whitened = _whiten_tokens(x, y)
-        if whitened is None or not _has_no_trace_of_right_weights(evidence, role, x, whitened):
+        if not _has_no_trace_of_right_weights(evidence, role, tokens[0], whitened):
             continue
-        kinds = list_initialisations(role, shapes)
-        kind = next((each for each in kinds if _is_drawn_from(whitened, each)), None)
-        if kind is None:
-            continue
-        variant = _fit_weights_variant(evidence, role, x, y, kind)
-        if not _has_permuted_entries(variant.model.weights[f"w{role}"], rows):
-            yield variant
+        for kind in list_initialisations(role, rows):
+            if _is_drawn_from(whitened, kind):
+                variant = _fit_weights_variant(evidence, role, *tokens, kind)
+                if not _has_permuted_entries(variant.model.weights[f"w{role}"], rows):
+                    yield variant
+                break
 
 
 def _has_no_trace_of_right_weights(
@@ -222,7 +210,7 @@ def _is_drawn_from(products: Tensor, kind: Initialisation) -> bool:
     apart = float(products.square().mean().sqrt()) / kind.standard_deviation - 1
     if abs(apart) * (2 * products.numel()) ** 0.5 > MOST_DEVIATIONS:
         return False
-    if not is_drawn_from_initialisation(products.flatten(), normal):
+    if kolmogorov_smirnov_statistic(products.flatten(), normal) >= CRITICAL:
         return False
     gram = (products / kind.standard_deviation) @ (products / kind.standard_deviation).T / rows
     size = float((gram - torch.eye(combinations, dtype=gram.dtype)).square().sum())
@@ -241,11 +229,8 @@ def _fit_weights_variant(
     if biased:
         changes[f"b{role}"] = solution[-1].reshape(weights[f"b{role}"].shape)
     parameters = {"role": role, "initialisation": kind.text, "bound": kind.width}
-    return Variant(
-        evidence.model.with_weights(**changes),
-        parameters,
-        MapName(catalogue.INITIAL_WEIGHTS, "", (role,)).repair,
-    )
+    repair = MapName(catalogue.INITIAL_WEIGHTS, "", (role,)).repair
+    return Variant(evidence.model.with_weights(**changes), parameters, repair)
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -255,15 +240,12 @@ LOW = 4  # a rank is low if so many times it fits into the matrix
 def _adapters_merged(evidence: Evidence) -> Variants:
     stated = {role: _fit_low_rank_change(evidence, role) for role in STAGE_OF}
     added = {role: change for role, change in stated.items() if change is not None}
-    for roles in dict.fromkeys((tuple(added), *((role,) for role in added))):
-        if roles:
-            changes = {f"w{role}": added[role][1] for role in roles}
-            weights = {name: evidence.model.weights[name] + x for name, x in changes.items()}
-            yield Variant(
-                evidence.model.with_weights(**weights),
-                {"roles": "".join(roles), "rank": max(added[role][0] for role in roles)},
-                f"merge the adapter of {', '.join(weights)} on both sides or on neither",
-            )
+    for roles in _all_and_each(added):
+        changes = {f"w{role}": added[role][1] for role in roles}
+        weights = {name: evidence.model.weights[name] + x for name, x in changes.items()}
+        parameters = {"roles": "".join(roles), "rank": max(added[role][0] for role in roles)}
+        repair = f"merge the adapter of {', '.join(weights)} on both sides or on neither"
+        yield Variant(evidence.model.with_weights(**weights), parameters, repair)
 
 
 def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | None:
@@ -320,24 +302,9 @@ def _module_bypassed(evidence: Evidence) -> Variants:
     of_weights = evidence.model.of_weights
     if of_weights is None:
         return
-    parted = tuple(
-        role for role, stage in STAGE_OF.items() if evidence.parted_calls_and_heads(stage)
-    )
-    for roles in dict.fromkeys((parted, *((role,) for role in parted))):
+    for roles in _all_and_each(evidence.parted_roles):
         model = evidence.model
         for role in roles:
             model = replace_model_stage_in_heads(model, of_weights, STAGE_OF[role], None)
-        names = "".join(roles)
-        yield Variant(model, {"roles": names}, f"call the modules of {', '.join(roles)}")
-
-
-SEARCHES: dict[Cause, Search] = {
-    catalogue.Q_AND_K_EXCHANGED: _q_and_k_exchanged,
-    catalogue.Q_AND_V_EXCHANGED: _q_and_v_exchanged,
-    catalogue.ANOTHER_ROLE: _another_role,
-    catalogue.WEIGHTS_ROUNDED: _weights_rounded,
-    catalogue.BIAS_MISSING: _bias_missing,
-    catalogue.INITIAL_WEIGHTS: _initial_weights,
-    catalogue.ADAPTERS_MERGED: _adapters_merged,
-    catalogue.MODULE_BYPASSED: _module_bypassed,
-}
+        repair = f"call the modules of {', '.join(roles)}"
+        yield Variant(model, {"roles": "".join(roles)}, repair)

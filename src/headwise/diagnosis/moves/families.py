@@ -10,37 +10,18 @@ from itertools import chain, permutations, product
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import (
-    ANOTHER_ROLE,
-    FUSED_ROW_GROUPS,
-    FUSED_ROW_NESTING,
-    FUSED_ROW_ORDER,
-    HEADS_INTERLEAVED,
-    HEADS_PERMUTED,
-    K_AND_V_EXCHANGED,
-    KV_HEADS_TILED,
-    OUTPUT_GROUP_ORDER,
-    Q_AND_K_EXCHANGED,
-    Q_AND_V_EXCHANGED,
-    ROTARY_PERMUTATION_DOUBLED,
-    ROTARY_PERMUTATION_HEADS,
-    ROTARY_PERMUTATION_MISSING,
-    ROTARY_PERMUTATION_WIDTH,
-    SHARD_ORDER,
-)
+from headwise.diagnosis import catalogue
 from headwise.diagnosis.moves.maps import (
+    ROLES,
     TENSORS,
     Draft,
     MapName,
     RowMap,
-    lengths_of_pattern_names,
+    RowSizes,
     make_distinct_maps,
-    number_rows_by_role,
     order_rows_by_pattern,
     read_rows_by_pattern,
-    sizes_with_all_roles,
 )
-from headwise.diagnosis.moves.rows import ROLES, RowSizes
 from headwise.layouts.pattern import GROUPED, Splits, to_half_split, to_interleaved
 
 USUAL = ("q", "k", "v")
@@ -52,15 +33,15 @@ EXCHANGED, BLOCKS, NESTED, GROUPS, BY_RANK, COPIED = 0, 100, 200, 300, 400, 900
 
 
 _EXCHANGES = {
-    Q_AND_K_EXCHANGED: ("q", "k"),
-    K_AND_V_EXCHANGED: ("k", "v"),
-    Q_AND_V_EXCHANGED: ("q", "v"),
+    catalogue.Q_AND_K_EXCHANGED: ("q", "k"),
+    catalogue.K_AND_V_EXCHANGED: ("k", "v"),
+    catalogue.Q_AND_V_EXCHANGED: ("q", "v"),
 }
 
 
-def draft_exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
+def _draft_exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
     """Yield the exchanges of two roles, and one role in the place of another."""
-    indices = {role: index.flatten() for role, index in number_rows_by_role(sizes).items()}
+    indices = {role: index.flatten() for role, index in sizes.number_rows().items()}
     for cause, (first, second) in _EXCHANGES.items():
         if len(indices[first]) != len(indices[second]):
             continue
@@ -68,51 +49,49 @@ def draft_exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
         yield MapName(cause, "", (), EXCHANGED), exchanged
         for role, source in ((first, second), (second, first)):
             text = f"{role} holds the rows of {source}"
-            name = MapName(ANOTHER_ROLE, text, (), COPIED, (("source", source),))
+            name = MapName(catalogue.ANOTHER_ROLE, text, (), COPIED, (("source", source),))
             yield name, {role: indices[source]}
 
 
-def draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
+def _draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
     """Yield fused rows that are stored in one order and read in another."""
     nests = _fused_row_patterns(sizes)
-    rows: dict[tuple[str, tuple[str, ...]], Tensor] = {
-        (nest, order): order_rows_by_pattern(
-            _write_fused_pattern(pattern, order), sizes, lengths, splits
-        )
-        for nest, (pattern, lengths, splits, _) in nests.items()
-        for order in ORDERS
+    written = {(nest, order): nest.write(order) for nest, order in product(nests, ORDERS)}
+    rows = {
+        (nest, order): order_rows_by_pattern(pattern, sizes, nest.lengths, nest.splits)
+        for (nest, order), pattern in written.items()
     }
-    flat = next(iter(nests))
+    flat = nests[0]
     for (nest, order), (other, reading) in product(rows, rows):
-        if (nest, order) == (other, reading) or not _is_usual_pair(
-            nest, order, other, reading, flat
-        ):
+        is_same_nest, is_flat = nest is other, flat in (nest, other)
+        if is_same_nest and order == reading:
             continue
-        pattern, lengths, splits, family = nests[other]
-        family = max(family, nests[nest][3])
-        mixed = order != USUAL or reading != USUAL
-        if nest == other:
-            cause, place = FUSED_ROW_ORDER, family + (0 if nest == flat else 20)
+        # Pairs that occur: one change at a time, or two beside the plain order.
+        is_usual = order == reading == USUAL
+        if is_flat:
+            is_usual = order == reading or USUAL in (order, reading)
+        if not (is_same_nest or is_usual):
+            continue
+        family = max(other.family, nest.family)
+        if is_same_nest:
+            cause, place = catalogue.FUSED_ROW_ORDER, family + (0 if nest is flat else 20)
         else:
-            cause = _CAUSE_OF[family]
-            place = family + 10 * mixed + 10 * (flat not in (nest, other))
-        text = f"{_write_block_order(nest, order)} read as {_write_block_order(other, reading)}"
-        parameters = (
-            ("stored", _write_block_order(nest, order)),
-            ("read", _write_block_order(other, reading)),
-        )
+            mixed = order != USUAL or reading != USUAL
+            cause, place = _CAUSE_OF[family], family + 10 * mixed + 10 * (not is_flat)
+        stored, read = nest.describe(order), other.describe(reading)
         # A reader of several ranks needs the ranks of its own order alone.
         moved = read_rows_by_pattern(
-            _write_fused_pattern(pattern, reading), rows[nest, order], lengths, splits
+            written[other, reading], rows[nest, order], other.lengths, other.splits
         )
-        yield MapName(cause, text, (), place, parameters), moved
+        parameters = (("stored", stored), ("read", read))
+        yield MapName(cause, f"{stored} read as {read}", (), place, parameters), moved
 
 
-def draft_fused_kv_orders(sizes: RowSizes) -> Iterator[Draft]:
+def _draft_fused_kv_orders(sizes: RowSizes) -> Iterator[Draft]:
     """Yield keys and values that are fused without the queries."""
     if sizes.head_dim != sizes.value_dim:
         return
-    lengths = lengths_of_pattern_names(sizes)
+    lengths = sizes.lengths()
     nests = {
         "[k|v]": "([wk: kv_heads head_dim | wv: kv_heads head_dim]) embed_dim",
         "kv_heads [k|v] head_dim": "(kv_heads [wk: head_dim | wv: head_dim]) embed_dim",
@@ -121,154 +100,133 @@ def draft_fused_kv_orders(sizes: RowSizes) -> Iterator[Draft]:
     }
     rows = {nest: order_rows_by_pattern(pattern, sizes, lengths) for nest, pattern in nests.items()}
     for nest, other in permutations(nests, 2):
-        moved = read_rows_by_pattern(nests[other], rows[nest], lengths)
-        text = f"{nest} read as {other}"
         place = NESTED + 15 + 10 * ("[k|v]" not in (nest, other))
-        name = MapName(FUSED_ROW_NESTING, text, (), place, (("stored", nest), ("read", other)))
-        yield name, moved
+        text, parameters = f"{nest} read as {other}", (("stored", nest), ("read", other))
+        name = MapName(catalogue.FUSED_ROW_NESTING, text, (), place, parameters)
+        yield name, read_rows_by_pattern(nests[other], rows[nest], lengths)
 
 
 _CAUSE_OF = {
-    BLOCKS: FUSED_ROW_ORDER,
-    NESTED: FUSED_ROW_NESTING,
-    GROUPS: FUSED_ROW_GROUPS,
-    BY_RANK: SHARD_ORDER,
+    BLOCKS: catalogue.FUSED_ROW_ORDER,
+    NESTED: catalogue.FUSED_ROW_NESTING,
+    GROUPS: catalogue.FUSED_ROW_GROUPS,
+    BY_RANK: catalogue.SHARD_ORDER,
 }
-_Nest = tuple[tuple[str, ...], dict[str, int], Splits, int]
 
 
-def _fused_row_patterns(sizes: RowSizes) -> dict[str, _Nest]:
-    """Return name -> (pattern in parts, lengths, splits, family); ``*`` stands for the blocks."""
-    lengths = lengths_of_pattern_names(sizes)
-    flat = ("(", "heads head_dim", "kv_heads head_dim", "kv_heads value_dim", ") embed_dim")
-    nests: dict[str, _Nest] = {"*": (flat, lengths, GROUPED, BLOCKS)}
+@dataclass(frozen=True, eq=False)
+class _Nest:
+    """A nesting of fused rows: its name, in which ``*`` stands for the blocks, and its pattern.
+
+    Attributes:
+        before: the axes around the blocks in the axis of rows.
+        blocks: the axes within the blocks of q, k and v.
+        family: the order of the maps that read it.
+    """
+
+    name: str
+    before: str
+    blocks: tuple[str, str, str]
+    family: int
+    lengths: dict[str, int]
+    splits: Splits
+
+    def write(self, order: tuple[str, ...]) -> str:
+        """Return the pattern with the blocks in an order."""
+        inner = dict(zip(USUAL, self.blocks, strict=True))
+        blocks = " | ".join(f"{TENSORS[role]}: {inner[role]}" for role in order)
+        return f"({self.before}[{blocks}]) embed_dim"
+
+    def describe(self, order: tuple[str, ...]) -> str:
+        """Return the name with the blocks in an order."""
+        return self.name.replace("*", f"[{'|'.join(order)}]")
+
+
+def _fused_row_patterns(sizes: RowSizes) -> list[_Nest]:
+    """Return the ways in which fused rows are stored; the first is that of plain blocks."""
+    whole = ("heads head_dim", "kv_heads head_dim", "kv_heads value_dim")
+    shapes = [("*", "", whole, BLOCKS)]
     is_equal = sizes.heads == sizes.kv_heads
     is_square = sizes.head_dim == sizes.value_dim
     if sizes.heads % sizes.kv_heads == 0 and sizes.kv_heads > 1:
         if is_equal:
-            blocks = ("(heads ", "head_dim", "head_dim", "value_dim", ") embed_dim")
-            nests["heads * head_dim"] = (blocks, lengths, GROUPED, NESTED)
+            inner = ("head_dim", "head_dim", "value_dim")
+            shapes.append(("heads * head_dim", "heads ", inner, NESTED))
         else:
-            blocks = ("(kv_heads ", "group head_dim", "head_dim", "value_dim", ") embed_dim")
-            nests["kv_heads * head_dim"] = (blocks, lengths, GROUPED, GROUPS)
+            inner = ("group head_dim", "head_dim", "value_dim")
+            shapes.append(("kv_heads * head_dim", "kv_heads ", inner, GROUPS))
     if is_square:
-        blocks = ("(head_dim ", "heads", "kv_heads", "kv_heads", ") embed_dim")
-        nests["head_dim * heads"] = (blocks, lengths, GROUPED, NESTED)
-        blocks = ("(", "head_dim heads", "head_dim kv_heads", "head_dim kv_heads", ") embed_dim")
-        nests["* head_dim heads"] = (blocks, lengths, GROUPED, NESTED)
+        inner = ("heads", "kv_heads", "kv_heads")
+        shapes.append(("head_dim * heads", "head_dim ", inner, NESTED))
+        inner = ("head_dim heads", "head_dim kv_heads", "head_dim kv_heads")
+        shapes.append(("* head_dim heads", "", inner, NESTED))
     if is_equal and is_square:
         for around in ("heads head_dim", "head_dim heads"):
-            nests[f"{around} *"] = (
-                (f"({around} ", "", "", "", ") embed_dim"),
-                lengths,
-                GROUPED,
-                NESTED,
-            )
+            shapes.append((f"{around} *", f"{around} ", ("", "", ""), NESTED))
+    nests = [
+        _Nest(name, before, inner, family, sizes.lengths(), GROUPED)
+        for name, before, inner, family in shapes
+    ]
     for ranks in RANKS:
         if sizes.heads % ranks or sizes.kv_heads % ranks:
             continue
-        cut = {
-            "ranks": ranks,
-            "rank_heads": sizes.heads // ranks,
-            "rank_kv_heads": sizes.kv_heads // ranks,
-        }
+        heads, kv_heads = sizes.heads // ranks, sizes.kv_heads // ranks
+        lengths = sizes.lengths(ranks=ranks, rank_heads=heads, rank_kv_heads=kv_heads)
         inner = ("rank_heads head_dim", "rank_kv_heads head_dim", "rank_kv_heads value_dim")
-        blocks = ("(ranks ", *inner, ") embed_dim")
-        nests[f"{ranks} ranks *"] = (
-            blocks,
-            lengths_of_pattern_names(sizes, **cut),
-            _BY_RANK,
-            BY_RANK,
-        )
+        nests.append(_Nest(f"{ranks} ranks *", "ranks ", inner, BY_RANK, lengths, _BY_RANK))
     return nests
 
 
-def _write_fused_pattern(parts: tuple[str, ...], order: tuple[str, ...]) -> str:
-    opening, *names, closing = parts
-    inner = dict(zip(USUAL, names, strict=True))
-    blocks = " | ".join(f"{TENSORS[role]}: {inner[role]}" for role in order)
-    return f"{opening}[{blocks}]{closing}"
-
-
-def _write_block_order(nest: str, order: tuple[str, ...]) -> str:
-    return nest.replace("*", f"[{'|'.join(order)}]")
-
-
-def _is_usual_pair(
-    nest: str, order: tuple[str, ...], other: str, reading: tuple[str, ...], flat: str
-) -> bool:
-    """True for pairs that occur: one change at a time, or two beside the plain order."""
-    if nest == other:
-        return True
-    if flat in (nest, other):
-        return order == reading or USUAL in (order, reading)
-    return order == reading == USUAL
-
-
-SCOPES = (
-    ("q", "k", "v", "o"),
-    ("q", "k", "v"),
-    ("q",),
-    ("k",),
-    ("v",),
-    ("o",),
-    ("q", "k"),
-    ("k", "v"),
-    ("q", "o"),
-    ("v", "o"),
-)
+SCOPES = (ROLES, USUAL, *((role,) for role in ROLES), *map(tuple, ("qk", "kv", "qo", "vo")))
 INTERLEAVED, OUTPUT_GROUPS, TILED, QUERY_GROUPS, FIRST_SHARD = 110, 120, 130, 140, 800
 
 
-def draft_interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
+def _draft_interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
     """Yield rows stored channel by channel and read head by head, and the reverse."""
-    indices = number_rows_by_role(sizes)
+    indices = sizes.number_rows()
     for place, scope in enumerate(SCOPES):
-        text = "head_dim heads read as heads head_dim"
-        name = MapName(HEADS_INTERLEAVED, text, (), INTERLEAVED + place // 6)
-        yield name, {role: _store_by_channel(indices[role]) for role in scope}
-        text = "heads head_dim read as head_dim heads"
-        name = MapName(HEADS_INTERLEAVED, text, (), INTERLEAVED + 2 + place // 6)
-        yield name, {role: _reread_by_channel(indices[role]) for role in scope}
+        for text, change, back in (
+            ("head_dim heads read as heads head_dim", _store_by_channel, 0),
+            ("heads head_dim read as head_dim heads", _reread_by_channel, 2),
+        ):
+            name = MapName(catalogue.HEADS_INTERLEAVED, text, (), INTERLEAVED + back + place // 6)
+            yield name, {role: change(indices[role]) for role in scope}
 
 
-def draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
+def _draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
     """Yield heads in another order of groups."""
-    indices = number_rows_by_role(sizes)
-    for number in _list_nontrivial_divisors(sizes.heads):
+    indices = sizes.number_rows()
+    for number in (n for n in range(2, sizes.heads) if sizes.heads % n == 0):
         group = sizes.heads // number
         known = number == sizes.kv_heads or sizes.kv_heads == sizes.heads
         far = 0 if number == sizes.kv_heads else 20 if known else 600
         by_kv_head, across = "by kv head, (kv_heads group)", "across kv heads, (group kv_heads)"
         for groups, first in ((number, by_kv_head), (group, across)):
             second = across if groups == number else by_kv_head
-            regroup = partial(_regroup_heads, groups=groups)
             text = f"heads stored {first}, and read {second}"
-            parameters = (("kv_heads", number),)
             back = far + (groups != number)
-            name = MapName(OUTPUT_GROUP_ORDER, text, (), OUTPUT_GROUPS + back, parameters)
-            yield name, {"o": regroup(indices["o"])}
-            name = MapName(KV_HEADS_TILED, text, (), TILED + back, parameters)
-            yield name, {role: regroup(indices[role]) for role in "qo"}
-            name = MapName(HEADS_PERMUTED, f"query {text}", (), QUERY_GROUPS + back, parameters)
-            yield name, {"q": regroup(indices["q"])}
+            kinds = [
+                (catalogue.OUTPUT_GROUP_ORDER, text, OUTPUT_GROUPS, "o"),
+                (catalogue.KV_HEADS_TILED, text, TILED, "qo"),
+                (catalogue.HEADS_PERMUTED, f"query {text}", QUERY_GROUPS, "q"),
+            ]
             if sizes.kv_heads == sizes.heads:  # of a file that holds each kv head several times
-                text = f"{number} heads in {sizes.heads} places"
-                name = MapName(KV_HEADS_TILED, text, (), TILED + back, parameters)
-                yield name, {role: regroup(indices[role]) for role in "kv"}
+                words = f"{number} heads in {sizes.heads} places"
+                kinds.append((catalogue.KV_HEADS_TILED, words, TILED, "kv"))
+            for cause, words, place, roles in kinds:
+                name = MapName(cause, words, (), place + back, (("kv_heads", number),))
+                yield name, {role: _regroup_heads(indices[role], groups) for role in roles}
 
 
-def draft_repeated_first_shards(sizes: RowSizes) -> Iterator[Draft]:
+def _draft_repeated_first_shards(sizes: RowSizes) -> Iterator[Draft]:
     """Yield roles that hold the first shard or the first head at every place."""
-    indices = number_rows_by_role(sizes)
-    for role in ROLES:
-        rows = indices[role].flatten()
-        for shards in sorted({*RANKS, sizes_with_all_roles(sizes).count_heads(role)}):
-            if len(rows) % shards:
-                continue
-            text = f"every of {shards} shards is the first"
-            name = MapName(SHARD_ORDER, text, (), FIRST_SHARD, (("shards", shards),))
-            yield name, {role: rows[: len(rows) // shards].repeat(shards)}
+    for role, index in sizes.number_rows().items():
+        rows = index.flatten()
+        for shards in sorted({*RANKS, sizes.count_heads(role)}):
+            if len(rows) % shards == 0:
+                text, parameters = f"every of {shards} shards is the first", (("shards", shards),)
+                name = MapName(catalogue.SHARD_ORDER, text, (), FIRST_SHARD, parameters)
+                yield name, {role: rows[: len(rows) // shards].repeat(shards)}
 
 
 def _store_by_channel(rows: Tensor) -> Tensor:
@@ -286,41 +244,35 @@ def _regroup_heads(rows: Tensor, groups: int) -> Tensor:
     return rows.reshape(groups, heads // groups, channels).transpose(0, 1).flatten()
 
 
-def _list_nontrivial_divisors(count: int) -> list[int]:
-    return [n for n in range(2, count) if count % n == 0]
-
-
 ROTATED_SCOPES = (("q", "k"), ("q",), ("k",))
 MISSING, DOUBLED, WRONG_HEADS, VALUES, WRONG_WIDTH = 50, 60, 70, 80, 650
 Permutation = Callable[[Tensor, int], Tensor]  # of rows (heads, head_dim, 1), of that width
 
 
-def draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
+def _draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
     """Yield permutations that are missing, doubled, or made for other heads or another width."""
-    widths = _list_rotary_widths(sizes)
-    missing, doubled = interleave_pairs, split_pairs_in_halves
+    wanted = [sizes.rotary_width, sizes.head_dim, sizes.head_dim // 2, sizes.head_dim // 4]
+    fitting = (w for w in wanted if w and w > 2 and w % 2 == 0 and w <= sizes.head_dim)
+    widths = list(dict.fromkeys(fitting))
+    missing, doubled = _interleave_pairs, _split_pairs
     if sizes.is_interleaved or sizes.was_interleaved:
-        missing, doubled = split_pairs_in_halves, interleave_pairs
+        missing, doubled = _split_pairs, _interleave_pairs
     for place, width in enumerate(widths):
         text = "" if width == sizes.head_dim else f"the first {width} channels of each head"
-        width_of = (("width", width),)
         for scope in ROTATED_SCOPES:
             apart = 5 * place + (scope != ("q", "k"))
-            name = MapName(ROTARY_PERMUTATION_MISSING, text, (), MISSING + apart, width_of)
-            yield name, _map_each_role(scope, sizes, lambda x, w=width: missing(x, w))
-            name = MapName(ROTARY_PERMUTATION_DOUBLED, text, (), DOUBLED + apart, width_of)
-            yield name, _map_each_role(scope, sizes, lambda x, w=width: doubled(x, w))
-    for done in widths:
-        for right in widths:
-            text = f"the first {done} channels of each head for the first {right}"
-            name = MapName(ROTARY_PERMUTATION_WIDTH, text, (), WRONG_WIDTH)
-            for scope in ROTATED_SCOPES if done != right else ():
-                yield (
-                    name,
-                    _map_each_role(
-                        scope, sizes, lambda x, w=done, r=right: _permute_with_wrong_width(x, w, r)
-                    ),
-                )
+            for cause, order, permute in (
+                (catalogue.ROTARY_PERMUTATION_MISSING, MISSING, missing),
+                (catalogue.ROTARY_PERMUTATION_DOUBLED, DOUBLED, doubled),
+            ):
+                name = MapName(cause, text, (), order + apart, (("width", width),))
+                yield name, _map_each_role(scope, sizes, partial(permute, width=width))
+    for done, right in product(widths, widths):
+        text = f"the first {done} channels of each head for the first {right}"
+        name = MapName(catalogue.ROTARY_PERMUTATION_WIDTH, text, (), WRONG_WIDTH)
+        for scope in ROTATED_SCOPES if done != right else ():
+            permute = partial(_permute_with_wrong_width, done=done, right=right)
+            yield name, _map_each_role(scope, sizes, permute)
     yield from _draft_wrong_head_counts(sizes)
     yield from _draft_permuted_values(sizes)
 
@@ -329,32 +281,25 @@ def _draft_permuted_values(sizes: RowSizes) -> Iterator[Draft]:
     """Yield values that were permuted like queries and keys, for their own heads or others."""
     rows = sizes.count_rows("v")
     for heads in (n for n in range(1, rows // 2 + 1) if rows % (2 * n) == 0):
-        width, is_right = rows // heads, heads == sizes.kv_heads
-        words = "" if is_right else f", for {describe_number_of_heads(heads)}"
+        is_right = heads == sizes.kv_heads
+        words = "" if is_right else f", for {_describe_number_of_heads(heads)}"
         text = f"values, which do not rotate, were permuted too{words}"
         place = VALUES + (0 if is_right else 10 if heads in (1, sizes.heads) else 500)
-        name = MapName(ROTARY_PERMUTATION_DOUBLED, text, (), place)
-        for permute in (interleave_pairs, split_pairs_in_halves):
-            yield (
-                name,
-                _map_each_role(
-                    ("v",), sizes, lambda x, n=heads, w=width, f=permute: f(x.reshape(n, w, 1), w)
-                ),
-            )
+        name = MapName(catalogue.ROTARY_PERMUTATION_DOUBLED, text, (), place)
+        for permute in (_interleave_pairs, _split_pairs):
+            change = partial(_permute_in_heads, heads=heads, permute=permute)
+            yield name, _map_each_role(("v",), sizes, change)
 
 
-def describe_number_of_heads(heads: int) -> str:
-    """Return "1 head", or a number of heads."""
+def _describe_number_of_heads(heads: int) -> str:
     return f"{heads} head{'s' * (heads != 1)}"
 
 
 def _draft_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
     whole = sizes.rotary_width in (None, sizes.head_dim)
-    to, back = (
-        (interleave_pairs, split_pairs_in_halves)
-        if sizes.is_interleaved
-        else (split_pairs_in_halves, interleave_pairs)
-    )
+    to, back = _split_pairs, _interleave_pairs
+    if sizes.is_interleaved:
+        to, back = back, to
     pairs = "half-split" if sizes.is_interleaved else "interleaved"
     for scope in ROTATED_SCOPES if whole and sizes.head_dim % 2 == 0 else ():
         rows = [sizes.count_rows(role) for role in scope]
@@ -364,83 +309,66 @@ def _draft_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
                 continue
             known = heads in (sizes.heads, sizes.kv_heads, sizes.heads // sizes.kv_heads)
             place = WRONG_HEADS + (0 if known else 500) + (scope == ("q", "k"))
-            right = dict.fromkeys(str(sizes.count_heads(role)) for role in scope)
-            text = f"made for {describe_number_of_heads(heads)} instead of {' and '.join(right)}"
-            name = MapName(
-                ROTARY_PERMUTATION_HEADS,
-                text,
-                (),
-                place,
-                (("heads", heads),),
-            )
-            yield (
-                name,
-                _map_each_role(
-                    scope, sizes, lambda x, n=heads: _read_permuted_with_wrong_heads(x, n, to, back)
-                ),
-            )
+            right = " and ".join(dict.fromkeys(str(sizes.count_heads(role)) for role in scope))
+            text = f"made for {_describe_number_of_heads(heads)} instead of {right}"
+            cause, parameters = catalogue.ROTARY_PERMUTATION_HEADS, (("heads", heads),)
+            name = MapName(cause, text, (), place, parameters)
+            permute = partial(_read_permuted_with_wrong_heads, heads=heads, to=to, back=back)
+            yield name, _map_each_role(scope, sizes, permute)
             name = replace(name, text=f"{text}, to {pairs} pairs", order=place + 2)
-            yield (
-                name,
-                _map_each_role(
-                    scope,
-                    sizes,
-                    lambda x, n=heads: _store_permuted_with_wrong_heads(x, n, to, back),
-                ),
-            )
+            permute = partial(_store_permuted_with_wrong_heads, heads=heads, to=to, back=back)
+            yield name, _map_each_role(scope, sizes, permute)
 
 
-def interleave_pairs(rows: Tensor, width: int) -> Tensor:
+def _interleave_pairs(rows: Tensor, width: int) -> Tensor:
     """Return rows (heads, head_dim, 1) whose pairs go from half-split to interleaved."""
     return to_interleaved({"wq": rows}, width=width)["wq"]
 
 
-def split_pairs_in_halves(rows: Tensor, width: int) -> Tensor:
+def _split_pairs(rows: Tensor, width: int) -> Tensor:
     """Return rows (heads, head_dim, 1) whose pairs go from interleaved to half-split."""
     return to_half_split({"wq": rows}, width=width)["wq"]
 
 
+def _permute_in_heads(rows: Tensor, heads: int, permute: Permutation) -> Tensor:
+    """Return rows that were permuted as if they had another number of heads."""
+    stored = rows.reshape(heads, -1, 1)
+    return permute(stored, stored.shape[1]).reshape(rows.shape)
+
+
 def _permute_with_wrong_width(rows: Tensor, done: int, right: int) -> Tensor:
-    return split_pairs_in_halves(interleave_pairs(rows, right), done)
+    return _split_pairs(_interleave_pairs(rows, right), done)
 
 
 def _read_permuted_with_wrong_heads(
     rows: Tensor, heads: int, to: Permutation, back: Permutation
 ) -> Tensor:
     """Return rows that were stored for the other pairing, permuted with a wrong head count."""
-    stored = back(rows, rows.shape[1]).reshape(heads, -1, 1)
-    return to(stored, stored.shape[1]).reshape(rows.shape)
+    return _permute_in_heads(back(rows, rows.shape[1]), heads, to)
 
 
 def _store_permuted_with_wrong_heads(
     rows: Tensor, heads: int, to: Permutation, back: Permutation
 ) -> Tensor:
     """Return rows that were stored for the other pairing with a wrong head count."""
-    stored = rows.reshape(heads, -1, 1)
-    return to(back(stored, stored.shape[1]).reshape(rows.shape), rows.shape[1])
+    return to(_permute_in_heads(rows, heads, back), rows.shape[1])
 
 
-def _list_rotary_widths(sizes: RowSizes) -> list[int]:
-    """Return widths to try, the most likely first."""
-    wanted = [sizes.rotary_width, sizes.head_dim, sizes.head_dim // 2, sizes.head_dim // 4]
-    fitting = [w for w in wanted if w and w > 2 and w % 2 == 0 and w <= sizes.head_dim]
-    return list(dict.fromkeys(fitting))
-
-
-def _map_each_role(scope: tuple[str, ...], sizes: RowSizes, moved: object) -> dict[str, Tensor]:
-    assert callable(moved)
-    indices = number_rows_by_role(sizes)
-    return {role: torch.as_tensor(moved(indices[role])).flatten() for role in scope}
+def _map_each_role(
+    scope: tuple[str, ...], sizes: RowSizes, permute: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    indices = sizes.number_rows()
+    return {role: permute(indices[role]).flatten() for role in scope}
 
 
 FAMILIES = (
-    draft_exchanged_roles,
-    draft_fused_orders,
-    draft_fused_kv_orders,
-    draft_rotary_maps,
-    draft_interleaved_heads,
-    draft_head_group_orders,
-    draft_repeated_first_shards,
+    _draft_exchanged_roles,
+    _draft_fused_orders,
+    _draft_fused_kv_orders,
+    _draft_rotary_maps,
+    _draft_interleaved_heads,
+    _draft_head_group_orders,
+    _draft_repeated_first_shards,
 )
 
 
@@ -463,19 +391,11 @@ class RowMapCatalogue:
 
 @lru_cache(maxsize=8)
 def make_row_map_catalogue(sizes: RowSizes, columns: tuple[int, ...]) -> RowMapCatalogue:
-    """Return the maps for these sizes.
-
-    Args:
-        sizes: of the rows.
-        columns: of each role; rows of different widths are never exchanged.
-    """
+    """Return the maps for these sizes; rows of different ``columns`` are never exchanged."""
     drafts = chain.from_iterable(family(sizes) for family in FAMILIES)
     maps = make_distinct_maps(drafts, sizes, columns)
-    permutations = tuple(row_map for row_map in maps if row_map.is_permutation)
+    permuted = tuple(row_map for row_map in maps if row_map.is_permutation)
     none = torch.empty(0, sizes.total_rows, dtype=torch.int64)
-    return RowMapCatalogue(
-        maps,
-        torch.stack([x.index for x in maps]) if maps else none,
-        permutations,
-        torch.stack([x.inverse_index() for x in permutations]) if permutations else none,
-    )
+    indices = torch.stack([x.index for x in maps]) if maps else none
+    inverses = torch.stack([x.inverse_index() for x in permuted]) if permuted else none
+    return RowMapCatalogue(maps, indices, permuted, inverses)

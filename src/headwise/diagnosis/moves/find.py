@@ -1,14 +1,21 @@
-"""`find_moves`: the moves that make one set of projections of another, and their biases."""
+"""`find_moves`: the moves that make one set of projections of another, and their biases.
+
+The rows of the output projection cannot be read off its outputs. Each map of them is tried, and
+orders and factors of whole heads follow from the contributions of all pairs of a head and a part
+of the projection, by least squares.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import BIAS_MISSING
+from headwise.diagnosis.catalogue import BIAS_MISSING, FACTOR, ROWS_ZERO, SIGN
+from headwise.diagnosis.moves import move as changes
 from headwise.diagnosis.moves.families import make_row_map_catalogue
 from headwise.diagnosis.moves.labels import (
     Labelled,
@@ -17,23 +24,31 @@ from headwise.diagnosis.moves.labels import (
     label_rows_by_bits,
     list_matrix_maps,
 )
-from headwise.diagnosis.moves.maps import MapName, MatrixMap
+from headwise.diagnosis.moves.maps import (
+    BIASES,
+    BOTH,
+    WEIGHTS,
+    MapName,
+    MatrixMap,
+    RowMap,
+    Rows,
+    RowSizes,
+)
 from headwise.diagnosis.moves.move import (
     ROUNDED,
     Move,
     MoveReport,
-    Multiplied,
-    Rounded,
-    Taken,
-    Zeroed,
-    default_tolerance,
-    find_row_change,
-    find_zeroed_rows,
+    apply_moves,
     have_same_bits,
     largest_residual,
 )
-from headwise.diagnosis.moves.rows import Rows, RowSizes
-from headwise.diagnosis.moves.search import RoleSteps, Steps, explain_roles, search_steps
+from headwise.diagnosis.moves.search import (
+    RoleSteps,
+    explain_roles,
+    list_block_counts,
+    make_block_map,
+    search_steps,
+)
 from headwise.errors import ShapeError
 
 MOST_LISTED = 8  # other sequences of moves that are kept
@@ -68,15 +83,18 @@ def find_moves(
     Raises:
         ShapeError: the two have other roles or shapes.
     """
+    _require_same_shapes(a, b)
     sizes = replace(
-        _common_sizes(a, b, rotary_width),
+        b.head_counts_and_dims(rotary_width),
         is_interleaved=is_interleaved,
         was_interleaved=was_interleaved,
     )
     dtypes = [x.dtype for rows in (a, b) for x in rows.matrices.values()]
-    tolerance = default_tolerance(*dtypes) if tolerance is None else tolerance
-    a, b = _cast_to_common_dtype(a, dtypes), _cast_to_common_dtype(b, dtypes)
-    transposed = None if transposed is None else _cast_to_common_dtype(transposed, dtypes)
+    tolerance = changes.default_tolerance(*dtypes) if tolerance is None else tolerance
+    common = torch.float64 if torch.float64 in dtypes else torch.float32
+    common = dtypes[0] if len(set(dtypes)) == 1 else common
+    a, b = a.cast(common), b.cast(common)
+    transposed = None if transposed is None else transposed.cast(common)
     best = MoveReport((), unexplained=sizes.roles)
     for explanation in _yield_explanations(a, b, sizes, transposed):
         report = _make_move_report(explanation, a, b, sizes, tolerance)
@@ -87,7 +105,7 @@ def find_moves(
     return best
 
 
-def _common_sizes(a: Rows, b: Rows, rotary_width: int | None) -> RowSizes:
+def _require_same_shapes(a: Rows, b: Rows) -> None:
     shapes = [{role: tuple(x.shape) for role, x in rows.matrices.items()} for rows in (a, b)]
     if shapes[0] != shapes[1]:
         raise ShapeError(
@@ -95,17 +113,6 @@ def _common_sizes(a: Rows, b: Rows, rotary_width: int | None) -> RowSizes:
             needed="the same roles and shapes on both sides",
             do="compare the roles that both have, with heads and channels of the same sizes",
         )
-    return b.head_counts_and_dims(rotary_width)
-
-
-def _cast_to_common_dtype(rows: Rows, dtypes: list[torch.dtype]) -> Rows:
-    """Return rows in the dtype that holds the numbers of all."""
-    common = torch.float64 if torch.float64 in dtypes else torch.float32
-    common = dtypes[0] if len(set(dtypes)) == 1 else common
-    return Rows(
-        {role: x.to(common) for role, x in rows.matrices.items()},
-        {role: x.to(common) for role, x in rows.biases.items()},
-    )
 
 
 def _yield_explanations(
@@ -116,20 +123,15 @@ def _yield_explanations(
     catalogue = make_row_map_catalogue(sizes, b.column_counts())
     maps: list[MatrixMap] = []
     for dtype in (None, *_list_rounding_dtypes(a, b)):
-        ours, theirs = (_cast_rows(rows, dtype) for rows in (a, b))
+        ours, theirs = (rows if dtype is None else rows.cast(dtype) for rows in (a, b))
         for maps in ([], list_matrix_maps(b, sizes, given)):
             asked = bool(maps)
-            turned = _cast_rows(given, dtype) if asked and given is not None else None
+            turned = given if asked else None
+            turned = turned if turned is None or dtype is None else turned.cast(dtype)
             labels_a = label_rows_by_bits(ours, sizes, matrices=asked and given is None)
             labels_b = label_rows_by_bits(theirs, sizes, matrices=asked, given=turned)
             yield explain_roles(labels_a, labels_b, catalogue, maps)
     yield explain_roles(*label_near_rows(a, b, sizes, maps), catalogue, maps)
-
-
-def _cast_rows(rows: Rows, dtype: torch.dtype | None) -> Rows:
-    if dtype is None:
-        return rows
-    return Rows({role: x.to(dtype) for role, x in rows.matrices.items()}, rows.biases)
 
 
 def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
@@ -149,40 +151,35 @@ def _make_move_report(
     explanation: RoleSteps, a: Rows, b: Rows, sizes: RowSizes, tolerance: float
 ) -> MoveReport:
     """Return what is explained after the steps and changes that move nothing, on every entry."""
-    sequences = [steps_to_moves(steps) for steps in explanation.sequences[: MOST_LISTED + 1]]
+    sequences = [
+        tuple(Move.of_step(s, WEIGHTS if isinstance(s, MatrixMap) else BOTH) for s in steps)
+        for steps in explanation.sequences[: MOST_LISTED + 1]
+    ]
     # Names that are equal for the weights may differ for the biases.
-    sequences.sort(key=lambda moves: len(list_wrong_biases(moves, a, b, tolerance)))
+    sequences.sort(key=lambda moves: len(_list_wrong_biases(moves, a, b, tolerance)))
     moves = sequences[0] if sequences else ()
-    others = tuple(moves for moves in sequences[1:])
     made = apply_moves(moves, b)
-    changes, residual, unexplained = [], {}, []
+    changed, residual, unexplained = [], {}, []
     for role in sizes.roles:
         ours, theirs = a.matrices[role], made.matrices[role]
-        change, left = find_zeroed_rows(role, ours, theirs, tolerance), 0.0
+        change, left = changes.find_zeroed_rows(role, ours, theirs, tolerance), 0.0
         if change is None:
-            change, left = find_row_change(role, ours, theirs, tolerance)
+            change, left = changes.find_row_change(role, ours, theirs, tolerance)
         if left > tolerance:
             unexplained.append(role)
         residual[role] = left
-        changes += [] if change is None else [change]
-    moves = _drop_moves_explaining_nothing(moves, unexplained) + unite_changes_over_roles(changes)
-    moves, biases = explain_biases(moves, a, b, tolerance)
+        changed += [] if change is None else [change]
+    moves = tuple(move for move in moves if not set(move.roles) <= set(unexplained))
+    moves, biases = _explain_biases(moves + _unite_changes_over_roles(changed), a, b, tolerance)
     explained = tuple(role for role in sizes.roles if role not in unexplained)
     rest = (*unexplained, *(f"bias of {role}" for role in biases))
-    return MoveReport(moves, others, explained, rest, residual)
+    return MoveReport(moves, tuple(sequences[1:]), explained, rest, residual)
 
 
-def _drop_moves_explaining_nothing(
-    moves: tuple[Move, ...], unexplained: list[str]
-) -> tuple[Move, ...]:
-    """Return the moves that explain a role."""
-    return tuple(move for move in moves if not set(move.roles) <= set(unexplained))
-
-
-def unite_changes_over_roles(changes: list[Move]) -> tuple[Move, ...]:
+def _unite_changes_over_roles(changed: list[Move]) -> tuple[Move, ...]:
     """Return changes of several roles as one where they have the same cause and parameters."""
     united: list[Move] = []
-    for move in changes:
+    for move in changed:
         for place, other in enumerate(united):
             same = (move.name.cause, move.name.text) == (other.name.cause, other.name.text)
             both = _unite_two_changes(other, move) if same else None
@@ -198,86 +195,38 @@ def _unite_two_changes(first: Move, second: Move) -> Move | None:
     roles = (*first.roles, *second.roles)
     name = replace(first.name, roles=roles)
     match first.change, second.change:
-        case Multiplied(factors=mine), Multiplied(factors=theirs):
-            factors = {**mine, **theirs}
-            return replace(first, name=name, change=replace(first.change, factors=factors))
-        case Rounded(), Rounded():
-            return replace(first, name=name, change=replace(first.change, roles=roles))
+        case changes.Multiplied(factors=mine), changes.Multiplied(factors=theirs):
+            return replace(first, name=name, change=changes.Multiplied({**mine, **theirs}))
+        case changes.Rounded(dtype=dtype), changes.Rounded():
+            return replace(first, name=name, change=changes.Rounded(roles, dtype))
     return None
 
 
-def steps_to_moves(steps: Steps) -> tuple[Move, ...]:
-    """Return the steps as moves, each with its simplest name."""
-    return tuple(
-        Move(
-            step.names[0],
-            Taken(step),
-            step.names[1:],
-            ("weights",) if isinstance(step, MatrixMap) else ("weights", "biases"),
-        )
-        for step in steps
-    )
-
-
-@dataclass(frozen=True)
-class BiasCleared:
-    """Biases are dropped, or set to zero."""
-
-    roles: tuple[str, ...]
-    is_dropped: bool
-
-    def apply(self, rows: Rows) -> Rows:
-        """Return rows without these biases, or with zeros for them."""
-        biases = dict(rows.biases)
-        for role in self.roles:
-            if self.is_dropped:
-                biases.pop(role, None)
-            elif role in biases:
-                biases[role] = torch.zeros_like(biases[role])
-        return Rows(rows.matrices, biases)
-
-
-def apply_moves(moves: Sequence[Move], rows: Rows) -> Rows:
-    """Return rows after all moves."""
-    for move in moves:
-        rows = move.apply(rows)
-    return rows
-
-
-def list_wrong_biases(moves: Sequence[Move], a: Rows, b: Rows, tolerance: float) -> tuple[str, ...]:
+def _list_wrong_biases(
+    moves: Sequence[Move], a: Rows, b: Rows, tolerance: float
+) -> tuple[str, ...]:
     """Return the roles whose biases differ after the moves."""
-    made = apply_moves(moves, b)
-    return tuple(
-        role
-        for role in a.roles
-        if not _biases_equal(a.biases.get(role), made.biases.get(role), tolerance)
-    )
+    ours, made = a.biases, apply_moves(moves, b).biases
+    return tuple(r for r in a.roles if not _biases_equal(ours.get(r), made.get(r), tolerance))
 
 
-def explain_biases(
+def _explain_biases(
     moves: tuple[Move, ...], a: Rows, b: Rows, tolerance: float
 ) -> tuple[tuple[Move, ...], tuple[str, ...]]:
-    """Return moves that explain the biases too, and the roles whose biases stay unexplained.
-
-    Args:
-        moves: those that make the weights of a.
-        a: the rows to explain.
-        b: the right rows.
-        tolerance: relative, for biases that are rounded.
-    """
-    wrong = list_wrong_biases(moves, a, b, tolerance)
+    """Return moves that explain the biases too, and the roles whose biases stay unexplained."""
+    wrong = _list_wrong_biases(moves, a, b, tolerance)
     if not wrong:
         return moves, ()
     moves = _keep_bias_in_place(moves, wrong, a, b, tolerance)
-    wrong = list_wrong_biases(moves, a, b, tolerance)
+    wrong = _list_wrong_biases(moves, a, b, tolerance)
     moves += _find_cleared_biases(wrong, a)
-    wrong = list_wrong_biases(moves, a, b, tolerance)
+    wrong = _list_wrong_biases(moves, a, b, tolerance)
     if wrong:
         moves += _find_moves_of_biases_alone(wrong, a, apply_moves(moves, b))
-        wrong = list_wrong_biases(moves, a, b, tolerance)
+        wrong = _list_wrong_biases(moves, a, b, tolerance)
     for role in wrong:
         moves += _find_bias_factor_or_rounding(role, a, apply_moves(moves, b), tolerance)
-    return moves, list_wrong_biases(moves, a, b, tolerance)
+    return moves, _list_wrong_biases(moves, a, b, tolerance)
 
 
 def _biases_equal(a: Tensor | None, b: Tensor | None, tolerance: float) -> bool:
@@ -291,37 +240,29 @@ def _keep_bias_in_place(
     moves: tuple[Move, ...], wrong: tuple[str, ...], a: Rows, b: Rows, tolerance: float
 ) -> tuple[Move, ...]:
     """Return moves that leave a bias where it is, if that makes a's."""
-    unmoved = tuple(
+    unmoved = {
         r for r in wrong if r in b.biases and _biases_equal(a.biases.get(r), b.biases[r], tolerance)
-    )
+    }
     kept = []
     for move in moves:
-        change = move.change
-        if isinstance(change, Taken | Multiplied | Rounded | Zeroed) and set(unmoved) & set(
-            move.roles
-        ):
+        still = tuple(role for role in move.roles if role in unmoved)
+        if still:
             biased = {role for role in move.roles if role in b.biases}
-            parts = ("weights",) if biased <= set(unmoved) else move.parts
-            still = tuple(role for role in move.roles if role in unmoved)
-            move = replace(move, change=replace(change, parts=parts, still=still), parts=parts)
+            parts = WEIGHTS if biased <= unmoved else move.parts
+            move = replace(move, change=replace(move.change, parts=parts, still=still), parts=parts)
         kept.append(move)
     return tuple(kept)
 
 
 def _find_cleared_biases(wrong: Sequence[str], a: Rows) -> tuple[Move, ...]:
     """Return the moves of wrong biases that are missing, and of those that are zero."""
-    moves = []
-    for is_dropped in (True, False):
-        roles = tuple(
-            role
-            for role in wrong
-            if (role not in a.biases) == is_dropped
-            and (is_dropped or not bool(a.biases[role].any()))
-        )
-        if roles:
-            name = MapName(BIAS_MISSING, "" if is_dropped else "zero", roles)
-            moves.append(Move(name, BiasCleared(roles, is_dropped), parts=("biases",)))
-    return tuple(moves)
+    dropped = tuple(role for role in wrong if role not in a.biases)
+    zero = tuple(role for role in wrong if role in a.biases and not bool(a.biases[role].any()))
+    return tuple(
+        Move(MapName(BIAS_MISSING, text, roles), changes.BiasCleared(roles, not text), (), BIASES)
+        for roles, text in ((dropped, ""), (zero, "zero"))
+        if roles
+    )
 
 
 def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, ...]:
@@ -330,22 +271,18 @@ def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tup
     if not set(wrong) <= set(roles):
         return ()
     sizes = replace(b.head_counts_and_dims(), roles=roles)
-    ours, theirs = (_label_biases(rows, sizes) for rows in (a, b))
-    sequences = search_steps(
-        ours, theirs, make_row_map_catalogue(sizes, (1,) * len(roles)), (), roles
+    ours, theirs = (
+        Labelled(sizes, hash_rows(torch.cat([rows.biases[r].flatten() for r in roles])[:, None]))
+        for rows in (a, b)
     )
-    if not sequences or not sequences[0]:
-        return ()
+    maps = make_row_map_catalogue(sizes, (1,) * len(roles))
+    sequences = search_steps(ours, theirs, maps, (), roles)
     moves = []
-    for step in sequences[0]:
+    for step in sequences[0] if sequences else ():
         assert not isinstance(step, MatrixMap)
-        moves.append(Move(step.names[0], Taken(step, ("biases",)), step.names[1:], ("biases",)))
+        name, change = step.names[0], changes.Taken(step, parts=BIASES)
+        moves.append(Move(name, change, step.names[1:], BIASES))
     return tuple(moves)
-
-
-def _label_biases(rows: Rows, sizes: RowSizes) -> Labelled:
-    biases = torch.cat([rows.biases[role].flatten() for role in sizes.roles])
-    return Labelled(sizes, hash_rows(biases[:, None]))
 
 
 def _find_bias_factor_or_rounding(
@@ -355,7 +292,120 @@ def _find_bias_factor_or_rounding(
     if role not in a.biases or role not in b.biases:
         return ()
     ours, theirs = (rows.biases[role].flatten()[None, None] for rows in (a, b))
-    move, _ = find_row_change(role, ours, theirs, tolerance)
-    if move is None or not isinstance(move.change, Multiplied | Rounded):
+    move, _ = changes.find_row_change(role, ours, theirs, tolerance)
+    if move is None:
         return ()
-    return (replace(move, change=replace(move.change, parts=("biases",)), parts=("biases",)),)
+    return (replace(move, change=replace(move.change, parts=BIASES), parts=BIASES),)
+
+
+FIRST_TOKENS = 4  # a map that fails on them is not tried on all
+MOST_BLOCKS = 64
+EQUATIONS = 6  # times the number of unknown coefficients
+
+
+@dataclass(frozen=True)
+class HeadsAndOutput:
+    """Head outputs and outputs of a layer, and the projections that should connect them.
+
+    Attributes:
+        heads: (tokens, heads, value_dim), float64.
+        output: (tokens, out_dim), without the bias.
+        rows: the right projections.
+        tolerance: the largest difference that counts as rounding, relative to the root mean
+            square of the output.
+    """
+
+    heads: Tensor
+    output: Tensor
+    rows: Rows
+    tolerance: float
+
+    def find_moves(self) -> Iterator[Move]:
+        """Yield the moves of the output projection that make the outputs."""
+        for move in (
+            *self._yield_map_moves(),
+            *(changes.name_rounding("o", dtype, WEIGHTS) for dtype in ROUNDED),
+            *self._yield_block_moves(),
+        ):
+            projection = move.change.apply(self.rows).matrices["o"]
+            if all(self._makes_outputs(projection, count) for count in (FIRST_TOKENS, None)):
+                yield move
+
+    def _makes_outputs(self, projection: Tensor, count: int | None) -> bool:
+        """True if a projection (heads, value_dim, out_dim) makes the outputs of some tokens."""
+        ours = self.output[:count]
+        apart = self.heads[:count].flatten(1) @ projection.flatten(0, 1) - ours
+        return float(apart.abs().max()) <= self.tolerance * float(ours.square().mean().sqrt())
+
+    def _yield_map_moves(self) -> Iterator[Move]:
+        sizes = self.rows.head_counts_and_dims()
+        maps = make_row_map_catalogue(sizes, self.rows.column_counts()).maps
+        steps: list[RowMap | MatrixMap] = [*maps, *list_matrix_maps(self.rows, sizes)]
+        for step in steps:
+            if step.names[0].roles == ("o",):
+                yield Move.of_step(step, WEIGHTS)
+
+    def _yield_block_moves(self) -> Iterator[Move]:
+        """Yield orders of heads and shards, and factors of heads."""
+        sizes = self.rows.head_counts_and_dims()
+        for blocks in list_block_counts("o", sizes):
+            if blocks > MOST_BLOCKS:
+                continue
+            shares = self._solve_block_coefficients(blocks)
+            taken = shares.abs().argmax(1).tolist()
+            if taken == list(range(blocks)):
+                if blocks == sizes.heads:
+                    yield from _yield_head_factor_moves(shares.diagonal())
+            elif sorted(taken) == list(range(blocks)):
+                yield Move.of_step(make_block_map(tuple(taken), ("o",), sizes), WEIGHTS)
+
+    def _solve_block_coefficients(self, blocks: int) -> Tensor:
+        """Return how much of each block of the projection each block of head outputs goes through.
+
+        Returns:
+            (blocks of head outputs, blocks of the projection).
+        """
+        tokens, width = self.output.shape
+        wanted = min(tokens, max(FIRST_TOKENS, -(-EQUATIONS * blocks * blocks // width)))
+        heads = self.heads[:wanted].flatten(1).unflatten(1, (blocks, -1))
+        projection = self.rows.matrix_of_role("o").unflatten(0, (blocks, -1))
+        products = torch.einsum("tbv,cvo->tobc", heads, projection.double())
+        wanted_output = self.output[:wanted].reshape(-1, 1)
+        equations = products.flatten(0, 1).flatten(1)
+        solution: Tensor = torch.linalg.lstsq(equations, wanted_output, driver="gelsd").solution
+        return solution.view(blocks, blocks)
+
+    def find_moves_with_bias(self, output: Tensor, bias: Tensor) -> Iterator[Move]:
+        """Yield a factor of the output projection and of its bias.
+
+        Args:
+            output: (tokens, out_dim), with the bias.
+            bias: (out_dim), the right one.
+        """
+        right = self.heads.flatten(1) @ self.rows.matrix_of_role("o") + bias
+        shared = float((right * output).sum() / right.square().sum())
+        factor = changes.snap_to_power_of_two(shared)
+        apart = float((factor * right - output).abs().max())
+        if factor != 1 and apart <= self.tolerance * float(output.square().mean().sqrt()):
+            cause = SIGN if factor == -1 else FACTOR
+            name = MapName(cause, f"{factor:.6g}", ("o",), 0, (("factor", factor),))
+            factors = {"o": torch.full((1, 1), factor, dtype=torch.float64)}
+            yield Move(name, changes.Multiplied(factors))
+
+
+def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
+    """Yield signs, factors and zeros of whole heads of the output projection."""
+    snapped = torch.where((shares - shares.round()).abs() < 1e-6, shares.round(), shares)
+    changed = tuple((snapped != 1).nonzero().flatten().tolist())
+    if not changed:
+        return
+    factors = tuple(snapped.tolist())
+    parameters: tuple[tuple[str, Any], ...] = (("heads", changed), ("factors", factors))
+    text = f"heads {', '.join(map(str, changed))}"
+    if float((shares - shares.mean()).abs().max()) < 1e-6 * float(shares.abs().max()):
+        snapped = snapped.mean().expand_as(snapped)
+        parameters, text = (("factor", float(snapped[0])),), f"{float(snapped[0]):.6g}"
+    kinds = {float(snapped[head]) for head in changed}
+    cause = SIGN if kinds == {-1.0} else ROWS_ZERO if kinds == {0.0} else FACTOR
+    change = changes.Multiplied({"o": snapped[:, None]}, parts=WEIGHTS)
+    yield Move(MapName(cause, text, ("o",), 0, parameters), change, (), WEIGHTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -10,8 +9,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.maps import MatrixMap, transpose_into_same_shape
-from headwise.diagnosis.moves.rows import Rows, RowSizes
+from headwise.diagnosis.moves.maps import MatrixMap, Rows, RowSizes, transpose_into_same_shape
 from headwise.support.tensors import view_as_bits
 
 _BLOCK = 1 << 20  # entries that are widened to int64 at a time
@@ -40,51 +38,28 @@ def read_bits(x: Tensor) -> Tensor:
     return view_as_bits(x + 0.0 if x.dtype.itemsize > 1 else x)
 
 
-def hash_rows(rows: Tensor) -> Tensor:
-    """Return one hash for each row.
-
-    Args:
-        rows: (rows, columns).
+def hash_rows(rows: Tensor, *, columns: bool = False) -> Tensor:
+    """Return one hash for each row (rows, columns), or for each column as if it were a row.
 
     Returns:
-        (rows), int64.
+        (rows) or (columns), int64.
     """
-    count, columns = rows.shape
-    weights, labels = make_hash_multipliers(columns), torch.zeros(count, dtype=torch.int64)
-    step = max(1, _BLOCK // max(1, columns))
-    for start in range(0, count, step):
+    multipliers = make_hash_multipliers(rows.shape[0 if columns else 1])
+    labels = torch.zeros(rows.shape[1 if columns else 0], dtype=torch.int64)
+    step = max(1, _BLOCK // max(1, rows.shape[1]))
+    for start in range(0, rows.shape[0], step):
         bits = read_bits(rows[start : start + step]).to(torch.int64)
-        labels[start : start + step] = (bits * weights).sum(1)
-    return mix_bits(labels)
-
-
-def hash_columns(rows: Tensor) -> Tensor:
-    """Return one hash for each column, the one that `hash_rows` has for it as a row.
-
-    Args:
-        rows: (rows, columns).
-
-    Returns:
-        (columns), int64.
-    """
-    count, columns = rows.shape
-    weights, labels = make_hash_multipliers(count), torch.zeros(columns, dtype=torch.int64)
-    step = max(1, _BLOCK // max(1, columns))
-    for start in range(0, count, step):
-        bits = read_bits(rows[start : start + step]).to(torch.int64)
-        labels += (bits * weights[start : start + step, None]).sum(0)
+        if columns:
+            labels += (bits * multipliers[start : start + step, None]).sum(0)
+        else:
+            labels[start : start + step] = (bits * multipliers).sum(1)
     return mix_bits(labels)
 
 
 def hash_label_sequences(labels: Tensor, weights: Tensor) -> Tensor:
-    """Return one hash for each sequence of labels.
+    """Return one hash for each sequence of labels (sequences, rows), int64.
 
-    Args:
-        labels: (sequences, rows), int64.
-        weights: (rows), int64; 0 for a row that does not count.
-
-    Returns:
-        (sequences), int64.
+    ``weights`` are numbers of the rows; 0 for a row that does not count.
     """
     return (labels * weights).sum(-1)
 
@@ -96,7 +71,6 @@ class Labelled:
     Attributes:
         sizes: of the rows.
         plain: (rows of all roles), int64.
-        matrix_maps: the maps of matrices that can be asked about.
         by_map: role, and whether the map is reversed -> the labels of the role after it.
     """
 
@@ -105,11 +79,7 @@ class Labelled:
     by_map: Mapping[tuple[str, bool], Tensor] = field(default_factory=dict)
 
     def labels_after_map(self, matrix_map: MatrixMap, *, undone: bool = False) -> Tensor:
-        """Return the labels of all rows after a map of matrices, or before it.
-
-        Returns:
-            (rows of all roles), int64.
-        """
+        """Return the labels of all rows after a map of matrices, or before it."""
         labels, spans = self.plain.clone(), self.sizes.spans()
         for role in matrix_map.roles:
             labels[spans[role]] = self.by_map[role, matrix_map.is_reversed != undone]
@@ -128,35 +98,27 @@ def label_rows_by_bits(
         given: the rows with matrices transposed, if they cannot be computed.
     """
     plain = torch.cat([hash_rows(rows.matrix_of_role(role)) for role in sizes.roles])
-    by_map = {}
     if given is not None:
         by_map = {(role, False): hash_rows(given.matrix_of_role(role)) for role in given.roles}
         return Labelled(sizes, plain, by_map)
+    by_map, square = {}, rows.list_square_roles()
     for role in sizes.roles if matrices else ():
         matrix = rows.matrix_of_role(role)
         for is_reversed in (False, True):
-            if matrix.shape[0] == matrix.shape[1]:
-                by_map[role, is_reversed] = hash_columns(matrix)
-            else:
-                by_map[role, is_reversed] = hash_rows(
-                    transpose_into_same_shape(matrix, is_reversed=is_reversed)
-                )
+            by_map[role, is_reversed] = (
+                hash_rows(matrix, columns=True)
+                if role in square
+                else hash_rows(transpose_into_same_shape(matrix, is_reversed=is_reversed))
+            )
     return Labelled(sizes, plain, by_map)
 
 
 def list_matrix_maps(rows: Rows, sizes: RowSizes, given: Rows | None = None) -> list[MatrixMap]:
     """Return the maps of matrices for these rows, those of the fewest roles first.
 
-    Args:
-        rows: the projections.
-        sizes: of them.
-        given: the rows with matrices transposed, if they cannot be computed.
+    ``given`` are the rows with matrices transposed, if they cannot be computed.
     """
-    square = [
-        r for r in sizes.roles if rows.matrix_of_role(r).shape[0] == rows.matrix_of_role(r).shape[1]
-    ]
-    if given is not None:
-        square = [role for role in sizes.roles if role in given.roles]
+    square = rows.list_square_roles() if given is None else given.roles
     maps = [
         MatrixMap(roles, is_square=True, given=given)
         for count in range(1, len(square) + 1)
@@ -177,54 +139,49 @@ _SAME = 1e-13  # 1 - cosine of rows that are parallel in float64
 _WIDEST = 1e-2  # the largest distance at which right rows can count as parallel
 
 
+_Parts = dict[tuple[str, bool | None], Tensor]  # of a role as it is, or after a map of its matrix
+
+
 def label_near_rows(
     a: Rows, b: Rows, sizes: RowSizes, matrix_maps: Sequence[MatrixMap]
 ) -> tuple[Labelled, Labelled]:
     """Return labels of a's and of b's rows, as they are and with matrices read otherwise."""
-    asked = {(m.roles, m.is_reversed): m for m in matrix_maps if len(m.roles) == 1}
-    sides: list[dict[tuple[str, bool | None], Tensor]] = []
-    for rows in (a, b):
-        parts: dict[tuple[str, bool | None], Tensor] = {
-            (r, None): rows.matrix_of_role(r) for r in sizes.roles
-        }
-        for ([role], is_reversed), matrix_map in asked.items():
-            if rows is b:
-                parts[role, is_reversed] = matrix_map.apply(rows).matrix_of_role(role)
-            elif matrix_map.given is None:
-                parts[role, not is_reversed] = matrix_map.undo(rows).matrix_of_role(role)
-        sides.append(parts)
-    ours, theirs = sides
-    labels_a, labels_b = _label_parts(ours, theirs)
-    return _collect_labels(labels_a, sizes), _collect_labels(labels_b, sizes)
-
-
-def _collect_labels(labels: dict[tuple[str, bool | None], Tensor], sizes: RowSizes) -> Labelled:
-    plain = torch.cat([labels[role, None] for role in sizes.roles])
-    by_map = {(role, way): x for (role, way), x in labels.items() if way is not None}
-    return Labelled(sizes, plain, by_map)
-
-
-_Parts = dict[tuple[str, bool | None], Tensor]
+    ours, theirs = (
+        _Parts({(role, None): rows.matrix_of_role(role) for role in sizes.roles}) for rows in (a, b)
+    )
+    for each in matrix_maps:
+        if len(each.roles) == 1:
+            [role] = each.roles
+            theirs[role, each.is_reversed] = each.apply(b).matrix_of_role(role)
+            if each.given is None:
+                turned = each.apply(a, undone=True)
+                ours[role, not each.is_reversed] = turned.matrix_of_role(role)
+    labels_a, labels_b = (
+        Labelled(
+            sizes,
+            torch.cat([labels[role, None] for role in sizes.roles]),
+            {(role, way): x for (role, way), x in labels.items() if way is not None},
+        )
+        for labels in _label_parts(ours, theirs)
+    )
+    return labels_a, labels_b
 
 
 def _label_parts(ours: _Parts, theirs: _Parts) -> tuple[_Parts, _Parts]:
     """Return labels of each part of both sides; parts of other widths share none."""
-    by_width: dict[int, list[list[tuple[str, bool | None]]]] = defaultdict(lambda: [[], []])
-    for side, parts in enumerate((ours, theirs)):
-        for key, part in parts.items():
-            by_width[part.shape[1]][side].append(key)
     labels: tuple[_Parts, _Parts] = ({}, {})
     start = 0
-    for width, keys in by_width.items():
-        directions = [
-            _project_and_normalise_rows([parts[key] for key in keys[side]], width)
-            for side, parts in enumerate((ours, theirs))
+    for width in dict.fromkeys(part.shape[1] for part in (*ours.values(), *theirs.values())):
+        sides = [
+            {key: part for key, part in parts.items() if part.shape[1] == width}
+            for parts in (ours, theirs)
         ]
-        nearest = label_nearest_directions(*directions, start=start)
-        start += len(directions[1]) + len(directions[0])
-        for side, parts in enumerate((ours, theirs)):
-            lengths = [len(parts[key]) for key in keys[side]]
-            labels[side].update(zip(keys[side], nearest[side].split(lengths), strict=True))
+        directions = [_project_and_normalise_rows([*parts.values()], width) for parts in sides]
+        nearest = _label_nearest_directions(*directions, start=start)
+        start += sum(map(len, directions))
+        for side, (parts, near) in enumerate(zip(sides, nearest, strict=True)):
+            lengths = [len(part) for part in parts.values()]
+            labels[side].update(zip(parts, near.split(lengths), strict=True))
     return labels
 
 
@@ -246,16 +203,8 @@ def _project_and_normalise_rows(parts: list[Tensor], columns: int) -> Tensor:
     return torch.nn.functional.normalize(torch.cat(projected), dim=1)
 
 
-def label_nearest_directions(
-    ours: Tensor, theirs: Tensor, *, start: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return labels of directions; equal labels for those that are parallel.
-
-    Args:
-        ours: (rows, dimensions), of length 1 or 0.
-        theirs: (right rows, dimensions), likewise.
-        start: the first label.
-    """
+def _label_nearest_directions(ours: Tensor, theirs: Tensor, *, start: int) -> tuple[Tensor, Tensor]:
+    """Return labels from ``start`` on for directions; equal labels for those that are parallel."""
     nearest, apart = _find_nearest_rows(ours, theirs)
     known = apart < 1 - LEAST_COSINE
     noise = float(apart[known].quantile(0.9)) if bool(known.any()) else 0.0

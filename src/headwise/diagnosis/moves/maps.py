@@ -1,29 +1,211 @@
-"""Named maps of rows, and the maps that two orders of storage make.
+"""Rows of the four projections of an attention, and named maps of them.
 
-A map says for each row of a which row of b it is. Most maps are a pair of patterns of the layout
+A row is a channel of a head: its weights, with a bias apart, or its activations over all tokens.
+
+    q (heads, head_dim, columns)      k (kv_heads, head_dim, columns)
+    v (kv_heads, value_dim, columns)  o (heads, value_dim, columns)
+
+The rows of o are the columns of the output projection, one for each channel of the head outputs. A
+map says for each row of a which row of b it is. Most maps are a pair of patterns of the layout
 language: b's rows are stored in the first order, and a is read in the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import (
-    MATRIX_TRANSPOSED,
-    OUTPUT_RESHAPED,
-    PROJECTION_RESHAPED,
-    Cause,
-)
-from headwise.diagnosis.moves.rows import ROLES, Rows, RowSizes
+from headwise.diagnosis import catalogue
+from headwise.diagnosis.catalogue import Cause
+from headwise.errors import ShapeError
 from headwise.layouts.pattern import GROUPED, Splits, pack_tensors, parse_pattern, unpack_tensor
 
+ROLES = ("q", "k", "v", "o")
 TENSORS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo"}
-_ROLE_OF = {tensor: role for role, tensor in TENSORS.items()}
+WEIGHTS, BIASES, BOTH = ("weights",), ("biases",), ("weights", "biases")
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """Sizes of the projections that two sets of rows share.
+
+    Attributes:
+        roles: the projections that are there, in the order of `ROLES`.
+        rotary_width: rotated channels of a head; None where nothing says it.
+        is_interleaved: True if right rows pair channels 2i and 2i + 1.
+        was_interleaved: True if the rows to explain were stored for such pairs, and read into
+            half-split ones.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    rotary_width: int | None = None
+    roles: tuple[str, ...] = ROLES
+    is_interleaved: bool = False
+    was_interleaved: bool = False
+
+    def count_heads(self, role: str) -> int:
+        """Return the number of heads of a role."""
+        return self.heads if role in "qo" else self.kv_heads
+
+    def count_channels(self, role: str) -> int:
+        """Return the channels of each head of a role."""
+        return self.head_dim if role in "qk" else self.value_dim
+
+    def count_rows(self, role: str) -> int:
+        """Return the number of rows of a role."""
+        return self.count_heads(role) * self.count_channels(role)
+
+    def spans(self) -> dict[str, slice]:
+        """Return the rows of each role among the rows of all roles."""
+        spans, start = {}, 0
+        for role in self.roles:
+            spans[role] = slice(start, start + self.count_rows(role))
+            start += self.count_rows(role)
+        return spans
+
+    @property
+    def total_rows(self) -> int:
+        """The number of rows of all roles."""
+        return sum(self.count_rows(role) for role in self.roles)
+
+    def with_all_roles(self) -> RowSizes:
+        """Return the sizes with all four roles."""
+        return replace(self, roles=ROLES)
+
+    def lengths(self, **more: int) -> dict[str, int]:
+        """Return a length for each name of a pattern; the columns of a row count as one."""
+        group = self.heads // self.kv_heads if self.heads % self.kv_heads == 0 else 1
+        names = ("heads", "kv_heads", "head_dim", "value_dim")
+        known = {name: getattr(self, name) for name in names}
+        return {**known, "group": group, "embed_dim": 1, "out_dim": 1, **more}
+
+    def number_rows(self) -> dict[str, Tensor]:
+        """Return the index of each row of each of all four roles, (heads, channels, 1)."""
+        whole = self.with_all_roles()
+        return {
+            role: torch.arange(span.start, span.stop).view(
+                self.count_heads(role), self.count_channels(role), 1
+            )
+            for role, span in whole.spans().items()
+        }
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Projections by role.
+
+    Attributes:
+        matrices: role -> (heads, channels, columns).
+        biases: role -> (heads, channels); a role without a bias is absent.
+    """
+
+    matrices: Mapping[str, Tensor]
+    biases: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def head_counts_and_dims(self, rotary_width: int | None = None) -> RowSizes:
+        """Return the sizes of these projections; an absent role has those of its partner.
+
+        Raises:
+            ShapeError: two projections contradict each other.
+        """
+        shapes = {role: tuple(self.matrices[role].shape) for role in self.roles}
+        counts = [
+            {shapes[role][axis] for role in roles if role in shapes}
+            for axis, roles in ((0, "qo"), (0, "kv"), (1, "qk"), (1, "vo"))
+        ]
+        if max(map(len, counts)) > 1 or not shapes:
+            raise ShapeError(
+                saw=f"projections of the shapes {shapes}",
+                needed="q and o with the same heads, k and v likewise; q and k with the same "
+                "channels, v and o likewise",
+                do="pass rows in canonical form: (heads, channels, columns)",
+            )
+        heads, kv_heads, head_dim, value_dim = (
+            next(iter(here or partner))
+            for here, partner in zip(
+                counts, (counts[1], counts[0], counts[3], counts[2]), strict=True
+            )
+        )
+        return RowSizes(heads, kv_heads, head_dim, value_dim, rotary_width, self.roles)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that are there, in the order of `ROLES`."""
+        return tuple(role for role in ROLES if role in self.matrices)
+
+    def matrix_of_role(self, role: str) -> Tensor:
+        """Return the rows of a role as a matrix, (heads * channels, columns)."""
+        return self.matrices[role].flatten(0, 1)
+
+    def column_counts(self) -> tuple[int, ...]:
+        """Return the number of columns of each role."""
+        return tuple(self.matrices[role].shape[2] for role in self.roles)
+
+    def list_square_roles(self) -> list[str]:
+        """Return the roles whose matrices have as many rows as columns."""
+        return [role for role in self.roles if len({*self.matrix_of_role(role).shape}) == 1]
+
+    def cast(self, dtype: torch.dtype) -> Rows:
+        """Return the rows in a dtype."""
+        return self._map(lambda _, x: x.to(dtype))
+
+    def repeat_kv_heads(self, times: int) -> Rows:
+        """Return the rows with each head of keys and values several times."""
+        return self._map(lambda r, x: x.repeat_interleave(times, 0) if r in "kv" else x)
+
+    def _map(self, change: Callable[[str, Tensor], Tensor]) -> Rows:
+        matrices, biases = (
+            {role: change(role, x) for role, x in part.items()}
+            for part in (self.matrices, self.biases)
+        )
+        return Rows(matrices, biases)
+
+
+def take_rows(rows: Rows, index: Tensor, sizes: RowSizes, parts: tuple[str, ...]) -> Rows:
+    """Return rows whose row i of all roles is row ``index[i]`` of ``rows``.
+
+    ``parts`` says which of weights and biases move.
+    """
+    matrices, biases = dict(rows.matrices), dict(rows.biases)
+    spans = sizes.spans()
+    for role, span in spans.items():
+        taken = index[span]
+        if torch.equal(taken, torch.arange(span.start, span.stop)):
+            continue
+        if "weights" in parts:
+            taken_rows = _take_rows_at(taken, {r: rows.matrix_of_role(r) for r in spans}, spans)
+            matrices[role] = taken_rows.view_as(rows.matrices[role])
+        present = {r: rows.biases[r].flatten()[:, None] for r in spans if r in rows.biases}
+        sources = {r for r, s in spans.items() if bool(_is_in_span(taken, s).any())}
+        if "biases" in parts and role in rows.biases and sources <= set(present):
+            biases[role] = _take_rows_at(taken, present, spans).view_as(rows.biases[role])
+    return Rows(matrices, biases)
+
+
+def _is_in_span(index: Tensor, span: slice) -> Tensor:
+    inside: Tensor = (index >= span.start) & (index < span.stop)
+    return inside
+
+
+def _take_rows_at(index: Tensor, flat: Mapping[str, Tensor], spans: Mapping[str, slice]) -> Tensor:
+    """Return the rows at ``index``, of as many columns as their source has."""
+    taken = None
+    for role, span in spans.items():
+        inside = _is_in_span(index, span)
+        if not bool(inside.any()):
+            continue
+        if taken is None:
+            taken = flat[role].new_empty(len(index), flat[role].shape[1])
+        taken[inside] = flat[role][index[inside] - span.start].to(taken.dtype)
+    assert taken is not None
+    return taken
 
 
 @dataclass(frozen=True)
@@ -40,7 +222,7 @@ class MapName:
 
     cause: Cause
     text: str
-    roles: tuple[str, ...]
+    roles: tuple[str, ...] = ()
     order: int = 0
     parameters: tuple[tuple[str, Any], ...] = ()
 
@@ -89,42 +271,11 @@ class RowMap:
 Draft = tuple[MapName, dict[str, Tensor]]  # the rows that each moved role takes, of all four roles
 
 
-def sizes_with_all_roles(sizes: RowSizes) -> RowSizes:
-    """Return the sizes with all four roles."""
-    return replace(sizes, roles=ROLES)
-
-
-def lengths_of_pattern_names(sizes: RowSizes, **more: int) -> dict[str, int]:
-    """Return a length for each name of a pattern; the columns of a row count as one."""
-    group = sizes.heads // sizes.kv_heads if sizes.heads % sizes.kv_heads == 0 else 1
-    return {
-        "heads": sizes.heads,
-        "kv_heads": sizes.kv_heads,
-        "group": group,
-        "head_dim": sizes.head_dim,
-        "value_dim": sizes.value_dim,
-        "embed_dim": 1,
-        "out_dim": 1,
-        **more,
-    }
-
-
-def number_rows_by_role(sizes: RowSizes) -> dict[str, Tensor]:
-    """Return the index of each row of each role, as the canonical tensors of one column."""
-    whole = sizes_with_all_roles(sizes)
-    return {
-        role: torch.arange(span.start, span.stop).view(
-            whole.count_heads(role), whole.count_channels(role), 1
-        )
-        for role, span in whole.spans().items()
-    }
-
-
 def order_rows_by_pattern(
     pattern: str, sizes: RowSizes, lengths: Mapping[str, int], splits: Splits = GROUPED
 ) -> Tensor:
     """Return the indices of rows in the order of a pattern; (rows)."""
-    indices = {TENSORS[role]: index for role, index in number_rows_by_role(sizes).items()}
+    indices = {TENSORS[role]: index for role, index in sizes.number_rows().items()}
     return pack_tensors(parse_pattern(pattern), indices, lengths, splits).flatten()
 
 
@@ -134,7 +285,7 @@ def read_rows_by_pattern(
     """Return, for each role of a pattern, the rows that it takes where they are read so."""
     parsed = parse_pattern(pattern)
     canonical = unpack_tensor(parsed, rows.view(parsed.shape(lengths)), lengths, splits)
-    return {_ROLE_OF[tensor]: x.flatten() for tensor, x in canonical.items()}
+    return {tensor[1:]: x.flatten() for tensor, x in canonical.items()}
 
 
 def make_distinct_maps(
@@ -145,9 +296,11 @@ def make_distinct_maps(
     Drafts that move nothing at these sizes, or that need a role that is absent or has other
     columns, are left out.
     """
-    whole = sizes_with_all_roles(sizes)
-    spans, kept = whole.spans(), _row_numbers_without_absent_roles(sizes)
-    width = {role: columns[sizes.roles.index(role)] for role in sizes.roles}
+    whole = sizes.with_all_roles()
+    spans, kept = whole.spans(), torch.full((whole.total_rows,), -1)
+    for role, span in sizes.spans().items():  # the index of each row among those that are there
+        kept[spans[role]] = torch.arange(span.start, span.stop)
+    width = dict(zip(sizes.roles, columns, strict=True))
     still = torch.arange(sizes.total_rows)
     names: dict[bytes, list[MapName]] = {}
     indices: dict[bytes, Tensor] = {}
@@ -177,28 +330,18 @@ def make_distinct_maps(
     return tuple(sorted(maps, key=lambda row_map: row_map.names[0].order))
 
 
-def _row_numbers_without_absent_roles(sizes: RowSizes) -> Tensor:
-    """Return, for each row of all four roles, its index among those that are there, or -1."""
-    whole = sizes_with_all_roles(sizes)
-    kept = torch.full((whole.total_rows,), -1)
-    spans = whole.spans()
-    for role, span in sizes.spans().items():
-        kept[spans[role]] = torch.arange(span.start, span.stop)
-    return kept
-
-
 def _fits_present_rows(
     moved: Mapping[str, Tensor], spans: Mapping[str, slice], width: Mapping[str, int]
 ) -> bool:
     """True if every role takes rows of roles that are there, with as many columns."""
     if len(width) == len(spans) and len(set(width.values())) == 1:
         return bool(moved)
-    for role, index in moved.items():
-        for source, span in spans.items():
-            reads = bool(((index >= span.start) & (index < span.stop)).any())
-            if reads and width.get(source) != width[role]:
-                return False
-    return bool(moved)
+    return bool(moved) and all(
+        width.get(source) == width[role]
+        for role, index in moved.items()
+        for source, span in spans.items()
+        if bool(_is_in_span(index, span).any())
+    )
 
 
 TRANSPOSED_ORDER, RESHAPED_ORDER = 80, 700
@@ -227,37 +370,29 @@ class MatrixMap:
         """The name of the mistake, as for a map of rows."""
         if self.is_square:
             order = TRANSPOSED_ORDER + (0 if len(self.roles) == 1 else 5 - len(self.roles))
-            return (MapName(MATRIX_TRANSPOSED, "", self.roles, order),)
+            return (MapName(catalogue.MATRIX_TRANSPOSED, "", self.roles, order),)
         text = "cut, then transposed" if self.is_reversed else "transposed, then cut"
-        cause = OUTPUT_RESHAPED if self.roles == ("o",) else PROJECTION_RESHAPED
+        is_output = self.roles == ("o",)
+        cause = catalogue.OUTPUT_RESHAPED if is_output else catalogue.PROJECTION_RESHAPED
         return (MapName(cause, text, self.roles, RESHAPED_ORDER),)
 
-    def apply(self, rows: Rows) -> Rows:
-        """Return rows with these matrices read so; biases stay."""
+    def apply(self, rows: Rows, *, undone: bool = False) -> Rows:
+        """Return rows with these matrices read so, or the rows before that; biases stay."""
         if self.given is not None:
             taken = {role: self.given.matrices[role] for role in self.roles}
             return Rows({**rows.matrices, **taken}, rows.biases)
-        return self._reread_rows(rows, is_reversed=self.is_reversed)
-
-    def undo(self, rows: Rows) -> Rows:
-        """Return the rows that `apply` makes these of."""
-        return self._reread_rows(rows, is_reversed=not self.is_reversed)
-
-    def _reread_rows(self, rows: Rows, *, is_reversed: bool) -> Rows:
         matrices = dict(rows.matrices)
         for role in self.roles:
             matrices[role] = transpose_into_same_shape(
-                rows.matrix_of_role(role), is_reversed=is_reversed
+                rows.matrix_of_role(role), is_reversed=self.is_reversed != undone
             ).view_as(rows.matrices[role])
         return Rows(matrices, rows.biases)
 
 
 def transpose_into_same_shape(matrix: Tensor, *, is_reversed: bool) -> Tensor:
-    """Return a matrix of the same shape whose entries were stored or read with exchanged axes.
+    """Return a matrix (rows, columns) whose entries were stored or read with exchanged axes.
 
-    Args:
-        matrix: (rows, columns).
-        is_reversed: True to cut first and transpose afterwards.
+    ``is_reversed`` cuts it first and transposes it afterwards.
     """
     rows, columns = matrix.shape
     if is_reversed:

@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED, Cause
 from headwise.diagnosis.moves.labels import read_bits
-from headwise.diagnosis.moves.maps import MapName, MatrixMap, RowMap
-from headwise.diagnosis.moves.rows import Rows, take_rows
-
-BOTH = ("weights", "biases")
+from headwise.diagnosis.moves.maps import BOTH, MapName, MatrixMap, RowMap, Rows, take_rows
 
 
-class Change(Protocol):
-    """A change of rows."""
-
-    def apply(self, rows: Rows) -> Rows:
-        """Return changed rows."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A map of rows or matrices as a change.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Change:
+    """A change of rows.
 
     Attributes:
-        parts: which of weights and biases move.
+        parts: which of weights and biases change.
         still: roles whose biases stay.
     """
 
-    step: RowMap | MatrixMap
     parts: tuple[str, ...] = BOTH
     still: tuple[str, ...] = ()
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return changed rows."""
+        raise NotImplementedError
+
+    def _changes_bias(self, role: str, rows: Rows) -> bool:
+        return role in rows.biases and role not in self.still and "biases" in self.parts
+
+
+@dataclass(frozen=True)
+class Taken(Change):
+    """A map of rows or matrices as a change."""
+
+    step: RowMap | MatrixMap
 
     def apply(self, rows: Rows) -> Rows:
         """Return the rows in their new places."""
@@ -49,13 +51,94 @@ class Taken:
 
 
 @dataclass(frozen=True)
+class Rounded(Change):
+    """Weights and biases are cast to another dtype and back."""
+
+    roles: tuple[str, ...]
+    dtype: torch.dtype
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return rows after both casts."""
+        matrices, biases = dict(rows.matrices), dict(rows.biases)
+        for role in self.roles:
+            if "weights" in self.parts:
+                matrices[role] = matrices[role].to(self.dtype).to(matrices[role].dtype)
+            if self._changes_bias(role, rows):
+                biases[role] = biases[role].to(self.dtype).to(biases[role].dtype)
+        return Rows(matrices, biases)
+
+
+@dataclass(frozen=True)
+class Multiplied(Change):
+    """Weights and biases are multiplied by factors, (heads, channels) or broadcast, float64."""
+
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return the products, in the dtype of the rows."""
+        matrices, biases = dict(rows.matrices), dict(rows.biases)
+        for role, factor in self.factors.items():
+            if "weights" in self.parts:
+                x = matrices[role]
+                matrices[role] = (x.to(torch.float64) * factor[..., None]).to(x.dtype)
+            if self._changes_bias(role, rows):
+                x = biases[role]
+                biases[role] = (x.to(torch.float64) * factor).to(x.dtype)
+        return Rows(matrices, biases)
+
+
+@dataclass(frozen=True, eq=False)
+class Zeroed(Change):
+    """Some rows are zero: those that are True in ``rows``, (heads, channels)."""
+
+    role: str
+    rows: Tensor
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return rows with zeros at these places."""
+        weights = rows.matrices[self.role]
+        zeroed = torch.where(self.rows[..., None], torch.zeros_like(weights), weights)
+        biases = dict(rows.biases)
+        if self._changes_bias(self.role, rows):
+            biases[self.role] = biases[self.role].masked_fill(self.rows, 0.0)
+        return Rows({**rows.matrices, self.role: zeroed}, biases)
+
+
+@dataclass(frozen=True)
+class BiasCleared(Change):
+    """Biases are dropped, or set to zero."""
+
+    roles: tuple[str, ...]
+    is_dropped: bool
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return rows without these biases, or with zeros for them."""
+        zeros = {r: torch.zeros_like(rows.biases[r]) for r in self.roles if r in rows.biases}
+        kept = {role: x for role, x in rows.biases.items() if role not in self.roles}
+        return Rows(rows.matrices, kept if self.is_dropped else {**rows.biases, **zeros})
+
+
+@dataclass(frozen=True)
+class Replaced(Change):
+    """Weights are others, which nothing of the right ones predicts."""
+
+    rows: Rows
+    roles: tuple[str, ...]
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return rows with these weights."""
+        other = {role: self.rows.matrices[role] for role in self.roles}
+        return Rows({**rows.matrices, **other}, rows.biases)
+
+
+@dataclass(frozen=True)
 class Move:
     """One named mistake.
 
     Attributes:
         name: the simplest name.
-        equals: other names of the same effect at these sizes.
         change: the mistake as a change of rows.
+        equals: other names of the same effect at these sizes.
         parts: which of weights and biases it concerns.
     """
 
@@ -63,6 +146,11 @@ class Move:
     change: Change
     equals: tuple[MapName, ...] = ()
     parts: tuple[str, ...] = BOTH
+
+    @classmethod
+    def of_step(cls, step: RowMap | MatrixMap, parts: tuple[str, ...]) -> Move:
+        """Return a map as a move with its simplest name."""
+        return cls(step.names[0], Taken(step), step.names[1:], parts)
 
     @property
     def cause(self) -> Cause:
@@ -74,14 +162,17 @@ class Move:
         """The projections that it concerns."""
         return self.name.roles
 
-    def apply(self, rows: Rows) -> Rows:
-        """Return the rows that the mistake makes of right ones."""
-        return self.change.apply(rows)
-
     def __str__(self) -> str:
         where = " and ".join(self.roles)
         parts = "" if self.parts == BOTH else f", {' and '.join(self.parts)} alone"
         return f"{self.name} ({where}{parts})"
+
+
+def apply_moves(moves: Iterable[Move], rows: Rows) -> Rows:
+    """Return the rows that all moves make of right ones."""
+    for move in moves:
+        rows = move.change.apply(rows)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -103,12 +194,6 @@ class MoveReport:
     unexplained: tuple[str, ...] = ()
     residual: dict[str, float] = field(default_factory=dict)
 
-    def apply(self, rows: Rows) -> Rows:
-        """Return the rows that the moves make of b's: a prediction of a."""
-        for move in self.moves:
-            rows = move.apply(rows)
-        return rows
-
     def __str__(self) -> str:
         lines = [str(move) for move in self.moves] or ["no move"]
         if self.unexplained:
@@ -122,10 +207,7 @@ CLOSE = 1e-5  # of float32 weights; forms of usual sizes are further apart
 def find_factor_formula(factor: float, *, head_dim: int, width: int) -> str:
     """Return the formula that gives a factor, such as "1 / sqrt(head_dim)"; "" for none.
 
-    Args:
-        factor: of weights or of scores.
-        head_dim: channels of a head.
-        width: of the tokens.
+    ``width`` is that of the tokens.
     """
     forms: dict[str, float] = {}
     for name, size in (("head_dim", head_dim), ("width", width)):
@@ -152,53 +234,6 @@ def find_factor_formula(factor: float, *, head_dim: int, width: int) -> str:
 
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 WIDEST = 0.05  # the largest tolerance that a dtype has
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """Weights and biases are cast to another dtype and back."""
-
-    roles: tuple[str, ...]
-    dtype: torch.dtype
-    parts: tuple[str, ...] = BOTH
-    still: tuple[str, ...] = ()
-
-    def apply(self, rows: Rows) -> Rows:
-        """Return rows after both casts."""
-        matrices, biases = dict(rows.matrices), dict(rows.biases)
-        for role in self.roles:
-            if "weights" in self.parts:
-                matrices[role] = matrices[role].to(self.dtype).to(matrices[role].dtype)
-            if role in biases and role not in self.still and "biases" in self.parts:
-                biases[role] = biases[role].to(self.dtype).to(biases[role].dtype)
-        return Rows(matrices, biases)
-
-
-@dataclass(frozen=True)
-class Multiplied:
-    """Weights and biases are multiplied.
-
-    Attributes:
-        factors: role -> (heads, channels) or broadcastable; float64.
-        parts: which of weights and biases are multiplied.
-        still: roles whose biases are not.
-    """
-
-    factors: Mapping[str, Tensor] = field(default_factory=dict)
-    parts: tuple[str, ...] = BOTH
-    still: tuple[str, ...] = ()
-
-    def apply(self, rows: Rows) -> Rows:
-        """Return the products, in the dtype of the rows."""
-        matrices, biases = dict(rows.matrices), dict(rows.biases)
-        for role, factor in self.factors.items():
-            if "weights" in self.parts:
-                x = matrices[role]
-                matrices[role] = (x.to(torch.float64) * factor[..., None]).to(x.dtype)
-            if role in biases and role not in self.still and "biases" in self.parts:
-                x = biases[role]
-                biases[role] = (x.to(torch.float64) * factor).to(x.dtype)
-        return Rows(matrices, biases)
 
 
 def have_same_bits(a: Tensor, b: Tensor) -> bool:
@@ -232,19 +267,14 @@ def largest_residual(a: Tensor, b: Tensor) -> float:
 def find_row_change(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[Move | None, float]:
     """Return the change that makes a role of a from moved rows, and the residual after it.
 
-    Args:
-        role: the projection.
-        a: (heads, channels, columns).
-        b: likewise, after the moves.
-        tolerance: relative; a residual above it means that the role is not explained.
+    Both are (heads, channels, columns). A residual above the relative ``tolerance`` means that the
+    role is not explained.
     """
     if have_same_bits(a, b):
         return None, 0.0
-    rounding = find_rounding_dtype(a, b)
+    rounding = _find_rounding_dtype(a, b)
     if rounding is not None:
-        text, parameters = format_dtype(rounding), (("dtype", rounding),)
-        name = MapName(WEIGHTS_ROUNDED, text, (role,), 0, parameters)
-        return Move(name, Rounded((role,), rounding)), 0.0
+        return name_rounding(role, rounding), 0.0
     grouped = _fit_grouped_factors(a, b, max(tolerance, 1e-9))
     if grouped is None:
         return None, largest_residual(a, b)
@@ -252,12 +282,18 @@ def find_row_change(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[
     move = Move(
         MapName(name.cause, name.text, (role,), 0, name.parameters), Multiplied({role: factor})
     )
-    made = move.apply(Rows({role: b})).matrices[role]
+    made = move.change.apply(Rows({role: b})).matrices[role]
     plain, multiplied = largest_residual(a, b), largest_residual(a, made)
     return (move, multiplied) if multiplied <= tolerance < plain else (None, min(plain, multiplied))
 
 
-def find_rounding_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
+def name_rounding(role: str, dtype: torch.dtype, parts: tuple[str, ...] = BOTH) -> Move:
+    """Return the move of a projection that was cast to a dtype and back."""
+    name = MapName(WEIGHTS_ROUNDED, format_dtype(dtype), (role,), 0, (("dtype", dtype),))
+    return Move(name, Rounded((role,), dtype, parts=parts), parts=parts)
+
+
+def _find_rounding_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
     """Return the dtype to which one of the two is the other's rounding, or None."""
     for dtype in ROUNDED:
         # Most pairs differ in their first head already.
@@ -273,16 +309,8 @@ def _is_rounding(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def fit_row_factors(a: Tensor, b: Tensor) -> Tensor:
-    """Return the factor of each row by least squares; 1 for rows of zeros.
-
-    Args:
-        a: (heads, channels, columns).
-        b: likewise.
-
-    Returns:
-        (heads, channels), float64.
-    """
+def _fit_row_factors(a: Tensor, b: Tensor) -> Tensor:
+    """Return the factor of each row by least squares, (heads, channels); 1 for rows of zeros."""
     a, b = a.to(torch.float64), b.to(torch.float64)
     size = (b * b).sum(2)
     return torch.where(size > 0, (a * b).sum(2) / size.where(size > 0, 1.0), 1.0)
@@ -290,9 +318,9 @@ def fit_row_factors(a: Tensor, b: Tensor) -> Tensor:
 
 def _fit_grouped_factors(a: Tensor, b: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None:
     """Return the factors of all rows by group; None as soon as the first head has no groups."""
-    if _group_factors(fit_row_factors(a[:1], b[:1]), tolerance, a.shape[2]) is None:
+    if _group_factors(_fit_row_factors(a[:1], b[:1]), tolerance, a.shape[2]) is None:
         return None
-    return _group_factors(fit_row_factors(a, b), tolerance, a.shape[2])
+    return _group_factors(_fit_row_factors(a, b), tolerance, a.shape[2])
 
 
 def _group_factors(
@@ -300,19 +328,19 @@ def _group_factors(
 ) -> tuple[MapName, Tensor] | None:
     """Return one factor for the role, for heads, for halves or for every second channel."""
     channels = factors.shape[1]
-    half = channels // 2
-    middle = factors.median()
     if _are_factors_constant(factors, tolerance):
-        factor = snap_to_power_of_two(float(middle))
+        factor = snap_to_power_of_two(float(factors.median()))
         form = find_factor_formula(factor, head_dim=channels, width=columns)
         return _name_factor(factor, form), torch.full((1, 1), factor, dtype=torch.float64)
     if channels % 2 == 0:
+        halves = factors.unflatten(1, (2, -1)).unbind(1)
+        pairs = factors.unflatten(1, (-1, 2)).unbind(2)
         for text, parts in (
-            ("the second half of each head", (factors[:, :half], factors[:, half:])),
-            ("the odd channels of each head", (factors[:, ::2], factors[:, 1::2])),
+            ("the second half of each head", halves),
+            ("the odd channels of each head", pairs),
         ):
             if all(_are_factors_constant(part, tolerance) for part in parts):
-                return _expand_two_factors_to_channels(text, parts, channels)
+                return _name_two_factors(text, [float(part.median()) for part in parts], channels)
     if all(_are_factors_constant(row, tolerance) for row in factors):
         by_head = [snap_to_power_of_two(float(row.median())) for row in factors]
         changed = [head for head, factor in enumerate(by_head) if factor != 1]
@@ -324,18 +352,15 @@ def _group_factors(
     return None
 
 
-def _expand_two_factors_to_channels(
-    text: str, parts: tuple[Tensor, Tensor], channels: int
-) -> tuple[MapName, Tensor]:
-    first, second = (snap_to_power_of_two(float(part.median())) for part in parts)
-    factor = torch.empty(1, channels, dtype=torch.float64)
+def _name_two_factors(text: str, medians: list[float], channels: int) -> tuple[MapName, Tensor]:
+    first, second = map(snap_to_power_of_two, medians)
+    both = torch.tensor([first, second], dtype=torch.float64)
     is_half = text.startswith("the second half")
-    factor[:, slice(0, channels // 2) if is_half else slice(0, None, 2)] = first
-    factor[:, slice(channels // 2, None) if is_half else slice(1, None, 2)] = second
+    factor = both.repeat_interleave(channels // 2) if is_half else both.repeat(channels // 2)
     if first != 1:
         text = text.replace("second", "first").replace("odd", "even") if second == 1 else "channels"
     name = _name_factor(second if first == 1 else first, text)
-    return MapName(name.cause, text, (), 0, (("factors", (first, second)),)), factor
+    return MapName(name.cause, text, (), 0, (("factors", (first, second)),)), factor[None]
 
 
 def _are_factors_constant(factors: Tensor, tolerance: float) -> bool:
@@ -363,40 +388,10 @@ def format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True, eq=False)
-class Zeroed:
-    """Some rows are zero.
-
-    Attributes:
-        role: the projection.
-        rows: (heads, channels), bool: True for a row of zeros.
-        parts: which of weights and biases are zero.
-        still: roles whose biases are not.
-    """
-
-    role: str
-    rows: Tensor
-    parts: tuple[str, ...] = BOTH
-    still: tuple[str, ...] = ()
-
-    def apply(self, rows: Rows) -> Rows:
-        """Return rows with zeros at these places."""
-        weights = rows.matrices[self.role]
-        zeroed = torch.where(self.rows[..., None], torch.zeros_like(weights), weights)
-        biases = dict(rows.biases)
-        if self.role in biases and self.role not in self.still and "biases" in self.parts:
-            biases[self.role] = biases[self.role].masked_fill(self.rows, 0.0)
-        return Rows({**rows.matrices, self.role: zeroed}, biases)
-
-
 def find_zeroed_rows(role: str, a: Tensor, b: Tensor, tolerance: float) -> Move | None:
     """Return the move that leaves some rows of b without numbers, or None.
 
-    Args:
-        role: the projection.
-        a: (heads, channels, columns).
-        b: likewise.
-        tolerance: relative, for the rows that are not zero.
+    Both are (heads, channels, columns); ``tolerance`` is relative, for rows that are not zero.
     """
     zeros = ~a.any(2) & b.any(2)
     if not bool(zeros.any()):
@@ -405,12 +400,10 @@ def find_zeroed_rows(role: str, a: Tensor, b: Tensor, tolerance: float) -> Move 
     if largest_residual(a, change.apply(Rows({role: b})).matrices[role]) > tolerance:
         return None
     heads = tuple(zeros.all(1).nonzero().flatten().tolist())
+    text = f"{int(zeros.sum())} of {zeros.numel()} rows"
     if bool(zeros.all()):
         text = "all"
     elif int(zeros.sum()) == len(heads) * zeros.shape[1]:
         text = f"heads {', '.join(map(str, heads))}"
-    else:
-        text = f"{int(zeros.sum())} of {zeros.numel()} rows"
     rows = tuple(zeros.flatten().nonzero().flatten().tolist())
-    parameters = (("heads", heads), ("rows", rows))
-    return Move(MapName(ROWS_ZERO, text, (role,), 0, parameters), change)
+    return Move(MapName(ROWS_ZERO, text, (role,), 0, (("heads", heads), ("rows", rows))), change)

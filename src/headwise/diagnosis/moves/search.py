@@ -22,8 +22,7 @@ from headwise.diagnosis.moves.labels import (
     make_hash_multipliers,
     mix_bits,
 )
-from headwise.diagnosis.moves.maps import MapName, MatrixMap, RowMap
-from headwise.diagnosis.moves.rows import RowSizes
+from headwise.diagnosis.moves.maps import MapName, MatrixMap, RowMap, RowSizes
 
 Step: TypeAlias = RowMap | MatrixMap
 Steps: TypeAlias = tuple[Step, ...]  # applied to b in this order
@@ -61,13 +60,12 @@ def search_steps(
     Returns:
         Sequences of equal effect on these labels; empty where none was found.
     """
-    forward = LabelsAfterSteps(
-        [None, *catalogue.maps, *matrix_maps],
-        torch.stack(
-            [b.plain, *b.plain[catalogue.indices], *(b.labels_after_map(m) for m in matrix_maps)]
-        ),
-    )
-    weights = _zero_hash_multipliers_outside_roles(a.sizes, roles)
+    whole = [b.plain, *b.plain[catalogue.indices], *(b.labels_after_map(m) for m in matrix_maps)]
+    forward = LabelsAfterSteps([None, *catalogue.maps, *matrix_maps], torch.stack(whole))
+    weights = make_hash_multipliers(a.sizes.total_rows, seed=2)
+    for role, span in a.sizes.spans().items():
+        if role not in roles:
+            weights[span] = 0
     wanted = int(hash_label_sequences(a.plain, weights))
     hashes = hash_label_sequences(forward.labels, weights).tolist()
     if hashes[0] == wanted:
@@ -88,15 +86,6 @@ def search_steps(
     if blocks is not None:
         double.append(tuple(blocks))
     return _select_shortest_sequences(double, roles)
-
-
-def _zero_hash_multipliers_outside_roles(sizes: RowSizes, roles: tuple[str, ...]) -> Tensor:
-    """Return random numbers for the rows of these roles, and 0 for the others."""
-    weights = make_hash_multipliers(sizes.total_rows, seed=2)
-    for role, span in sizes.spans().items():
-        if role not in roles:
-            weights[span] = 0
-    return weights
 
 
 def _backward_labels(
@@ -141,26 +130,14 @@ def _yield_steps_with_block_order(
     roles: tuple[str, ...],
 ) -> Iterator[Steps]:
     """Yield a step and an order of blocks, in either order."""
-    for place in (
-        mark_possible_block_permutations(forward.labels[1:], a, sizes, roles)
-        .nonzero()
-        .flatten()
-        .tolist()
-    ):
-        blocks = find_block_maps(a, forward.labels[place + 1], sizes, roles)
-        step = forward.steps[place + 1]
-        if blocks is not None and step is not None:
-            yield (step, *blocks)
-    for place in (
-        mark_possible_block_permutations(backward.labels[1:], b, sizes, roles)
-        .nonzero()
-        .flatten()
-        .tolist()
-    ):
-        blocks = find_block_maps(backward.labels[place + 1], b, sizes, roles)
-        step = backward.steps[place + 1]
-        if blocks is not None and step is not None:
-            yield (*blocks, step)
+    for side, other in ((forward, a), (backward, b)):
+        possible = _mark_block_permutations(side.labels[1:], other, sizes, roles)
+        for place in (possible.nonzero().flatten() + 1).tolist():
+            labels, step = side.labels[place], side.steps[place]
+            pair = (a, labels) if side is forward else (labels, b)
+            blocks = find_block_maps(*pair, sizes, roles)
+            if blocks is not None and step is not None:
+                yield (step, *blocks) if side is forward else (*blocks, step)
 
 
 def _select_shortest_sequences(sequences: Sequence[Steps], roles: tuple[str, ...]) -> list[Steps]:
@@ -203,17 +180,16 @@ def explain_roles(
     for together in dict.fromkeys((roles, moved)):
         sequences = search_steps(a, b, catalogue, matrix_maps, together)
         if sequences:
-            kept = tuple(_restrict_steps_to_roles(steps, together, a.sizes) for steps in sequences)
-            return RoleSteps(kept, roles)
+            kept = (_restrict_steps_to_roles(steps, together, a.sizes) for steps in sequences)
+            return RoleSteps(tuple(kept), roles)
     steps: list[Step] = []
     explained = list(still)
     for group in _group_roles_exchanging_rows(a, b, moved):
         sequences = search_steps(a, b, catalogue, matrix_maps, group)
         if sequences:
             explained += group
-            steps = _merge_steps(
-                steps, _restrict_steps_to_roles(sequences[0], group, a.sizes), group, a.sizes
-            )
+            more = _restrict_steps_to_roles(sequences[0], group, a.sizes)
+            steps = _merge_steps(steps, more, group, a.sizes)
     return RoleSteps((tuple(steps),), tuple(r for r in a.sizes.roles if r in explained))
 
 
@@ -236,16 +212,12 @@ def _group_roles_exchanging_rows(
     for role in roles:
         labels = a.plain[spans[role]]
         sources = {role}
-        if not _have_same_sorted_labels(labels, b.plain[spans[role]]):
+        if not torch.equal(labels.sort().values, b.plain[spans[role]].sort().values):
             sources |= {r for r in roles if bool(torch.isin(labels, b.plain[spans[r]]).any())}
         touched = [group for group in groups if group & sources]
         groups = [group for group in groups if not group & sources]
         groups.append(sources.union(*touched))
     return [tuple(role for role in roles if role in group) for group in groups]
-
-
-def _have_same_sorted_labels(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.sort().values, b.sort().values)
 
 
 def _restrict_steps_to_roles(steps: Steps, roles: tuple[str, ...], sizes: RowSizes) -> Steps:
@@ -262,9 +234,8 @@ def _restrict_step_to_roles(step: Step, roles: tuple[str, ...], sizes: RowSizes)
     for role, span in sizes.spans().items():
         if role in roles:
             index[span] = step.index[span]
-    names = tuple(
-        replace(name, roles=tuple(r for r in name.roles if r in roles)) for name in step.names
-    )
+    kept = [tuple(role for role in name.roles if role in roles) for name in step.names]
+    names = tuple(replace(n, roles=r) for n, r in zip(step.names, kept, strict=True))
     return replace(step, names=names, index=index)
 
 
@@ -293,7 +264,7 @@ def _join_two_steps(
             replace(name, roles=tuple(r for r in sizes.roles if r in (*name.roles, *other.roles)))
             for name in first.names
             for other in second.names
-            if _name_key_without_roles(name) == _name_key_without_roles(other)
+            if replace(name, roles=(), order=0) == replace(other, roles=(), order=0)
         )
         index = first.index.clone()
         for role in roles:
@@ -308,50 +279,28 @@ def _join_two_steps(
     return replace(first, roles=tuple(r for r in sizes.roles if r in united)) if is_square else None
 
 
-def _name_key_without_roles(name: MapName) -> tuple[object, ...]:
-    return (name.cause, name.text, name.parameters)
-
-
 SHARDS = (2, 4, 8)
 HEADS_ORDER, ROLLED_ORDER, SHARDS_ORDER = 1000, 990, 1010
 
 
-def hash_blocks(labels: Tensor, blocks: int) -> Tensor:
-    """Return a hash for each block of rows.
-
-    Args:
-        labels: (sequences, rows).
-        blocks: a number that divides the rows.
-
-    Returns:
-        (sequences, blocks), int64.
-    """
+def _hash_blocks(labels: Tensor, blocks: int) -> Tensor:
+    """Return a hash for each of some blocks of rows of labels (sequences, rows)."""
     rows = labels.unflatten(-1, (blocks, -1))
     return mix_bits(hash_label_sequences(rows, make_hash_multipliers(rows.shape[-1], seed=1)))
 
 
-def mark_possible_block_permutations(
+def _mark_block_permutations(
     sequences: Tensor, labels: Tensor, sizes: RowSizes, roles: tuple[str, ...]
 ) -> Tensor:
-    """Return which sequences may be the labels with whole blocks in another order.
-
-    Args:
-        sequences: (sequences, rows of all roles).
-        labels: (rows of all roles).
-        sizes: of the rows.
-        roles: that have to fit.
-
-    Returns:
-        (sequences), bool.
-    """
+    """Return which sequences may be the labels with whole blocks of some roles in another order."""
     fitting = torch.ones(len(sequences), dtype=torch.bool)
     for role, span in sizes.spans().items():
         if role not in roles:
             continue
         some = (sequences[:, span] == labels[span]).all(1)
         for blocks in list_block_counts(role, sizes):
-            ours = hash_blocks(sequences[:, span], blocks).sort(dim=1).values
-            theirs = hash_blocks(labels[None, span], blocks).sort(dim=1).values
+            ours = _hash_blocks(sequences[:, span], blocks).sort(dim=1).values
+            theirs = _hash_blocks(labels[None, span], blocks).sort(dim=1).values
             some |= (ours == theirs).all(1)
         fitting &= some
     return fitting
@@ -363,15 +312,9 @@ def list_block_counts(role: str, sizes: RowSizes) -> list[int]:
     return sorted(n for n in counts if sizes.count_rows(role) % n == 0)
 
 
-def find_block_order(a: Tensor, b: Tensor, blocks: int) -> list[int] | None:
-    """Return the order of b's blocks that makes a, or None.
-
-    Args:
-        a: (rows), labels.
-        b: (rows), likewise.
-        blocks: a number that divides the rows.
-    """
-    ours, theirs = hash_blocks(a[None], blocks)[0], hash_blocks(b[None], blocks)[0]
+def _find_block_order(a: Tensor, b: Tensor, blocks: int) -> list[int] | None:
+    """Return the order of b's blocks that makes a, or None."""
+    ours, theirs = _hash_blocks(a[None], blocks)[0], _hash_blocks(b[None], blocks)[0]
     places: dict[int, list[int]] = defaultdict(list)
     for place, label in reversed(list(enumerate(theirs.tolist()))):
         places[label].append(place)
@@ -389,15 +332,9 @@ def find_block_order(a: Tensor, b: Tensor, blocks: int) -> list[int] | None:
 def find_block_maps(
     a: Tensor, b: Tensor, sizes: RowSizes, roles: tuple[str, ...]
 ) -> list[RowMap] | None:
-    """Return maps of whole blocks that make a's labels of b's, or None.
+    """Return maps of whole blocks that make a's labels of b's in some roles, or None.
 
     Roles whose blocks have the same order make one map.
-
-    Args:
-        a: (rows of all roles), labels.
-        b: (rows of all roles), likewise.
-        sizes: of the rows.
-        roles: that have to come out right.
     """
     orders: dict[tuple[int, ...], list[str]] = {}
     spans = sizes.spans()
@@ -405,13 +342,11 @@ def find_block_maps(
         span = spans[role]
         if torch.equal(a[span], b[span]):
             continue
-        for blocks in list_block_counts(role, sizes):
-            order = find_block_order(a[span], b[span], blocks)
-            if order is not None:
-                orders.setdefault(tuple(order), []).append(role)
-                break
-        else:
+        tried = (_find_block_order(a[span], b[span], n) for n in list_block_counts(role, sizes))
+        order = next((order for order in tried if order is not None), None)
+        if order is None:
             return None
+        orders.setdefault(tuple(order), []).append(role)
     return [make_block_map(order, tuple(moved), sizes) for order, moved in orders.items()]
 
 
@@ -433,12 +368,11 @@ def _name_block_order(
     listed = " ".join(map(str, order))
     if all(count == sizes.count_heads(role) for role in roles):
         step = order[0]
+        text, place = f"heads in the order {listed}", HEADS_ORDER
         if order == tuple((i + step) % count for i in range(count)) and step in (1, count - 1):
-            text = f"rows rolled by {'one head' if step == count - 1 else 'one head backwards'}"
-            names.append(MapName(HEADS_PERMUTED, text, roles, ROLLED_ORDER, parameters))
-        else:
-            text = f"heads in the order {listed}"
-            names.append(MapName(HEADS_PERMUTED, text, roles, HEADS_ORDER, parameters))
+            back = "" if step == count - 1 else " backwards"
+            text, place = f"rows rolled by one head{back}", ROLLED_ORDER
+        names.append(MapName(HEADS_PERMUTED, text, roles, place, parameters))
     if count in SHARDS:
         text = f"{count} shards in the order {listed}"
         names.append(MapName(SHARD_ORDER, text, roles, SHARDS_ORDER, parameters))

@@ -7,35 +7,29 @@ The largest distance of the distribution function from that of an initialisation
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import BIAS_MISSING, INITIAL_WEIGHTS
-from headwise.diagnosis.moves.find import BiasCleared, find_moves
-from headwise.diagnosis.moves.maps import MapName
-from headwise.diagnosis.moves.move import Move, MoveReport, default_tolerance, largest_residual
-from headwise.diagnosis.moves.rows import ROLES, Rows
+from headwise.diagnosis.moves.find import find_moves
+from headwise.diagnosis.moves.maps import ROLES, WEIGHTS, MapName, Rows
+from headwise.diagnosis.moves.move import (
+    BiasCleared,
+    Move,
+    MoveReport,
+    Replaced,
+    default_tolerance,
+    largest_residual,
+)
 from headwise.function.weights import State
 
 OUTPUT_BIAS = "output bias"
 # Two independent draws in bfloat16 agree in less than this share of their entries.
 MOST_EQUAL = 0.05
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """Weights are others, which nothing of the right ones predicts."""
-
-    rows: Rows
-    roles: tuple[str, ...]
-
-    def apply(self, rows: Rows) -> Rows:
-        """Return rows with these weights."""
-        other = {role: self.rows.matrices[role] for role in self.roles}
-        return Rows({**rows.matrices, **other}, rows.biases)
 
 
 def extract_rows(state: State) -> Rows:
@@ -48,23 +42,13 @@ def extract_rows(state: State) -> Rows:
 
 def replace_rows(state: State, rows: Rows) -> State:
     """Return canonical weights whose projections and biases are these rows."""
-    others = {
-        name: x
-        for name, x in state.items()
-        if name not in ("bq", "bk", "bv") and name[1:] not in ROLES
-    }
-    others |= {"bo": state["bo"]} if "bo" in state else {}
+    others = {name: x for name, x in state.items() if name == "bo" or name[1:] not in ROLES}
     projections = {f"w{role}": x for role, x in rows.matrices.items()}
     return {**others, **projections, **{f"b{role}": x for role, x in rows.biases.items()}}
 
 
 def find_state_moves(
-    a: State,
-    b: State,
-    *,
-    rotary_width: int | None = None,
-    was_interleaved: bool = False,
-    tolerance: float | None = None,
+    a: State, b: State, *, tolerance: float | None = None, **options: Any
 ) -> MoveReport:
     """Return the moves that make canonical weights a from b.
 
@@ -73,23 +57,16 @@ def find_state_moves(
     Args:
         a: canonical tensors (`headwise.function.weights`) to explain.
         b: the right ones.
-        rotary_width: rotated channels of a head, if they are known.
-        was_interleaved: see `find_moves`.
         tolerance: see `find_moves`.
+        options: ``rotary_width`` and ``was_interleaved`` of `find_moves`.
 
     Raises:
         ShapeError: the two have other sizes.
     """
     ours, theirs = _equalise_kv_heads(extract_rows(a), extract_rows(b))
-    report = find_moves(
-        ours,
-        theirs,
-        rotary_width=rotary_width,
-        was_interleaved=was_interleaved,
-        tolerance=tolerance,
-    )
-    moves = _find_initial_values(report.unexplained, ours, theirs)
-    named = {role for move in moves for role in move.roles}
+    report = find_moves(ours, theirs, tolerance=tolerance, **options)
+    moves = [*report.moves, *_find_initial_values(report.unexplained, ours, theirs)]
+    named = {role for move in moves[len(report.moves) :] for role in move.roles}
     unexplained = [role for role in report.unexplained if role not in named]
     output_bias = _find_output_bias_move(a.get("bo"), b.get("bo"), tolerance)
     if isinstance(output_bias, Move):
@@ -97,12 +74,8 @@ def find_state_moves(
     elif not output_bias:
         unexplained.append(OUTPUT_BIAS)
     explained = tuple(role for role in ours.roles if role not in unexplained)
-    return replace(
-        report,
-        moves=(*report.moves, *moves),
-        explained=explained,
-        unexplained=tuple(unexplained),
-    )
+    rest = tuple(unexplained)
+    return replace(report, moves=tuple(moves), explained=explained, unexplained=rest)
 
 
 def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -> list[Move]:
@@ -115,9 +88,7 @@ def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -
             fresh.setdefault(initialisation.text, []).append(role)
     return [
         Move(
-            MapName(INITIAL_WEIGHTS, text, tuple(roles)),
-            Replaced(ours, tuple(roles)),
-            parts=("weights",),
+            MapName(INITIAL_WEIGHTS, text, tuple(roles)), Replaced(ours, tuple(roles)), (), WEIGHTS
         )
         for text, roles in fresh.items()
     ]
@@ -137,14 +108,7 @@ def _equalise_kv_heads(a: Rows, b: Rows) -> tuple[Rows, Rows]:
     most = max(counts)
     if min(counts) == most or not min(counts) or most % min(counts):
         return a, b
-    return _repeat_kv_heads(a, most // counts[0]), _repeat_kv_heads(b, most // counts[1])
-
-
-def _repeat_kv_heads(rows: Rows, times: int) -> Rows:
-    def repeat(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {r: x.repeat_interleave(times, 0) if r in "kv" else x for r, x in parts.items()}
-
-    return rows if times == 1 else Rows(repeat({**rows.matrices}), repeat({**rows.biases}))
+    return a.repeat_kv_heads(most // counts[0]), b.repeat_kv_heads(most // counts[1])
 
 
 def _find_output_bias_move(
@@ -193,29 +157,24 @@ class Initialisation:
         return normal
 
 
-def list_initialisations(role: str, shapes: Mapping[str, tuple[int, int]]) -> list[Initialisation]:
-    """Return usual initialisations of the matrix of a role.
-
-    Args:
-        role: the projection.
-        shapes: role -> (rows, columns); the matrix of o has its inputs as rows.
-    """
-    rows, columns = shapes[role]
-    inputs = rows if role == "o" else columns
+def list_initialisations(role: str, rows: Rows) -> list[Initialisation]:
+    """Return usual initialisations of the matrix of a role; that of o has its inputs as rows."""
+    shapes = {each: rows.matrix_of_role(each).shape for each in rows.roles}
+    count, columns = shapes[role]
+    inputs = count if role == "o" else columns
     fused = sum(shapes[r][0] for r in "qkv" if r in shapes and shapes[r][1] == columns)
-    spread = {"one matrix": rows + columns}
-    if role != "o" and fused > rows:
+    spread = {"one matrix": count + columns}
+    if role != "o" and fused > count:
         spread["q, k and v fused"] = fused + columns
+    deviation, near = 1 / math.sqrt(inputs), "normal with standard deviation"
     return [
-        Initialisation("uniform within 1/sqrt(inputs)", 1 / math.sqrt(inputs), True),
+        Initialisation("uniform within 1/sqrt(inputs)", deviation, True),
         *(
             Initialisation(f"Xavier uniform of {name}", math.sqrt(6 / size), True)
             for name, size in spread.items()
         ),
-        Initialisation("normal with standard deviation 0.02", 0.02, False),
-        Initialisation(
-            "normal with standard deviation 1/sqrt(inputs)", 1 / math.sqrt(inputs), False
-        ),
+        Initialisation(f"{near} 0.02", 0.02, False),
+        Initialisation(f"{near} 1/sqrt(inputs)", deviation, False),
         *(
             Initialisation(f"Xavier normal of {name}", math.sqrt(2 / size), False)
             for name, size in spread.items()
@@ -225,18 +184,13 @@ def list_initialisations(role: str, shapes: Mapping[str, tuple[int, int]]) -> li
 
 def recognise_initialisation(role: str, rows: Rows) -> Initialisation | None:
     """Return the initialisation whose statistics the weights of a role have, or None."""
-    shapes = {
-        r: (rows.matrix_of_role(r).shape[0], rows.matrix_of_role(r).shape[1]) for r in rows.roles
-    }
     values = rows.matrix_of_role(role).flatten().to(torch.float64)
     if values.numel() < LEAST_ENTRIES:
         return None
-    fitting = [
-        (apart, place, each)
-        for place, each in enumerate(list_initialisations(role, shapes))
-        if (apart := kolmogorov_smirnov_statistic(values, each)) < CRITICAL
-    ]
-    return min(fitting)[2] if fitting else None
+    kinds = list_initialisations(role, rows)
+    apart = [kolmogorov_smirnov_statistic(values, each) for each in kinds]
+    nearest = min(range(len(kinds)), key=apart.__getitem__)
+    return kinds[nearest] if apart[nearest] < CRITICAL else None
 
 
 def kolmogorov_smirnov_statistic(values: Tensor, kind: Initialisation) -> float:
@@ -247,8 +201,3 @@ def kolmogorov_smirnov_statistic(values: Tensor, kind: Initialisation) -> float:
     share = kind.cumulative_share(values)
     apart = max(float((share - steps[:-1]).max()), float((steps[1:] - share).max()))
     return apart * math.sqrt(count)
-
-
-def is_drawn_from_initialisation(values: Tensor, kind: Initialisation) -> bool:
-    """True if values may be drawn from an initialisation."""
-    return kolmogorov_smirnov_statistic(values, kind) < CRITICAL

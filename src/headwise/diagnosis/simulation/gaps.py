@@ -91,10 +91,10 @@ def measure_gaps(
     Stages that follow one of another shape are not compared.
     """
     cells: dict[Cell, Gap] = {}
-    misshapen: set[str] = set()  # stages that cannot be computed from recorded ones of other shapes
+    # Stages that cannot be computed from recorded ones of other shapes.
+    misshapen = set[str]().union(*[_list_misshapen_stages(model, call) for call in calls])
     for stage in STAGES:
-        is_cut_off = any(_follows_misshapen_stage(model, call, stage) for call in calls)
-        if is_cut_off or not misshapen.isdisjoint(BEFORE[stage]):
+        if not misshapen.isdisjoint(BEFORE[stage]):
             misshapen.add(stage)
         if stage not in stages or stage in misshapen:
             continue
@@ -106,35 +106,33 @@ def measure_gaps(
     return Gaps(cells)
 
 
-def _has_model_heads(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
-    """True if a recorded stage has the heads of the model, or was not recorded."""
-    tensor = call.stages.get(stage)
-    if tensor is None or stage == "output":
-        return True
-    role = stage[0] if stage[0] in "qkv" else "o"
-    heads, width = model.weights[f"w{role}"].shape[:2]
-    sizes = (heads,) if stage in ("scores", "weights") else (heads, width)
-    return (tensor.shape[1], tensor.shape[3])[: len(sizes)] == sizes
+def _list_misshapen_stages(model: AttentionModel, call: RecordedCall) -> set[str]:
+    """Return the stages that follow recorded ones of other heads than the model's.
 
-
-def _follows_misshapen_stage(model: AttentionModel, call: RecordedCall, stage: str) -> bool:
-    """True if a stage is computed from a recorded one that has other heads than the model."""
-    return not _earlier_stages_have_same_batch_size(call, stage) or any(
-        not _has_model_heads(model, call, earlier) or _follows_misshapen_stage(model, call, earlier)
-        for earlier in BEFORE[stage]
-    )
-
-
-def _earlier_stages_have_same_batch_size(call: RecordedCall, stage: str) -> bool:
-    """True if the recorded stages before a stage have the same number of sequences."""
-    return len({len(call.stages[each]) for each in BEFORE[stage] if each in call.stages}) < 2
+    Recorded stages before a stage also have the same number of sequences.
+    """
+    misshapen: set[str] = set()
+    has_other_heads: set[str] = set()
+    for stage, before in BEFORE.items():
+        given = [call.stages[each] for each in before if each in call.stages]
+        has_other_batches = len(given) > 1 and len(given[0]) != len(given[1])
+        if has_other_batches or not (misshapen | has_other_heads).isdisjoint(before):
+            misshapen.add(stage)
+        recorded = call.stages.get(stage)
+        if recorded is not None and stage != "output":
+            role = stage[0] if stage[0] in "qkv" else "o"
+            count, width = model.weights[f"w{role}"].shape[:2]
+            is_square = stage in ("scores", "weights")
+            if recorded.shape[1] != count or (recorded.shape[3] != width and not is_square):
+                has_other_heads.add(stage)
+    return misshapen
 
 
 def all_heads_agree_within_rounding(
     model: AttentionModel, call: RecordedCall, stage: str, heads: Sequence[int]
 ) -> bool:
     """True if rounding explains what is left between the model and these heads of a stage."""
-    if _follows_misshapen_stage(model, call, stage):
+    if stage in _list_misshapen_stages(model, call):
         return False
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
     predicted = forced.compute_stage()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,14 +11,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.diagnosis.simulation.stages import RecordedCall, subtract_positions
 from headwise.function import gate, norm, stages
 from headwise.function.rotary import rotate_by_rule
-from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec
+from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec, RotaryRule
 from headwise.function.stages import STAGES
 from headwise.function.weights import State
 
 StageFunction = Callable[["ForcedStage"], Tensor]
+MOST_REMEMBERED = 1 << 24  # entries of all results that are kept
+
+
+class Memory:
+    """Results of pure functions of tensors, the last ones that were asked for.
+
+    The models of a search share most weights and stages, so that most stages are computed once for
+    all of them. Tensors are the same if they are the same object: none is changed in place.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
+        self._entries = 0
+
+    def compute(self, function: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+        """Return the function of these arguments, which are tensors, None or can be hashed."""
+        key = (function, *arguments, *options.values())  # a tensor's hash is its identity
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        result = self._kept[key] = function(*arguments, **options)
+        self._entries += result.numel()
+        while self._entries > MOST_REMEMBERED:
+            self._entries -= self._kept.popitem(last=False)[1].numel()
+        return result
 
 
 @dataclass(frozen=True)
@@ -31,12 +57,14 @@ class AttentionModel:
             the `ForcedStage` stage, whose ``usual()`` is the usual result.
         of_weights: the model of the stored weights, where the modules of a layer do more than
             multiply by them; None where they do not.
+        memory: results of stages, shared with the models that are made of this one.
     """
 
     settings: AttentionSpec
     weights: State
     replaced: Mapping[str, StageFunction] = field(default_factory=dict)
     of_weights: AttentionModel | None = None
+    memory: Memory = field(default_factory=Memory, repr=False, compare=False)
 
     def with_settings(self, **changes: Any) -> AttentionModel:
         """Return the model with other settings; None is ABSENT."""
@@ -155,17 +183,23 @@ class ForcedStage:
 
     def _join_stage_over_calls(self, stage: str) -> Tensor:
         calls = [*self.call.earlier, self.call]
-        return torch.cat([ForcedStage(self.model, call, stage)[stage] for call in calls], 2)
+        parts = [ForcedStage(self.model, call, stage)[stage] for call in calls]
+        return self.model.memory.compute(_join_keys, *parts)
 
 
 # ---- the usual function of each stage, by `headwise.function.stages` ----------------------------
+
+
+def _join_keys(*parts: Tensor) -> Tensor:
+    return torch.cat(parts, 2)
 
 
 def project_heads(forced: ForcedStage) -> Tensor:
     """Return q, k or v: x @ weight + bias for each head."""
     role, inputs = forced.stage, forced.call.inputs
     x = inputs.x if role == "q" else inputs.key_source
-    return stages.project_heads(x, forced.model.weights[f"w{role}"], forced.weight(f"b{role}"))
+    weight, bias = forced.model.weights[f"w{role}"], forced.weight(f"b{role}")
+    return forced.model.memory.compute(stages.project_heads, x, weight, bias)
 
 
 def normalise_heads(forced: ForcedStage) -> Tensor:
@@ -180,8 +214,13 @@ def rotate_heads(forced: ForcedStage) -> Tensor:
     if rule is not None:
         is_query = role == "q"
         positions = forced.call.query_positions if is_query else forced.call.new_key_positions
-        x = rotate_by_rule(rule, x, positions + (rule.q_offset if is_query else rule.k_offset))
+        offset = rule.q_offset if is_query else rule.k_offset
+        x = forced.model.memory.compute(_rotate_from_offset, rule, x, positions, offset)
     return _apply_norm_at_place(forced, x, "after")
+
+
+def _rotate_from_offset(rule: RotaryRule, x: Tensor, positions: Tensor, offset: int) -> Tensor:
+    return rotate_by_rule(rule, x, positions + offset)
 
 
 def _apply_norm_at_place(forced: ForcedStage, x: Tensor, place: str) -> Tensor:
@@ -191,69 +230,86 @@ def _apply_norm_at_place(forced: ForcedStage, x: Tensor, place: str) -> Tensor:
     weight, bias = forced.weight(f"{role}_norm"), forced.weight(f"{role}_norm_bias")
     if weight is None:
         weight, bias = forced.weight(f"{role}_norms"), forced.weight(f"{role}_norms_bias")
-    return norm.normalise_heads(rule, x, weight, bias)
+    return forced.model.memory.compute(norm.normalise_heads, rule, x, weight, bias)
 
 
 def compute_scores(forced: ForcedStage) -> Tensor:
     """Return the scores, -inf where a key is hidden."""
-    return hide_keys(forced, add_distance_bias(forced, scale_products(forced)))
+    call, table = forced.call, forced.weight("distances")
+    return forced.model.memory.compute(
+        _bias_and_hide,
+        forced.settings,
+        scale_products(forced),
+        key_query_distances(call),
+        call.inputs.mask,
+        table,
+    )
 
 
 def scale_products(forced: ForcedStage) -> Tensor:
     """Return scaled and softcapped products of queries and keys."""
     q, k, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
-    return stages.scaled_products(q, k, scale=settings.factor, softcap=settings.cap)
+    return forced.model.memory.compute(
+        stages.scaled_products, q, k, scale=settings.factor, softcap=settings.cap
+    )
 
 
 def key_query_distances(call: RecordedCall) -> Tensor:
     """Return position of the key less that of the query, (batch, 1, queries, keys)."""
-    return (call.key_positions[:, None] - call.query_positions[..., None])[:, None]
+    return subtract_positions(call.key_positions, call.query_positions)
 
 
-def add_distance_bias(forced: ForcedStage, s: Tensor) -> Tensor:
-    """Return scores with the bias by distance."""
-    apart, table = key_query_distances(forced.call), forced.weight("distances")
-    bias = stages.distance_bias(forced.settings, apart, table)
-    return s if bias is None else s + bias
+def _bias_and_hide(
+    settings: AttentionSpec,
+    products: Tensor,
+    distances: Tensor,
+    mask: Tensor | None,
+    table: Tensor | None,
+) -> Tensor:
+    """Return scores with the bias by distance, and -inf where a key is hidden."""
+    bias = stages.distance_bias(settings, distances, table)
+    scores = products if bias is None else products + bias
+    return scores.masked_fill(~_visible_keys(settings, distances, mask), -torch.inf)
 
 
-def hide_keys(forced: ForcedStage, s: Tensor) -> Tensor:
-    """Return scores with -inf where a key is hidden."""
-    return s.masked_fill(~visible_keys(forced), -torch.inf)
+def _visible_keys(settings: AttentionSpec, distances: Tensor, mask: Tensor | None) -> Tensor:
+    seen = stages.visible_by_distance(settings, distances)
+    return seen if mask is None else seen & mask
 
 
 def visible_keys(forced: ForcedStage) -> Tensor:
     """Return True where a query may attend, (batch, 1 or heads, queries, keys)."""
-    seen = stages.visible_by_distance(forced.settings, key_query_distances(forced.call))
-    mask = forced.call.inputs.mask
-    return seen if mask is None else seen & mask
+    call = forced.call
+    return _visible_keys(forced.settings, key_query_distances(call), call.inputs.mask)
 
 
 def softmax_scores(forced: ForcedStage) -> Tensor:
     """Return the weights of the scores; a row without keys is 0."""
-    return stages.weights_from_scores(forced["scores"], forced.weight("sink"))
+    return forced.model.memory.compute(
+        stages.weights_from_scores, forced["scores"], forced.weight("sink")
+    )
 
 
 def mix_values(forced: ForcedStage) -> Tensor:
     """Return weights @ values for each head, times its output gate."""
-    outputs = stages.mix_values(forced["weights"], forced.values_of_all_calls)
+    memory = forced.model.memory
+    outputs = memory.compute(stages.mix_values, forced["weights"], forced.values_of_all_calls)
     gates = output_gates(forced)
-    return outputs if gates is None else outputs * gates
+    return outputs if gates is None else memory.compute(torch.mul, outputs, gates)
 
 
 def output_gates(forced: ForcedStage) -> Tensor | None:
     """Return the factors of the head outputs, None without an output gate."""
-    weight = forced.weight("wg")
+    weight, bias = forced.weight("wg"), forced.weight("bg")
     if weight is None:
         return None
-    return gate.output_gate(forced.call.inputs.x, weight, forced.weight("bg"))
+    return forced.model.memory.compute(gate.output_gate, forced.call.inputs.x, weight, bias)
 
 
 def project_output(forced: ForcedStage) -> Tensor:
     """Return the projected head outputs."""
-    return stages.project_output(
-        forced["head outputs"], forced.model.weights["wo"], forced.weight("bo")
-    )
+    heads, weight, bias = forced["head outputs"], forced.model.weights["wo"], forced.weight("bo")
+    return forced.model.memory.compute(stages.project_output, heads, weight, bias)
 
 
 USUAL: Mapping[str, StageFunction] = {

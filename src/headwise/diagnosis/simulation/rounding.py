@@ -168,7 +168,7 @@ def _largest_change_by_perturbation(forced: ForcedStage, units: Units) -> Tensor
 def _count_summed_terms(forced: ForcedStage) -> int:
     """Return the number of products in the longest sum."""
     tensors = (*forced.model.weights.values(), forced.call.inputs.x)
-    return max(sum(x.shape[-2:]) for x in tensors if x.dim() > 1)
+    return max([sum(x.shape[-2:]) for x in tensors if x.dim() > 1])
 
 
 def _change_by_one_perturbation(forced: ForcedStage, units: Units, draw: int) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -87,32 +88,49 @@ class RecordedCall:
     @property
     def past_key_count(self) -> int:
         """Number of keys of earlier calls."""
-        return sum(call.inputs.x.shape[1] for call in self.earlier)
+        return sum([call.inputs.x.shape[1] for call in self.earlier]) if self.earlier else 0
 
     @property
     def query_positions(self) -> Tensor:
         """Positions of the queries, (batch, queries)."""
         if self.inputs.positions is not None:
             return self.inputs.positions
-        batch, queries = self.inputs.x.shape[:2]
-        return torch.arange(self.past_key_count, self.past_key_count + queries).expand(
-            batch, queries
-        )
+        return count_positions(self.past_key_count, *self.inputs.x.shape[:2])
 
     @property
     def new_key_positions(self) -> Tensor:
         """Positions of the keys of this call, (batch, keys)."""
         if self.inputs.source is None:
             return self.query_positions
-        batch, keys = self.inputs.source.shape[:2]
-        return torch.arange(keys).expand(batch, keys)
+        return count_positions(0, *self.inputs.source.shape[:2])
 
     @property
     def key_positions(self) -> Tensor:
         """Positions of all keys, those of earlier calls first, (batch, keys)."""
         earlier = [call.new_key_positions for call in self.earlier]
-        return torch.cat([*earlier, self.new_key_positions], 1)
+        return join_positions(*earlier, self.new_key_positions)
 
     def with_stages(self, stages: Stages) -> RecordedCall:
         """Return the call with other stages."""
         return replace(self, stages=stages)
+
+
+# The same tensors each time, so that a model's memory finds what was computed with them.
+
+
+@lru_cache(maxsize=256)
+def count_positions(start: int, batch: int, length: int) -> Tensor:
+    """Return the positions of tokens that follow ``start`` others, (batch, length)."""
+    return torch.arange(start, start + length).expand(batch, length)
+
+
+@lru_cache(maxsize=256)
+def join_positions(*parts: Tensor) -> Tensor:
+    """Return the positions of several calls, (batch, keys)."""
+    return torch.cat(parts, 1)
+
+
+@lru_cache(maxsize=64)
+def subtract_positions(keys: Tensor, queries: Tensor) -> Tensor:
+    """Return positions of keys less those of queries, (batch, 1, queries, keys)."""
+    return (keys[:, None] - queries[..., None])[:, None]
