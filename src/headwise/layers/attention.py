@@ -18,17 +18,12 @@ from headwise.function.spec import AttentionSpec, GateKind
 from headwise.function.stages import STAGES, scores, split_heads
 from headwise.layers import advice, checks, conversion
 from headwise.layers.cache import Cache
+from headwise.layers.checks import default_head_dim
 from headwise.layers.distance import PositionBias
 from headwise.layers.explain import LayerExplanation, projection_lines
 from headwise.layers.hooks import call_hook
 from headwise.layers.initial import Source, initialise_projections
 from headwise.layers.norm import QKNorm
-from headwise.layers.options import (
-    check_options,
-    check_positive_whole_numbers,
-    default_head_dim,
-    describe_options,
-)
 from headwise.layers.packing import (
     CallInputs,
     Packed,
@@ -144,7 +139,7 @@ class Attention(nn.Module):
         super().__init__()
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
+        checks.check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
         self.head_dim = default_head_dim(embed_dim, num_heads) if head_dim is None else head_dim
         self.value_dim = self.head_dim if value_dim is None else value_dim
         self.out_dim = embed_dim if out_dim is None else out_dim
@@ -152,7 +147,7 @@ class Attention(nn.Module):
         self.rotary, self.qk_norm, self.window = rotary, qk_norm, window
         self.scale, self.softcap, self.output_gate = scale, softcap, output_gate
         self.dropout, self.init = dropout, init
-        check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
+        checks.check_options(self, score_bias, crosses=source_dim is not None, dtype=dtype)
         heads, kv_heads = num_heads, self.num_kv_heads
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, heads * self.head_dim, q_bias, **options)
@@ -453,7 +448,7 @@ class Attention(nn.Module):
         Raises:
             OptionError: a batch or length below 1.
         """
-        check_positive_whole_numbers(batch=batch, length=length)
+        checks.check_positive_whole_numbers(batch=batch, length=length)
         left = None if self.window is None else self.window[0]
         evicts = left is not None and left < length
         slots = min(length, 2 * left + 1) if left is not None and evicts else length
@@ -474,7 +469,7 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes, and the options that are no modules."""
         gate = "" if self.output_gate is None else f", output_gate={self.output_gate}"
-        return describe_options(self) + gate
+        return checks.describe_options(self) + gate
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Attention:
         """Copy the layer; a cache belongs to the copy only if it is copied in the same call."""

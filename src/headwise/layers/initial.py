@@ -60,7 +60,12 @@ def initialise_projections(
     elif source == "einops":
         initialise_as_einops_page(q, k, v, out, head_dim=layer.head_dim, value_dim=layer.value_dim)
     else:
-        stds = _t5_stds(layer) if source == "t5" else _gpt2_stds(num_layers)
+        output = 0.02 if num_layers is None else 0.02 / math.sqrt(2 * num_layers)
+        stds = (0.02, 0.02, 0.02, output)
+        if source == "t5":
+            of_source = layer.source_dim**-0.5
+            output = (layer.num_heads * layer.value_dim) ** -0.5
+            stds = ((layer.embed_dim * layer.head_dim) ** -0.5, of_source, of_source, output)
         for projection, std in zip((q, k, v, out), stds, strict=True):
             nn.init.normal_(projection.weight, std=std)
             _zero_biases(projection)
@@ -91,19 +96,6 @@ def _initialise_torch(
         nn.init.uniform_(projection.weight, -bound, bound)
     for projection in (q, k, v, out):
         _zero_biases(projection)
-
-
-def _gpt2_stds(num_layers: int | None) -> tuple[float, ...]:
-    return 0.02, 0.02, 0.02, 0.02 if num_layers is None else 0.02 / math.sqrt(2 * num_layers)
-
-
-def _t5_stds(layer: Attention) -> tuple[float, ...]:
-    return (
-        (layer.embed_dim * layer.head_dim) ** -0.5,
-        layer.source_dim**-0.5,
-        layer.source_dim**-0.5,
-        (layer.num_heads * layer.value_dim) ** -0.5,
-    )
 
 
 def _zero_biases(projection: nn.Linear) -> None:

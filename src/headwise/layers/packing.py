@@ -134,9 +134,9 @@ class Packed(Unpacked):
         """Return the gate of each token's sequence, (1, heads, tokens, 1), or (heads, 1, 1)."""
         if gate.dim() == 1:
             return gate[:, None, None]
-        row = _repeat_numbers(
-            [piece.batch for piece in self.pieces], self._sequence_lengths(), gate.device
-        )
+        rows = torch.tensor([piece.batch for piece in self.pieces], device=gate.device)
+        lengths = torch.tensor(self._sequence_lengths(), device=gate.device)
+        row = rows.repeat_interleave(lengths, output_size=sum(self._sequence_lengths()))
         return gate.index_select(0, row).mT[None, :, :, None]
 
     def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
@@ -213,12 +213,6 @@ def _pack_rows(x: Tensor, spans: list[tuple[int, Span]]) -> Tensor:
 
 def _cumulative_lengths(spans: list[Span], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(span.size for span in spans)], device=device)
-
-
-def _repeat_numbers(numbers: list[int], times: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, device=device).repeat_interleave(
-        torch.tensor(times, device=device), output_size=sum(times)
-    )
 
 
 # ---- for a cache -------------------------------------------------------------------------------
