@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headwise.reports import diagnosis, static_page
+from headwise.reports import diagnosis
 from headwise.reports import page as scan_page
 from headwise.reports.images import css_colour, viridis_colour
 from tests.reports.browser import Chromium, Opened, needs_a_browser
@@ -24,7 +24,7 @@ AXE = files("axe_playwright_python").joinpath("axe.min.js")
 PAGES: dict[str, Callable[[], str]] = {
     "viewer": lambda: scan_page.render_scan_page(viewer_report(viewer_scan())),
     "two": lambda: scan_page.render_scan_page(viewer_report(viewer_scan(), second=viewer_scan())),
-    "static": lambda: static_page.render_static(viewer_report(viewer_scan())),
+    "static": lambda: scan_page.render_static(viewer_report(viewer_scan())),
     "diagnosis": lambda: diagnosis.render_diagnosis_page(report_of_model()),
     "study": recorded_study,
 }

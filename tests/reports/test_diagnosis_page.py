@@ -15,8 +15,14 @@ from headwise import Attention, Rotary, compare
 from headwise.diagnosis.catalogue import PAGES
 from headwise.diagnosis.comparison import FunctionComparison
 from headwise.diagnosis.results import Diagnosis, Verdict
-from headwise.reports.diagnosis import DiagnosisReport, render_diagnosis_page, save_diagnosis_page
-from headwise.reports.stages import difference_percent_text, difference_scale_position, stage_rows
+from headwise.reports.diagnosis import (
+    DiagnosisReport,
+    difference_percent_text,
+    difference_scale_position,
+    render_diagnosis_page,
+    save_diagnosis_page,
+    stage_rows,
+)
 from tests.reports.diagnoses import (
     HEADS,
     KV_HEADS,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.reports import diagnosis, static_page
+from headwise.reports import diagnosis
 from headwise.reports import page as scan_page
 from headwise.reports.report import SameFunction
 from tests.reports.browser import FAULTS, NO_FAULTS, Chromium, needs_a_browser
@@ -26,8 +26,8 @@ def report_of(heads: int) -> scan_page.ScanReport:
 
 
 PAGES = {
-    "scan-numbers": lambda: static_page.render_static(report_of(5)),
-    "scan-pictures": lambda: static_page.render_static(report_of(17)),
+    "scan-numbers": lambda: scan_page.render_static(report_of(5)),
+    "scan-pictures": lambda: scan_page.render_static(report_of(17)),
     "viewer": lambda: scan_page.render_scan_page(report_of(5)),
     "study": recorded_study,
     "diagnosis": lambda: diagnosis.render_diagnosis_page(report_of_many_heads(NAME)),

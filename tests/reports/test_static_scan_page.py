@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.reports import images, static_page
+from headwise.reports import images
+from headwise.reports import page as scan_page
 from headwise.reports import report as view
+from headwise.reports.page import render_static as render
+from headwise.reports.page import standout_cards
 from headwise.reports.report import ScanReport
-from headwise.reports.static_page import render_static as render
-from headwise.reports.static_page import standout_cards
 from headwise.scanning.result import HeadScan
 from headwise.support.text import escape_unprintable
 from tests.reports.html import Element, Tree, outside
@@ -88,7 +89,7 @@ def test_every_head_has_its_map(page: Element, scan: HeadScan) -> None:
         # 37 tokens leave gaps in a map of 64 x 64 cells; 32 is the finest that has none.
         layer, head = divmod(place, HEADS)
         values = map_pyramid(scan.layer_scans[layer].summaries["map"])[32][head]
-        expected = (values.sqrt() * (static_page.MAP_COLOURS - 1)).round().int().tolist()
+        expected = (values.sqrt() * (scan_page.MAP_COLOURS - 1)).round().int().tolist()
         assert indices_of(figure.all("img")[0].attributes["src"]) == expected
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.reports import static_page
+from headwise.reports import page as scan_page
 from headwise.reports.page import render_scan_page, save_scan_page
 from headwise.scanning.result import HeadScan
 from tests.reports.browser import Chromium, Opened, needs_a_browser
@@ -172,7 +172,7 @@ PRINTED: dict[str, Callable[[], str]] = {
     "two models": lambda: render_scan_page(
         viewer_report(viewer_scan(layers=6, heads=12)), viewer_report(viewer_scan(layers=4))
     ),
-    "static": lambda: static_page.render_static(gpt2_sized(2048)),
+    "static": lambda: scan_page.render_static(gpt2_sized(2048)),
 }
 
 

@@ -54,9 +54,8 @@ def text_colour_on(colour: RGB) -> str:
 
 def css_gradient() -> str:
     """Return the whole scale as a CSS gradient, left to right."""
-    return (
-        f"linear-gradient(90deg,{','.join(css_colour(viridis_colour(n / 16)) for n in range(17))})"
-    )
+    colours = ",".join(css_colour(viridis_colour(n / 16)) for n in range(17))
+    return f"linear-gradient(90deg,{colours})"
 
 
 def viridis_grid_data_uri(
@@ -83,12 +82,11 @@ def viridis_grid_data_uri(
         (b"IDAT", zlib.compress(np.pad(rows, ((0, 0), (1, 0))).tobytes(), 9)),
         (b"IEND", b""),
     ]
-    image = _SIGNATURE + b"".join(_png_chunk(name, data) for name, data in parts)
+    image = _SIGNATURE
+    for name, data in parts:
+        image += struct.pack(">I", len(data)) + name + data
+        image += struct.pack(">I", zlib.crc32(name + data))
     return "data:image/png;base64," + base64.b64encode(image).decode("ascii")
-
-
-def _png_chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
 _LEFT_OUT = "<>&\"'\\`/-"

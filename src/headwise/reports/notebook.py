@@ -52,11 +52,10 @@ def matrix_html(matrix: AttentionMatrix) -> str:
     if not batch * heads * queries * keys or work > MOST_WORK:
         return _caption_html(f"{matrix!r}")
     pooled = matrix.pool(min(CELLS, queries), min(CELLS, keys))[0, :MOST_HEADS].double()
+    roots = pooled.clamp(min=0).sqrt().tolist()
     pictures = "".join(
-        _image_html(
-            values.clamp(min=0).sqrt().tolist(), f"map of head {head}", shape=(queries, keys)
-        )
-        for head, values in enumerate(pooled)
+        _image_html(rows, f"map of head {head}", shape=(queries, keys))
+        for head, rows in enumerate(roots)
     )
     shown = f"heads 0 to {len(pooled) - 1} of the first sequence, in blocks"
     return f"<figure>{pictures}{_caption_html(f'{matrix!r}: {shown}')}</figure>"
@@ -64,14 +63,13 @@ def matrix_html(matrix: AttentionMatrix) -> str:
 
 def layout_html(layout: Layout) -> str:
     """Return a table of the stored tensors with their patterns, and the source."""
+    left = "style='text-align:left'"
     rows = "".join(
-        f"<tr><td style='text-align:left'><code>{escape(name)}</code></td>"
-        f"<td style='text-align:left'><code>{escape(pattern)}</code></td></tr>"
+        f"<tr><td {left}><code>{escape(name)}</code></td>"
+        f"<td {left}><code>{escape(pattern)}</code></td></tr>"
         for name, pattern in layout.tensors.items()
     )
-    head = (
-        "<tr><th style='text-align:left'>tensor</th><th style='text-align:left'>pattern</th></tr>"
-    )
+    head = f"<tr><th {left}>tensor</th><th {left}>pattern</th></tr>"
     title = f"<b>{escape(layout.name)}</b>, {escape(layout.source)}"
     return f"<div>{title}<table><thead>{head}</thead><tbody>{rows}</tbody></table></div>"
 
@@ -99,10 +97,8 @@ def _signed_grid_html(diff: ScanDiff, name: str) -> str:
         for index, row in enumerate(change.tolist())
     )
     heads = "".join(f"<th>{head}</th>" for head in range(change.shape[1]))
-    label = escape(diff.before.definition(name).label)
-    title = (
-        f"Change of {label}. A row is a layer, a column a head. Colours: −{end:.3g} to {end:.3g}."
-    )
+    title = f"Change of {escape(diff.before.definition(name).label)}. A row is a layer, a column "
+    title += f"a head. Colours: −{end:.3g} to {end:.3g}."
     return f"<div>{title}</div><table><tr><th></th>{heads}</tr>{rows}</table>"
 
 

@@ -131,8 +131,10 @@ def draw_statistic(statistic: DrawnStatistic, width: int) -> Text:
     drawn_heads = min(heads, (width - left) // cell)
     unit = f", {statistic.unit}" if scale.kind == "range" else ""
     numbers = "".join(f"{head:{cell}d}" for head in range(drawn_heads))
+    if cell == 1:  # the number of every fifth head
+        numbers = "".join(f"{head:<5}" for head in range(0, heads, 5))[:drawn_heads].rstrip()
     drawn = Text(f"{statistic.label}{unit}\n")
-    drawn.append(" " * left + (numbers if cell > 1 else _head_number_ruler(drawn_heads)), "dim")
+    drawn.append(" " * left + numbers, "dim")
     for layer, row in enumerate(rows[:MOST_ROWS]):
         drawn.append(f"\n{layer:{left - 1}} ", "dim")
         for value in row[:drawn_heads]:
@@ -148,19 +150,10 @@ def _grid_cell(scale: Scale, value: float, width: int) -> Text:
         return Text(f"{NO_VALUE:>{width}}", "dim")
     colour = scale.colour(value)
     if width == 1:
-        return Text(_share_bar(scale.position(value)), Style(color=css_colour(colour)))
+        level = int(max(scale.position(value), 0.0) * len(LEVELS))
+        return Text(LEVELS[min(level, len(LEVELS) - 1)], Style(color=css_colour(colour)))
     digits = f"{scale.format_short(value):>{width}}"
     return Text(digits, Style(color=text_colour_on(colour), bgcolor=css_colour(colour)))
-
-
-def _share_bar(share: float) -> str:
-    """Return the bar of a share, which is clamped to 0 to 1."""
-    return LEVELS[min(int(max(share, 0.0) * len(LEVELS)), len(LEVELS) - 1)]
-
-
-def _head_number_ruler(heads: int) -> str:
-    """Return a line with the number of every fifth head."""
-    return "".join(f"{head:<5}" for head in range(0, heads, 5))[:heads].rstrip()
 
 
 # ---- helpers -------------------------------------------------------------------------------------

@@ -71,13 +71,8 @@ def answer_row_request(scan: HeadScan, rows: ExactRows, message: Any) -> Reply:
 
 @cache
 def _widget_class() -> type[Any]:
-    anywidget = require_package(
-        "anywidget", purpose="which shows a widget", pip="'headwise[notebook]'"
-    )
-    traitlets = require_package(
-        "traitlets", purpose="which shows a widget", pip="'headwise[notebook]'"
-    )
-
+    reason = {"purpose": "which shows a widget", "pip": "'headwise[notebook]'"}
+    anywidget, traitlets = (require_package(x, **reason) for x in ("anywidget", "traitlets"))
     base: Any = anywidget.AnyWidget
 
     class HeadViewer(base):  # type: ignore[misc]

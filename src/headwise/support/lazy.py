@@ -64,7 +64,7 @@ Form = Literal["text", "html", "page", "figure", "widget", "standouts"]
 # (class, form) -> the function that draws a result of this class
 DRAWN_BY: dict[tuple[str, Form], str] = {
     ("HeadScan", "text"): "headwise.reports.terminal.scan_text",
-    ("HeadScan", "html"): "headwise.reports.static_page.render_in_frame",
+    ("HeadScan", "html"): "headwise.reports.page.render_in_frame",
     ("HeadScan", "page"): "headwise.reports.page.render_scan",
     ("HeadScan", "figure"): "headwise.reports.figures.plot_scan",
     ("HeadScan", "widget"): "headwise.reports.widget.view_scan",
