@@ -26,13 +26,9 @@ class SampledRows:
     """Whole rows of the weights, for sampled queries of each sequence.
 
     The sample depends on the sequence alone, never on padding or on the rest of the batch.
-
-    Attributes:
-        queries: (batch, samples), the sampled queries; any number where ``real`` is False.
-        real: (batch, samples), False beyond the last sample of a short sequence.
-        weights: (batch, heads, samples, keys).
-        sink: (batch, heads, samples), the sink's share; 0 without a sink.
-        counted: (batch, heads, samples), True if the query may attend to a key.
+    ``queries`` (batch, samples) are any numbers where ``real`` is False, beyond the last sample of
+    a short sequence. ``weights`` is (batch, heads, samples, keys). So are, without keys, the
+    ``sink``'s share, and ``counted``: True if the query may attend to a key.
     """
 
     def __init__(
@@ -296,34 +292,22 @@ def _map_block_of_positions(
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One forward pass of one module, while the module runs.
-
-    Attributes:
-        name: the module's name; with a number where the same module runs again in one pass.
-        is_block: True for a member of a list of modules of one class, which pass a state on.
-        state: the first floating-point input.
-        version: the version of ``state``, which counts changes in place.
-        tokens: the integer inputs (batch, length) that may be tokens.
-        has_source: True if an argument names another source to attend to.
-        projected: inputs of the first two matrices inside since the last attention call.
-        attended: number of attention calls inside.
-        last_keys: keys of the module's last attention call, and True if that was cross attention.
-        scores: sizes of the explicit products of activations inside.
-        weights: sizes of those that went through a softmax.
-    """
+    """One forward pass of one module, while the module runs."""
 
     module: nn.Module
-    name: str
-    is_block: bool = False
-    state: Tensor | None = None
-    version: int = -1
-    tokens: list[Tensor] = field(default_factory=list)
-    has_source: bool = False
+    name: str  # with a number where the same module runs again in one pass
+    is_block: bool = False  # a member of a list of modules of one class, which pass a state on
+    state: Tensor | None = None  # the first floating-point input
+    version: int = -1  # of the state: counts changes in place
+    tokens: list[Tensor] = field(default_factory=list)  # integers (batch, length), maybe tokens
+    has_source: bool = False  # an argument names another source to attend to
+    # Inputs of the first two matrices inside since the last attention call.
     projected: list[Tensor] = field(default_factory=list)
-    attended: int = 0
+    attended: int = 0  # number of attention calls inside
+    # Keys of the module's last attention call, and True if that was cross attention.
     last_keys: tuple[Tensor, bool] | None = None
-    scores: set[tuple[int, int]] = field(default_factory=set)
-    weights: set[tuple[int, int]] = field(default_factory=set)
+    scores: set[tuple[int, int]] = field(default_factory=set)  # sizes of explicit products inside
+    weights: set[tuple[int, int]] = field(default_factory=set)  # of those through a softmax
     _turn: int = 1
     _covered: int = 0  # tokens whose queries this turn has had
 

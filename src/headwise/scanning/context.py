@@ -44,17 +44,11 @@ class _Stream:
 
 @dataclass(frozen=True, eq=False)
 class KeyTokens:
-    """The tokens of the keys of one call.
+    """The tokens of the keys of one call."""
 
-    Attributes:
-        tokens: (batch, keys), −1 in the free space of a cache; None if unknown.
-        count: number of tokens that have come in, up to the last query; None if unknown.
-        dropped: number of these that a cache no longer holds.
-    """
-
-    tokens: Tensor | None = None
-    count: int | None = None
-    dropped: int = 0
+    tokens: Tensor | None = None  # (batch, keys), −1 in the free space of a cache
+    count: int | None = None  # of tokens that have come in, up to the last query
+    dropped: int = 0  # number of these that a cache no longer holds
 
 
 class TokenStreams:

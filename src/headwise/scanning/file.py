@@ -79,12 +79,8 @@ def check_value(value: Any, schema: Any, where: str) -> Any:
 
     A schema is a range of whole numbers (True and 1.0 do not count), ``str``, a tuple of allowed
     strings, a list with the schema of its entries, or a mapping of field names to schemas, where
-    ``...`` allows any name. ``object`` allows any value.
-
-    Args:
-        value: the value.
-        schema: the schema.
-        where: the name of the field; empty for the whole JSON.
+    ``...`` allows any name. ``object`` allows any value. ``where`` is the name of the field; empty
+    for the whole JSON.
 
     Raises:
         FieldError: the value does not fit the schema.
@@ -277,10 +273,8 @@ def read_scan_fields(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the fields of the scan in a file, and the document that was saved with it.
 
-    Args:
-        path: the file.
-        statistics: statistics of the file that are not in headwise's catalogue.
-        remedy: the advice of the error for a damaged file.
+    ``statistics`` are those of the file that are not in headwise's catalogue, and ``remedy`` is the
+    advice of the error for a damaged file.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -137,17 +137,11 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The documents of a corpus, as corpus.json holds them.
+    """The documents of a corpus, as corpus.json holds them."""
 
-    Attributes:
-        documents: the documents, in the order of the merge.
-        made_with: all that their scans depend on, in words or as digests.
-        words: what a page says of the model and its input, and the texts of the tokens.
-    """
-
-    documents: tuple[Document, ...]
-    made_with: Mapping[str, str]
-    words: Words
+    documents: tuple[Document, ...]  # in the order of the merge
+    made_with: Mapping[str, str]  # all that their scans depend on, in words or as digests
+    words: Words  # what a page says of the model and its input, and the texts of the tokens
 
     @classmethod
     def read(cls, out: Path) -> Corpus | None:

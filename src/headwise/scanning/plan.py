@@ -55,23 +55,14 @@ FLOAT = 4  # bytes
 
 @dataclass(frozen=True, eq=False)
 class PlannedScan:
-    """The scan of texts by a stored model, which has passed all checks.
-
-    Attributes:
-        model: the model.
-        texts: the texts, without those that are empty.
-        statistics: the statistics.
-        layers: as for `headwise.scan`.
-        calls: attention calls for each text.
-        estimate: time and memory, for a model on the processor.
-    """
+    """The scan of texts by a stored model, which has passed all checks."""
 
     model: ModelToScan
-    texts: tuple[TextToRead, ...]
+    texts: tuple[TextToRead, ...]  # without those that are empty
     statistics: tuple[TileStatistic, ...]
     layers: Layers
-    calls: int
-    estimate: Estimate | None
+    calls: int  # of attention, for each text
+    estimate: Estimate | None  # for a model on the processor
 
     def scan_text(self, text: TextToRead, progress: Progress | None = None) -> HeadScan:
         """Return the scan of one text."""
@@ -227,13 +218,11 @@ class CallSizes:
 class Speed:
     """Seconds of the operations of a scan on this machine.
 
-    Attributes:
-        product: seconds of one multiply-add of a matrix product.
-        rows: pairs of a number of keys, and the seconds of all statistics for one query of one head
-            that may attend to so many; sorted.
+    ``rows`` are sorted pairs of a number of keys, and the seconds of all statistics for one query
+    of one head that may attend to so many.
     """
 
-    product: float
+    product: float  # one multiply-add of a matrix product
     rows: tuple[tuple[float, float], ...]
 
     def row(self, keys: float) -> float:
@@ -289,17 +278,11 @@ def estimate_scan(
     speed: Speed | None = None,
     processes: int = 1,
 ) -> Estimate:
-    """Estimate a scan of sequences of these lengths, one after the other.
+    """Estimate a scan of sequences of these lengths, one after the other or by several processes.
 
-    Args:
-        model: the model.
-        calls: the sizes of its attention calls.
-        statistics: the statistics.
-        lengths: tokens of each sequence.
-        held_bytes: the memory of a process with the model; that of this process if None.
-        trial_seconds: duration of the scan of a few tokens: what each sequence takes at least.
-        speed: the speed of this machine; measured now if None.
-        processes: the number of processes that share the sequences.
+    A process with the model holds ``held_bytes``, those of this process if None. A sequence takes
+    at least ``trial_seconds``, the duration of the scan of a few tokens. The ``speed`` of this
+    machine is measured if it is None.
     """
     statistics = tuple(statistics)
     speed = speed or measure_speed(calls, statistics, max(lengths))

@@ -158,14 +158,12 @@ def find_standard_statistics(names: Iterable[str]) -> tuple[statistic.TileStatis
     Raises:
         OptionError: a name that is not in the standard set.
     """
-    by_name = {each.definition.name: each for each in STANDARD}
-    names = tuple(names)
-    for name in names:
+    by_name, chosen = {each.definition.name: each for each in STANDARD}, tuple(names)
+    for name in chosen:
         if name not in by_name:
-            raise unknown_statistic_error(
-                name, by_name, do="choose from these, or pass a Statistic of your own"
-            )
-    return tuple(by_name[name] for name in names)
+            do = "choose from these, or pass a Statistic of your own"
+            raise unknown_statistic_error(name, by_name, do=do)
+    return tuple(by_name[name] for name in chosen)
 
 
 def unknown_statistic_error(
@@ -173,11 +171,7 @@ def unknown_statistic_error(
 ) -> OptionError:
     """Return the error for an unknown name, with the nearest known name if there is one.
 
-    Args:
-        name: the unknown name.
-        known: the known names.
-        do: the advice if no known name is near.
-        parameter: the parameter that holds the name, if the message shows it.
+    ``do`` is the advice if no known name is near. The message shows the ``parameter``, if given.
     """
     known = tuple(known)
     label = f"{{{parameter}}}" if parameter else "statistic"
