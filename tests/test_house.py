@@ -401,3 +401,35 @@ def test_one_list_has_the_stages() -> None:
     assert lists <= {ARITHMETIC}
     order = import_module("headwise.diagnosis.simulation.model").USUAL
     assert tuple(order) == import_module("headwise.function.stages").STAGES
+
+
+# ---- one allowance -------------------------------------------------------------------------------
+
+ALLOWANCE = "src/headwise/function/rounding.py"
+# Formulas with a unit of rounding that do not say whether two runs part.
+NO_RUNS = {
+    "src/headwise/diagnosis/blind_spots.py": "values of one run that are equal over tokens",
+    "src/headwise/diagnosis/causes/weights.py": "the rank of a matrix",
+    "src/headwise/scanning/context.py": "whether factors of one run are those of a norm",
+    "src/headwise/study/conventions.py": "sums of rows of one run",
+    "src/headwise/study/questions/diagram.py": "sums of rows of one run",
+    "src/headwise/study/questions/gradients.py": "ranks, and weights that are moved on purpose",
+}
+
+
+def units_of_rounding(tree: ast.AST) -> list[str]:
+    """Return where a module takes the distance of neighbouring numbers of a dtype."""
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in ("eps", "resolution"))
+        and "finfo" in ast.unparse(node.value)
+    ]
+
+
+def test_one_module_says_how_far_two_runs_may_part() -> None:
+    """Budget, compare, verify, detect and capture ask it: none has a tolerance of its own."""
+    found = {
+        name_of(path) for path in SOURCES if units_of_rounding(ast.parse(path.read_text("utf-8")))
+    }
+    assert found == {ALLOWANCE, *NO_RUNS}

@@ -17,7 +17,8 @@ from headwise import compare, register_huggingface
 from headwise.diagnosis.comparison import ModelComparison
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects import run
-from headwise.diagnosis.subjects.run import exceeds_rounding, relative_difference_norm
+from headwise.diagnosis.subjects.run import relative_difference_norm
+from headwise.function.rounding import exceeds_rounding
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own code, for flex

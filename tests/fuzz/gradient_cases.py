@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwise import AttentionMatrix
 from headwise.function import stages
-from headwise.function.budget import BACKWARD
+from headwise.function.rounding import BACKWARD
 from headwise.testing import Budget
 from tests.fuzz import oracle
 from tests.fuzz.draw import Chance, plain

@@ -11,7 +11,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from headwise.function.budget import FORWARD, Budget
+from headwise.function.budget import Budget
+from headwise.function.rounding import FORWARD
 from headwise.huggingface import NAME, attention, register_huggingface
 from headwise.matrix.operator import AttentionMatrix
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.function.budget import BACKWARD, Budget
+from headwise.function.budget import Budget
+from headwise.function.rounding import BACKWARD
 from headwise.huggingface import NAME
 from tests.huggingface.models import MODELS, Pair, built, lengths_mask, watched
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from headwise import Mask
 from headwise.errors import DTypeError, HeadwiseError, MaskError, OptionError, ShapeError
-from headwise.function.budget import BACKWARD, FORWARD
+from headwise.function.rounding import BACKWARD, FORWARD
 from headwise.study.implementations import EinopsPostNormBlock
 from headwise.testing import Budget
 

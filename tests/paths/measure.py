@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from headwise.function import budget
-from headwise.function.budget import BACKWARD, FORWARD, Budget
+from headwise.function.budget import Budget
+from headwise.function.rounding import BACKWARD, FORWARD, measure_family
 from headwise.matrix.kernels import tiled_op, tiles, varlen
 from tests.memory import LargestTensor
 from tests.paths.subjects import BATCH, EMBED, HEADS, Outputs, Subject
@@ -102,12 +102,10 @@ def _budgets(
     function: Call, floats: list[Tensor], factor: float, name: str, dtype: torch.dtype
 ) -> Any:
     # Budget.for_function for all results of one call: the encoder has 26 gradients.
-    exact, plain, moved = budget._compare_with_float64_on_nearby_inputs(function, floats)
+    family = measure_family(function, floats)
     return tuple(
-        Budget(
-            f"{name} {i}", dtype, e, factor * p + torch.full_like(e, m), budget._numbered_axes(e)
-        )
-        for i, (e, p, m) in enumerate(zip(exact, plain, moved, strict=True))
+        Budget(f"{name} {i}", dtype, exact, family.allowed(i, factor=factor))
+        for i, exact in enumerate(family.exact)
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headwise.function.budget import FORWARD
+from headwise.function.rounding import FORWARD
 from tests.paths.in_eager import hint_needed, seeded
 from tests.paths.measure import (
     LENGTHS,

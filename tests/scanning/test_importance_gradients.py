@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise import Attention
 from headwise.errors import OptionError
-from headwise.function.budget import BACKWARD, Budget
+from headwise.function.budget import Budget
+from headwise.function.rounding import BACKWARD
 from headwise.models import planted
 from headwise.scanning._scan import scan
 from headwise.scanning.importance import UNRECORDED, Gates, gradients

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from headwise.function.budget import DRAWS, FORWARD, REACH, Budget, BudgetVerdict
+from headwise.function.budget import Budget, BudgetVerdict
+from headwise.function.rounding import DRAWS, FORWARD, REACH
 
 Outputs = dict[str, Tensor]
 WEIGHTS = ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")

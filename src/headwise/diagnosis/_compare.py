@@ -41,7 +41,7 @@ from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.adapters import layer_with_adapters
-from headwise.diagnosis.subjects.function import BlackBox, coarser_dtype
+from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.modules import read_attention_modules
 from headwise.diagnosis.subjects.native import NativeSubject
 from headwise.diagnosis.subjects.recording import Recording, is_recording
@@ -59,6 +59,7 @@ from headwise.diagnosis.subjects.transformers import (
     stated_layer_index,
 )
 from headwise.errors import OptionError
+from headwise.function.rounding import coarsest
 from headwise.layers.attention import Attention
 from headwise.layouts.modules import NamedModule
 
@@ -288,7 +289,7 @@ class Comparison:
         A function may compute in the dtype of the layer that it copies, whatever it returns.
         """
         if isinstance(self.doubtful, BlackBox):
-            return coarser_dtype(self.doubtful.dtype, self.known.dtype)
+            return coarsest((self.doubtful.dtype, self.known.dtype))
         return self.doubtful.dtype
 
     def _record_doubtful(

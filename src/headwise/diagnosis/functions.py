@@ -20,17 +20,12 @@ from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import absolute_difference
 from headwise.diagnosis.simulation.model import AttentionModel, visible_keys
-from headwise.diagnosis.simulation.rounding import (
-    DRAWS,
-    PERTURBED,
-    Units,
-    allowed_difference,
-    function_share,
-)
+from headwise.diagnosis.simulation.rounding import DRAWS, PERTURBED, allowed_difference
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.errors import OptionError, ShapeError
+from headwise.function.rounding import Roundoff, input_share
 from headwise.function.stages import repeat_kv_heads
 
 STEP = 0.15  # of the input, by which scores become a quarter smaller
@@ -131,12 +126,12 @@ class _FunctionPair:
 
     def _noise_floor(self, function: BlackBox, output: Tensor) -> float:
         terms, x = sum(self.inputs.x.shape[-2:]), self.inputs.x
-        share = function_share(terms, function.dtype)
+        share = input_share(terms, function.dtype)
         changes = [
             (self.run_at(function, PERTURBED.perturb(x, "x", draw, share)) - output).abs().amax()
             for draw in range(DRAWS)
         ]
-        last = terms * Units.of(function.dtype).u * output.abs().amax()
+        last = terms * Roundoff.of(function.dtype).u * output.abs().amax()
         return float(torch.stack(changes).amax() + last)
 
     def run_at(self, function: BlackBox, x: Tensor) -> Tensor:
@@ -167,7 +162,7 @@ def _describe_insensitivity(pair: _FunctionPair) -> str:
     # Smaller tokens keep the largest score of a query. A norm may undo that; tokens that are mixed
     # with those before them pass it, but may have another largest score. Their step is as far above
     # rounding as its square, by which the output bends.
-    step = function_share(sum(x.shape[-2:]), pair.second.dtype) ** 0.25
+    step = input_share(sum(x.shape[-2:]), pair.second.dtype) ** 0.25
     steps = -STEP * x, step * x.roll(1, 1)
     if any(float(_bends(pair, each).double().mean()) > MOST for each in steps):
         return ""

@@ -32,15 +32,10 @@ from headwise.diagnosis.search import ExplainedCalls
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.run import (
-    LayerRun,
-    ModelRun,
-    exceeds_rounding,
-    relative_difference_norm,
-)
+from headwise.diagnosis.subjects.run import LayerRun, ModelRun, relative_difference_norm
 from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
 from headwise.errors import OptionError, ShapeError
-from headwise.function.budget import BACKWARD
+from headwise.function.rounding import BACKWARD, exceeds_rounding
 from headwise.function.stages import STAGES
 
 Outputs = Mapping[str, Tensor]  # of a model, by name

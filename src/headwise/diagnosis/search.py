@@ -34,10 +34,11 @@ from headwise.diagnosis.simulation.gaps import (
     measure_gaps_by_position,
     replace_model_stage_in_heads,
 )
-from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.rounding import allowed_difference
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.diagnosis.simulation.rounding import allow_output, allowed_difference
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.errors import OptionError
+from headwise.function.rounding import is_coarser
 from headwise.function.stages import STAGES
 
 # The function that looks for a cause has the name of its row.
@@ -402,7 +403,10 @@ class ExplainedCalls:
             coarse = search_causes(
                 Evidence.of(self.model, self._calls_in_dtype_of_weights), self.candidates
             )
-            return named if coarse.left.cells_beyond_rounding else coarse
+            if coarse.causes and not coarse.left.cells_beyond_rounding:
+                model = coarse.causes[-1].model
+                if all(self._is_output_in_dtype_of_weights(call, model) for call in self.calls):
+                    return coarse
         return named
 
     @cached_property
@@ -523,19 +527,16 @@ class ExplainedCalls:
         if all(is_rounding for _, is_rounding in self._measure_output_gaps):
             return True
         has_other_weights = not PROJECTED.isdisjoint(self.gaps.stages_beyond_rounding)
-        stored = (
-            self._calls_in_dtype_of_weights
-            if has_other_weights and self._has_weights_in_narrower_dtype
-            else ()
+        return (
+            has_other_weights
+            and self._has_weights_in_narrower_dtype
+            and all(self._is_output_in_dtype_of_weights(call, self.model) for call in self.calls)
         )
-        return bool(stored) and all(self._measure_output_gap(call)[1] for call in stored)
 
     @property
     def _has_weights_in_narrower_dtype(self) -> bool:
         """True if the weights are stored in a narrower dtype than the calls were computed in."""
-        return any(
-            torch.finfo(self.stored).eps > torch.finfo(call.dtype).eps for call in self.calls
-        )
+        return any(is_coarser(self.stored, call.dtype) for call in self.calls)
 
     @property
     def _calls_in_dtype_of_weights(self) -> list[RecordedCall]:
@@ -593,13 +594,28 @@ class ExplainedCalls:
 
     def _measure_output_gap(self, call: RecordedCall) -> tuple[float, bool]:
         """Return the relative difference of the last stage, and whether rounding explains it."""
-        last = [stage for stage in STAGES if stage in call.stages][-1]
-        bare = replace(call, stages={})
-        forced = self.model.prepare_stage(last, bare)
-        mine, theirs = call.stages[last], forced.compute_stage()
+        _, mine, forced = self._prepare_output(call, self.model)
+        theirs = forced.compute_stage()
         if mine.shape != theirs.shape:
             return torch.inf, False
         apart = absolute_difference(theirs, mine)
         size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
         is_rounding = bool(((apart == 0) | (apart <= allowed_difference(forced))).all())
         return float(apart.norm() / size), is_rounding
+
+    def _is_output_in_dtype_of_weights(self, call: RecordedCall, model: AttentionModel) -> bool:
+        """True if rounding of the weights' dtype explains the difference of the last stage."""
+        last, mine, forced = self._prepare_output(call, model)
+        if mine.shape != forced.compute_stage().shape:
+            return False
+        apart = absolute_difference(forced.compute_stage(), mine)
+        allowed = allow_output(model, forced.call, last, self.stored)
+        return bool(((apart == 0) | (apart <= allowed)).all())
+
+    @staticmethod
+    def _prepare_output(
+        call: RecordedCall, model: AttentionModel
+    ) -> tuple[str, Tensor, ForcedStage]:
+        """Return the last stage that was recorded, and the model to compute it from the inputs."""
+        last = [stage for stage in STAGES if stage in call.stages][-1]
+        return last, call.stages[last], model.prepare_stage(last, replace(call, stages={}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from headwise.diagnosis.results import (
     TensorEvidence,
 )
 from headwise.errors import DTypeError, OptionError, ShapeError
+from headwise.function import rounding
 from headwise.function.spec import ABSENT, Softcap
 from headwise.function.weights import BIASES, State
 from headwise.layers.attention import Attention
@@ -47,7 +49,6 @@ from headwise.support.tensors import is_positive_zero, same_bytes
 KINDS = ("apart", "infinite", "nan", "nan_bits", "zero_signs")  # of entries that differ
 PART = 1 << 20  # entries that are compared at a time
 BATCH, LENGTH = 2, 48
-UNIT = torch.finfo(torch.float64).eps
 UNREADABLE = (OptionError, ShapeError, DTypeError)
 Stored = Mapping[str, Tensor]
 
@@ -62,8 +63,8 @@ def compare_outputs_of_layers(
 ) -> list[OutputComparison]:
     """Run every layer of both in float64, and compare the outputs.
 
-    Each layer pairs rotated channels as its layout does. ``config`` has the numbers of rotations,
-    norms and softcaps.
+    Rounding in the coarser dtype of the two sets is allowed. Each layer pairs rotated channels as
+    its layout does. ``config`` has the numbers of rotations, norms and softcaps.
 
     Raises:
         OptionError: the config lacks what the layouts leave to it, or outputs are not finite.
@@ -77,38 +78,49 @@ def compare_outputs_of_layers(
 
 def _build_float64_layers(
     state: Stored, layout: Layout, config: Mapping[str, Any], counts: Mapping[str, int]
-) -> Iterator[tuple[str, Attention]]:
+) -> Iterator[tuple[str, Attention, list[torch.dtype]]]:
+    """Yield the name of each layer, the layer, and the dtypes of its weights in the file."""
     modules = find_modules(layout, state)
     for module in modules:
         described = layout_in_layer(layout, config, module.layer)
-        sizes, dtype = dict(counts), torch.float64
-        layer = attention_from_state(module, modules, state, described, config, sizes, dtype=dtype)
-        yield module.prefix, layer.eval()
+        layer = attention_from_state(
+            module, modules, state, described, config, dict(counts), dtype=torch.float64
+        )
+        yield module.prefix, layer.eval(), [state[name].dtype for name in module.tensors]
 
 
 @torch.no_grad()
 def _run_both(
-    first_layer: tuple[str, Attention], second_layer: tuple[str, Attention]
+    first: tuple[str, Attention, list[torch.dtype]],
+    second: tuple[str, Attention, list[torch.dtype]],
 ) -> OutputComparison:
-    (first, a), (second, b) = first_layer, second_layer
+    a, b = first[1], second[1]
+    dtype = rounding.coarsest(first[2] + second[2])
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(BATCH, LENGTH, a.embed_dim, generator=generator, dtype=torch.float64)
-    source = None
-    if a.source_dim != a.embed_dim:
-        source = torch.randn(BATCH, LENGTH, a.source_dim, generator=generator, dtype=torch.float64)
-    mine, theirs = a(x, source), b(x, source)
+    widths = dict.fromkeys((a.embed_dim, a.source_dim))
+    inputs = [
+        torch.randn(BATCH, LENGTH, width, generator=generator, dtype=torch.float64).to(dtype)
+        for width in widths
+    ]
+    narrow = copy.deepcopy(a).to(torch.float32 if dtype == torch.float64 else dtype)
+
+    def run(*inputs: Tensor) -> Tensor:
+        layer = a if inputs[0].dtype == torch.float64 else narrow
+        output: Tensor = layer(*inputs)
+        return output
+
+    mine, allowed = rounding.allow_two_runs(run, *inputs, dtype=dtype)
     largest = float(mine.abs().max())
     if not math.isfinite(largest):
         raise OptionError(
-            saw=f"outputs of {first} that are NaN or infinite",
+            saw=f"outputs of {first[0]} that are NaN or infinite",
             needed="finite weights",
             do="leave --outputs out: verify compares the bytes without it",
         )
-    apart = float((mine - theirs).abs().max()) / largest
-    # A weight changes by 2 p u where scores of size p are rounded; a sum of n products by n u.
-    peak = float(a.matrix(x, source).logsumexp().abs().max())
-    terms = a.embed_dim + a.head_dim + LENGTH + a.num_heads * a.value_dim
-    return OutputComparison(first, second, apart, UNIT * terms * (1 + 4 * peak))
+    apart = (mine - b(*(x.double() for x in inputs))).abs().max()
+    return OutputComparison(
+        first[0], second[0], float(apart) / largest, float(allowed.max()) / largest
+    )
 
 
 def compare_tensors(

@@ -15,10 +15,10 @@ and round only what they store.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import torch
 from jaxtyping import Float
@@ -26,7 +26,14 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.function import rounding, stages
-from headwise.function.rounding import AttentionOptions, Read, Roundoff
+from headwise.function.rounding import (
+    BACKWARD,
+    FORWARD,
+    AttentionOptions,
+    Read,
+    Roundoff,
+    measure_family,
+)
 from headwise.masks.score_bias import ScoreBias
 from headwise.support.text import MATRIX_AXES
 
@@ -85,10 +92,6 @@ class BudgetVerdict:
     __repr__ = __str__
 
 
-FORWARD, BACKWARD = 2.0, 3.0
-DRAWS, REACH = 3, 4
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Budget:
     """Float64 reference of a result, and the error allowed for each of its elements.
@@ -99,7 +102,7 @@ class Budget:
         exact: the float64 reference.
         allowed: the allowed absolute error of the arithmetic; ``check`` adds one rounding to the
             dtype of the checked result.
-        axes: the names of the axes, for messages.
+        axes: the names of the axes, for messages; () for their numbers.
     """
 
     name: str
@@ -131,13 +134,10 @@ class Budget:
             name: the quantity, for messages.
             axes: the names of the result's axes, for messages.
         """
-        (exact,), (plain,), (sensitivity,) = _compare_with_float64_on_nearby_inputs(
-            lambda *x: (function(*x),), inputs
-        )
-        floor = torch.full_like(exact, sensitivity) if floor is None else floor.double()
-        return cls(
-            name, inputs[0].dtype, exact, factor * plain + floor, axes or _numbered_axes(exact)
-        )
+        family = measure_family(lambda *x: (function(*x),), inputs)
+        [exact] = family.exact
+        allowed = family.allowed(0, factor=factor, floor=floor)
+        return cls(name, inputs[0].dtype, exact, allowed, axes)
 
     @classmethod
     def for_head_outputs(
@@ -269,15 +269,16 @@ class Budget:
         if (sink := options.get("sink")) is not None:
             leaves["sink"] = sink
         backward = partial(_compute_gradients, options=options, read=bias_gradient)
-        exact, plain, _ = _compare_with_float64_on_nearby_inputs(
-            backward, (grad_output, *leaves.values())
-        )
-        names = [*leaves, "score_bias"][: len(exact)]
+        family = measure_family(backward, (grad_output, *leaves.values()))
+        names = [*leaves, "score_bias"][: len(family.exact)]
         return {
             name: cls(
-                f"gradient of {name}", q.dtype, e, factor * p + floors[name], _numbered_axes(e)
+                f"gradient of {name}",
+                q.dtype,
+                exact,
+                family.allowed(number, factor=factor, floor=floors[name]),
             )
-            for name, e, p in zip(names, exact, plain, strict=True)
+            for number, (name, exact) in enumerate(zip(names, family.exact, strict=True))
         }
 
     # ---- use --------------------------------------------------------------------------------
@@ -302,12 +303,13 @@ class Budget:
             return BudgetVerdict(self.name, self.dtype, 0, 0, "no element", 0.0, 0.0, 0.0, 0.0)
         worst = int(share.argmax())
         index = torch.unravel_index(torch.tensor(worst), share.shape)
+        axes = self.axes or [f"axis {n}:" for n in range(share.dim())]
         return BudgetVerdict(
             name=self.name,
             dtype=self.dtype,
             outside=int((share > 1).sum()),
             elements=share.numel(),
-            place=", ".join(f"{a} {int(n)}" for a, n in zip(self.axes, index, strict=True)),
+            place=", ".join(f"{a} {int(n)}" for a, n in zip(axes, index, strict=True)),
             actual=float(actual.flatten()[worst]),
             exact=float(self.exact.flatten()[worst]),
             error=float(error.flatten()[worst]),
@@ -316,10 +318,9 @@ class Budget:
 
     def _allowed_in_dtype(self, dtype: torch.dtype) -> Tensor:
         """Return ``allowed`` plus one rounding to the dtype of the result."""
-        info = torch.finfo(dtype)
-        last_rounding = (self.exact.abs() + info.tiny) * info.eps / 2
         # Infinite results, such as the logsumexp of an empty row, must be equal.
-        return (self.allowed + last_rounding).where(self.exact.isfinite(), 0.0)
+        allowed = self.allowed + rounding.last_rounding(self.exact, dtype)
+        return allowed.where(self.exact.isfinite(), 0.0)
 
     def assert_holds(self, actual: Tensor) -> None:
         """Raise AssertionError with the verdict as its message, unless all elements are within.
@@ -336,54 +337,6 @@ class Budget:
         dtype = str(self.dtype).removeprefix("torch.")
         largest = float(self.allowed.max()) if self.allowed.numel() else 0.0
         return f"Budget({self.name}, {dtype}, {tuple(self.exact.shape)}; at most {largest:.2g})"
-
-
-# ---- the family ------------------------------------------------------------------------------
-
-
-class _Family(NamedTuple):
-    exact: tuple[Tensor, ...]  # results for the inputs themselves, in float64
-    plain: tuple[float, ...]  # largest error of plain torch over the family, for each result
-    sensitivity: tuple[float, ...]  # change of exact results for one unit in the inputs' last place
-
-
-def _compare_with_float64_on_nearby_inputs(
-    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
-) -> _Family:
-    """Run plain torch on a family of inputs, so that one lucky rounding does not count.
-
-    The family is the inputs and DRAWS - 1 neighbours, whose elements differ by up to REACH units in
-    the last place.
-    """
-    generator = torch.Generator().manual_seed(0)
-    first: list[Tensor] = []
-    plain: list[float] = []
-    changes: list[float] = []
-    for draw in range(DRAWS):
-        near = [_perturb_within_rounding(x, generator) if draw else x.detach() for x in inputs]
-        wide = [x.double() if x.is_floating_point() else x for x in near]
-        exact = [x.detach() for x in function(*wide)]
-        rounded = [x.detach().double() for x in function(*near)]
-        first = first or exact
-        plain = _update_largest_errors(plain, rounded, exact)
-        changes = _update_largest_errors(changes, exact, first)
-    return _Family(tuple(first), tuple(plain), tuple(x / REACH for x in changes))
-
-
-def _update_largest_errors(so_far: list[float], a: list[Tensor], b: list[Tensor]) -> list[float]:
-    # An overflow of plain torch adds nothing to the allowance.
-    errors = [(x - y).abs().nan_to_num(0.0, posinf=0.0) for x, y in zip(a, b, strict=True)]
-    largest = [float(error.max()) if error.numel() else 0.0 for error in errors]
-    return [max(pair) for pair in zip(so_far or largest, largest, strict=True)]
-
-
-def _perturb_within_rounding(x: Tensor, generator: torch.Generator) -> Tensor:
-    if not x.is_floating_point():
-        return x
-    steps = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
-    return (x.detach().double() * (1 + REACH * steps.to(x.device) * torch.finfo(x.dtype).eps)).to(
-        x.dtype
-    )
 
 
 # ---- the reference arithmetic of other results -----------------------------------------------
@@ -447,7 +400,3 @@ def _row_rounding(q: Tensor, k: Tensor, options: AttentionOptions) -> rounding.R
 
 def _expand_to_all_heads(x: Tensor, q: Tensor) -> Tensor:
     return stages.repeat_kv_heads(x.detach().double(), heads=q.shape[1])
-
-
-def _numbered_axes(x: Tensor) -> tuple[str, ...]:
-    return tuple(f"axis {n}:" for n in range(x.dim()))

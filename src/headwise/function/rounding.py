@@ -15,9 +15,9 @@ errors are nearly independent (Higham and Mary 2019, SIAM J. Sci. Comput. 41(5))
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -53,8 +53,10 @@ class Roundoff:
     eta: float
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> Roundoff:
+    def of(cls, dtype: torch.dtype, *, with_reference: bool = True) -> Roundoff:
         """Return the roundoffs of a dtype, including those of the float64 reference itself.
+
+        ``with_reference=False`` leaves those of the reference out, where each side has its own.
 
         Raises:
             DTypeError: a dtype other than float64, float32, bfloat16 and float16.
@@ -68,7 +70,7 @@ class Roundoff:
         half = dtype in (torch.bfloat16, torch.float16)
         store, accumulate = torch.finfo(dtype), torch.finfo(torch.float32 if half else dtype)
         # The reference rounds too, which doubles the floor in float64 and is negligible elsewhere.
-        twice = 1 + torch.finfo(torch.float64).eps / accumulate.eps
+        twice = 1 + with_reference * torch.finfo(torch.float64).eps / accumulate.eps
         return cls(
             u=twice * accumulate.eps / 2,
             U=twice * store.eps / 2,
@@ -104,6 +106,147 @@ class RowRounding:
     def absolute_weight_error(self) -> Tensor:
         """Absolute error of a weight before it is stored."""
         return self.weights * self.relative_weight_error + self.r.eta * self.live
+
+
+# ---- how far two runs may part -------------------------------------------------------------------
+
+FORWARD, BACKWARD = 2.0, 3.0  # of plain torch's largest error
+DRAWS, REACH = 3, 4
+
+
+class MeasuredFamily(NamedTuple):
+    """Results of plain torch for inputs and their neighbours, beside float64."""
+
+    exact: tuple[Tensor, ...]  # results for the inputs themselves, in float64
+    plain: tuple[float, ...]  # largest error of plain torch over the family, for each result
+    sensitivity: tuple[float, ...]  # change of exact results for one unit in the inputs' last place
+
+    def allowed(self, number: int, *, factor: float, floor: Tensor | None = None) -> Tensor:
+        """Return the allowed error of each element of a result; the floor is its sensitivity."""
+        exact = self.exact[number]
+        if floor is None:
+            floor = torch.full_like(exact, self.sensitivity[number])
+        return factor * self.plain[number] + floor.double()
+
+
+def measure_family(
+    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+) -> MeasuredFamily:
+    """Run plain torch on a family of inputs, so that one lucky rounding does not count.
+
+    The family is the inputs and DRAWS - 1 neighbours, whose elements differ by up to REACH units in
+    the last place.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first: list[Tensor] = []
+    plain: list[float] = []
+    changes: list[float] = []
+    for draw in range(DRAWS):
+        near = [_perturb_within_rounding(x, generator) if draw else x.detach() for x in inputs]
+        wide = [x.double() if x.is_floating_point() else x for x in near]
+        exact = [x.detach() for x in function(*wide)]
+        rounded = [x.detach().double() for x in function(*near)]
+        first = first or exact
+        plain = _update_largest_errors(plain, rounded, exact)
+        changes = _update_largest_errors(changes, exact, first)
+    return MeasuredFamily(tuple(first), tuple(plain), tuple(x / REACH for x in changes))
+
+
+def _update_largest_errors(so_far: list[float], a: list[Tensor], b: list[Tensor]) -> list[float]:
+    # An overflow of plain torch adds nothing to the allowance.
+    errors = [(x - y).abs().nan_to_num(0.0, posinf=0.0) for x, y in zip(a, b, strict=True)]
+    largest = [float(error.max()) if error.numel() else 0.0 for error in errors]
+    return [max(pair) for pair in zip(so_far or largest, largest, strict=True)]
+
+
+def _perturb_within_rounding(x: Tensor, generator: torch.Generator) -> Tensor:
+    if not x.is_floating_point():
+        return x
+    steps = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return (x.detach().double() * (1 + REACH * steps.to(x.device) * torch.finfo(x.dtype).eps)).to(
+        x.dtype
+    )
+
+
+def last_rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the error of storing each element of a result."""
+    info = torch.finfo(dtype)
+    return (exact.abs() + info.tiny) * info.eps / 2
+
+
+def allow_two_runs(
+    function: Callable[..., Tensor], *inputs: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return a result in float64, and how far runs in ``dtype`` may part from it, as `Budget` does.
+
+    In float64 plain torch is the reference itself, so float32 is measured, and scaled.
+    """
+    is_reference = dtype == torch.float64
+    measured = torch.float32 if is_reference else dtype
+    family = measure_family(lambda *x: (function(*x),), [x.to(measured) for x in inputs])
+    exact = function(*inputs).detach() if is_reference else family.exact[0]
+    scale = torch.finfo(dtype).eps / torch.finfo(measured).eps
+    return exact, scale * family.allowed(0, factor=FORWARD)
+
+
+def exceeds_rounding(gap: float, *roundings: float) -> bool:
+    """True if two models differ by more than a run in float32 moves them; ``roundings`` has both.
+
+    A rounding is infinite where a number of the float64 run is NaN or infinite in float32. Where
+    this is so in one of the two alone, they differ.
+    """
+    finite = [rounding for rounding in roundings if math.isfinite(rounding)]
+    return 0 < len(finite) < len(roundings) or gap > max(finite, default=torch.inf)
+
+
+# ---- where no finer run can be measured: bounds of sums, a priori -------------------------------
+
+WIDEST = 0.05  # the largest tolerance that a dtype has
+STORED_BY_PLAIN_CODE = 17  # results, without a norm, a rotation or a loop over heads
+
+
+def default_tolerance(*dtypes: torch.dtype) -> float:
+    """Return the relative error that sums in these dtypes may have."""
+    eps = (torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+    return min(WIDEST, 4096 * max(eps, default=WIDEST))
+
+
+def input_share(terms: int, dtype: torch.dtype) -> float:
+    """Return the share by which inputs of an attention move where rounding moves its output.
+
+    Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
+    (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 3.1). The roundings of k
+    stored results are independent, and move the output by sqrt(k) of one.
+
+    Args:
+        terms: the number of products in its longest sum.
+        dtype: of its arithmetic.
+    """
+    r = Roundoff.of(dtype, with_reference=False)
+    return terms * r.u + (math.sqrt(STORED_BY_PLAIN_CODE) * r.U if r.u < r.U else 0.0)
+
+
+def allow_product(x: Tensor, w: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how far two products x @ w with a bias may part, of n terms, stored twice in dtype."""
+    r = Roundoff.of(dtype, with_reference=False)
+    return 2 * (len(x) * r.u * (x.abs() @ w.abs()) + 2 * r.U * exact.abs())
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype whose numbers are farthest apart; bfloat16 for those of 8 bits.
+
+    No arithmetic is done in 8 bits: such numbers are only stored.
+    """
+    wide = [dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1]
+    return max(wide, key=lambda dtype: torch.finfo(dtype).eps, default=torch.bfloat16)
+
+
+def is_coarser(first: torch.dtype, second: torch.dtype) -> bool:
+    """True if the numbers of the first dtype are farther apart."""
+    return torch.finfo(first).eps > torch.finfo(second).eps
+
+
+# ---- floors --------------------------------------------------------------------------------------
 
 
 def sum_error_bound(terms: int) -> float:

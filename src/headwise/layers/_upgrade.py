@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.functional import multi_head_attention_forward
 from torch.nn.utils.parametrize import is_parametrized
 
 from headwise.function.budget import Budget, BudgetVerdict
+from headwise.function.rounding import allow_two_runs
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.support.tensors import iterate_leaves
 from headwise.support.tracing import evaluation_mode
@@ -359,13 +360,8 @@ def _layer_error_budget(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...]
         return output.transpose(0, 1) if layer.batch_first else output
 
     inputs = inputs[:1] if same else inputs
-    if inputs[0].dtype != torch.float64:
-        return Budget.for_function(plain, *inputs, name="output")
-    # In float64 plain torch is the reference itself, so scale the budget of float32.
-    single = Budget.for_function(plain, *(x.float() for x in inputs), name="output")
-    scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    allowed = single.allowed * scale
-    return replace(single, dtype=torch.float64, exact=plain(*inputs), allowed=allowed)
+    exact, allowed = allow_two_runs(plain, *inputs, dtype=inputs[0].dtype)
+    return Budget("output", inputs[0].dtype, exact, allowed)
 
 
 def _note_on_out_proj(layer: nn.MultiheadAttention) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.matrix.kernels.kernel import accumulation_dtype
+from headwise.function.rounding import allow_product
 from headwise.matrix.operator import AttentionMatrix
 from headwise.support.private_torch import is_wrapper
 
@@ -106,24 +106,18 @@ def _weight_inputs_by_outputs(module: nn.Module) -> Tensor | None:
 
 
 def is_linear_output(module: nn.Module, inputs: Tensor, result: Tensor) -> bool:
-    """True if a module's first output is its first inputs times its weight, plus its bias.
-
-    The error may be n u (|x| |W|) from the sum of n products in the dtype of accumulation, and two
-    roundings of the result (docs/budget.md).
-    """
+    """True if a module's first output is its first inputs times its weight, plus its bias."""
     matrix = _weight_inputs_by_outputs(module)
     stored = getattr(module, "bias", None)
     bias = dequantize_weight(stored.detach()) if isinstance(stored, Tensor) else None
     if matrix is None or result.shape[-1] != matrix.shape[1]:
         return False
     x, first = inputs.double(), result.reshape(-1, matrix.shape[1])[0]
-    unit = torch.finfo(accumulation_dtype(result.dtype)).eps
     for start in range(0, matrix.shape[1], COLUMNS):  # of a vocabulary, all are large in float64
         part = slice(start, start + COLUMNS)
         w = matrix[:, part].double()
         exact = x @ w + (0.0 if bias is None else bias[part].double())
-        allowed = len(x) * unit * (x.abs() @ w.abs())
-        allowed += 2 * torch.finfo(result.dtype).eps * exact.abs()
+        allowed = allow_product(x, w, exact, result.dtype)
         if not bool(((first[part].double() - exact).abs() <= allowed).all()):
             return False
     return True

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from headwise import MultiheadAttention
-from headwise.function.budget import BACKWARD, Budget
+from headwise.function.budget import Budget
+from headwise.function.rounding import BACKWARD
 from tests.layers.torch_api.cases import BATCH, EMBED, HEADS, KEYS, QUERIES, pair
 
 Q, K = torch.randn(QUERIES, BATCH, EMBED), torch.randn(KEYS, BATCH, EMBED)

@@ -27,12 +27,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.function.budget import (
-    FORWARD,
-    Budget,
-    _compare_with_float64_on_nearby_inputs,
-    _numbered_axes,
-)
+from headwise.function.budget import Budget
+from headwise.function.rounding import FORWARD, measure_family
 from headwise.matrix.kernels import tiles
 from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.scanning import call as captured_call
@@ -85,10 +81,7 @@ def assert_as_dense(call: Call, found: dict[str, Tensor]) -> None:
         return tuple(number_of(name, result) for name, result in results)
 
     # Budget.for_function for all statistics of one call, which share what is written down.
-    family = zip(
-        *_compare_with_float64_on_nearby_inputs(numbers, [x.to(wide) for x in call.inputs]),
-        strict=True,
-    )
+    family = zip(*measure_family(numbers, [x.to(wide) for x in call.inputs]), strict=True)
     exact_results = reference(*(x.double() for x in call.inputs))
     for (name, own), whole, (exact, plain, moved) in zip(
         found.items(), exact_results, family, strict=True
@@ -99,9 +92,7 @@ def assert_as_dense(call: Call, found: dict[str, Tensor]) -> None:
             assert torch.equal(own[..., :2].nan_to_num(), whole[..., :2].nan_to_num())
         size = exact.abs().clamp(min=1.0 if name in CAN_CANCEL else 0.0)
         rounding = roundoff(call.inputs[1].shape[2] + 1, wide) * size
-        budget = Budget(
-            name, wide, exact, FORWARD * plain + moved + rounding, _numbered_axes(exact)
-        )
+        budget = Budget(name, wide, exact, FORWARD * plain + moved + rounding)
         budget.assert_holds(number_of(name, own))
 
 

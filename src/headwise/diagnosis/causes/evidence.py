@@ -19,11 +19,12 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.moves.find import HeadsAndOutput, find_moves
 from headwise.diagnosis.moves.maps import MatrixMap, Rows
-from headwise.diagnosis.moves.move import Move, Multiplied, Taken, default_tolerance
+from headwise.diagnosis.moves.move import Move, Multiplied, Taken
 from headwise.diagnosis.moves.state import extract_rows, replace_rows
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.function.rounding import default_tolerance
 from headwise.function.stages import STAGES
 
 STAGE_OF = {"q": "q", "k": "k", "v": "v", "o": "output"}

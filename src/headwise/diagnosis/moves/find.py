@@ -50,6 +50,7 @@ from headwise.diagnosis.moves.search import (
     search_steps,
 )
 from headwise.errors import ShapeError
+from headwise.function.rounding import default_tolerance
 
 MOST_LISTED = 8  # other sequences of moves that are kept
 
@@ -90,7 +91,7 @@ def find_moves(
         was_interleaved=was_interleaved,
     )
     dtypes = [x.dtype for rows in (a, b) for x in rows.matrices.values()]
-    tolerance = changes.default_tolerance(*dtypes) if tolerance is None else tolerance
+    tolerance = default_tolerance(*dtypes) if tolerance is None else tolerance
     common = torch.float64 if torch.float64 in dtypes else torch.float32
     common = dtypes[0] if len(set(dtypes)) == 1 else common
     a, b = a.cast(common), b.cast(common)

@@ -233,7 +233,6 @@ def find_factor_formula(factor: float, *, head_dim: int, width: int) -> str:
 
 
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-WIDEST = 0.05  # the largest tolerance that a dtype has
 
 
 def have_same_bits(a: Tensor, b: Tensor) -> bool:
@@ -246,12 +245,6 @@ def have_same_bits(a: Tensor, b: Tensor) -> bool:
         if not bool(a.isnan().any()):
             return False
     return torch.equal(read_bits(a), read_bits(b))
-
-
-def default_tolerance(*dtypes: torch.dtype) -> float:
-    """Return the relative error that sums in these dtypes may have."""
-    eps = (torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
-    return min(WIDEST, 4096 * max(eps, default=WIDEST))
 
 
 def largest_residual(a: Tensor, b: Tensor) -> float:

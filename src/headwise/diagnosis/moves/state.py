@@ -22,9 +22,9 @@ from headwise.diagnosis.moves.move import (
     Move,
     MoveReport,
     Replaced,
-    default_tolerance,
     largest_residual,
 )
+from headwise.function.rounding import default_tolerance
 from headwise.function.weights import State
 
 OUTPUT_BIAS = "output bias"

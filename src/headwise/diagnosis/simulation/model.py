@@ -123,6 +123,20 @@ class AttentionModel:
             call = call.with_stages({**call.stages, stage: self.predict_stage(stage, call)})
         return dict(call.stages)
 
+    def predict_in_dtype(self, stage: str, call: RecordedCall, dtype: torch.dtype) -> Tensor:
+        """Return a stage of the call by plain torch in a dtype, computed from its inputs alone.
+
+        A stage that is replaced is computed in float64, and rounded.
+        """
+        narrow = replace(self, weights={name: x.to(dtype) for name, x in self.weights.items()})
+        call = replace(call, stages={})
+        for each in STAGES[: STAGES.index(stage) + 1]:
+            is_exact = each in self.replaced
+            model, kind = (self, torch.float64) if is_exact else (narrow, dtype)
+            result = model.predict_stage(each, call.cast(kind)).to(dtype)
+            call = call.with_stages({**call.stages, each: result})
+        return call.stages[stage]
+
 
 @dataclass(frozen=True)
 class ForcedStage:

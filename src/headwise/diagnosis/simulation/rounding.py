@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from headwise.diagnosis.simulation.model import (
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.function.distance import slopes_of
 from headwise.function.rotary import frequencies_of_rule
+from headwise.function.rounding import Roundoff, allow_two_runs, input_share, last_rounding
 from headwise.function.stages import BEFORE, repeat_kv_heads
 
 MOST_KEPT = 1 << 22  # entries of a tensor whose moved copies are kept
@@ -65,11 +65,9 @@ def _perturb_tensor(x: Tensor, name: str, draw: int, share: float) -> Tensor:
 # Both sides round, and the frequencies and slopes of both may be float32.
 SIDES = 2
 DRAWS = 3
-DRAWS_OF_STORED = 5  # for stored results: where weights are nearly tied, few draws show it
-STORED_BY_PLAIN_CODE = 17  # results, without a norm, a rotation or a loop over heads
 FAR = 30  # times one draw's change: no three draws differ by as much
 PERTURBED = PerturbedTensors()
-FLOAT32 = torch.finfo(torch.float32).eps / 2
+FLOAT32 = Roundoff.of(torch.float32, with_reference=False).u
 WEIGHTS_OF = {
     "q": ("wq", "bq"),
     "k": ("wk", "bk"),
@@ -85,37 +83,31 @@ WEIGHTS_OF = {
 }
 
 
-class Units(NamedTuple):
-    """Unit roundoffs of a dtype: of sums (u), and of results that are stored (U)."""
+def allow_output(
+    model: AttentionModel, call: RecordedCall, stage: str, dtype: torch.dtype
+) -> Tensor:
+    """Return how far runs in ``dtype`` may part in a stage that is computed from the inputs."""
+    inputs = call.inputs
 
-    u: float
-    U: float
+    def run(x: Tensor, *source: Tensor) -> Tensor:
+        given = replace(inputs, x=x, source=source[0] if source else None)
+        return model.predict_in_dtype(stage, replace(call, inputs=given), x.dtype)
 
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> Units:
-        """Return the units of a dtype."""
-        stored = torch.finfo(dtype).eps / 2
-        return cls(min(stored, FLOAT32), stored)
-
-
-def function_share(terms: int, dtype: torch.dtype) -> float:
-    """Return the share by which rounding moves the input of an unknown attention.
-
-    Args:
-        terms: the number of products in its longest sum.
-        dtype: of its arithmetic.
-    """
-    units = Units.of(dtype)
-    stored = math.sqrt(STORED_BY_PLAIN_CODE) * units.U if units.u < units.U else 0.0
-    return terms * units.u + stored
+    given = (inputs.x,) if inputs.source is None else (inputs.x, inputs.source)
+    return allow_two_runs(run, *given, dtype=dtype)[1]
 
 
 def allowed_difference(forced: ForcedStage) -> Tensor:
     """Return the difference that rounding explains, of the shape of the stage."""
-    units = Units.of(forced.call.dtype)
+    r = Roundoff.of(forced.call.dtype, with_reference=False)
     if _can_bound_by_formula(forced):
-        return SIDES * _BOUNDS[forced.stage](forced, units)
-    return SIDES * _largest_change_by_perturbation(forced, units)
+        return SIDES * _BOUNDS[forced.stage](forced, r)
+    call, is_bare = forced.call, not forced.call.stages and not forced.model.replaced
+    if is_bare and call.dtype != torch.float64:
+        exact = forced.compute_stage()
+        allowed = allow_output(forced.model, call, forced.stage, call.dtype)
+        return allowed + last_rounding(exact.nan_to_num(0.0, 0.0, 0.0), call.dtype)
+    return SIDES * _largest_change_by_perturbation(forced, r)
 
 
 def _can_bound_by_formula(forced: ForcedStage) -> bool:
@@ -139,29 +131,27 @@ def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
 
     False where a formula bounds the stage, which costs little.
     """
-    units = Units.of(forced.call.dtype)
+    r = Roundoff.of(forced.call.dtype, with_reference=False)
     if _can_bound_by_formula(forced):
         return False
     change = (
-        _change_by_one_perturbation(forced, units, 0).amax()
-        + _count_summed_terms(forced) * units.u * forced.compute_stage().abs().amax()
+        _change_by_one_perturbation(forced, 0).amax()
+        + _count_summed_terms(forced) * r.u * forced.compute_stage().abs().amax()
     )
     return bool(apart.amax() > FAR * SIDES * change)
 
 
-def _largest_change_by_perturbation(forced: ForcedStage, units: Units) -> Tensor:
+def _largest_change_by_perturbation(forced: ForcedStage, r: Roundoff) -> Tensor:
     """Return the largest change of a stage when all that it is made of changes by n u.
 
     Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
-    (Higham 2002, section 3.1). Some draws of such factors stand for all. Where results are stored
-    in a narrower dtype than sums are, each of them is moved by that rounding as well.
+    (Higham 2002, section 3.1). Some draws of such factors stand for all.
     """
     exact = forced.compute_stage()
-    draws = DRAWS if units.u == units.U else DRAWS_OF_STORED
     largest = torch.stack(
-        [_change_by_one_perturbation(forced, units, draw).amax() for draw in range(draws)]
+        [_change_by_one_perturbation(forced, draw).amax() for draw in range(DRAWS)]
     ).amax()
-    last = _count_summed_terms(forced) * units.u * exact.abs().nan_to_num(0.0, posinf=0.0)
+    last = _count_summed_terms(forced) * r.u * exact.abs().nan_to_num(0.0, posinf=0.0)
     return largest.expand_as(exact) + last
 
 
@@ -171,10 +161,10 @@ def _count_summed_terms(forced: ForcedStage) -> int:
     return max([sum(x.shape[-2:]) for x in tensors if x.dim() > 1])
 
 
-def _change_by_one_perturbation(forced: ForcedStage, units: Units, draw: int) -> Tensor:
+def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
     """Return the change of a stage when all that it is made of is moved once."""
     model, call, stage = forced.model, forced.call, forced.stage
-    share = _count_summed_terms(forced) * units.u + (units.U - units.u)
+    share = input_share(_count_summed_terms(forced), forced.call.dtype)
 
     def moved(x: Tensor, name: str) -> Tensor:
         return PERTURBED.perturb(x, name, draw, share)
@@ -188,43 +178,8 @@ def _change_by_one_perturbation(forced: ForcedStage, units: Units, draw: int) ->
     )
     near = replace(call, inputs=inputs, stages={n: moved(x, n) for n, x in call.stages.items()})
     other = _with_float32_angles(replace(model, weights=weights))
-    if units.u < units.U:
-        other = _store_stages(other, units.U, draw)
     change = other.predict_stage(stage, near) - forced.compute_stage()
     return change.abs().nan_to_num(0.0, posinf=0.0)
-
-
-def _store_stages(model: AttentionModel, unit: float, draw: int) -> AttentionModel:
-    """Return the model with each stage moved as it is by results that are stored on the way.
-
-    The roundings of k results are independent, and move a stage by sqrt(k) of one.
-    """
-    for stage, count in _count_stored_results(model).items():
-        share, name = math.sqrt(count) * unit, f"stored {stage}"
-
-        def stored(forced: ForcedStage, share: float = share, name: str = name) -> Tensor:
-            return PERTURBED.perturb(forced.usual_result(), name, draw, share)
-
-        model = model.with_stage_function(stage, stored)
-    return model
-
-
-def _count_stored_results(model: AttentionModel) -> dict[str, int]:
-    """Return how many results code without a fused kernel stores on the way to each stage.
-
-    A projection and its bias; the squares, mean, root, product and two more of a norm; cos, sin,
-    two products and a sum of a rotation; the products, scale, bias, mask and distance from the
-    maximum of scores, and three more of a softcap; exp, sum and quotient of a softmax; the heads
-    that are added one by one, and a bias.
-    """
-    settings = model.settings
-    counts = dict.fromkeys(("q", "k", "v"), 2)
-    if settings.norm is not None:
-        counts |= {"q after norm": 6, "k after norm": 6}
-    if settings.rotation is not None:
-        counts |= {"q after rotary": 5, "k after rotary": 5}
-    counts |= {"scores": 5 if settings.cap is None else 8, "weights": 3, "head outputs": 1}
-    return counts | {"output": 1 + settings.num_heads}
 
 
 def _name_used_weights(call: RecordedCall, stage: str) -> set[str]:
@@ -248,28 +203,28 @@ def _with_float32_angles(model: AttentionModel) -> AttentionModel:
     return model.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
 
 
-def _bound_projection(forced: ForcedStage, units: Units) -> Tensor:
+def _bound_projection(forced: ForcedStage, r: Roundoff) -> Tensor:
     role, inputs = forced.stage, forced.call.inputs
     x = inputs.x if role == "q" else inputs.key_source
-    return _bound_linear(x, forced.weight(f"w{role}"), forced.weight(f"b{role}"), units)
+    return _bound_linear(x, forced.weight(f"w{role}"), forced.weight(f"b{role}"), r)
 
 
-def _bound_linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, units: Units) -> Tensor:
+def _bound_linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, r: Roundoff) -> Tensor:
     assert weight is not None
     sizes = torch.einsum("ble,hde->bhld", x.double().abs(), weight.abs())
     sizes = sizes if bias is None else sizes + bias.abs()[:, None]
-    return (x.shape[-1] * units.u + units.U) * sizes
+    return (x.shape[-1] * r.u + r.U) * sizes
 
 
-def _bound_norm(forced: ForcedStage, units: Units) -> Tensor:
+def _bound_norm(forced: ForcedStage, r: Roundoff) -> Tensor:
     x = forced.compute_stage()
     count = x.shape[1] * x.shape[3]
     # a mean that is subtracted cancels digits of the largest entry
-    return (count * units.u + 8 * units.U) * x.abs().amax((1, 3), keepdim=True).expand_as(x)
+    return (count * r.u + 8 * r.U) * x.abs().amax((1, 3), keepdim=True).expand_as(x)
 
 
-def _bound_rotation(forced: ForcedStage, units: Units) -> Tensor:
-    bound = _bound_norm(forced, units)
+def _bound_rotation(forced: ForcedStage, r: Roundoff) -> Tensor:
+    bound = _bound_norm(forced, r)
     form = forced.settings.rotation
     if form is None or not form.width:
         return bound
@@ -278,52 +233,52 @@ def _bound_rotation(forced: ForcedStage, units: Units) -> Tensor:
     positions = call.query_positions if role == "q" else call.new_key_positions
     largest = positions.abs().max() * frequencies_of_rule(form).max()
     size = forced[f"{role} after norm"].abs().amax(3, keepdim=True)
-    return bound + (8 * units.U + FLOAT32 * largest) * form.amplitude * size.expand_as(x)
+    return bound + (8 * r.U + FLOAT32 * largest) * form.amplitude * size.expand_as(x)
 
 
-def _bound_scores(forced: ForcedStage, units: Units) -> Tensor:
+def _bound_scores(forced: ForcedStage, r: Roundoff) -> Tensor:
     q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
     sizes = q.abs() @ repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.factor)
-    bound = (q.shape[-1] * units.u + 8 * units.U) * sizes
+    bound = (q.shape[-1] * r.u + 8 * r.U) * sizes
     scores = forced.compute_stage()
     if scores.shape == bound.shape:  # numbers that are added to products round at their size
-        bound = bound + 8 * units.U * scores.abs().nan_to_num(0.0, posinf=0.0)
+        bound = bound + 8 * r.U * scores.abs().nan_to_num(0.0, posinf=0.0)
     if (slopes := slopes_of(settings)) is not None:
         bias = slopes.abs()[:, None, None] * key_query_distances(forced.call).abs()
-        bound = bound + (8 * units.U + FLOAT32) * bias
+        bound = bound + (8 * r.U + FLOAT32) * bias
     return bound
 
 
-def _bound_softmax(forced: ForcedStage, units: Units) -> Tensor:
+def _bound_softmax(forced: ForcedStage, r: Roundoff) -> Tensor:
     s, weights = forced["scores"], forced.compute_stage()
     seen = s.masked_fill(~s.isfinite(), 0.0)
     largest = seen.abs().amax(-1, keepdim=True)
     tiny = torch.finfo(forced.call.dtype).tiny
-    return (s.shape[-1] * units.u + (8 + 4 * largest) * units.U) * weights + tiny
+    return (s.shape[-1] * r.u + (8 + 4 * largest) * r.U) * weights + tiny
 
 
-def _bound_head_outputs(forced: ForcedStage, units: Units) -> Tensor:
+def _bound_head_outputs(forced: ForcedStage, r: Roundoff) -> Tensor:
     weights = forced["weights"]
     values = repeat_kv_heads(forced.values_of_all_calls, heads=weights.shape[1]).abs()
     # A fused kernel computes scores and weights again, with a rounding of its own.
-    again = _bound_softmax(replace(forced, stage="weights"), units)
-    again = again + 2 * weights.abs() * _bound_scores(forced, units).amax(-1, keepdim=True)
-    bound = (weights.shape[-1] * units.u + 2 * units.U) * (weights.abs() @ values) + again @ values
+    again = _bound_softmax(replace(forced, stage="weights"), r)
+    again = again + 2 * weights.abs() * _bound_scores(forced, r).amax(-1, keepdim=True)
+    bound = (weights.shape[-1] * r.u + 2 * r.U) * (weights.abs() @ values) + again @ values
     gates = output_gates(forced)
     if gates is None:
         return bound
     # A sigmoid is steepest at 0, with 1/4, and its slope is at most its value.
-    size = _bound_linear(forced.call.inputs.x, forced.weight("wg"), forced.weight("bg"), units)
-    error = torch.minimum(size / 4, size * gates) + 6 * units.U * gates
+    size = _bound_linear(forced.call.inputs.x, forced.weight("wg"), forced.weight("bg"), r)
+    error = torch.minimum(size / 4, size * gates) + 6 * r.U * gates
     return bound * gates + error * (weights.abs() @ values)
 
 
-def _bound_output(forced: ForcedStage, units: Units) -> Tensor:
+def _bound_output(forced: ForcedStage, r: Roundoff) -> Tensor:
     heads, bias = forced["head outputs"], forced.weight("bo")
     joined = heads.abs().transpose(1, 2).flatten(2)
     sizes = joined @ forced.model.weights["wo"].abs().flatten(0, 1)
     sizes = sizes if bias is None else sizes + bias.abs()
-    return (heads.shape[1] * heads.shape[3] * units.u + 2 * units.U) * sizes
+    return (heads.shape[1] * heads.shape[3] * r.u + 2 * r.U) * sizes
 
 
 _BOUNDS = {

@@ -110,6 +110,20 @@ class RecordedCall:
         earlier = [call.new_key_positions for call in self.earlier]
         return join_positions(*earlier, self.new_key_positions)
 
+    def cast(self, dtype: torch.dtype) -> RecordedCall:
+        """Return the call with inputs and stages in a dtype."""
+        source = self.inputs.source
+        return replace(
+            self,
+            inputs=replace(
+                self.inputs,
+                x=self.inputs.x.to(dtype),
+                source=None if source is None else source.to(dtype),
+            ),
+            stages={stage: x.to(dtype) for stage, x in self.stages.items()},
+            earlier=tuple(call.cast(dtype) for call in self.earlier),
+        )
+
     def with_stages(self, stages: Stages) -> RecordedCall:
         """Return the call with other stages."""
         return replace(self, stages=stages)

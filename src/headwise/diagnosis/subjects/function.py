@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
+from headwise.function.rounding import is_coarser
 
 # An error of a model. headwise's own code runs beside it, so others are left as they are.
 FAILURES = (
@@ -80,7 +81,7 @@ class BlackBox(Subject):
             )
         self._require_same(first, second, "in a second run on the same input")
         held = _narrowest_dtype(first)
-        self.dtype = held if self._first is None else finer_dtype(self.dtype, held)
+        self.dtype = held if self._first is None or is_coarser(self.dtype, held) else self.dtype
         self._first = self._first or (inputs, first)
         return first
 
@@ -225,21 +226,11 @@ class BlackBox(Subject):
         return name in parameters
 
 
-def finer_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype:
-    """Return the one of two dtypes whose numbers are nearer to each other."""
-    return min(first, second, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def coarser_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype:
-    """Return the one of two dtypes whose numbers are farther from each other."""
-    return max(first, second, key=lambda dtype: torch.finfo(dtype).eps)
-
-
 def _narrowest_dtype(x: Tensor) -> torch.dtype:
     """Return the coarsest dtype that holds every entry of a tensor."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if torch.equal(x.to(dtype).to(x.dtype), x):
-            return coarser_dtype(dtype, x.dtype)
+            return dtype if is_coarser(dtype, x.dtype) else x.dtype
     return x.dtype
 
 

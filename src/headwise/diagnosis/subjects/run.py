@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from headwise.diagnosis.subjects.function import FAILURES, describe_error
 from headwise.diagnosis.subjects.modules import ModuleData, read_attention_modules
 from headwise.diagnosis.subjects.subject import read_dropout
 from headwise.errors import HeadwiseError, OptionError
+from headwise.function.rounding import Roundoff, default_tolerance
 from headwise.function.spec import AttentionSpec
 from headwise.layers.hooks import ModuleRun, record_modules
 from headwise.matrix.operator import AttentionMatrix
@@ -95,18 +95,7 @@ def relative_difference_norm(first: Tensor, second: Tensor) -> float:
     return float(apart.norm() / size.clamp_min(torch.finfo(torch.float64).tiny))
 
 
-def exceeds_rounding(gap: float, *roundings: float) -> bool:
-    """True if two differ by more than a run in float32 moves them; ``roundings`` has both.
-
-    A rounding is infinite where a number of the float64 run is NaN or infinite in float32. Where
-    this is so in one of the two alone, they differ.
-    """
-    finite = [rounding for rounding in roundings if isfinite(rounding)]
-    return 0 < len(finite) < len(roundings) or gap > max(finite, default=torch.inf)
-
-
 BATCH, TOKENS = 2, 24
-COARSE = 1e-4  # of the head outputs; what is below may be rounding
 ModelInputs = Mapping[str, Any]
 Arguments = tuple[tuple[Any, ...], ModelInputs]  # positional and named
 
@@ -196,7 +185,7 @@ def _require_repeatable(
         relative_difference_norm(second[name], x) if name in second else torch.inf
         for name, x in first.items()
     ]
-    if max(gaps, default=0.0) >= torch.finfo(torch.float32).eps:
+    if max(gaps, default=0.0) >= 2 * Roundoff.of(torch.float32).u:
         raise OptionError(
             saw=f"a {type(model).__name__} with other outputs in a second run on the same input: "
             f"they differ by {max(gaps):.2g} of their size",
@@ -451,7 +440,7 @@ def _take_unrotated_heads_as_projections(
 
 def _undo_scale_in_queries(q: Tensor, projected: Tensor, scale: float) -> Tensor:
     """Return queries without the scale, where a layer multiplies its projection by the scale."""
-    is_scaled = relative_difference_norm(projected * scale, q) <= COARSE
+    is_scaled = relative_difference_norm(projected * scale, q) <= default_tolerance(torch.float32)
     return projected if is_scaled else q
 
 
@@ -460,7 +449,8 @@ def _operands_reproduce_head_outputs(call: CapturedCall) -> bool:
     mixed = call.outputs if call.mixed is None else call.mixed
     if call.values is None or mixed is None:
         return True
-    return relative_difference_norm(call.matrix @ call.values, mixed) <= COARSE
+    gap = relative_difference_norm(call.matrix @ call.values, mixed)
+    return gap <= default_tolerance(torch.float32)
 
 
 def _split_stage_by_head(role: str, rows: Tensor, heads: int, head_dim: int) -> dict[str, Tensor]:
