@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from headwise.checkpoints.foreign import write_megatron_files, write_meta_files
+from headwise.checkpoints import foreign, safetensors
 from headwise.checkpoints.plan import (
     ConversionPlan,
     ConversionReport,
@@ -22,7 +22,6 @@ from headwise.checkpoints.plan import (
     plan_checkpoint_conversion,
     report_conversion,
 )
-from headwise.checkpoints.safetensors import StoredTensor, read_safetensors_header, tensor_bytes
 from headwise.checkpoints.source import CheckpointSource, explained_os_errors
 from headwise.checkpoints.staging import PartialFile, StagingDir, write_synced
 from headwise.layouts import _convert as convert
@@ -180,10 +179,10 @@ def _write_converted(
         tensor = tensors[name]
         assert (tuple(tensor.shape), tensor.dtype) == (tuple(step.outputs[name]), dtype)
         for part, share in zip(parts, plan.output.divide(name, tensor), strict=True):
-            part.write(tensor_bytes(share))
+            part.write(safetensors.tensor_bytes(share))
 
 
-def _prefetch(tensors: Iterable[StoredTensor]) -> None:
+def _prefetch(tensors: Iterable[safetensors.StoredTensor]) -> None:
     """Start reading tensors from the disk."""
     for stored in tensors:
         if stored.offset is not None and stored.nbytes and hasattr(os, "posix_fadvise"):
@@ -196,14 +195,14 @@ def _complete_files(plan: ConversionPlan, staging: StagingDir) -> Path:
     """Write what goes beside the tensors; return the file or folder that becomes the target."""
     output, folder = plan.output, staging.files_path
     if output.division is not None:
-        shares = [read_safetensors_header(folder / file.name) for file in output.files]
+        shares = [safetensors.read_safetensors_header(folder / file.name) for file in output.files]
         target = staging.path / "target"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
         if output.params is None:
-            write_megatron_files(target, shares)
+            foreign.write_megatron_files(target, shares)
         else:
-            write_meta_files(target, shares, output.params)
+            foreign.write_meta_files(target, shares, output.params)
         return target
     if output.index is not None:
         write_synced(folder / output.index[0], output.index[1])

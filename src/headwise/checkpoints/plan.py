@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from headwise.checkpoints import foreign, safetensors, staging
 from headwise.checkpoints.config import find_missing_layers, layout_name
 from headwise.checkpoints.description import (
     Description,
@@ -21,14 +22,7 @@ from headwise.checkpoints.description import (
     read_config_file_or_description,
     read_description,
 )
-from headwise.checkpoints.foreign import (
-    divides_embedding_columns,
-    make_meta_params,
-    require_megatron_layout,
-)
-from headwise.checkpoints.safetensors import KEY, Shape, encode_header
 from headwise.checkpoints.source import INDEX, SAFETENSORS, CheckpointSource, encode_index
-from headwise.checkpoints.staging import require_unused_name
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts._convert import RoundTripError
 from headwise.layouts._layout import Layout
@@ -124,7 +118,9 @@ def plan_output(
                 for step in ordered
                 for name, shape in sorted(step.outputs.items())
             }
-            head, size = encode_header(tensors, {"format": "pt", **shard.metadata, **metadata})
+            head, size = safetensors.encode_header(
+                tensors, {"format": "pt", **shard.metadata, **metadata}
+            )
             name = source.target_file_name(shard.path)
             files.append(OutputFile(name, head, size, ordered, [*tensors]))
     if len({file.name for file in files}) < len(files):
@@ -145,12 +141,12 @@ def plan_share_files(
     """Return the plan of a file for each tensor-parallel process, with its share of all tensors."""
     made = [(source.headers[step.inputs[0]].dtype, step) for step in steps if step.outputs]
     made.sort(key=lambda pair: -pair[0].itemsize)
-    tensors: dict[str, tuple[Shape, torch.dtype]] = {
+    tensors: dict[str, tuple[safetensors.Shape, torch.dtype]] = {
         name: (division.share_shape(name, tuple(shape)), dtype)
         for dtype, step in made
         for name, shape in step.outputs.items()
     }
-    head, size = encode_header(tensors, {"format": "pt", **metadata})
+    head, size = safetensors.encode_header(tensors, {"format": "pt", **metadata})
     names = [f"share-{number:05}{SAFETENSORS}" for number in range(division.count)]
     ordered = [step for _, step in made]
     files = [OutputFile(name, head, size, ordered, [*tensors]) for name in names]
@@ -294,7 +290,7 @@ def _plan_files(
     files: str,
     shards: int,
 ) -> OutputPlan:
-    metadata = {KEY: description.encode()}
+    metadata = {safetensors.KEY: description.encode()}
     if files == "safetensors":
         output = plan_output(source, steps, metadata)
         name = output.index[0].removesuffix(INDEX) if output.index else output.files[0].name
@@ -304,10 +300,10 @@ def _plan_files(
     shapes = {name: tuple(shape) for step in steps for name, shape in step.outputs.items()}
     params, by_columns = None, False
     if files == "megatron":
-        require_megatron_layout(description.layout)
+        foreign.require_megatron_layout(description.layout)
     else:
-        params = make_meta_params(description, shapes)
-        by_columns = divides_embedding_columns(params, shapes)
+        params = foreign.make_meta_params(description, shapes)
+        by_columns = foreign.divides_embedding_columns(params, shapes)
     division = derive_shard_map_from_whole(
         description.layout, shapes, shards, description.counts, also=by_columns
     )
@@ -340,7 +336,7 @@ def _require_usable_target(source: CheckpointSource, target: Path, files: str) -
             do="write its name at the end",
         )
     target = Path(os.path.realpath(target.parent)) / target.name
-    require_unused_name(target)
+    staging.require_unused_name(target)
     if source.is_folder and target.is_relative_to(source.folder.resolve()):
         raise CheckpointError(
             saw=f"the target {target} is within the source {source.folder}",

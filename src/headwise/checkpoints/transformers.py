@@ -16,17 +16,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from headwise.checkpoints import safetensors
+from headwise.checkpoints import description, safetensors, source, torch_file
 from headwise.checkpoints.config import layout_name, read_config
-from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
-from headwise.checkpoints.source import (
-    SAFETENSORS,
-    TORCH,
-    explained_os_errors,
-    require_no_other_format,
-    require_no_pointer,
-)
-from headwise.checkpoints.torch_file import LOAD_ERRORS, unreadable_error
 from headwise.errors import CheckpointError, OptionError
 from headwise.layouts._convert import convert
 from headwise.layouts._layout import Layout
@@ -38,7 +29,7 @@ from headwise.support.lazy import require_package
 class DescribedModel:
     """Weights whose layout, ``stored``, is not that of their model's files, ``target``."""
 
-    checkpoint: Checkpoint
+    checkpoint: description.Checkpoint
     stored: Layout
     target: Layout
 
@@ -74,7 +65,7 @@ def open_described_model(path: Path) -> DescribedModel | None:
     """
     if not _may_be_described(path):
         return None
-    opened = open_checkpoint(path, dict.fromkeys(COUNTS))
+    opened = description.open_checkpoint(path, dict.fromkeys(description.COUNTS))
     if opened.description is None:
         return None
     stored, name = opened.description.layout, layout_name(opened.config)
@@ -95,10 +86,12 @@ def open_described_model(path: Path) -> DescribedModel | None:
 def _may_be_described(path: Path) -> bool:
     """False for a folder in transformers' own format."""
     if path.is_file():
-        return path.suffix in (SAFETENSORS, *TORCH)
+        return path.suffix in (source.SAFETENSORS, *source.TORCH)
     if not (path / CONFIG).is_file():
-        return any(next(path.glob(f"*{suffix}"), None) for suffix in (SAFETENSORS, *TORCH))
-    for file in path.glob(f"*{SAFETENSORS}"):
+        return any(
+            next(path.glob(f"*{suffix}"), None) for suffix in (source.SAFETENSORS, *source.TORCH)
+        )
+    for file in path.glob(f"*{source.SAFETENSORS}"):
         with suppress(CheckpointError, OSError):  # transformers reports a damaged file
             if safetensors.KEY in safetensors.read_safetensors_header(file).metadata:
                 return True
@@ -113,7 +106,7 @@ PURPOSE = "which loads stored models"
 SEPARATORS = (".", "\n")
 # Names of a model in DistributedDataParallel and torch.compile begin with these words.
 WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod)\.)+")
-_UNREADABLE = (*LOAD_ERRORS, ImportError, OSError)
+_UNREADABLE = (*torch_file.LOAD_ERRORS, ImportError, OSError)
 
 
 class StoredTokenizer:
@@ -190,7 +183,7 @@ def measure_model_bytes(folder: Path) -> int:
         )
     weights = next(filter(None, (sorted(folder.glob(pattern)) for pattern in WEIGHTS)), [])
     if not weights:
-        require_no_other_format(folder)
+        source.require_no_other_format(folder)
     if not (folder / CONFIG).is_file() or not weights:
         missing = "weights" if (folder / CONFIG).is_file() else CONFIG
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
@@ -201,9 +194,9 @@ def measure_model_bytes(folder: Path) -> int:
             if (folder / ADAPTER).is_file()
             else "name a folder from save_pretrained, or a complete copy of a model repository",
         )
-    with explained_os_errors(folder):  # a link to nowhere
+    with source.explained_os_errors(folder):  # a link to nowhere
         for path in weights:
-            require_no_pointer(path)
+            source.require_no_pointer(path)
         return sum(path.stat().st_size for path in weights)
 
 
@@ -427,7 +420,7 @@ def _explain_load_errors(folder: Path, part: str) -> Iterator[None]:
         yield
     except unreadable as error:
         if "weights_only" in str(error):
-            raise unreadable_error(folder, str(error)) from None
+            raise torch_file.unreadable_error(folder, str(error)) from None
         reason = " ".join(str(error).split())
         if part == MODEL and (method := _quantisation_method(folder)) is not None:
             raise _quantised_error(folder, method, reason[:200]) from error

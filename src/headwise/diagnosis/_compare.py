@@ -15,19 +15,11 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.source import CheckpointSource
+from headwise.diagnosis import blind_spots, catalogue, functions, models, search
 from headwise.diagnosis._detect import GivenWeights, open_weights
 from headwise.diagnosis._verify import verify_opened
 from headwise.diagnosis.as_run import build_attention_model_as_run
-from headwise.diagnosis.blind_spots import (
-    describe_degenerate_attention,
-    describe_unseen_setting,
-    explain_insensitivity_to_scores,
-    find_unseen_setting_changes,
-)
-from headwise.diagnosis.catalogue import CAUSES, Cause
 from headwise.diagnosis.comparison import SEED, FunctionComparison
-from headwise.diagnosis.functions import BlackBoxComparison, compare_functions
-from headwise.diagnosis.models import compare_gradients, compare_runs
 from headwise.diagnosis.probes import (
     ComparisonInputs,
     NamedInputs,
@@ -36,27 +28,17 @@ from headwise.diagnosis.probes import (
     read_inputs,
 )
 from headwise.diagnosis.results import Diagnosis, Verdict
-from headwise.diagnosis.search import ExplainedCalls
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.adapters import layer_with_adapters
+from headwise.diagnosis.subjects import adapters, native, recording, torch_layer, transformers
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.modules import read_attention_modules
-from headwise.diagnosis.subjects.native import NativeSubject
-from headwise.diagnosis.subjects.recording import Recording, is_recording
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, read_vocabulary_size, run_model
 from headwise.diagnosis.subjects.subject import (
     Subject,
     describe_dropout_difference,
     require_finite_weights,
-)
-from headwise.diagnosis.subjects.torch_layer import TorchSubject
-from headwise.diagnosis.subjects.transformers import (
-    TransformersSubject,
-    is_transformers_attention,
-    layer_index,
-    stated_layer_index,
 )
 from headwise.errors import OptionError
 from headwise.function.rounding import coarsest
@@ -102,14 +84,14 @@ def compare(
             weights or inputs that are not finite; or gradients of other than two layers.
         ShapeError: the two take tokens of other widths, or there are no tokens.
     """
-    a, b = layer_with_adapters(a), layer_with_adapters(b)
+    a, b = adapters.layer_with_adapters(a), adapters.layer_with_adapters(b)
     inputs = read_inputs(inputs)
     if _can_compare_as_weights(a, b):
         _refuse_gradient_comparison("weights", asked=gradients)
         return _compare_stored_weights(a, b)
     if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
         _refuse_gradient_comparison("whole models", asked=gradients)
-        return compare_runs(*runs)
+        return models.compare_runs(*runs)
     return _compare_layers(a, b, inputs, gradients=gradients)
 
 
@@ -129,7 +111,7 @@ def _compare_layers(
     probes = choose_inputs(first, second, inputs)
     if isinstance(first, BlackBox) and isinstance(second, BlackBox):
         _refuse_gradient_comparison("two functions", asked=gradients)
-        return compare_functions(first, second, probes[0])
+        return functions.compare_functions(first, second, probes[0])
     comparison = Comparison(first, second, probes)
     return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
 
@@ -189,18 +171,18 @@ def _refuse_model_beside_layer(name: str, model: object, other: object) -> None:
 
 
 def _is_layer(value: object) -> bool:
-    return isinstance(value, NAMED_LAYERS) or is_transformers_attention(value)
+    return isinstance(value, NAMED_LAYERS) or transformers.is_transformers_attention(value)
 
 
 def _make_subject(name: str, value: object) -> Subject:
     if isinstance(value, Attention):
-        return NativeSubject(value)
+        return native.NativeSubject(value)
     if isinstance(value, nn.MultiheadAttention):
-        return TorchSubject(value)
-    if is_transformers_attention(value):
-        return TransformersSubject(value)
-    if isinstance(value, str | Path) and is_recording(value):
-        return Recording(Path(value))
+        return torch_layer.TorchSubject(value)
+    if transformers.is_transformers_attention(value):
+        return transformers.TransformersSubject(value)
+    if isinstance(value, str | Path) and recording.is_recording(value):
+        return recording.Recording(Path(value))
     if isinstance(value, WEIGHTS):
         raise OptionError(
             saw=f"{name} as weights and the other as what runs",
@@ -231,7 +213,7 @@ class Comparison:
         first: Subject,
         second: Subject,
         probes: Sequence[NamedInputs],
-        candidates: Sequence[Cause] = CAUSES,
+        candidates: Sequence[catalogue.Cause] = catalogue.CAUSES,
     ) -> None:
         self.first, self.second, self.probes = first, second, probes
         self.candidates = candidates
@@ -239,7 +221,7 @@ class Comparison:
         assert self.known.model is not None
         calls = (self.known.record_calls(probe.inputs) for probe in probes)
         self.known_calls = [*chain.from_iterable(calls)]
-        if isinstance(self.doubtful, Recording):
+        if isinstance(self.doubtful, recording.Recording):
             self.doubtful.require_shapes_of(self.known_calls[0])
         as_run = build_attention_model_as_run(self.known.model, self.known_calls)
         self.model: AttentionModel = as_run or self.known.model
@@ -251,7 +233,9 @@ class Comparison:
         if isinstance(self.doubtful, BlackBox):
             self.doubtful.require_stateless()
         side = "first" if self.doubtful is self.first else "second"
-        explained = ExplainedCalls(self.model, calls, names, self.dtype, self.candidates, side)
+        explained = search.ExplainedCalls(
+            self.model, calls, names, self.dtype, self.candidates, side
+        )
         if not explained.outputs_agree and not explained.is_explained_by_one_cause:
             explained = self._explain_with_roles_swapped(calls, names, explained) or explained
         verdict, blind = explained.verdict, ""
@@ -276,7 +260,9 @@ class Comparison:
             blind=blind,
             isolated=self._probe_parts_of_function(side) if verdict is Verdict.UNKNOWN else (),
             tried=0 if explained.has_other_rows else len(self.candidates),
-            unseen=find_unseen_setting_changes(self.model, calls, self.dtype) if hidden else (),
+            unseen=blind_spots.find_unseen_setting_changes(self.model, calls, self.dtype)
+            if hidden
+            else (),
             unprobed=tuple(self._list_unprobed_arguments()) if hidden else (),
             gaps=explained.stage_gaps,
         )
@@ -321,11 +307,13 @@ class Comparison:
         sizes = self.known.input_widths
         if not isinstance(self.doubtful, BlackBox) or sizes is None:
             return ()
-        return BlackBoxComparison(self.doubtful, self.model, sizes, side, self.dtype).sentences
+        return functions.BlackBoxComparison(
+            self.doubtful, self.model, sizes, side, self.dtype
+        ).sentences
 
     def _explain_with_roles_swapped(
-        self, calls: Sequence[RecordedCall], names: Sequence[str], forward: ExplainedCalls
-    ) -> ExplainedCalls | None:
+        self, calls: Sequence[RecordedCall], names: Sequence[str], forward: search.ExplainedCalls
+    ) -> search.ExplainedCalls | None:
         """Return the known calls, explained by the doubtful one where it is known as data too.
 
         So a part is named that the doubtful one has and the known one lacks. None where that does
@@ -337,7 +325,7 @@ class Comparison:
         if measure_gaps(model, calls).cells_beyond_rounding:
             return None
         dtype = self.known.dtype
-        other = ExplainedCalls(model, self.known_calls, names, dtype, self.candidates, side)
+        other = search.ExplainedCalls(model, self.known_calls, names, dtype, self.candidates, side)
         if other.search.left.cells_beyond_rounding:
             return None
         is_worse = len(other.search.causes) >= len(forward.search.causes)
@@ -353,7 +341,7 @@ class Comparison:
             return diagnosis
         with_weights = diagnosis.verdict is not Verdict.OTHER_WEIGHTS
         inputs = self._single_calls
-        gaps = compare_gradients(self.first, self.second, inputs, with_weights=with_weights)
+        gaps = models.compare_gradients(self.first, self.second, inputs, with_weights=with_weights)
         assert diagnosis.function is not None
         agree = all(gap.is_rounding for gap in gaps)
         verdict = diagnosis.verdict if agree else Verdict.UNKNOWN
@@ -362,25 +350,27 @@ class Comparison:
 
     def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
         """Return the reason why these inputs could not show a difference; "" if they could."""
-        if blind := explain_insensitivity_to_scores(self.model, calls, self.dtype):
+        if blind := blind_spots.explain_insensitivity_to_scores(self.model, calls, self.dtype):
             return blind
-        reason = describe_unseen_setting(self.first.model, self.second.model, calls, self.dtype)
+        reason = blind_spots.describe_unseen_setting(
+            self.first.model, self.second.model, calls, self.dtype
+        )
         settings_differ = self._are_known_as_data and not self._are_equal_as_data(bare=True)
         if (
             verdict is Verdict.OTHER_WEIGHTS or settings_differ
         ) and not self._outputs_agree_on_probes():
             elsewhere = "outputs agree on these inputs and differ on those that headwise makes"
-            reason = reason or describe_degenerate_attention(self.model, calls)
+            reason = reason or blind_spots.describe_degenerate_attention(self.model, calls)
             return "; ".join(filter(None, [reason, elsewhere]))
         return reason
 
     def _outputs_agree_on_probes(self) -> bool:
         """True if outputs agree on headwise's own inputs, or cannot be had."""
         sizes = self.known.input_widths
-        if isinstance(self.doubtful, Recording) or sizes is None:
+        if isinstance(self.doubtful, recording.Recording) or sizes is None:
             return True
         calls, names = self._record_doubtful(make_probes([self.first, self.second], sizes))
-        return ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
+        return search.ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
 
     @property
     def _single_calls(self) -> list[Inputs]:
@@ -413,7 +403,7 @@ def _can_compare_as_weights(a: object, b: object) -> bool:
 
     Those are layers of headwise and torch and, beside a state dict, modules with a config.
     """
-    stored = [isinstance(each, WEIGHTS) and not is_recording(each) for each in (a, b)]
+    stored = [isinstance(each, WEIGHTS) and not recording.is_recording(each) for each in (a, b)]
     if all(stored) or not any(stored):
         return all(stored)
     weights, module = (a, b) if stored[0] else (b, a)
@@ -452,7 +442,11 @@ def _take_layer_like(module: nn.Module, stored: GivenWeights) -> GivenWeights:
     """
     modules = matching = _find_stored_attention_modules(stored) if _is_layer(module) else ()
     if len(modules) > 1:
-        number = stated_layer_index(module) if is_transformers_attention(module) else None
+        number = (
+            transformers.stated_layer_index(module)
+            if transformers.is_transformers_attention(module)
+            else None
+        )
         matching = tuple(each for each in modules if each.layer == number)
     if len(matching) == 1:
         start, tensors = matching[0].prefix, stored.tensors
@@ -480,9 +474,9 @@ def _find_stored_attention_modules(stored: GivenWeights) -> tuple[NamedModule, .
 
 def _load_layer_of_same_number(value: object, other: object) -> object:
     """Return the stored layer of the same number, for files beside an attention of transformers."""
-    is_file = isinstance(value, str | Path) and not is_recording(value)
-    if is_file and is_transformers_attention(other):
-        return load_attention(Path(str(value)), layer=layer_index(other))
+    is_file = isinstance(value, str | Path) and not recording.is_recording(value)
+    if is_file and transformers.is_transformers_attention(other):
+        return load_attention(Path(str(value)), layer=transformers.layer_index(other))
     return value
 
 
@@ -490,7 +484,7 @@ def _run_stored_layers(path: Path, model: ModelRun) -> ModelRun:
     """Load as many layers as a model has, and run each on the input of the model's layer."""
     layers = []
     for number, other in enumerate(model.layers):
-        subject = NativeSubject(load_attention(path, layer=number))
+        subject = native.NativeSubject(load_attention(path, layer=number))
         call = subject.record(other.call.inputs)
         run = LayerRun(f"layer {number} of {path.name}", call, subject.model, stored=subject.dtype)
         layers.append(run)

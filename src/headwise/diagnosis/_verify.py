@@ -40,10 +40,8 @@ from headwise.diagnosis.tensors import (
 )
 from headwise.errors import OptionError
 from headwise.function.weights import AXES
+from headwise.layouts import equality, modules, registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.equality import list_differing_tensors
-from headwise.layouts.modules import find_modules
-from headwise.layouts.registry import layouts_by_name
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
 from headwise.support.progress import Progress, no_progress
 
@@ -162,7 +160,7 @@ class _Reading:
             read_canonical_state(candidate, 0, side.weights.tensors)
             for candidate, side in zip(self.pair, sides, strict=True)
         )
-        return len(list_differing_tensors(first, second))
+        return len(equality.list_differing_tensors(first, second))
 
 
 def _list_readings(sides: Sides, known: Mapping[str, int]) -> list[_Reading]:
@@ -427,7 +425,7 @@ def verify_opened(
         names_heads=pair.names_heads,
         **counts,
     )
-    layers = [module.layer for module in find_modules(theirs, second.tensors)]
+    layers = [module.layer for module in modules.find_modules(theirs, second.tensors)]
     conflicts = find_config_differences(first.config, second.config, pair.layouts, layers)
     tensors = replace(tensors, conflicts={**tensors.conflicts, **conflicts})
     runs: list[OutputComparison] = []
@@ -467,9 +465,9 @@ def _find_unapplied_settings(
     return tuple(
         UnappliedSetting(side, layout.name, name, recorded, applied)
         for side, weights, layout in zip(SIDES, sides, layouts, strict=True)
-        if weights.description is not None and layout.name in layouts_by_name()
+        if weights.description is not None and layout.name in registry.layouts_by_name()
         for name, (recorded, applied) in layout.function.conflicts(
-            layouts_by_name()[layout.name].function
+            registry.layouts_by_name()[layout.name].function
         ).items()
     )
 

@@ -13,12 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.blind_spots import (
-    describe_unseen_setting,
-    describe_unseen_window,
-    explain_insensitivity_to_scores,
-)
-from headwise.diagnosis.catalogue import Cause
+from headwise.diagnosis import blind_spots, catalogue, search
 from headwise.diagnosis.comparison import (
     SEED,
     FunctionComparison,
@@ -28,7 +23,6 @@ from headwise.diagnosis.comparison import (
     PartedStage,
 )
 from headwise.diagnosis.results import Diagnosis, Verdict
-from headwise.diagnosis.search import ExplainedCalls
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
@@ -138,7 +132,7 @@ def _describe_uncompared_outputs(first: Outputs, second: Outputs, pairs: Mapping
 
 
 def _compare_layers_in_order(first: ModelRun, second: ModelRun) -> Iterator[LayerComparison]:
-    named: list[Cause] = []  # in earlier layers: a cause is often that of all layers
+    named: list[catalogue.Cause] = []  # in earlier layers: a cause is often that of all layers
     for mine, theirs in zip(first.layers, second.layers, strict=True):
         yield LayerPair(first, second, mine, theirs).compare(named)
 
@@ -184,13 +178,13 @@ class LayerPair:
     mine: LayerRun
     theirs: LayerRun
 
-    def compare(self, named: list[Cause]) -> LayerComparison:
+    def compare(self, named: list[catalogue.Cause]) -> LayerComparison:
         """Compare the two; ``named`` has the causes of earlier layers, and gets those of this."""
         if self._known_model is None:
             return self._compare_stages_directly(NO_DATA)
         sides = ("second", "first") if self._known_side_run is self.theirs else ("first", "second")
         known, explained = (
-            ExplainedCalls(
+            search.ExplainedCalls(
                 self._known_model,
                 [call],
                 self._names_of_compared_inputs,
@@ -256,15 +250,15 @@ class LayerPair:
         if dropout:
             return dropout
         if self.mine.window != self.theirs.window:
-            return describe_unseen_window(
+            return blind_spots.describe_unseen_window(
                 self.mine.window, self.theirs.window, [self._call_to_explain]
             )
         calls = [self._call_to_explain]
-        if unseen := describe_unseen_setting(mine, theirs, calls, calls[0].dtype):
+        if unseen := blind_spots.describe_unseen_setting(mine, theirs, calls, calls[0].dtype):
             return unseen
         if self._known_model is None or (mine and theirs and mine.is_equal(theirs)):
             return ""
-        return explain_insensitivity_to_scores(
+        return blind_spots.explain_insensitivity_to_scores(
             self._known_model, [self._call_to_explain], self._call_to_explain.dtype
         )
 
@@ -304,8 +298,8 @@ class LayerPair:
 
     def _report_explained_calls(
         self,
-        explained: ExplainedCalls,
-        named: list[Cause],
+        explained: search.ExplainedCalls,
+        named: list[catalogue.Cause],
         *,
         exchanged_with: str = "",
         is_of_second: bool = False,
@@ -360,7 +354,9 @@ class LayerPair:
         )
 
 
-def _explain_by_named_causes(explained: ExplainedCalls, named: Sequence[Cause]) -> ExplainedCalls:
+def _explain_by_named_causes(
+    explained: search.ExplainedCalls, named: Sequence[catalogue.Cause]
+) -> search.ExplainedCalls:
     """Return the call explained by the causes that were named before, if they suffice."""
     likely = replace(explained, candidates=tuple(named))
     return likely if named and not likely.search.left.cells_beyond_rounding else explained

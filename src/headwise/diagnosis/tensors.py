@@ -29,19 +29,9 @@ from headwise.function import rounding
 from headwise.function.spec import ABSENT, Softcap
 from headwise.function.weights import BIASES, State
 from headwise.layers.attention import Attention
+from headwise.layouts import equality, plan
 from headwise.layouts._layout import Layout
-from headwise.layouts.equality import (
-    describe_differing_part,
-    list_differing_tensors,
-    mark_differing_entries,
-)
 from headwise.layouts.modules import AS_STORED, NamedModule, NameForm, find_modules
-from headwise.layouts.plan import (
-    ConversionStep,
-    find_spec_conflicts,
-    plan_conversion,
-    plan_renaming_within_layout,
-)
 from headwise.layouts.registry import layout
 from headwise.support.progress import Progress, no_progress
 from headwise.support.tensors import is_positive_zero, same_bytes
@@ -179,7 +169,7 @@ def _all_modules_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> bo
 
 
 def _require_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> None:
-    plan_conversion(state, of, of, accept=(), form=AS_STORED, **counts)
+    plan.plan_conversion(state, of, of, accept=(), form=AS_STORED, **counts)
 
 
 def _only_some_modules_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
@@ -216,11 +206,13 @@ def _compare_converted(
     is_single = is_single and len(are_listed) == 1
     form = NameForm.shared_by(theirs) if are_listed == {True} or is_single else AS_STORED
     if is_damaged and source == target:  # stored tensors are compared without conversion
-        steps = plan_renaming_within_layout(first, source, form=form)
+        steps = plan.plan_renaming_within_layout(first, source, form=form)
     else:
         try:
-            conflicts |= find_spec_conflicts(first, source, target, counts)
-            steps = plan_conversion(first, source, target, accept=conflicts, form=form, **counts)
+            conflicts |= plan.find_spec_conflicts(first, source, target, counts)
+            steps = plan.plan_conversion(
+                first, source, target, accept=conflicts, form=form, **counts
+            )
         except UNREADABLE as error:
             # Unreadable weights are an error; weights of other shapes are a difference.
             _require_fit(first, source, counts)
@@ -251,7 +243,7 @@ class _StepwiseTensorEvidence:
     second: Stored
     source: Layout
     target: Layout
-    steps: list[ConversionStep]
+    steps: list[plan.ConversionStep]
     counts: Mapping[str, int]
     names_heads: bool
     same: int = 0
@@ -259,7 +251,7 @@ class _StepwiseTensorEvidence:
     differences: list[TensorEvidence] = field(default_factory=list)
     only_first: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def compare_step(self, step: ConversionStep) -> None:
+    def compare_step(self, step: plan.ConversionStep) -> None:
         """Compare the outputs of one step with the second's tensors."""
         stored = {name: self.first[name] for name in step.inputs}
         if not step.outputs:  # biases that the second's layout has no tensor for
@@ -287,7 +279,7 @@ class _StepwiseTensorEvidence:
             conflicts=conflicts,
         )
 
-    def _has_unconverted_names(self, step: ConversionStep) -> bool:
+    def _has_unconverted_names(self, step: plan.ConversionStep) -> bool:
         """True if the second has these tensors under the first's names, not the converted ones."""
         return (
             self._attention_names.isdisjoint(step.inputs)
@@ -299,7 +291,7 @@ class _StepwiseTensorEvidence:
     def _is_zero_bias(self, name: str, tensor: Tensor) -> bool:
         return name in self._attention_bias_names and is_positive_zero(tensor)
 
-    def _compare_tensor(self, name: str, step: ConversionStep, tensor: Tensor) -> None:
+    def _compare_tensor(self, name: str, step: plan.ConversionStep, tensor: Tensor) -> None:
         self.compared.add(name)
         other = self.second[name]
         if same_bytes(tensor, other):
@@ -329,9 +321,11 @@ class _StepwiseTensorEvidence:
             local = module.tensors[name]
             pair = (tensor, self.second[name])
             mine, theirs = (self.target.read({local: x}, sizes=sizes) for x in pair)
-            names = list_differing_tensors(mine, theirs)
+            names = equality.list_differing_tensors(mine, theirs)
             return "; ".join(
-                describe_differing_part(n, mine[n], theirs[n], names_heads=self.names_heads)
+                equality.describe_differing_part(
+                    n, mine[n], theirs[n], names_heads=self.names_heads
+                )
                 for n in names
             )
         return ""
@@ -369,10 +363,10 @@ def _count_differing_entries(a: Tensor, b: Tensor) -> dict[str, int | float]:
     """Count the entries that differ, by kind: see `TensorEvidence`."""
     counts: dict[str, int | float] = {"entries": a.numel(), "differing": 0}
     if not a.is_floating_point():
-        return counts | {"differing": int(mark_differing_entries(a, b).sum())}
+        return counts | {"differing": int(equality.mark_differing_entries(a, b).sum())}
     counts |= dict.fromkeys((*KINDS, "largest"), 0)
     for x, y in zip(*(t.reshape(-1).split(PART) for t in (a, b)), strict=True):
-        differ = mark_differing_entries(x, y)
+        differ = equality.mark_differing_entries(x, y)
         counts["differing"] += int(differ.sum())
         # torch cannot index float8 numbers.
         x, y = ((t.double() if t.element_size() == 1 else t)[differ].double() for t in (x, y))
@@ -503,7 +497,7 @@ def _find_module_with_weights(
     for module in modules:
         if module.prefix != right.prefix:
             with suppress(*UNREADABLE):
-                if not list_differing_tensors(
+                if not equality.list_differing_tensors(
                     state, _unpack_module(second, module, layout, counts)
                 ):
                     return module

@@ -26,14 +26,7 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.function import rounding, stages
-from headwise.function.rounding import (
-    BACKWARD,
-    FORWARD,
-    AttentionOptions,
-    Read,
-    Roundoff,
-    measure_family,
-)
+from headwise.function.rounding import AttentionOptions, Read
 from headwise.masks.score_bias import ScoreBias
 from headwise.support.text import MATRIX_AXES
 
@@ -119,7 +112,7 @@ class Budget:
         function: Callable[..., Tensor],
         *inputs: Tensor,
         floor: Tensor | None = None,
-        factor: float = FORWARD,
+        factor: float = rounding.FORWARD,
         name: str = "result",
         axes: tuple[str, ...] = (),
     ) -> Budget:
@@ -134,7 +127,7 @@ class Budget:
             name: the quantity, for messages.
             axes: the names of the result's axes, for messages.
         """
-        family = measure_family(lambda *x: (function(*x),), inputs)
+        family = rounding.measure_family(lambda *x: (function(*x),), inputs)
         [exact] = family.exact
         allowed = family.allowed(0, factor=factor, floor=floor)
         return cls(name, inputs[0].dtype, exact, allowed, axes)
@@ -146,7 +139,7 @@ class Budget:
         k: Float[Tensor, "batch kv_heads keys head_dim"],
         v: Float[Tensor, "#batch heads_of_v keys value_dim"],
         *,
-        factor: float = FORWARD,
+        factor: float = rounding.FORWARD,
         **options: Unpack[AttentionOptions],
     ) -> Budget:
         """Make the budget of ``A @ v``; options as in `headwise.AttentionMatrix`."""
@@ -164,7 +157,7 @@ class Budget:
         k: Float[Tensor, "batch kv_heads keys head_dim"],
         y: Float[Tensor, "#batch heads_of_y queries y_dim"],
         *,
-        factor: float = FORWARD,
+        factor: float = rounding.FORWARD,
         **options: Unpack[AttentionOptions],
     ) -> Budget:
         """Make the budget of ``A.mT @ y``; options as in `headwise.AttentionMatrix`."""
@@ -185,7 +178,7 @@ class Budget:
         k: Float[Tensor, "batch kv_heads keys head_dim"],
         *,
         read: Read | None = None,
-        factor: float = FORWARD,
+        factor: float = rounding.FORWARD,
         **options: Unpack[AttentionOptions],
     ) -> Budget:
         """Make the budget of the weights, or of ``read(weights)``.
@@ -214,7 +207,7 @@ class Budget:
         q: Float[Tensor, "batch heads queries head_dim"],
         k: Float[Tensor, "batch kv_heads keys head_dim"],
         *,
-        factor: float = FORWARD,
+        factor: float = rounding.FORWARD,
         **options: Unpack[AttentionOptions],
     ) -> Budget:
         """Make the budget of the logsumexp over keys and sink; -inf in an empty row."""
@@ -228,7 +221,7 @@ class Budget:
         q: Float[Tensor, "batch heads queries head_dim"],
         k: Float[Tensor, "batch kv_heads keys head_dim"],
         *,
-        factor: float = FORWARD,
+        factor: float = rounding.FORWARD,
         **options: Unpack[AttentionOptions],
     ) -> Budget:
         """Make the budget of the entropy in nats over keys and sink; 0 in an empty row."""
@@ -245,7 +238,7 @@ class Budget:
         *,
         grad_output: Float[Tensor, "batch heads queries value_dim"],
         bias_gradient: Read | None = None,
-        factor: float = BACKWARD,
+        factor: float = rounding.BACKWARD,
         **options: Unpack[AttentionOptions],
     ) -> dict[str, Budget]:
         """Make the budgets of the gradients of ``A @ v``: "q", "k", "v", and "sink" for a sink.
@@ -269,7 +262,7 @@ class Budget:
         if (sink := options.get("sink")) is not None:
             leaves["sink"] = sink
         backward = partial(_compute_gradients, options=options, read=bias_gradient)
-        family = measure_family(backward, (grad_output, *leaves.values()))
+        family = rounding.measure_family(backward, (grad_output, *leaves.values()))
         names = [*leaves, "score_bias"][: len(family.exact)]
         return {
             name: cls(
@@ -395,7 +388,7 @@ def _compute_gradients(
 
 
 def _row_rounding(q: Tensor, k: Tensor, options: AttentionOptions) -> rounding.RowRounding:
-    return rounding.row_rounding(q, k, Roundoff.of(q.dtype), **options)
+    return rounding.row_rounding(q, k, rounding.Roundoff.of(q.dtype), **options)
 
 
 def _expand_to_all_heads(x: Tensor, q: Tensor) -> Tensor:

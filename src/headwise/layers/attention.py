@@ -16,21 +16,12 @@ from headwise.function.gate import gate_width
 from headwise.function.rotary import Rotary
 from headwise.function.spec import AttentionSpec, GateKind
 from headwise.function.stages import STAGES, scores, split_heads
-from headwise.layers import advice, checks, conversion
+from headwise.layers import advice, checks, conversion, hooks, packing
 from headwise.layers.cache import Cache
-from headwise.layers.checks import default_head_dim
 from headwise.layers.distance import PositionBias
 from headwise.layers.explain import LayerExplanation, projection_lines
-from headwise.layers.hooks import call_hook
 from headwise.layers.initial import Source, initialise_projections
 from headwise.layers.norm import QKNorm
-from headwise.layers.packing import (
-    CallInputs,
-    Packed,
-    Unpacked,
-    keep_cached_keys,
-    select_packing,
-)
 from headwise.layers.part import HeadPart
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
@@ -140,7 +131,9 @@ class Attention(nn.Module):
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         checks.check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
-        self.head_dim = default_head_dim(embed_dim, num_heads) if head_dim is None else head_dim
+        self.head_dim = (
+            checks.default_head_dim(embed_dim, num_heads) if head_dim is None else head_dim
+        )
         self.value_dim = self.head_dim if value_dim is None else value_dim
         self.out_dim = embed_dim if out_dim is None else out_dim
         self.source_dim = embed_dim if source_dim is None else source_dim
@@ -210,10 +203,10 @@ class Attention(nn.Module):
             OptionError: a source missing or not allowed, another layer's or a full cache.
         """
         call = self._prepare_call(x, source, mask, score_bias, cache, gate)
-        tokens = select_packing(call)
+        tokens = packing.select_packing(call)
         matrix, v = self._matrix_and_values(tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
-        outputs = call_hook(matrix, v, outputs)
+        outputs = hooks.call_hook(matrix, v, outputs)
         if self.gate_proj is not None:
             outputs = outputs * self._output_gates(tokens.x).to(outputs.dtype)
         if call.gate is not None:
@@ -221,7 +214,7 @@ class Attention(nn.Module):
         merged = outputs.transpose(1, 2).flatten(2)
         output = tokens.project_and_restore_batch(merged, self.out_proj)
         if cache is not None:
-            keep_cached_keys(call, cache, tokens.cached)
+            packing.keep_cached_keys(call, cache, tokens.cached)
         return output
 
     # ---- readings of single heads -------------------------------------------------------------
@@ -240,7 +233,7 @@ class Attention(nn.Module):
         Arguments and errors as in ``forward``, here and in the readings below.
         """
         call = self._prepare_call(x, source, mask, score_bias)
-        return self._matrix_and_values(Unpacked.of(call), call)[0]
+        return self._matrix_and_values(packing.Unpacked.of(call), call)[0]
 
     @_explain_call
     def head_outputs(
@@ -253,7 +246,7 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return weights @ v for each head, after the output gate: the projection's input."""
         call = self._prepare_call(x, source, mask, score_bias)
-        matrix, v = self._matrix_and_values(Unpacked.of(call), call)
+        matrix, v = self._matrix_and_values(packing.Unpacked.of(call), call)
         outputs = matrix @ v
         return outputs if self.gate_proj is None else outputs * self._output_gates(call.x)
 
@@ -272,7 +265,7 @@ class Attention(nn.Module):
         outputs are those of `matrix`; the output is that of ``forward``.
         """
         call = self._prepare_call(x, source, mask, score_bias)
-        matrix, v = self._matrix_and_values(Unpacked.of(call), call)
+        matrix, v = self._matrix_and_values(packing.Unpacked.of(call), call)
         normed = projected = self.q_proj(call.x), self.k_proj(call.source)
         norm = self.qk_norm
         if norm is not None and (norm.over, norm.place) == ("width", "before"):
@@ -331,11 +324,11 @@ class Attention(nn.Module):
     ) -> LayerExplanation:
         """Return a printable report on a forward pass of this input: tokens, kernels and costs."""
         call = self._prepare_call(x, source, mask, score_bias)
-        tokens = select_packing(call)
+        tokens = packing.select_packing(call)
         matrix, v = self._matrix_and_values(tokens, call)
         total, real, keys = (t.shape[0] * t.shape[1] for t in (x, tokens.x, tokens.source))
         line = f"{total:,}, all of the input"
-        if isinstance(tokens, Packed):
+        if isinstance(tokens, packing.Packed):
             line = f"{real:,} of {total:,} are real and packed into one row; padding is skipped"
         if self.applies_dropout:
             line += "; dropout in training allocates queries x keys for A @ v"
@@ -494,7 +487,7 @@ class Attention(nn.Module):
         score_bias: ScoreBias | None,
         cache: Cache | None = None,
         gate: Tensor | None = None,
-    ) -> CallInputs:
+    ) -> packing.CallInputs:
         """Check the arguments of a call, and add the window and the score bias of the layer."""
         checks.check_tokens("x", x, self.embed_dim, checks.X_AXES, self.q_proj)
         if source is not None:
@@ -517,11 +510,11 @@ class Attention(nn.Module):
             mask, score_bias = mask.aligned("bottom-right"), score_bias.aligned("bottom-right")
         if gate is not None:
             checks.check_gate(gate, x, self.num_heads)
-        call = CallInputs(x, x if source is None else source, mask, score_bias, cache, gate)
+        call = packing.CallInputs(x, x if source is None else source, mask, score_bias, cache, gate)
         return call if self.part is None else call.prepare_tensors_for_part(self.part)
 
     def _matrix_and_values(
-        self, tokens: Unpacked, call: CallInputs
+        self, tokens: packing.Unpacked, call: packing.CallInputs
     ) -> tuple[AttentionMatrix, Tensor]:
         """Project, split into heads, normalise, rotate and cache; return the matrix and values."""
         q, k, v = self.q_proj(tokens.x), self.k_proj(tokens.source), self.v_proj(tokens.source)

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
 from headwise.function.rotary import Rotary
 from headwise.function.stages import split_heads
+from headwise.layers import distance, norm, packing
 from headwise.layers.cache import Cache
-from headwise.layers.distance import PositionBias
-from headwise.layers.norm import QKNorm
-from headwise.layers.packing import CallInputs
 from headwise.masks.clauses.band import Band
 from headwise.masks.clauses.lengths import PaddingClause
 from headwise.masks.mask import Mask
@@ -56,7 +54,7 @@ def check_positive_whole_numbers(**counts: int) -> None:
 
 def check_options(
     layer: Attention,
-    score_bias: PositionBias | None,
+    score_bias: distance.PositionBias | None,
     *,
     crosses: bool,
     dtype: torch.dtype | None,
@@ -85,11 +83,11 @@ def check_options(
 def _check_option_types(layer: Attention, score_bias: object) -> None:
     kinds = (
         ("rotary", layer.rotary, Rotary, "a Rotary", "rotary=Rotary()"),
-        ("qk_norm", layer.qk_norm, QKNorm, "a QKNorm", "qk_norm=QKNorm()"),
+        ("qk_norm", layer.qk_norm, norm.QKNorm, "a QKNorm", "qk_norm=QKNorm()"),
         (
             "score_bias",
             score_bias,
-            PositionBias,
+            distance.PositionBias,
             "an Alibi or a T5Bias; a ScoreBias is an argument of the call",
             "score_bias=Alibi()",
         ),
@@ -277,7 +275,7 @@ def check_gate(gate: Tensor, x: Tensor, num_heads: int) -> None:
         )
 
 
-def check_mask_and_bias(call: CallInputs, *, heads: int, keys: int) -> None:
+def check_mask_and_bias(call: packing.CallInputs, *, heads: int, keys: int) -> None:
     """Raise MaskError if mask or score bias have other sizes, before the cache changes."""
     batch, queries, _ = call.x.shape
     matrix = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}

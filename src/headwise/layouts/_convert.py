@@ -8,9 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
+from headwise.layouts import modules, plan
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import NameForm
-from headwise.layouts.plan import ConversionStep, plan_conversion
 from headwise.layouts.registry import layout
 from headwise.support.tensors import same_bytes, tensors_of_arrays
 
@@ -49,8 +48,8 @@ def convert(
         RoundTripError: the way back does not lead to the same bytes.
     """
     converted: dict[str, Tensor] = {}
-    stored, form = tensors_of_arrays(state), NameForm(root=root)
-    for step in plan_conversion(
+    stored, form = tensors_of_arrays(state), modules.NameForm(root=root)
+    for step in plan.plan_conversion(
         stored, layout(source), layout(target), accept=accept, form=form, **known
     ):
         tensors = run_round_trip_checked_step(step, {name: stored[name] for name in step.inputs})
@@ -59,7 +58,7 @@ def convert(
 
 
 def run_round_trip_checked_step(
-    step: ConversionStep, stored: Mapping[str, Tensor]
+    step: plan.ConversionStep, stored: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Run one step and its inverse, and compare the bytes.
 

@@ -20,22 +20,18 @@ from torch import Tensor
 from headwise.errors import MaskError, OptionError
 from headwise.masks.bound import BoundMask, bind_clauses
 from headwise.masks.clause import BOUNDLESS, Align, Clause, MatrixSizes, require_align
-from headwise.masks.clauses import segments
-from headwise.masks.clauses.band import Band, make_prefix
+from headwise.masks.clauses import band, segments
 from headwise.masks.clauses.dense import Dense, with_matrix_axes
 from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, Side, Starts, require_lengths
 from headwise.masks.clauses.predicate import Predicate, PredicateClause
-from headwise.support.arguments import require_tensors
-from headwise.support.lazy import ShownInNotebook
+from headwise.support import arguments, lazy, text, tracing
 from headwise.support.tensors import convert_to_int64, convert_to_int_or_none
-from headwise.support.text import describe_value
-from headwise.support.tracing import may_check_values
 
 OneKind = TypeVar("OneKind", bound=Clause)
 
 
 @dataclass(frozen=True, eq=False)
-class Mask(ShownInNotebook):
+class Mask(lazy.ShownInNotebook):
     """A lazy mask. Build one with a classmethod, combine with ``&``; ``Mask()`` allows all."""
 
     clauses: tuple[Clause, ...] = ()
@@ -67,7 +63,9 @@ class Mask(ShownInNotebook):
             OptionError: a negative side, or an alignment that does not exist.
         """
         require_align(align)
-        return cls((Band(_window_side_int("left", left), _window_side_int("right", right), align),))
+        return cls(
+            (band.Band(_window_side_int("left", left), _window_side_int("right", right), align),)
+        )
 
     @classmethod
     def lengths(
@@ -89,7 +87,7 @@ class Mask(ShownInNotebook):
         """
         if side not in ("left", "right"):
             raise OptionError(
-                saw=f"lengths(side={describe_value(side)})",
+                saw=f"lengths(side={text.describe_value(side)})",
                 needed='"right" where padding stands behind the tokens, "left" where before them',
                 do='Mask.lengths(keys=n, side="left")',
             )
@@ -171,7 +169,7 @@ class Mask(ShownInNotebook):
             OptionError: a number below 0, or an alignment that does not exist.
         """
         require_align(align)
-        return cls((make_prefix(n, align),))
+        return cls((band.make_prefix(n, align),))
 
     @classmethod
     def where(cls, function: Predicate) -> Mask:
@@ -185,7 +183,7 @@ class Mask(ShownInNotebook):
         """
         if not callable(function):
             raise MaskError(
-                saw=f"Mask.where({describe_value(function)})",
+                saw=f"Mask.where({text.describe_value(function)})",
                 needed="a function of (batch, head, query, key) indices",
                 do="a bool tensor is Mask.may_attend(t, axes=...)",
             )
@@ -289,7 +287,7 @@ class Mask(ShownInNotebook):
             number = convert_to_int_or_none(index)
             if number is None or not -size <= number < size:
                 raise OptionError(
-                    saw=f"draw({name}={describe_value(index)}) of a mask for {size}",
+                    saw=f"draw({name}={text.describe_value(index)}) of a mask for {size}",
                     needed=f"a whole number from 0 to {size - 1}",
                     do=f"leave {name} out for the first",
                 )
@@ -343,11 +341,11 @@ def require_mask_type(value: object, call: str) -> Mask:
         return value
     if not isinstance(value, Tensor):
         raise MaskError(
-            saw=f"{call}{describe_value(value)}", needed="a Mask", do="e.g. Mask.causal()"
+            saw=f"{call}{text.describe_value(value)}", needed="a Mask", do="e.g. Mask.causal()"
         )
     added = ", or ScoreBias.dense(t, axes=...)" if value.is_floating_point() else ""
     raise MaskError(
-        saw=f"{call}{describe_value(value)}",
+        saw=f"{call}{text.describe_value(value)}",
         needed="a Mask: a bare tensor may mean True = may attend "
         "(scaled_dot_product_attention) or True = blocked (nn.MultiheadAttention)",
         do=f"Mask.from_sdpa(t), Mask.from_torch(t), or Mask.may_attend(t, axes=...){added}",
@@ -373,7 +371,7 @@ def _window_side_int(name: str, side: object) -> int:
     if count is not None and count >= 0:
         return count
     raise OptionError(
-        saw=f"a window with {name}={describe_value(side)}",
+        saw=f"a window with {name}={text.describe_value(side)}",
         needed=f"{name}: a whole number from 0, or None for no bound on that side",
         do="count keys beside the query's own position, "
         f"e.g. {name}={4 if count is None else -count}",
@@ -385,7 +383,7 @@ def _require_whole_number_or_none(name: str, size: object) -> int | None:
     if size is None or (count is not None and count >= 0):
         return count
     raise OptionError(
-        saw=f"draw({name}={describe_value(size)})",
+        saw=f"draw({name}={text.describe_value(size)})",
         needed=f"how many {name} to draw, from 0",
         do=f"e.g. draw({name}=8), or leave it out where the mask knows it",
     )
@@ -396,7 +394,7 @@ def _require_whole_number_or_none(name: str, size: object) -> int | None:
 
 def require_bool(tensor: Tensor, where: str) -> None:
     """Raise MaskError unless the dtype is bool: an integer mask may mean either polarity."""
-    require_tensors(allowed=tensor)
+    arguments.require_tensors(allowed=tensor)
     if tensor.dtype != torch.bool:
         raise MaskError(
             saw=f"{where} with a tensor of dtype {tensor.dtype}",
@@ -433,7 +431,7 @@ def to_allowed_matrix(mask: Tensor, num_heads: int | None, *, true_attends: bool
 
 def to_allowed_entries(mask: Tensor, *, true_attends: bool) -> Tensor:
     """Return a bool mask of either polarity, or a float one of 0 and -inf, as True = may attend."""
-    require_tensors(mask=mask)
+    arguments.require_tensors(mask=mask)
     if mask.dtype == torch.bool:
         return mask if true_attends else ~mask
     if not mask.is_floating_point():
@@ -445,7 +443,7 @@ def to_allowed_entries(mask: Tensor, *, true_attends: bool) -> Tensor:
             do=f"t.bool() if nonzero means {nonzero}, t == 0 if nonzero means {zero}",
         )
     allowed = mask == 0
-    if may_check_values(mask) and not bool((allowed | (mask == -torch.inf)).all()):
+    if tracing.may_check_values(mask) and not bool((allowed | (mask == -torch.inf)).all()):
         raise MaskError(
             saw=f"a float mask with values other than 0 and -inf (dtype {mask.dtype}, e.g. "
             f"{float(mask[~allowed & (mask != -torch.inf)].flatten()[0]):g})",

@@ -21,10 +21,8 @@ from headwise.masks import clause
 from headwise.masks.clause import WHOLE, Align, MatrixPart, MatrixSizes
 from headwise.masks.clauses.dense import require_broadcastable_to_matrix, with_matrix_axes
 from headwise.masks.mask import Mask
-from headwise.support.arguments import require_tensors
+from headwise.support import arguments, text, tracing
 from headwise.support.tensors import convert_to_int64
-from headwise.support.text import axis_broadcasts_to, describe_value
-from headwise.support.tracing import may_check_values
 
 
 def _alibi_rows(slopes: Tensor, distances: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,7 +100,7 @@ class ScoreBias:
         Raises:
             MaskError: ``bias`` is a tensor of no float dtype, or ``axes`` does not name its axes.
         """
-        require_tensors(bias=bias)
+        arguments.require_tensors(bias=bias)
         if not bias.is_floating_point():
             raise MaskError(
                 saw=f"ScoreBias.dense with a tensor of dtype {bias.dtype}",
@@ -199,7 +197,7 @@ class ScoreBias:
         """
         for part in self.by_distance:
             part.offset(queries, keys)
-            if not axis_broadcasts_to(part.num_heads, heads):
+            if not text.axis_broadcasts_to(part.num_heads, heads):
                 raise MaskError(
                     saw=f"a {part.name} bias for {part.num_heads} heads",
                     needed=f"{heads} heads, or one row for all",
@@ -269,7 +267,7 @@ class BoundBias:
         """
         if self.table is None or self.tensors:
             return bool(self.tensors)
-        return not (may_check_values(self.table) and bool((self.table > -torch.inf).all()))
+        return not (tracing.may_check_values(self.table) and bool((self.table > -torch.inf).all()))
 
     def all_tensors(self) -> list[Tensor]:
         """The dense tensors, and the table where there is one."""
@@ -341,17 +339,17 @@ def require_score_bias_type(value: object, call: str) -> ScoreBias:
     if isinstance(value, ScoreBias):
         return value
     raise MaskError(
-        saw=f"{call}{describe_value(value)}",
+        saw=f"{call}{text.describe_value(value)}",
         needed="a ScoreBias",
         do='ScoreBias.dense(t, axes="queries keys"), or ScoreBias.alibi(slopes)',
     )
 
 
 def _require_float_tensor(tensor: Tensor, name: str, axes: tuple[str, ...]) -> None:
-    require_tensors(**{name: tensor})
+    arguments.require_tensors(**{name: tensor})
     if not tensor.is_floating_point() or tensor.dim() != len(axes):
         raise MaskError(
-            saw=f"{name}={describe_value(tensor)}",
+            saw=f"{name}={text.describe_value(tensor)}",
             needed=f"floats of shape ({', '.join(axes)})",
             do=f"e.g. {name}.float(), with one row for each head",
         )
@@ -364,7 +362,7 @@ def _check_device_and_values(bias: Tensor, device: torch.device) -> None:
             needed="one device",
             do=f'bias.to("{device}")',
         )
-    if not may_check_values(bias) or bias.numel() == 0:
+    if not tracing.may_check_values(bias) or bias.numel() == 0:
         return
     highest = float(bias.detach().max())  # NaN wins over every number
     if highest != highest or highest == torch.inf:
@@ -392,7 +390,7 @@ def split_additive_mask(added: Float[Tensor, "..."], *, axes: str) -> tuple[Mask
         # One tensor, which the fused kernel takes at any size.
         return Mask(), ScoreBias.dense(added.masked_fill(hidden, -torch.inf), axes=axes)
     mask = Mask.may_attend(~hidden, axes=axes)
-    if may_check_values(added):  # return an empty mask or bias where one suffices
+    if tracing.may_check_values(added):  # return an empty mask or bias where one suffices
         if not bool(hidden.any()):
             return Mask(), score_bias
         if not added.requires_grad and not bool(added.masked_fill(hidden, 0).any()):

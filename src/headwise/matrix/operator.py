@@ -25,10 +25,7 @@ from headwise.matrix.kernels import dense, readings, sdpa, tiled, tiles
 from headwise.matrix.kernels.dispatch import Explanation, explain_kernels, run_kernel
 from headwise.matrix.kernels.kernel import KernelInput, Requested, Task, accumulation_dtype
 from headwise.matrix.kernels.readings import ObservedTile
-from headwise.support.arguments import explain_arguments, require_tensors
-from headwise.support.lazy import ShownInNotebook
-from headwise.support.text import MATRIX_AXES, axis_broadcasts_to, human_bytes
-from headwise.support.tracing import is_jit_tracing, without_autocast
+from headwise.support import arguments, lazy, text, tracing
 
 _MATMULS = (operator.matmul, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
@@ -69,7 +66,7 @@ class Statistics(NamedTuple):
     received: Float[Tensor, "batch heads keys"]
 
 
-class AttentionMatrix(LeftOperand, ShownInNotebook):
+class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
     """The weights (batch, heads, queries, keys) of scaled dot-product attention, as an operator.
 
     ``A @ v`` gives head outputs, ``A.mT @ y`` sums over queries. Statistics of half types are
@@ -91,7 +88,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         MaskError: a mask or a score bias for other sizes.
     """
 
-    @explain_arguments(checks.SDPA_ADVICE)
+    @arguments.explain_arguments(checks.SDPA_ADVICE)
     def __init__(
         self,
         q: Float[Tensor, "batch heads queries head_dim"],
@@ -142,7 +139,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             options.append(f"softcap {self.softcap:g}")
         if self.sink is not None:
             options.append("sink")
-        size = human_bytes(math.prod(self.shape) * self.q.element_size())
+        size = text.human_bytes(math.prod(self.shape) * self.q.element_size())
         return f"AttentionMatrix({', '.join(options)}; dense would be {size})"
 
     def explain(self, v: Float[Tensor, "..."] | None = None) -> Explanation:
@@ -185,11 +182,11 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         self, v: Float[Tensor, "#batch value_heads keys value_dim"]
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch queries keys"]]:
         """Return ``A @ v`` and ``A.head_average()``; without gradients one pass computes both."""
-        require_tensors(v=v)
+        arguments.require_tensors(v=v)
         if row := self._outputs_and_average_of_single_query(v):
             return row
         # torch checks a trace in another grad mode than it was made in: both must take one path.
-        if is_jit_tracing() or self._needs_gradient(v):
+        if tracing.is_jit_tracing() or self._needs_gradient(v):
             # Two forward passes: the fused kernel's faster backward outweighs the second pass.
             return self @ v, self.head_average()
         task = Task(*self._kernel_input_and_values(v), statistics=Requested(average=True))
@@ -232,7 +229,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
         offset = checks.require_diagonal_offset(offset, *self.shape[2:])
         return readings.diagonal_weights(self._kernel_input(), offset)
 
-    @explain_arguments(checks.ROWS_ADVICE)
+    @arguments.explain_arguments(checks.ROWS_ADVICE)
     def topk(
         self, k: SupportsIndex, queries: Integer[Tensor, " rows"] | None = None
     ) -> tuple[Float[Tensor, "batch heads rows k"], Int[Tensor, "batch heads rows k"]]:
@@ -271,7 +268,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
             by_key = self @ tiles.block_membership(self.shape[3], keys, self.q)[None, None]
             # Counts of queries exceed the range of float16 and the precision of bfloat16.
             by_key = by_key.to(accumulation_dtype(self.q.dtype))
-            with without_autocast(self.q):
+            with tracing.without_autocast(self.q):
                 members = tiles.block_membership(self.shape[2], queries, by_key)
                 sums = members.transpose(-2, -1) @ by_key
         sizes = tiles.block_sizes(self.shape[2], queries, sums)[:, None]
@@ -340,7 +337,7 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
 
     @property
     def _axis_sizes(self) -> dict[str, int]:
-        return dict(zip(MATRIX_AXES, self.shape, strict=True))
+        return dict(zip(text.MATRIX_AXES, self.shape, strict=True))
 
     def _kernel_input(self) -> KernelInput:
         (_, _, queries, keys), q, bias = self.shape, self.q, self.score_bias
@@ -352,10 +349,10 @@ class AttentionMatrix(LeftOperand, ShownInNotebook):
 
     def _kernel_input_and_values(self, v: Tensor) -> tuple[KernelInput, Tensor]:
         """Return the problem with as many kv heads as ``v``, and ``v`` expanded to full size."""
-        require_tensors(v=v)
+        arguments.require_tensors(v=v)
         (batch, heads, _, keys), kv_heads = self.shape, self.k.shape[1]
-        fits = v.dim() == 4 and axis_broadcasts_to(v.shape[0], batch) and v.shape[2] == keys
-        fits_kv_heads = fits and axis_broadcasts_to(v.shape[1], kv_heads)
+        fits = v.dim() == 4 and text.axis_broadcasts_to(v.shape[0], batch) and v.shape[2] == keys
+        fits_kv_heads = fits and text.axis_broadcasts_to(v.shape[1], kv_heads)
         if not fits or not (fits_kv_heads or v.shape[1] == heads):
             checks.raise_operand_error(
                 "A @ v", v, f"(batch {batch}, kv_heads {kv_heads}, keys {keys}, value_dim)"
@@ -394,11 +391,12 @@ class TransposedMatrix(LeftOperand):
         Raises:
             ShapeError, DTypeError, DeviceError: ``y`` does not fit the matrix.
         """
-        require_tensors(y=y)
+        arguments.require_tensors(y=y)
         batch, heads, _, queries = self.shape
         fits = y.dim() == 4 and y.shape[2] == queries
         if not fits or not (
-            axis_broadcasts_to(y.shape[0], batch) and axis_broadcasts_to(y.shape[1], heads)
+            text.axis_broadcasts_to(y.shape[0], batch)
+            and text.axis_broadcasts_to(y.shape[1], heads)
         ):
             checks.raise_operand_error(
                 "A.mT @ y", y, f"(batch {batch}, heads {heads}, queries {queries}, y_dim)"

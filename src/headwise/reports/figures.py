@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headwise.errors import OptionError
-from headwise.reports import blobs
-from headwise.reports.report import (
-    change_label,
-    change_scale_end,
-    clearest_statistic,
-    diverging_colour,
-    drawn_statistic,
-    first_head,
-    most_changed_statistic,
-)
+from headwise.reports import blobs, report
 from headwise.scanning.diff import ScanDiff
 from headwise.scanning.layer import LayerScan
 from headwise.scanning.result import HeadScan
@@ -44,18 +35,20 @@ Names = Callable[[int], str]
 
 def plot_diff(diff: ScanDiff, *, statistic: str | None, ax: Any, width: float) -> Figure:
     """Draw the change of a statistic as `ScanDiff.plot` says."""
-    name = statistic or most_changed_statistic(diff) or next(iter(diff.scalars), None)
+    name = statistic or report.most_changed_statistic(diff) or next(iter(diff.scalars), None)
     if name not in diff.scalars:
         raise OptionError(
             saw=f"statistic={describe_value(statistic)}",
             needed=f"one number for each head that both scans have: {', '.join(diff.scalars)}",
             do="choose from these",
         )
-    end = change_scale_end(diff, name)
+    end = report.change_scale_end(diff, name)
     colours = _require_matplotlib("colors")
     steps = np.linspace(-1, 1, 255)
-    scale = colours.ListedColormap([np.array(diverging_colour(step)) / 255 for step in steps])
-    label, values = change_label(diff, name), diff[name].numpy()
+    scale = colours.ListedColormap(
+        [np.array(report.diverging_colour(step)) / 255 for step in steps]
+    )
+    label, values = report.change_label(diff, name), diff[name].numpy()
     with _paper_text_style_context():
         return _draw_grid(values, label, ax, width, cmap=scale, vmin=-end, vmax=end)
 
@@ -90,7 +83,7 @@ def plot_scan(
 def _choose_head(scan: HeadScan, layer: int | str | None, head: int | None) -> tuple[int, int]:
     heads = [(index, number) for _, index, number in scan.heads]
     number = list(scan.layers).index(layer) if layer in scan.layers else layer
-    first = first_head(scan, None if isinstance(number, str) else number) or (0, 0)
+    first = report.first_head(scan, None if isinstance(number, str) else number) or (0, 0)
     number, head = first[0] if number is None else number, first[1] if head is None else head
     if isinstance(number, str) or (number, head) not in heads:
         raise OptionError(
@@ -104,7 +97,7 @@ def _choose_head(scan: HeadScan, layer: int | str | None, head: int | None) -> t
 
 def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> Figure:
     if statistic is None:
-        clearest = clearest_statistic(scan)
+        clearest = report.clearest_statistic(scan)
         statistic = clearest.name if clearest else next(iter(scan.scalars), None)
     if statistic not in scan.scalars:
         raise OptionError(
@@ -112,7 +105,7 @@ def _plot_grid(scan: HeadScan, statistic: str | None, ax: Any, width: float) -> 
             needed=f"one number for each head: {', '.join(scan.scalars)}",
             do="choose from these",
         )
-    drawn = drawn_statistic(scan, statistic)
+    drawn = report.drawn_statistic(scan, statistic)
     low, high = drawn.scale.low, drawn.scale.high
     norm = _make_colour_norm(
         low, max(high, low + 1e-9), power=0.5 if drawn.scale.kind == "weight" else 1.0

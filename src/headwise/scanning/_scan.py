@@ -12,10 +12,9 @@ from headwise.errors import OptionError
 from headwise.layers.hooks import call_hook
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning import inputs as model_inputs
-from headwise.scanning import selection, weights
+from headwise.scanning import record, selection, weights
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.layer import TextRecorder
-from headwise.scanning.record import Recorder, record_attention
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import Layers, Numbers, SelectedLayers, Statistics
 from headwise.scanning.statistics.statistic import compute_summaries
@@ -81,7 +80,7 @@ def _run_scan(
     if isinstance(model, nn.Module):
         model_inputs.require_finite_parameters(model)
     prepared = model_inputs.check_tokens_and_limit_outputs(model, given)
-    with record_attention(model, on_complete=collector.add) as recorder:
+    with record.record_attention(model, on_complete=collector.add) as recorder:
         for original, shortened in zip(given, prepared, strict=True):
             collector.begin_input()
             if call is None:
@@ -182,7 +181,7 @@ class _Collector:
         if table is not None and call.out_proj is not None:
             call.unembedding = table if table.shape[-1] == call.out_proj.shape[-1] else None
 
-    def result(self, model: str, recorder: Recorder) -> HeadScan:
+    def result(self, model: str, recorder: record.Recorder) -> HeadScan:
         """Return the scan, with layers in call order.
 
         Raises:
@@ -293,7 +292,7 @@ class ExactRows:
                 calls.append(call)
 
         prepared = model_inputs.check_tokens_and_limit_outputs(self._model, self._inputs)
-        with record_attention(self._model, on_complete=keep) as recorder:
+        with record.record_attention(self._model, on_complete=keep) as recorder:
             for each in prepared:
                 recorder.run(each)
         return calls

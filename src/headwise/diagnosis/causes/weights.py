@@ -22,17 +22,9 @@ from headwise.diagnosis.causes.evidence import (
     flatten_tokens,
     search_moves,
 )
+from headwise.diagnosis.moves import state
 from headwise.diagnosis.moves.maps import MapName, Rows
 from headwise.diagnosis.moves.move import ROUNDED, Rounded, format_dtype
-from headwise.diagnosis.moves.state import (
-    CRITICAL,
-    Initialisation,
-    extract_rows,
-    kolmogorov_smirnov_statistic,
-    list_initialisations,
-    recognise_initialisation,
-    replace_rows,
-)
 from headwise.diagnosis.simulation.gaps import WHOLE, replace_model_stage_in_heads
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.rounding import allowed_difference
@@ -90,11 +82,11 @@ def _copy_weights_to_role(
 
 
 def _weights_rounded(evidence: Evidence) -> Variants:
-    rows, roles = extract_rows(evidence.model.weights), evidence.parted_roles
+    rows, roles = state.extract_rows(evidence.model.weights), evidence.parted_roles
     for dtype in ROUNDED:
         for parts in (("weights", "biases"), ("weights",)):
             rounded = Rounded(roles, dtype, parts=parts).apply(rows)
-            weights = replace_rows(evidence.model.weights, rounded)
+            weights = state.replace_rows(evidence.model.weights, rounded)
             if "bo" in weights and "biases" in parts and "o" in roles:
                 weights["bo"] = weights["bo"].to(dtype).to(weights["bo"].dtype)
             parameters = {"roles": "".join(roles), "dtype": str(dtype)}
@@ -125,7 +117,7 @@ WIDEST = 0.15
 
 
 def _initial_weights(evidence: Evidence) -> Variants:
-    rows = extract_rows(evidence.model.weights)
+    rows = state.extract_rows(evidence.model.weights)
     for role, stage in STAGE_OF.items():
         parted = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
         if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
@@ -136,7 +128,7 @@ def _initial_weights(evidence: Evidence) -> Variants:
             continue
         if not _has_no_trace_of_right_weights(evidence, role, tokens[0], whitened):
             continue
-        for kind in list_initialisations(role, rows):
+        for kind in state.list_initialisations(role, rows):
             if _is_drawn_from(whitened, kind):
                 variant = _fit_weights_variant(evidence, role, *tokens, kind)
                 if not _has_permuted_entries(variant.model.weights[f"w{role}"], rows):
@@ -153,9 +145,9 @@ def _has_no_trace_of_right_weights(
     in this one's place. Where the right weights look initialised themselves, some stage must agree
     as well.
     """
-    rows = extract_rows(evidence.model.weights)
+    rows = state.extract_rows(evidence.model.weights)
     all_parted = all(evidence.parted_calls_and_heads(stage) for stage in ("q", "k", "v"))
-    if all_parted and recognise_initialisation(role, rows) is not None:
+    if all_parted and state.recognise_initialisation(role, rows) is not None:
         return False
     roles = [role] if role == "o" else [each for each in rows.roles if each != "o"]
     for each in roles:
@@ -203,14 +195,14 @@ def _whiten_tokens(x: Tensor, y: Tensor) -> Tensor | None:
     return products if products.numel() >= LEAST_ENTRIES else None
 
 
-def _is_drawn_from(products: Tensor, kind: Initialisation) -> bool:
+def _is_drawn_from(products: Tensor, kind: state.Initialisation) -> bool:
     """True if products with unit vectors are independent normal numbers of the right variance."""
     combinations, rows = products.shape
-    normal = Initialisation(kind.text, kind.standard_deviation, is_uniform=False)
+    normal = state.Initialisation(kind.text, kind.standard_deviation, is_uniform=False)
     apart = float(products.square().mean().sqrt()) / kind.standard_deviation - 1
     if abs(apart) * (2 * products.numel()) ** 0.5 > MOST_DEVIATIONS:
         return False
-    if kolmogorov_smirnov_statistic(products.flatten(), normal) >= CRITICAL:
+    if state.kolmogorov_smirnov_statistic(products.flatten(), normal) >= state.CRITICAL:
         return False
     gram = (products / kind.standard_deviation) @ (products / kind.standard_deviation).T / rows
     size = float((gram - torch.eye(combinations, dtype=gram.dtype)).square().sum())
@@ -218,7 +210,7 @@ def _is_drawn_from(products: Tensor, kind: Initialisation) -> bool:
 
 
 def _fit_weights_variant(
-    evidence: Evidence, role: str, x: Tensor, y: Tensor, kind: Initialisation
+    evidence: Evidence, role: str, x: Tensor, y: Tensor, kind: state.Initialisation
 ) -> Variant:
     weights = evidence.model.weights
     biased = f"b{role}" in weights

@@ -15,15 +15,8 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import BIAS_MISSING, FACTOR, ROWS_ZERO, SIGN
+from headwise.diagnosis.moves import families, labels, search
 from headwise.diagnosis.moves import move as changes
-from headwise.diagnosis.moves.families import make_row_map_catalogue
-from headwise.diagnosis.moves.labels import (
-    Labelled,
-    hash_rows,
-    label_near_rows,
-    label_rows_by_bits,
-    list_matrix_maps,
-)
 from headwise.diagnosis.moves.maps import (
     BIASES,
     BOTH,
@@ -41,13 +34,6 @@ from headwise.diagnosis.moves.move import (
     apply_moves,
     have_same_bits,
     largest_residual,
-)
-from headwise.diagnosis.moves.search import (
-    RoleSteps,
-    explain_roles,
-    list_block_counts,
-    make_block_map,
-    search_steps,
 )
 from headwise.errors import ShapeError
 from headwise.function.rounding import default_tolerance
@@ -118,21 +104,21 @@ def _require_same_shapes(a: Rows, b: Rows) -> None:
 
 def _yield_explanations(
     a: Rows, b: Rows, sizes: RowSizes, given: Rows | None
-) -> Iterator[RoleSteps]:
+) -> Iterator[search.RoleSteps]:
     """Yield explanations: nothing moved, by bits, by bits after a rounding, by directions."""
-    yield RoleSteps(((),), sizes.roles)
-    catalogue = make_row_map_catalogue(sizes, b.column_counts())
+    yield search.RoleSteps(((),), sizes.roles)
+    catalogue = families.make_row_map_catalogue(sizes, b.column_counts())
     maps: list[MatrixMap] = []
     for dtype in (None, *_list_rounding_dtypes(a, b)):
         ours, theirs = (rows if dtype is None else rows.cast(dtype) for rows in (a, b))
-        for maps in ([], list_matrix_maps(b, sizes, given)):
+        for maps in ([], labels.list_matrix_maps(b, sizes, given)):
             asked = bool(maps)
             turned = given if asked else None
             turned = turned if turned is None or dtype is None else turned.cast(dtype)
-            labels_a = label_rows_by_bits(ours, sizes, matrices=asked and given is None)
-            labels_b = label_rows_by_bits(theirs, sizes, matrices=asked, given=turned)
-            yield explain_roles(labels_a, labels_b, catalogue, maps)
-    yield explain_roles(*label_near_rows(a, b, sizes, maps), catalogue, maps)
+            labels_a = labels.label_rows_by_bits(ours, sizes, matrices=asked and given is None)
+            labels_b = labels.label_rows_by_bits(theirs, sizes, matrices=asked, given=turned)
+            yield search.explain_roles(labels_a, labels_b, catalogue, maps)
+    yield search.explain_roles(*labels.label_near_rows(a, b, sizes, maps), catalogue, maps)
 
 
 def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
@@ -149,7 +135,7 @@ def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
 
 
 def _make_move_report(
-    explanation: RoleSteps, a: Rows, b: Rows, sizes: RowSizes, tolerance: float
+    explanation: search.RoleSteps, a: Rows, b: Rows, sizes: RowSizes, tolerance: float
 ) -> MoveReport:
     """Return what is explained after the steps and changes that move nothing, on every entry."""
     sequences = [
@@ -273,11 +259,13 @@ def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tup
         return ()
     sizes = replace(b.head_counts_and_dims(), roles=roles)
     ours, theirs = (
-        Labelled(sizes, hash_rows(torch.cat([rows.biases[r].flatten() for r in roles])[:, None]))
+        labels.Labelled(
+            sizes, labels.hash_rows(torch.cat([rows.biases[r].flatten() for r in roles])[:, None])
+        )
         for rows in (a, b)
     )
-    maps = make_row_map_catalogue(sizes, (1,) * len(roles))
-    sequences = search_steps(ours, theirs, maps, (), roles)
+    maps = families.make_row_map_catalogue(sizes, (1,) * len(roles))
+    sequences = search.search_steps(ours, theirs, maps, (), roles)
     moves = []
     for step in sequences[0] if sequences else ():
         assert not isinstance(step, MatrixMap)
@@ -340,8 +328,8 @@ class HeadsAndOutput:
 
     def _yield_map_moves(self) -> Iterator[Move]:
         sizes = self.rows.head_counts_and_dims()
-        maps = make_row_map_catalogue(sizes, self.rows.column_counts()).maps
-        steps: list[RowMap | MatrixMap] = [*maps, *list_matrix_maps(self.rows, sizes)]
+        maps = families.make_row_map_catalogue(sizes, self.rows.column_counts()).maps
+        steps: list[RowMap | MatrixMap] = [*maps, *labels.list_matrix_maps(self.rows, sizes)]
         for step in steps:
             if step.names[0].roles == ("o",):
                 yield Move.of_step(step, WEIGHTS)
@@ -349,7 +337,7 @@ class HeadsAndOutput:
     def _yield_block_moves(self) -> Iterator[Move]:
         """Yield orders of heads and shards, and factors of heads."""
         sizes = self.rows.head_counts_and_dims()
-        for blocks in list_block_counts("o", sizes):
+        for blocks in search.list_block_counts("o", sizes):
             if blocks > MOST_BLOCKS:
                 continue
             shares = self._solve_block_coefficients(blocks)
@@ -358,7 +346,7 @@ class HeadsAndOutput:
                 if blocks == sizes.heads:
                     yield from _yield_head_factor_moves(shares.diagonal())
             elif sorted(taken) == list(range(blocks)):
-                yield Move.of_step(make_block_map(tuple(taken), ("o",), sizes), WEIGHTS)
+                yield Move.of_step(search.make_block_map(tuple(taken), ("o",), sizes), WEIGHTS)
 
     def _solve_block_coefficients(self, blocks: int) -> Tensor:
         """Return how much of each block of the projection each block of head outputs goes through.

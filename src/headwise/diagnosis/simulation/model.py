@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.simulation.stages import RecordedCall, subtract_positions
-from headwise.function import gate, norm, stages
-from headwise.function.rotary import rotate_by_rule
+from headwise.function import gate, norm, rotary, stages
 from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec, RotaryRule
-from headwise.function.stages import STAGES
 from headwise.function.weights import State
 
 StageFunction = Callable[["ForcedStage"], Tensor]
@@ -119,7 +117,7 @@ class AttentionModel:
 
     def predict_all_stages(self, call: RecordedCall) -> dict[str, Tensor]:
         """Return every stage of the call, computed from its inputs alone."""
-        for stage in STAGES:
+        for stage in stages.STAGES:
             call = call.with_stages({**call.stages, stage: self.predict_stage(stage, call)})
         return dict(call.stages)
 
@@ -130,7 +128,7 @@ class AttentionModel:
         """
         narrow = replace(self, weights={name: x.to(dtype) for name, x in self.weights.items()})
         call = replace(call, stages={})
-        for each in STAGES[: STAGES.index(stage) + 1]:
+        for each in stages.STAGES[: stages.STAGES.index(stage) + 1]:
             is_exact = each in self.replaced
             model, kind = (self, torch.float64) if is_exact else (narrow, dtype)
             result = model.predict_stage(each, call.cast(kind)).to(dtype)
@@ -234,7 +232,7 @@ def rotate_heads(forced: ForcedStage) -> Tensor:
 
 
 def _rotate_from_offset(rule: RotaryRule, x: Tensor, positions: Tensor, offset: int) -> Tensor:
-    return rotate_by_rule(rule, x, positions + offset)
+    return rotary.rotate_by_rule(rule, x, positions + offset)
 
 
 def _apply_norm_at_place(forced: ForcedStage, x: Tensor, place: str) -> Tensor:

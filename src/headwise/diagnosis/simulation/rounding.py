@@ -24,10 +24,7 @@ from headwise.diagnosis.simulation.model import (
     output_gates,
 )
 from headwise.diagnosis.simulation.stages import RecordedCall
-from headwise.function.distance import slopes_of
-from headwise.function.rotary import frequencies_of_rule
-from headwise.function.rounding import Roundoff, allow_two_runs, input_share, last_rounding
-from headwise.function.stages import BEFORE, repeat_kv_heads
+from headwise.function import distance, rotary, rounding, stages
 
 MOST_KEPT = 1 << 22  # entries of a tensor whose moved copies are kept
 
@@ -67,7 +64,7 @@ SIDES = 2
 DRAWS = 3
 FAR = 30  # times one draw's change: no three draws differ by as much
 PERTURBED = PerturbedTensors()
-FLOAT32 = Roundoff.of(torch.float32, with_reference=False).u
+FLOAT32 = rounding.Roundoff.of(torch.float32, with_reference=False).u
 WEIGHTS_OF = {
     "q": ("wq", "bq"),
     "k": ("wk", "bk"),
@@ -94,26 +91,26 @@ def allow_output(
         return model.predict_in_dtype(stage, replace(call, inputs=given), x.dtype)
 
     given = (inputs.x,) if inputs.source is None else (inputs.x, inputs.source)
-    return allow_two_runs(run, *given, dtype=dtype)[1]
+    return rounding.allow_two_runs(run, *given, dtype=dtype)[1]
 
 
 def allowed_difference(forced: ForcedStage) -> Tensor:
     """Return the difference that rounding explains, of the shape of the stage."""
-    r = Roundoff.of(forced.call.dtype, with_reference=False)
+    r = rounding.Roundoff.of(forced.call.dtype, with_reference=False)
     if _can_bound_by_formula(forced):
         return SIDES * _BOUNDS[forced.stage](forced, r)
     call, is_bare = forced.call, not forced.call.stages and not forced.model.replaced
     if is_bare and call.dtype != torch.float64:
         exact = forced.compute_stage()
         allowed = allow_output(forced.model, call, forced.stage, call.dtype)
-        return allowed + last_rounding(exact.nan_to_num(0.0, 0.0, 0.0), call.dtype)
+        return allowed + rounding.last_rounding(exact.nan_to_num(0.0, 0.0, 0.0), call.dtype)
     return SIDES * _largest_change_by_perturbation(forced, r)
 
 
 def _can_bound_by_formula(forced: ForcedStage) -> bool:
     """True if all that the stage is made of was recorded, in its usual shape."""
     call, stage = forced.call, forced.stage
-    is_recorded = all(before in call.stages for before in BEFORE[stage])
+    is_recorded = all(before in call.stages for before in stages.BEFORE[stage])
     return is_recorded and (stage != "head outputs" or _recorded_weights_fit_call(forced))
 
 
@@ -131,7 +128,7 @@ def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
 
     False where a formula bounds the stage, which costs little.
     """
-    r = Roundoff.of(forced.call.dtype, with_reference=False)
+    r = rounding.Roundoff.of(forced.call.dtype, with_reference=False)
     if _can_bound_by_formula(forced):
         return False
     change = (
@@ -141,7 +138,7 @@ def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
     return bool(apart.amax() > FAR * SIDES * change)
 
 
-def _largest_change_by_perturbation(forced: ForcedStage, r: Roundoff) -> Tensor:
+def _largest_change_by_perturbation(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
     """Return the largest change of a stage when all that it is made of changes by n u.
 
     Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
@@ -164,7 +161,7 @@ def _count_summed_terms(forced: ForcedStage) -> int:
 def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
     """Return the change of a stage when all that it is made of is moved once."""
     model, call, stage = forced.model, forced.call, forced.stage
-    share = input_share(_count_summed_terms(forced), forced.call.dtype)
+    share = rounding.input_share(_count_summed_terms(forced), forced.call.dtype)
 
     def moved(x: Tensor, name: str) -> Tensor:
         return PERTURBED.perturb(x, name, draw, share)
@@ -185,7 +182,7 @@ def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
 def _name_used_weights(call: RecordedCall, stage: str) -> set[str]:
     """Return names of the weights by which a stage is computed from the recorded ones."""
     names = {*WEIGHTS_OF.get(stage, ())}
-    for earlier in BEFORE[stage]:
+    for earlier in stages.BEFORE[stage]:
         if earlier not in call.stages:
             names |= _name_used_weights(call, earlier)
     return names
@@ -203,27 +200,29 @@ def _with_float32_angles(model: AttentionModel) -> AttentionModel:
     return model.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
 
 
-def _bound_projection(forced: ForcedStage, r: Roundoff) -> Tensor:
+def _bound_projection(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
     role, inputs = forced.stage, forced.call.inputs
     x = inputs.x if role == "q" else inputs.key_source
     return _bound_linear(x, forced.weight(f"w{role}"), forced.weight(f"b{role}"), r)
 
 
-def _bound_linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, r: Roundoff) -> Tensor:
+def _bound_linear(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, r: rounding.Roundoff
+) -> Tensor:
     assert weight is not None
     sizes = torch.einsum("ble,hde->bhld", x.double().abs(), weight.abs())
     sizes = sizes if bias is None else sizes + bias.abs()[:, None]
     return (x.shape[-1] * r.u + r.U) * sizes
 
 
-def _bound_norm(forced: ForcedStage, r: Roundoff) -> Tensor:
+def _bound_norm(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
     x = forced.compute_stage()
     count = x.shape[1] * x.shape[3]
     # a mean that is subtracted cancels digits of the largest entry
     return (count * r.u + 8 * r.U) * x.abs().amax((1, 3), keepdim=True).expand_as(x)
 
 
-def _bound_rotation(forced: ForcedStage, r: Roundoff) -> Tensor:
+def _bound_rotation(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
     bound = _bound_norm(forced, r)
     form = forced.settings.rotation
     if form is None or not form.width:
@@ -231,25 +230,25 @@ def _bound_rotation(forced: ForcedStage, r: Roundoff) -> Tensor:
     role = forced.stage[0]
     call, x = forced.call, forced.compute_stage()
     positions = call.query_positions if role == "q" else call.new_key_positions
-    largest = positions.abs().max() * frequencies_of_rule(form).max()
+    largest = positions.abs().max() * rotary.frequencies_of_rule(form).max()
     size = forced[f"{role} after norm"].abs().amax(3, keepdim=True)
     return bound + (8 * r.U + FLOAT32 * largest) * form.amplitude * size.expand_as(x)
 
 
-def _bound_scores(forced: ForcedStage, r: Roundoff) -> Tensor:
+def _bound_scores(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
     q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
-    sizes = q.abs() @ repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.factor)
+    sizes = q.abs() @ stages.repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.factor)
     bound = (q.shape[-1] * r.u + 8 * r.U) * sizes
     scores = forced.compute_stage()
     if scores.shape == bound.shape:  # numbers that are added to products round at their size
         bound = bound + 8 * r.U * scores.abs().nan_to_num(0.0, posinf=0.0)
-    if (slopes := slopes_of(settings)) is not None:
+    if (slopes := distance.slopes_of(settings)) is not None:
         bias = slopes.abs()[:, None, None] * key_query_distances(forced.call).abs()
         bound = bound + (8 * r.U + FLOAT32) * bias
     return bound
 
 
-def _bound_softmax(forced: ForcedStage, r: Roundoff) -> Tensor:
+def _bound_softmax(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
     s, weights = forced["scores"], forced.compute_stage()
     seen = s.masked_fill(~s.isfinite(), 0.0)
     largest = seen.abs().amax(-1, keepdim=True)
@@ -257,9 +256,9 @@ def _bound_softmax(forced: ForcedStage, r: Roundoff) -> Tensor:
     return (s.shape[-1] * r.u + (8 + 4 * largest) * r.U) * weights + tiny
 
 
-def _bound_head_outputs(forced: ForcedStage, r: Roundoff) -> Tensor:
+def _bound_head_outputs(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
     weights = forced["weights"]
-    values = repeat_kv_heads(forced.values_of_all_calls, heads=weights.shape[1]).abs()
+    values = stages.repeat_kv_heads(forced.values_of_all_calls, heads=weights.shape[1]).abs()
     # A fused kernel computes scores and weights again, with a rounding of its own.
     again = _bound_softmax(replace(forced, stage="weights"), r)
     again = again + 2 * weights.abs() * _bound_scores(forced, r).amax(-1, keepdim=True)
@@ -273,7 +272,7 @@ def _bound_head_outputs(forced: ForcedStage, r: Roundoff) -> Tensor:
     return bound * gates + error * (weights.abs() @ values)
 
 
-def _bound_output(forced: ForcedStage, r: Roundoff) -> Tensor:
+def _bound_output(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
     heads, bias = forced["head outputs"], forced.weight("bo")
     joined = heads.abs().transpose(1, 2).flatten(2)
     sizes = joined @ forced.model.weights["wo"].abs().flatten(0, 1)

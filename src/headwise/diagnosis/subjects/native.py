@@ -15,10 +15,8 @@ from headwise.diagnosis.subjects.adapters import merge_adapters
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import OptionError
 from headwise.function.spec import AttentionSpec
+from headwise.layers import checks, conversion, distance
 from headwise.layers.attention import Attention
-from headwise.layers.checks import POSITIONAL_OPTIONS
-from headwise.layers.conversion import state_per_head
-from headwise.layers.distance import AlibiSlopes, T5BucketTable
 from headwise.masks.mask import Mask
 
 
@@ -29,7 +27,7 @@ class NativeSubject(ModuleSubject):
 
     def __init__(self, layer: Attention, kind: str = "headwise.Attention") -> None:
         super().__init__(layer, kind)
-        self.takes_source = all(getattr(layer, name) is None for name in POSITIONAL_OPTIONS)
+        self.takes_source = all(getattr(layer, name) is None for name in checks.POSITIONAL_OPTIONS)
 
     def subject_of_module(self, module: nn.Module) -> Self:
         """Return the subject of another layer."""
@@ -45,7 +43,7 @@ class NativeSubject(ModuleSubject):
     def model(self) -> AttentionModel:
         """The layer as data."""
         merged = merge_adapters(copy.deepcopy(self.float64_layer))
-        weights = state_per_head(self.float64_layer, merged.state_dict())
+        weights = conversion.state_per_head(self.float64_layer, merged.state_dict())
         return AttentionModel(settings_from_layer(self.float64_layer), weights)
 
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
@@ -83,7 +81,7 @@ def settings_from_layer(layer: Attention) -> AttentionSpec:
         OptionError: a score bias whose formula is not known.
     """
     bias = layer.score_bias
-    if not isinstance(bias, AlibiSlopes | T5BucketTable | None):
+    if not isinstance(bias, distance.AlibiSlopes | distance.T5BucketTable | None):
         raise OptionError(
             saw=f"a score bias of {type(bias).__name__}",
             needed="Alibi, T5Bias or none, whose formula is known",

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwise.layers.explain import LayerExplanation, linear_product_line, projection_line
-from headwise.layers.hooks import call_hook
+from headwise.layers import explain, hooks
 from headwise.layers.linear import apply_linear
 from headwise.layers.torch_api import checks
 from headwise.layers.torch_api.checks import CallOptions, Parameters
@@ -57,7 +56,7 @@ def attend_before_out_proj(
         outputs, weights = matrix.outputs_and_average(v)
     else:
         outputs = matrix @ v if dropout_p == 0 else matrix.dropped(v, dropout_p=dropout_p)
-    outputs = call_hook(matrix, v, outputs)
+    outputs = hooks.call_hook(matrix, v, outputs)
     if options.need_weights and weights is None:
         weights = matrix.head_average() if options.average else matrix.dense(limit=None)
     shape = (*query.shape[:-1], parameters.width)
@@ -191,7 +190,7 @@ def explain_forward(
     options: CallOptions,
     *,
     out_proj: nn.Module,
-) -> LayerExplanation:
+) -> explain.LayerExplanation:
     """Return the report on `attend_before_out_proj` and the output projection for these inputs."""
     matrix, v = build_matrix_and_values(query, key, value, parameters, options)
     tokens = f"{query.shape[:-1].numel():,}, all of the input"
@@ -200,14 +199,14 @@ def explain_forward(
     if options.dropout_p > 0:
         tokens += "; dropout in training allocates queries x keys for A @ v"
     lines = [
-        linear_product_line(
+        explain.linear_product_line(
             name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], len(weight))
         )
         for name, x, weight, *_ in _input_products(query, key, value, parameters)
     ]
-    lines.append(projection_line("out_proj", out_proj, query.shape[:-1].numel()))
+    lines.append(explain.projection_line("out_proj", out_proj, query.shape[:-1].numel()))
     returned = _describe_returned_weights(matrix, v, options)
-    return LayerExplanation(tokens, tuple(lines), matrix.explain(v), returned)
+    return explain.LayerExplanation(tokens, tuple(lines), matrix.explain(v), returned)
 
 
 def _describe_returned_weights(matrix: AttentionMatrix, v: Tensor, options: CallOptions) -> str:

@@ -21,7 +21,6 @@ from headwise.function.spec import AttentionSpec
 from headwise.layers.explain import LayerExplanation
 from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
-from headwise.layers.torch_api.checks import CallOptions, Parameters
 from headwise.layers.torch_api.forward import (
     attend_before_out_proj,
     explain_forward,
@@ -259,11 +258,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_causal: bool,
         need_weights: bool,
         average: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Parameters, CallOptions]:
+    ) -> tuple[Tensor, Tensor, Tensor, checks.Parameters, checks.CallOptions]:
         """Return the arguments of the pass before the output projection, for the heads here."""
         dropout_p = self.dropout if self.training else 0.0
         masks = (padding, attn_mask, is_causal)
-        options = CallOptions(*masks, need_weights, average, dropout_p, self.batch_first)
+        options = checks.CallOptions(*masks, need_weights, average, dropout_p, self.batch_first)
         if self.part is None:
             return query, key, value, read_parameters(self), options
         return make_head_part_call(query, key, value, self, options, part=self.part)

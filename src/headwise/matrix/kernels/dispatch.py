@@ -7,11 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from headwise.matrix.kernels.dense import DenseKernel
+from headwise.matrix.kernels import dense, sdpa, tiled_op, varlen
 from headwise.matrix.kernels.kernel import Kernel, KernelInput, KernelResult, Requested, Task
-from headwise.matrix.kernels.sdpa import FusedKernel
-from headwise.matrix.kernels.tiled_op import TiledKernel
-from headwise.matrix.kernels.varlen import VarlenKernel
 from headwise.support.text import human_bytes
 
 
@@ -41,10 +38,10 @@ def run_kernel(task: Task) -> KernelResult:
 # In order of preference. Add a new kernel here. If a kernel refuses a task, its refusal is the
 # reported reason for the next one.
 KERNELS: tuple[Kernel, ...] = (
-    VarlenKernel(choose_kernel),
-    FusedKernel(),
-    TiledKernel(),
-    DenseKernel(),
+    varlen.VarlenKernel(choose_kernel),
+    sdpa.FusedKernel(),
+    tiled_op.TiledKernel(),
+    dense.DenseKernel(),
 )
 
 
@@ -89,6 +86,6 @@ def explain_kernels(problem: KernelInput, v: Tensor) -> Explanation:
     for reading, task in tasks.items():
         kernel, why = choose_kernel(task)
         lines.append(ExplanationLine(reading, kernel.name, why, *kernel.cost(task)))
-    cost = DenseKernel().cost(Task(problem))
-    lines.append(ExplanationLine("rows, dense", DenseKernel.name, "dense on request", *cost))
+    cost = dense.DenseKernel().cost(Task(problem))
+    lines.append(ExplanationLine("rows, dense", dense.DenseKernel.name, "dense on request", *cost))
     return Explanation(tuple(lines))

@@ -9,14 +9,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise.models.planted.network import (
-    EMBED_DIM,
-    LAYERS,
-    SECTIONS,
-    SEPARATOR,
-    TOKEN_BITS,
-    binary_code,
-)
+from headwise.models.planted import network
 from headwise.support.tensors import convert_to_int64
 
 # ids (batch, length), rows (rows,) -> the keys of each row, (batch, rows, length) or
@@ -47,7 +40,7 @@ def true_weights(
     allowed = (position <= rows[:, None]) & real[:, rows, None]
     return [
         torch.stack([_even_weights(RULES[head.name](ids, rows) & allowed) for head in layer], dim=1)
-        for layer in LAYERS
+        for layer in network.LAYERS
     ]
 
 
@@ -58,13 +51,15 @@ def true_contributions(
     rows: Integer[Tensor, " rows"] | None = None,
 ) -> list[Float[Tensor, "batch heads rows embed_dim"]]:
     """Return each head's contribution to the state: the mean code of its attended tokens, or 0."""
-    codes = binary_code(ids, bits=TOKEN_BITS).double()
+    codes = network.binary_code(ids, bits=network.TOKEN_BITS).double()
     contributions = []
-    for layer, weights in zip(LAYERS, true_weights(ids, lengths=lengths, rows=rows), strict=True):
-        added = weights.new_zeros(*weights.shape[:3], EMBED_DIM)
+    for layer, weights in zip(
+        network.LAYERS, true_weights(ids, lengths=lengths, rows=rows), strict=True
+    ):
+        added = weights.new_zeros(*weights.shape[:3], network.EMBED_DIM)
         for number, head in enumerate(layer):
             if head.writes is not None:
-                added[:, number, :, SECTIONS[head.writes]] = weights[:, number] @ codes
+                added[:, number, :, network.SECTIONS[head.writes]] = weights[:, number] @ codes
         contributions.append(added)
     return contributions
 
@@ -86,7 +81,7 @@ def _all_keys_mask(ids: Tensor, rows: Tensor) -> Tensor:
 
 def _nearest_separator_mask(ids: Tensor, rows: Tensor) -> Tensor:
     position = torch.arange(ids.shape[1], device=ids.device)
-    last = torch.where(ids == SEPARATOR, position, 0).cummax(dim=1).values
+    last = torch.where(ids == network.SEPARATOR, position, 0).cummax(dim=1).values
     return _mask_at_key_positions(ids, last[:, rows, None])
 
 

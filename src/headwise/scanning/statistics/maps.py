@@ -12,17 +12,9 @@ from torch.nn.functional import pad
 
 from headwise.errors import OptionError
 from headwise.scanning.call import CELLS, CapturedCall
+from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.rows import EXCLUDED, SHARE
-from headwise.scanning.statistics.statistic import (
-    COUNT,
-    Definition,
-    Parts,
-    Summary,
-    SummaryPart,
-    TileStatistic,
-    WeightTile,
-    parts_of_mean,
-)
+from headwise.scanning.statistics.statistic import Definition, Parts, Summary, WeightTile
 from headwise.support.text import describe_value
 
 RANKS = 8  # keys in a list of the largest weights
@@ -32,7 +24,7 @@ MOST_RANKS = 64
 Layer = int | str
 
 
-class OffsetProfile(TileStatistic):
+class OffsetProfile(statistic.TileStatistic):
     """The weight at each offset from the query's position."""
 
     OFFSETS = 16
@@ -48,7 +40,7 @@ class OffsetProfile(TileStatistic):
     )
     needs = ("own_key",)
     reach = OFFSETS
-    parts = parts_of_mean(2 * OFFSETS + 1)
+    parts = statistic.parts_of_mean(2 * OFFSETS + 1)
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
         offsets = torch.arange(-self.OFFSETS, self.OFFSETS + 1, device=tile.weights.device)
@@ -62,7 +54,7 @@ class OffsetProfile(TileStatistic):
         gathered["count"][tile.heads] += counted.sum((0, 2))
 
 
-class Map(TileStatistic):
+class Map(statistic.TileStatistic):
     """The weight from each block of queries to each block of keys.
 
     ``cells`` is the number of blocks on each side: a power of two up to 1,024.
@@ -81,8 +73,8 @@ class Map(TileStatistic):
         axes=("query_block", "key_block"),
     )
     parts: ClassVar[Parts] = {
-        "sum": SummaryPart(axes=("cells", "cells")),
-        "count": SummaryPart(axes=("cells",), values="count"),
+        "sum": statistic.SummaryPart(axes=("cells", "cells")),
+        "count": statistic.SummaryPart(axes=("cells",), values="count"),
     }
 
     def __init__(self, cells: int = CELLS) -> None:
@@ -128,11 +120,11 @@ class Map(TileStatistic):
 
 def _parts_of_largest(weight: str, *axes: int | str) -> Parts:
     """Return the parts of a list of weights, with the key and the token of each."""
-    numbers = dict.fromkeys(("key", "token"), SummaryPart(axes=axes, values="integer"))
-    return {weight: SummaryPart(axes=axes, values="weight"), **numbers}
+    numbers = dict.fromkeys(("key", "token"), statistic.SummaryPart(axes=axes, values="integer"))
+    return {weight: statistic.SummaryPart(axes=axes, values="weight"), **numbers}
 
 
-class MostReceived(TileStatistic):
+class MostReceived(statistic.TileStatistic):
     """The keys that receive most weight from all queries together."""
 
     # A sum, since a mean over the queries that see a key favours the last keys: under a causal
@@ -210,7 +202,7 @@ class _ChosenQueries(NamedTuple):
     largest: Summary
 
 
-class TopKeysOfChosenQueries(TileStatistic):
+class TopKeysOfChosenQueries(statistic.TileStatistic):
     """The keys with the largest weight, of chosen queries of the first sequence.
 
     ``queries`` counts the queries that are no padding, from the end where it is negative.
@@ -229,7 +221,7 @@ class TopKeysOfChosenQueries(TileStatistic):
     )
     parts: ClassVar[Parts] = {
         **_parts_of_largest("share", "queries", RANKS),
-        "seen": COUNT,
+        "seen": statistic.COUNT,
     }
 
     def __init__(self, queries: int | tuple[int, ...] = (-1,)) -> None:
@@ -292,7 +284,7 @@ class _Rows(NamedTuple):
     share: Tensor
 
 
-class TopKeysOfEveryQuery(TileStatistic):
+class TopKeysOfEveryQuery(statistic.TileStatistic):
     """The keys with the largest weights, for every query of chosen heads, over all sequences.
 
     Only the chosen heads take memory: 8 bytes for each query and rank.
@@ -315,10 +307,14 @@ class TopKeysOfEveryQuery(TileStatistic):
         axes=("query", "rank", "field"),
     )
     parts: ClassVar[Parts] = {
-        "row": SummaryPart(values="integer"),
-        "lengths": SummaryPart(axes=("sequences",), values="integer", per_head=False),
-        "key": SummaryPart(axes=("chosen", "queries", "ranks"), values="index", per_head=False),
-        "share": SummaryPart(axes=("chosen", "queries", "ranks"), values="share", per_head=False),
+        "row": statistic.SummaryPart(values="integer"),
+        "lengths": statistic.SummaryPart(axes=("sequences",), values="integer", per_head=False),
+        "key": statistic.SummaryPart(
+            axes=("chosen", "queries", "ranks"), values="index", per_head=False
+        ),
+        "share": statistic.SummaryPart(
+            axes=("chosen", "queries", "ranks"), values="share", per_head=False
+        ),
     }
 
     def __init__(

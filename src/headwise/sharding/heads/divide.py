@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from headwise.layers import conversion, distance
 from headwise.layers.attention import Attention
-from headwise.layers.conversion import layout_of_layer
-from headwise.layers.distance import T5BucketTable
 from headwise.layers.norm import Norm
 from headwise.layers.torch_api.layer import PACKED, SEPARATE, MultiheadAttention
 from headwise.layouts.pattern import find_axis_led_by
@@ -18,7 +17,7 @@ from headwise.sharding.heads.part import RankHeads
 
 def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> None:
     """Divide the heads of a layer, its kv heads too if ``splits_kv``."""
-    patterns = layout_of_layer(layer).patterns
+    patterns = conversion.layout_of_layer(layer).patterns
     for name, projection in layer.named_children():
         if not isinstance(projection, nn.Linear):
             continue
@@ -39,7 +38,7 @@ def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> N
         _divide_norms(layer, part, splits_kv=splits_kv)
     if layer.sink is not None:
         _distribute_parameter(layer, "sink", Shard(0), part)
-    if isinstance(layer.score_bias, T5BucketTable):
+    if isinstance(layer.score_bias, distance.T5BucketTable):
         table = layer.score_bias.relative_attention_bias
         table.__class__ = ranks.ReplicatedEmbedding
         _distribute_parameter(table, "weight", Replicate(), part)

@@ -15,10 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.layers.attention import Attention
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.mask import Mask
-from headwise.study.drawing import SERIES, SOFT, Axes, Figure
-from headwise.study.implementations import SharedWeights
-from headwise.study.measures import layer_error_budget, relative_difference, relative_times
-from headwise.study.question import Numbers, Progress
+from headwise.study import drawing, implementations, measures, question
 
 BATCH, LENGTH, OTHER_LENGTH = 3, 6, 9
 EMBED_DIM, HEADS = 32, 4
@@ -31,7 +28,7 @@ LAYERS: dict[str, Layer] = {"torch": nn.MultiheadAttention, "headwise": Multihea
 VARIES = {"messages", "own_order", "times"}
 
 
-def measure(progress: Progress) -> dict[str, Any]:
+def measure(progress: question.Progress) -> dict[str, Any]:
     """Call batch-first and length-first layers with the same batch-first tensor."""
     x = torch.randn(BATCH, LENGTH, EMBED_DIM)
     right = {name: kind(EMBED_DIM, HEADS, batch_first=True) for name, kind in LAYERS.items()}
@@ -141,15 +138,15 @@ def relative_difference_due_to_wrong_order(wrong: nn.Module, right: nn.Module, x
     reference = right(x, x, x)[0]
     outputs = result_or_error(lambda: wrong(x, x, x)).result
     actual = torch.zeros_like(reference) if outputs is None else outputs[0]
-    return float(relative_difference(actual[None], reference[None])[0])
+    return float(measures.relative_difference(actual[None], reference[None])[0])
 
 
 def own_order_error_budget_share(layer: nn.MultiheadAttention, x: Tensor) -> float:
     """Return the error in budgets of a layer called with tokens in its own order."""
     tokens = x if layer.batch_first else x.transpose(0, 1)
     output = layer(tokens, tokens, tokens)[0]
-    weights = SharedWeights.of_torch_layer(layer)
-    budget = layer_error_budget(x, x, x, weights, num_heads=layer.num_heads)
+    weights = implementations.SharedWeights.of_torch_layer(layer)
+    budget = measures.layer_error_budget(x, x, x, weights, num_heads=layer.num_heads)
     return budget.check(output if layer.batch_first else output.transpose(0, 1)).ratio
 
 
@@ -202,7 +199,7 @@ def length_first_relative_times(kind: Layer) -> dict[str, float]:
         layers[first].train()(*[tokens[first]] * 3, need_weights=False)[0].sum().backward()
 
     return {
-        work.__name__: relative_times(
+        work.__name__: measures.relative_times(
             {"batch": partial(work, True), "length": partial(work, False)},
             against="batch",
             rounds=ROUNDS,
@@ -211,7 +208,7 @@ def length_first_relative_times(kind: Layer) -> dict[str, float]:
     }
 
 
-def facts(n: Numbers) -> dict[str, bool]:
+def facts(n: question.Numbers) -> dict[str, bool]:
     outcomes, length, others = n["told"], n["length"], n["others"]
     return {
         "own-order": n["own_order"] <= 1,
@@ -244,7 +241,7 @@ def facts(n: Numbers) -> dict[str, bool]:
 EXAMPLE = 8  # the token that the picture marks
 
 
-def draw(figure: Figure, n: Numbers) -> None:
+def draw(figure: drawing.Figure, n: question.Numbers) -> None:
     figure.set_figheight(4.2)
     titles = {
         "right": "batch_first=True matches this tensor:\neach token attends to its own sequence",
@@ -255,19 +252,19 @@ def draw(figure: Figure, n: Numbers) -> None:
         axes.set_title(title, loc="left")
 
 
-def draw_dependency_map(axes: Axes, rows: list[list[int]], n: Numbers) -> None:
+def draw_dependency_map(axes: drawing.Axes, rows: list[list[int]], n: question.Numbers) -> None:
     """Draw a cell where an output token depends on an input token; mark one output token."""
     from matplotlib.patches import Rectangle
 
     tokens, length = len(rows), n["length"]
     for row, column in product(range(tokens), repeat=2):
         if rows[row][column]:
-            colour = SERIES[1] if row == EXAMPLE else SERIES[0]
+            colour = drawing.SERIES[1] if row == EXAMPLE else drawing.SERIES[0]
             axes.add_patch(Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, facecolor=colour))
     axes.set(xlim=(0, tokens), ylim=(tokens, 0), aspect="equal")
     for edge in range(0, tokens + 1, length):
-        axes.axhline(edge, color=SOFT, linewidth=0.8, clip_on=False)
-        axes.axvline(edge, color=SOFT, linewidth=0.8, clip_on=False)
+        axes.axhline(edge, color=drawing.SOFT, linewidth=0.8, clip_on=False)
+        axes.axvline(edge, color=drawing.SOFT, linewidth=0.8, clip_on=False)
     axes.spines[:].set_visible(False)
     centres = [length * (count + 0.5) for count in range(n["batch"])]
     names = [f"sequence {count}" for count in range(n["batch"])]

@@ -20,16 +20,7 @@ from headwise.errors import PolarityWarning
 from headwise.function import stages
 from headwise.masks.mask import Mask
 from headwise.matrix.operator import AttentionMatrix
-from headwise.study.drawing import SERIES, Figure, Sheet
-from headwise.study.implementations import (
-    GPT2,
-    DropIn,
-    HeadwiseAttention,
-    SharedWeights,
-    TorchLayer,
-)
-from headwise.study.measures import layer_error_budget, relative_times
-from headwise.study.question import Numbers, Progress, fill_template
+from headwise.study import drawing, implementations, measures, question
 from headwise.support.tensors import same_bytes
 
 PARTS = 3  # queries, keys, values
@@ -110,11 +101,11 @@ def packing_forms(heads: int) -> dict[str, PackingForm]:
 class PackedLayers(NamedTuple):
     """The same weights in layers with different forms, and as small matrices."""
 
-    torch: TorchLayer
-    packed: DropIn
-    apart: HeadwiseAttention
-    gpt2: GPT2
-    weights: SharedWeights
+    torch: implementations.TorchLayer
+    packed: implementations.DropIn
+    apart: implementations.HeadwiseAttention
+    gpt2: implementations.GPT2
+    weights: implementations.SharedWeights
     small: Tensor
     biases: Tensor  # of the small matrices in their order
 
@@ -122,7 +113,12 @@ class PackedLayers(NamedTuple):
 def random_layers() -> PackedLayers:
     """Make the layers with the weights of torch's initialisation and random biases."""
     sizes = EMBED_DIM, HEADS
-    layers = TorchLayer(*sizes), DropIn(*sizes), HeadwiseAttention(*sizes), GPT2(*sizes)
+    layers = (
+        implementations.TorchLayer(*sizes),
+        implementations.DropIn(*sizes),
+        implementations.HeadwiseAttention(*sizes),
+        implementations.GPT2(*sizes),
+    )
     inner = layers[0].inner
     # torch initialises biases to 0, which would hide their order.
     nn.init.normal_(inner.in_proj_bias, std=0.1)
@@ -135,7 +131,7 @@ def random_layers() -> PackedLayers:
 
 
 @torch.no_grad()
-def measure(progress: Progress) -> dict[str, Any]:
+def measure(progress: question.Progress) -> dict[str, Any]:
     """Pack the weights of torch's layer in every form, unpack them, and compare the outputs."""
     layers = random_layers()
     small, forms = layers.small, packing_forms(HEADS)
@@ -193,7 +189,7 @@ def attend_and_project(layers: PackedLayers, q: Tensor, k: Tensor, v: Tensor) ->
 
 def largest_error_budget_share(layers: PackedLayers, x: Tensor, source: Tensor) -> float:
     """Return the largest share of the error budget that any layer or form uses."""
-    budget = layer_error_budget(x, source, source, layers.weights, num_heads=HEADS)
+    budget = measures.layer_error_budget(x, source, source, layers.weights, num_heads=HEADS)
     outputs = [
         layers.torch.inner(x, source, source, need_weights=False)[0],
         layers.packed.inner(x, source, source, need_weights=False)[0],
@@ -214,7 +210,7 @@ def misread_packed_weights(layers: PackedLayers, x: Tensor) -> dict[str, bool | 
     products = form.project(x, x, form.pack(layers.small), (layers.biases,))
     by_head = products[0].unflatten(-1, (HEADS, PARTS, -1)).movedim(1, 3)
     output = attend_and_project(layers, *by_head.unbind(2))
-    budget = layer_error_budget(x, x, x, layers.weights, num_heads=HEADS)
+    budget = measures.layer_error_budget(x, x, x, layers.weights, num_heads=HEADS)
     difference = float((output - budget.exact).norm() / budget.exact.norm())
     return {"within": budget.check(output).within, "difference": difference}
 
@@ -226,7 +222,7 @@ def compare_same_and_copied_inputs(layers: PackedLayers) -> dict[str, Any]:
     inputs = {"one": (x, x, x), "two": (x, copy, copy), "three": (x, copy, x.clone())}
     padding = (torch.arange(BATCH) == BATCH - 1)[:, None].expand(BATCH, KEYS)
     mask = Mask.from_torch_padding(padding)
-    budget = layer_error_budget(x, x, x, layers.weights, num_heads=HEADS, mask=mask)
+    budget = measures.layer_error_budget(x, x, x, layers.weights, num_heads=HEADS, mask=mask)
     call = {"key_padding_mask": padding, "need_weights": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolarityWarning)  # a text of padding only is intended
@@ -249,10 +245,10 @@ def projection_times(layers: PackedLayers) -> dict[str, float]:
         name: partial(form.project, x, x, form.pack(small), form.biases_of_stored_matrices(biases))
         for name, form in packing_forms(HEADS).items()
     }
-    return relative_times(functions, against="packed", rounds=ROUNDS)
+    return measures.relative_times(functions, against="packed", rounds=ROUNDS)
 
 
-def facts(n: Numbers) -> dict[str, bool]:
+def facts(n: question.Numbers) -> dict[str, bool]:
     return {
         "bits": all(n["kept"].values()),
         "self-attention": n["self_attention"] <= 1,
@@ -275,9 +271,9 @@ CENTRES = (0.72, 1.98, 3.27, 4.42, 6.2)  # inches: of the forms
 TOP = 0.62  # inches
 
 
-def draw(figure: Figure, n: Numbers) -> None:
+def draw(figure: drawing.Figure, n: question.Numbers) -> None:
     """Draw the stored matrices of each form to scale, with one head in a strong colour."""
-    sheet = Sheet(figure, n, height=3.3)
+    sheet = drawing.Sheet(figure, n, height=3.3)
     for centre, (name, form) in zip(CENTRES, packing_forms(n["heads"]).items(), strict=True):
         blocks = _matrix_rectangles(form, n["heads"])
         left = centre - UNIT * max(x + wide for x, _, wide, _ in blocks) / 2
@@ -286,16 +282,18 @@ def draw(figure: Figure, n: Numbers) -> None:
             part, head = divmod(count, n["heads"])
             box = (left + UNIT * x, TOP + UNIT * y, UNIT * wide, UNIT * high)
             strong = head == n["shown_head"]
-            sheet.block(*box, colour=SERIES[part], alpha=1.0 if strong else 0.3)
+            sheet.block(*box, colour=drawing.SERIES[part], alpha=1.0 if strong else 0.3)
         title, where = TITLES[name]
         sheet.head(centre, 0.18, title, ha="center")
         sheet.write(centre, 0.38, where, ha="center")
         for line, run in enumerate(n["stored"][name]):
-            words = fill_template("{count} of {shape[0]} × {shape[1]}", run).removeprefix("1 of ")
+            words = question.fill_template("{count} of {shape[0]} × {shape[1]}", run).removeprefix(
+                "1 of "
+            )
             sheet.write(centre, bottom + 0.15 + 0.18 * line, words, ha="center")
     centre, top = CENTRES[-1], TOP + 2.2 * UNIT  # of the legend
     for part, word in enumerate(("queries", "keys", "values")):
-        sheet.write(centre + UNIT * (part - 1), top, word, color=SERIES[part], ha="center")
+        sheet.write(centre + UNIT * (part - 1), top, word, color=drawing.SERIES[part], ha="center")
     sheet.write(centre, top + 0.24, "strong colour: head {shown_head},", ha="center")
     sheet.write(centre, top + 0.24 + 0.18, "pale: the others of {heads} heads", ha="center")
 

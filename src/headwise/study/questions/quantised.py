@@ -28,10 +28,7 @@ from headwise.errors import MissingExtraError
 from headwise.function.stages import merge_heads
 from headwise.function.stages import scores as attention_scores
 from headwise.layers.attention import Attention
-from headwise.study.drawing import INK, SERIES, SOFT, Axes, Figure, label_point, style_axes
-from headwise.study.implementations import SharedWeights
-from headwise.study.measures import layer_error_budget, relative_times
-from headwise.study.question import Numbers, Progress
+from headwise.study import drawing, implementations, measures, question
 
 EMBED_DIM, HEADS, BATCH, LENGTH = 512, 8, 2, 128
 TOKENS = {"one": 1, "many": 256}  # of the timing
@@ -169,7 +166,7 @@ VARIES = {"budget", "errors", "least_times_bfloat16", "speed", "status", "steps"
 
 
 @torch.no_grad()
-def measure(progress: Progress) -> dict[str, Any]:
+def measure(progress: question.Progress) -> dict[str, Any]:
     """Replace the projections of a layer, and compare every stage with float64."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations are in the status
@@ -184,7 +181,7 @@ def measure(progress: Progress) -> dict[str, Any]:
             functions = {
                 form: partial(projection, inputs) for form, projection in projections.items()
             }
-            times[name] = relative_times(functions, against="float32", rounds=ROUNDS[name])
+            times[name] = measures.relative_times(functions, against="float32", rounds=ROUNDS[name])
         speeds = [1 / by_form["once"] for by_form in times.values()]
         stored = quantise_weight(layer.q_proj.weight).int_repr()
     return {
@@ -212,8 +209,8 @@ def compare_forms(layer: Attention, x: Tensor) -> dict[str, Any]:
     for name, by_stage in tensors.items():
         apart = {stage: by_stage[stage].double() - exact[stage] for stage in STAGES}
         errors[name] = {s: float(apart[s].norm() / exact[s].norm()) for s in STAGES}
-    weights = SharedWeights.of_linears(*map(layer.get_submodule, PROJECTIONS))
-    budget = layer_error_budget(x, x, x, weights, num_heads=HEADS)
+    weights = implementations.SharedWeights.of_linears(*map(layer.get_submodule, PROJECTIONS))
+    budget = measures.layer_error_budget(x, x, x, weights, num_heads=HEADS)
     return {
         "same_bits": torch.equal(tensors["once"]["output"], tensors["every_call"]["output"]),
         "steps": {name: errors_against_bounds(layer, layers[name], x, name) for name in INTEGERS},
@@ -316,7 +313,7 @@ def torch_quantisation_status() -> dict[str, str]:
     return status
 
 
-def facts(n: Numbers) -> dict[str, bool]:
+def facts(n: question.Numbers) -> dict[str, bool]:
     return {
         "bytes": n["bytes"]["float32"] == 4 * n["bytes"]["int8"],
         "packing": n["same_bits"],
@@ -333,15 +330,15 @@ NAMES = {
     "every_call": "static, packed\nat every call",
 }
 COLOURS = {
-    "float32": SOFT,
-    "bfloat16": SERIES[0],
-    "dynamic": SERIES[2],
-    "once": SERIES[1],
-    "every_call": SERIES[3],
+    "float32": drawing.SOFT,
+    "bfloat16": drawing.SERIES[0],
+    "dynamic": drawing.SERIES[2],
+    "once": drawing.SERIES[1],
+    "every_call": drawing.SERIES[3],
 }
 
 
-def draw(figure: Figure, n: Numbers) -> None:
+def draw(figure: drawing.Figure, n: question.Numbers) -> None:
     figure.set_figheight(4.4)
     left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(3.3, 2.5))[0]
     _draw_errors(left.subplots(), n)
@@ -351,7 +348,7 @@ def draw(figure: Figure, n: Numbers) -> None:
     many.set_xlabel("times float32's, logarithmic")
 
 
-def _draw_errors(axes: Axes, n: Numbers) -> None:
+def _draw_errors(axes: drawing.Axes, n: question.Numbers) -> None:
     """Draw a labelled line for each form; both static forms have the same errors."""
     stages = list(n["errors"]["float32"])
     thin, wide = (2.0, 5, 1.0), (6.0, 9, 0.55)  # keeps the other line visible
@@ -365,7 +362,7 @@ def _draw_errors(axes: Axes, n: Numbers) -> None:
         look: dict[str, Any] = {"linewidth": width, "markersize": size, "alpha": alpha}
         axes.plot(range(len(stages)), values, marker="o", color=COLOURS[name], **look)
         look = {"ha": "right", "va": "bottom" if above > 0 else "top", "color": COLOURS[name]}
-        label_point(axes, label, (len(stages) - 0.85, values[-1]), (0, above), **look)
+        drawing.label_point(axes, label, (len(stages) - 0.85, values[-1]), (0, above), **look)
     axes.set(yscale="log", ylim=(1e-7, 0.3))
     axes.set_yticks(
         [0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6, 1e-7],
@@ -375,18 +372,20 @@ def _draw_errors(axes: Axes, n: Numbers) -> None:
         range(len(stages)), [stage.replace(" ", "\n").replace(",\n", ", ") for stage in stages]
     )
     ends, label = (-0.25, len(stages) - 0.75), "relative difference from float64"
-    style_axes(axes, "Error after each stage", xlim=ends, ylabel=label)
+    drawing.style_axes(axes, "Error after each stage", xlim=ends, ylabel=label)
 
 
-def _draw_times(axes: Axes, times: Mapping[str, float], title: str) -> None:
+def _draw_times(axes: drawing.Axes, times: Mapping[str, float], title: str) -> None:
     """Draw each form's time relative to float32; faster forms are to the left."""
     for row, name in enumerate(NAMES):
         time, colour = times[name], COLOURS[name]
         axes.plot([1, time], [row, row], color=colour, linewidth=4, solid_capstyle="butt")
         axes.plot(time, row, marker="o", markersize=8, color=colour)
         right, side = (8, "left") if time > 1 else (-8, "right")
-        label_point(axes, f"{time:.2f}", (time, row), (right, 0), ha=side, va="center", color=INK)
-    axes.axvline(1, color=SOFT, linewidth=1)
+        drawing.label_point(
+            axes, f"{time:.2f}", (time, row), (right, 0), ha=side, va="center", color=drawing.INK
+        )
+    axes.axvline(1, color=drawing.SOFT, linewidth=1)
     axes.set_xscale("log")
     axes.set_xticks(ticks := [0.1, 0.3, 1, 3, 10], [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
