@@ -131,9 +131,7 @@ class Attention(nn.Module):
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         checks.check_positive_whole_numbers(embed_dim=embed_dim, num_heads=num_heads)
-        self.head_dim = (
-            checks.default_head_dim(embed_dim, num_heads) if head_dim is None else head_dim
-        )
+        self.head_dim = checks.width_of_head(embed_dim, num_heads, head_dim)
         self.value_dim = self.head_dim if value_dim is None else value_dim
         self.out_dim = embed_dim if out_dim is None else out_dim
         self.source_dim = embed_dim if source_dim is None else source_dim

@@ -29,8 +29,10 @@ POSITIONAL_OPTIONS = ("rotary", "window", "score_bias")  # need positions in one
 # ---- options ------------------------------------------------------------------------------------
 
 
-def default_head_dim(embed_dim: int, num_heads: int) -> int:
-    """Return embed_dim / num_heads, or raise OptionError if it is no whole number."""
+def width_of_head(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
+    """Return head_dim, by default embed_dim / num_heads; OptionError if that is not whole."""
+    if head_dim is not None:
+        return head_dim
     if num_heads < 1 or embed_dim % num_heads:
         near = nearest_counts(num_heads, lambda n: embed_dim % n == 0, most=embed_dim)
         raise OptionError(
