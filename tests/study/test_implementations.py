@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from functools import partial
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from headwise.errors import MissingExtraError, OptionError
 from headwise.function.budget import Budget
 from headwise.study.implementations import PEERS, Implementation, SharedWeights
+from headwise.support import lazy
 
 pytest.importorskip("transformers")
 pytest.importorskip("x_transformers")
@@ -228,7 +228,7 @@ def test_a_package_that_is_missing(key: str, package: str, monkeypatch: pytest.M
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(name, name=name)
 
-    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(lazy, "import_module", missing)
     monkeypatch.delitem(sys.modules, package.replace("-", "_"), raising=False)
     with pytest.raises(MissingExtraError, match=rf"^{package} is not installed") as raised:
         peer(key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def test_both_lookups_are_about_the_same_token(monkeypatch: pytest.MonkeyPatch) 
 
     def twice(batch: int) -> LabelledTexts:
         given = texts(batch)
-        return dataclasses.replace(given, values=given.values[:, :, :1].expand(-1, -1, 2, -1))
+        return given._replace(values=given.values[:, :, :1].expand(-1, -1, 2, -1))
 
     monkeypatch.setattr(learning, "random_texts", twice)
     assert "one head left at least half" in failed_facts("learning")[0]

@@ -114,9 +114,11 @@ def _list_misshapen_stages(model: AttentionModel, call: RecordedCall) -> set[str
     misshapen: set[str] = set()
     has_other_heads: set[str] = set()
     for stage, before in BEFORE.items():
-        given = [call.stages[each] for each in before if each in call.stages]
-        has_other_batches = len(given) > 1 and len(given[0]) != len(given[1])
-        if has_other_batches or not (misshapen | has_other_heads).isdisjoint(before):
+        batches = set()
+        for each in before:
+            if each in call.stages:
+                batches.add(len(call.stages[each]))
+        if len(batches) > 1 or not (misshapen | has_other_heads).isdisjoint(before):
             misshapen.add(stage)
         recorded = call.stages.get(stage)
         if recorded is not None and stage != "output":

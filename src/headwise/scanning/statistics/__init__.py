@@ -1,9 +1,7 @@
 """Head statistics, computed in one pass over the attention weights.
 
-    tile.py        a part of the weights, with values that several statistics share
-    statistic.py   base classes, summaries, and `compute_summaries` in one pass
-    catalogue.py   the standard set, by name
-    importance.py  measures from runs of the model, not from its weights
+    statistic.py   a part of the weights, base classes, and `compute_summaries` in one pass
+    catalogue.py   the standard set, by name, and measures from runs of the model
 
 The standard set, with formulas, sources, units and exclusions:
 
