@@ -13,7 +13,7 @@ from headwise import Attention, Mask, compare
 from headwise.diagnosis.functions import BlackBoxComparison
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects.function import BlackBox
-from headwise.diagnosis.subjects.native import NativeSubject
+from headwise.diagnosis.subjects.layers import NativeSubject
 
 WIDTH, HEADS = 40, 5
 

@@ -14,7 +14,7 @@ from headwise import Attention, Mask, Rotary, compare
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.stages import Inputs
-from headwise.diagnosis.subjects.native import NativeSubject
+from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.errors import OptionError, ShapeError
 from headwise.layers.distance import Alibi
 from headwise.testing import assert_same_function

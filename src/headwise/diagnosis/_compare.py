@@ -18,7 +18,7 @@ from headwise.checkpoints.source import CheckpointSource
 from headwise.diagnosis import blind_spots, catalogue, functions, models, search
 from headwise.diagnosis._detect import GivenWeights, open_weights
 from headwise.diagnosis._verify import verify_opened
-from headwise.diagnosis.as_run import build_attention_model_as_run
+from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import SEED, FunctionComparison
 from headwise.diagnosis.probes import (
     ComparisonInputs,
@@ -31,9 +31,8 @@ from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects import adapters, native, recording, torch_layer, transformers
+from headwise.diagnosis.subjects import layers, recording, transformers
 from headwise.diagnosis.subjects.function import BlackBox
-from headwise.diagnosis.subjects.modules import read_attention_modules
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, read_vocabulary_size, run_model
 from headwise.diagnosis.subjects.subject import (
     Subject,
@@ -84,7 +83,7 @@ def compare(
             weights or inputs that are not finite; or gradients of other than two layers.
         ShapeError: the two take tokens of other widths, or there are no tokens.
     """
-    a, b = adapters.layer_with_adapters(a), adapters.layer_with_adapters(b)
+    a, b = layers.layer_with_adapters(a), layers.layer_with_adapters(b)
     inputs = read_inputs(inputs)
     if _can_compare_as_weights(a, b):
         _refuse_gradient_comparison("weights", asked=gradients)
@@ -160,7 +159,7 @@ def _refuse_model_beside_layer(name: str, model: object, other: object) -> None:
     """Raise OptionError for a whole model whose attention the caller meant."""
     if not (_is_layer(other) and _is_whole_model(model, None)):
         return
-    if not (modules := read_attention_modules(model)):
+    if not (modules := layers.read_attention_modules(model)):
         return
     code = re.sub(r"\.(\d+)", r"[\1]", modules[0].prefix.rstrip("."))
     raise OptionError(
@@ -176,9 +175,9 @@ def _is_layer(value: object) -> bool:
 
 def _make_subject(name: str, value: object) -> Subject:
     if isinstance(value, Attention):
-        return native.NativeSubject(value)
+        return layers.NativeSubject(value)
     if isinstance(value, nn.MultiheadAttention):
-        return torch_layer.TorchSubject(value)
+        return layers.TorchSubject(value)
     if transformers.is_transformers_attention(value):
         return transformers.TransformersSubject(value)
     if isinstance(value, str | Path) and recording.is_recording(value):
@@ -201,6 +200,22 @@ def _make_subject(name: str, value: object) -> Subject:
     )
 
 
+def _build_model_as_run(
+    model: AttentionModel, calls: Sequence[RecordedCall]
+) -> AttentionModel | None:
+    """Return the model that predicts a layer's own calls, such as with hooks of its modules.
+
+    It is None where no cause explains the calls.
+    """
+    evidence = Evidence.of(model, calls)
+    named = search.search_causes(evidence, catalogue.CAUSES)
+    if named.left.cells_beyond_rounding:
+        return None
+    if not named.causes:
+        return model
+    return replace(named.causes[-1].model, of_weights=model)
+
+
 class Comparison:
     """Two subjects run on the same inputs.
 
@@ -218,12 +233,18 @@ class Comparison:
         self.first, self.second, self.probes = first, second, probes
         self.candidates = candidates
         self.doubtful, self.known = (first, second) if second.model else (second, first)
-        assert self.known.model is not None
+        if self.known.model is None:
+            raise OptionError(
+                saw=f"a {first.kind} and a {second.kind}, whose weights and settings headwise "
+                "cannot read",
+                needed="on one side, a class with a layout in the catalogue: headwise layouts",
+                do="compare their outputs: compare(lambda x: a(x)[0], lambda x: b(x)[0], x)",
+            )
         calls = (self.known.record_calls(probe.inputs) for probe in probes)
         self.known_calls = [*chain.from_iterable(calls)]
         if isinstance(self.doubtful, recording.Recording):
             self.doubtful.require_shapes_of(self.known_calls[0])
-        as_run = build_attention_model_as_run(self.known.model, self.known_calls)
+        as_run = _build_model_as_run(self.known.model, self.known_calls)
         self.model: AttentionModel = as_run or self.known.model
         self.runs_as_stated = as_run is not None
 
@@ -482,10 +503,10 @@ def _load_layer_of_same_number(value: object, other: object) -> object:
 
 def _run_stored_layers(path: Path, model: ModelRun) -> ModelRun:
     """Load as many layers as a model has, and run each on the input of the model's layer."""
-    layers = []
+    runs = []
     for number, other in enumerate(model.layers):
-        subject = native.NativeSubject(load_attention(path, layer=number))
+        subject = layers.NativeSubject(load_attention(path, layer=number))
         call = subject.record(other.call.inputs)
         run = LayerRun(f"layer {number} of {path.name}", call, subject.model, stored=subject.dtype)
-        layers.append(run)
-    return ModelRun(path.name, layers, None, model.inputs)
+        runs.append(run)
+    return ModelRun(path.name, runs, None, model.inputs)

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from headwise.diagnosis.simulation.gaps import absolute_difference
+from headwise.diagnosis.simulation.gaps import absolute_difference, allowed_difference
 from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.rounding import allowed_difference
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.function.spec import Softcap
 

@@ -18,9 +18,13 @@ from torch import Tensor, nn
 from headwise.diagnosis.comparison import SEED, FunctionComparison
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
-from headwise.diagnosis.simulation.gaps import absolute_difference
+from headwise.diagnosis.simulation.gaps import (
+    DRAWS,
+    PERTURBED,
+    absolute_difference,
+    allowed_difference,
+)
 from headwise.diagnosis.simulation.model import AttentionModel, visible_keys
-from headwise.diagnosis.simulation.rounding import DRAWS, PERTURBED, allowed_difference
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.run import relative_difference_norm

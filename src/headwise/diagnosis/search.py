@@ -30,12 +30,13 @@ from headwise.diagnosis.simulation.gaps import (
     Gaps,
     absolute_difference,
     all_heads_agree_within_rounding,
+    allow_output,
+    allowed_difference,
     measure_gaps,
     measure_gaps_by_position,
     replace_model_stage_in_heads,
 )
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
-from headwise.diagnosis.simulation.rounding import allow_output, allowed_difference
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.errors import OptionError
 from headwise.function.rounding import is_coarser

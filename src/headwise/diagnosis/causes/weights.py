@@ -25,9 +25,12 @@ from headwise.diagnosis.causes.evidence import (
 from headwise.diagnosis.moves import state
 from headwise.diagnosis.moves.maps import MapName, Rows
 from headwise.diagnosis.moves.move import ROUNDED, Rounded, format_dtype
-from headwise.diagnosis.simulation.gaps import WHOLE, replace_model_stage_in_heads
+from headwise.diagnosis.simulation.gaps import (
+    WHOLE,
+    allowed_difference,
+    replace_model_stage_in_heads,
+)
 from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.rounding import allowed_difference
 
 
 def _q_and_k_exchanged(evidence: Evidence) -> Variants:

@@ -1,19 +1,297 @@
-"""Gaps between a model and recorded calls, stage by stage and head by head."""
+"""Gaps between a model and recorded calls, and the rounding that explains them.
+
+Bounds a priori hold for a stage where all that it is made of was recorded.
+
+A sum of n products is off by at most n u times the sum of their absolute values, where u is half
+the distance of neighbouring numbers near 1 (Higham 2002, Accuracy and Stability of Numerical
+Algorithms, section 3.1). Products of 16-bit tensors are summed in float32, so that u is that of
+float32 there, and each stored result is off by up to its own U (docs/budget.md). Frequencies of a
+rotation are float32 in most libraries, so an angle is off by its size times the u of float32.
+"""
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from headwise.diagnosis.simulation import model as simulated
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
-from headwise.diagnosis.simulation.rounding import allowed_difference, is_far_beyond_rounding
 from headwise.diagnosis.simulation.stages import RecordedCall
-from headwise.function.stages import BEFORE, STAGES
+from headwise.function import distance, rotary, rounding
+from headwise.function.stages import BEFORE, STAGES, repeat_kv_heads
+
+MOST_KEPT = 1 << 22  # entries of a tensor whose moved copies are kept
+
+
+class PerturbedTensors:
+    """Moved copies of tensors, kept as long as the tensor itself is.
+
+    The causes of a search mostly share the weights and stages of one model.
+    """
+
+    def __init__(self) -> None:
+        self._kept = WeakTensorKeyDictionary()
+
+    def perturb(self, x: Tensor, name: str, draw: int, share: float) -> Tensor:
+        """Return x in float64, each entry times 1 + s, with s uniform from -share to share.
+
+        The draws of a name and a number are the same in every call.
+        """
+        if x.numel() > MOST_KEPT:
+            return _perturb_tensor(x, name, draw, share)
+        copies = self._kept.setdefault(x, {})
+        key = (name, draw, share)
+        if key not in copies:
+            copies[key] = _perturb_tensor(x, name, draw, share)
+        moved: Tensor = copies[key]
+        return moved
+
+
+def _perturb_tensor(x: Tensor, name: str, draw: int, share: float) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {draw}".encode()))
+    shares = torch.rand(x.shape, generator=generator).mul_(2).sub_(1).double()
+    return x.double() * shares.mul_(share).add_(1)
+
+
+# Both sides round, and the frequencies and slopes of both may be float32.
+SIDES = 2
+DRAWS = 3
+FAR = 30  # times one draw's change: no three draws differ by as much
+PERTURBED = PerturbedTensors()
+FLOAT32 = rounding.Roundoff.of(torch.float32, with_reference=False).u
+WEIGHTS_OF = {
+    "q": ("wq", "bq"),
+    "k": ("wk", "bk"),
+    "v": ("wv", "bv"),
+    "q after norm": ("q_norm", "q_norms", "q_norm_bias", "q_norms_bias"),
+    "k after norm": ("k_norm", "k_norms", "k_norm_bias", "k_norms_bias"),
+    "q after rotary": ("q_norm", "q_norms", "q_norm_bias", "q_norms_bias"),
+    "k after rotary": ("k_norm", "k_norms", "k_norm_bias", "k_norms_bias"),
+    "scores": ("distances",),
+    "weights": ("sink",),
+    "head outputs": ("wg", "bg"),
+    "output": ("wo", "bo"),
+}
+
+
+def allow_output(
+    model: AttentionModel, call: RecordedCall, stage: str, dtype: torch.dtype
+) -> Tensor:
+    """Return how far runs in ``dtype`` may part in a stage that is computed from the inputs."""
+    inputs = call.inputs
+
+    def run(x: Tensor, *source: Tensor) -> Tensor:
+        given = replace(inputs, x=x, source=source[0] if source else None)
+        return model.predict_in_dtype(stage, replace(call, inputs=given), x.dtype)
+
+    given = (inputs.x,) if inputs.source is None else (inputs.x, inputs.source)
+    return rounding.allow_two_runs(run, *given, dtype=dtype)[1]
+
+
+def allowed_difference(forced: ForcedStage) -> Tensor:
+    """Return the difference that rounding explains, of the shape of the stage."""
+    r = rounding.Roundoff.of(forced.call.dtype, with_reference=False)
+    if _can_bound_by_formula(forced):
+        return SIDES * _BOUNDS[forced.stage](forced, r)
+    call, is_bare = forced.call, not forced.call.stages and not forced.model.replaced
+    if is_bare and call.dtype != torch.float64:
+        exact = forced.compute_stage()
+        allowed = allow_output(forced.model, call, forced.stage, call.dtype)
+        return allowed + rounding.last_rounding(exact.nan_to_num(0.0, 0.0, 0.0), call.dtype)
+    return SIDES * _largest_change_by_perturbation(forced, r)
+
+
+def _can_bound_by_formula(forced: ForcedStage) -> bool:
+    """True if all that the stage is made of was recorded, in its usual shape."""
+    call, stage = forced.call, forced.stage
+    is_recorded = all(before in call.stages for before in BEFORE[stage])
+    return is_recorded and (stage != "head outputs" or _recorded_weights_fit_call(forced))
+
+
+def _recorded_weights_fit_call(forced: ForcedStage) -> bool:
+    """False for recorded weights of other keys or batches than those of the call or the model."""
+    call, weights = forced.call, forced.call.stages["weights"]
+    if (weights.shape[0], weights.shape[-1]) != (len(call.inputs.x), call.key_positions.shape[1]):
+        return False
+    is_usual = forced.model.replaced.keys().isdisjoint(("scores", "weights"))
+    return is_usual or replace(forced, stage="weights").compute_stage().shape == weights.shape
+
+
+def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
+    """True if a difference is so much larger than rounding that one draw of it says so.
+
+    False where a formula bounds the stage, which costs little.
+    """
+    r = rounding.Roundoff.of(forced.call.dtype, with_reference=False)
+    if _can_bound_by_formula(forced):
+        return False
+    change = (
+        _change_by_one_perturbation(forced, 0).amax()
+        + _count_summed_terms(forced) * r.u * forced.compute_stage().abs().amax()
+    )
+    return bool(apart.amax() > FAR * SIDES * change)
+
+
+def _largest_change_by_perturbation(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
+    """Return the largest change of a stage when all that it is made of changes by n u.
+
+    Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
+    (Higham 2002, section 3.1). Some draws of such factors stand for all.
+    """
+    exact = forced.compute_stage()
+    largest = torch.stack(
+        [_change_by_one_perturbation(forced, draw).amax() for draw in range(DRAWS)]
+    ).amax()
+    last = _count_summed_terms(forced) * r.u * exact.abs().nan_to_num(0.0, posinf=0.0)
+    return largest.expand_as(exact) + last
+
+
+def _count_summed_terms(forced: ForcedStage) -> int:
+    """Return the number of products in the longest sum."""
+    tensors = (*forced.model.weights.values(), forced.call.inputs.x)
+    return max([sum(x.shape[-2:]) for x in tensors if x.dim() > 1])
+
+
+def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
+    """Return the change of a stage when all that it is made of is moved once."""
+    model, call, stage = forced.model, forced.call, forced.stage
+    share = rounding.input_share(_count_summed_terms(forced), forced.call.dtype)
+
+    def moved(x: Tensor, name: str) -> Tensor:
+        return PERTURBED.perturb(x, name, draw, share)
+
+    used, source = _name_used_weights(call, stage), call.inputs.source
+    weights = {name: moved(x, name) if name in used else x for name, x in model.weights.items()}
+    inputs = replace(
+        call.inputs,
+        x=moved(call.inputs.x, "x"),
+        source=None if source is None else moved(source, "source"),
+    )
+    near = replace(call, inputs=inputs, stages={n: moved(x, n) for n, x in call.stages.items()})
+    other = _with_float32_angles(replace(model, weights=weights))
+    change = other.predict_stage(stage, near) - forced.compute_stage()
+    return change.abs().nan_to_num(0.0, posinf=0.0)
+
+
+def _name_used_weights(call: RecordedCall, stage: str) -> set[str]:
+    """Return names of the weights by which a stage is computed from the recorded ones."""
+    names = {*WEIGHTS_OF.get(stage, ())}
+    for earlier in BEFORE[stage]:
+        if earlier not in call.stages:
+            names |= _name_used_weights(call, earlier)
+    return names
+
+
+def _with_float32_angles(model: AttentionModel) -> AttentionModel:
+    """Return the model with angles that are off by as much as float32 frequencies make them.
+
+    With theta * (1 + d), pair i turns by e d theta ** -e less, e = 2i / width, which is at most
+    d / (2.718 log(theta)).
+    """
+    if model.settings.rotation is None:
+        return model
+    theta = model.settings.rotation.theta
+    return model.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
+
+
+def _bound_projection(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
+    role, inputs = forced.stage, forced.call.inputs
+    return _bound_linear(forced, role, inputs.x if role == "q" else inputs.key_source, r)
+
+
+def _bound_linear(forced: ForcedStage, role: str, x: Tensor, r: rounding.Roundoff) -> Tensor:
+    weight, bias = forced.model.weights[f"w{role}"], forced.weight(f"b{role}")
+    sizes = torch.einsum("ble,hde->bhld", x.double().abs(), weight.abs())
+    sizes = sizes if bias is None else sizes + bias.abs()[:, None]
+    return (x.shape[-1] * r.u + r.U) * sizes
+
+
+def _bound_norm(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
+    x = forced.compute_stage()
+    count = x.shape[1] * x.shape[3]
+    # a mean that is subtracted cancels digits of the largest entry
+    return (count * r.u + 8 * r.U) * x.abs().amax((1, 3), keepdim=True).expand_as(x)
+
+
+def _bound_rotation(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
+    bound = _bound_norm(forced, r)
+    form = forced.settings.rotation
+    if form is None or not form.width:
+        return bound
+    role = forced.stage[0]
+    call, x = forced.call, forced.compute_stage()
+    positions = call.query_positions if role == "q" else call.new_key_positions
+    largest = positions.abs().max() * rotary.frequencies_of_rule(form).max()
+    size = forced[f"{role} after norm"].abs().amax(3, keepdim=True)
+    return bound + (8 * r.U + FLOAT32 * largest) * form.amplitude * size.expand_as(x)
+
+
+def _bound_scores(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
+    q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
+    sizes = q.abs() @ repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.factor)
+    bound = (q.shape[-1] * r.u + 8 * r.U) * sizes
+    scores = forced.compute_stage()
+    if scores.shape == bound.shape:  # numbers that are added to products round at their size
+        bound = bound + 8 * r.U * scores.abs().nan_to_num(0.0, posinf=0.0)
+    if (slopes := distance.slopes_of(settings)) is not None:
+        bias = slopes.abs()[:, None, None] * simulated.key_query_distances(forced.call).abs()
+        bound = bound + (8 * r.U + FLOAT32) * bias
+    return bound
+
+
+def _bound_softmax(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
+    s, weights = forced["scores"], forced.compute_stage()
+    seen = s.masked_fill(~s.isfinite(), 0.0)
+    largest = seen.abs().amax(-1, keepdim=True)
+    tiny = torch.finfo(forced.call.dtype).tiny
+    return (s.shape[-1] * r.u + (8 + 4 * largest) * r.U) * weights + tiny
+
+
+def _bound_head_outputs(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
+    weights = forced["weights"]
+    values = repeat_kv_heads(forced.values_of_all_calls, heads=weights.shape[1]).abs()
+    # A fused kernel computes scores and weights again, with a rounding of its own.
+    again = _bound_softmax(replace(forced, stage="weights"), r)
+    again = again + 2 * weights.abs() * _bound_scores(forced, r).amax(-1, keepdim=True)
+    bound = (weights.shape[-1] * r.u + 2 * r.U) * (weights.abs() @ values) + again @ values
+    gates = simulated.output_gates(forced)
+    if gates is None:
+        return bound
+    # A sigmoid is steepest at 0, with 1/4, and its slope is at most its value.
+    size = _bound_linear(forced, "g", forced.call.inputs.x, r)
+    error = torch.minimum(size / 4, size * gates) + 6 * r.U * gates
+    return bound * gates + error * (weights.abs() @ values)
+
+
+def _bound_output(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
+    heads, bias = forced["head outputs"], forced.weight("bo")
+    joined = heads.abs().transpose(1, 2).flatten(2)
+    sizes = joined @ forced.model.weights["wo"].abs().flatten(0, 1)
+    sizes = sizes if bias is None else sizes + bias.abs()
+    return (heads.shape[1] * heads.shape[3] * r.u + 2 * r.U) * sizes
+
+
+_BOUNDS = {
+    "q": _bound_projection,
+    "k": _bound_projection,
+    "v": _bound_projection,
+    "q after norm": _bound_norm,
+    "k after norm": _bound_norm,
+    "q after rotary": _bound_rotation,
+    "k after rotary": _bound_rotation,
+    "scores": _bound_scores,
+    "weights": _bound_softmax,
+    "head outputs": _bound_head_outputs,
+    "output": _bound_output,
+}
+
 
 # (stage, number of the call, head); the head is -1 for the output, and where shapes differ.
 Cell = tuple[str, int, int]

@@ -14,7 +14,7 @@ from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.function import FAILURES, describe_error
-from headwise.diagnosis.subjects.modules import ModuleData, read_attention_modules
+from headwise.diagnosis.subjects.layers import ModuleData, read_attention_modules
 from headwise.diagnosis.subjects.subject import read_dropout
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.rounding import Roundoff, default_tolerance

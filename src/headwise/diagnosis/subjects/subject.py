@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Self
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ class ModuleSubject(Subject):
         dropout: of the weights as the module was given: 0 in eval mode, None where not known.
     """
 
-    def __init__(self, module: nn.Module, kind: str) -> None:
+    def __init__(self, module: nn.Module, kind: str = "") -> None:
         require_unquantised(**dict(module.named_parameters()))
         self.kind = kind
         self.dropout = read_dropout(module)
@@ -121,9 +121,10 @@ class ModuleSubject(Subject):
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of the module, or of a copy in another dtype."""
 
-    @abstractmethod
-    def subject_of_module(self, module: nn.Module) -> Self:
-        """Return the subject of another module of this kind."""
+    @cached_property
+    def float64_layer(self) -> nn.Module:
+        """The module in float64."""
+        return copy.deepcopy(self.module).double()
 
     @torch.no_grad()
     def output(self, inputs: Inputs) -> Tensor:
@@ -146,7 +147,7 @@ class ModuleSubject(Subject):
             for parameter in module.parameters():
                 parameter.copy_(_gradient_or_zeros(parameter))
         # Gradients have the shapes of the weights, and are read in the same layout.
-        model = self.subject_of_module(module).model
+        model = type(self)(module).model
         return gradients | ({} if model is None else dict(model.weights))
 
 
@@ -190,14 +191,10 @@ def require_finite_weights(name: str, subject: Subject) -> None:
             do="load the weights into the layer, on a real device",
         )
     for key, weight in weights.items():
-        if bad := _count_non_finite(weight):
+        if bad := weight.numel() - int(weight.isfinite().sum()):
             raise OptionError(
                 saw=f"{name} with {bad} of {weight.numel()} entries of its {PARTS.get(key, key)} "
                 "that are NaN or infinite",
                 needed="finite weights: every output would be NaN, whatever the attention does",
                 do="load the weights again, or look for an overflow of float16",
             )
-
-
-def _count_non_finite(weight: Tensor) -> int:
-    return weight.numel() - int(weight.isfinite().sum())

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from headwise.checkpoints.config import attention_window
 from headwise.diagnosis.simulation.model import AttentionModel, key_query_distances
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
 from headwise.diagnosis.subjects.function import FAILURES, describe_error
-from headwise.diagnosis.subjects.modules import read_attention_modules
+from headwise.diagnosis.subjects.layers import read_attention_modules
 from headwise.diagnosis.subjects.run import find_main_tensor, record_layers
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import HeadwiseError, OptionError
@@ -80,10 +80,6 @@ class TransformersSubject(ModuleSubject):
         sources = [name for name in SOURCES if name in names and name != "encoder_hidden_states"]
         self.takes_source = bool(sources) and not self.is_causal
 
-    def subject_of_module(self, module: nn.Module) -> Self:
-        """Return the subject of another module."""
-        return type(self)(module)
-
     @cached_property
     def model(self) -> AttentionModel | None:
         """The module as data; None where its class has no layout in the catalogue."""
@@ -101,8 +97,8 @@ class TransformersSubject(ModuleSubject):
 
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the stages that can be reached, computed in float64."""
-        wide = copy.deepcopy(self.module).double()
-        [layer], _ = record_layers(_OneModuleModel(wide), ((inputs, torch.float64), {}))
+        wide = _OneModuleModel(copy.deepcopy(self.module).double())
+        [layer], _ = record_layers(wide, ((inputs, torch.float64), {}))
         stages = dict(layer.call.stages)
         stages.setdefault("output", self.output(inputs).double())
         return RecordedCall(inputs, stages, torch.float32)

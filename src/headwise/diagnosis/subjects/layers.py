@@ -1,0 +1,273 @@
+"""Layers of headwise and torch, and the attention modules of a model, as data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.checkpoints import config as configs
+from headwise.checkpoints.attention import attention_from_state
+from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.subjects.subject import ModuleSubject
+from headwise.errors import HeadwiseError, OptionError
+from headwise.function.spec import AttentionSpec
+from headwise.function.stages import mix_values
+from headwise.layers import checks, conversion, distance
+from headwise.layers.attention import Attention
+from headwise.layouts import registry
+from headwise.layouts._layout import Layout
+from headwise.layouts.modules import NamedModule, find_modules
+from headwise.masks.mask import Mask
+
+
+def layer_with_adapters(value: Any) -> Any:
+    """Return the attention layer that a wrapper of peft holds; anything else as it is.
+
+    torch's layer has no module for each projection, so a copy of it has the adapters merged.
+    """
+    if not isinstance(value, nn.Module):
+        return value
+    find_base: Any = getattr(value, "get_base_model", lambda: value)
+    base = find_base()
+    if isinstance(getattr(base, "base_layer", None), nn.MultiheadAttention):
+        return _merged(copy.deepcopy(base))
+    return base if isinstance(base, Attention) else value
+
+
+def merge_adapters(module: nn.Module) -> nn.Module:
+    """Merge each active adapter into the weight below it, in place, and return the module."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(getattr(child, "base_layer", None), nn.Module):
+                setattr(parent, name, _merged(child))
+    return module
+
+
+@torch.no_grad()
+def _merged(wrapper: Any) -> nn.Module:
+    """Return the module under a wrapper of peft, with the active adapter in its weights."""
+    if not (wrapper.merged or wrapper.disable_adapters):
+        wrapper.merge()
+    if hasattr(wrapper, "unload_and_optionally_merge_module"):
+        wrapper.unload_and_optionally_merge_module(
+            merge=False, safe_merge=False, adapter_names=None
+        )
+    base: nn.Module = wrapper.get_base_layer()
+    return base
+
+
+class NativeSubject(ModuleSubject):
+    """An `Attention`, without dropout."""
+
+    module: Attention
+    float64_layer: Attention
+
+    def __init__(self, layer: Attention) -> None:
+        super().__init__(layer, "headwise.Attention")
+        self.takes_source = all(getattr(layer, name) is None for name in checks.POSITIONAL_OPTIONS)
+
+    @cached_property
+    def model(self) -> AttentionModel:
+        """The layer as data."""
+        merged = merge_adapters(copy.deepcopy(self.float64_layer))
+        weights = conversion.state_per_head(self.float64_layer, merged.state_dict())
+        return AttentionModel(settings_from_layer(self.float64_layer), weights)
+
+    def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
+        """Return the output of a layer in its dtype."""
+        dtype = next(module.parameters()).dtype
+        source = None if inputs.source is None else inputs.source.to(dtype)
+        output: Tensor = module(inputs.x.to(dtype), source, mask=mask_from_inputs(inputs))
+        return output
+
+    @torch.no_grad()
+    def record(self, inputs: Inputs) -> RecordedCall:
+        """Return all stages but the scores, each computed by the modules of the layer."""
+        source = None if inputs.source is None else inputs.source.double()
+        mask = mask_from_inputs(inputs)
+        stages = self.float64_layer.stages(inputs.x.double(), source, mask=mask)
+        del stages["scores"]  # computed from q and k, and not by the layer
+        return RecordedCall(inputs, stages)
+
+
+def mask_from_inputs(inputs: Inputs) -> Mask | None:
+    """Return the mask of a call."""
+    if inputs.mask is None:
+        return None
+    batch, queries = inputs.x.shape[:2]
+    keys = inputs.key_source.shape[1]
+    allowed = inputs.mask.expand(batch, -1, queries, keys)
+    axes = "batch queries keys" if allowed.shape[1] == 1 else "batch heads queries keys"
+    return Mask.may_attend(allowed.squeeze(1) if allowed.shape[1] == 1 else allowed, axes=axes)
+
+
+def settings_from_layer(layer: Attention) -> AttentionSpec:
+    """Return the settings of a layer as data.
+
+    Raises:
+        OptionError: a score bias whose formula is not known.
+    """
+    bias = layer.score_bias
+    if not isinstance(bias, distance.AlibiSlopes | distance.T5BucketTable | None):
+        raise OptionError(
+            saw=f"a score bias of {type(bias).__name__}",
+            needed="Alibi, T5Bias or none, whose formula is known",
+            do="compare the layers without it, or as functions: compare(lambda x: a(x), b)",
+        )
+    return layer.spec
+
+
+class TorchSubject(ModuleSubject):
+    """`torch.nn.MultiheadAttention` or the drop-in.
+
+    The stages are q, k and v from its weights, its returned weights, their products with v, and
+    its output.
+    """
+
+    module: nn.MultiheadAttention
+    float64_layer: nn.MultiheadAttention
+    takes_source = True
+
+    def __init__(self, layer: nn.MultiheadAttention) -> None:
+        if layer.bias_k is not None or layer.add_zero_attn:
+            raise OptionError(
+                saw="a layer with add_bias_kv or add_zero_attn",
+                needed="keys and values that come from tokens alone",
+                do="compare its outputs on an input: compare(a, lambda x: layer(x, x, x)[0], x)",
+            )
+        super().__init__(layer, f"{type(layer).__module__.split('.')[0]}.{type(layer).__name__}")
+
+    @cached_property
+    def model(self) -> AttentionModel:
+        """The layer as data."""
+        is_packed = self.float64_layer.in_proj_weight is not None
+        stored = registry.layout("torch-packed" if is_packed else "torch-separate")
+        heads = self.float64_layer.num_heads
+        weights = stored.unpack(self.float64_layer.state_dict(), heads=heads)
+        spec = AttentionSpec(
+            num_heads=heads, num_kv_heads=heads, head_dim=self.float64_layer.head_dim
+        )
+        return AttentionModel(spec, weights)
+
+    def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
+        """Return the output of a layer in its dtype."""
+        assert isinstance(module, nn.MultiheadAttention)
+        return self._run_torch_layer(module, inputs)[0]
+
+    @torch.no_grad()
+    def record(self, inputs: Inputs) -> RecordedCall:
+        """Return the projections, weights, head outputs and output, in float64."""
+        call = RecordedCall(inputs, {})
+        output, weights = self._run_torch_layer(self.float64_layer, inputs)
+        stages = {role: self.model.predict_stage(role, call) for role in ("q", "k", "v")}
+        heads = mix_values(weights, stages["v"])
+        stages |= {"weights": weights, "head outputs": heads, "output": output}
+        return call.with_stages(stages)
+
+    def _run_torch_layer(
+        self, layer: nn.MultiheadAttention, inputs: Inputs
+    ) -> tuple[Tensor, Tensor]:
+        dtype = layer.out_proj.weight.dtype
+        x, source = inputs.x.to(dtype), inputs.key_source.to(dtype)
+        if not layer.batch_first:
+            x, source = x.transpose(0, 1), source.transpose(0, 1)
+        hidden = None
+        if inputs.mask is not None:
+            shape = (len(inputs.x), layer.num_heads, inputs.x.shape[1], inputs.key_source.shape[1])
+            hidden = ~inputs.mask.expand(shape).flatten(0, 1)
+        options = {"attn_mask": hidden, "need_weights": True, "average_attn_weights": False}
+        output, weights = layer(x, source, source, **options)
+        return output if layer.batch_first else output.transpose(0, 1), weights
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleData:
+    """An attention module of a model as data.
+
+    Attributes:
+        prefix: the name of the module, or of the module around it that has the output projection.
+        model: the attention; None where the weights or settings cannot be read.
+        projections: role -> name of the submodule that projects it; only submodules of their own.
+        window: the number of keys in its window by the config; None for none.
+    """
+
+    prefix: str
+    model: AttentionModel | None
+    projections: Mapping[str, str]
+    window: int | None = None
+
+    def covers_module(self, name: str) -> bool:
+        """True if a module's name is that of this one, or of a part of it."""
+        return f"{name}.".startswith(self.prefix) or self.prefix.startswith(f"{name}.")
+
+
+def read_attention_modules(model: nn.Module) -> list[ModuleData]:
+    """Return the attention modules of a model whose weights and settings can be read."""
+    modules = [
+        data
+        for name, module in model.named_modules()
+        if (data := _read_native_or_torch_layer(name, module))
+    ]
+    return modules or _read_transformers_modules(model)
+
+
+def _read_native_or_torch_layer(name: str, module: nn.Module) -> ModuleData | None:
+    """Return a layer of headwise or torch as data."""
+    prefix = f"{name}." if name else ""
+    if isinstance(module, Attention):
+        parts = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
+        projections = {role: prefix + part for role, part in parts.items()}
+        with suppress(HeadwiseError):
+            return ModuleData(prefix, NativeSubject(module).model, projections)
+        return ModuleData(prefix, None, projections)
+    if isinstance(module, nn.MultiheadAttention):
+        with suppress(HeadwiseError):
+            # Its output projection is no call of a module: the output is that of the layer.
+            return ModuleData(prefix, TorchSubject(module).model, {"o": name})
+    return None
+
+
+def _read_transformers_modules(model: nn.Module) -> list[ModuleData]:
+    """Return the attention of a model of transformers, by its config and its layout."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict[str, Any])
+    fields: dict[str, Any] = to_dict()
+    name = configs.layout_name(fields) if fields else None
+    if name is None:
+        return []
+    layout, state = registry.layout(name), model.state_dict()
+    modules = [m for m in find_modules(layout, state) if m.tensors]
+    return [_read_module_by_layout(module, modules, state, layout, fields) for module in modules]
+
+
+def _read_module_by_layout(
+    module: NamedModule,
+    modules: list[NamedModule],
+    state: Mapping[str, Tensor],
+    layout: Layout,
+    config: dict[str, Any],
+) -> ModuleData:
+    described = configs.layout_in_layer(layout, config, module.layer)
+    data = None
+    with suppress(HeadwiseError):
+        shapes = {local: tuple(state[full].shape) for full, local in module.tensors.items()}
+        sizes = described.sizes(shapes, configs.read_stated_counts(config))
+        layer = attention_from_state(module, modules, state, described, config, sizes, window=None)
+        data = NativeSubject(layer).model
+    owners = {
+        role: full.rpartition(".")[0]
+        for full, local in module.tensors.items()
+        for role in "qkvo"
+        if f"w{role}" in layout.patterns[local].tensors
+    }
+    window = None
+    with suppress(HeadwiseError):
+        window = configs.attention_window(config, module.layer)
+    return ModuleData(module.prefix, data, owners, window)
