@@ -12,8 +12,8 @@ from headwise.support.lazy import OldLayers, export_lazily
 
 if TYPE_CHECKING:
     from headwise.diagnosis._compare import compare as compare
-    from headwise.diagnosis._detect import detect as detect
     from headwise.diagnosis._verify import verify as verify
+    from headwise.diagnosis.detection import detect as detect
     from headwise.errors import HeadwiseError as HeadwiseError
     from headwise.function.rotary import Rotary as Rotary
     from headwise.huggingface import register_huggingface as register_huggingface
@@ -42,7 +42,7 @@ __getattr__, __dir__, __all__ = export_lazily(
         "ScoreBias": "masks.score_bias",
         "compare": "diagnosis._compare",
         "convert": "layouts._convert",
-        "detect": "diagnosis._detect",
+        "detect": "diagnosis.detection",
         "register_huggingface": "huggingface",
         "scan": "scanning._scan",
         "upgrade": "layers._upgrade",

@@ -179,7 +179,7 @@ def test_an_interruption(status: Status, place: Path, monkeypatch: pytest.Monkey
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headwise.diagnosis._detect.detect", stop)
+    monkeypatch.setattr("headwise.diagnosis.detection.detect", stop)
     assert status("detect", place) == INTERRUPTED
 
 

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 import headwise
-from headwise.diagnosis._detect import narrow_by_reference_values
 from headwise.diagnosis.candidates import CandidateLayout, query_and_kv_head_counts
-from headwise.diagnosis.detection import Detection, detect_by_names_and_shapes
+from headwise.diagnosis.detection import (
+    Detection,
+    detect_by_names_and_shapes,
+    narrow_by_reference_values,
+)
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.function.weights import State
 from headwise.layouts._layout import Layout

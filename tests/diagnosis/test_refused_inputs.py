@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from transformers import BartConfig
 from transformers.models.bart.modeling_bart import BartAttention
 

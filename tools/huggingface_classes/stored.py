@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headwise.diagnosis._detect import open_weights
-from headwise.diagnosis.detection import Detection
+from headwise.diagnosis.detection import Detection, open_weights
 from headwise.diagnosis.running import narrow_by_running
 from headwise.errors import HeadwiseError
 

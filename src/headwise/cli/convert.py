@@ -15,7 +15,7 @@ from headwise.cli import output
 
 if TYPE_CHECKING:
     from headwise.checkpoints.plan import ConversionReport
-    from headwise.diagnosis._detect import GivenWeights
+    from headwise.diagnosis.detection import GivenWeights
 
 SHOWN = 4  # unchanged names
 SCHEMA = 1  # version of the JSON form of a report
@@ -108,7 +108,7 @@ def _run_conversion(
         from headwise.checkpoints.conversion import convert_checkpoint
         from headwise.checkpoints.source import CheckpointSource
         from headwise.checkpoints.staging import staging_path
-        from headwise.diagnosis._detect import open_weights
+        from headwise.diagnosis.detection import open_weights
         from headwise.layouts.registry import layout
         from headwise.support.text import human_bytes
         from headwise.support.tracing import one_thread

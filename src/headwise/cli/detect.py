@@ -35,8 +35,8 @@ def detect(
     decides. Nothing is guessed.
     """
     with output.progress_bar(output.stderr_console(), "loading torch"):
-        from headwise.diagnosis._detect import detect as detect_layout
         from headwise.diagnosis.detection import describe_detection
+        from headwise.diagnosis.detection import detect as detect_layout
 
         detection = detect_layout(place, reference=reference, against=against, **counts)
     lines = describe_detection(detection, title=str(place))

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.source import CheckpointSource
 from headwise.diagnosis import blind_spots, catalogue, functions, models, search
-from headwise.diagnosis._detect import GivenWeights, open_weights
 from headwise.diagnosis._verify import verify_opened
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import SEED, FunctionComparison
+from headwise.diagnosis.detection import GivenWeights, open_weights
 from headwise.diagnosis.probes import (
     ComparisonInputs,
     NamedInputs,

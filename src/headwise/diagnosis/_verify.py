@@ -13,16 +13,9 @@ from itertools import chain, product
 
 from headwise.checkpoints.config import Config
 from headwise.checkpoints.description import COUNTS
-from headwise.diagnosis._detect import (
-    Given,
-    GivenWeights,
-    describe_difference_from_reference,
-    open_weights,
-    read_canonical_state,
-    split_candidate_by_sizes,
-)
+from headwise.diagnosis import detection as detecting
 from headwise.diagnosis.candidates import CandidateLayout, query_and_kv_head_counts
-from headwise.diagnosis.detection import Detection
+from headwise.diagnosis.detection import Detection, Given, GivenWeights, open_weights
 from headwise.diagnosis.results import (
     Diagnosis,
     ModuleMoves,
@@ -53,23 +46,17 @@ LayoutNames = tuple[str | Layout | None, str | Layout | None]
 
 @dataclass(frozen=True)
 class LayoutPair:
-    """Layouts in which two sets of weights are read.
+    """Layouts in which two sets of weights are read."""
 
-    Attributes:
-        layouts: of the first and of the second; None where their configs contradict each other.
-        counts: heads, and other counts: of the configs, of the caller, or some that fit.
-        lines: the evidence for these layouts, or the reasons why the weights are not the same.
-        can_run: True if the layers of both can be run.
-        names_heads: True if the number of heads is known, so that heads can be named.
-        is_decided: False if other layouts or counts that fit make the weights different.
-    """
-
+    # Of the first and of the second; None where their configs contradict each other.
     layouts: tuple[Layout, Layout] | None
+    # Heads, and other counts: of the configs, of the caller, or some that fit.
     counts: dict[str, int]
+    # The evidence for these layouts, or the reasons why the weights are not the same.
     lines: tuple[str, ...]
-    can_run: bool = True
-    names_heads: bool = True
-    is_decided: bool = True
+    can_run: bool = True  # the layers of both can be run
+    names_heads: bool = True  # the number of heads is known, so that heads can be named
+    is_decided: bool = True  # False if other layouts or counts that fit make the weights different
 
 
 @dataclass(frozen=True)
@@ -116,16 +103,11 @@ Sides = tuple[_Side, _Side]
 
 @dataclass(frozen=True)
 class _Reading:
-    """Layouts and counts that fit both sets.
+    """Layouts and counts that fit both sets."""
 
-    Attributes:
-        pair: the two layouts, each with sizes that fit.
-        counts: heads, and other counts that are known or fit.
-        effects: the counts that nothing states, each with the values of the same effect.
-    """
-
-    pair: tuple[CandidateLayout, CandidateLayout]
-    counts: dict[str, int]
+    pair: tuple[CandidateLayout, CandidateLayout]  # the two layouts, each with sizes that fit
+    counts: dict[str, int]  # heads, and other counts that are known or fit
+    # The counts that nothing states, each with the values of the same effect.
     effects: dict[str, tuple[int, ...]]
 
     @property
@@ -137,7 +119,7 @@ class _Reading:
         mine, theirs = self.pair[at], self.pair[1 - at]
         states = sides[at].weights.tensors, sides[1 - at].weights.tensors
         called, names_heads = f"the {SIDES[1 - at]}", "heads" not in self.effects
-        return describe_difference_from_reference(
+        return detecting.describe_difference_from_reference(
             mine, states[0], theirs, states[1], called, names_heads=names_heads
         )
 
@@ -157,7 +139,7 @@ class _Reading:
         if not all(candidate.modules for candidate in self.pair):
             return len(AXES)
         first, second = (
-            read_canonical_state(candidate, 0, side.weights.tensors)
+            detecting.read_canonical_state(candidate, 0, side.weights.tensors)
             for candidate, side in zip(self.pair, sides, strict=True)
         )
         return len(equality.list_differing_tensors(first, second))
@@ -179,7 +161,7 @@ def _list_readings(sides: Sides, known: Mapping[str, int]) -> list[_Reading]:
         (mine, theirs)
         for mine in firsts
         for theirs in by_heads.get(query_and_kv_head_counts(mine.fits[0]), ())
-        if _have_same_width(mine, theirs)
+        if len({each.fits[0].get("rotary_width") for each in (mine, theirs)} - {None}) < 2
     ]
     readings: dict[object, _Reading] = {}
     for mine, theirs in pairs or product(firsts, seconds):
@@ -199,7 +181,7 @@ def _list_readings(sides: Sides, known: Mapping[str, int]) -> list[_Reading]:
 
 def _split_by_sizes(candidate: CandidateLayout) -> list[CandidateLayout]:
     """Return a candidate for each of its sizes; with open heads, for the usual widths alone."""
-    split = split_candidate_by_sizes(candidate)
+    split = detecting.split_candidate_by_sizes(candidate)
     if len(candidate.fits) == 1:
         return split
     usual = []
@@ -209,11 +191,6 @@ def _split_by_sizes(candidate: CandidateLayout) -> list[CandidateLayout]:
         if width in (head_dim, head_dim // 2, head_dim // 4):
             usual.append(each)
     return usual
-
-
-def _have_same_width(mine: CandidateLayout, theirs: CandidateLayout) -> bool:
-    fits = mine.fits[0], theirs.fits[0]
-    return len({fit["rotary_width"] for fit in fits if "rotary_width" in fit}) < 2
 
 
 def _effect_of_conversion(mine: CandidateLayout, theirs: CandidateLayout) -> object:
@@ -246,19 +223,22 @@ def _choose_reading(sides: Sides, readings: list[_Reading]) -> LayoutPair:
     else:  # some may differ in the names outside of attention
         chosen = next((each for each in equal if each.is_same(sides)), equal[0])
     is_decided = len(equal) in (0, len(readings)) or chosen.layouts[0] == chosen.layouts[1]
-    faults = _describe_incomplete_sides(sides, chosen.layouts)
+    lines = faults = [
+        f"the {which} is not whole: {fault}"
+        for which, side, layout in zip(SIDES, sides, chosen.layouts, strict=True)
+        for fault in side.faults(layout)
+    ]
     others = any(side.has_other_counts for side in sides)
-    lines = [*faults]
     if others:
-        lines += [
+        lines = lines + [
             f"the {which} is {side.description}" for which, side in zip(SIDES, sides, strict=True)
         ]
     if not is_decided:
-        lines += _describe_readings(readings, why)
+        lines = lines + _describe_readings(readings, why)
     elif len(readings) > 1:
         words = f"read as {' and '.join(layout.name for layout in chosen.layouts)}"
         rest = "" if equal else f"; no other of {len(readings)} ways to read them makes them equal"
-        lines.append(words + rest)
+        lines = [*lines, words + rest]
     return LayoutPair(
         chosen.layouts,
         chosen.counts,
@@ -347,14 +327,6 @@ def _make_side(
     return _Side(weights, Detection(candidates, {}, damaged=damaged), layout)
 
 
-def _describe_incomplete_sides(sides: Sides, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
-    return tuple(
-        f"the {which} is not whole: {fault}"
-        for which, side, layout in zip(SIDES, sides, layouts, strict=True)
-        for fault in side.faults(layout)
-    )
-
-
 @explain_arguments(RENAMED_COUNTS)
 def verify(
     first: Given,
@@ -416,29 +388,28 @@ def verify_opened(
     if pair.layouts is None:
         return Diagnosis(verdict=Verdict.DIFFERENT, layouts=None, notes=pair.lines, tensors=None)
     mine, theirs, counts = *pair.layouts, pair.counts
+    a, b = first.tensors, second.tensors
     tensors = compare_tensors(
-        first.tensors,
-        second.tensors,
-        mine,
-        theirs,
-        progress=progress,
-        names_heads=pair.names_heads,
-        **counts,
+        a, b, mine, theirs, progress=progress, names_heads=pair.names_heads, **counts
     )
-    layers = [module.layer for module in modules.find_modules(theirs, second.tensors)]
+    layers = [module.layer for module in modules.find_modules(theirs, b)]
     conflicts = find_config_differences(first.config, second.config, pair.layouts, layers)
     tensors = replace(tensors, conflicts={**tensors.conflicts, **conflicts})
     runs: list[OutputComparison] = []
     if outputs and pair.can_run and pair.is_decided and not tensors.unheld:
-        _require_known_heads(pair)
+        if not pair.names_heads:
+            raise OptionError(
+                saw="{outputs}, where neither the call nor a config has the number of heads",
+                needed="the number of heads, on which the outputs depend",
+                do="give {heads}, and {kv_heads} where they are fewer, or leave out {outputs}",
+                parameter={"outputs": (), "heads": (), "kv_heads": ()},
+            )
         config = first.config or second.config
-        runs = compare_outputs_of_layers(
-            first.tensors, second.tensors, mine, theirs, config, **counts
-        )
+        runs = compare_outputs_of_layers(a, b, mine, theirs, config, **counts)
     moves: list[ModuleMoves] = []
     if tensors.differences and pair.can_run:
         differing = [tensor.name for tensor in tensors.differences]
-        moves = find_module_moves(first.tensors, second.tensors, pair.layouts, differing, counts)
+        moves = find_module_moves(a, b, pair.layouts, differing, counts)
     is_same = bool(tensors) and all(layer.is_same for layer in runs)
     if is_same and not pair.is_decided:
         return Diagnosis(verdict=Verdict.INCONCLUSIVE, notes=pair.lines)
@@ -470,16 +441,6 @@ def _find_unapplied_settings(
             registry.layouts_by_name()[layout.name].function
         ).items()
     )
-
-
-def _require_known_heads(pair: LayoutPair) -> None:
-    if not pair.names_heads:
-        raise OptionError(
-            saw="{outputs}, where neither the call nor a config has the number of heads",
-            needed="the number of heads, on which the outputs depend",
-            do="give {heads}, and {kv_heads} where they are fewer, or leave out {outputs}",
-            parameter={"outputs": (), "heads": (), "kv_heads": ()},
-        )
 
 
 def _require_types(layouts: Mapping[str, object], progress: object) -> None:

@@ -192,21 +192,13 @@ UNIT = 2.0**-8  # of which all entries are multiples, so that their sums are exa
 
 @dataclass(frozen=True, eq=False)
 class BlackBoxComparison:
-    """A function beside the model that it should equal.
-
-    Attributes:
-        function: the function.
-        model: the model.
-        widths: of tokens and of the source.
-        side: of the function, "first" or "second".
-        dtype: of the arithmetic, whose rounding is allowed.
-    """
+    """A function beside the model that it should equal."""
 
     function: BlackBox
     model: AttentionModel
-    widths: tuple[int, int]
-    side: str
-    dtype: torch.dtype
+    widths: tuple[int, int]  # of tokens and of the source
+    side: str  # of the function, "first" or "second"
+    dtype: torch.dtype  # of the arithmetic, whose rounding is allowed
 
     @cached_property
     def sentences(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,11 @@ def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
         ShapeError: two attentions take tokens of other widths.
     """
     _require_comparable_layers(first, second)
-    layers = tuple(_compare_layers_in_order(first, second))
+    named: list[catalogue.Cause] = []  # in earlier layers: a cause is often that of all layers
+    layers = tuple(
+        LayerPair(first, second, mine, theirs).compare(named)
+        for mine, theirs in zip(first.layers, second.layers, strict=True)
+    )
     ran_apart = first.outputs is None or second.outputs is None
     mine, theirs = first.outputs or {}, second.outputs or {}
     pairs = _pair_outputs(mine, theirs)
@@ -55,8 +60,8 @@ def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
     has_other_output = any(
         exceeds_rounding(
             gap,
-            first.float32_rounding_of_output(name),
-            second.float32_rounding_of_output(pairs[name]),
+            first.output_roundings.get(name, 0.0),
+            second.output_roundings.get(pairs[name], 0.0),
         )
         for name, gap in gaps.items()
     )
@@ -131,12 +136,6 @@ def _describe_uncompared_outputs(first: Outputs, second: Outputs, pairs: Mapping
     return ""
 
 
-def _compare_layers_in_order(first: ModelRun, second: ModelRun) -> Iterator[LayerComparison]:
-    named: list[catalogue.Cause] = []  # in earlier layers: a cause is often that of all layers
-    for mine, theirs in zip(first.layers, second.layers, strict=True):
-        yield LayerPair(first, second, mine, theirs).compare(named)
-
-
 def _choose_verdict(comparison: ModelComparison) -> Verdict:
     parted = comparison.differing_layers
     if (
@@ -164,18 +163,11 @@ NOT_AS_STATED = "neither runs as its settings and weights state, and their input
 
 @dataclass(frozen=True, eq=False)
 class LayerPair:
-    """Two attentions at the same place of two models.
+    """Two attentions at the same place of two models."""
 
-    Attributes:
-        first: the model in doubt.
-        second: the model that it should equal.
-        mine: the attention of the first.
-        theirs: that of the second.
-    """
-
-    first: ModelRun
-    second: ModelRun
-    mine: LayerRun
+    first: ModelRun  # the model in doubt
+    second: ModelRun  # the model that it should equal
+    mine: LayerRun  # the attention of the first
     theirs: LayerRun
 
     def compare(self, named: list[catalogue.Cause]) -> LayerComparison:
@@ -187,7 +179,7 @@ class LayerPair:
             search.ExplainedCalls(
                 self._known_model,
                 [call],
-                self._names_of_compared_inputs,
+                [self.first.inputs],
                 self.mine.stored,
                 side=side,
             )
@@ -200,21 +192,11 @@ class LayerPair:
             return self._compare_stages_directly(NOT_AS_STATED)
         if known.gaps.cells_beyond_rounding:
             is_of_second = self._known_side_run is self.theirs
-            return self._report_explained_calls(
-                _explain_by_named_causes(known, named), named, is_of_second=is_of_second
-            )
+            return self._report_explained_calls(known, named, is_of_second=is_of_second)
         exchanged_with = (
             self._find_exchanged_layer() if explained.gaps.cells_beyond_rounding else ""
         )
-        if exchanged_with:  # the exchange explains it all
-            return self._report_explained_calls(
-                replace(explained, candidates=()), named, exchanged_with=exchanged_with
-            )
-        return self._report_explained_calls(_explain_by_named_causes(explained, named), named)
-
-    @property
-    def _names_of_compared_inputs(self) -> list[str]:
-        return [self.first.inputs]
+        return self._report_explained_calls(explained, named, exchanged_with=exchanged_with)
 
     @property
     def _known_side_run(self) -> LayerRun:
@@ -245,22 +227,16 @@ class LayerPair:
 
     def _describe_blind_spot(self) -> str:
         """Return the reason why this input could not show another attention; "" if it could."""
-        mine, theirs = self.mine.model, self.theirs.model
-        dropout = describe_dropout_difference(self.mine.dropout, self.theirs.dropout)
-        if dropout:
+        mine, theirs, calls = self.mine.model, self.theirs.model, [self._call_to_explain]
+        if dropout := describe_dropout_difference(self.mine.dropout, self.theirs.dropout):
             return dropout
         if self.mine.window != self.theirs.window:
-            return blind_spots.describe_unseen_window(
-                self.mine.window, self.theirs.window, [self._call_to_explain]
-            )
-        calls = [self._call_to_explain]
+            return blind_spots.describe_unseen_window(self.mine.window, self.theirs.window, calls)
         if unseen := blind_spots.describe_unseen_setting(mine, theirs, calls, calls[0].dtype):
             return unseen
         if self._known_model is None or (mine and theirs and mine.is_equal(theirs)):
             return ""
-        return blind_spots.explain_insensitivity_to_scores(
-            self._known_model, [self._call_to_explain], self._call_to_explain.dtype
-        )
+        return blind_spots.explain_insensitivity_to_scores(self._known_model, calls, calls[0].dtype)
 
     def _find_exchanged_layer(self) -> str:
         """Return the other layer of the second model that computes the same; "" for none."""
@@ -282,9 +258,7 @@ class LayerPair:
             PartedStage(stage=stage, size=gap, heads=None, probes=(self.first.inputs,))
             for stage, gap in gaps.items()
             if exceeds_rounding(
-                gap,
-                self.mine.float32_rounding_of_stage(stage),
-                self.theirs.float32_rounding_of_stage(stage),
+                gap, *(each.roundings.get(stage, 0.0) for each in (self.mine, self.theirs))
             )
         )
         report = replace(
@@ -304,6 +278,12 @@ class LayerPair:
         exchanged_with: str = "",
         is_of_second: bool = False,
     ) -> LayerComparison:
+        """Report the calls: by an exchange, else by the causes named before where they suffice."""
+        if exchanged_with:
+            explained = replace(explained, candidates=())
+        elif named:
+            likely = replace(explained, candidates=tuple(named))
+            explained = explained if likely.search.left.cells_beyond_rounding else likely
         report = replace(
             self._make_empty_comparison(),
             blind=self._describe_blind_spot() if explained.outputs_agree else "",
@@ -333,13 +313,7 @@ class LayerPair:
         )
 
     def _make_layer_comparison(
-        self,
-        comparison: FunctionComparison,
-        *,
-        outputs_agree: bool = True,
-        exchanged_with: str = "",
-        is_of_second: bool = False,
-        note: str = "",
+        self, comparison: FunctionComparison, *, outputs_agree: bool = True, **more: Any
     ) -> LayerComparison:
         return LayerComparison(
             name=self.mine.name,
@@ -348,18 +322,8 @@ class LayerPair:
             has_other_input=self._has_other_input,
             comparison=comparison,
             outputs_agree=outputs_agree,
-            exchanged_with=exchanged_with,
-            is_of_second=is_of_second,
-            note=note,
+            **more,
         )
-
-
-def _explain_by_named_causes(
-    explained: search.ExplainedCalls, named: Sequence[catalogue.Cause]
-) -> search.ExplainedCalls:
-    """Return the call explained by the causes that were named before, if they suffice."""
-    likely = replace(explained, candidates=tuple(named))
-    return likely if named and not likely.search.left.cells_beyond_rounding else explained
 
 
 def compare_gradients(

@@ -35,25 +35,17 @@ from headwise.scanning.record import record_attention
 
 @dataclass(frozen=True, eq=False)
 class FirstCall:
-    """First attention call of one module of a model.
-
-    Attributes:
-        module: the module.
-        name: its name in the model.
-        x: its input.
-        scores: (batch, heads, queries, keys): scale * q.k in float64, before masks and softcaps.
-        values: (batch, heads, keys, value_dim), in float64.
-        out_proj: each head's part of the output projection; None if it was not captured.
-        is_capped: True if the scores have a softcap.
-    """
+    """First attention call of one module of a model."""
 
     module: nn.Module
     name: str
     x: Tensor
+    # (batch, heads, queries, keys): scale * q.k in float64, before masks and softcaps.
     scores: Tensor
-    values: Tensor
+    values: Tensor  # (batch, heads, keys, value_dim), in float64
+    # Each head's part of the output projection; None if it was not captured.
     out_proj: Tensor | None
-    is_capped: bool
+    is_capped: bool  # True if the scores have a softcap
 
     @property
     def is_over_sequences(self) -> bool:
@@ -115,8 +107,10 @@ def pair_modules(
             unpaired.remove(call)
             pairs.append((module, call))
     for module in list(waiting):
-        call = next((each for each in unpaired if _has_similar_name(each, module)), None)
-        if call is not None:
+        name = f".{module.prefix.rstrip('./')}."
+        # One name is part of the other: base models omit a prefix.
+        similar = (c for c in unpaired if name in f".{c.name}." or f".{c.name}." in name)
+        if module.prefix and (call := next(similar, None)) is not None:
             unpaired.remove(call)
             waiting.remove(module)
             pairs.append((module, call))
@@ -147,12 +141,6 @@ def _is_equal_after_cast(x: Tensor, parameter: Tensor) -> bool:
     return torch.equal(x[0].to(parameter.dtype), parameter[0]) and torch.equal(
         x.to(parameter.dtype), parameter
     )
-
-
-def _has_similar_name(call: FirstCall, module: NamedModule) -> bool:
-    """True if one name is part of the other: base models omit a prefix."""
-    a, b = f".{call.name}.", "." + module.prefix.rstrip("./") + "."
-    return module.prefix != "" and (a in b or b in a)
 
 
 SCORES, VALUES = "scores", "values"
@@ -236,14 +224,8 @@ class _Trial:
     def find_agreeing_sizes(self) -> Sizes | str | NotComparedError:
         """Return the first sizes that agree; else the first difference, or why none was sought."""
         first = self.candidate.modules[0]
-        heads = next(
-            (
-                call.scores.shape[1]
-                for module, call in self.pair_modules_with_calls
-                if module is first
-            ),
-            None,
-        )
+        pairs = self.pair_modules_with_calls
+        heads = next((call.scores.shape[1] for module, call in pairs if module is first), None)
         fits = [fit for fit in self.candidate.fits if heads in (None, fit["heads"])]
         outcomes = [self._compare_with_sizes(fit) for fit in fits]
         if None in outcomes:
@@ -279,10 +261,14 @@ class _Trial:
     def _find_difference(
         self, module: NamedModule, call: FirstCall, sizes: Sizes
     ) -> str | NotComparedError | None:
-        layout = _layout_without_bias_cap_and_window(
-            self.candidate.layout, self.config, module.layer
-        )
-        layer = self._build_layer(layout, module, _head_counts_of_call(call, sizes))
+        layout = layout_in_layer(self.candidate.layout, self.config, module.layer)
+        # Without the operations on finished scores.
+        dropped: dict[str, Any] = dict.fromkeys(("score_bias", "softcap", "window", "clip"), ABSENT)
+        layout = replace(layout, function=replace(layout.function, **dropped))
+        # Head counts may differ between towers of a model.
+        call_heads, (heads, kv_heads) = call.scores.shape[1], query_and_kv_head_counts(sizes)
+        counts = {"heads": call_heads, "kv_heads": max(1, kv_heads * call_heads // heads)}
+        layer = self._build_layer(layout, module, counts)
         part = _find_differing_stage(layer, self.candidate.layout.function, call)
         why = self._describe_unknown_rotation(layout, module) if part == SCORES else None
         if part is None or why is not None:
@@ -313,7 +299,7 @@ class _Trial:
             {
                 local: self.state[name].double()
                 for name, local in module.tensors.items()
-                # A distance bias is added to the scores: see _layout_without_bias_cap_and_window.
+                # A distance bias is added to the scores, which are compared without it.
                 if layout.patterns[local].tensors != ("distances",)
             },
             layout=layout,
@@ -321,22 +307,6 @@ class _Trial:
             num_kv_heads=heads["kv_heads"],
             **options_of_spec(spec),
         )
-
-
-def _head_counts_of_call(call: FirstCall, sizes: Sizes) -> Sizes:
-    """Return the head counts of a call: they may differ between towers of a model."""
-    call_heads, (heads, kv_heads) = call.scores.shape[1], query_and_kv_head_counts(sizes)
-    return {"heads": call_heads, "kv_heads": max(1, kv_heads * call_heads // heads)}
-
-
-def _layout_without_bias_cap_and_window(
-    layout: Layout, config: Mapping[str, Any], number: int
-) -> Layout:
-    """Return the layout of one layer, without the operations on finished scores."""
-    layout = layout_in_layer(layout, config, number)
-    dropped: dict[str, Any] = dict.fromkeys(("score_bias", "softcap", "window", "clip"), ABSENT)
-    bare = replace(layout.function, **dropped)
-    return replace(layout, function=bare)
 
 
 @torch.no_grad()

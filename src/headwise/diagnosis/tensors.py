@@ -41,6 +41,7 @@ PART = 1 << 20  # entries that are compared at a time
 BATCH, LENGTH = 2, 48
 UNREADABLE = (OptionError, ShapeError, DTypeError)
 Stored = Mapping[str, Tensor]
+BuiltLayer = tuple[str, Attention, list[torch.dtype]]  # its name, and the dtypes in the file
 
 
 def compare_outputs_of_layers(
@@ -59,16 +60,14 @@ def compare_outputs_of_layers(
     Raises:
         OptionError: the config lacks what the layouts leave to it, or outputs are not finite.
     """
-    layers = (
-        _build_float64_layers(first, first_layout, config, counts),
-        _build_float64_layers(second, second_layout, config, counts),
-    )
+    sides = ((first, first_layout), (second, second_layout))
+    layers = [_build_float64_layers(*side, config, counts) for side in sides]
     return [_run_both(*pair) for pair in zip(*layers, strict=True)]
 
 
 def _build_float64_layers(
     state: Stored, layout: Layout, config: Mapping[str, Any], counts: Mapping[str, int]
-) -> Iterator[tuple[str, Attention, list[torch.dtype]]]:
+) -> Iterator[BuiltLayer]:
     """Yield the name of each layer, the layer, and the dtypes of its weights in the file."""
     modules = find_modules(layout, state)
     for module in modules:
@@ -80,12 +79,9 @@ def _build_float64_layers(
 
 
 @torch.no_grad()
-def _run_both(
-    first: tuple[str, Attention, list[torch.dtype]],
-    second: tuple[str, Attention, list[torch.dtype]],
-) -> OutputComparison:
-    a, b = first[1], second[1]
-    dtype = rounding.coarsest(first[2] + second[2])
+def _run_both(first: BuiltLayer, second: BuiltLayer) -> OutputComparison:
+    (name, a, dtypes), (other_name, b, other_dtypes) = first, second
+    dtype = rounding.coarsest(dtypes + other_dtypes)
     generator = torch.Generator().manual_seed(0)
     widths = dict.fromkeys((a.embed_dim, a.source_dim))
     inputs = [
@@ -103,14 +99,13 @@ def _run_both(
     largest = float(mine.abs().max())
     if not math.isfinite(largest):
         raise OptionError(
-            saw=f"outputs of {first[0]} that are NaN or infinite",
+            saw=f"outputs of {name} that are NaN or infinite",
             needed="finite weights",
             do="leave --outputs out: verify compares the bytes without it",
         )
     apart = (mine - b(*(x.double() for x in inputs))).abs().max()
-    return OutputComparison(
-        first[0], second[0], float(apart) / largest, float(allowed.max()) / largest
-    )
+    shares = float(apart) / largest, float(allowed.max()) / largest
+    return OutputComparison(name, other_name, *shares)
 
 
 def compare_tensors(
@@ -144,20 +139,10 @@ def compare_tensors(
     """
     mine, theirs = layout(first_layout), layout(second_layout)
     is_damaged = _only_some_modules_fit(first, mine, counts)
+    options: dict[str, Any] = {"progress": progress, "names_heads": names_heads}
     if is_damaged and _all_modules_fit(second, theirs, counts):
-        return _compare_converted(
-            second, first, theirs, mine, counts, progress, names_heads=names_heads
-        ).swapped()
-    return _compare_converted(
-        first,
-        second,
-        mine,
-        theirs,
-        counts,
-        progress,
-        names_heads=names_heads,
-        is_damaged=is_damaged,
-    )
+        return _compare_converted(second, first, theirs, mine, counts, **options).swapped()
+    return _compare_converted(first, second, mine, theirs, counts, is_damaged=is_damaged, **options)
 
 
 def _all_modules_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
@@ -188,8 +173,8 @@ def _compare_converted(
     source: Layout,
     target: Layout,
     counts: Mapping[str, int],
-    progress: Progress,
     *,
+    progress: Progress,
     names_heads: bool,
     is_damaged: bool = False,
 ) -> TensorComparison:
@@ -199,10 +184,8 @@ def _compare_converted(
     are_listed = {bool(module.place.role) for module in (*mine, *theirs)}
     is_single = len(mine) == len(theirs) == 1
     if is_single and not (mine[0].prefix and theirs[0].prefix):  # a layer alone, and in a model
-        first, second = (
-            _strip_prefix(first, mine[0].prefix),
-            _strip_prefix(second, theirs[0].prefix),
-        )
+        first = _strip_prefix(first, mine[0].prefix)
+        second = _strip_prefix(second, theirs[0].prefix)
     is_single = is_single and len(are_listed) == 1
     form = NameForm.shared_by(theirs) if are_listed == {True} or is_single else AS_STORED
     if is_damaged and source == target:  # stored tensors are compared without conversion
@@ -345,18 +328,13 @@ class _StepwiseTensorEvidence:
     @cached_property
     def _attention_bias_names(self) -> set[str]:
         """Names of attention's biases in the second's layout, with or without a tensor."""
-        return _list_bias_names(
-            find_modules(self.target, self._output_names_of_all_steps), self.target
-        ) | _list_bias_names(self._second_modules, self.target)
-
-
-def _list_bias_names(modules: Iterable[NamedModule], of: Layout) -> set[str]:
-    return {
-        name
-        for module in modules
-        for name, local in module.tensors.items()
-        if {*BIASES}.issuperset(of.patterns[local].tensors)
-    }
+        made = find_modules(self.target, self._output_names_of_all_steps)
+        return {
+            name
+            for module in (*made, *self._second_modules)
+            for name, local in module.tensors.items()
+            if {*BIASES}.issuperset(self.target.patterns[local].tensors)
+        }
 
 
 def _count_differing_entries(a: Tensor, b: Tensor) -> dict[str, int | float]:
@@ -440,15 +418,17 @@ def find_module_moves(
         (a, b) for a, b in zip(mine, theirs, strict=True) if not {*b.tensors}.isdisjoint(differing)
     ]
     named, shifts = [], set()
-    places = _list_candidate_places([theirs.index(b) for _, b in concerned], len(theirs))
-    candidates = [theirs[place] for place in places]
+    # A neighbour may be equal: where layers are off by one, the last has the weights of none.
+    near = {theirs.index(b) + shift for _, b in concerned for shift in (-1, 0, 1)}
+    candidates = [theirs[place] for place in sorted(near & {*range(len(theirs))})]
     for a, b in concerned:
         with suppress(*UNREADABLE):
             state = _unpack_module(first, a, layouts[0], counts)
             other = _find_module_with_weights(state, second, layouts[1], candidates, b, counts)
             if other is not None:
                 shifts.add(other.layer - a.layer)
-                named.append(_report_exchanged_module(a, other))
+                names = [each.prefix.rstrip(".") for each in (a, other)]
+                named.append(ModuleMoves(name=names[0], layer=a.layer, is_other_module=names[1]))
             else:
                 right = _unpack_module(second, b, layouts[1], counts)
                 report = find_state_moves(
@@ -466,15 +446,6 @@ def find_module_moves(
         else each
         for each in named
     ]
-
-
-def _list_candidate_places(differing: Sequence[int], count: int) -> list[int]:
-    """Return the places of differing modules and of their neighbours, which may be equal.
-
-    If layers are off by one, the last has the weights of none, or its own.
-    """
-    near = {place + shift for place in differing for shift in (-1, 0, 1)}
-    return sorted(near & {*range(count)})
 
 
 def _unpack_module(
@@ -502,11 +473,6 @@ def _find_module_with_weights(
                 ):
                     return module
     return None
-
-
-def _report_exchanged_module(module: NamedModule, other: NamedModule) -> ModuleMoves:
-    name, other_name = (each.prefix.rstrip(".") for each in (module, other))
-    return ModuleMoves(name=name, layer=module.layer, is_other_module=other_name)
 
 
 def _describe_moves_of_module(module: NamedModule, report: MoveReport) -> ModuleMoves:

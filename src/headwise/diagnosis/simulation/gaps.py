@@ -300,22 +300,15 @@ WHOLE = -1
 
 @dataclass(frozen=True)
 class Gap:
-    """Difference of one head's stage in one call.
+    """Difference of one head's stage in one call."""
 
-    Attributes:
-        size: norm of the difference over the norm of the recorded entries; infinite where shapes
-            or hidden keys differ.
-        share: the largest difference as a share of what rounding explains.
-        left: the share of entries whose difference rounding does not explain.
-        largest: the largest difference.
-        bound: the smallest difference that rounding does not explain.
-    """
-
+    # Norm of the difference over the norm of the recorded entries; infinite where shapes or hidden
+    # keys differ.
     size: float
-    share: float
-    left: float
-    largest: float = math.inf
-    bound: float = 0.0
+    share: float  # the largest difference as a share of what rounding explains
+    left: float  # the share of entries whose difference rounding does not explain
+    largest: float = math.inf  # the largest difference
+    bound: float = 0.0  # the smallest difference that rounding does not explain
 
     @property
     def is_rounding(self) -> bool:

@@ -46,22 +46,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class AttentionModel:
-    """Attention as data, which computes any stage from the recorded stages before it.
+    """Attention as data, which computes any stage from the recorded stages before it."""
 
-    Attributes:
-        settings: sizes, scale, rotation and the other settings, none of them open.
-        weights: canonical tensors in float64 (`headwise.function.weights`).
-        replaced: stage name -> the function that computes it in place of the usual one. It takes
-            the `ForcedStage` stage, whose ``usual()`` is the usual result.
-        of_weights: the model of the stored weights, where the modules of a layer do more than
-            multiply by them; None where they do not.
-        memory: results of stages, shared with the models that are made of this one.
-    """
-
-    settings: AttentionSpec
-    weights: State
+    settings: AttentionSpec  # sizes, scale, rotation and the other settings, none of them open
+    weights: State  # canonical tensors in float64 (`headwise.function.weights`)
+    # Stage name -> the function that computes it in place of the usual one. It takes the
+    # `ForcedStage` stage, whose ``usual()`` is the usual result.
     replaced: Mapping[str, StageFunction] = field(default_factory=dict)
+    # The model of the stored weights, where the modules of a layer do more than multiply by them;
+    # None where they do not.
     of_weights: AttentionModel | None = None
+    # Results of stages, shared with the models that are made of this one.
     memory: Memory = field(default_factory=Memory, repr=False, compare=False)
 
     def with_settings(self, **changes: Any) -> AttentionModel:

@@ -69,20 +69,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """Stages of one call, as far as they were recorded, in float64.
-
-    Attributes:
-        inputs: the arguments.
-        stages: stage name -> tensor.
-        dtype: of the arithmetic that was recorded.
-        earlier: calls with the same cache before this one; their keys are keys of this call.
-        key: the same object in all copies of the call, also in those whose numbers were changed.
-    """
+    """Stages of one call, as far as they were recorded, in float64."""
 
     inputs: Inputs
-    stages: Stages
-    dtype: torch.dtype = torch.float64
+    stages: Stages  # by name
+    dtype: torch.dtype = torch.float64  # of the arithmetic that was recorded
+    # Calls with the same cache before this one; their keys are keys of this call.
     earlier: tuple[RecordedCall, ...] = field(default=(), repr=False)
+    # The same object in all copies of the call, also in those whose numbers were changed.
     key: object = field(default_factory=object, repr=False, compare=False)
 
     @property

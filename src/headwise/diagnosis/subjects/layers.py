@@ -190,19 +190,13 @@ class TorchSubject(ModuleSubject):
 
 @dataclass(frozen=True, eq=False)
 class ModuleData:
-    """An attention module of a model as data.
+    """An attention module of a model as data."""
 
-    Attributes:
-        prefix: the name of the module, or of the module around it that has the output projection.
-        model: the attention; None where the weights or settings cannot be read.
-        projections: role -> name of the submodule that projects it; only submodules of their own.
-        window: the number of keys in its window by the config; None for none.
-    """
-
-    prefix: str
-    model: AttentionModel | None
+    prefix: str  # the name of the module, or of the module around it that has the output projection
+    model: AttentionModel | None  # the attention; None where the weights or settings cannot be read
+    # Role -> name of the submodule that projects it; only submodules of their own.
     projections: Mapping[str, str]
-    window: int | None = None
+    window: int | None = None  # the number of keys in its window by the config; None for none
 
     def covers_module(self, name: str) -> bool:
         """True if a module's name is that of this one, or of a part of it."""

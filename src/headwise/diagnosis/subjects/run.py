@@ -18,65 +18,41 @@ from headwise.diagnosis.subjects.layers import ModuleData, read_attention_module
 from headwise.diagnosis.subjects.subject import read_dropout
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.rounding import Roundoff, default_tolerance
-from headwise.function.spec import AttentionSpec
 from headwise.layers.hooks import ModuleRun, record_modules
-from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention
 from headwise.support.quantised import require_unquantised
 from headwise.support.tensors import map_leaves
 
+BATCH, TOKENS = 2, 24
+ModelInputs = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+Arguments = tuple[tuple[Any, ...], ModelInputs]  # positional and named
+
 
 @dataclass(frozen=True, eq=False)
 class LayerRun:
-    """One attention of a model in a run.
+    """One attention of a model in a run; roundings are relative differences of one in float32."""
 
-    Attributes:
-        name: of its module in the model.
-        call: the recorded stages.
-        model: the attention as data; None where its weights or settings cannot be read.
-        input_rounding: the relative difference that a run in float32 makes at its input.
-        stored: dtype of the weights.
-        roundings: the relative difference that a run in float32 makes in each stage.
-        window: the number of keys in its window by the config; None for none.
-        dropout: of its weights as the model was given: 0 in eval mode, None where not known.
-    """
-
-    name: str
+    name: str  # of its module in the model
     call: RecordedCall
-    model: AttentionModel | None = None
+    model: AttentionModel | None = None  # None where its weights or settings cannot be read
     input_rounding: float = 0.0
-    stored: torch.dtype = torch.float64
-    roundings: Mapping[str, float] = field(default_factory=dict)
-    window: int | None = None
-    dropout: float | None = None
-
-    def float32_rounding_of_stage(self, stage: str) -> float:
-        """Return the relative difference that a run in float32 makes in a stage."""
-        return self.roundings.get(stage, 0.0)
+    stored: torch.dtype = torch.float64  # of the weights
+    roundings: Mapping[str, float] = field(default_factory=dict)  # of each stage
+    window: int | None = None  # the number of keys in its window by the config
+    dropout: float | None = None  # as the model was given: 0 in eval mode, None where not known
 
 
 @dataclass(frozen=True, eq=False)
 class ModelRun:
-    """A run of a model.
+    """A run of a model."""
 
-    Attributes:
-        kind: the class of the model.
-        layers: its attentions, in the order of the run.
-        outputs: the tensors of the model's result by name; None where its layers run apart.
-        inputs: what the model was given, in words.
-        output_roundings: the relative difference that a run in float32 makes in each output.
-    """
-
-    kind: str
-    layers: Sequence[LayerRun]
-    outputs: Mapping[str, Tensor] | None
-    inputs: str
-    output_roundings: Mapping[str, float] = field(default_factory=dict)
-
-    def float32_rounding_of_output(self, name: str) -> float:
-        """Return the relative difference that a run in float32 makes in an output."""
-        return self.output_roundings.get(name, 0.0)
+    kind: str  # the class of the model
+    layers: Sequence[LayerRun]  # in the order of the run
+    outputs: Mapping[str, Tensor] | None  # by name; None where its layers run apart
+    inputs: str  # in words
+    output_roundings: Mapping[str, float] = field(default_factory=dict)  # by name
 
 
 def relative_difference_norm(first: Tensor, second: Tensor) -> float:
@@ -95,9 +71,9 @@ def relative_difference_norm(first: Tensor, second: Tensor) -> float:
     return float(apart.norm() / size.clamp_min(torch.finfo(torch.float64).tiny))
 
 
-BATCH, TOKENS = 2, 24
-ModelInputs = Mapping[str, Any]
-Arguments = tuple[tuple[Any, ...], ModelInputs]  # positional and named
+def _list_gaps(first: Tensors, second: Tensors) -> dict[str, float]:
+    """Return the relative difference of each tensor that both have."""
+    return {n: relative_difference_norm(x, second[n]) for n, x in first.items() if n in second}
 
 
 def run_model(
@@ -120,7 +96,14 @@ def run_model(
         OptionError: no attention was captured, the model needs inputs, or it fails on them.
     """
     require_unquantised(**dict(model.named_parameters()))
-    arguments = _make_arguments(model, inputs, vocabulary)
+    if inputs is None:
+        inputs = _random_tokens(model, vocabulary or read_vocabulary_size(model))
+        described = f"{BATCH} x {TOKENS} random tokens"
+    elif isinstance(inputs, Tensor):
+        described = f"your input of shape {tuple(inputs.shape)}"
+    else:
+        described = f"your {', '.join(inputs)}"
+    arguments: Arguments = ((inputs,), {}) if isinstance(inputs, Tensor) else ((), inputs)
     _require_known_tokens(model, arguments)
     wide, wide_output = _run_in_dtype(torch.float64, model, arguments)
     _require_repeatable(model, wide_output, _run_in_dtype(torch.float64, model, arguments)[1])
@@ -131,25 +114,12 @@ def run_model(
             layer,
             stored=stored,
             input_rounding=relative_difference_norm(narrow.call.inputs.x, layer.call.inputs.x),
-            roundings={
-                stage: relative_difference_norm(narrow.call.stages[stage], x)
-                for stage, x in layer.call.stages.items()
-                if stage in narrow.call.stages
-            },
+            roundings=_list_gaps(narrow.call.stages, layer.call.stages),
         )
         for layer, narrow in zip(wide, single, strict=True)
     ]
-    return ModelRun(
-        kind=type(model).__name__,
-        layers=layers,
-        outputs=wide_output,
-        inputs=_describe_inputs(inputs),
-        output_roundings={
-            name: relative_difference_norm(single_output[name], x)
-            for name, x in wide_output.items()
-            if name in single_output
-        },
-    )
+    roundings = _list_gaps(single_output, wide_output)
+    return ModelRun(type(model).__name__, layers, wide_output, described, roundings)
 
 
 def _run_in_dtype(
@@ -157,18 +127,22 @@ def _run_in_dtype(
 ) -> tuple[list[LayerRun], dict[str, Tensor]]:
     """Return the attentions and the outputs of a run in a dtype."""
     positional, named = arguments
-    cast_arguments = (
-        tuple(_cast_tensors(x, dtype) for x in positional),
-        {name: _cast_tensors(x, dtype) for name, x in named.items()},
-    )
+
+    def cast(part: Any) -> Any:
+        is_floating = isinstance(part, Tensor) and part.is_floating_point()
+        return part.to(dtype) if is_floating else part
+
+    cast_arguments = map_leaves(cast, (positional, {**named}))
     try:
         return record_layers(copy.deepcopy(model).to(dtype), cast_arguments)
     except HeadwiseError:
         raise
     except FAILURES as error:
+        given = {f"argument {n}": x for n, x in enumerate(positional)} | {**named}
         shapes = [
             f"{name} of shape {tuple(x.shape)}"
-            for name, x in _tensor_arguments_by_name(arguments).items()
+            for name, x in given.items()
+            if isinstance(x, Tensor)
         ]
         raise OptionError(
             saw=f"a {type(model).__name__} that fails: {describe_error(error)}",
@@ -192,12 +166,6 @@ def _require_repeatable(
             needed="a model without randomness",
             do="turn off the dropout or noise that eval() leaves on",
         )
-
-
-def _tensor_arguments_by_name(arguments: Arguments) -> dict[str, Tensor]:
-    positional, named = arguments
-    every = {f"argument {n}": x for n, x in enumerate(positional)} | dict(named)
-    return {name: x for name, x in every.items() if isinstance(x, Tensor)}
 
 
 def record_layers(
@@ -232,16 +200,6 @@ def record_layers(
     return layers, list_output_tensors(output)
 
 
-def _cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """Return a value with its floating-point tensors, also those in containers, in a dtype."""
-
-    def cast(part: Any) -> Any:
-        is_floating = isinstance(part, Tensor) and part.is_floating_point()
-        return part.to(dtype) if is_floating else part
-
-    return map_leaves(cast, value)
-
-
 def list_output_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
     """Return the floating-point tensors of a model's result, by their names in it."""
     if isinstance(output, Tensor):
@@ -264,23 +222,6 @@ def find_main_tensor(output: Any) -> Tensor:
     while not isinstance(output, Tensor):
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
     return output
-
-
-def _make_arguments(
-    model: nn.Module, inputs: Tensor | ModelInputs | None, vocabulary: int | None
-) -> Arguments:
-    """Return positional and named arguments of the model."""
-    if inputs is None:
-        return (), _random_tokens(model, vocabulary or read_vocabulary_size(model))
-    return ((inputs,), {}) if isinstance(inputs, Tensor) else ((), inputs)
-
-
-def _describe_inputs(inputs: Tensor | ModelInputs | None) -> str:
-    if inputs is None:
-        return f"{BATCH} x {TOKENS} random tokens"
-    if isinstance(inputs, Tensor):
-        return f"your input of shape {tuple(inputs.shape)}"
-    return f"your {', '.join(inputs)}"
 
 
 def read_vocabulary_size(model: nn.Module) -> int | None:
@@ -328,13 +269,9 @@ class _Projections:
 
     def find_module_data(self, call: CapturedCall) -> ModuleData | None:
         """Return the module of a captured call as data."""
-        name = self.name_module(call)
+        named = self.model.named_modules()  # without the number of a run
+        name = next((name for name, module in named if module is call.module), call.layer)
         return next((data for data in self.modules if data.covers_module(name)), None)
-
-    def name_module(self, call: CapturedCall) -> str:
-        """Return the name of the module of a call, without the number of its run."""
-        named = self.model.named_modules()
-        return next((name for name, module in named if module is call.module), call.layer)
 
     def read_turn(self, name: str, turn: int) -> _Turn:
         """Return the tensors of one pass of a projection; none where it did not run again."""
@@ -369,97 +306,71 @@ def _make_layer_run(
     """Return a captured call as data; ``before`` has the earlier calls of its module."""
     data = projected.find_module_data(call)
     names = {} if data is None else data.projections
-    turn = len(before)
-    turns = {role: projected.read_turn(name, turn) for role, name in names.items()}
+    turns = {role: projected.read_turn(name, len(before)) for role, name in names.items()}
     q, k, o = (turns.get(role, _Turn()) for role in "qko")
     x = q.input if o.source is None else o.input
     x = call.state if x is None else x
     source = (k.input if o.source is None else o.source) if call.is_cross else None
-    matrix = call.matrix
-    batch, _, queries, keys = matrix.shape
+    batch, _, queries, keys = call.matrix.shape
     past = 0 if call.is_cross else max(0, keys - queries)
-    earlier = _find_calls_of_cached_keys(before, past)
-    stages = _stages_of_operands(call, past)
-    for role, heads in (("q", matrix.q.shape[1]), ("k", matrix.k.shape[1])):
-        projected_rows = turns.get(role, _Turn()).output
-        if projected_rows is not None and len({*names.values()}) == len(names):
-            stages |= _split_stage_by_head(role, projected_rows, heads, matrix.q.shape[3])
-    if data is not None and data.model is not None and "q" in stages and matrix.scale == 1:
-        stages["q after rotary"] = _undo_scale_in_queries(
-            matrix.q, stages["q"], data.model.settings.factor
-        )
-    if data is not None and data.model is not None and "q" not in stages:
-        stages |= _take_unrotated_heads_as_projections(stages, data.model.settings)
-    if o.output is not None and o.output.shape[:-1] == (batch, queries):
-        stages["output"] = o.output
-    if o.input is not None and o.source is None and call.outputs is not None:
-        stages |= _split_stage_by_head("head outputs", o.input, *call.outputs.shape[1::2])
+    # The calls whose keys a cache held for this one; none where they are not known.
+    earlier = (*before[-1].earlier, before[-1]) if before and past > 0 else ()
+    earlier = earlier if sum(each.inputs.x.shape[1] for each in earlier) == past else ()
     is_readable = (
         x is not None
         and x.shape[:-1] == (batch, queries)
         and (source is not None or not call.is_cross)
         and (earlier or not past)
     )
-    model = data.model if data is not None and is_readable else None
-    placeholder = torch.zeros(batch, queries, 0, dtype=torch.float64)
-    recorded = RecordedCall(
-        Inputs(placeholder if x is None else x, source, mask=find_allowed_pairs(matrix)),
-        {name: x.double() for name, x in stages.items()},
-        dtype,
-        earlier,
-    )
-    window = None if data is None else data.window
-    return LayerRun(call.layer, recorded, model, window=window)
+    rows = torch.arange(queries, device=call.matrix.q.device)
+    mask = call.matrix.bound_mask.evaluate_rows(rows)  # (batch or 1, heads or 1, queries, keys)
+    x = torch.zeros(batch, queries, 0, dtype=torch.float64) if x is None else x
+    stages = _read_stages(call, data, turns, past)
+    stages = {name: stage.double() for name, stage in stages.items()}
+    recorded = RecordedCall(Inputs(x, source, mask=mask), stages, dtype, earlier)
+    if data is None:
+        return LayerRun(call.layer, recorded)
+    return LayerRun(call.layer, recorded, data.model if is_readable else None, window=data.window)
 
 
-def _stages_of_operands(call: CapturedCall, past: int) -> dict[str, Tensor]:
-    """Return what entered the attention and left it, without the keys of earlier calls."""
-    matrix = call.matrix
-    stages = {"q after rotary": matrix.q, "k after rotary": matrix.k[:, :, past:]}
-    stages |= {"weights": matrix.dense()} if _operands_reproduce_head_outputs(call) else {}
-    stages |= {} if call.values is None else {"v": call.values[:, :, past:]}
-    return stages | ({} if call.outputs is None else {"head outputs": call.outputs})
-
-
-def _find_calls_of_cached_keys(
-    before: Sequence[RecordedCall], past: int
-) -> tuple[RecordedCall, ...]:
-    """Return the calls whose keys a cache held for the next call; () where they are not known."""
-    chain = (*before[-1].earlier, before[-1]) if before and past > 0 else ()
-    return chain if sum(call.inputs.x.shape[1] for call in chain) == past else ()
-
-
-def _take_unrotated_heads_as_projections(
-    stages: Mapping[str, Tensor], settings: AttentionSpec
+def _read_stages(
+    call: CapturedCall, data: ModuleData | None, turns: Mapping[str, _Turn], past: int
 ) -> dict[str, Tensor]:
-    """Return queries and keys as projections, where nothing comes between them and the scores."""
-    if settings.rotation is not None or settings.norm is not None:
-        return {}
-    return {role: stages[f"{role} after rotary"] for role in "qk"}
-
-
-def _undo_scale_in_queries(q: Tensor, projected: Tensor, scale: float) -> Tensor:
-    """Return queries without the scale, where a layer multiplies its projection by the scale."""
-    is_scaled = relative_difference_norm(projected * scale, q) <= default_tolerance(torch.float32)
-    return projected if is_scaled else q
-
-
-def _operands_reproduce_head_outputs(call: CapturedCall) -> bool:
-    """True if the head outputs are those of the operands, so that the weights are known."""
+    """Return what entered the attention and left it, without the keys of earlier calls."""
+    matrix, o = call.matrix, turns.get("o", _Turn())
+    stages = {"q after rotary": matrix.q, "k after rotary": matrix.k[:, :, past:]}
     mixed = call.outputs if call.mixed is None else call.mixed
-    if call.values is None or mixed is None:
-        return True
-    gap = relative_difference_norm(call.matrix @ call.values, mixed)
-    return gap <= default_tolerance(torch.float32)
+    # Where head outputs are not those of the operands, the weights are not known.
+    if call.values is None or mixed is None or _is_rounding(matrix @ call.values, mixed):
+        stages["weights"] = matrix.dense()
+    if call.values is not None:
+        stages["v"] = call.values[:, :, past:]
+    if call.outputs is not None:
+        stages["head outputs"] = call.outputs
+    if data is not None and len({*data.projections.values()}) == len(data.projections):
+        for role, operand in (("q", matrix.q), ("k", matrix.k)):
+            heads, head_dim = operand.shape[1], matrix.q.shape[3]
+            stages |= _split_by_head(role, turns.get(role, _Turn()).output, heads, head_dim)
+    if data is not None and data.model is not None:
+        settings = data.model.settings
+        if "q" not in stages and settings.rotation is None and settings.norm is None:
+            stages |= {role: stages[f"{role} after rotary"] for role in "qk"}
+        elif "q" in stages and matrix.scale == 1:  # a layer may multiply its projection by it
+            is_scaled = _is_rounding(stages["q"] * settings.factor, matrix.q)
+            stages["q after rotary"] = stages["q"] if is_scaled else matrix.q
+    if o.output is not None and o.output.shape[:-1] == matrix.shape[:3:2]:
+        stages["output"] = o.output
+    if o.source is None and call.outputs is not None:
+        stages |= _split_by_head("head outputs", o.input, *call.outputs.shape[1::2])
+    return stages
 
 
-def _split_stage_by_head(role: str, rows: Tensor, heads: int, head_dim: int) -> dict[str, Tensor]:
-    """Return the stage of a projection by head; nothing where it has other rows beside them."""
-    if rows.dim() != 3 or rows.shape[2] != heads * head_dim:
+def _split_by_head(stage: str, rows: Tensor | None, heads: int, channels: int) -> dict[str, Tensor]:
+    """Return a stage by head; nothing where a projection did not run, or has other rows."""
+    if rows is None or rows.dim() != 3 or rows.shape[2] != heads * channels:
         return {}
-    return {role: rows.unflatten(2, (heads, head_dim)).transpose(1, 2)}
+    return {stage: rows.unflatten(2, (heads, channels)).transpose(1, 2)}
 
 
-def find_allowed_pairs(matrix: AttentionMatrix) -> Tensor:
-    """Return True where a query may attend, (batch or 1, heads or 1, queries, keys)."""
-    return matrix.bound_mask.evaluate_rows(torch.arange(matrix.shape[2], device=matrix.q.device))
+def _is_rounding(first: Tensor, second: Tensor) -> bool:
+    return relative_difference_norm(first, second) <= default_tolerance(torch.float32)

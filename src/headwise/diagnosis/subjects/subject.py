@@ -18,23 +18,16 @@ from headwise.support.quantised import require_unquantised
 
 
 class Subject(ABC):
-    """An attention that can be run or was recorded.
+    """An attention that can be run or was recorded."""
 
-    Attributes:
-        kind: what it is, in a few words for reports.
-        dtype: of its weights or, for a function, of its outputs.
-        takes_mask: True if calls may have a mask.
-        takes_source: True if keys and values may come from another sequence.
-        is_causal: True if queries attend to no later key without a mask of the caller; None where
-            that is said by the mask of a call.
-        dropout: of the weights as it was given: 0 in eval mode, None where it is not known.
-    """
-
-    kind: str
-    dtype: torch.dtype
-    takes_mask: bool = True
-    takes_source: bool = False
+    kind: str  # what it is, in a few words for reports
+    dtype: torch.dtype  # of its weights or, for a function, of its outputs
+    takes_mask: bool = True  # True if calls may have a mask
+    takes_source: bool = False  # True if keys and values may come from another sequence
+    # True if queries attend to no later key without a mask of the caller; None where that is said
+    # by the mask of a call.
     is_causal: bool | None = None
+    # Of the weights as it was given: 0 in eval mode, None where it is not known.
     dropout: float | None = None
 
     @property
