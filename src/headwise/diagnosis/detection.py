@@ -471,29 +471,22 @@ def open_weights(
         return GivenWeights(
             str(given), opened.source, opened.config, opened.known, opened.description
         )
-    state = _require_state_dict(given, title)
+    is_mapping = isinstance(given, Mapping)
+    if not is_mapping or not given:
+        raise OptionError(
+            saw=f"{title}, which is empty"
+            if is_mapping
+            else f"weights of type {type(given).__name__}",
+            needed="names and tensors of a model"
+            if is_mapping
+            else "a path, or a state dict: names and tensors",
+            do="give model.state_dict(), or the path of a file or a folder",
+        )
+    state = tensors_of_arrays(given, title=title)
     fields = configs.ConfigFields.wrap(config or {})
     return GivenWeights(
         title, state, fields, configs.merge_counts(fields, counts, origin=Path(title))
     )
-
-
-def _require_state_dict(given: object, title: str) -> Mapping[str, Tensor]:
-    """Return a state dict; raise OptionError unless it has names and tensors."""
-    if not isinstance(given, Mapping):
-        raise OptionError(
-            saw=f"weights of type {type(given).__name__}",
-            needed="a path, or a state dict: names and tensors",
-            do="give model.state_dict(), or the path of a file or a folder",
-        )
-    given = tensors_of_arrays(given, title=title)
-    if not given:
-        raise OptionError(
-            saw=f"{title}, which is empty",
-            needed="names and tensors of a model",
-            do="give model.state_dict(), or the path of a file or a folder",
-        )
-    return given
 
 
 def require_whole_counts(counts: Counts) -> Counts:

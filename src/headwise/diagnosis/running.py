@@ -135,12 +135,9 @@ def _find_call_sharing_most_matrices(
 
 
 def _is_equal_after_cast(x: Tensor, parameter: Tensor) -> bool:
-    if x.shape != parameter.shape:
-        return False
     # Most matrices differ in the first row, so a large file is read as a whole only once.
-    return torch.equal(x[0].to(parameter.dtype), parameter[0]) and torch.equal(
-        x.to(parameter.dtype), parameter
-    )
+    parts = ((x[0], parameter[0]), (x, parameter)) if x.shape == parameter.shape else ()
+    return bool(parts) and all(torch.equal(mine.to(other.dtype), other) for mine, other in parts)
 
 
 SCORES, VALUES = "scores", "values"

@@ -109,15 +109,16 @@ def allowed_difference(forced: ForcedStage) -> Tensor:
 
 
 def _can_bound_by_formula(forced: ForcedStage) -> bool:
-    """True if all that the stage is made of was recorded, in its usual shape."""
+    """True if all that the stage is made of was recorded, in its usual shape.
+
+    Weights are not where they have other keys or batches than the call or the model.
+    """
     call, stage = forced.call, forced.stage
-    is_recorded = all(before in call.stages for before in BEFORE[stage])
-    return is_recorded and (stage != "head outputs" or _recorded_weights_fit_call(forced))
-
-
-def _recorded_weights_fit_call(forced: ForcedStage) -> bool:
-    """False for recorded weights of other keys or batches than those of the call or the model."""
-    call, weights = forced.call, forced.call.stages["weights"]
+    if any(before not in call.stages for before in BEFORE[stage]):
+        return False
+    if stage != "head outputs":
+        return True
+    weights = call.stages["weights"]
     if (weights.shape[0], weights.shape[-1]) != (len(call.inputs.x), call.key_positions.shape[1]):
         return False
     is_usual = forced.model.replaced.keys().isdisjoint(("scores", "weights"))
@@ -146,9 +147,8 @@ def _largest_change_by_perturbation(forced: ForcedStage, r: rounding.Roundoff) -
     (Higham 2002, section 3.1). Some draws of such factors stand for all.
     """
     exact = forced.compute_stage()
-    largest = torch.stack(
-        [_change_by_one_perturbation(forced, draw).amax() for draw in range(DRAWS)]
-    ).amax()
+    changes = [_change_by_one_perturbation(forced, draw).amax() for draw in range(DRAWS)]
+    largest = torch.stack(changes).amax()
     last = _count_summed_terms(forced) * r.u * exact.abs().nan_to_num(0.0, posinf=0.0)
     return largest.expand_as(exact) + last
 
@@ -426,18 +426,27 @@ def _rounding_bound(forced: ForcedStage, actual: Tensor) -> Tensor:
     return bound if bound.shape == actual.shape else bound.max().expand(actual.shape)
 
 
-def _measure_gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str) -> dict[int, Gap]:
+def _compare_stage(
+    model: AttentionModel, call: RecordedCall, stage: str
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the difference of a stage, what rounding explains, and the stage; None if misshapen.
+
+    What is not finite in the stage is 0.
+    """
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
     predicted = forced.compute_stage()
     if predicted.shape != actual.shape:
-        return {WHOLE: Gap(math.inf, math.inf, math.inf)}
+        return None
     apart, bound = absolute_difference(predicted, actual), _rounding_bound(forced, actual)
-    heads = [WHOLE] if stage == "output" else list(range(actual.shape[1]))
-    by_head = [
-        (x[None] if stage == "output" else x.transpose(0, 1)).flatten(1)
-        for x in (apart, actual.masked_fill(~actual.isfinite(), 0.0), bound)
-    ]
-    gap, size, limit = by_head
+    return apart, bound, actual.masked_fill(~actual.isfinite(), 0.0)
+
+
+def _measure_gaps_by_head(model: AttentionModel, call: RecordedCall, stage: str) -> dict[int, Gap]:
+    if (compared := _compare_stage(model, call, stage)) is None:
+        return {WHOLE: Gap(math.inf, math.inf, math.inf)}
+    is_output = stage == "output"
+    heads = [WHOLE] if is_output else list(range(compared[0].shape[1]))
+    gap, limit, size = ((x[None] if is_output else x.transpose(0, 1)).flatten(1) for x in compared)
     norms, sizes = gap.norm(dim=1), size.norm(dim=1)
     relative = torch.where(sizes > 0, norms / sizes, (norms > 0).double())
     shares = (gap / limit).masked_fill(gap == 0, 0.0).amax(1)
@@ -453,19 +462,10 @@ def measure_gaps_by_position(model: AttentionModel, call: RecordedCall, stage: s
 
     Nothing is returned for a stage of another shape.
     """
-    forced, actual = model.prepare_stage(stage, call), call.stages[stage]
-    predicted = forced.compute_stage()
-    if predicted.shape != actual.shape:
+    if (compared := _compare_stage(model, call, stage)) is None:
         return []
     axis = 1 if stage == "output" else 2
-    apart, bound, size = (
-        x.transpose(0, axis).flatten(1)
-        for x in (
-            absolute_difference(predicted, actual),
-            _rounding_bound(forced, actual),
-            actual.masked_fill(~actual.isfinite(), 0.0),
-        )
-    )
+    apart, bound, size = (x.transpose(0, axis).flatten(1) for x in compared)
     parts = ((apart != 0) & ~(apart <= bound)).any(1)
     relative = apart.norm(dim=1) / size.norm(dim=1)
     sizes = torch.where(parts, relative.nan_to_num(math.inf), 0.0)

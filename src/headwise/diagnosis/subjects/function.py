@@ -66,18 +66,19 @@ class BlackBox(Subject):
         """
         first, second = self._call_function(inputs), self._call_function(inputs)
         if first.shape[:2] != inputs.x.shape[:2] or first.dim() != 3:
-            raise _function_fault_error(
-                f"an output of shape {tuple(first.shape)} for x of shape {tuple(inputs.x.shape)}",
-                "an output of (batch, queries, out_dim)",
-                "compare(lambda x: layer(x)[0], ...) selects the output of a tuple",
+            raise OptionError(
+                saw=f"an output of shape {tuple(first.shape)} for x of shape "
+                f"{tuple(inputs.x.shape)}",
+                needed="an output of (batch, queries, out_dim)",
+                do="compare(lambda x: layer(x)[0], ...) selects the output of a tuple",
             )
         if not first.isfinite().all():
             word = "NaN" if first.isnan().any() else "infinite"
             count = int((first.isnan() if word == "NaN" else first.isinf()).sum())
-            raise _function_fault_error(
-                f"{count} of {first.numel()} outputs that are {word}",
-                "finite outputs",
-                "look for rows whose keys are all hidden, or for weights that are not finite",
+            raise OptionError(
+                saw=f"{count} of {first.numel()} outputs that are {word}",
+                needed="finite outputs",
+                do="look for rows whose keys are all hidden, or for weights that are not finite",
             )
         self._require_same(first, second, "in a second run on the same input")
         held = _narrowest_dtype(first)
@@ -105,10 +106,10 @@ class BlackBox(Subject):
             apart = f"they differ by up to {float((before - now).abs().max()):.3g}"
         else:
             return
-        raise _function_fault_error(
-            f"other outputs {when}: {apart}",
-            "a function without randomness or state",
-            "call eval() first, which turns dropout off, and pass a fresh cache in each call",
+        raise OptionError(
+            saw=f"other outputs {when}: {apart}",
+            needed="a function without randomness or state",
+            do="call eval() first, which turns dropout off, and pass a fresh cache in each call",
         )
 
     def record(self, inputs: Inputs) -> RecordedCall:
@@ -134,10 +135,10 @@ class BlackBox(Subject):
                 replace(inputs, x=leaves["x"], source=leaves.get("source"))
             )
         if not output.requires_grad:
-            raise _function_fault_error(
-                f"{self.kind}, whose output records no gradient",
-                "torch operations from the input to the output, without detach() or NumPy",
-                "compare(a, b) without gradients",
+            raise OptionError(
+                saw=f"{self.kind}, whose output records no gradient",
+                needed="torch operations from the input to the output, without detach() or NumPy",
+                do="compare(a, b) without gradients",
             )
         (output * direction.to(output.dtype)).sum().backward()
         none = torch.zeros(())
@@ -151,28 +152,28 @@ class BlackBox(Subject):
         given = {name: value for name, value in named.items() if value is not None}
         for name in given.keys() - {"x"}:
             if not self._takes(name):
-                raise _function_fault_error(
-                    f"inputs with a {name} for {self.kind}, which has no argument {name}",
-                    f"a function of x and {name}",
-                    f"compare(lambda x, {name}=None: function(x, {name}={name}), ...)",
+                raise OptionError(
+                    saw=f"inputs with a {name} for {self.kind}, which has no argument {name}",
+                    needed=f"a function of x and {name}",
+                    do=f"compare(lambda x, {name}=None: function(x, {name}={name}), ...)",
                 )
         result, used = self._run_on_copies(given)
         changed = [name for name, x in used.items() if not torch.equal(x, given[name])]
         if changed:
-            raise _function_fault_error(
-                f"a function that changes its {'input' if 'x' in changed else changed[0]}",
-                "an input that stays as it was",
-                "compare(lambda x: function(x.clone()), ...)",
+            raise OptionError(
+                saw=f"a function that changes its {'input' if 'x' in changed else changed[0]}",
+                needed="an input that stays as it was",
+                do="compare(lambda x: function(x.clone()), ...)",
             )
         if isinstance(result, tuple) and result and isinstance(result[0], Tensor | np.ndarray):
             result = result[0]
         if isinstance(result, np.ndarray):
             result = torch.from_numpy(result)
         if not isinstance(result, Tensor):
-            raise _function_fault_error(
-                f"an output of type {type(result).__name__}",
-                "a tensor or a NumPy array of (batch, queries, out_dim)",
-                "compare(lambda x: function(x)[0], ...) selects one output of several",
+            raise OptionError(
+                saw=f"an output of type {type(result).__name__}",
+                needed="a tensor or a NumPy array of (batch, queries, out_dim)",
+                do="compare(lambda x: function(x)[0], ...) selects one output of several",
             )
         return result
 
@@ -197,23 +198,22 @@ class BlackBox(Subject):
 
     def _run_on_arrays(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
         copies = {name: x.detach().clone() for name, x in given.items()}
-        return self._call_with_named_arguments(
-            {name: x.numpy() for name, x in copies.items()}
-        ), copies
+        arrays = {name: x.numpy() for name, x in copies.items()}
+        return self._call_with_named_arguments(arrays), copies
 
     def _call_with_named_arguments(self, arguments: Mapping[str, Any]) -> Any:
-        named = {name: argument for name, argument in arguments.items() if name != "x"}
-        return self.function(arguments["x"], **named)
+        named = {**arguments}
+        return self.function(named.pop("x"), **named)
 
     def _make_failure_error(
         self, given: Mapping[str, Tensor], on_tensors: Exception, on_arrays: Exception
     ) -> OptionError:
         shapes = " and ".join(f"{name} of shape {tuple(x.shape)}" for name, x in given.items())
-        return _function_fault_error(
-            f"{self.kind} that fails on tensors ({describe_error(on_tensors)}) and on NumPy "
+        return OptionError(
+            saw=f"{self.kind} that fails on tensors ({describe_error(on_tensors)}) and on NumPy "
             f"arrays ({describe_error(on_arrays)})",
-            f"a function that runs on {shapes}, float32",
-            "run it on such an input first",
+            needed=f"a function that runs on {shapes}, float32",
+            do="run it on such an input first",
         )
 
     def _takes(self, name: str) -> bool:
@@ -232,7 +232,3 @@ def _narrowest_dtype(x: Tensor) -> torch.dtype:
         if torch.equal(x.to(dtype).to(x.dtype), x):
             return dtype if is_coarser(dtype, x.dtype) else x.dtype
     return x.dtype
-
-
-def _function_fault_error(saw: str, needed: str, do: str) -> OptionError:
-    return OptionError(saw=saw, needed=needed, do=do)
