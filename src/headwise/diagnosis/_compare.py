@@ -497,7 +497,7 @@ def _load_layer_of_same_number(value: object, other: object) -> object:
     """Return the stored layer of the same number, for files beside an attention of transformers."""
     is_file = isinstance(value, str | Path) and not recording.is_recording(value)
     if is_file and transformers.is_transformers_attention(other):
-        return load_attention(Path(str(value)), layer=transformers.layer_index(other))
+        return load_attention(Path(str(value)), layer=transformers.stated_layer_index(other) or 0)
     return value
 
 

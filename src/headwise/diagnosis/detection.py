@@ -106,11 +106,7 @@ class Detection:
         }
 
     def require_only_layout(self, *, file: str = "the file", parameter: str = "layout") -> Layout:
-        """Return the only layout, or raise.
-
-        Args:
-            file: the name of the weights in an error message.
-            parameter: the argument by which a caller names a layout.
+        """Return the only layout, or raise; a caller names a layout by ``parameter``.
 
         Raises:
             CheckpointError: only some modules are whole.
@@ -160,12 +156,8 @@ def detect_by_names_and_shapes(
 ) -> Detection:
     """Detect the layouts that fit the names and shapes of tensors.
 
-    Args:
-        headers: name -> shape and dtype.
-        described: the layout that the files describe, or its name. It decides among the layouts
-            that fit; if None, the config does.
-        config: of the model; it rules out layouts of another function.
-        **counts: heads, kv_heads and others that the config or the caller states.
+    The layout that the files describe decides among those that fit; if ``described`` is None, the
+    config does. The config also rules out layouts of another function.
 
     Raises:
         OptionError: a rotary_width that no head can have.
@@ -447,12 +439,9 @@ def open_weights(
 ) -> GivenWeights:
     """Return weights with their config and counts; no tensor of a file is read.
 
-    Args:
-        given: a file, an index, a folder, or name -> tensor.
-        counts: of ``COUNTS``; None for those in the config.
-        config: as in config.json; that beside the file if None.
-        title: the name of a state dict in messages.
-        stored: the layout of shares of tensor-parallel processes; that which fits if None.
+    A count of None is that in the config, and a config of None that beside the file. ``title`` is
+    the name of a state dict in messages, and ``stored`` the layout of shares of tensor-parallel
+    processes; that which fits if None.
 
     Raises:
         CheckpointError: the path leads to no weights.

@@ -57,25 +57,18 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEvidence:
-    """Tensor that differs between two sets of weights.
+    """Tensor that differs between two sets of weights."""
 
-    Attributes:
-        name: in the second; in the first if the second was converted to its layout.
-        made_of: names of the tensors in the other set from which this one was converted.
-        kind: "shape", "dtype" or "entries".
-        sides: shape or dtype in the first and in the second.
-        numbers: counts of all entries ("entries"), of those that differ ("differing") and of each
-            kind ("apart", "infinite", "nan", "nan_bits", "zero_signs"); the largest finite
-            difference ("largest").
-        where: the projections and heads that differ; "" outside attention.
-    """
-
-    name: str
+    name: str  # in the second; in the first if the second was converted to its layout
+    # Names of the tensors in the other set from which this one was converted.
     made_of: tuple[str, ...]
-    kind: str
-    sides: tuple[str, ...] = ()
+    kind: str  # "shape", "dtype" or "entries"
+    sides: tuple[str, ...] = ()  # shape or dtype in the first and in the second
+    # Counts of all entries ("entries"), of those that differ ("differing") and of each kind
+    # ("apart", "infinite", "nan", "nan_bits", "zero_signs"); the largest finite difference
+    # ("largest").
     numbers: Mapping[str, int | float] = field(default_factory=dict)
-    where: str = ""
+    where: str = ""  # the projections and heads that differ; "" outside attention
 
     @property
     def difference_in_words(self) -> str:
@@ -100,27 +93,20 @@ class TensorEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorComparison:
-    """Comparison of two sets of weights, tensor by tensor. True if they are the same function.
+    """Comparison of two sets of weights, tensor by tensor. True if they are the same function."""
 
-    Attributes:
-        same: number of tensors that are equal byte for byte.
-        differences: tensors that are in both and differ.
-        only_first: tensors of the first -> their names in the second, which lacks them; no names
-            where its layout has none.
-        only_second: tensors of the second without a counterpart in the first.
-        conflicts: settings of `AttentionSpec` in which the two layouts differ -> (first, second).
-        unheld: the reason why one layout cannot hold the weights of the other, so that no tensor
-            was compared; "" where it can.
-        narrow: the side with that layout, "first" or "second".
-    """
-
-    same: int = 0
-    differences: tuple[TensorEvidence, ...] = ()
+    same: int = 0  # number of tensors that are equal byte for byte
+    differences: tuple[TensorEvidence, ...] = ()  # tensors that are in both and differ
+    # Tensors of the first -> their names in the second, which lacks them; no names where its layout
+    # has none.
     only_first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    only_second: tuple[str, ...] = ()
+    only_second: tuple[str, ...] = ()  # tensors of the second without a counterpart in the first
+    # Settings of `AttentionSpec` in which the two layouts differ -> (first, second).
     conflicts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # The reason why one layout cannot hold the weights of the other, so that no tensor was
+    # compared; "" where it can.
     unheld: str = ""
-    narrow: str = "second"
+    narrow: str = "second"  # the side with that layout, "first" or "second"
 
     def __bool__(self) -> bool:
         return not (self.total > self.same or self.conflicts or self.unheld)
@@ -194,19 +180,12 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """Comparison of the outputs of a layer.
+    """Comparison of the outputs of a layer."""
 
-    Attributes:
-        first: the layer's name in the first checkpoint.
-        second: its name in the second.
-        apart: the largest difference, as a share of the largest output.
-        allowed: the share that rounding explains.
-    """
-
-    first: str
-    second: str
-    apart: float
-    allowed: float
+    first: str  # the layer's name in the first checkpoint
+    second: str  # its name in the second
+    apart: float  # the largest difference, as a share of the largest output
+    allowed: float  # the share that rounding explains
 
     @property
     def is_same(self) -> bool:
@@ -225,21 +204,13 @@ class OutputComparison:
 
 @dataclass(frozen=True)
 class UnappliedSetting:
-    """Setting in the metadata of a file that the code of its layout does not apply.
+    """Setting in the metadata of a file that the code of its layout does not apply."""
 
-    Attributes:
-        side: "first" or "second".
-        layout: the layout of the file.
-        name: a setting of `AttentionSpec`.
-        recorded: its value in the metadata.
-        applied: its value in the code of the layout.
-    """
-
-    side: str
-    layout: str
-    name: str
-    recorded: str
-    applied: str
+    side: str  # "first" or "second"
+    layout: str  # the layout of the file
+    name: str  # a setting of `AttentionSpec`
+    recorded: str  # its value in the metadata
+    applied: str  # its value in the code of the layout
 
     def __str__(self) -> str:
         return (

@@ -160,12 +160,8 @@ def narrow_by_running(
 ) -> Detection:
     """Return the detection with the candidates whose layers compute the same as the model's.
 
-    Args:
-        detection: by names and shapes.
-        state: the tensors of the checkpoint.
-        model: with the same weights.
-        inputs: keyword arguments of the model, with at least some tens of tokens.
-        config: of the model: the numbers of rotations and norms.
+    ``state`` holds the tensors of the checkpoint. The model has the same weights; its inputs hold
+    at least some tens of tokens, and its config the numbers of rotations and norms.
 
     Raises:
         OptionError: no self-attention of the model could be captured.

@@ -123,15 +123,8 @@ def compare_tensors(
     A bias of attention that is +0 in one set and absent in the other is no difference. Tensors
     outside attention may keep their names, as `headwise.convert` leaves them. Where
     some modules of the first lack tensors or do not fit, the second is converted in its place.
-
-    Args:
-        first: name -> tensor, read one at a time, so they may be memory-mapped.
-        second: likewise.
-        first_layout: the layout of the first, or its name.
-        second_layout: the layout of the second, or its name.
-        progress: called with the number of steps done and the number of all steps.
-        names_heads: name the heads that differ; False where ``counts`` are a guess.
-        counts: heads, and other counts that no shape decides.
+    Tensors are read one at a time, so they may be memory-mapped. Heads that differ are named unless
+    ``counts``, which no shape decides, are a guess (``names_heads``).
 
     Raises:
         OptionError, ShapeError, DTypeError: a set cannot be read in its own layout; see

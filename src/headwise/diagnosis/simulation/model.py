@@ -86,7 +86,7 @@ class AttentionModel:
         before = self.replaced.get(stage)
 
         def applied(forced: ForcedStage) -> Tensor:
-            return function(forced if before is None else forced.replace_usual_function(before))
+            return function(forced if before is None else replace(forced, substitute=before))
 
         return replace(self, replaced={**self.replaced, stage: applied})
 
@@ -149,10 +149,6 @@ class ForcedStage:
         """The settings of the model."""
         return self.model.settings
 
-    def replace_usual_function(self, function: StageFunction) -> ForcedStage:
-        """Return the stage with another function as the usual one."""
-        return replace(self, substitute=function)
-
     def compute_stage(self) -> Tensor:
         """Return the stage, which is computed once."""
         return self._computed_stage
@@ -190,15 +186,11 @@ class ForcedStage:
 
     def _join_stage_over_calls(self, stage: str) -> Tensor:
         calls = [*self.call.earlier, self.call]
-        parts = [ForcedStage(self.model, call, stage)[stage] for call in calls]
-        return self.model.memory.compute(_join_keys, *parts)
+        parts = tuple(ForcedStage(self.model, call, stage)[stage] for call in calls)
+        return self.model.memory.compute(torch.cat, parts, 2)
 
 
 # ---- the usual function of each stage, by `headwise.function.stages` ----------------------------
-
-
-def _join_keys(*parts: Tensor) -> Tensor:
-    return torch.cat(parts, 2)
 
 
 def project_heads(forced: ForcedStage) -> Tensor:

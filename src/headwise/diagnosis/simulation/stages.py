@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -47,19 +47,15 @@ class Inputs:
         """The inputs of each call."""
         if not self.steps:
             return [self]
-        ends = list(accumulate(self.steps))
-        return [
-            self._slice_for_call(end - length, end)
-            for length, end in zip(self.steps, ends, strict=True)
-        ]
-
-    def _slice_for_call(self, start: int, end: int) -> Inputs:
-        mask, positions = self.mask, self.positions
-        if mask is not None:
-            rows = mask[..., start:end, :] if mask.shape[-2] > 1 else mask
-            mask = rows[..., :end]
-        positions = None if positions is None else positions[:, start:end]
-        return Inputs(self.x[:, start:end], mask=mask, positions=positions)
+        calls = []
+        for start, end in pairwise(accumulate(self.steps, initial=0)):
+            mask, positions = self.mask, self.positions
+            if mask is not None:
+                rows = mask[..., start:end, :] if mask.shape[-2] > 1 else mask
+                mask = rows[..., :end]
+            positions = None if positions is None else positions[:, start:end]
+            calls.append(Inputs(self.x[:, start:end], mask=mask, positions=positions))
+        return calls
 
     @property
     def key_source(self) -> Tensor:

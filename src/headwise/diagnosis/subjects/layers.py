@@ -76,10 +76,17 @@ class NativeSubject(ModuleSubject):
 
     @cached_property
     def model(self) -> AttentionModel:
-        """The layer as data."""
+        """The layer as data; OptionError for a score bias whose formula is not known."""
         merged = merge_adapters(copy.deepcopy(self.float64_layer))
         weights = conversion.state_per_head(self.float64_layer, merged.state_dict())
-        return AttentionModel(settings_from_layer(self.float64_layer), weights)
+        bias = self.module.score_bias
+        if not isinstance(bias, distance.AlibiSlopes | distance.T5BucketTable | None):
+            raise OptionError(
+                saw=f"a score bias of {type(bias).__name__}",
+                needed="Alibi, T5Bias or none, whose formula is known",
+                do="compare the layers without it, or as functions: compare(lambda x: a(x), b)",
+            )
+        return AttentionModel(self.float64_layer.spec, weights)
 
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a layer in its dtype."""
@@ -109,22 +116,6 @@ def mask_from_inputs(inputs: Inputs) -> Mask | None:
     return Mask.may_attend(allowed.squeeze(1) if allowed.shape[1] == 1 else allowed, axes=axes)
 
 
-def settings_from_layer(layer: Attention) -> AttentionSpec:
-    """Return the settings of a layer as data.
-
-    Raises:
-        OptionError: a score bias whose formula is not known.
-    """
-    bias = layer.score_bias
-    if not isinstance(bias, distance.AlibiSlopes | distance.T5BucketTable | None):
-        raise OptionError(
-            saw=f"a score bias of {type(bias).__name__}",
-            needed="Alibi, T5Bias or none, whose formula is known",
-            do="compare the layers without it, or as functions: compare(lambda x: a(x), b)",
-        )
-    return layer.spec
-
-
 class TorchSubject(ModuleSubject):
     """`torch.nn.MultiheadAttention` or the drop-in.
 
@@ -148,14 +139,11 @@ class TorchSubject(ModuleSubject):
     @cached_property
     def model(self) -> AttentionModel:
         """The layer as data."""
-        is_packed = self.float64_layer.in_proj_weight is not None
+        layer, heads = self.float64_layer, self.float64_layer.num_heads
+        is_packed = layer.in_proj_weight is not None
         stored = registry.layout("torch-packed" if is_packed else "torch-separate")
-        heads = self.float64_layer.num_heads
-        weights = stored.unpack(self.float64_layer.state_dict(), heads=heads)
-        spec = AttentionSpec(
-            num_heads=heads, num_kv_heads=heads, head_dim=self.float64_layer.head_dim
-        )
-        return AttentionModel(spec, weights)
+        spec = AttentionSpec(num_heads=heads, num_kv_heads=heads, head_dim=layer.head_dim)
+        return AttentionModel(spec, stored.unpack(layer.state_dict(), heads=heads))
 
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a layer in its dtype."""

@@ -6,7 +6,6 @@ import copy
 import inspect
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeGuard
 
@@ -38,11 +37,6 @@ def _find_attribute_in_submodules(module: nn.Module, name: str) -> Any:
     """Return an attribute of a module or of the first part that has it; None if none has."""
     owners = (part for part in module.modules() if getattr(part, name, None) is not None)
     return next((getattr(owner, name) for owner in owners), None)
-
-
-def layer_index(module: nn.Module) -> int:
-    """Return the number of the layer that an attention module belongs to; 0 if it has none."""
-    return stated_layer_index(module) or 0
 
 
 def stated_layer_index(module: nn.Module) -> int | None:
@@ -128,7 +122,7 @@ class _OneModuleModel(nn.Module):
                 raise _unsupported_module_error(f"inputs with a source for {type(module).__name__}")
             arguments[name] = inputs.source.to(dtype)
         if mask_name := next((name for name in MASKS if name in names), None):
-            arguments[mask_name] = _mask_as_added_numbers(self._add_mask_of_model(inputs), dtype)
+            arguments[mask_name] = self._mask_as_added_numbers(inputs, dtype)
         if "position_embeddings" in names:
             arguments["position_embeddings"] = self._compute_rotation(module, x, inputs)
         try:
@@ -141,15 +135,21 @@ class _OneModuleModel(nn.Module):
                 f"{type(module).__name__}, which fails on {given}: {describe_error(error)}"
             ) from error
 
-    def _add_mask_of_model(self, inputs: Inputs) -> Inputs:
-        """Return the inputs under the mask that the model would make, and that of the caller."""
+    def _mask_as_added_numbers(self, inputs: Inputs, dtype: torch.dtype) -> Tensor:
+        """Return the mask of the model and of the caller, as transformers adds it to scores.
+
+        It is (batch, 1 or heads, queries, keys).
+        """
         ahead = key_query_distances(RecordedCall(inputs, {}))
         seen = torch.ones_like(ahead, dtype=torch.bool)
         if self.is_causal:
             seen &= ahead <= 0
         if self.window is not None:
             seen &= ahead > -self.window
-        return replace(inputs, mask=seen if inputs.mask is None else seen & inputs.mask)
+        seen = seen if inputs.mask is None else seen & inputs.mask
+        shape = (len(inputs.x), -1, inputs.x.shape[1], inputs.key_source.shape[1])
+        lowest = torch.finfo(dtype).min
+        return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, lowest).expand(shape)
 
     def _compute_rotation(self, module: nn.Module, x: Tensor, inputs: Inputs) -> Any:
         """Return cos and sin, by the class in the module's file that computes them."""
@@ -165,18 +165,6 @@ class _OneModuleModel(nn.Module):
         has_kinds = "layer_type" in inspect.signature(embedding.forward).parameters
         more = (kinds[self.number],) if has_kinds and kinds else ()
         return embedding(x, positions, *more)
-
-
-def _mask_as_added_numbers(inputs: Inputs, dtype: torch.dtype) -> Tensor:
-    """Return the mask as transformers adds it to scores, (batch, 1 or heads, queries, keys)."""
-    shape = (len(inputs.x), 1, inputs.x.shape[1], inputs.key_source.shape[1])
-    mask = torch.ones(shape, dtype=torch.bool) if inputs.mask is None else inputs.mask
-    lowest = torch.finfo(dtype).min
-    return (
-        torch.zeros(mask.shape, dtype=dtype)
-        .masked_fill(~mask, lowest)
-        .expand(len(inputs.x), -1, *shape[2:])
-    )
 
 
 def _unsupported_module_error(saw: str) -> OptionError:
