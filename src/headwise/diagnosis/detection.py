@@ -27,7 +27,7 @@ from headwise.diagnosis.results import shorten_lines
 from headwise.errors import CheckpointError, OptionError, UndecidedError
 from headwise.function.weights import State
 from headwise.layouts._layout import Layout
-from headwise.layouts.equality import describe_differing_part, list_differing_tensors
+from headwise.layouts.equality import describe_difference
 from headwise.layouts.pattern import Sizes
 from headwise.layouts.plan import TensorHeader
 from headwise.layouts.registry import Obstacle, find_obstacle, layout
@@ -580,15 +580,9 @@ def describe_difference_from_reference(
     for name, (a, b) in conflicts.items():
         return f"{name}: {a}; {theirs.layout.name}, {called}'s layout, has {b}"
     for number, module in enumerate(mine.modules):
-        x, y = (
-            read_canonical_state(mine, number, state),
-            read_canonical_state(theirs, number, other),
-        )
-        if names := list_differing_tensors(x, y):
-            parts = "; ".join(
-                describe_differing_part(name, x.get(name), y.get(name), names_heads=names_heads)
-                for name in names
-            )
+        x = read_canonical_state(mine, number, state)
+        y = read_canonical_state(theirs, number, other)
+        if parts := describe_difference(x, y, names_heads=names_heads):
             before = f"; before it, {number} of {len(mine.modules)} modules agree" if number else ""
             path = f"`{module.prefix}`" if module.prefix else "the module"
             return f"{path} differs from {called} in {parts}{before}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -297,13 +297,7 @@ class _StepwiseTensorEvidence:
             local = module.tensors[name]
             pair = (tensor, self.second[name])
             mine, theirs = (self.target.read({local: x}, sizes=sizes) for x in pair)
-            names = equality.list_differing_tensors(mine, theirs)
-            return "; ".join(
-                equality.describe_differing_part(
-                    n, mine[n], theirs[n], names_heads=self.names_heads
-                )
-                for n in names
-            )
+            return equality.describe_difference(mine, theirs, names_heads=self.names_heads)
         return ""
 
     @cached_property
@@ -411,22 +405,26 @@ def find_module_moves(
         (a, b) for a, b in zip(mine, theirs, strict=True) if not {*b.tensors}.isdisjoint(differing)
     ]
     named, shifts = [], set()
+
+    def read_second(module: NamedModule) -> State:
+        return _unpack_module(second, module, layouts[1], counts)
+
     # A neighbour may be equal: where layers are off by one, the last has the weights of none.
     near = {theirs.index(b) + shift for _, b in concerned for shift in (-1, 0, 1)}
     candidates = [theirs[place] for place in sorted(near & {*range(len(theirs))})]
     for a, b in concerned:
         with suppress(*UNREADABLE):
             state = _unpack_module(first, a, layouts[0], counts)
-            other = _find_module_with_weights(state, second, layouts[1], candidates, b, counts)
+            others = [each for each in candidates if each.prefix != b.prefix]
+            other = _find_module_with_weights(state, others, read_second)
             if other is not None:
                 shifts.add(other.layer - a.layer)
                 names = [each.prefix.rstrip(".") for each in (a, other)]
                 named.append(ModuleMoves(name=names[0], layer=a.layer, is_other_module=names[1]))
             else:
-                right = _unpack_module(second, b, layouts[1], counts)
                 report = find_state_moves(
                     state,
-                    right,
+                    read_second(b),
                     rotary_width=counts.get("rotary_width"),
                     was_interleaved=layouts[0].rows == "interleaved",
                 )
@@ -450,21 +448,13 @@ def _unpack_module(
 
 
 def _find_module_with_weights(
-    state: State,
-    second: Stored,
-    layout: Layout,
-    modules: Sequence[NamedModule],
-    right: NamedModule,
-    counts: Mapping[str, int],
+    state: State, modules: Sequence[NamedModule], read: Callable[[NamedModule], State]
 ) -> NamedModule | None:
-    """Return the other module of the second that has exactly these weights."""
+    """Return the module that has exactly these weights."""
     for module in modules:
-        if module.prefix != right.prefix:
-            with suppress(*UNREADABLE):
-                if not equality.list_differing_tensors(
-                    state, _unpack_module(second, module, layout, counts)
-                ):
-                    return module
+        with suppress(*UNREADABLE):
+            if not equality.list_differing_tensors(state, read(module)):
+                return module
     return None
 
 

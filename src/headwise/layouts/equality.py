@@ -52,9 +52,16 @@ def list_differing_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> 
     return names
 
 
-def describe_differing_part(
-    name: str, x: Tensor | None, y: Tensor | None, *, names_heads: bool = True
+def describe_difference(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, names_heads: bool = True
 ) -> str:
+    """Return the parts of a module where canonical tensors differ; "" where all are equal."""
+    names = list_differing_tensors(a, b)
+    parts = (_describe_part(n, a.get(n), b.get(n), names_heads=names_heads) for n in names)
+    return "; ".join(parts)
+
+
+def _describe_part(name: str, x: Tensor | None, y: Tensor | None, *, names_heads: bool) -> str:
     """Return the part of a module where two canonical tensors differ: "values of kv head 3".
 
     Heads are numbered from 0; of keys and values they are kv heads. They are not named where the

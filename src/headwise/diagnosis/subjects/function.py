@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects.subject import Subject
+from headwise.diagnosis.subjects.subject import Subject, differentiate
 from headwise.errors import OptionError
 from headwise.function.rounding import is_coarser
 
@@ -128,24 +127,19 @@ class BlackBox(Subject):
         Raises:
             OptionError: no gradient of the output is recorded.
         """
-        given = {"x": inputs.x, "source": inputs.source}
-        leaves = {n: t.clone().requires_grad_() for n, t in given.items() if t is not None}
-        with torch.enable_grad():
-            output = self._call_function(
-                replace(inputs, x=leaves["x"], source=leaves.get("source"))
-            )
-        if not output.requires_grad:
-            raise OptionError(
-                saw=f"{self.kind}, whose output records no gradient",
-                needed="torch operations from the input to the output, without detach() or NumPy",
-                do="compare(a, b) without gradients",
-            )
-        (output * direction.to(output.dtype)).sum().backward()
-        none = torch.zeros(())
-        return {
-            name: none.expand_as(leaf) if leaf.grad is None else leaf.grad
-            for name, leaf in leaves.items()
-        }
+
+        def run(given: Inputs) -> Tensor:
+            output = self._call_function(given)
+            if not output.requires_grad:
+                raise OptionError(
+                    saw=f"{self.kind}, whose output records no gradient",
+                    needed="torch operations from the input to the output, without detach() or "
+                    "NumPy",
+                    do="compare(a, b) without gradients",
+                )
+            return output
+
+        return differentiate(run, inputs, direction, None)
 
     def _call_function(self, inputs: Inputs) -> Tensor:
         named = {"x": inputs.x, "source": inputs.source, "mask": inputs.mask}

@@ -85,12 +85,8 @@ def run_model(
     """Run a float64 copy of a model in eval mode, and record the stages of each attention.
 
     Queries and keys are recorded as they enter the scores, values and weights as they are, head
-    outputs, and the input and output of projections that are modules of their own.
-
-    Args:
-        model: any module whose attention `headwise.scan` captures.
-        inputs: a tensor, or keyword arguments; None for random tokens of its vocabulary.
-        vocabulary: the number of random tokens to draw from; None for that of the model.
+    outputs, and the input and output of projections that are modules of their own. Inputs of None
+    are random tokens of its vocabulary, or below ``vocabulary``.
 
     Raises:
         OptionError: no attention was captured, the model needs inputs, or it fails on them.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -73,10 +74,7 @@ class Subject(ABC):
     ) -> dict[str, Tensor]:
         """Return the gradients of the sum of output * direction, computed in ``dtype``.
 
-        Args:
-            inputs: of the call.
-            direction: of the shape of the output.
-            dtype: of the arithmetic; a function computes in its own.
+        Direction has the shape of the output; a function computes in its own dtype.
 
         Returns:
             The gradients of "x" and of "source" in the shapes of the inputs, and those of the
@@ -127,15 +125,7 @@ class ModuleSubject(Subject):
     def gradients(self, inputs: Inputs, direction: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the gradients of the inputs, and of the weights where the module is known."""
         module = copy.deepcopy(self.module).to(dtype).requires_grad_()
-        given = {"x": inputs.x, "source": inputs.source}
-        leaves = {n: t.to(dtype).requires_grad_() for n, t in given.items() if t is not None}
-        with torch.enable_grad():
-            output = self.run_module(
-                module, replace(inputs, x=leaves["x"], source=leaves.get("source"))
-            )
-            if output.requires_grad:
-                (output * direction.to(dtype)).sum().backward()
-        gradients = {name: _gradient_or_zeros(leaf) for name, leaf in leaves.items()}
+        gradients = differentiate(partial(self.run_module, module), inputs, direction, dtype)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.copy_(_gradient_or_zeros(parameter))
@@ -164,6 +154,23 @@ def describe_dropout_difference(first: float | None, second: float | None) -> st
         f"dropout is {first:g} in the first and {second:g} in the second, which shows in training "
         "alone: call eval() on both if only inference counts"
     )
+
+
+def differentiate(
+    run: Callable[[Inputs], Tensor], inputs: Inputs, direction: Tensor, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Return the gradients of the inputs, in a dtype or their own; weights keep theirs."""
+    given = {"x": inputs.x, "source": inputs.source}
+    leaves = {
+        n: t.clone().to(dtype or t.dtype).requires_grad_()
+        for n, t in given.items()
+        if t is not None
+    }
+    with torch.enable_grad():
+        output = run(replace(inputs, x=leaves["x"], source=leaves.get("source")))
+        if output.requires_grad:
+            (output * direction.to(output.dtype)).sum().backward()
+    return {name: _gradient_or_zeros(leaf) for name, leaf in leaves.items()}
 
 
 def _gradient_or_zeros(leaf: Tensor) -> Tensor:
