@@ -162,7 +162,7 @@ def differentiate(
     """Return the gradients of the inputs, in a dtype or their own; weights keep theirs."""
     given = {"x": inputs.x, "source": inputs.source}
     leaves = {
-        n: t.clone().to(dtype or t.dtype).requires_grad_()
+        n: t.detach().to(dtype or t.dtype, copy=True).requires_grad_()
         for n, t in given.items()
         if t is not None
     }
