@@ -182,12 +182,7 @@ class _Collector:
             call.unembedding = table if table.shape[-1] == call.out_proj.shape[-1] else None
 
     def result(self, model: str, recorder: record.Recorder) -> HeadScan:
-        """Return the scan, with layers in call order.
-
-        Raises:
-            OptionError: no attention was captured, no layer has a requested name, or no layer
-                has a statistic that was requested by name.
-        """
+        """Return the scan, with layers in call order."""
         recorder.require_any_captured(model)
         layers = self._layers.selected_layers()
         for name in self._named:
@@ -253,9 +248,6 @@ class ExactRows:
             head: number of the head.
             sequence: number of the sequence, over all inputs.
             query: number of the query among the real queries of its sequence.
-
-        Raises:
-            OptionError: the model has no such layer, head, sequence or query.
         """
         call, batch = self._find_call(layer, sequence)
         places = call.real_queries[batch].nonzero().squeeze(1)

@@ -81,9 +81,6 @@ def check_value(value: Any, schema: Any, where: str) -> Any:
     strings, a list with the schema of its entries, or a mapping of field names to schemas, where
     ``...`` allows any name. ``object`` allows any value. ``where`` is the name of the field; empty
     for the whole JSON.
-
-    Raises:
-        FieldError: the value does not fit the schema.
     """
     at, saw = where or "its JSON", f"{where or 'its JSON'} is {describe_json(value)}"
     if isinstance(schema, range):
@@ -150,11 +147,7 @@ REWORDED = {
 
 
 def upgrade_format_1(about: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a file of headwise 0.1.0 with the fields of today.
-
-    Raises:
-        FieldError: a wrong field.
-    """
+    """Return the JSON of a file of headwise 0.1.0 with the fields of today."""
     statistic = {name: schema for name, schema in STATISTIC.items() if name != "id"}
     layer = {name: schema for name, schema in LAYER.items() if name not in TEXTS_OF_LAYER}
     schema = {**SCAN, "statistics": [statistic], "layers": [layer]}
@@ -181,9 +174,6 @@ def write_scan_file(
     """Save a scan, and ``document`` with it, for `read_scan_fields` to return.
 
     ``mark`` is a part of the name of the unfinished file.
-
-    Raises:
-        OptionError: nothing can be written there, or the scan could not be read again.
     """
     about: dict[str, Any] = {
         "version": VERSION,
@@ -255,11 +245,7 @@ def _compute_digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
 
 
 def read_document(path: Path, *, remedy: str = COPY_AGAIN) -> Any:
-    """Return what was saved beside a scan, without reading its numbers.
-
-    Raises:
-        OptionError: a file that is no whole .safetensors file.
-    """
+    """Return what was saved beside a scan, without reading its numbers."""
     try:
         with safe_open(path, framework="pt") as file:
             about = parse_json_object((file.metadata() or {}).get(KEY, "{}"))
@@ -275,10 +261,6 @@ def read_scan_fields(
 
     ``statistics`` are those of the file that are not in headwise's catalogue, and ``remedy`` is the
     advice of the error for a damaged file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OptionError: as `HeadScan.load`.
     """
     shipped = (*catalogue.STANDARD, TopKeysOfEveryQuery(), *catalogue.IMPORTANCE)
     known: dict[str, Statistic] = {}
@@ -411,11 +393,7 @@ def _rebuild_layers_and_texts(
     tensors: Mapping[str, Tensor],
     statistics: Iterable[Statistic],
 ) -> tuple[tuple[LayerScan, ...], tuple[ScannedText, ...]]:
-    """Return the layers and the texts from checked fields and their tensors.
-
-    Raises:
-        FieldError: a tensor is wrong, is missing, or belongs to nothing.
-    """
+    """Return the layers and the texts from checked fields and their tensors."""
     by_name, rest = {each.definition.name: each for each in statistics}, dict(tensors)
     texts: list[ScannedText] = []
     while (ids := rest.pop(f"texts/{len(texts)}/ids", None)) is not None:
@@ -459,9 +437,6 @@ def hash_nested_content(content: Any) -> str:
 
     The digest is the same in every process and on every device. It includes the dtype and shape of
     tensors and the sorted keys of mappings, so a tokenizer's output or ``state_dict()`` will do.
-
-    Raises:
-        OptionError: content of another type, or a mapping whose keys are not strings.
     """
     digest = hashlib.sha256()
     _update_digest(digest.update, content)

@@ -157,11 +157,7 @@ class Gates(_Watcher):
         self._is_backward = False
 
     def __call__(self, call: CapturedCall) -> Tensor | None:
-        """Return the gated head outputs, or None for a layer without gates.
-
-        Raises:
-            OptionError: the layer is computed once more, in the backward pass.
-        """
+        """Return the gated head outputs, or None for a layer without gates."""
         if self._is_backward:
             raise OptionError(
                 saw=f"{call.layer}, which is computed again in the backward pass "
@@ -183,12 +179,7 @@ class Gates(_Watcher):
         return (outputs * gate[..., None]).to(outputs.dtype)
 
     def add_gradients_of_losses(self, losses: Float[Tensor, " batch"]) -> None:
-        """Add the gradients of the gates of one batch to the sums of their layers.
-
-        Raises:
-            OptionError: the losses have no gradient.
-            ShapeError: the number of losses is the batch size of no layer.
-        """
+        """Add the gradients of the gates of one batch to the sums of their layers."""
         placed, self._placed = self._placed, []
         self.layers.selected_layers()
         count = len(losses)
@@ -582,13 +573,7 @@ def _mean_cross_entropies(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
 def _run_losses(
     model: nn.Module, model_input: model_inputs.ModelInput, recorder: Recorder, loss: Loss | None
 ) -> Float[Tensor, " batch"]:
-    """Run a model, and return the loss, or the default loss, of each sequence in float64.
-
-    Raises:
-        OptionError: as `next_token`; or a loss that cannot be called.
-        DTypeError: the loss is not a floating-point tensor.
-        ShapeError: the loss is a single number, or has several numbers for a sequence.
-    """
+    """Run a model, and return the loss, or the default loss, of each sequence in float64."""
     output, inputs = recorder.run(model_input), model_input.original
     if loss is None:
         _, table = weights.find_unembedding(model)

@@ -37,11 +37,7 @@ class ModelInput:
 
 
 def require_module(model: Any) -> nn.Module:
-    """Return the model without the wrapper of torch.compile.
-
-    Raises:
-        OptionError: the model is not a module.
-    """
+    """Return the model without the wrapper of torch.compile."""
     model = weights.unwrap_compiled(model)
     if not isinstance(model, nn.Module):
         raise not_a_model_error(model, "an nn.Module with its weights")
@@ -60,11 +56,7 @@ def not_a_model_error(model: object, needed: str) -> OptionError:
 
 
 def list_inputs(inputs: Any) -> list[ModelInput]:
-    """Return each input of a list, or of a tensor, a tuple or a mapping the only input.
-
-    Raises:
-        OptionError: an input of another type, or an empty list.
-    """
+    """Return each input of a list, or of a tensor, a tuple or a mapping the only input."""
     values = inputs if isinstance(inputs, list) else [inputs]
     if not values:
         raise _no_inputs_error("an empty list of inputs")
@@ -97,11 +89,7 @@ def _no_inputs_error(saw: str) -> OptionError:
 def check_tokens_and_limit_outputs(
     model: Any, inputs: list[ModelInput], *, with_logits: bool = False
 ) -> list[ModelInput]:
-    """Check token ids, and switch off outputs of a model of transformers that are not needed.
-
-    Raises:
-        OptionError: token ids that the model cannot look up.
-    """
+    """Check token ids, and switch off outputs of a model of transformers that are not needed."""
     if isinstance(model, nn.Module):
         for model_input in inputs:
             require_valid_token_ids(model, model_input)
@@ -191,12 +179,7 @@ def token_ids(model_input: ModelInput) -> Tensor | None:
 
 
 def call_model_on_input(model: Any, model_input: ModelInput) -> Any:
-    """Run a model on one input, and return its output.
-
-    Raises:
-        OptionError: no arguments for a model that needs some; token ids without a batch, which
-            a layer of headwise refused; or more tokens than positions, at which the model failed.
-    """
+    """Run a model on one input, and return its output."""
     if not model_input.positional and not model_input.named and _has_required_arguments(model):
         raise _no_inputs_error("an input without arguments")
     try:

@@ -89,11 +89,7 @@ def number_part(part: Part, device: str | None) -> tuple[tuple[int, int], str | 
 
 
 def part_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return the part of this process, as torchrun or an array of Slurm numbers it.
-
-    Raises:
-        OptionError: neither has numbered it, both have, or the array has gaps.
-    """
+    """Return the part of this process, as torchrun or an array of Slurm numbers it."""
     slurm = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT")]
     launchers = (["RANK", "WORLD_SIZE"], slurm)
     given = [names for names in launchers if all(name in environment for name in names)]
@@ -294,10 +290,6 @@ def open_corpus(
     The first arguments are those of `scan_part`; ``statistics`` and ``layers`` are those of
     `headwise.scan`, and so are ``separators`` and ``specials``, unless a tokenizer has its own.
     ``length`` is the largest number of tokens of a file.
-
-    Raises:
-        OptionError: no documents; documents of another corpus, or a folder that holds a scan
-            without parts; or as `open_model` and `read_texts`.
     """
     if isinstance(model, str | PathLike):
         model = open_model(model, device=device or "cpu")
@@ -395,11 +387,7 @@ class PartFolder:
     def scan_or_load_document(
         self, index: int, *, fits: HeadScan | None = None, progress: Progress = no_progress
     ) -> HeadScan:
-        """Return the scan of a document from its file, which is written if it is missing.
-
-        Raises:
-            OptionError: a scan that cannot be merged with ``fits``, or a file of something else.
-        """
+        """Return the scan of a document from its file, which is written if it is missing."""
         path = self.corpus.path_of(self.out, index)
         if not path.exists():
             options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}

@@ -27,11 +27,7 @@ Statistics = str | TileStatistic | Iterable[str | TileStatistic] | None
 
 
 def normalise_layers_option(layers: Layers) -> tuple[str, ...] | None:
-    """Return names and patterns of layers, or None for all.
-
-    Raises:
-        OptionError: an entry that is not a string.
-    """
+    """Return names and patterns of layers, or None for all."""
     if layers is None or isinstance(layers, str):
         return None if layers is None else (layers,)
     needed, do = "names of layers, or patterns", 'layers="*.3.*"'
@@ -45,11 +41,7 @@ def normalise_layers_option(layers: Layers) -> tuple[str, ...] | None:
 
 
 def normalise_heads_option(heads: Numbers | None) -> tuple[int, ...] | None:
-    """Return numbers of heads, each once, or None for all.
-
-    Raises:
-        OptionError: an entry that is not a whole number, or no entry.
-    """
+    """Return numbers of heads, each once, or None for all."""
     if heads is None:
         return None
     chosen = tuple(dict.fromkeys(_require_integers("heads", heads, do="heads=[0, 3], or heads=3")))
@@ -63,11 +55,7 @@ def normalise_heads_option(heads: Numbers | None) -> tuple[int, ...] | None:
 
 
 def normalise_token_ids_option(name: str, tokens: Numbers) -> tuple[int, ...]:
-    """Return token ids.
-
-    Raises:
-        OptionError: an entry that is not a whole number.
-    """
+    """Return token ids."""
     do = f"{name}=tokenizer.convert_tokens_to_ids([...]), or the numbers themselves"
     return _require_integers(name, tokens, do=do)
 
@@ -77,9 +65,6 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...]
 
     The name "standard" stands for the standard set; an object of the same name takes the place of
     one in the set.
-
-    Raises:
-        OptionError: a name that is not in the standard set, or an entry of another type.
     """
     if statistics is None:
         return catalogue.STANDARD, ()
@@ -138,11 +123,7 @@ class SelectedLayers:
         return layer
 
     def selected_layers(self) -> tuple[LayerScan, ...]:
-        """Return the selected layers, in call order.
-
-        Raises:
-            OptionError: no attention was captured, or no selected layer.
-        """
+        """Return the selected layers, in call order."""
         if selected := tuple(layer for layer in self._seen.values() if layer is not None):
             return selected
         patterns, seen = self._patterns or (), list(self._seen)

@@ -281,11 +281,7 @@ class TextToRead:
 
 
 def list_text_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the named text files, and the .txt files of named folders.
-
-    Raises:
-        OptionError: a missing file, or a folder without .txt files.
-    """
+    """Return the named text files, and the .txt files of named folders."""
     files: list[Path] = []
     for path in paths:
         inside = [path]
@@ -361,11 +357,7 @@ def read_default_text(model: ModelToScan, length: int | None = None) -> TextToRe
 def tokenize_text(
     subject: ModelToScan, content: str, length: int | None, *, name: str
 ) -> TextToRead:
-    """Return the beginning of a text as tokens.
-
-    Raises:
-        OptionError: no tokenizer, or a length that the model cannot take.
-    """
+    """Return the beginning of a text as tokens."""
     if subject.encode is None:
         raise OptionError(
             saw=f"{name}, for {subject.title}, whose folder holds no tokenizer",
@@ -382,12 +374,7 @@ def tokenize_text(
 
 
 def read_stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> TextToRead:
-    """Read token ids from a file, separated by spaces, commas or line ends.
-
-    Raises:
-        OptionError: no such file, an entry that is no token of the model, or too few or too many
-            tokens.
-    """
+    """Read token ids from a file, separated by spaces, commas or line ends."""
     content = _read_utf8(file)
     words = re.split(r"[\s,]+", content.strip().strip("[]").strip())
     strange = [word for word in words if not re.fullmatch(r"-?\d{1,15}", word)]
@@ -413,11 +400,7 @@ def read_stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> 
 
 
 def make_repeated_tokens(subject: ModelToScan, length: int | None) -> TextToRead:
-    """Return random tokens followed by the same tokens, so that only induction can predict them.
-
-    Raises:
-        OptionError: a length that the model cannot take, or that is too short for a repeat.
-    """
+    """Return random tokens followed by the same tokens, so that only induction can predict them."""
     most = largest_text_length(subject, length, default=REPEATS_LENGTH)
     # The default ids of transformers' configs can lie outside of a small vocabulary.
     has_begin = subject.begin is not None and subject.begin < subject.vocabulary
@@ -440,11 +423,7 @@ def make_repeated_tokens(subject: ModelToScan, length: int | None) -> TextToRead
 
 
 def largest_text_length(subject: ModelToScan, length: int | None, *, default: int) -> int:
-    """Return the largest number of tokens to read.
-
-    Raises:
-        OptionError: fewer than two tokens, or more than the model has positions for.
-    """
+    """Return the largest number of tokens to read."""
     if length is None:
         return min(subject.usual or default, subject.positions or default)
     if length < 2:

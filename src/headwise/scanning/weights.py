@@ -178,11 +178,7 @@ def find_divided_projection(modules: Iterable[nn.Module], width: int) -> Tensor 
 def join_divided_heads(
     matrix: AttentionMatrix, v: Tensor, outputs: Tensor, weight: Tensor, *, layer: str
 ) -> tuple[AttentionMatrix, Tensor, Tensor]:
-    """Return the matrix, the values and the head outputs of all heads.
-
-    Raises:
-        OptionError: nothing joins them; or a mask or a score bias that differs between heads.
-    """
+    """Return the matrix, the values and the head outputs of all heads."""
     join = _join.get()
     heads, width = matrix.shape[1], weight.shape[1]
     if join is None:

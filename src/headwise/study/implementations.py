@@ -144,11 +144,7 @@ class Implementation(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, weights: SharedWeights) -> Implementation:
-        """Copy these weights into the layer; without biases, the layer's biases become 0.
-
-        Raises:
-            OptionError: ``weights`` has biases and the layer has none.
-        """
+        """Copy these weights into the layer; without biases, the layer's biases become 0."""
         stored, zero = self.as_shared_weights(), torch.zeros(())
         if weights.biases is not None and stored.biases is None:
             raise OptionError(
@@ -569,12 +565,7 @@ class EinopsPostNormBlock(nn.Module):
         *,
         mask: Mask | None = None,
     ) -> Float[Tensor, "batch queries embed_dim"]:
-        """Return the layer norm of ``q`` plus the attention's output.
-
-        Raises:
-            ShapeError, DTypeError, DeviceError: inputs that do not fit the block.
-            MaskError: a mask for other sizes.
-        """
+        """Return the layer norm of ``q`` plus the attention's output."""
         matrix, values = self.matrix(q, k, mask=mask), self._project_heads("v", v, self.w_vs)
         outputs = call_hook(matrix, values, matrix @ values)
         attended = self.dropout(self.fc(outputs.transpose(1, 2).flatten(2)))

@@ -53,11 +53,7 @@ STYLE = {
 
 
 def save_study_page(result: Study, path: Path) -> Path:
-    """Write the page as a whole, and return its absolute path.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Write the page as a whole, and return its absolute path."""
     return write_whole(path, render_study_page(result))
 
 
@@ -76,11 +72,7 @@ def require_matplotlib() -> None:
 
 
 def answer_svg(answer: Answer) -> str:
-    """Return the picture as an ``svg`` element, with its caption as the label for screen readers.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Return the picture as an ``svg`` element, with its caption as the label for screen readers."""
     require_matplotlib()
     import matplotlib as mpl
     from cycler import cycler

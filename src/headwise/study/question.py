@@ -165,12 +165,7 @@ class Answer:
 
 
 def round_numbers_for_json(value: Any) -> Any:
-    """Convert measured values to JSON's types, with floats to six significant digits.
-
-    Raises:
-        TypeError: JSON has no such value (a tensor, for instance).
-        ValueError: a number is not finite.
-    """
+    """Convert measured values to JSON's types, with floats to six significant digits."""
     match value:
         case bool() | int() | str():
             return value

@@ -68,11 +68,7 @@ class Study:
 
 
 def select_ids(ids: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the ids in the order of the catalogue, each once; all if ``ids`` is empty.
-
-    Raises:
-        OptionError: an id is not in the catalogue.
-    """
+    """Return the ids in the order of the catalogue, each once; all if ``ids`` is empty."""
     unknown = [name for name in ids if name not in IDS]
     if unknown:
         raise OptionError(
@@ -89,11 +85,6 @@ def answer_questions(ids: Sequence[str] = (), *, progress: Progress = no_progres
     Args:
         ids: questions of the catalogue.
         progress: called with (the stage, steps done, steps in all).
-
-    Raises:
-        OptionError: an id is not in the catalogue.
-        MissingExtraError: a question in ``ids`` needs a package that is not installed. With no
-            ``ids``, such a question is left out.
     """
     names = select_ids(ids)
     answers, left_out, whole = [], [], STEPS_PER_QUESTION * len(names)

@@ -49,11 +49,7 @@ class _AblationByMeans(Importance):
     }
 
     def merge(self, summaries: Sequence[statistic.Summary]) -> statistic.Summary:
-        """Add the sums of ablations by equal means.
-
-        Raises:
-            OptionError: the means differ.
-        """
+        """Add the sums of ablations by equal means."""
         stood_in = summaries[0]["stood_in"]
         if not all(torch.equal(stood_in, other["stood_in"]) for other in summaries):
             raise OptionError(
@@ -153,11 +149,7 @@ LONGEST_NAME = 80  # characters of an unknown name that are compared with the kn
 
 
 def find_standard_statistics(names: Iterable[str]) -> tuple[statistic.TileStatistic, ...]:
-    """Return statistics of the standard set, in the order of the names.
-
-    Raises:
-        OptionError: a name that is not in the standard set.
-    """
+    """Return statistics of the standard set, in the order of the names."""
     by_name, chosen = {each.definition.name: each for each in STANDARD}, tuple(names)
     for name in chosen:
         if name not in by_name:

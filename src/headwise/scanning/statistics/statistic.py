@@ -477,10 +477,6 @@ def compute_summaries(
     """Return the summary of each statistic by its name, for ``statistic.result(summary)``.
 
     Memory grows with queries and with keys, never with queries x keys.
-
-    Raises:
-        OptionError: a need of a statistic is not met; `TileStatistic.reason_not_computable`
-            returns the reason.
     """
     statistics = tuple(statistics)
     for statistic in statistics:
