@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.models import planted
-from headwise.scanning.importance import Resample, ablations, draw_partners, mean_outputs
+from headwise.scanning.importance import ablations, draw_partners, mean_outputs, outputs_of_partners
 from headwise.scanning.result import HeadScan
 from tests.scanning.importance_cases import (
     BATCH,
@@ -81,10 +81,8 @@ def test_resample_by_hand() -> None:
 def test_padding_on_the_left() -> None:
     """Which places are real is read from the mask, not counted from the first."""
     real = torch.tensor([[False, False, True, True, True], [False, True, True, True, True]])
-    stand_in = Resample(seed=0)
-    stand_in.begin_batch(2)
     outputs = torch.arange(2 * 5.0).view(2, 5, 1).expand(2, 5, 3)
-    found = stand_in.replace_outputs(outputs, real, layer="layer", head=1)[..., 0]
+    found = outputs_of_partners(outputs, real, torch.tensor([1, 0]))[..., 0]
     assert found[0, 2:].tolist() == [6.0, 7.0, 8.0]
     assert found[1, 1:].tolist() == [2.0, 3.0, 4.0, 2.0]
 

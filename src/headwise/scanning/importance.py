@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -35,7 +35,6 @@ from headwise.scanning.record import Recorder, record_attention
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import SelectedLayers
 from headwise.scanning.statistics.catalogue import ABLATIONS, GRADIENTS, Importance
-from headwise.scanning.statistics.statistic import Summary
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value
 
@@ -275,21 +274,24 @@ def ablations(
     before = 0
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(prepared)
-    replacement, chosen = _make_replacement(by, seed), SelectedLayers(layers, heads)
-    ablation = _HeadAblation(chosen, replacement, causal=loss is None)
+    if isinstance(by, str) and by not in ABLATIONS:
+        raise OptionError(
+            saw=f"by={describe_value(by)}",
+            needed=f"one of {', '.join(ABLATIONS)}, or the result of mean_outputs",
+            do='by="zero"',
+        )
+    ablation = _HeadAblation(SelectedLayers(layers, heads), by, seed, causal=loss is None)
+
     with record_attention(model, ablation) as recorder:
         for index, model_input in enumerate(prepared):
-            run = partial(_run_losses, model, model_input, recorder, loss)
-            report = partial(_report_pass, progress, before, len(prepared), index)
-            ablation.measure_one_input(run, report)
+
+            def report(stage: str, done: int, each: int, *, index: int = index) -> None:
+                progress(stage, before + index * each + done, before + len(prepared) * each)
+
+            ablation.measure_one_input(
+                partial(_run_losses, model, model_input, recorder, loss), report
+            )
     return ablation.make_scan(model, (ablation.statistic,), *recorder.notes)
-
-
-def _report_pass(
-    progress: Progress, before: int, inputs: int, index: int, stage: str, done: int, each: int
-) -> None:
-    """Report the passes of one input as a part of the passes of all inputs."""
-    progress(stage, before + index * each + done, before + inputs * each)
 
 
 def mean_outputs(
@@ -328,11 +330,17 @@ def mean_outputs(
 
 
 class _HeadAblation(_Watcher):
-    """Watcher that records the layers in a first pass, then replaces the output of one head."""
+    """Watcher that records the layers in a first pass, then replaces the output of one head.
 
-    def __init__(self, layers: SelectedLayers, replacement: Replacement, *, causal: bool) -> None:
+    Without ``by="resample"`` and without means, a head that is off has the output zero.
+    """
+
+    def __init__(self, layers: SelectedLayers, by: str | Means, seed: int, *, causal: bool) -> None:
         super().__init__(layers, causal=causal)
-        self._replacement, self.statistic = replacement, ABLATIONS[replacement.by]
+        self.statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
+        self._means = None if isinstance(by, str) else by
+        self._generator = torch.Generator().manual_seed(seed) if by == "resample" else None
+        self._partner: Tensor | None = None  # of each sequence: the one that stands in for it
         self._off: tuple[LayerScan, int] | None = None
         self._call_index = 0  # of the next call in this pass
         self._real_queries: list[Tensor] = []  # of each call of this input, in order
@@ -351,9 +359,13 @@ class _HeadAblation(_Watcher):
         if call.layer != layer.name:
             return None
         without = outputs.clone()
-        without[:, head] = self._replacement.replace_outputs(
-            outputs[:, head], self._real_queries[index], layer=layer.name, head=head
-        )
+        if self._partner is not None:
+            real = self._real_queries[index]
+            without[:, head] = outputs_of_partners(outputs[:, head], real, self._partner)
+        else:
+            without[:, head] = (
+                0 if self._means is None else self._means[layer.name][head].to(outputs)
+            )
         return without
 
     def measure_one_input(self, run: Callable[[], Tensor], report: Progress) -> None:
@@ -364,7 +376,8 @@ class _HeadAblation(_Watcher):
         baseline = run()
         count = len(baseline)
         self.end_input(count)
-        self._replacement.begin_batch(count)
+        if self._generator is not None:
+            self._partner = draw_partners(count, self._generator)
         chosen = [each for each in self.layers.selected_layers() if self._is_possible(each, count)]
         off = [(layer, head) for layer in chosen for head in layer.heads]
         report("all heads", 1, 1 + len(off))
@@ -375,125 +388,53 @@ class _HeadAblation(_Watcher):
             report(f"{layer.name}, head {head}", done, 1 + len(off))
         for layer in chosen:
             total = torch.stack(effects[layer.name]).cpu()
-            counted = {"sum": total, "count": torch.full_like(total, count)}
-            extra_summary = self._replacement.extra_tensors_to_save(layer.name, layer.heads)
-            layer.add_summary(self.statistic, {**counted, **extra_summary})
+            summary = {"sum": total, "count": torch.full_like(total, count)}
+            if self._means is not None:  # only effects of equal means can be merged
+                summary["stood_in"] = self._means[layer.name][list(layer.heads)].double().cpu()
+            layer.add_summary(self.statistic, summary)
 
     def _is_possible(self, layer: LayerScan, count: int) -> bool:
         shape = self._shapes.get(layer.name)
         if shape is None:  # this input did not run the layer
             return False
-        reason = self._replacement.reason_not_replaceable(layer.name, shape, count)
-        if reason is not None:
+        if self._means is not None:
+            mean = self._means.get(layer.name)
+            if mean is None or mean.shape != (shape[1], shape[3]):
+                saw = "none" if mean is None else str(tuple(mean.shape))
+                raise OptionError(
+                    saw=f"means of {layer.name}: {saw}",
+                    needed=f"(heads {shape[1]}, value_dim {shape[3]})",
+                    do="mean_outputs(model, inputs) of the same model and layers",
+                )
+        if self._partner is not None and shape[0] != count:
+            reason = f"a batch of {shape[0]} for {count} sequences"
             layer.missing[self.statistic.definition.name] = reason
-        return reason is None
+            return False
+        return True
 
 
-def _make_replacement(by: str | Means, seed: int) -> Replacement:
-    if not isinstance(by, str):
-        return Mean(by)
-    if by not in ABLATIONS:
-        raise OptionError(
-            saw=f"by={describe_value(by)}",
-            needed=f"one of {', '.join(ABLATIONS)}, or the result of mean_outputs",
-            do='by="zero"',
-        )
-    return Resample(seed) if by == Resample.by else Replacement()
+def outputs_of_partners(outputs: Tensor, real: Tensor, partner: Tensor) -> Tensor:
+    """Give the i-th real query the output of the partner's real query i modulo their number.
 
-
-class Replacement:
-    """The output of a head that is off: zero by default.
-
-    Attributes:
-        by: its name, which is that of the statistic.
+    ``outputs`` and the result are (batch, queries, value_dim); ``real`` is False at padding.
     """
-
-    by: ClassVar[str] = "zero"
-
-    def begin_batch(self, batch: int) -> None:
-        """Start another batch of so many sequences."""
-
-    def reason_not_replaceable(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
-        """Return why head outputs of this shape cannot be replaced, or None if they can."""
-        return None
-
-    def extra_tensors_to_save(self, layer: str, heads: tuple[int, ...]) -> Summary:  # noqa: ARG002
-        """Return tensors to save with the sums of a layer, with a row for each head."""
-        return {}
-
-    def replace_outputs(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
-        """Return the replaced outputs (batch, queries, value_dim); ``real`` is False at padding."""
-        return torch.zeros_like(outputs)
-
-
-class Mean(Replacement):
-    """The mean output of the head, at every query."""
-
-    by: ClassVar[str] = "mean"
-
-    def __init__(self, means: Means) -> None:
-        self._means = means
-
-    def extra_tensors_to_save(self, layer: str, heads: tuple[int, ...]) -> Summary:
-        """Return the means, since only effects of equal means can be merged."""
-        return {"stood_in": self._means[layer][list(heads)].double().cpu()}
-
-    def reason_not_replaceable(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
-        """Raise OptionError if there is no mean for this layer, or a mean of other sizes."""
-        mean = self._means.get(layer)
-        if mean is None or mean.shape != (shape[1], shape[3]):
-            saw = "none" if mean is None else str(tuple(mean.shape))
-            raise OptionError(
-                saw=f"means of {layer}: {saw}",
-                needed=f"(heads {shape[1]}, value_dim {shape[3]})",
-                do="mean_outputs(model, inputs) of the same model and layers",
-            )
-        return None
-
-    def replace_outputs(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
-        """Return the mean, once for each query."""
-        return self._means[layer][head].to(outputs).expand_as(outputs)
-
-
-class Resample(Replacement):
-    """The output of the head for another sequence of the batch.
-
-    The draw of the sequences is the same for every head, and leaves the global generators alone.
-    """
-
-    by: ClassVar[str] = "resample"
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._partner = torch.empty(0, dtype=torch.long)
-
-    def begin_batch(self, batch: int) -> None:
-        """Draw a partner for each sequence; raise OptionError for a batch of one sequence."""
-        if batch < 2:
-            raise OptionError(
-                saw="by='resample' with a batch of 1 sequence",
-                needed="at least 2 sequences in every batch, also in the last",
-                do="larger batches, by='zero' or by='mean'",
-            )
-        self._partner = draw_partners(batch, self._generator)
-
-    def reason_not_replaceable(self, layer: str, shape: torch.Size, batch: int) -> str | None:  # noqa: ARG002
-        """Return a reason if the first axis is not the batch, which resampling needs."""
-        return None if shape[0] == batch else f"a batch of {shape[0]} for {batch} sequences"
-
-    def replace_outputs(self, outputs: Tensor, real: Tensor, *, layer: str, head: int) -> Tensor:  # noqa: ARG002
-        """Give the i-th real query the output of the partner's real query i modulo their number."""
-        partner = self._partner.to(real.device)
-        position = (real.long().cumsum(-1) - 1).clamp(min=0)
-        counts = real.sum(-1).clamp(min=1)[partner]
-        # The partner's real positions in order, then the others.
-        order = (~real).long().argsort(dim=-1, stable=True)[partner]
-        index = order.gather(1, position % counts[:, None])
-        return outputs[partner[:, None], index]
+    partner = partner.to(real.device)
+    position = (real.long().cumsum(-1) - 1).clamp(min=0)
+    counts = real.sum(-1).clamp(min=1)[partner]
+    # The partner's real positions in order, then the others.
+    order = (~real).long().argsort(dim=-1, stable=True)[partner]
+    index = order.gather(1, position % counts[:, None])
+    return outputs[partner[:, None], index]
 
 
 def draw_partners(batch: int, generator: torch.Generator) -> Int[Tensor, " batch"]:
     """Return another sequence for each, by a random circle through all sequences."""
+    if batch < 2:
+        raise OptionError(
+            saw="by='resample' with a batch of 1 sequence",
+            needed="at least 2 sequences in every batch, also in the last",
+            do="larger batches, by='zero' or by='mean'",
+        )
     order = torch.randperm(batch, generator=generator)
     partner = torch.empty_like(order)
     partner[order] = order.roll(1)

@@ -72,7 +72,7 @@ def require_matplotlib() -> None:
 
 
 def answer_svg(answer: Answer) -> str:
-    """Return the picture as an ``svg`` element, with its caption as the label for screen readers."""
+    """Return the picture as an ``svg`` element; its caption is the label for screen readers."""
     require_matplotlib()
     import matplotlib as mpl
     from cycler import cycler
