@@ -141,18 +141,11 @@ class ScanOptions:
         return tuple(pattern.format(name) for several, name in patterns for pattern in several)
 
     @property
-    def parsed_part(self) -> Part:
-        """The value of ``--part``."""
-        if self.part == "auto":
-            return "auto"
+    def parsed_part(self) -> Any:
+        """The value of ``--part``, which `number_part` checks: "auto", or numbers."""
         words = (self.part or "").split("/")
-        if len(words) != 2 or not all(word.isdecimal() for word in words):
-            raise OptionError(
-                saw=f"--part {self.part}",
-                needed="the number of the part and the number of parts, or auto",
-                do="--part 3/8 for the third of eight parts",
-            )
-        return int(words[0]), int(words[1])
+        numbers = tuple(int(word) if word.isdecimal() else word for word in words)
+        return self.part if self.part == "auto" else numbers
 
     def require_sense(self) -> None:
         """Raise OptionError if options contradict each other, are missing or misspelt."""

@@ -263,7 +263,16 @@ class ExactRows:
 
     def _find_call(self, layer: str, sequence: int) -> tuple[CapturedCall, int]:
         if layer not in self._calls:
-            self._calls[layer] = self._capture_calls(layer)
+            calls = self._calls[layer] = list[CapturedCall]()
+
+            def keep(call: CapturedCall) -> None:
+                if call.layer == layer and call.own_key in (0, None):
+                    calls.append(call)
+
+            prepared = model_inputs.check_tokens_and_limit_outputs(self._model, self._inputs)
+            with record.record_attention(self._model, on_complete=keep) as recorder:
+                for each in prepared:
+                    recorder.run(each)
         rest = sequence
         for call in self._calls[layer]:
             batch = call.matrix.shape[0]
@@ -275,16 +284,3 @@ class ExactRows:
             needed="a layer that attends in these inputs, and one of their sequences",
             do="pass the model and the inputs of the scan",
         )
-
-    def _capture_calls(self, layer: str) -> list[CapturedCall]:
-        calls: list[CapturedCall] = []
-
-        def keep(call: CapturedCall) -> None:
-            if call.layer == layer and call.own_key in (0, None):
-                calls.append(call)
-
-        prepared = model_inputs.check_tokens_and_limit_outputs(self._model, self._inputs)
-        with record.record_attention(self._model, on_complete=keep) as recorder:
-            for each in prepared:
-                recorder.run(each)
-        return calls

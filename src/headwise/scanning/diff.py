@@ -72,9 +72,14 @@ class ScanDiff(Displayed):
         names = _shared_statistics(before, after)
         assignment = tuple(layer.heads for layer in before.layer_scans)
         if match:
-            distances = _head_distances(before, after, names)
-            pairs = zip(assignment, distances, strict=True)
-            assignment = tuple(_assign_heads(heads, distance) for heads, distance in pairs)
+            assign = require_package(
+                "scipy.optimize", purpose="which assigns heads to heads", pip="scipy"
+            ).linear_sum_assignment  # by the least total distance
+            pairs = zip(assignment, _head_distances(before, after, names), strict=True)
+            assignment = tuple(
+                tuple(heads[column] for column in assign(distance.numpy())[1].tolist())
+                for heads, distance in pairs
+            )
         return cls(before=before, after=after, names=names, assignment=assignment)
 
     @property
@@ -293,14 +298,3 @@ def _gaps_of_head_pairs(
         both.append(is_real.sum(-1))
         alone.append((head.isfinite() ^ second.isfinite()).sum(-1))
     return torch.stack(squares), torch.stack(both), torch.stack(alone)
-
-
-def _assign_heads(
-    heads: tuple[int, ...], distance: Float[Tensor, "heads others"]
-) -> tuple[int, ...]:
-    """Return the head of the second scan for each head, by the least total distance."""
-    optimize = require_package(
-        "scipy.optimize", purpose="which assigns heads to heads", pip="scipy"
-    )
-    _, columns = optimize.linear_sum_assignment(distance.numpy())
-    return tuple(heads[column] for column in columns.tolist())

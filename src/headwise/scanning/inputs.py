@@ -180,8 +180,12 @@ def token_ids(model_input: ModelInput) -> Tensor | None:
 
 def call_model_on_input(model: Any, model_input: ModelInput) -> Any:
     """Run a model on one input, and return its output."""
-    if not model_input.positional and not model_input.named and _has_required_arguments(model):
-        raise _no_inputs_error("an input without arguments")
+    if not model_input.positional and not model_input.named:
+        function = model.forward if isinstance(model, nn.Module) else model
+        parameters = inspect.signature(function).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if any(p.default is p.empty and p.kind not in variadic for p in parameters):
+            raise _no_inputs_error("an input without arguments")
     try:
         return model(*model_input.positional, **model_input.named)
     except ShapeError as error:  # the message of a layer does not mention tokens
@@ -202,13 +206,6 @@ def call_model_on_input(model: Any, model_input: ModelInput) -> Any:
             needed=f"at most {most:,} tokens, the number of positions of {kind}",
             do=f"ids[:, :{most}]; or tokenizer(text, truncation=True, max_length={most})",
         ) from error
-
-
-def _has_required_arguments(model: Any) -> bool:
-    function = model.forward if isinstance(model, nn.Module) else model
-    parameters = inspect.signature(function).parameters.values()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.default is p.empty and p.kind not in variadic for p in parameters)
 
 
 def _no_batch_error(ids: Tensor) -> OptionError:

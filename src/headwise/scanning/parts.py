@@ -107,9 +107,9 @@ def part_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[in
 
 
 def _require_part(part: tuple[int, int]) -> tuple[int, int]:
-    is_pair = isinstance(part, tuple) and len(part) == 2
-    if not is_pair or not all(type(n) is int for n in part) or not 1 <= part[0] <= part[1]:
-        shown = "/".join(map(str, part)) if is_pair else describe_value(part)
+    is_tuple = isinstance(part, tuple)
+    if not is_tuple or [*map(type, part)] != [int, int] or not 1 <= part[0] <= part[1]:
+        shown = "/".join(map(str, part)) if is_tuple else describe_value(part)
         raise OptionError(
             saw=f"{{part}} {shown}",
             needed="the number of a part, from 1 to the number of parts",

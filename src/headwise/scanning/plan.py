@@ -130,20 +130,15 @@ def plan_scan(
             model.model, calls, chosen, lengths, trial_seconds=seconds, processes=processes
         )
         if checks_memory:
-            _require_memory_of_scan(model, estimate, longest, processes)
+            copies = sum(p.nbytes for p in model.model.parameters()) * (processes - 1)
+            times = f"{processes} times " if processes > 1 else ""
+            require_memory(
+                estimate.extra_bytes + copies,
+                what=f"{times}{longest:,} tokens of {model.title}",
+                do="--length N with fewer tokens, --stats with fewer statistics, or "
+                "--skip-memory-check",
+            )
     return PlannedScan(model, texts, chosen, layers, len(calls), estimate)
-
-
-def _require_memory_of_scan(
-    model: ModelToScan, estimate: Estimate, longest: int, processes: int
-) -> None:
-    copies = sum(p.nbytes for p in model.model.parameters()) * (processes - 1)
-    times = f"{processes} times " if processes > 1 else ""
-    require_memory(
-        estimate.extra_bytes + copies,
-        what=f"{times}{longest:,} tokens of {model.title}",
-        do="--length N with fewer tokens, --stats with fewer statistics, or --skip-memory-check",
-    )
 
 
 def _choose_statistics(
@@ -399,17 +394,14 @@ def _iterate_free_bytes_of_cgroups(root: Path) -> Iterator[int]:
     """Yield the free bytes of each control group of the process and of the groups around it."""
     for line in _read_lines_if_readable(root / "proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)
-        base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-        if kinds:  # the first version of control groups
-            base, names = base / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        if kinds and "memory" not in kinds.split(","):
-            continue
         inner = Path(path.lstrip("/"))
-        for folder in dict.fromkeys([inner, *inner.parents, Path()]):
-            most, now = (_read_lines_if_readable(base / folder / name) for name in names)
+        # Kinds are named by the first version of control groups, which is not read.
+        for folder in () if kinds else dict.fromkeys([inner, *inner.parents, Path()]):
+            group = root / "sys/fs/cgroup" / folder
+            names = ("memory.max", "memory.current", "memory.stat")
+            most, now, stat = (_read_lines_if_readable(group / name) for name in names)
             if most and now and most[0].isdecimal():  # "max" is no limit
                 # The kernel counts cached files as used, although it can drop them.
-                stat = _read_lines_if_readable(base / folder / "memory.stat")
                 cached = int(dict(line.split() for line in stat).get("inactive_file", 0))
                 yield max(0, int(most[0]) - int(now[0]) + cached)
 

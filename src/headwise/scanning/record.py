@@ -174,7 +174,11 @@ class Recorder:
             is_block=id(module) in self._blocks,
             state=state,
             version=version_counter(state),
-            tokens=[value for value in (*args, *named) if _looks_like_token_ids(value)],
+            tokens=[
+                x
+                for x in (*args, *named)
+                if isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) and x.dim() == 2
+            ],
             has_source=_has_cross_attention_source(module, args, kwargs),
         )
         weight = getattr(module, "weight", None)
@@ -425,11 +429,6 @@ def _has_cross_attention_source(
         query, key = [*args[:2], *(kwargs[k] for k in ("query", "key") if k in kwargs)][:2]
         return not tensors_equal(query, key)
     return any(isinstance(kwargs.get(name), Tensor) for name in SOURCES)
-
-
-def _looks_like_token_ids(value: Any) -> bool:
-    integers = (torch.int32, torch.int64)
-    return isinstance(value, Tensor) and value.dtype in integers and value.dim() == 2
 
 
 def _real_keys(matrix: AttentionMatrix, own_key: int | None) -> Tensor:

@@ -47,13 +47,6 @@ class _Worker:
         there.close()
         self.index: int | None = None
 
-    def how_it_ended(self) -> str:
-        self.process.join()
-        code = self.process.exitcode or 0
-        if code < 0:
-            return f"its process was ended by {signal.Signals(-code).name}"
-        return f"its process ended with status {code}"
-
 
 def threads_of_worker(processes: int) -> int:
     """Return OMP_NUM_THREADS, or the cores of this machine divided among processes."""
@@ -128,7 +121,11 @@ def _hand_out_documents(
                 answer = worker.pipe.recv()
             except (EOFError, ConnectionError):
                 del by_pipe[pipe]
-                ended = worker.how_it_ended()
+                worker.process.join()
+                code = worker.process.exitcode or 0
+                ended = f"its process ended with status {code}"
+                if code < 0:
+                    ended = f"its process was ended by {signal.Signals(-code).name}"
                 if worker.index is not None:
                     failures[texts[worker.index].name] = ended
                 continue

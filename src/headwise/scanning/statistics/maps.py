@@ -328,7 +328,8 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
             )
         self.heads = heads if isinstance(heads, str) else tuple(heads)
         self.ranks = ranks
-        if self.heads != "all" and not (self.heads and all(map(_is_layer_head_pair, self.heads))):
+        kinds = {tuple(map(type, pair)) if isinstance(pair, tuple) else None for pair in self.heads}
+        if self.heads != "all" and not (kinds and kinds <= {(int, int), (str, int)}):
             raise OptionError(
                 saw=f"heads={describe_value(heads)}",
                 needed='"all", or pairs of a layer and a head',
@@ -421,9 +422,3 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         whole = stacked.new_full((len(row), *stacked.shape[1:]), torch.nan)
         whole[row >= 0] = stacked[row[row >= 0]]
         return whole
-
-
-def _is_layer_head_pair(pair: object) -> bool:
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        return False
-    return isinstance(pair[0], int | str) and isinstance(pair[1], int)
