@@ -135,7 +135,6 @@ class _Collector:
         self._texts = TextRecorder()
 
     def begin_input(self) -> None:
-        """Start another input, with other sequences."""
         self._texts.begin_input()
         self._is_new = True
 
@@ -172,7 +171,6 @@ class _Collector:
             layer.add_summary(statistic, summaries[statistic.definition.name])
 
     def _set_token_marks_and_unembedding(self, call: CapturedCall) -> None:
-        """Add the separators, the special tokens and the unembedding to a call."""
         tokens, table = call.tokens, self._unembedding
         if tokens is not None:
             for name, ids in self._marks.items():
@@ -182,7 +180,6 @@ class _Collector:
             call.unembedding = table if table.shape[-1] == call.out_proj.shape[-1] else None
 
     def result(self, model: str, recorder: record.Recorder) -> HeadScan:
-        """Return the scan, with layers in call order."""
         recorder.require_any_captured(model)
         layers = self._layers.selected_layers()
         for name in self._named:

@@ -217,7 +217,6 @@ def _fields_of_layer(layer: LayerScan) -> dict[str, Any]:
 
 
 def _tensors_of_scan(scan: ScanReadings) -> dict[str, Tensor]:
-    """Return every tensor of a scan by its name in a file."""
     texts = {
         f"texts/{number}/{part}": torch.as_tensor(value, dtype=torch.int32).clone()
         for number, text in enumerate(scan.texts)

@@ -74,7 +74,6 @@ class _Watcher:
         return self.layers.record_call_and_find_layer(call)
 
     def end_input(self, sequences: int) -> None:
-        """Count the sequences of an input that has run."""
         self.sequences, self._is_new = self.sequences + sequences, True
 
     def make_scan(

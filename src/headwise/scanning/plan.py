@@ -352,7 +352,6 @@ def measure_speed(
 
 
 def _measure_mean_seconds(run: Callable[[], Any]) -> float:
-    """Return the mean duration of several runs."""
     runs, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < MEASURED_SECONDS or not runs:
         run()

@@ -222,15 +222,11 @@ def _load_stored(
     )
     if (tokenizer := stored.tokenizer) is None:
         return model
-
-    def encode(text: str, most: int | None) -> list[int]:
-        return tokenizer.ids(text) if most is None else tokenizer.first_ids(text, most)
-
     return replace(
         model,
         separators=tokenizer.separators,
         specials=tokenizer.specials,
-        encode=encode,
+        encode=lambda text, n: tokenizer.ids(text) if n is None else tokenizer.first_ids(text, n),
         name_of=tokenizer.token_text,
     )
 

@@ -74,7 +74,7 @@ def boolean_mask_effect(implementation: Implementation) -> str:
         before = implementation(x, mask)[:, -1]
     except (TypeError, ValueError):  # includes headwise's errors
         return "is refused"
-    match [depends_on_token(implementation, x, token, before, mask) for token in (0, 1)]:
+    match [depends_on_token(implementation, x, n, query=-1, mask=mask) for n in (0, 1)]:
         case [False, True]:
             return "hides the key"
         case [True, False]:
@@ -84,20 +84,13 @@ def boolean_mask_effect(implementation: Implementation) -> str:
 
 
 def depends_on_token(
-    implementation: Implementation, x: Tensor, token: int, before: Tensor, mask: Any = None
+    implementation: Implementation, x: Tensor, token: int, *, query: int, mask: Any = None
 ) -> bool:
-    """Check whether any bit of the last query's output changes with a token."""
+    """Check whether any bit of a query's output changes with a token."""
     changed = x.clone()
     changed[:, token] += 1.0
-    return not torch.equal(implementation(changed, mask)[:, -1], before)
-
-
-def depends_on_later_token(implementation: Implementation) -> bool:
-    """Check whether the first query depends on the last token without a mask."""
-    x = random_tokens()
-    changed = x.clone()
-    changed[:, -1] += 1.0
-    return not torch.equal(implementation(changed)[:, 0], implementation(x)[:, 0])
+    before, after = (implementation(each, mask)[:, query] for each in (x, changed))
+    return not torch.equal(before, after)
 
 
 def traced_softmaxes(
@@ -257,6 +250,7 @@ def conventions_by_path() -> dict[str, Any]:
         "torch_in_evaluation": output_without_keys(layer.eval()),
         "gpt2_boolean": {kernel: boolean_mask_effect(made) for kernel, made in kernels.items()},
         "gpt2_sees_ahead": {
-            kernel: depends_on_later_token(made) for kernel, made in kernels.items()
+            kernel: depends_on_token(made, random_tokens(), -1, query=0)
+            for kernel, made in kernels.items()
         },
     }

@@ -343,7 +343,7 @@ def test_what_is_odd_is_found() -> None:
     assert found["empty_row"] == "something else"
     assert found["boolean"] == ADDS  # the mask is not looked at
     peer = Odd(conventions.EMBED_DIM, conventions.NUM_HEADS)
-    assert conventions.depends_on_later_token(peer)
+    assert conventions.depends_on_token(peer, conventions.random_tokens(), -1, query=0)
 
 
 def test_how_weights_are_initialised() -> None:

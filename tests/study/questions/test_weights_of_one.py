@@ -132,7 +132,7 @@ def test_evenness_is_the_share_of_the_largest_entropy() -> None:
 
 
 def test_a_single_head_has_the_parameters_of_several() -> None:
-    several = weights_of_one.make_default_torch_layer(4)
+    several = TorchLayer(weights_of_one.EMBED_DIM, 4)
     one, rescaled = (
         weights_of_one.copy_as_single_head_layer(several),
         weights_of_one.rescaled_single_head(several),

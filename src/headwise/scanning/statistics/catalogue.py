@@ -49,7 +49,6 @@ class _AblationByMeans(Importance):
     }
 
     def merge(self, summaries: Sequence[statistic.Summary]) -> statistic.Summary:
-        """Add the sums of ablations by equal means."""
         stood_in = summaries[0]["stood_in"]
         if not all(torch.equal(stood_in, other["stood_in"]) for other in summaries):
             raise OptionError(

@@ -200,7 +200,6 @@ def draw(figure: Figure, n: Numbers) -> None:
 
 
 def draw_close_ups(sheet: Sheet, n: Numbers) -> None:
-    """Draw a few heads enlarged with their tokens, on a square-root colour scale."""
     sheet.line(OUTPUT + THIN + 0.19)
     for column, head in enumerate(n["stand_out"]):
         left = 0.84 + 2.46 * column
@@ -221,7 +220,6 @@ def draw_close_ups(sheet: Sheet, n: Numbers) -> None:
 
 
 def draw_strips(sheet: Sheet, name: str, top: float, height: float, *, pieces: int = 1) -> None:
-    """Draw numbers in per cent, one colour for each sign, split into pieces."""
     rows = sheet.n["strips"][name]
     pitch, wide, gap = FULL / pieces, len(rows[0]) // pieces, GAP if pieces > 1 else 0.0
     for piece in range(pieces):

@@ -87,12 +87,10 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 
 def random_tokens() -> Tensor:
-    """Draw a batch of random tokens or targets in float64."""
     return torch.randn(BATCH, LENGTH, EMBED_DIM).double()
 
 
 def initial_weights() -> dict[str, Tensor]:
-    """Return the weights that all layers start from: torch's initialisation in float64."""
     layer = Attention(EMBED_DIM, COUNTS[-1], dtype=torch.float64)
     return {name: value.clone() for name, value in layer.state_dict().items()}
 
@@ -190,7 +188,6 @@ def _sum_over_tokens(
 
 
 def join_head_gradients(of_heads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join the heads' gradients into the shapes of the layer's weights."""
     joined = {name: of_heads[name].flatten(0, 1) for name in "qkv"}
     return joined | {"o": of_heads["o"].movedim(0, 1).flatten(1)}
 
@@ -248,12 +245,10 @@ def compare_with_merged_heads(single: SoftmaxStep, many: SoftmaxStep) -> dict[st
 def relative_differences(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Return the difference of each of the four weights, relative to ``theirs``."""
     return {n: float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in WEIGHTS}
 
 
 def layer_scores(layer: Attention, x: Tensor) -> Tensor:
-    """Return the scores (batch, heads, queries, keys) of a layer for ``x``."""
     matrix = layer.matrix(x)
     return stages.scores(matrix.q, matrix.k, scale=matrix.scale)
 
@@ -312,7 +307,6 @@ def compare_training_by_head_count(state: Mapping[str, Tensor]) -> dict[str, Any
 
 
 def train_layer(layer: Attention, x: Tensor, target: Tensor) -> list[dict[str, Tensor]]:
-    """Train by gradient descent on the squared error, and return the weights at `STEPS`."""
     optimizer = torch.optim.SGD(layer.parameters(), lr=LEARNING_RATE)
     snapshots = []
     for step in range(STEPS[-1] + 1):

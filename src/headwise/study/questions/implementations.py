@@ -137,7 +137,6 @@ def compute_outputs(
     weights: SharedWeights,
     may_attend: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the output of each implementation, with the mask in its values."""
     return {
         key: implementation.load_weights(weights)(
             x, None if may_attend is None else implementation.convert_mask(may_attend)
@@ -178,7 +177,6 @@ def make_misread_weights(weights: SharedWeights) -> dict[str, SharedWeights]:
 
 
 def named_causes_of_misread_weights(weights: SharedWeights) -> dict[str, str]:
-    """Return the cause that `headwise.compare` names for each way to misread the weights."""
     right = make_implementations(["torch"])["torch"].load_weights(weights).inner
     wrong = make_implementations(["torch"])["torch"]
     return {
@@ -311,7 +309,6 @@ def facts(n: Numbers) -> dict[str, bool]:
 
 
 def draw(figure: Figure, n: Numbers) -> None:
-    """Draw the largest differences on a log scale; below, the same weights misread."""
     from matplotlib.colors import LogNorm
 
     figure.set_figheight(6.3)

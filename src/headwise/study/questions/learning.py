@@ -127,7 +127,6 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 
 def train_layer(seed: int, texts: LabelledTexts, **sizes: int) -> TrainingRun:
-    """Train a layer from a seed, on the same texts as all layers from this seed."""
     torch.manual_seed(seed)
     model = make_layer(**sizes)
     curve = run_training_steps(model, steps=STEPS)
@@ -135,7 +134,6 @@ def train_layer(seed: int, texts: LabelledTexts, **sizes: int) -> TrainingRun:
 
 
 def collect_numbers(runs: dict[str, list[TrainingRun]], texts: LabelledTexts) -> dict[str, Any]:
-    """Return the numbers of the question from the trained layers and the test texts."""
     counts = [str(heads) for heads in HEADS]
     lucky = [run.left.mean(1).std() / len(run.left) ** 0.5 for run in (*runs["1"], *runs["wide"])]
     looks = {name: [lookup_weights(run.model, texts) for run in runs[name]] for name in counts}
@@ -192,7 +190,6 @@ def check_dedicated_heads(looks: Sequence[Tensor]) -> dict[str, Any]:
 def errors_without_head(
     models: Sequence[Attention], looks: Sequence[Tensor], texts: LabelledTexts
 ) -> dict[str, float]:
-    """Return the error of each lookup without its own head, and without the other head."""
     lost, others = [], []
     for model, look in zip(models, looks, strict=True):
         for lookup, head in enumerate(look.argmax(dim=1).tolist()):
@@ -204,12 +201,10 @@ def errors_without_head(
 
 
 def count_heads_preferring_each_lookup(look: Tensor) -> dict[str, int]:
-    """Count the heads that put more weight on one lookup than on the other."""
     return dict(zip(LOOKUPS, (look > look.flip(0)).sum(1).tolist(), strict=True))
 
 
 def mean_weight_by_preference(look: Tensor) -> dict[str, float]:
-    """Return the mean weight of heads on their preferred lookup, and on the other lookup."""
     return {"more": float(look.amax(0).mean()), "less": float(look.amin(0).mean())}
 
 

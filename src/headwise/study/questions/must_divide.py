@@ -69,12 +69,10 @@ def check_einops_against_formula(
 
 
 def check_output(output: Tensor, allowed: Budget) -> dict[str, Any]:
-    """Return the shape of an output, and whether its error is within the budget."""
     return {"output": list(output.shape), "within": allowed.check(output).within}
 
 
 def check_sizes_against_formula(x: Tensor, source: Tensor) -> dict[str, Any]:
-    """Check the output and count the parameters for many pairs of heads and head_dim."""
     right: list[list[bool]] = []
     counts: dict[int, set[int]] = {}
     for head_dim in GRID_HEAD_DIMS:
@@ -95,7 +93,6 @@ def check_sizes_against_formula(x: Tensor, source: Tensor) -> dict[str, Any]:
 
 
 def torch_layer_or_error(heads: int) -> tuple[nn.MultiheadAttention | None, str]:
-    """Make torch's layer with this number of heads, or return None and the error message."""
     try:
         return nn.MultiheadAttention(EMBED_DIM, heads), ""
     except AssertionError as refusal:
@@ -103,7 +100,6 @@ def torch_layer_or_error(heads: int) -> tuple[nn.MultiheadAttention | None, str]
 
 
 def check_torch_key_value_widths() -> dict[str, Any]:
-    """Check torch's layer with separate widths for the inputs of keys and values."""
     widths = {"kdim": KEY_WIDTH, "vdim": VALUE_WIDTH}
     layer = nn.MultiheadAttention(EMBED_DIM, TORCH_HEADS, **widths, batch_first=True)
     x, keys = torch.randn(BATCH, QUERIES, EMBED_DIM), torch.randn(BATCH, KEYS, KEY_WIDTH)
@@ -199,7 +195,6 @@ def draw_grid(axes: Axes, n: Numbers) -> None:
 
 
 def draw_input_widths(sheet: Sheet, n: Numbers) -> None:
-    """Draw the widths of the three inputs of PyTorch's layer, and of q, k and v."""
     heads, head_dim = n["torch_heads"], n["torch_head_dim"]
     sheet.head(INPUTS, WIDTHS - 0.17, "PyTorch's layer: widths of the inputs")
     title = "after wq, wk, wv: always {torch_heads} heads of {torch_head_dim}"

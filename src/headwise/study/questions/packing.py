@@ -182,13 +182,11 @@ def check_packing_round_trip(layers: PackedLayers) -> dict[str, bool]:
 
 
 def attend_and_project(layers: PackedLayers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the layer's output for the queries, keys and values of the heads."""
     result: Tensor = layers.torch.inner.out_proj(stages.merge_heads(AttentionMatrix(q, k) @ v))
     return result
 
 
 def largest_error_budget_share(layers: PackedLayers, x: Tensor, source: Tensor) -> float:
-    """Return the largest share of the error budget that any layer or form uses."""
     budget = measures.layer_error_budget(x, source, source, layers.weights, num_heads=HEADS)
     outputs = [
         layers.torch.inner(x, source, source, need_weights=False)[0],
@@ -239,7 +237,6 @@ def compare_same_and_copied_inputs(layers: PackedLayers) -> dict[str, Any]:
 
 
 def projection_times(layers: PackedLayers) -> dict[str, float]:
-    """Return the time of each form's projections relative to the packed form."""
     x, small, biases = torch.randn(1, TOKENS, EMBED_DIM), layers.small, layers.biases
     functions = {
         name: partial(form.project, x, x, form.pack(small), form.biases_of_stored_matrices(biases))

@@ -200,7 +200,6 @@ def measure(progress: question.Progress) -> dict[str, Any]:
 
 
 def compare_forms(layer: Attention, x: Tensor) -> dict[str, Any]:
-    """Compare the errors of every form with their bounds and the error budget."""
     layers = {name: replace_projections(layer, x, form) for name, form in FORMS.items()}
     exact = compute_stages(copy.deepcopy(layer).double(), x.double())
     tensors = {name: compute_stages(replaced, x) for name, replaced in layers.items()}
@@ -234,7 +233,6 @@ def replace_projections(layer: Attention, x: Tensor, form: Replacement) -> Atten
 
 
 def compute_stages(layer: Attention, x: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of each stage of a layer."""
     matrix = layer.matrix(x)
     projected = torch.stack([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)])
     scores = attention_scores(matrix.q, matrix.k)

@@ -105,7 +105,6 @@ def make_samples(tokens: str, matrices: str, *factors: float) -> list[ConditionS
 
 
 def one_row_per_seed(rows: Tensor) -> Tensor:
-    """Collect the values of each seed in one row."""
     return rows.reshape(len(rows) // BATCH, -1)
 
 
@@ -148,7 +147,6 @@ def equals_value_of_top_key(outputs: Tensor, v: Tensor, favourites: Tensor) -> T
 
 
 def count_seeds_by_check(checks: Mapping[str, list[bool]]) -> dict[str, int]:
-    """Count the seeds that pass each check, and those equal without both conditions."""
     seeds = zip(checks["equal"], checks["one_key"], checks["same_key"], strict=True)
     unexplained = sum(equal and not (copies and same) for equal, copies, same in seeds)
     counts = {name: sum(by_seed) for name, by_seed in checks.items()}

@@ -28,7 +28,7 @@ VARIES = {"equal", "rounding"}
 @torch.no_grad()
 def measure(progress: Progress) -> dict[str, Any]:
     """Compare one head with eight, with weights of one and with torch's initialisation."""
-    default, ones = make_default_torch_layer(HEADS), make_default_torch_layer(HEADS)
+    default, ones = TorchLayer(EMBED_DIM, HEADS), TorchLayer(EMBED_DIM, HEADS)
     set_weights_to_one(ones)
     x = torch.randn(BATCH, LENGTH, EMBED_DIM)
     tokens = {"rand": torch.rand(BATCH, LENGTH, EMBED_DIM), "randn": x, "quiet": QUIET * x}
@@ -46,7 +46,8 @@ def measure(progress: Progress) -> dict[str, Any]:
         "longer": LONGER,
         "quiet": QUIET,
         "tokens": {
-            name: compare_head_counts(ones, x) | {"score": mean_score_size(ones, x)}
+            name: compare_head_counts(ones, x)
+            | {"score": float(f"{project_tokens(ones, x).scores(HEADS).abs().mean():.{DIGITS}g}")}
             for name, x in tokens.items()
         },
         "own_apart": compare_head_counts(default, x)["apart"],
@@ -71,31 +72,25 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 
 def name_causes(layer: TorchLayer, tokens: Mapping[str, Tensor | None]) -> dict[str, str]:
-    """Return what `headwise.compare` says of a layer and a single head, for each input."""
     single = copy_as_single_head_layer(layer).inner
     return {name: measures.name_cause(layer.inner, single, x) for name, x in tokens.items()}
 
 
-def make_default_torch_layer(heads: int) -> TorchLayer:
-    return TorchLayer(EMBED_DIM, heads)
-
-
 def set_weights_to_one(layer: nn.Module) -> None:
-    """Set all projection matrices to one; biases start at zero."""
     for parameter in layer.parameters():
         if parameter.dim() > 1:
             nn.init.ones_(parameter)
 
 
 def copy_as_single_head_layer(layer: TorchLayer) -> TorchLayer:
-    single = make_default_torch_layer(1)
+    single = TorchLayer(EMBED_DIM, 1)
     single.load_weights(layer.as_shared_weights())
     return single
 
 
 def rescaled_single_head(layer: TorchLayer) -> TorchLayer:
     """Make a layer of one head whose queries are divided by the root of the number of heads."""
-    single, weights = make_default_torch_layer(1), layer.as_shared_weights()
+    single, weights = TorchLayer(EMBED_DIM, 1), layer.as_shared_weights()
     single.load_weights(replace(weights, q=weights.q / math.sqrt(layer.num_heads)))  # q has no bias
     return single
 
@@ -108,11 +103,6 @@ def project_tokens(layer: TorchLayer, x: Tensor) -> Projected:
     """Return the layer's queries, keys and values, which torch's layer does not return."""
     inner = layer.inner
     return Projected(*linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, dim=-1))
-
-
-def mean_score_size(layer: TorchLayer, x: Tensor) -> float:
-    """Return the mean size of a score, with few digits."""
-    return float(f"{project_tokens(layer, x).scores(HEADS).abs().mean():.{DIGITS}g}")
 
 
 def compare_head_counts(layer: TorchLayer, x: Tensor) -> dict[str, float]:
@@ -135,7 +125,6 @@ def normalised_entropy(weights: Tensor) -> float:
 
 
 def compare_head_counts_over_token_scales(layer: TorchLayer, x: Tensor) -> dict[str, list[float]]:
-    """Compare one head with several for tokens of all sizes."""
     results = [compare_head_counts(layer, factor * x) for factor in FACTORS]
     return {name: [each[name] for each in results] for name in results[0]}
 

@@ -38,7 +38,6 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 
 def trace_layers(sizes: dict[str, int]) -> dict[str, Any]:
-    """Trace torch's layer and the native one: shapes by stage, and the splits into heads."""
     embed_dim, heads = sizes["embed_dim"], sizes["heads"]
     x = torch.randn(sizes["batch"], sizes["length"], embed_dim)
     torch_layer, native = TorchLayer(embed_dim, heads), HeadwiseAttention(embed_dim, heads)
@@ -106,7 +105,6 @@ def compare_split_first() -> dict[str, Any]:
 
 
 def block_diagonal_copy(layer: HeadwiseAttention) -> HeadwiseAttention:
-    """Copy a layer, and keep only the diagonal blocks of its projections of q, k and v."""
     copied = copy.deepcopy(layer)
     width = layer.embed_dim // layer.num_heads
     mask = torch.block_diag(*torch.ones(layer.num_heads, width, width))
@@ -125,7 +123,6 @@ def attend_with_split_first(
 
 
 def diagonal_blocks(weight: Tensor, heads: int) -> Tensor:
-    """Return the blocks on the diagonal, (heads, width, width)."""
     parts = enumerate(weight.chunk(heads))
     return torch.stack([rows.chunk(heads, dim=1)[head] for head, rows in parts])
 
@@ -142,7 +139,6 @@ def nonzero_derivatives(layer: HeadwiseAttention, x: Tensor) -> Tensor:
 
 
 def nonzero_share_by_block(reach: Tensor, heads: int) -> list[list[float]]:
-    """Return the share of nonzero entries for each head (rows) and each part of x."""
     return F.adaptive_avg_pool2d(reach.float()[None], heads)[0].tolist()
 
 
