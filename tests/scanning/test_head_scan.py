@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from headwise.errors import MissingExtraError, OptionError
+from headwise.scanning.selection import select_statistics
 from tests.scanning.scans import (
     BATCH,
     HEADS,
@@ -211,9 +213,9 @@ def test_one_name_has_one_meaning() -> None:
     with pytest.raises(OptionError, match=r"entropy as mean .* \(entropy-1\), and as in bits"):
         scan.merge(random_scan(0, statistics=(otherwise,)))
     with pytest.raises(OptionError, match="two statistics with the name entropy"):
-        random_scan(0, statistics=(standard("entropy"), otherwise))
+        select_statistics((standard("entropy"), otherwise))
 
 
-def test_what_is_missing_has_a_reason() -> None:
-    with pytest.raises(OptionError, match=r"layer layer\.0 without entropy, and without a reason"):
-        changed(random_scan(0), summaries={})
+def test_what_is_missing_has_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"needs either a summary of entropy or a reason"):
+        changed(random_scan(0), summaries={}).save(tmp_path / "scan.safetensors")

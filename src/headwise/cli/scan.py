@@ -293,18 +293,13 @@ def _print_report(report: ScanReport, options: ScanOptions, *, start: float) -> 
 
 
 def run_scan_with_progress(options: ScanOptions) -> ScanReport:
-    """Run the scan, with the estimate and the progress on standard error.
-
-    Raises:
-        typer.Exit: with status 130, after a line on the saved files, if the user interrupts; with
-            status 1, after a message, if a text was not scanned.
-    """
+    """Run the scan, with the estimate and the progress on standard error."""
     from headwise.scanning.parts import words_of_model
     from headwise.support.files import make_parent_and_require_writable
 
     make_parent_and_require_writable(options.page)
     with _planned(options) as (plan, console), output.progress_bar(console, "reading") as progress:
-        steps = _CallProgress(progress, plan.calls, len(plan.texts))
+        steps = _count_calls(progress, plan.calls, len(plan.texts))
         if options.out is None:
             (text,) = plan.texts
             words = words_of_model(plan.model, plan.texts)
@@ -338,10 +333,7 @@ def _scan_and_print_part(options: ScanOptions) -> None:
 def _merge_and_report(
     folders: Sequence[Path], out: Path | None, command: str | None = None
 ) -> ScanReport:
-    """Merge the folders of a corpus; exit with status 1 if documents are missing, doubled, foreign.
-
-    Return the report.
-    """
+    """Merge a corpus; exit with status 1 if documents are missing, doubled or foreign."""
     from headwise.scanning.parts import find_parts, merge_parts
 
     parts = find_parts(folders)
@@ -503,16 +495,15 @@ def _scan_in_processes(plan: PlannedScan, options: ScanOptions, progress: Progre
         )
 
 
-class _CallProgress:
-    """Progress over the attention calls of all documents, from that of `scan_part`."""
+def _count_calls(progress: Progress, calls: int, documents: int) -> Progress:
+    """Return progress over the attention calls of all documents, from that of `scan_part`."""
+    name, before = "", 0
 
-    def __init__(self, progress: Progress, calls: int, documents: int) -> None:
-        self._progress, self._calls, self._total = progress, calls, calls * documents
-        self._name, self._done = "", 0
+    def report(stage: str, done: int, total: int) -> None:
+        nonlocal name, before
+        if total:  # a document begins or is done; else an attention call of it
+            name, before, done = stage, done, 0
+        steps = min(calls * documents, before * calls + done)
+        progress((name or stage)[-26:], steps, calls * documents)
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Report a document that begins or is done, or an attention call of it (of 0 in all)."""
-        if total:
-            self._name, self._done, done = stage, done, 0
-        steps = min(self._total, self._done * self._calls + done)
-        self._progress((self._name or stage)[-26:], steps, self._total)
+    return report

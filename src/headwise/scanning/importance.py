@@ -55,9 +55,7 @@ PASS_A_LOSS = (
 class _Watcher:
     """The selected layers of a model, and what the runs with all heads have in common.
 
-    Args:
-        layers: the selected layers and heads.
-        causal: True if every call must be causal, as for the default loss.
+    Every call must be ``causal``, as for the default loss, if that is True.
     """
 
     def __init__(self, layers: SelectedLayers, *, causal: bool) -> None:

@@ -269,23 +269,6 @@ class ScanReadings:
     layer_scans: tuple[LayerScan, ...]
     texts: tuple[ScannedText, ...] = ()
 
-    def __post_init__(self) -> None:
-        names = self.names
-        if twice := [name for index, name in enumerate(names) if name in names[:index]]:
-            raise OptionError(
-                saw=f"two statistics with the name {twice[0]}",
-                needed="a name for each statistic",
-                do="leave one out, or change the name in its Definition",
-            )
-        for layer in self.layer_scans:
-            accounted = {*layer.summaries, *layer.missing}
-            if lacking := [name for name in names if name not in accounted]:
-                raise OptionError(
-                    saw=f"layer {layer.name} without {lacking[0]}, and without a reason",
-                    needed="a summary of each statistic, or the reason why it is missing",
-                    do=f"put {lacking[0]} into LayerScan.missing",
-                )
-
     # ---- access -----------------------------------------------------------------------------
 
     @property

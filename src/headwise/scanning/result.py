@@ -35,10 +35,6 @@ class HeadScan(Displayed, ScanReadings):
         layer_scans: the summaries of each layer, in call order.
         texts: the tokens that were read, up to 262,144; `LayerScan.query_text` and
             `LayerScan.key_text` number them.
-
-    Raises:
-        OptionError: two statistics with one name, or a layer with neither a summary of a
-            statistic nor a reason why it is missing.
     """
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -90,20 +91,21 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...]
     names = tuple(entry for entry in chosen if isinstance(entry, str) and entry != STANDARD_SET)
     by_name = dict(zip(names, catalogue.find_standard_statistics(names), strict=True))
     requested = [by_name[x] if isinstance(x, str) else x for x in chosen if x != STANDARD_SET]
+    counts = Counter(statistic.definition.name for statistic in requested)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise OptionError(
+            saw=f"two statistics with the name {twice[0]}",
+            needed="a name for each statistic",
+            do="leave one out, or change the name in its Definition",
+        )
     if STANDARD_SET not in chosen:
         return tuple(requested), names
-    replaced = {statistic.definition.name for statistic in requested}
-    standard = [s for s in catalogue.STANDARD if s.definition.name not in replaced]
+    standard = [s for s in catalogue.STANDARD if s.definition.name not in counts]
     return (*standard, *requested), names
 
 
 class SelectedLayers:
-    """The layers of a running model, and which of them are selected.
-
-    Args:
-        layers: names of layers, or patterns such as `"*layer.3.*"`; all if None.
-        heads: numbers; all if None.
-    """
+    """The layers of a running model, and which of them are selected."""
 
     def __init__(self, layers: Layers, heads: Numbers | None = None) -> None:
         self._patterns, self._heads = normalise_layers_option(layers), normalise_heads_option(heads)

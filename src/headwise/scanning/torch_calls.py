@@ -41,9 +41,8 @@ PRODUCTS = frozenset((*_OPERATORS, *_NAMED))
 class TorchCalls(TorchFunctionMode):
     """Mode in which torch's attention functions notify the attention hook.
 
-    Args:
-        find_owner: returns the running module to which explicit products belong.
-        on_explicit: called with this module if the products are attention.
+    ``find_owner`` returns the running module to which explicit products belong; ``on_explicit`` is
+    called with this module if the products are attention.
     """
 
     def __init__(

@@ -88,12 +88,10 @@ def reason_for_small_encoder() -> MissingExtraError | None:
 def record_calls(
     run: Callable[[], object], ends: Sequence[tuple[nn.Module, nn.Module, SharedWeights]]
 ) -> tuple[AttentionCall, ...]:
-    """Record attention layers while ``run`` runs.
+    """Record attention layers while ``run`` runs the model.
 
-    Args:
-        run: runs the model.
-        ends: of each layer the module that gets its input, the one that returns its output, and
-            the weights.
+    ``ends`` are of each layer the module that gets its input, the one that returns its output, and
+    the weights.
     """
     with record_modules(module for first, last, _ in ends for module in (first, last)) as runs:
         run()
@@ -167,9 +165,7 @@ class SmallEncoder(nn.Module):
 def run_small_encoder(missing: MissingExtraError, progress: Progress = no_progress) -> RecordedRun:
     """Train a small encoder on the demo text, from a fixed seed, and record it over the beginning.
 
-    Args:
-        missing: the error that says why the trained encoder does not run.
-        progress: called at each tenth of the training.
+    ``missing`` is the error that says why the trained encoder does not run.
     """
     text = " ".join(read_opening_paragraphs())
     alphabet = sorted(set(text))

@@ -141,7 +141,14 @@ class EffectiveRank(statistic.TileStatistic):
         return rank
 
 
-class Copying(statistic.TileStatistic):
+class _OfSampledRows(statistic.TileStatistic):
+    """A statistic of the rows that `CapturedCall.sampled_rows` holds."""
+
+    def update(self, gathered: statistic.Summary, tile: statistic.WeightTile) -> None:  # noqa: ARG002
+        tile.copy_sampled_rows_to_call()
+
+
+class Copying(_OfSampledRows):
     """The share of the raised logits that belongs to the tokens a head attends to."""
 
     definition = statistic.Definition(
@@ -163,9 +170,6 @@ class Copying(statistic.TileStatistic):
     )
     needs = ("tokens", "outputs", "out_proj", "unembedding")
     parts = statistic.MEAN
-
-    def update(self, gathered: statistic.Summary, tile: statistic.WeightTile) -> None:  # noqa: ARG002
-        tile.copy_sampled_rows_to_call()
 
     def make_summary(self, gathered: statistic.Summary, call: CapturedCall) -> statistic.Summary:
         """Return the sums over sequences, each with its tokens, one head after the other."""
@@ -221,7 +225,7 @@ def _copying_scores(
 # ---- similarity of two heads --------------------------------------------------------------------
 
 
-class TotalVariation(statistic.TileStatistic):
+class TotalVariation(_OfSampledRows):
     """Similarity of the weights of two heads."""
 
     definition = statistic.Definition(
@@ -235,9 +239,6 @@ class TotalVariation(statistic.TileStatistic):
         axes=("other_head",),
     )
     parts = PAIRS
-
-    def update(self, gathered: statistic.Summary, tile: statistic.WeightTile) -> None:  # noqa: ARG002
-        tile.copy_sampled_rows_to_call()
 
     def make_summary(self, gathered: statistic.Summary, call: CapturedCall) -> statistic.Summary:
         """Return sums of similarities over rows, and the number of rows."""
@@ -289,7 +290,7 @@ class OutputCosine(statistic.TileStatistic):
         return super().make_summary(gathered, call)
 
 
-class CKA(statistic.TileStatistic):
+class CKA(_OfSampledRows):
     """Similarity of the outputs of two heads, up to rotation and scale."""
 
     definition = statistic.Definition(
@@ -308,9 +309,6 @@ class CKA(statistic.TileStatistic):
     )
     parts = PAIRS
     needs = ("outputs",)
-
-    def update(self, gathered: statistic.Summary, tile: statistic.WeightTile) -> None:  # noqa: ARG002
-        tile.copy_sampled_rows_to_call()
 
     def make_summary(self, gathered: statistic.Summary, call: CapturedCall) -> statistic.Summary:
         """Return sums of HSIC over sequences, which are small and can be merged exactly."""

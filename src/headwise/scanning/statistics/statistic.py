@@ -291,12 +291,7 @@ class SummaryPart:
     per_head: bool = True
 
     def fault(self, tensor: Tensor, *, lengths: dict[str, int]) -> str | None:
-        """Return the first fault of a tensor, or None.
-
-        Args:
-            tensor: the tensor to check.
-            lengths: the known lengths of named axes, to which new ones are added.
-        """
+        """Return the first fault of a tensor, or None; add lengths of named axes to ``lengths``."""
         dtype = DTYPES.get(self.values, torch.float64)
         if tensor.dtype != dtype:
             return f"has the dtype {tensor.dtype}, where {dtype} is needed"

@@ -156,11 +156,8 @@ def count_seeds_by_check(checks: Mapping[str, list[bool]]) -> dict[str, int]:
 def compare_published_check(heads: int, shape: tuple[int, int, int], seeds: int) -> dict[str, Any]:
     """Compare layers of several heads and of one, as a published test does, for each seed.
 
-    Tokens and projections come from torch.rand, and the output projection is the identity.
-
-    Returns:
-        The number of seeds, how often the outputs are equal, the answers with their counts for
-        equal and for other outputs, and the answer on the inputs that headwise makes.
+    Tokens and projections come from torch.rand, and the output projection is the identity. The
+    answers are counted for equal and for other outputs; one is for the inputs that headwise makes.
     """
     answers: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for seed in range(seeds):
