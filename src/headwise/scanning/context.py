@@ -203,12 +203,12 @@ class CallAwaitingProjection:
         parts = output if isinstance(output, (tuple, list)) else [output]
         result = next((part for part in parts if isinstance(part, Tensor)), None)
         if module_call.module is self.call.module:
-            self.call.out_proj, received = None, self._whole_outputs
-            for weight, projected, of_outputs in reversed(self._inside):
-                width = projected.shape[-1]  # the vectors of the first tokens are compared
-                fits = result is not None and result.shape[-1] == width
-                if fits and torch.equal(*(x.reshape(-1, width)[0] for x in (projected, result))):
-                    self.call.out_proj, received = weight, of_outputs
+            fitting = [
+                (weight, received)
+                for weight, projected, received in self._inside
+                if _first_tokens_equal(projected, result)
+            ]
+            self.call.out_proj, received = fitting[0] if fitting else (None, self._whole_outputs)
             if received is not self._whole_outputs:
                 self.call.outputs, self.call.mixed = received, self._whole_outputs
             self.is_complete = bool(self._inside)
@@ -259,3 +259,10 @@ def _split_gated_heads(state: Tensor, outputs: Tensor) -> Tensor | None:
     shares = tokens / tokens[:1]
     spread = (shares.amax(1) - shares.amin(1)) / shares.amax(1)
     return given if bool((spread > _NORM_ROUNDING * torch.finfo(state.dtype).eps).any()) else None
+
+
+def _first_tokens_equal(a: Tensor, b: Tensor | None) -> bool:
+    """True if the vectors of the first tokens of two tensors are equal."""
+    if b is None or a.shape[-1] != b.shape[-1]:
+        return False
+    return torch.equal(a.reshape(-1, a.shape[-1])[0], b.reshape(-1, b.shape[-1])[0])
