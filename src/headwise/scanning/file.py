@@ -397,10 +397,7 @@ def _rebuild_layers_and_texts(
     texts: list[ScannedText] = []
     while (ids := rest.pop(f"texts/{len(texts)}/ids", None)) is not None:
         lengths = rest.pop(f"texts/{len(texts)}/lengths", None)
-        are_lists = lengths is not None and all(
-            (x.dtype, x.dim()) == (torch.int32, 1) for x in (ids, lengths)
-        )
-        if not are_lists or bool((lengths < 0).any()) or int(lengths.sum()) != len(ids):
+        if lengths is None or not _is_valid_scanned_text(ids, lengths):
             raise FieldError(f"the lengths in texts/{len(texts)} are not those of its tokens")
         texts.append(ScannedText(ids, tuple(lengths.tolist())))
     layers: list[LayerScan] = []
@@ -424,6 +421,11 @@ def _rebuild_layers_and_texts(
     if rest:
         raise FieldError(f"it holds a tensor {describe_json(min(rest))} that no layer has")
     return tuple(layers), tuple(texts)
+
+
+def _is_valid_scanned_text(ids: Tensor, lengths: Tensor) -> bool:
+    is_list = all(tensor.dtype == torch.int32 and tensor.dim() == 1 for tensor in (ids, lengths))
+    return is_list and bool((lengths >= 0).all()) and int(lengths.sum()) == len(ids)
 
 
 # ---- the digest ----------------------------------------------------------------------------------
