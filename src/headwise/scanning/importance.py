@@ -271,24 +271,22 @@ def ablations(
     before = 0
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(prepared)
-    if isinstance(by, str) and by not in ABLATIONS:
-        raise OptionError(
-            saw=f"by={describe_value(by)}",
-            needed=f"one of {', '.join(ABLATIONS)}, or the result of mean_outputs",
-            do='by="zero"',
-        )
     ablation = _HeadAblation(SelectedLayers(layers, heads), by, seed, causal=loss is None)
 
     with record_attention(model, ablation) as recorder:
         for index, model_input in enumerate(prepared):
-
-            def report(stage: str, done: int, each: int, *, index: int = index) -> None:
-                progress(stage, before + index * each + done, before + len(prepared) * each)
-
+            report = partial(_report_pass, progress, before, len(prepared), index)
             ablation.measure_one_input(
                 partial(_run_losses, model, model_input, recorder, loss), report
             )
     return ablation.make_scan(model, (ablation.statistic,), *recorder.notes)
+
+
+def _report_pass(
+    progress: Progress, before: int, inputs: int, index: int, stage: str, done: int, each: int
+) -> None:
+    """Report the passes of one input as a part of the passes of all inputs."""
+    progress(stage, before + index * each + done, before + inputs * each)
 
 
 def mean_outputs(
@@ -334,6 +332,12 @@ class _HeadAblation(_Watcher):
 
     def __init__(self, layers: SelectedLayers, by: str | Means, seed: int, *, causal: bool) -> None:
         super().__init__(layers, causal=causal)
+        if isinstance(by, str) and by not in ABLATIONS:
+            raise OptionError(
+                saw=f"by={describe_value(by)}",
+                needed=f"one of {', '.join(ABLATIONS)}, or the result of mean_outputs",
+                do='by="zero"',
+            )
         self.statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
         self._means = None if isinstance(by, str) else by
         self._generator = torch.Generator().manual_seed(seed) if by == "resample" else None

@@ -130,15 +130,20 @@ def plan_scan(
             model.model, calls, chosen, lengths, trial_seconds=seconds, processes=processes
         )
         if checks_memory:
-            copies = sum(p.nbytes for p in model.model.parameters()) * (processes - 1)
-            times = f"{processes} times " if processes > 1 else ""
-            require_memory(
-                estimate.extra_bytes + copies,
-                what=f"{times}{longest:,} tokens of {model.title}",
-                do="--length N with fewer tokens, --stats with fewer statistics, or "
-                "--skip-memory-check",
-            )
+            _require_memory_of_scan(model, estimate, longest, processes)
     return PlannedScan(model, texts, chosen, layers, len(calls), estimate)
+
+
+def _require_memory_of_scan(
+    model: ModelToScan, estimate: Estimate, longest: int, processes: int
+) -> None:
+    copies = sum(p.nbytes for p in model.model.parameters()) * (processes - 1)
+    times = f"{processes} times " if processes > 1 else ""
+    require_memory(
+        estimate.extra_bytes + copies,
+        what=f"{times}{longest:,} tokens of {model.title}",
+        do="--length N with fewer tokens, --stats with fewer statistics, or --skip-memory-check",
+    )
 
 
 def _choose_statistics(
