@@ -205,8 +205,7 @@ class Attention(nn.Module):
         matrix, v = self._matrix_and_values(tokens, call)
         outputs = matrix.dropped(v, dropout_p=self.dropout) if self.applies_dropout else matrix @ v
         outputs = hooks.call_hook(matrix, v, outputs)
-        if self.gate_proj is not None:
-            outputs = outputs * self._output_gates(tokens.x).to(outputs.dtype)
+        outputs = self._gated(outputs, tokens.x)
         if call.gate is not None:
             outputs = outputs * tokens.expand_gate(call.gate.to(outputs.dtype))
         merged = outputs.transpose(1, 2).flatten(2)
@@ -245,8 +244,7 @@ class Attention(nn.Module):
         """Return weights @ v for each head, after the output gate: the projection's input."""
         call = self._prepare_call(x, source, mask, score_bias)
         matrix, v = self._matrix_and_values(packing.Unpacked.of(call), call)
-        outputs = matrix @ v
-        return outputs if self.gate_proj is None else outputs * self._output_gates(call.x)
+        return self._gated(matrix @ v, call.x)
 
     @_explain_call
     def stages(
@@ -282,8 +280,7 @@ class Attention(nn.Module):
         with evaluation_mode(self):
             output = self(x, source, mask=mask, score_bias=score_bias)
         before = (q, k, v, normed_q, normed_k, matrix.q, matrix.k)
-        outputs = self.head_outputs(x, source, mask=mask, score_bias=score_bias)
-        after = (logits, matrix.dense(), outputs, output)
+        after = (logits, matrix.dense(), self._gated(matrix @ v, call.x), output)
         return dict(zip(STAGES, (*before, *after), strict=True))
 
     @_explain_call
@@ -545,13 +542,14 @@ class Attention(nn.Module):
         options = {"scale": self.scale, "softcap": self.softcap}
         return AttentionMatrix(q, k, mask=mask, score_bias=score_bias, sink=sink, **options), v
 
-    def _output_gates(self, x: Tensor) -> Tensor:
-        """Return the factor of each head's outputs, (batch, heads, queries, 1 or value_dim)."""
-        assert self.output_gate is not None
-        assert self.gate_proj is not None
+    def _gated(self, outputs: Tensor, x: Tensor) -> Tensor:
+        """Return the head outputs times the output gate of their tokens, if the layer has one."""
+        if self.output_gate is None or self.gate_proj is None:
+            return outputs
         heads, width = self._head_counts[0], gate_width(self.output_gate, self.value_dim)
         gates = torch.sigmoid(self.gate_proj(x))
-        return checks.split_projection("gate_proj", gates, "heads", heads, width)
+        factors = checks.split_projection("gate_proj", gates, "heads", heads, width)
+        return outputs * factors.to(outputs.dtype)
 
     @property
     def _head_counts(self) -> tuple[int, int]:
