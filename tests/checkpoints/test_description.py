@@ -28,8 +28,8 @@ from headwise.checkpoints.description import (
 from headwise.checkpoints.source import open_source
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.function.spec import ABSENT, USUAL_SCALE
+from headwise.layouts.catalogue import OPEN
 from headwise.layouts.registry import layout, layouts_by_name
-from headwise.layouts.shared import OPEN
 from tests.checkpoints import llamas
 from tests.diagnosis.test_detect import file_of
 from tests.layouts.examples import known_of

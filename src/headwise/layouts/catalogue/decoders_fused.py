@@ -11,7 +11,7 @@ from headwise.function.spec import (
     RotaryRule,
 )
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import (
+from headwise.layouts.catalogue import (
     fused_projection_by_pattern,
     head_norms,
     output_projection,
@@ -25,7 +25,6 @@ from headwise.layouts.shared import (
 
 _HALVES = AttentionSpec(rotary=RotaryRule())
 _SHARE = AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG))
-_TRANSFORMERS = "transformers, models/"
 _NO_CLASS = "transformers has no class for it: its code lies beside the weights"
 _MASKS = ("bias", "masked_bias")
 _ANGLES = ("rotary_emb.inv_freq",)
@@ -37,24 +36,15 @@ _CONV1D = qkv_fused_by_projection("c_attn", columns=True) | {
     "c_proj.weight": "wo: (heads head_dim) out_dim",
     "c_proj.bias": "bo: out_dim",
 }
-GPT2 = {
-    "tokens": "wte.weight",
-    "positions": "wpe.weight",
-    "norm_1": "h.{layer}.ln_1.*",
-    "norm_2": "h.{layer}.ln_2.*",
-    "up": "h.{layer}.mlp.c_fc.*",
-    "down": "h.{layer}.mlp.c_proj.*",
-    "final_norm": "ln_f.*",
-    "unembedding": "lm_head.weight",
-}
+GPT2 = (
+    "tokens=wte.weight positions=wpe.weight final_norm=ln_f.* unembedding=lm_head.weight",
+    "h.{layer}. norm_1=ln_1.* norm_2=ln_2.* up=mlp.c_fc.* down=mlp.c_proj.*",
+)
 _NEOX_OUTSIDE = weights_outside_attention(
-    tokens="gpt_neox.embed_in.weight",
-    norm_1="gpt_neox.layers.{layer}.input_layernorm.*",
-    norm_2="gpt_neox.layers.{layer}.post_attention_layernorm.*",
-    up="gpt_neox.layers.{layer}.mlp.dense_h_to_4h.*",
-    down="gpt_neox.layers.{layer}.mlp.dense_4h_to_h.*",
-    final_norm="gpt_neox.final_layer_norm.*",
-    unembedding="embed_out.weight",
+    "tokens=gpt_neox.embed_in.weight final_norm=gpt_neox.final_layer_norm.* "
+    "unembedding=embed_out.weight",
+    block="gpt_neox.layers.{layer}. norm_1=input_layernorm.* norm_2=post_attention_layernorm.* "
+    "up=mlp.dense_h_to_4h.* down=mlp.dense_4h_to_h.*",
 )
 
 _GPT = (
@@ -62,7 +52,7 @@ _GPT = (
         name="gpt2",
         tensors=_CONV1D,
         where={"self": "h.{layer}.attn."},
-        outside=weights_outside_attention(GPT2, columns=True),
+        outside=weights_outside_attention(*GPT2, columns=True),
         beside=_MASKS,
         note="all matrices are stored for x @ weight; c_proj is square, so that a transpose left "
         "out raises no error. GPT and ImageGPT have the same. With "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import head_norms, projections
+from headwise.layouts.catalogue import head_norms, projections
 
 _QUERIES = "(heads [{query}: head_dim | {gate}: head_dim])"  # of a head, then its gates
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule, Softcap
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import (
+from headwise.layouts.catalogue import (
     TENSOR_PARALLEL,
     head_norms,
+    left_to_config,
     projections,
     transformers_layout,
     weights_outside_attention,
 )
 
-_TRANSFORMERS = "transformers, models/"
 _WHERE = {"self": "model.layers.{layer}.self_attn."}
 _MASKS = ("bias", "masked_bias")
 _ANGLES = ("rotary_emb.inv_freq",)
@@ -35,14 +35,9 @@ _ROWS_OF_BIASES = {
 }
 
 META = weights_outside_attention(
-    tokens="tok_embeddings.weight",
-    norm_1="layers.{layer}.attention_norm.weight",
-    norm_2="layers.{layer}.ffn_norm.weight",
-    gate="layers.{layer}.feed_forward.w1.weight",
-    up="layers.{layer}.feed_forward.w3.weight",
-    down="layers.{layer}.feed_forward.w2.weight",
-    final_norm="norm.weight",
-    unembedding="output.weight",
+    "tokens=tok_embeddings.weight final_norm=norm.weight unembedding=output.weight",
+    block="layers.{layer}. norm_1=attention_norm.weight norm_2=ffn_norm.weight "
+    "gate=feed_forward.w1.weight up=feed_forward.w3.weight down=feed_forward.w2.weight",
 )
 
 
@@ -91,14 +86,11 @@ _LLAMAS = (
         "Mistral, Mixtral, Yi, TinyLlama, Gemma and OLMo have the same attention; OLMo may "
         "clamp queries, keys and values",
         outside=weights_outside_attention(
-            tokens="model.embed_tokens.weight",
-            norm_1="model.layers.{layer}.input_layernorm.weight",
-            norm_2="model.layers.{layer}.post_attention_layernorm.weight",
-            gate="model.layers.{layer}.mlp.gate_proj.weight",
-            up="model.layers.{layer}.mlp.up_proj.weight",
-            down="model.layers.{layer}.mlp.down_proj.weight",
-            final_norm="model.norm.weight",
-            unembedding="lm_head.weight",
+            "tokens=model.embed_tokens.weight final_norm=model.norm.weight "
+            "unembedding=lm_head.weight",
+            block="model.layers.{layer}. norm_1=input_layernorm.weight "
+            "norm_2=post_attention_layernorm.weight gate=mlp.gate_proj.weight "
+            "up=mlp.up_proj.weight down=mlp.down_proj.weight",
         ),
     ),
     Layout(
@@ -127,13 +119,9 @@ _LLAMAS = (
         _ROTATED,
         "Llama's attention, with all biases",
         outside=weights_outside_attention(
-            tokens="model.embed_tokens.weight",
-            norm_1="model.layers.{layer}.input_layernorm.*",
-            norm_2="model.layers.{layer}.post_attention_layernorm.*",
-            up="model.layers.{layer}.mlp.c_fc.*",
-            down="model.layers.{layer}.mlp.c_proj.*",
-            final_norm="model.norm.*",
-            unembedding="lm_head.weight",
+            "tokens=model.embed_tokens.weight final_norm=model.norm.* unembedding=lm_head.weight",
+            block="model.layers.{layer}. norm_1=input_layernorm.* "
+            "norm_2=post_attention_layernorm.* up=mlp.c_fc.* down=mlp.c_proj.*",
         ),
     ),
     _llama_like_layout(
@@ -156,9 +144,7 @@ _LLAMAS = (
     ),
     _llama_like_layout(
         "gemma2",
-        AttentionSpec(
-            rotary=RotaryRule(), scale=FROM_CONFIG, softcap=Softcap(), window=FROM_CONFIG
-        ),
+        left_to_config("scale window", rotary=RotaryRule(), softcap=Softcap()),
         "the scale is 1/sqrt(query_pre_attn_scalar) of its config, the softcap "
         "attn_logit_softcapping",
     ),
@@ -199,12 +185,7 @@ _NORMED = (
     ),
     _llama_like_layout(
         "gemma3",
-        AttentionSpec(
-            rotary=RotaryRule(),
-            scale=FROM_CONFIG,
-            qk_norm=NormRule(weight_offset=1.0),
-            window=FROM_CONFIG,
-        ),
+        left_to_config("scale window", rotary=RotaryRule(), qk_norm=NormRule(weight_offset=1.0)),
         "the scale is 1/sqrt(query_pre_attn_scalar) of its config; layers with a window have "
         "another theta",
         tensors=_HEAD_NORMS,

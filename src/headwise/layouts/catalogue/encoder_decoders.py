@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwise.function.spec import AttentionSpec, BucketRule
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import Tensors, projections, transformers_layout
+from headwise.layouts.catalogue import projections, transformers_layout, weights_outside_attention
 
 _T5 = projections("q k v o", source="source_dim", biases="") | {
     "relative_attention_bias.weight": "distances: buckets heads",
@@ -20,61 +20,14 @@ _BART_WHERE = {
     "decoder": "decoder.layers.{layer}.self_attn.",
     "cross": "decoder.layers.{layer}.encoder_attn.",
 }
-# What a layer holds beside attention -> its axes; a bias has the first.
-_AXES = {
-    "self_norm": "embed_dim",
-    "cross_norm": "embed_dim",
-    "norm": "embed_dim",
-    "up": "hidden_dim embed_dim",
-    "down": "embed_dim hidden_dim",
-}
-
-
-def _layer_weights_outside_attention(side: str, prefix: str, places: dict[str, str]) -> Tensors:
-    """Tensors of the layers of one side beside attention.
-
-    ``places`` are the parts of `_AXES` and their stored names.
-    """
-    return {
-        f"{prefix}{place}.{kind}": f"{side}_{part}{end}: {axes}"
-        for part, place in places.items()
-        for kind, end, axes in (
-            ("weight", "", _AXES[part]),
-            ("bias", "_bias", _AXES[part].split()[0]),
-        )
-    }
-
-
-_BART_ENCODER = {
-    "self_norm": "self_attn_layer_norm",
-    "norm": "final_layer_norm",
-    "up": "fc1",
-    "down": "fc2",
-}
-_BART_DECODER = _BART_ENCODER | {"cross_norm": "encoder_attn_layer_norm"}
-_WHISPER_ENCODER = {"self_norm": "attn_ln", "norm": "mlp_ln", "up": "mlp.0", "down": "mlp.2"}
-_WHISPER_DECODER = _WHISPER_ENCODER | {"cross_norm": "cross_attn_ln"}
-_BART_LAYERS = _layer_weights_outside_attention(
-    "encoder", "encoder.layers.{layer}.", _BART_ENCODER
-) | _layer_weights_outside_attention("decoder", "decoder.layers.{layer}.", _BART_DECODER)
-_WHISPER_BESIDE_LAYERS = {
-    "encoder_positions: places embed_dim": (
-        "encoder.embed_positions.weight",
-        "encoder.positional_embedding",
-    ),
-    "decoder_positions: places embed_dim": (
-        "decoder.embed_positions.weight",
-        "decoder.positional_embedding",
-    ),
-    "tokens: vocabulary embed_dim": (
-        "decoder.embed_tokens.weight",
-        "decoder.token_embedding.weight",
-    ),
-    "encoder_final_norm: embed_dim": ("encoder.layer_norm.weight", "encoder.ln_post.weight"),
-    "encoder_final_norm_bias: embed_dim": ("encoder.layer_norm.bias", "encoder.ln_post.bias"),
-    "decoder_final_norm: embed_dim": ("decoder.layer_norm.weight", "decoder.ln.weight"),
-    "decoder_final_norm_bias: embed_dim": ("decoder.layer_norm.bias", "decoder.ln.bias"),
-}
+_BART_LAYERS = weights_outside_attention(
+    block="encoder.layers.{layer}. encoder_self_norm=self_attn_layer_norm.* "
+    "encoder_norm=final_layer_norm.* encoder_up=fc1.* encoder_down=fc2.*",
+) | weights_outside_attention(
+    block="decoder.layers.{layer}. decoder_self_norm=self_attn_layer_norm.* "
+    "decoder_norm=final_layer_norm.* decoder_up=fc1.* decoder_down=fc2.* "
+    "decoder_cross_norm=encoder_attn_layer_norm.*",
+)
 
 LAYOUTS = (
     transformers_layout(
@@ -107,7 +60,11 @@ LAYOUTS = (
         tensors=projections("q_proj k_proj v_proj out_proj", biases="qvo"),
         where=_BART_WHERE,
         outside=_BART_LAYERS
-        | {theirs: text for text, (theirs, _) in _WHISPER_BESIDE_LAYERS.items()},
+        | weights_outside_attention(
+            "encoder_positions=encoder.embed_positions.weight "
+            "decoder_positions=decoder.embed_positions.weight tokens=decoder.embed_tokens.weight "
+            "encoder_final_norm=encoder.layer_norm.* decoder_final_norm=decoder.layer_norm.*"
+        ),
         mask="added",
         note="keys have no bias. Everything stands below `model.`, which OpenAI's files lack",
     ),
@@ -119,11 +76,17 @@ LAYOUTS = (
             "decoder": "decoder.blocks.{layer}.attn.",
             "cross": "decoder.blocks.{layer}.cross_attn.",
         },
-        outside=_layer_weights_outside_attention(
-            "encoder", "encoder.blocks.{layer}.", _WHISPER_ENCODER
+        outside=weights_outside_attention(
+            "encoder_positions=encoder.positional_embedding "
+            "decoder_positions=decoder.positional_embedding tokens=decoder.token_embedding.weight "
+            "encoder_final_norm=encoder.ln_post.* decoder_final_norm=decoder.ln.*",
+            "encoder.blocks.{layer}. encoder_self_norm=attn_ln.* encoder_norm=mlp_ln.* "
+            "encoder_up=mlp.0.* encoder_down=mlp.2.*",
         )
-        | _layer_weights_outside_attention("decoder", "decoder.blocks.{layer}.", _WHISPER_DECODER)
-        | {whisper_name: text for text, (_, whisper_name) in _WHISPER_BESIDE_LAYERS.items()},
+        | weights_outside_attention(
+            block="decoder.blocks.{layer}. decoder_self_norm=attn_ln.* decoder_norm=mlp_ln.* "
+            "decoder_up=mlp.0.* decoder_down=mlp.2.* decoder_cross_norm=cross_attn_ln.*"
+        ),
         mask="added",
         source="openai/whisper, whisper/model.py",
         unchecked="openai-whisper is not among the packages of the tests; its 20250625 was run "

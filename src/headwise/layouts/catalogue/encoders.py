@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
-from headwise.layouts.shared import (
+from headwise.layouts.catalogue import (
     output_projection,
     projections,
     qkv_fused_by_head,
@@ -13,15 +13,11 @@ from headwise.layouts.shared import (
 )
 
 _BERT = weights_outside_attention(
-    tokens="embeddings.word_embeddings.weight",
-    positions="embeddings.position_embeddings.weight",
-    token_types="embeddings.token_type_embeddings.weight",
-    embed_norm="embeddings.LayerNorm.*",
-    norm_1="encoder.layer.{layer}.attention.output.LayerNorm.*",
-    norm_2="encoder.layer.{layer}.output.LayerNorm.*",
-    up="encoder.layer.{layer}.intermediate.dense.*",
-    down="encoder.layer.{layer}.output.dense.*",
-    pooler="pooler.dense.*",
+    "tokens=embeddings.word_embeddings.weight positions=embeddings.position_embeddings.weight "
+    "token_types=embeddings.token_type_embeddings.weight embed_norm=embeddings.LayerNorm.* "
+    "pooler=pooler.dense.*",
+    block="encoder.layer.{layer}. norm_1=attention.output.LayerNorm.* norm_2=output.LayerNorm.* "
+    "up=intermediate.dense.* down=output.dense.*",
 )
 _SEPARATE = projections("self.query self.key self.value output.dense")
 _WHERE = {"self": "encoder.layer.{layer}.attention."}
@@ -43,13 +39,10 @@ LAYOUTS = (
         tensors=projections("q_lin k_lin v_lin out_lin"),
         where={"self": "transformer.layer.{layer}.attention."},
         outside=weights_outside_attention(
-            tokens="embeddings.word_embeddings.weight",
-            positions="embeddings.position_embeddings.weight",
-            embed_norm="embeddings.LayerNorm.*",
-            norm_1="transformer.layer.{layer}.sa_layer_norm.*",
-            norm_2="transformer.layer.{layer}.output_layer_norm.*",
-            up="transformer.layer.{layer}.ffn.lin1.*",
-            down="transformer.layer.{layer}.ffn.lin2.*",
+            "tokens=embeddings.word_embeddings.weight "
+            "positions=embeddings.position_embeddings.weight embed_norm=embeddings.LayerNorm.*",
+            block="transformer.layer.{layer}. norm_1=sa_layer_norm.* norm_2=output_layer_norm.* "
+            "up=ffn.lin1.* down=ffn.lin2.*",
         ),
         mask="added",
         note="BERT's blocks; queries are divided by sqrt(head_dim) before the product",
@@ -60,7 +53,7 @@ LAYOUTS = (
         where=_WHERE,
         outside={name: text for name, text in _BERT.items() if "attention.output" not in name}
         | weights_outside_attention(
-            norm_1="encoder.layer.{layer}.attention.LayerNorm.*",
+            block="encoder.layer.{layer}. norm_1=attention.LayerNorm.*",
         ),
         beside=("LayerNorm.*",),
         function=AttentionSpec(score_bias=FROM_CONFIG),
@@ -108,11 +101,9 @@ LAYOUTS = (
         tensors=qkv_fused_by_projection("Wqkv", "Wo"),
         where={"self": "layers.{layer}.attn."},
         outside=weights_outside_attention(
-            tokens="embeddings.tok_embeddings.weight",
-            norm_1="layers.{layer}.attn_norm.weight",
-            norm_2="layers.{layer}.mlp_norm.weight",
-            down="layers.{layer}.mlp.Wo.weight",
-            final_norm="final_norm.weight",
+            "tokens=embeddings.tok_embeddings.weight final_norm=final_norm.weight",
+            block="layers.{layer}. norm_1=attn_norm.weight norm_2=mlp_norm.weight "
+            "down=mlp.Wo.weight",
         ),
         beside=("rotary_emb.*",),
         function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
@@ -150,10 +141,8 @@ LAYOUTS = (
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "encoder.layers.{layer}.attention."},
         outside=weights_outside_attention(
-            norm_1="encoder.layers.{layer}.layer_norm.*",
-            norm_2="encoder.layers.{layer}.final_layer_norm.*",
-            up="encoder.layers.{layer}.feed_forward.intermediate_dense.*",
-            down="encoder.layers.{layer}.feed_forward.output_dense.*",
+            block="encoder.layers.{layer}. norm_1=layer_norm.* norm_2=final_layer_norm.* "
+            "up=feed_forward.intermediate_dense.* down=feed_forward.output_dense.*",
         ),
         mask="added",
         note="HuBERT and UniSpeech as well",

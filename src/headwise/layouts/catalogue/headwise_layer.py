@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwise.function.weights import AXES
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import APART, OPEN, projections
+from headwise.layouts.catalogue import APART, OPEN, head_norms, projections
 
 _TENSORS = projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", **APART) | {
     "gate_proj.weight": "wg: (heads gate_width) embed_dim",
@@ -17,13 +17,7 @@ _SOURCE = "headwise, src/headwise/layers/attention.py"
 LAYOUTS = (
     Layout(
         name="headwise",
-        tensors=_TENSORS
-        | {
-            "q_norm.weight": "q_norm: head_dim",
-            "k_norm.weight": "k_norm: head_dim",
-            "q_norm.bias": "q_norm_bias: head_dim",
-            "k_norm.bias": "k_norm_bias: head_dim",
-        },
+        tensors=_TENSORS | head_norms("q_norm", "k_norm", bias=True),
         function=OPEN,
         optional=("sink", "wg"),
         source=_SOURCE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, RotaryRule
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import APART, projections, weights_outside_attention
+from headwise.layouts.catalogue import APART, left_to_config, projections, weights_outside_attention
 
 _ON_REQUEST = "tested on request: pip install headwise[jax]"
 _BERT = "encoder.layer.{layer}."
@@ -59,15 +59,13 @@ LAYOUTS = (
         ),
         where={"self": _BERT + "attention."},
         outside=weights_outside_attention(
-            tokens="embeddings.word_embeddings.embedding",
-            positions="embeddings.position_embeddings.embedding",
-            token_types="embeddings.token_type_embeddings.embedding",
-            embed_norm="embeddings.LayerNorm.scale*",
-            norm_1=_BERT + "attention.output.LayerNorm.scale*",
-            norm_2=_BERT + "output.LayerNorm.scale*",
-            up=_BERT + "intermediate.dense.kernel*",
-            down=_BERT + "output.dense.kernel*",
-            pooler="pooler.dense.kernel*",
+            "tokens=embeddings.word_embeddings.embedding "
+            "positions=embeddings.position_embeddings.embedding "
+            "token_types=embeddings.token_type_embeddings.embedding "
+            "embed_norm=embeddings.LayerNorm.scale* pooler=pooler.dense.kernel*",
+            block="encoder.layer.{layer}. norm_1=attention.output.LayerNorm.scale* "
+            "norm_2=output.LayerNorm.scale* up=intermediate.dense.kernel* "
+            "down=output.dense.kernel*",
             columns=True,
         ),
         mask="True attends",
@@ -87,13 +85,9 @@ LAYOUTS = (
         },
         where={"self": "h.{layer}.attn."},
         outside=weights_outside_attention(
-            tokens="wte.embedding",
-            positions="wpe.embedding",
-            norm_1="h.{layer}.ln_1.scale*",
-            norm_2="h.{layer}.ln_2.scale*",
-            up="h.{layer}.mlp.c_fc.kernel*",
-            down="h.{layer}.mlp.c_proj.kernel*",
-            final_norm="ln_f.scale*",
+            "tokens=wte.embedding positions=wpe.embedding final_norm=ln_f.scale*",
+            block="h.{layer}. norm_1=ln_1.scale* norm_2=ln_2.scale* up=mlp.c_fc.kernel* "
+            "down=mlp.c_proj.kernel*",
         ),
         mask="True attends",
         source="transformers 4, models/gpt2/modeling_flax_gpt2.py, FlaxConv1D",
@@ -121,13 +115,10 @@ LAYOUTS = (
         tensors=_three_axis_kernels(kv_heads="kv_heads"),
         where={"self": _MAXTEXT + "self_attention."},
         outside=weights_outside_attention(
-            norm_1=_MAXTEXT + "pre_self_attention_layer_norm.scale",
-            norm_2=_MAXTEXT + "post_self_attention_layer_norm.scale",
-            gate=_MAXTEXT + "mlp.wi_0.kernel",
-            up=_MAXTEXT + "mlp.wi_1.kernel",
-            down=_MAXTEXT + "mlp.wo.kernel",
-            tokens="token_embedder.embedding",
-            final_norm="decoder.decoder_norm.scale",
+            "tokens=token_embedder.embedding final_norm=decoder.decoder_norm.scale",
+            block="decoder.layers_{layer}. norm_1=pre_self_attention_layer_norm.scale "
+            "norm_2=post_self_attention_layer_norm.scale gate=mlp.wi_0.kernel up=mlp.wi_1.kernel "
+            "down=mlp.wo.kernel",
             columns=True,
         )
         | {"decoder.logits_dense.kernel": "unembedding: embed_dim vocabulary"},
@@ -184,9 +175,7 @@ LAYOUTS = (
             "q_norm.weight": "q_norm: head_dim",
             "k_norm.weight": "k_norm: head_dim",
         },
-        function=AttentionSpec(
-            scale=FROM_CONFIG, rotary=RotaryRule(), softcap=FROM_CONFIG, qk_norm=FROM_CONFIG
-        ),
+        function=left_to_config("scale softcap qk_norm", rotary=RotaryRule()),
         mask="True attends",
         source="stanford-crfm/levanter, src/levanter/layers/attention.py",
         unchecked="it needs releases of JAX and Haliax that do not install beside the others",

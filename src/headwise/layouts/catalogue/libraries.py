@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
 from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue.decoders_separate import META
-from headwise.layouts.shared import (
+from headwise.layouts.catalogue import (
     OPEN,
     head_norms,
+    left_to_config,
     output_projection,
     projections,
     qkv_fused_by_group,
     qkv_fused_by_projection,
     weights_outside_attention,
 )
+from headwise.layouts.catalogue.decoders_separate import META
 
 _ON_REQUEST = "tested on request: pip install headwise[libraries]"
 _IN_ITS_OWN = "tested on request, in an environment of its own"
@@ -41,31 +42,21 @@ def _transformer_lens_tensors(k: str = "") -> dict[str, str]:
 _LENS_BLOCK = "blocks.{layer}."
 _LENS_BESIDE = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 _LENS_BLOCKS = weights_outside_attention(
-    norm_1=_LENS_BLOCK + "ln1.w*",
-    norm_2=_LENS_BLOCK + "ln2.w*",
-    gate=_LENS_BLOCK + "mlp.W_gate",
-    up=_LENS_BLOCK + "mlp.W_in",
-    up_bias=_LENS_BLOCK + "mlp.b_in",
-    down=_LENS_BLOCK + "mlp.W_out",
-    down_bias=_LENS_BLOCK + "mlp.b_out",
+    block="blocks.{layer}. norm_1=ln1.w* norm_2=ln2.w* gate=mlp.W_gate up=mlp.W_in "
+    "up_bias=mlp.b_in down=mlp.W_out down_bias=mlp.b_out",
     columns=True,
 )
-_LENS_DECODER = (
-    _LENS_BLOCKS
-    | weights_outside_attention(
-        tokens="embed.W_E",
-        positions="pos_embed.W_pos",
-        final_norm="ln_final.w*",
-    )
-    | {"unembed.W_U": "unembedding: embed_dim vocabulary"}
-)
+_LENS_DECODER = {
+    **_LENS_BLOCKS,
+    **weights_outside_attention(
+        "tokens=embed.W_E positions=pos_embed.W_pos final_norm=ln_final.w*"
+    ),
+    "unembed.W_U": "unembedding: embed_dim vocabulary",
+}
 _LENS_ENCODER = _LENS_BLOCKS | weights_outside_attention(
-    tokens="embed.embed.W_E",
-    positions="embed.pos_embed.W_pos",
-    token_types="embed.token_type_embed.W_token_type",
-    embed_norm="embed.ln.w*",
-    pooler="pooler.W",
-    pooler_bias="pooler.b",
+    "tokens=embed.embed.W_E positions=embed.pos_embed.W_pos "
+    "token_types=embed.token_type_embed.W_token_type embed_norm=embed.ln.w* pooler=pooler.W "
+    "pooler_bias=pooler.b",
     columns=True,
 )
 _LENS_SOURCE = "TransformerLens 3, transformer_lens/components/abstract_attention.py"
@@ -74,36 +65,28 @@ _AS_IT_WAS = (
     "the weights, and the writing weights are centred. attn_scale is what scores are divided by"
 )
 _FLASH_SOURCE = "Dao-AILab/flash-attention, flash_attn/modules/mha.py"
-_FLASH_BLOCK = "transformer.layers.{layer}."
-_FLASH_DECODER = {
-    "tokens": "transformer.embeddings.word_embeddings.weight",
-    "positions": "transformer.embeddings.position_embeddings.weight",
-    "norm_1": _FLASH_BLOCK + "norm1.*",
-    "norm_2": _FLASH_BLOCK + "norm2.*",
-    "down": _FLASH_BLOCK + "mlp.fc2.*",
-    "final_norm": "transformer.ln_f.*",
-    "unembedding": "lm_head.weight",
-}
-_FLASH_BERT_BLOCK = "encoder.layers.{layer}."
-
-
+_FLASH_DECODER = (
+    "tokens=transformer.embeddings.word_embeddings.weight "
+    "positions=transformer.embeddings.position_embeddings.weight final_norm=transformer.ln_f.* "
+    "unembedding=lm_head.weight",
+    "transformer.layers.{layer}. norm_1=norm1.* norm_2=norm2.* down=mlp.fc2.*",
+)
+_FLASH_OPEN = left_to_config("rotary score_bias softcap window")
 _FLASH_CROSS = {
     "Wq.weight": "wq: (heads head_dim) embed_dim",
     "Wkv.weight": "([wk: kv_heads head_dim | wv: kv_heads head_dim]) source_dim",
     "Wq.bias": "bq: (heads head_dim)",
     "Wkv.bias": "([bk: kv_heads head_dim | bv: kv_heads head_dim])",
 }
-_FLASH_GPT = {"self": _FLASH_BLOCK + "mixer."}
+_FLASH_GPT = {"self": "transformer.layers.{layer}.mixer."}
 _FLASH_ATTN = (
     Layout(
         name="flash-attn",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj", kv_heads="kv_heads"),
         where=_FLASH_GPT,
-        outside=weights_outside_attention(_FLASH_DECODER, up=_FLASH_BLOCK + "mlp.fc1.*"),
+        outside=weights_outside_attention(_FLASH_DECODER[0], f"{_FLASH_DECODER[1]} up=mlp.fc1.*"),
         beside=("rotary_emb.*",),
-        function=AttentionSpec(
-            rotary=FROM_CONFIG, score_bias=FROM_CONFIG, softcap=FROM_CONFIG, window=FROM_CONFIG
-        ),
+        function=_FLASH_OPEN,
         source=f"{_FLASH_SOURCE} and flash_attn/models/gpt.py",
         note="MHA, in its GPT-2, GPT-NeoX and OPT; rotary is half-split unless "
         "rotary_emb_interleaved is set. " + _IN_ITS_OWN,
@@ -112,10 +95,9 @@ _FLASH_ATTN = (
         name="flash-attn-llama",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj", kv_heads="kv_heads"),
         where=_FLASH_GPT,
-        outside=weights_outside_attention(_FLASH_DECODER)
-        | {
-            _FLASH_BLOCK + "mlp.fc1.weight": "([up: hidden_dim | gate: hidden_dim]) embed_dim",
-        },
+        outside=weights_outside_attention(
+            _FLASH_DECODER[0], f"{_FLASH_DECODER[1]} up+gate=mlp.fc1.weight"
+        ),
         beside=("rotary_emb.*",),
         function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
         rows="interleaved",
@@ -126,17 +108,14 @@ _FLASH_ATTN = (
     Layout(
         name="flash-attn-bert",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj"),
-        where={"self": _FLASH_BERT_BLOCK + "mixer."},
+        where={"self": "encoder.layers.{layer}.mixer."},
         outside=weights_outside_attention(
-            tokens="embeddings.word_embeddings.weight",
-            positions="embeddings.position_embeddings.weight",
-            token_types="embeddings.token_type_embeddings.weight",
-            embed_norm="emb_ln.*",
-            norm_1=_FLASH_BERT_BLOCK + "norm1.*",
-            norm_2=_FLASH_BERT_BLOCK + "norm2.*",
-            up=_FLASH_BERT_BLOCK + "mlp.fc1.*",
-            down=_FLASH_BERT_BLOCK + "mlp.fc2.*",
-            pooler="pooler.dense.*",
+            "tokens=embeddings.word_embeddings.weight "
+            "positions=embeddings.position_embeddings.weight "
+            "token_types=embeddings.token_type_embeddings.weight embed_norm=emb_ln.* "
+            "pooler=pooler.dense.*",
+            block="encoder.layers.{layer}. norm_1=norm1.* norm_2=norm2.* up=mlp.fc1.* "
+            "down=mlp.fc2.*",
         ),
         source=f"{_FLASH_SOURCE} and flash_attn/models/bert.py",
         note="MHA, in its BERT. " + _IN_ITS_OWN,
@@ -145,9 +124,7 @@ _FLASH_ATTN = (
         name="flash-attn-cross",
         tensors=_FLASH_CROSS | output_projection("out_proj"),
         beside=("rotary_emb.*",),
-        function=AttentionSpec(
-            rotary=FROM_CONFIG, score_bias=FROM_CONFIG, softcap=FROM_CONFIG, window=FROM_CONFIG
-        ),
+        function=_FLASH_OPEN,
         source=_FLASH_SOURCE,
         note="MHA with cross_attn=True. " + _IN_ITS_OWN,
     ),
@@ -185,23 +162,12 @@ def _torchtune_layout(*, rows: Pairing) -> Layout:
         | {"q_norm.scale": "q_norm: head_dim", "k_norm.scale": "k_norm: head_dim"},
         where={"self": "layers.{layer}.attn."},
         outside=weights_outside_attention(
-            tokens="tok_embeddings.weight",
-            norm_1="layers.{layer}.sa_norm.scale",
-            norm_2="layers.{layer}.mlp_norm.scale",
-            gate="layers.{layer}.mlp.w1.weight",
-            up="layers.{layer}.mlp.w3.weight",
-            down="layers.{layer}.mlp.w2.weight",
-            final_norm="norm.scale",
-            unembedding="output.weight",
+            "tokens=tok_embeddings.weight final_norm=norm.scale unembedding=output.weight",
+            block="layers.{layer}. norm_1=sa_norm.scale norm_2=mlp_norm.scale gate=mlp.w1.weight "
+            "up=mlp.w3.weight down=mlp.w2.weight",
         ),
         beside=("kv_cache.*", "pos_embeddings.*"),
-        function=AttentionSpec(
-            scale=FROM_CONFIG,
-            rotary=RotaryRule(),
-            softcap=FROM_CONFIG,
-            qk_norm=FROM_CONFIG,
-            window=FROM_CONFIG,
-        ),
+        function=left_to_config("scale softcap qk_norm window", rotary=RotaryRule()),
         rows=rows,
         mask="True attends",
         source="pytorch/torchtune, torchtune/modules/attention.py",
@@ -215,7 +181,6 @@ def _torchtune_layout(*, rows: Pairing) -> Layout:
 
 
 def _litgpt_layout(*, legacy: bool) -> Layout:
-    block = "transformer.h.{layer}."
     fuse = (
         qkv_fused_by_group("attn")
         if legacy
@@ -224,24 +189,16 @@ def _litgpt_layout(*, legacy: bool) -> Layout:
     return Layout(
         name="litgpt-legacy" if legacy else "litgpt",
         tensors=fuse | output_projection("proj") | head_norms("norm_q", "norm_k"),
-        where={"self": block + "attn."},
+        where={"self": "transformer.h.{layer}.attn."},
         outside=weights_outside_attention(
-            tokens="transformer.wte.weight",
-            norm_1=block + "norm_1.*",
-            norm_2=block + "norm_2.*",
-            gate=block + "mlp.fc_1.weight",
-            up=block + "mlp.fc_2.weight",
-            down=block + "mlp.proj.weight",
-            final_norm="transformer.ln_f.*",
-            unembedding="lm_head.weight",
+            "tokens=transformer.wte.weight final_norm=transformer.ln_f.* "
+            "unembedding=lm_head.weight",
+            "transformer.h.{layer}. norm_1=norm_1.* norm_2=norm_2.* gate=mlp.fc_1.weight "
+            "up=mlp.fc_2.weight down=mlp.proj.weight",
         ),
         beside=("kv_cache.*",),
-        function=AttentionSpec(
-            scale=FROM_CONFIG,
-            rotary=RotaryRule(width=FROM_CONFIG),
-            softcap=FROM_CONFIG,
-            qk_norm=FROM_CONFIG,
-            window=FROM_CONFIG,
+        function=left_to_config(
+            "scale softcap qk_norm window", rotary=RotaryRule(width=FROM_CONFIG)
         ),
         source="Lightning-AI/litgpt, litgpt/model.py, CausalSelfAttention",
         note=(

@@ -11,7 +11,7 @@ from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import (
+from headwise.layouts.catalogue import (
     TENSOR_PARALLEL,
     fused_projection_by_pattern,
     head_norms,
@@ -24,29 +24,34 @@ from headwise.layouts.shared import (
 )
 
 # How Megatron-LM calls its layers. In 1 to 3 positions are learned, and nothing is normalised.
-_LEGACY: dict[str, Any] = {"mask": "True hides", "axes": "length batch width"}
+_LEGACY: dict[str, Any] = {
+    "mask": "True hides",
+    "axes": "length batch width",
+    "beside": ("*_extra_state",),
+    "sharded": TENSOR_PARALLEL,
+}
 _OPEN = AttentionSpec(rotary=FROM_CONFIG, qk_norm=FROM_CONFIG, window=FROM_CONFIG)
 _MEGATRON: dict[str, Any] = {"function": _OPEN, **_LEGACY}
-_TRANSFORMER_ENGINE: dict[str, Any] = {**_MEGATRON, "axes": None}
-_GATE_AND_UP = "([gate: hidden_dim | up: hidden_dim]) embed_dim"
-_STATE = ("*_extra_state",)
-_NEEDS_A_GPU = "its modules run on a GPU of NVIDIA's only"
+_TRANSFORMER_ENGINE: dict[str, Any] = _MEGATRON | {
+    "axes": None,
+    "sharded": (),
+    "source": "NVIDIA/TransformerEngine, "
+    "transformer_engine/pytorch/attention/multi_head_attention.py",
+    "unchecked": "its modules run on a GPU of NVIDIA's only",
+}
 _NEEDS_A_CLUSTER = "its layers are built only within its own parallel runtime"
 _MAY_TURN = "Rotary is half-split unless rotary_interleaved is set."
 _ON_REQUEST = "Tested on request: pip install headwise[libraries]"
 _OUTSIDE_OF_MEGATRON = weights_outside_attention(
-    tokens="embedding.word_embeddings.weight",
-    positions="embedding.position_embeddings.weight",
-    norm_1="decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_*",
-    norm_2="decoder.layers.{layer}.mlp.linear_fc1.layer_norm_*",
-    down="decoder.layers.{layer}.mlp.linear_fc2.*",
-    final_norm="decoder.final_layernorm.*",
-    unembedding="output_layer.weight",
+    "tokens=embedding.word_embeddings.weight positions=embedding.position_embeddings.weight "
+    "final_norm=decoder.final_layernorm.* unembedding=output_layer.weight",
+    block="decoder.layers.{layer}. norm_1=self_attention.linear_qkv.layer_norm_* "
+    "norm_2=mlp.linear_fc1.layer_norm_* down=mlp.linear_fc2.*",
 )
-_GATED_MLP = {"decoder.layers.{layer}.mlp.linear_fc1.weight": _GATE_AND_UP}
-_PLAIN_MLP = weights_outside_attention(
-    up="decoder.layers.{layer}.mlp.linear_fc1.*",
+_GATED_MLP = weights_outside_attention(
+    block="decoder.layers.{layer}. gate+up=mlp.linear_fc1.weight"
 )
+_PLAIN_MLP = weights_outside_attention(block="decoder.layers.{layer}. up=mlp.linear_fc1.*")
 _MEGATRON_OUT = output_projection("linear_proj")
 _MEGATRON_NORMS = head_norms("q_layernorm", "k_layernorm", bias=True)
 _SELF = {"self": "decoder.layers.{layer}.self_attention."}
@@ -61,8 +66,6 @@ _MEGATRON_CORE = (
         tensors=_GROUPED,
         where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
-        beside=_STATE,
-        sharded=TENSOR_PARALLEL,
         **_MEGATRON,
         source=_CORE,
         note="of Megatron core, for models with a gated MLP such as Llama; NeMo fuses the same "
@@ -73,8 +76,6 @@ _MEGATRON_CORE = (
         tensors=_GROUPED,
         where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON | _PLAIN_MLP,
-        beside=_STATE,
-        sharded=TENSOR_PARALLEL,
         **_MEGATRON,
         source=_CORE,
         note="of Megatron core, for models with an MLP of two matrices such as GPT. "
@@ -91,8 +92,6 @@ _MEGATRON_CORE = (
         | _MEGATRON_NORMS,
         where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
-        beside=_STATE,
-        sharded=TENSOR_PARALLEL,
         **_MEGATRON | {"function": replace(_OPEN, output_gate="channel")},
         source=f"{_CORE}, attention_output_gate",
         unchecked="no release with attention_output_gate was run beside it",
@@ -108,8 +107,6 @@ _MEGATRON_CORE = (
         }
         | _MEGATRON_OUT,
         where={"cross": "decoder.layers.{layer}.cross_attention."},
-        beside=_STATE,
-        sharded=TENSOR_PARALLEL,
         **_MEGATRON,
         source=_CORE,
         note="of Megatron core, beside megatron or megatron-gpt. " + _ON_REQUEST,
@@ -120,13 +117,10 @@ _MEGATRON_CORE = (
 def _legacy_weights_outside_attention(blocks: str) -> dict[str, str]:
     """Weights outside of attention, beside and within the module that holds the layers."""
     return weights_outside_attention(
-        tokens="embedding.word_embeddings.weight",
-        positions="embedding.position_embeddings.weight",
-        norm_1=f"{blocks}.layers.{{layer}}.input_layernorm.*",
-        norm_2=f"{blocks}.layers.{{layer}}.post_attention_layernorm.*",
-        up=f"{blocks}.layers.{{layer}}.mlp.dense_h_to_4h.*",
-        down=f"{blocks}.layers.{{layer}}.mlp.dense_4h_to_h.*",
-        final_norm=f"{blocks}.final_layernorm.*",
+        "tokens=embedding.word_embeddings.weight positions=embedding.position_embeddings.weight "
+        f"final_norm={blocks}.final_layernorm.*",
+        f"{blocks}.layers.{{layer}}. norm_1=input_layernorm.* norm_2=post_attention_layernorm.* "
+        "up=mlp.dense_h_to_4h.* down=mlp.dense_4h_to_h.*",
     )
 
 
@@ -147,8 +141,6 @@ def _legacy_megatron_layouts() -> tuple[Layout, ...]:
             tensors=tensors | output_projection("dense"),
             where={"self": place},
             outside=_legacy_weights_outside_attention(place.partition(".")[0]),
-            beside=_STATE,
-            sharded=TENSOR_PARALLEL,
             **_LEGACY,
             source=_VERSIONS,
             unchecked="the versions that wrote it do not run with today's torch",
@@ -160,31 +152,21 @@ def _legacy_megatron_layouts() -> tuple[Layout, ...]:
     )
 
 
-_TE_SOURCE = (
-    "NVIDIA/TransformerEngine, transformer_engine/pytorch/attention/multi_head_attention.py"
-)
 _TE_REST = output_projection("proj") | head_norms("q_norm", "k_norm", bias=True)
-_TE_LAYER = "layers.{layer}."
 _ENGINE = (
     Layout(
         name="transformer-engine",
         tensors=qkv_fused_by_group("qkv") | _TE_REST,
-        source=_TE_SOURCE,
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=True; "
         "rotary is half-split unless rotary_pos_interleaved is set",
-        beside=_STATE,
         **_TRANSFORMER_ENGINE,
-        unchecked=_NEEDS_A_GPU,
     ),
     Layout(
         name="transformer-engine-stacked",
         tensors=qkv_fused_by_projection("qkv", kv_heads="kv_heads") | _TE_REST,
-        source=_TE_SOURCE,
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=False; "
         "same names and shapes as transformer-engine",
-        beside=_STATE,
         **_TRANSFORMER_ENGINE,
-        unchecked=_NEEDS_A_GPU,
     ),
     Layout(
         name="transformer-engine-separate",
@@ -195,47 +177,39 @@ _ENGINE = (
             for name, pattern in projections("qkv.q qkv.k qkv.v", kv_heads="kv_heads").items()
         }
         | _TE_REST,
-        source=_TE_SOURCE,
         note="MultiheadAttention with fuse_qkv_params=False, as it is by default",
-        beside=_STATE,
         **_TRANSFORMER_ENGINE,
-        unchecked=_NEEDS_A_GPU,
     ),
     Layout(
         name="transformer-engine-layer",
         tensors=qkv_fused_by_group("layernorm_qkv") | _TE_REST,
-        where={"self": _TE_LAYER + "self_attention."},
+        where={"self": "layers.{layer}.self_attention."},
         outside=weights_outside_attention(
-            norm_1=_TE_LAYER + "self_attention.layernorm_qkv.layer_norm_*",
-            norm_2=_TE_LAYER + "layernorm_mlp.layer_norm_*",
-            down=_TE_LAYER + "layernorm_mlp.fc2_*",
-        )
-        | {_TE_LAYER + "layernorm_mlp.fc1_weight": _GATE_AND_UP},
-        source="NVIDIA/TransformerEngine, transformer_engine/pytorch/transformer.py",
+            block="layers.{layer}. norm_1=self_attention.layernorm_qkv.layer_norm_* "
+            "norm_2=layernorm_mlp.layer_norm_* down=layernorm_mlp.fc2_* "
+            "gate+up=layernorm_mlp.fc1_weight",
+        ),
         note="TransformerLayer with fuse_qkv_params=True and activation swiglu",
-        beside=_STATE,
-        **_TRANSFORMER_ENGINE,
-        unchecked=_NEEDS_A_GPU,
+        **_TRANSFORMER_ENGINE
+        | {"source": "NVIDIA/TransformerEngine, transformer_engine/pytorch/transformer.py"},
     ),
 )
 
 
 def _nanotron_layout(pairing: Pairing) -> Layout:
-    within = "model.decoder.{layer}.pp_block."
     interleaved = pairing == "interleaved"
     return Layout(
         name="nanotron-interleaved" if interleaved else "nanotron",
         tensors=qkv_fused_by_projection("qkv_proj", "o_proj", kv_heads="kv_heads", bias=False),
-        where={"self": within + "attn."},
+        where={"self": "model.decoder.{layer}.pp_block.attn."},
         outside=weights_outside_attention(
-            tokens="model.token_position_embeddings.pp_block.token_embedding.weight",
-            norm_1=within + "input_layernorm.weight",
-            norm_2=within + "post_attention_layernorm.weight",
-            down=within + "mlp.down_proj.weight",
-            final_norm="model.final_layer_norm.pp_block.weight",
-            unembedding="model.lm_head.pp_block.weight",
-        )
-        | {within + "mlp.gate_up_proj.weight": _GATE_AND_UP},
+            "tokens=model.token_position_embeddings.pp_block.token_embedding.weight "
+            "final_norm=model.final_layer_norm.pp_block.weight "
+            "unembedding=model.lm_head.pp_block.weight",
+            "model.decoder.{layer}.pp_block. norm_1=input_layernorm.weight "
+            "norm_2=post_attention_layernorm.weight down=mlp.down_proj.weight "
+            "gate+up=mlp.gate_up_proj.weight",
+        ),
         beside=("*inv_freq", "*freqs_cis"),
         function=AttentionSpec(rotary=RotaryRule()),
         rows=pairing,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue.decoders_fused import GPT2
-from headwise.layouts.shared import (
+from headwise.layouts.catalogue import (
     APART,
     projections,
     qkv_fused_by_projection,
     weights_outside_attention,
 )
+from headwise.layouts.catalogue.decoders_fused import GPT2
 
 LAYOUTS = (
     Layout(
@@ -76,7 +76,7 @@ LAYOUTS = (
         name="nanogpt",
         tensors=qkv_fused_by_projection("c_attn", "c_proj"),
         where={"self": "h.{layer}.attn."},
-        outside=weights_outside_attention(GPT2),
+        outside=weights_outside_attention(*GPT2),
         beside=("bias",),
         source="karpathy/nanoGPT, model.py; karpathy/minGPT, mingpt/model.py",
         note="GPT-2's names for nn.Linear, whose matrices are the transposes of GPT-2's. Square "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import (
+from headwise.layouts.catalogue import (
     output_projection,
     projections,
     qkv_fused_by_projection,
@@ -26,15 +26,10 @@ _EXTRA = {
 _WHERE = {"self": "layers.{layer}.self_attn.", "cross": "layers.{layer}.multihead_attn."}
 # Those of a layer are torch's own. Around the layers torch has no class; the names are BERT's.
 _LAYER = weights_outside_attention(
-    tokens="embeddings.word_embeddings.weight",
-    positions="embeddings.position_embeddings.weight",
-    token_types="embeddings.token_type_embeddings.weight",
-    embed_norm="embeddings.LayerNorm.*",
-    pooler="pooler.dense.*",
-    norm_1="layers.{layer}.norm1.*",
-    norm_2="layers.{layer}.norm2.*",
-    up="layers.{layer}.linear1.*",
-    down="layers.{layer}.linear2.*",
+    "tokens=embeddings.word_embeddings.weight positions=embeddings.position_embeddings.weight "
+    "token_types=embeddings.token_type_embeddings.weight embed_norm=embeddings.LayerNorm.* "
+    "pooler=pooler.dense.*",
+    block="layers.{layer}. norm_1=norm1.* norm_2=norm2.* up=linear1.* down=linear2.*",
 )
 _CALLED: dict[str, Any] = {"mask": "True hides", "axes": None}
 _ABOUT_EXTRA = (
@@ -103,10 +98,8 @@ LAYOUTS = (
         tensors=_PACKED,
         where={"self": "transformer.resblocks.{layer}.attn."},
         outside=weights_outside_attention(
-            norm_1="transformer.resblocks.{layer}.ln_1.*",
-            norm_2="transformer.resblocks.{layer}.ln_2.*",
-            up="transformer.resblocks.{layer}.mlp.c_fc.*",
-            down="transformer.resblocks.{layer}.mlp.c_proj.*",
+            block="transformer.resblocks.{layer}. norm_1=ln_1.* norm_2=ln_2.* up=mlp.c_fc.* "
+            "down=mlp.c_proj.*",
         ),
         mask="added",
         axes="length batch width",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
 from headwise.layouts._layout import Layout
-from headwise.layouts.shared import (
-    Tensors,
+from headwise.layouts.catalogue import (
     output_projection,
     projections,
     qkv_fused_by_projection,
@@ -13,24 +14,23 @@ from headwise.layouts.shared import (
     weights_outside_attention,
 )
 
-
-def _norm_and_mlp_weights(prefix: str, norms: tuple[str, str], up: str, down: str) -> Tensors:
-    """The norms and the MLP of a layer."""
-    names = {"norm_1": norms[0], "norm_2": norms[1], "up": up, "down": down}
-    return weights_outside_attention({name: f"{prefix}{place}.*" for name, place in names.items()})
-
-
-_TIMM = _norm_and_mlp_weights("blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2")
-_VIT = _norm_and_mlp_weights(
-    "encoder.layer.{layer}.",
-    ("layernorm_before", "layernorm_after"),
-    "intermediate.dense",
-    "output.dense",
+_TIMM_MLP = "norm_1=norm1.* norm_2=norm2.* up=mlp.fc1.* down=mlp.fc2.*"
+_VIT_MLP = (
+    "norm_1=layernorm_before.* norm_2=layernorm_after.* up=intermediate.dense.* down=output.dense.*"
 )
+_TIMM = weights_outside_attention(block=f"blocks.{{layer}}. {_TIMM_MLP}")
+_VIT = weights_outside_attention(block=f"encoder.layer.{{layer}}. {_VIT_MLP}")
 _VIT_WHERE = {"self": "encoder.layer.{layer}.attention."}
-_CLIP = _norm_and_mlp_weights(
-    "encoder.layers.{layer}.", ("layer_norm1", "layer_norm2"), "mlp.fc1", "mlp.fc2"
+_CLIP = weights_outside_attention(
+    block="encoder.layers.{layer}. norm_1=layer_norm1.* norm_2=layer_norm2.* up=mlp.fc1.* "
+    "down=mlp.fc2.*"
 )
+# The layers of each stage are numbered from 0, and have heads of their own number.
+_SWIN: dict[str, Any] = {
+    "function": AttentionSpec(score_bias=Other("by place in the window")),
+    "mask": "added",
+    "note": "stages have different numbers of heads: give head_dim, which they share",
+}
 
 LAYOUTS = (
     Layout(
@@ -58,9 +58,7 @@ LAYOUTS = (
         name="vitdet",
         tensors=qkv_fused_by_projection("qkv", "proj"),
         where=_VIT_WHERE,
-        outside=_norm_and_mlp_weights(
-            "encoder.layer.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"
-        ),
+        outside=weights_outside_attention(block=f"encoder.layer.{{layer}}. {_TIMM_MLP}"),
         beside=("rel_pos_h", "rel_pos_w"),
         function=AttentionSpec(score_bias=FROM_CONFIG),
     ),
@@ -98,39 +96,31 @@ LAYOUTS = (
         tensors=projections("self.query self.key self.value output.dense")
         | {"self.relative_position_bias_table": "distances: buckets heads"},
         where={"self": "encoder.layers.{stage}.blocks.{layer}.attention."},
-        outside=_norm_and_mlp_weights(
-            "encoder.layers.{stage}.blocks.{layer}.",
-            ("layernorm_before", "layernorm_after"),
-            "intermediate.dense",
-            "output.dense",
+        outside=weights_outside_attention(
+            block=f"encoder.layers.{{stage}}.blocks.{{layer}}. {_VIT_MLP}"
         ),
         beside=("self.relative_position_index",),
-        function=AttentionSpec(score_bias=Other("by place in the window")),
-        mask="added",
+        **_SWIN,
         source="transformers, models/swin/modeling_swin.py and conversion_mapping.py",
-        note="stages have different numbers of heads: give head_dim, which they share",
     ),
     Layout(
         name="swin-microsoft",
         tensors=qkv_fused_by_projection("qkv", "proj")
         | {"relative_position_bias_table": "distances: buckets heads"},
         where={"self": "layers.{stage}.blocks.{layer}.attn."},
-        outside=_norm_and_mlp_weights(
-            "layers.{stage}.blocks.{layer}.", ("norm1", "norm2"), "mlp.fc1", "mlp.fc2"
-        ),
+        outside=weights_outside_attention(block=f"layers.{{stage}}.blocks.{{layer}}. {_TIMM_MLP}"),
         beside=("relative_position_index",),
-        function=AttentionSpec(score_bias=Other("by place in the window")),
-        mask="added",
+        **_SWIN,
         source="microsoft/Swin-Transformer, models/swin_transformer.py; timm has the same",
         unchecked="timm is not among the packages of the tests; its 1.0.31 was run once, by hand",
-        note="stages have different numbers of heads: give head_dim, which they share",
     ),
     transformers_layout(
         name="dinov3",
         tensors=projections("q_proj k_proj v_proj o_proj"),
         where={"self": "layer.{layer}.attention."},
-        outside=_norm_and_mlp_weights(
-            "layer.{layer}.", ("norm1", "norm2"), "mlp.up_proj", "mlp.down_proj"
+        outside=weights_outside_attention(
+            block="layer.{layer}. norm_1=norm1.* norm_2=norm2.* up=mlp.up_proj.* "
+            "down=mlp.down_proj.*"
         ),
         function=AttentionSpec(rotary=RotaryRule()),
         model="dinov3_vit",
