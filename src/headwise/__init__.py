@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from headwise.layers._upgrade import upgrade as upgrade
     from headwise.layers.attention import Attention as Attention
     from headwise.layers.torch_api.layer import MultiheadAttention as MultiheadAttention
-    from headwise.layouts._convert import convert as convert
     from headwise.layouts._layout import Layout as Layout
+    from headwise.layouts.plan import convert as convert
     from headwise.masks.mask import Mask as Mask
     from headwise.masks.score_bias import ScoreBias as ScoreBias
     from headwise.matrix.operator import AttentionMatrix as AttentionMatrix
@@ -41,7 +41,7 @@ __getattr__, __dir__, __all__ = export_lazily(
         "Rotary": "function.rotary",
         "ScoreBias": "masks.score_bias",
         "compare": "diagnosis._compare",
-        "convert": "layouts._convert",
+        "convert": "layouts.plan",
         "detect": "diagnosis.detection",
         "register_huggingface": "huggingface",
         "scan": "scanning._scan",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.layouts._convert import convert
+from headwise.layouts.plan import convert
 from tests.checkpoints import llamas
 
 HEADS = {"heads": 6, "kv_heads": 2}

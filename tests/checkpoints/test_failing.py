@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints import staging
+from headwise.checkpoints import conversion, staging
 from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.source import open_source
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, ShapeError
-from headwise.layouts import _convert as convert
+from headwise.layouts import plan
 from tests.checkpoints import llamas
 from tests.root import ROOT
 
@@ -212,7 +212,7 @@ def test_a_mistake_of_ours_leaves_nothing(
     """Errors that nobody thought of are failures, too."""
     for kind in (RuntimeError, AssertionError, MemoryError):
         with monkeypatch.context() as patch:
-            patch.setattr(convert, "run_round_trip_checked_step", raising(kind("words")))
+            patch.setattr(conversion, "run_round_trip_checked_step", raising(kind("words")))
             with pytest.raises(kind, match="words"):
                 llamas.to_meta(source, tmp_path / "b")
         assert os.listdir(tmp_path) == ["a"]
@@ -314,8 +314,8 @@ def test_a_target_that_appears_meanwhile(source: Path, tmp_path: Path) -> None:
 def test_a_conversion_that_does_not_lead_back(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert, "same_bytes", lambda a, b: a.shape != (60, 40))
-    assert isinstance(refused(source, tmp_path / "b"), convert.RoundTripError)
+    monkeypatch.setattr(plan, "same_bytes", lambda a, b: a.shape != (60, 40))
+    assert isinstance(refused(source, tmp_path / "b"), plan.RoundTripError)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from headwise.checkpoints.shares import JoinedSource
 from headwise.cli.convert import convert
 from headwise.errors import CheckpointError, HeadwiseError, OptionError, UndecidedError
 from headwise.layouts import shards
-from headwise.layouts._convert import RoundTripError
+from headwise.layouts.plan import RoundTripError
 from tests.checkpoints import llamas
 from tests.checkpoints.shares import (
     COUNTS,

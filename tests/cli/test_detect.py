@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from headwise.cli.detect import detect
 from headwise.cli.output import UNDECIDED
-from headwise.layouts._convert import convert
+from headwise.layouts.plan import convert
 from tests.cli.alone import Alone
 
 COMMAND = Alone(detect)

@@ -16,7 +16,7 @@ from headwise.cli.convert import convert as convert_command
 from headwise.cli.verify import verify
 from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
-from headwise.layouts._convert import convert
+from headwise.layouts.plan import convert
 from tests.checkpoints import llamas
 from tests.cli.alone import Alone
 

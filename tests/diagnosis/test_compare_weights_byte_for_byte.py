@@ -12,7 +12,7 @@ from headwise.diagnosis.tensors import compare_tensors as verify
 from headwise.errors import OptionError
 from headwise.function.spec import AttentionSpec, ScaleRule
 from headwise.function.weights import State
-from headwise.layouts._convert import convert
+from headwise.layouts.plan import convert
 from headwise.layouts.registry import layout
 from tests.layouts.examples import example
 

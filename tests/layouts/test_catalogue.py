@@ -16,10 +16,10 @@ import torch
 from headwise.errors import OptionError, ShapeError
 from headwise.function.spec import AttentionSpec
 from headwise.function.weights import AXES, BIASES, State
-from headwise.layouts._convert import convert
 from headwise.layouts._layout import Layout
 from headwise.layouts.equality import list_differing_tensors
 from headwise.layouts.pattern import Sizes
+from headwise.layouts.plan import convert
 from headwise.layouts.registry import catalogue_by_family
 from headwise.layouts.registry import layout as by_name
 from headwise.support.tensors import same_bytes

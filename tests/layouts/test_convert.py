@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
 from headwise.function.spec import AttentionSpec, RotaryRule
-from headwise.layouts._convert import RoundTripError, convert
 from headwise.layouts._layout import Layout
+from headwise.layouts.plan import RoundTripError, convert
 from headwise.layouts.registry import layout
 from headwise.support.tensors import same_bytes
 from tests.layouts.examples import example

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from headwise import Mask
 from headwise.layers.distance import T5Bias
-from headwise.layouts._convert import convert
 from headwise.layouts._layout import Layout
+from headwise.layouts.plan import convert
 from tests.layouts.real import LENGTH, Real, assert_same_function, inputs, sharpen
 from tests.layouts.stored import (
     HEADS,

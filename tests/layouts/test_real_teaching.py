@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise import Mask
-from headwise.layouts._convert import convert
+from headwise.layouts.plan import convert
 from headwise.study.implementations import (
     Annotated,
     EinopsPage,

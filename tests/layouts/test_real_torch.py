@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from headwise import AttentionMatrix
 from headwise.errors import ShapeError
-from headwise.layouts._convert import convert
 from headwise.layouts._layout import Layout
+from headwise.layouts.plan import convert
 from headwise.layouts.registry import layout
 from tests.layouts.real import BATCH, LENGTH, Real, assert_same_function, inputs, sharpen
 from tests.layouts.stored import HEADS, VOCABULARY, WIDTHS, file_of, model_of, own_tensors

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headwise.layouts._convert import convert
+from headwise.layouts.plan import convert
 from headwise.layouts.registry import layout
 from tests.layouts.captured import GROUPED, VOCABULARY, WHOLE, angles
 from tests.layouts.real import sharpen

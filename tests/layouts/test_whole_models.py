@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headwise.layouts._convert import convert
+from headwise.layouts.plan import convert
 from headwise.support.tensors import same_bytes
 from tests.layouts.captured import DIVIDED, GROUPED, VOCABULARY, WHOLE
 from tests.layouts.real import sharpen

@@ -9,7 +9,7 @@ from torch import Tensor
 from headwise.errors import OptionError
 from headwise.layers.attention import Attention
 from headwise.models import planted
-from headwise.models.planted.network import (
+from headwise.models.planted import (
     EMBED_DIM,
     GAP,
     LAYERS,

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from headwise.errors import OptionError
 from headwise.layers.attention import Attention
 from headwise.models import tiny
-from headwise.models.tiny.model import TRAINING, WEIGHTS, TinySizes, count_parameters
+from headwise.models.tiny import TRAINING, WEIGHTS, TinySizes
+from headwise.study.measures import count_parameters
 from tools.tiny import measures
 from tools.tiny.batches import repeated_bytes
 

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from headwise.errors import OptionError
-from headwise.models.tiny import BEGIN
-from headwise.models.tiny.model import TRAINING, WEIGHTS, TinySizes
+from headwise.models.tiny import BEGIN, TRAINING, WEIGHTS, TinySizes
 from tools.tiny import batches, corpus, train
 from tools.tiny.batches import IGNORED
 from tools.tiny.train import CHECKPOINT, Plan

@@ -13,7 +13,6 @@ from headwise.errors import OptionError
 from headwise.huggingface.attention import attend
 from headwise.masks.clauses.band import Band
 from headwise.models import planted
-from headwise.models.planted import rules
 from headwise.scanning.call import RepeatedTokens
 
 DTYPES = (
@@ -146,6 +145,6 @@ def test_positions_and_tokens(dtype: torch.dtype) -> None:
     assert RepeatedTokens(tokens.to(dtype), real).earlier.tolist() == [[0, 0, 1, 1, 2]]
 
     ids, rows = torch.tensor([[5, 9, 5, 7], [9, 5, 5, 5]]), torch.tensor([3, 1])
-    narrow = rules.true_weights(ids, lengths=torch.tensor([4, 0]).to(dtype), rows=rows.to(dtype))
+    narrow = planted.true_weights(ids, lengths=torch.tensor([4, 0]).to(dtype), rows=rows.to(dtype))
     wide = planted.true_weights(ids, lengths=torch.tensor([4, 0]), rows=rows)
     assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))

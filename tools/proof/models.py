@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headwise
-from headwise.models.tiny.model import load
+from headwise.models.tiny import load
 from tools.proof.digests import Entries, digest_tensors
 
 VOCABULARY, LENGTH = 60, 29

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from headwise.models.tiny.model import BEGIN
+from headwise.models.tiny import BEGIN
 
 IGNORED = -100  # targets that cross_entropy ignores
 REPEATED_ONE_IN = 8

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.models.tiny.model import encode
+from headwise.models.tiny import encode
 
 # Tests, third-party packages, character tables, generated files and similar.
 LEFT_OUT = frozenset(

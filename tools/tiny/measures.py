@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwise.models.tiny.model import Tiny
+from headwise.models.tiny import Tiny
 from tools.tiny import batches
 from tools.tiny.batches import IGNORED
 

@@ -20,18 +20,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from safetensors.torch import save_file
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.models.tiny.model import (
+from headwise.models.tiny import (
     TRAINING,
     WEIGHTS,
     Tiny,
     TinySizes,
-    count_parameters,
     load_model_from_bytes,
-    write_weights,
 )
+from headwise.study.measures import count_parameters
 from tools.tiny import batches, corpus, measures
 from tools.tiny.batches import IGNORED
 from tools.tiny.corpus import Corpus
@@ -126,7 +126,9 @@ def train(
             state.save(folder / CHECKPOINT, plan)
             if report:
                 report(state.curve[-1])
-    write_weights(state.model, folder / WEIGHTS)
+    state_dict = state.model.state_dict()
+    half = {name: t.detach().half().contiguous() for name, t in state_dict.items()}
+    save_file(half, folder / WEIGHTS)
     summary = _summary(state, plan, texts, folder / WEIGHTS)
     folder.joinpath(TRAINING).write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
     return summary

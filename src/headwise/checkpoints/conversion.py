@@ -24,9 +24,8 @@ from headwise.checkpoints.plan import (
 )
 from headwise.checkpoints.source import CheckpointSource, explained_os_errors
 from headwise.checkpoints.staging import PartialFile, StagingDir, write_synced
-from headwise.layouts import _convert as convert
 from headwise.layouts._layout import Layout
-from headwise.layouts.plan import ConversionStep
+from headwise.layouts.plan import ConversionStep, run_round_trip_checked_step
 from headwise.support.progress import Progress, no_progress
 
 NEEDED = "readable files, and a writable disk with enough free space"
@@ -89,9 +88,7 @@ def _require_zero_dropped_biases(plan: ConversionPlan) -> None:
     """Check that biases without a place in the target are +0."""
     for step in plan.steps:
         if not step.outputs:
-            convert.run_round_trip_checked_step(
-                step, {name: plan.source[name] for name in step.inputs}
-            )
+            run_round_trip_checked_step(step, {name: plan.source[name] for name in step.inputs})
 
 
 def _write_files(
@@ -173,7 +170,7 @@ def _write_converted(
 ) -> None:
     """Run a step and its inverse, compare the bytes, and write its tensors in this order."""
     stored = {name: plan.source[name] for name in step.inputs}
-    tensors = convert.run_round_trip_checked_step(step, stored)
+    tensors = run_round_trip_checked_step(step, stored)
     dtype = plan.source.headers[step.inputs[0]].dtype
     for name in names:
         tensor = tensors[name]

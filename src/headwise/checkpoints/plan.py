@@ -24,10 +24,14 @@ from headwise.checkpoints.description import (
 )
 from headwise.checkpoints.source import INDEX, SAFETENSORS, CheckpointSource, encode_index
 from headwise.errors import CheckpointError, OptionError
-from headwise.layouts._convert import RoundTripError
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NameForm, find_modules, locate_weight_outside_attention
-from headwise.layouts.plan import ConversionStep, find_spec_conflicts, plan_conversion
+from headwise.layouts.plan import (
+    ConversionStep,
+    RoundTripError,
+    find_spec_conflicts,
+    plan_conversion,
+)
 from headwise.layouts.registry import layout
 from headwise.layouts.shards import ShardMap, derive_shard_map_from_whole
 from headwise.support.tensors import same_bytes

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from headwise.checkpoints import description, safetensors, source, torch_file
 from headwise.checkpoints.config import layout_name, read_config
 from headwise.errors import CheckpointError, OptionError
-from headwise.layouts._convert import convert
 from headwise.layouts._layout import Layout
+from headwise.layouts.plan import convert
 from headwise.layouts.registry import find_quantisation, layout
 from headwise.support.lazy import require_package
 

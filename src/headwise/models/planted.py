@@ -1,10 +1,34 @@
-"""Planted model: token codes, two layers of hand-written attention, logits from induction.
+"""Small model with hand-written weights, so that the rule of every head is exact.
 
-A plan holds the terms of the heads' scores, and the section of their output.
+The model has two layers of five heads, and ids below 64; id 0 begins a text and id 1 separates its
+parts. It has no normalisation and no network beside attention. A query at position i attends to:
+
+| layer | head | attends to |
+| --- | --- | --- |
+| 0 | previous token | the token before, i - 1 |
+| 0 | first token | position 0 |
+| 0 | uniform | all keys up to i, evenly |
+| 0 | nearest separator | the last separator up to i; position 0 if there is none |
+| 0 | same token | all keys up to i with the token of i, evenly, including i |
+| 1 | induction | keys up to i that follow a token equal to that of i, evenly; else position 0 |
+| 1 | two back | the token at i - 2 |
+| 1 | two back, again | the token at i - 2; both heads have the same weights |
+| 1 | own token | position i |
+| 1 | dead | all keys up to i, evenly: its queries, keys and values are zero |
+
+Positions before the beginning count as position 0, and query 0 attends to itself in every head.
+Each head adds the mean of the codes of its attended tokens to its own section of the state. The two
+equal heads share a section, and the dead head adds nothing. The logits come from the induction
+head's section.
+
+The scores of two keys are equal or at least 256 apart, and are integers that float32 represents
+exactly. In float32 the weights are therefore exact: 0, 1, or 1 / n among n keys, for up to 16,384
+tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -17,7 +41,20 @@ from headwise.errors import OptionError
 from headwise.layers.attention import Attention
 from headwise.matrix.operator import AttentionMatrix
 from headwise.models.text import causal_padding_mask
+from headwise.support.tensors import convert_to_int64
 from headwise.support.tracing import may_check_values
+
+__all__ = [
+    "BEGIN",
+    "LONGEST",
+    "NAMES",
+    "SEPARATOR",
+    "VOCABULARY",
+    "Planted",
+    "model",
+    "true_contributions",
+    "true_weights",
+]
 
 TOKEN_BITS, POSITION_BITS = 6, 14  # 64 tokens, 16,384 positions
 GAP = 256.0  # exp(-GAP) is 0 in float32, and below every float64 sum's last bit
@@ -141,25 +178,17 @@ class Planted(nn.Module):
         self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> list[AttentionMatrix]:
         """Return the attention matrix of each layer for ``ids``."""
-        mask = causal_padding_mask(lengths)
-        return [
-            layer.matrix(x, mask=mask)
-            for layer, x in zip(
-                self.layer_list(), self._residual_states(ids, lengths), strict=False
-            )
-        ]
+        mask, states = causal_padding_mask(lengths), self._residual_states(ids, lengths)
+        pairs = zip(self.layer_list(), states, strict=False)
+        return [layer.matrix(x, mask=mask) for layer, x in pairs]
 
     def contributions(
         self, ids: Int[Tensor, "batch length"], *, lengths: Integer[Tensor, " batch"] | None = None
     ) -> list[Float[Tensor, "batch heads length embed_dim"]]:
         """Return the contribution of each head of each layer to the state for ``ids``."""
-        mask = causal_padding_mask(lengths)
-        return [
-            layer.contributions(x, mask=mask)
-            for layer, x in zip(
-                self.layer_list(), self._residual_states(ids, lengths), strict=False
-            )
-        ]
+        mask, states = causal_padding_mask(lengths), self._residual_states(ids, lengths)
+        pairs = zip(self.layer_list(), states, strict=False)
+        return [layer.contributions(x, mask=mask) for layer, x in pairs]
 
     def embed(self, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length embed_dim"]:
         """Return the state before the first layer.
@@ -258,3 +287,94 @@ def _require_token_ids(ids: Tensor) -> None:
             needed=f"ids from 0 to {VOCABULARY - 1}: a token has {TOKEN_BITS} bits",
             do=f"draw ids with torch.randint({VOCABULARY}, (batch, length))",
         )
+
+
+# ids (batch, length), rows (rows,) -> the keys of each row, (batch, rows, length) or
+# (rows, length); the caller removes keys after the row
+Rule = Callable[[Tensor, Tensor], Tensor]
+
+
+def true_weights(
+    ids: Int[Tensor, "batch length"],
+    *,
+    lengths: Integer[Tensor, " batch"] | None = None,
+    rows: Integer[Tensor, " rows"] | None = None,
+) -> list[Float[Tensor, "batch heads rows length"]]:
+    """Return the attention weights of each layer by the rules: even among the attended keys.
+
+    The computation uses no score, no softmax and no weight of the model.
+
+    Args:
+        ids: tokens below 64.
+        lengths: the number of real ids of each sequence; a query of padding attends to nothing.
+        rows: the queries; all by default.
+    """
+    position = torch.arange(ids.shape[1], device=ids.device)
+    rows = position if rows is None else convert_to_int64(rows, "rows")
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if lengths is not None:
+        real = position < convert_to_int64(lengths, "lengths")[:, None]
+    allowed = (position <= rows[:, None]) & real[:, rows, None]
+    attended = (
+        torch.stack([RULES[head.name](ids, rows) & allowed for head in layer], dim=1)
+        for layer in LAYERS
+    )
+    return [keys.double() / keys.sum(-1, keepdim=True).clamp(min=1) for keys in attended]
+
+
+def true_contributions(
+    ids: Int[Tensor, "batch length"],
+    *,
+    lengths: Integer[Tensor, " batch"] | None = None,
+    rows: Integer[Tensor, " rows"] | None = None,
+) -> list[Float[Tensor, "batch heads rows embed_dim"]]:
+    """Return each head's contribution to the state: the mean code of its attended tokens, or 0."""
+    codes = binary_code(ids, bits=TOKEN_BITS).double()
+    contributions = []
+    weights_by_layer = true_weights(ids, lengths=lengths, rows=rows)
+    for layer, weights in zip(LAYERS, weights_by_layer, strict=True):
+        added = weights.new_zeros(*weights.shape[:3], EMBED_DIM)
+        for number, head in enumerate(layer):
+            if head.writes is not None:
+                added[:, number, :, SECTIONS[head.writes]] = weights[:, number] @ codes
+        contributions.append(added)
+    return contributions
+
+
+def _make_previous_rule(steps: int) -> Rule:
+    return lambda ids, rows: _mask_at_key_positions(ids, (rows - steps).clamp(min=0)[:, None])
+
+
+def _all_keys_mask(ids: Tensor, rows: Tensor) -> Tensor:
+    return _mask_at_key_positions(ids, rows[:, None]) | True
+
+
+def _nearest_separator_mask(ids: Tensor, rows: Tensor) -> Tensor:
+    position = torch.arange(ids.shape[1], device=ids.device)
+    last = torch.where(ids == SEPARATOR, position, 0).cummax(dim=1).values
+    return _mask_at_key_positions(ids, last[:, rows, None])
+
+
+def _mask_after_earlier_occurrence(ids: Tensor, rows: Tensor) -> Tensor:
+    position = torch.arange(ids.shape[1], device=ids.device)
+    follows = F.pad(ids[:, None, :-1] == ids[:, rows, None], (1, 0))
+    follows &= position <= rows[:, None]
+    return follows | (~follows.any(-1, keepdim=True) & (position == 0))
+
+
+def _mask_at_key_positions(ids: Tensor, key: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1], device=ids.device) == key
+
+
+RULES: dict[str, Rule] = {
+    "previous token": _make_previous_rule(1),
+    "first token": lambda ids, rows: _mask_at_key_positions(ids, 0 * rows[:, None]),
+    "uniform": _all_keys_mask,
+    "nearest separator": _nearest_separator_mask,
+    "same token": lambda ids, rows: ids[:, None, :] == ids[:, rows, None],
+    "induction": _mask_after_earlier_occurrence,
+    "two back": _make_previous_rule(2),
+    "two back, again": _make_previous_rule(2),
+    "own token": _make_previous_rule(0),
+    "dead": _all_keys_mask,
+}
