@@ -108,7 +108,7 @@ def _write_files(
                 done += sum(sizes)
                 progress(name, done, total)
                 continue
-            parts = [staging.open_file(file.name) for file in files]
+            parts = [PartialFile(staging.path / f"{file.name}.part") for file in files]
             for part in parts:
                 stack.callback(part.close)
             for _, size in zip(_write_steps(plan, files, parts), sizes, strict=True):

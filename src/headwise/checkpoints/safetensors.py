@@ -26,26 +26,15 @@ LENGTH = 8  # bytes of the JSON's length
 METADATA = "__metadata__"
 KEY = "headwise"  # of the description in the metadata
 FIELDS = {"dtype", "shape", "data_offsets"}
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
+# Names of dtypes in a file, and in torch.
+_IN_TORCH = (
+    "BOOL=bool U8=uint8 I8=int8 F8_E4M3=float8_e4m3fn F8_E4M3FNUZ=float8_e4m3fnuz "
+    "F8_E5M2=float8_e5m2 F8_E5M2FNUZ=float8_e5m2fnuz F8_E8M0=float8_e8m0fnu U16=uint16 I16=int16 "
+    "F16=float16 BF16=bfloat16 U32=uint32 I32=int32 F32=float32 U64=uint64 I64=int64 F64=float64 "
+    "C64=complex64"
+)
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, dtype) for name, dtype in (pair.split("=") for pair in _IN_TORCH.split())
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -30,12 +30,10 @@ MANIFEST, FILES = "manifest", "files"
 CHUNK = 2**18  # bytes that are read at a time: they fit into the cache of a core
 # The kernel or the disk has no copy operation here; reading and writing may still work.
 _NO_COPY_RANGE = {errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
-# Errors of file systems without hard links.
-_NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class PartialFile:
-    """File that one thread writes from its first byte to its last, and another one checksums."""
+    """File NAME.part that one thread writes from start to end, and another one checksums."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, 0
@@ -143,10 +141,6 @@ class StagingDir:
         is_as_described = {**_describe_file(path), "crc32": line.get("crc32")} == line
         return is_as_described and (not verify or _read_checksum(path) == line["crc32"])
 
-    def open_file(self, name: str) -> PartialFile:
-        """Open a new file, which `finish_file` gives this name."""
-        return PartialFile(self.path / f"{name}.part")
-
     def finish_file(self, part: PartialFile, *, verify: bool) -> None:
         """Rename a file whose bytes are all on the disk, then write its line.
 
@@ -174,10 +168,7 @@ class StagingDir:
         """
         _sync_to_disk(made)
         require_unused_name(self._target)
-        if made.is_dir():
-            os.rename(made, self._target)
-        else:
-            _link_file(made, self._target)
+        os.rename(made, self._target)
         self._is_renamed = True
         try:
             _sync_to_disk(self._target.parent)
@@ -336,16 +327,3 @@ def _open_and_lock(path: Path) -> BinaryIO:
             ) from error
         stack.pop_all()
     return file
-
-
-def _link_file(made: Path, target: Path) -> None:
-    """Link a file to its target: unlike a rename, a link never overwrites a new file."""
-    try:
-        os.link(made, target)
-    except FileExistsError:
-        require_unused_name(target)
-        raise
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
-            raise
-        os.rename(made, target)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from headwise.errors import CheckpointError, OptionError
 from headwise.layouts._layout import Layout
 from headwise.layouts.plan import convert
 from headwise.layouts.registry import find_quantisation, layout
-from headwise.support.lazy import require_package
+from headwise.support.lazy import require_package, silence_imports
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +226,11 @@ def load(
             do="call headwise.scan(model, inputs) from Python with the model's inputs",
         )
     parent = folder if folder.is_dir() else folder.parent
-    tokenizer = _load_tokenizer(parent, transformers, options)
+    tokenizer = None
+    if any(next(parent.glob(pattern), None) for pattern in TOKENIZERS):
+        with _silence_transformers(transformers), _explain_load_errors(parent, "the tokenizer"):
+            loaded = transformers.AutoTokenizer.from_pretrained(parent, **options)
+            tokenizer = StoredTokenizer(loaded)
     begin = getattr(config, "bos_token_id", None)
     rows = None
     with suppress(NotImplementedError):  # a model with several kinds of input
@@ -298,15 +300,6 @@ def _model_class(transformers: Any, config: Any, *, trusted: bool) -> Any:
         and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING
     )
     return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
-
-
-def _load_tokenizer(
-    folder: Path, transformers: Any, options: dict[str, Any]
-) -> StoredTokenizer | None:
-    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
-        return None
-    with _silence_transformers(transformers), _explain_load_errors(folder, "the tokenizer"):
-        return StoredTokenizer(transformers.AutoTokenizer.from_pretrained(folder, **options))
 
 
 def read_longest_input(model: Any) -> int | None:
@@ -440,14 +433,11 @@ def _silence_transformers(transformers: Any) -> Iterator[None]:
     `StoredModel.notes` reports missing weights.
     """
     bars = transformers.utils.logging
-    had_bar, level = bars.is_progress_bar_enabled(), logging.root.manager.disable
+    had_bar = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
-    logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with silence_imports():
             yield
     finally:
-        logging.disable(level)
         if had_bar:
             bars.enable_progress_bar()

@@ -35,17 +35,6 @@ EXAMPLE: Sizes = {
 WIDTH = 76  # of the text
 MOST_LINES = 12  # for one axis
 MOST_ROWS = 2**16  # of a tensor
-_SHORT = {
-    "wq": "q",
-    "wk": "k",
-    "wv": "v",
-    "wo": "o",
-    "bq": "q",
-    "bk": "k",
-    "bv": "v",
-    "wg": "g",
-    "bg": "g",
-}
 _WORDS = {
     "rotary_width": "rotary width",
     "score_bias": "score bias",
@@ -72,13 +61,8 @@ class DrawnCell:
     def name(self) -> str:
         """Label such as "q0", "k0-3", or "q0.7" for a channel."""
         channel = "" if self.channel is None else f".{self.channel}"
-        return (
-            " ".join(
-                f"{short_name(tensor)}{_format_number_ranges(heads)}"
-                for tensor, heads in self.owners
-            )
-            + channel
-        )
+        names = (f"{short_name(tensor)}{_format_ranges(heads)}" for tensor, heads in self.owners)
+        return " ".join(names) + channel
 
 
 @dataclass(frozen=True)
@@ -92,7 +76,8 @@ class DrawnStrip:
 
 def short_name(tensor: str) -> str:
     """Return a canonical tensor's name in a drawing."""
-    return _SHORT.get(tensor, tensor)
+    is_short = tensor in ("wq", "wk", "wv", "wo", "wg", "bq", "bk", "bv", "bg")
+    return tensor[1] if is_short else tensor
 
 
 def equalise_indistinct_axes(layout: Layout, sizes: Mapping[str, int]) -> Sizes:
@@ -281,7 +266,7 @@ def _owners_of_labels(labels: Iterable[int]) -> Owners:
     )
 
 
-def _format_number_ranges(numbers: Sequence[int]) -> str:
+def _format_ranges(numbers: Sequence[int]) -> str:
     """Return numbers such as 3, or 0-3, or 0,2,4."""
     if len(numbers) > 2 and [*numbers] == [*range(numbers[0], numbers[-1] + 1)]:
         return f"{numbers[0]}-{numbers[-1]}"

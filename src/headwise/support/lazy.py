@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from typing import Any, Literal
@@ -106,6 +107,19 @@ def render_form(result: object, form: Form, **options: Any) -> Any:
     return getattr(import_module(module), name)(result, **options)
 
 
+@contextmanager
+def silence_imports() -> Iterator[None]:
+    """Silence logging and deprecation warnings of other packages: they are not for our callers."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        logging.disable(before)
+
+
 def require_package(module: str, *, purpose: str, pip: str = "'headwise[demo]'") -> Any:
     """Import a module of an optional package without its warnings, and return the module.
 
@@ -119,11 +133,8 @@ def require_package(module: str, *, purpose: str, pip: str = "'headwise[demo]'")
         MissingExtraError: the package is not installed.
         ImportError: the package is installed, but the module or one of its imports is missing.
     """
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # not for our callers
+        with silence_imports():
             return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
@@ -136,5 +147,3 @@ def require_package(module: str, *, purpose: str, pip: str = "'headwise[demo]'")
             needed=f"{package}, {purpose}",
             do=f"pip install {pip}",
         ) from error
-    finally:
-        logging.disable(before)

@@ -66,9 +66,7 @@ def is_jit_tracing() -> bool:
 
 def is_recording_operators() -> bool:
     """True while operators are recorded, to be run with other sizes: compiled, exported, traced."""
-    return torch.compiler.is_compiling() or bool(
-        torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    )
+    return torch.compiler.is_compiling() or is_jit_tracing()
 
 
 def is_autocast_enabled(kind: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue import (
@@ -39,8 +41,11 @@ def _transformer_lens_tensors(k: str = "") -> dict[str, str]:
     }
 
 
-_LENS_BLOCK = "blocks.{layer}."
-_LENS_BESIDE = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+_LENS: dict[str, Any] = {
+    "where": {"self": "blocks.{layer}.attn."},
+    "beside": ("mask", "IGNORE", "rotary_sin", "rotary_cos"),
+    "optional": ("sink",),
+}
 _LENS_BLOCKS = weights_outside_attention(
     block="blocks.{layer}. norm_1=ln1.w* norm_2=ln2.w* gate=mlp.W_gate up=mlp.W_in "
     "up_bias=mlp.b_in down=mlp.W_out down_bias=mlp.b_out",
@@ -214,33 +219,27 @@ LAYOUTS = (
     Layout(
         name="transformer-lens",
         tensors=_transformer_lens_tensors(),
-        where={"self": _LENS_BLOCK + "attn."},
         outside=_LENS_DECODER,
-        beside=_LENS_BESIDE,
-        optional=("sink",),
         function=OPEN,
+        **_LENS,
         source=_LENS_SOURCE,
         note=f"HookedTransformer, {_AS_IT_WAS}. {_IN_ITS_OWN}",
     ),
     Layout(
         name="transformer-lens-gqa",
         tensors=_transformer_lens_tensors("_"),
-        where={"self": _LENS_BLOCK + "attn."},
         outside=_LENS_DECODER,
-        beside=_LENS_BESIDE,
-        optional=("sink",),
         function=OPEN,
+        **_LENS,
         source="TransformerLens 3, transformer_lens/components/grouped_query_attention.py",
         note=f"HookedTransformer with n_key_value_heads, {_AS_IT_WAS}. {_IN_ITS_OWN}",
     ),
     Layout(
         name="transformer-lens-encoder",
         tensors=_transformer_lens_tensors(),
-        where={"self": _LENS_BLOCK + "attn."},
         outside=_LENS_ENCODER,
-        beside=_LENS_BESIDE,
-        optional=("sink",),
-        function=AttentionSpec(scale=FROM_CONFIG, qk_norm=FROM_CONFIG),
+        **_LENS,
+        function=left_to_config("scale qk_norm"),
         source="TransformerLens 3, transformer_lens/HookedEncoder.py",
         note="HookedEncoder, which is BERT: its norms stand behind attention and MLP. "
         + _IN_ITS_OWN,

@@ -13,8 +13,10 @@ from headwise.function.spec import FROM_CONFIG, AttentionSpec, Pairing, RotaryRu
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue import (
     TENSOR_PARALLEL,
+    Tensors,
     fused_projection_by_pattern,
     head_norms,
+    left_to_config,
     output_projection,
     projections,
     qkv_fused_by_group,
@@ -30,8 +32,9 @@ _LEGACY: dict[str, Any] = {
     "beside": ("*_extra_state",),
     "sharded": TENSOR_PARALLEL,
 }
-_OPEN = AttentionSpec(rotary=FROM_CONFIG, qk_norm=FROM_CONFIG, window=FROM_CONFIG)
-_MEGATRON: dict[str, Any] = {"function": _OPEN, **_LEGACY}
+_OPEN = left_to_config("rotary qk_norm window")
+_CORE = "NVIDIA/Megatron-LM, megatron/core/transformer/attention.py"
+_MEGATRON: dict[str, Any] = {"function": _OPEN, "source": _CORE, **_LEGACY}
 _TRANSFORMER_ENGINE: dict[str, Any] = _MEGATRON | {
     "axes": None,
     "sharded": (),
@@ -55,8 +58,6 @@ _PLAIN_MLP = weights_outside_attention(block="decoder.layers.{layer}. up=mlp.lin
 _MEGATRON_OUT = output_projection("linear_proj")
 _MEGATRON_NORMS = head_norms("q_layernorm", "k_layernorm", bias=True)
 _SELF = {"self": "decoder.layers.{layer}.self_attention."}
-_CORE = "NVIDIA/Megatron-LM, megatron/core/transformer/attention.py"
-_VERSIONS = "NVIDIA/Megatron-LM, megatron/checkpointing.py, fix_query_key_value_ordering"
 
 
 _GROUPED = qkv_fused_by_group("linear_qkv") | _MEGATRON_OUT | _MEGATRON_NORMS
@@ -67,7 +68,6 @@ _MEGATRON_CORE = (
         where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
         **_MEGATRON,
-        source=_CORE,
         note="of Megatron core, for models with a gated MLP such as Llama; NeMo fuses the same "
         f"way. {_MAY_TURN} {_ON_REQUEST}",
     ),
@@ -77,7 +77,6 @@ _MEGATRON_CORE = (
         where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON | _PLAIN_MLP,
         **_MEGATRON,
-        source=_CORE,
         note="of Megatron core, for models with an MLP of two matrices such as GPT. "
         f"{_MAY_TURN} {_ON_REQUEST}",
     ),
@@ -92,8 +91,11 @@ _MEGATRON_CORE = (
         | _MEGATRON_NORMS,
         where=_SELF,
         outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
-        **_MEGATRON | {"function": replace(_OPEN, output_gate="channel")},
-        source=f"{_CORE}, attention_output_gate",
+        **_MEGATRON
+        | {
+            "function": replace(_OPEN, output_gate="channel"),
+            "source": f"{_CORE}, attention_output_gate",
+        },
         unchecked="no release with attention_output_gate was run beside it",
         note="each head's outputs are multiplied by the sigmoid of a gate of their own",
     ),
@@ -108,48 +110,41 @@ _MEGATRON_CORE = (
         | _MEGATRON_OUT,
         where={"cross": "decoder.layers.{layer}.cross_attention."},
         **_MEGATRON,
-        source=_CORE,
         note="of Megatron core, beside megatron or megatron-gpt. " + _ON_REQUEST,
     ),
 )
 
 
-def _legacy_weights_outside_attention(blocks: str) -> dict[str, str]:
-    """Weights outside of attention, beside and within the module that holds the layers."""
-    return weights_outside_attention(
-        "tokens=embedding.word_embeddings.weight positions=embedding.position_embeddings.weight "
-        f"final_norm={blocks}.final_layernorm.*",
-        f"{blocks}.layers.{{layer}}. norm_1=input_layernorm.* norm_2=post_attention_layernorm.* "
-        "up=mlp.dense_h_to_4h.* down=mlp.dense_4h_to_h.*",
-    )
-
-
-def _legacy_megatron_layouts() -> tuple[Layout, ...]:
-    """The three orders that Megatron-LM fused in, by its checkpoint_version."""
-    orders = {
-        "v0": ("transformer.layers.{layer}.attention.", qkv_fused_by_projection("query_key_value")),
-        "v1": (
-            "transformer.layers.{layer}.attention.",
-            fused_projection_by_pattern("query_key_value", "(heads head_dim [wq: | wk: | wv: ])"),
+def _legacy_megatron_layout(number: int, version: str, module: str, fused: Tensors) -> Layout:
+    """Return an order that Megatron-LM fused in, by its checkpoint_version."""
+    blocks = module.partition(".")[0]
+    return Layout(
+        name=f"megatron-v{number}",
+        tensors=fused | output_projection("dense"),
+        where={"self": module},
+        outside=weights_outside_attention(
+            "tokens=embedding.word_embeddings.weight "
+            f"positions=embedding.position_embeddings.weight final_norm={blocks}.final_layernorm.*",
+            f"{blocks}.layers.{{layer}}. norm_1=input_layernorm.* "
+            "norm_2=post_attention_layernorm.* up=mlp.dense_h_to_4h.* down=mlp.dense_4h_to_h.*",
         ),
-        "v2": ("encoder.layers.{layer}.self_attention.", qkv_fused_by_head("query_key_value")),
-    }
-    spoken = {"v0": "0", "v1": "1.0", "v2": "2.0 and later"}
-    return tuple(
-        Layout(
-            name=f"megatron-{version}",
-            tensors=tensors | output_projection("dense"),
-            where={"self": place},
-            outside=_legacy_weights_outside_attention(place.partition(".")[0]),
-            **_LEGACY,
-            source=_VERSIONS,
-            unchecked="the versions that wrote it do not run with today's torch",
-            note=f"of Megatron-LM before its core, checkpoint_version {spoken[version]}: the file "
-            "says it, names and shapes do not. The module is called attention within transformer "
-            "in older files, self_attention within encoder in newer ones",
-        )
-        for version, (place, tensors) in orders.items()
+        **_LEGACY,
+        source="NVIDIA/Megatron-LM, megatron/checkpointing.py, fix_query_key_value_ordering",
+        unchecked="the versions that wrote it do not run with today's torch",
+        note=f"of Megatron-LM before its core, checkpoint_version {version}: the file "
+        "says it, names and shapes do not. The module is called attention within transformer "
+        "in older files, self_attention within encoder in newer ones",
     )
+
+
+_FUSED, _OLD_MODULE = "query_key_value", "transformer.layers.{layer}.attention."
+_BY_CHANNEL = fused_projection_by_pattern(_FUSED, "(heads head_dim [wq: | wk: | wv: ])")
+_NEW_MODULE = "encoder.layers.{layer}.self_attention."
+_LEGACY_LAYOUTS = (
+    _legacy_megatron_layout(0, "0", _OLD_MODULE, qkv_fused_by_projection(_FUSED)),
+    _legacy_megatron_layout(1, "1.0", _OLD_MODULE, _BY_CHANNEL),
+    _legacy_megatron_layout(2, "2.0 and later", _NEW_MODULE, qkv_fused_by_head(_FUSED)),
+)
 
 
 _TE_REST = output_projection("proj") | head_norms("q_norm", "k_norm", bias=True)
@@ -221,7 +216,7 @@ def _nanotron_layout(pairing: Pairing) -> Layout:
 
 LAYOUTS = (
     *_MEGATRON_CORE,
-    *_legacy_megatron_layouts(),
+    *_LEGACY_LAYOUTS,
     *_ENGINE,
     Layout(
         name="neox-gqa",

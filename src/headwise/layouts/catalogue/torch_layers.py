@@ -31,7 +31,13 @@ _LAYER = weights_outside_attention(
     "pooler=pooler.dense.*",
     block="layers.{layer}. norm_1=norm1.* norm_2=norm2.* up=linear1.* down=linear2.*",
 )
-_CALLED: dict[str, Any] = {"mask": "True hides", "axes": None}
+_OF_TORCH: dict[str, Any] = {
+    "where": _WHERE,
+    "outside": _LAYER,
+    "mask": "True hides",
+    "axes": None,
+    "optional": ("extra_k", "extra_v"),
+}
 _ABOUT_EXTRA = (
     "bias_k and bias_v, of add_bias_kv=True, are one more key and value behind the others"
 )
@@ -40,10 +46,7 @@ LAYOUTS = (
     Layout(
         name="torch-packed",
         tensors=_PACKED | _EXTRA,
-        where=_WHERE,
-        outside=_LAYER,
-        **_CALLED,
-        optional=("extra_k", "extra_v"),
+        **_OF_TORCH,
         source="torch, torch/nn/modules/activation.py and transformer.py",
         note="nn.MultiheadAttention, and nn.TransformerEncoder around it; batch_first tells the "
         f"order of axes. {_ABOUT_EXTRA}. add_zero_attn=True is in no tensor",
@@ -58,10 +61,7 @@ LAYOUTS = (
             **_OUT,
             **_EXTRA,
         },
-        where=_WHERE,
-        outside=_LAYER,
-        **_CALLED,
-        optional=("extra_k", "extra_v"),
+        **_OF_TORCH,
         source="torch, torch/nn/modules/activation.py",
         note="nn.MultiheadAttention with another width of keys and values: parameters of their own "
         "without `.weight`, and one fused bias. Keys and values must come from one source",
@@ -69,11 +69,8 @@ LAYOUTS = (
     Layout(
         name="torch-quantizable",
         tensors=projections("linear_Q linear_K linear_V") | _OUT | _EXTRA,
-        where=_WHERE,
-        outside=_LAYER,
         beside=("in_proj_weight", "in_proj_bias"),
-        **_CALLED,
-        optional=("extra_k", "extra_v"),
+        **_OF_TORCH,
         source="torch, torch/ao/nn/quantizable/modules/activation.py",
         note="holds in_proj_weight and in_proj_bias as well, and uses neither. With "
         "batch_first=True torch 2.13 puts batch and length together in the wrong order",
