@@ -34,6 +34,7 @@ from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule, find_modules
 from headwise.layouts.pattern import Sizes
 from headwise.support.arguments import RENAMED_COUNTS, explain_arguments
+from headwise.support.text import list_some
 
 MAX_NAMES = 6  # modules that an error names
 
@@ -207,8 +208,6 @@ def _select_module(
     if len(matches) == 1:
         return matches[0]
     shown = matches or modules
-    names = ", ".join(repr(module.prefix) for module in shown[:MAX_NAMES])
-    more = f" and {len(shown) - MAX_NAMES} more" if len(shown) > MAX_NAMES else ""
     selection = f"layer {layer}" if prefix is None else f"prefix {prefix!r}"
     fault = f"where {layout.name} has {len(matches)} modules"
     numbers = sorted({module.layer for module in modules if module.layer is not None})
@@ -218,7 +217,7 @@ def _select_module(
         fault = f"which has the layers {span}"
     raise OptionError(
         saw=f"{selection} of {source.path}, {fault}",
-        needed=f"one module, among {names}{more}",
+        needed=f"one module, among {list_some([repr(m.prefix) for m in shown], MAX_NAMES)}",
         do=f"load_attention(path, prefix={matches[0].prefix!r}) in Python, or another of them"
         if matches
         else "change layer or prefix",

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,7 +21,7 @@ from headwise.checkpoints import safetensors, torch_file
 from headwise.checkpoints.safetensors import StoredTensor, TensorFile
 from headwise.errors import CheckpointError
 from headwise.support.files import is_utf8, parse_json_object
-from headwise.support.text import describe_value
+from headwise.support.text import describe_value, list_some
 
 SAFETENSORS, TORCH, INDEX = ".safetensors", (".bin", ".pt", ".pth"), ".index.json"
 # The first pattern with a match selects the checkpoint of a folder; other files are ignored.
@@ -136,9 +135,8 @@ def _require_complete_parts(folder: Path, files: list[Path]) -> None:
 
 def _require_single(folder: Path, files: list[Path]) -> None:
     if len(files) > 1:
-        more = f" and {len(files) - 4} more" if len(files) > 4 else ""
         raise CheckpointError(
-            saw=f"{folder} holds {', '.join(file.name for file in files[:4])}{more}",
+            saw=f"{folder} holds {list_some([file.name for file in files], 4)}",
             needed="one checkpoint: a file, an index, or files whose names number its parts",
             do=f"name one of them: {files[0]}",
         )
@@ -242,17 +240,14 @@ class CheckpointSource(Mapping[str, Tensor]):
     states: dict[Path, FileState]  # file -> size and times at opening
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files_by_path[self.headers[name].file].tensor(name)
+        file = self.headers[name].file
+        return next(shard for shard in self.shards if shard.path == file).tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.headers)
 
     def __len__(self) -> int:
         return len(self.headers)
-
-    @cached_property
-    def _files_by_path(self) -> dict[Path, TensorFile]:
-        return {shard.path: shard for shard in self.shards}
 
     @property
     def folder(self) -> Path:

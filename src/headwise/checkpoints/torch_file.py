@@ -49,8 +49,7 @@ def read_torch_file(path: Path) -> TensorFile:
         CheckpointError: the file is damaged, needs code to run, or holds more than tensors.
         OSError: the file cannot be opened.
     """
-    content, metadata = _split_megatron(_load_pickle(path))
-    state, model_args = _split_model_args(content)
+    state, metadata, model_args = _split_content(_load_pickle(path))
     if not isinstance(state, Mapping) or not state:
         empty = "an empty dict" if isinstance(state, Mapping) else f"a {type(state).__name__}"
         raise _no_state_dict_error(path, empty)
@@ -59,7 +58,10 @@ def read_torch_file(path: Path) -> TensorFile:
         is_name = isinstance(name, str) and name != METADATA and is_utf8(name)
         if not is_name or not _is_storable_tensor(value):
             part = name if isinstance(value, Mapping) and isinstance(name, str) else None
-            raise _no_state_dict_error(path, f"{name!r}, a {_describe_kind(value)}", part=part)
+            kind = type(value).__name__
+            if isinstance(value, Tensor):
+                kind = f"{value.dtype} tensor in {value.layout} on {value.device}"
+            raise _no_state_dict_error(path, f"{name!r}, a {kind}", part=part)
     headers = {name: StoredTensor(tuple(x.shape), x.dtype, path) for name, x in state.items()}
     return TensorFile(
         path,
@@ -78,18 +80,20 @@ def save_torch_file(path: Path, content: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _split_megatron(content: Any) -> tuple[Any, dict[str, str]]:
-    """Return the weights of a file of Megatron-LM, and the description that headwise adds to it.
+def _split_content(content: Any) -> tuple[Any, dict[str, str], Mapping[str, Any]]:
+    """Return the weights of a file, headwise's description of them, and nanoGPT's model_args.
 
-    Other content is returned unchanged. Names of nested parts are joined by dots, as in a
-    state_dict. Extra states that are None are left out.
+    A file of Megatron-LM has nested parts, whose names are joined by dots as in a state_dict; extra
+    states that are None are left out. Other content is returned unchanged.
     """
-    if not isinstance(content, Mapping) or "checkpoint_version" not in content:
-        return content, {}
-    state, text = content.get("model"), content.get(KEY)
-    if not isinstance(state, Mapping):
-        return content, {}
-    return dict(_flatten_state(state)), {KEY: text} if isinstance(text, str) else {}
+    state = content.get("model") if isinstance(content, Mapping) else None
+    if isinstance(state, Mapping) and "checkpoint_version" in content:
+        text = content.get(KEY)
+        return dict(_flatten_state(state)), {KEY: text} if isinstance(text, str) else {}, {}
+    if isinstance(state, Mapping) and isinstance(content.get("model_args"), Mapping):
+        named = {str(name).removeprefix(COMPILED): x for name, x in state.items()}
+        return named, {}, content["model_args"]
+    return content, {}, {}
 
 
 def _flatten_state(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -98,16 +102,6 @@ def _flatten_state(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple
             yield from _flatten_state(value, f"{prefix}{name}.")
         elif value is not None:
             yield f"{prefix}{name}", value
-
-
-def _split_model_args(content: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return tensors and model_args of a nanoGPT file; other content is returned unchanged."""
-    if not isinstance(content, Mapping):
-        return content, {}
-    state, model_args = content.get("model"), content.get("model_args")
-    if not isinstance(state, Mapping) or not isinstance(model_args, Mapping):
-        return content, {}
-    return {str(name).removeprefix(COMPILED): x for name, x in state.items()}, model_args
 
 
 def unreadable_error(path: Path, message: str) -> CheckpointError:
@@ -166,12 +160,6 @@ def _is_storable_tensor(value: Any) -> bool:
         and value.device.type == "cpu"
         and value.dtype in NAMES
     )
-
-
-def _describe_kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} tensor in {value.layout} on {value.device}"
-    return type(value).__name__
 
 
 def _no_state_dict_error(path: Path, saw: str, *, part: str | None = None) -> CheckpointError:

@@ -21,6 +21,7 @@ from headwise.layouts._layout import Layout
 from headwise.layouts.plan import convert
 from headwise.layouts.registry import find_quantisation, layout
 from headwise.support.lazy import require_package, silence_imports
+from headwise.support.text import list_some
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,22 +379,17 @@ def _describe_differences(info: dict[str, Any], folder: Path, model: Any) -> Ite
     missing = sorted(n for n in info["missing_keys"] if n not in state or bool(state[n].any()))
     if missing:
         yield (
-            f"the file lacks {_list_names(missing)}: these weights are random, and results "
+            f"the file lacks {list_some(missing)}: these weights are random, and results "
             "that depend on them are meaningless"
         )
     if unplaced := sorted(info["unexpected_keys"]):
         yield (
-            f"{type(model).__name__} has no place for {_list_names(unplaced)} of the file: results "
+            f"{type(model).__name__} has no place for {list_some(unplaced)} of the file: results "
             "are those of a model without them"
         )
     if (folder / ADAPTER).is_file():  # transformers applies it with peft
         applied = "" if getattr(model, "_hf_peft_config_loaded", False) else "not "
         yield f"the adapter beside the weights ({ADAPTER}) is {applied}applied"
-
-
-def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 @contextmanager

@@ -27,33 +27,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(
-    epilog=exit_status_help(yes="done", no="a layer of the trained encoder is not the same")
-)(demo)
-app.command(
-    epilog=exit_status_help(
-        yes="every claim is borne out", no="one is not", undecided="none could be asked"
-    )
-)(study)
-app.command(epilog=exit_status_help(yes="done", no="a text was not scanned, or parts are missing"))(
-    scan
+_COMMANDS = (
+    (demo, "done", "a layer of the trained encoder is not the same", ""),
+    (study, "every claim is borne out", "one is not", "none could be asked"),
+    (scan, "done", "a text was not scanned, or parts are missing", ""),
+    (convert, "written", "", "the layout of the source stays open"),
+    (verify, "the same", "not the same", "the layout of one stays open"),
+    (compare, "the same function", "different", "the inputs could not show a difference"),
+    (detect, "one layout", "none", "several may be meant"),
 )
-app.command(
-    epilog=exit_status_help(yes="written", undecided="the layout of the source stays open")
-)(convert)
-app.command(
-    epilog=exit_status_help(
-        yes="the same", no="not the same", undecided="the layout of one stays open"
-    )
-)(verify)
-app.command(
-    epilog=exit_status_help(
-        yes="the same function", no="different", undecided="the inputs could not show a difference"
-    )
-)(compare)
-app.command(epilog=exit_status_help(yes="one layout", no="none", undecided="several may be meant"))(
-    detect
-)
+for _command, _yes, _no, _undecided in _COMMANDS:
+    app.command(epilog=exit_status_help(yes=_yes, no=_no, undecided=_undecided))(_command)
 app.add_typer(layouts, name="layouts", epilog=exit_status_help(yes="done"))
 
 

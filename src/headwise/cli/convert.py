@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headwise.cli import output
+from headwise.support.text import human_bytes, list_some
 
 if TYPE_CHECKING:
     from headwise.checkpoints.plan import ConversionReport
@@ -110,7 +111,6 @@ def _run_conversion(
         from headwise.checkpoints.staging import staging_path
         from headwise.diagnosis.detection import open_weights
         from headwise.layouts.registry import layout
-        from headwise.support.text import human_bytes
         from headwise.support.tracing import one_thread
 
         written = layout(layouts[1])
@@ -162,11 +162,9 @@ def _describe_conversion(
     for name, (mine, theirs) in report.accepted.items():
         yield f"Accepted: {name}, {mine} in {names[0]}, {theirs} in {names[1]}."
     if report.not_copied:
-        shown = ", ".join(report.not_copied[:3])
-        more = f" and {len(report.not_copied) - 3} more" if len(report.not_copied) > 3 else ""
         is_other = names[0] != names[1]
         why = f"since they go with {names[0]}" if is_other else "though they fit as well"
-        yield f"Not copied, {why}: {shown}{more}."
+        yield f"Not copied, {why}: {list_some(report.not_copied)}."
 
 
 def _describe_counts_by_origin(weights: GivenWeights, counts: output.Counts) -> Iterator[str]:

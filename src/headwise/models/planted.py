@@ -196,7 +196,18 @@ class Planted(nn.Module):
         Raises:
             OptionError: an id is out of range, or a sequence is too long.
         """
-        _require_token_ids(ids)
+        if ids.shape[1] > LONGEST:
+            raise OptionError(
+                saw=f"ids with {ids.shape[1]} tokens in a sequence",
+                needed=f"at most {LONGEST}: a position has {POSITION_BITS} bits",
+                do=f"cut the sequences: ids[:, :{LONGEST}]",
+            )
+        if may_check_values(ids) and bool(((ids < 0) | (ids >= VOCABULARY)).any()):
+            raise OptionError(
+                saw=f"ids from {int(ids.min())} to {int(ids.max())}",
+                needed=f"ids from 0 to {VOCABULARY - 1}: a token has {TOKEN_BITS} bits",
+                do=f"draw ids with torch.randint({VOCABULARY}, (batch, length))",
+            )
         position = torch.arange(ids.shape[1], device=ids.device)
         token, is_first = binary_code(ids, bits=TOKEN_BITS), (position == 0)[:, None]
         separator = (position * (ids == SEPARATOR))[..., None] / LONGEST
@@ -272,21 +283,6 @@ def _make_planted_layer(heads: tuple[PlantedHead, ...]) -> Attention:
             wv[number, :, SECTIONS["token"]] = torch.eye(TOKEN_BITS)
             wo[number, SECTIONS[head.writes]] = torch.eye(TOKEN_BITS)
     return layer
-
-
-def _require_token_ids(ids: Tensor) -> None:
-    if ids.shape[1] > LONGEST:
-        raise OptionError(
-            saw=f"ids with {ids.shape[1]} tokens in a sequence",
-            needed=f"at most {LONGEST}: a position has {POSITION_BITS} bits",
-            do=f"cut the sequences: ids[:, :{LONGEST}]",
-        )
-    if may_check_values(ids) and bool(((ids < 0) | (ids >= VOCABULARY)).any()):
-        raise OptionError(
-            saw=f"ids from {int(ids.min())} to {int(ids.max())}",
-            needed=f"ids from 0 to {VOCABULARY - 1}: a token has {TOKEN_BITS} bits",
-            do=f"draw ids with torch.randint({VOCABULARY}, (batch, length))",
-        )
 
 
 # ids (batch, length), rows (rows,) -> the keys of each row, (batch, rows, length) or

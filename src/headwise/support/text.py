@@ -1,20 +1,4 @@
-"""The vocabulary of axes, and how sizes and values are written in messages.
-
-=========== =====================================================================================
-axis        meaning
-=========== =====================================================================================
-batch       independent sequences
-heads       query heads
-kv_heads    key/value heads; query head ``h`` reads kv head ``h // (heads // kv_heads)``
-queries     positions that attend
-keys        positions that are attended to
-head_dim    width of one query or key vector (d_k)
-value_dim   width of one value vector (d_v)
-embed_dim   width of the layer's input
-out_dim     width of the layer's output
-source_dim  width of what keys and values are projected from
-=========== =====================================================================================
-"""
+"""Sizes, lists and values as messages write them; docs/contract.md has the names of axes."""
 
 from __future__ import annotations
 
@@ -37,6 +21,12 @@ def describe_sizes(tensor: Tensor, axes: Sequence[str]) -> str:
 def describe_count(count: int, what: str) -> str:
     """``1 layer``, ``1,024 tokens``."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
+def list_some(names: Sequence[str], most: int = 3) -> str:
+    """``a, b, c and 4 more`` for seven names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def nearest_counts(count: int, fits: Callable[[int], bool], *, most: int) -> str:
