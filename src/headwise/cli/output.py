@@ -115,11 +115,6 @@ def option_text(name: str, values: tuple[str, ...] = ()) -> str:
     return " ".join(f"{option} {value}" for value in values) or option
 
 
-def exit_status_of_error(error: HeadwiseError) -> int:
-    """Return the exit status of an error that has a message."""
-    return UNDECIDED if isinstance(error, UndecidedError) else USAGE
-
-
 def print_error(text: str) -> None:
     """Print the message of an error on standard error."""
     typer.echo(f"headwise: {text}", err=True)
@@ -139,7 +134,8 @@ class PrintedErrors:
     ) -> None:
         if isinstance(error, HeadwiseError):
             print_error(join_error_lines(*error.lines(option_text)))
-            raise SystemExit(exit_status_of_error(error)) from None
+            status = UNDECIDED if isinstance(error, UndecidedError) else USAGE
+            raise SystemExit(status) from None
         if isinstance(error, Exception):
             traceback.print_exception(error)
             raise SystemExit(CRASHED) from None

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from headwise.function.spec import AttentionSpec, BucketRule
 from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import projections, transformers_layout, weights_outside_attention
+from headwise.layouts.catalogue import (
+    both_sides,
+    projections,
+    transformers_layout,
+    weights_outside_attention,
+)
 
 _T5 = projections("q k v o", source="source_dim", biases="") | {
     "relative_attention_bias.weight": "distances: buckets heads",
 }
-_T5_WHERE = {
-    "encoder": "encoder.block.{layer}.layer.0.SelfAttention.",
-    "decoder": "decoder.block.{layer}.layer.0.SelfAttention.",
-    "cross": "decoder.block.{layer}.layer.1.EncDecAttention.",
-}
+_T5_WHERE = both_sides("{side}.block.{layer}.layer.", "0.SelfAttention.", "1.EncDecAttention.")
 _T5_FUNCTION = AttentionSpec(scale=1.0, score_bias=BucketRule())
-_BART_WHERE = {
-    "encoder": "encoder.layers.{layer}.self_attn.",
-    "decoder": "decoder.layers.{layer}.self_attn.",
-    "cross": "decoder.layers.{layer}.encoder_attn.",
-}
+_BART_WHERE = both_sides("{side}.layers.{layer}.", "self_attn.", "encoder_attn.")
 _BART_LAYERS = weights_outside_attention(
     block="encoder.layers.{layer}. encoder_self_norm=self_attn_layer_norm.* "
     "encoder_norm=final_layer_norm.* encoder_up=fc1.* encoder_down=fc2.*",
@@ -71,11 +68,7 @@ LAYOUTS = (
     Layout(
         name="whisper-openai",
         tensors=projections("query key value out", biases="qvo"),
-        where={
-            "encoder": "encoder.blocks.{layer}.attn.",
-            "decoder": "decoder.blocks.{layer}.attn.",
-            "cross": "decoder.blocks.{layer}.cross_attn.",
-        },
+        where=both_sides("{side}.blocks.{layer}.", "attn.", "cross_attn."),
         outside=weights_outside_attention(
             "encoder_positions=encoder.positional_embedding "
             "decoder_positions=decoder.positional_embedding tokens=decoder.token_embedding.weight "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue import (
     APART,
+    both_sides,
     projections,
     qkv_fused_by_projection,
     weights_outside_attention,
@@ -38,11 +39,11 @@ LAYOUTS = (
             leaves=("/kernel", ""),
             columns=True,
         ),
-        where={
-            "encoder": "transformer/body/encoder/layer_{layer}/self_attention/multihead_attention/",
-            "decoder": "transformer/body/decoder/layer_{layer}/self_attention/multihead_attention/",
-            "cross": "transformer/body/decoder/layer_{layer}/encdec_attention/multihead_attention/",
-        },
+        where=both_sides(
+            "transformer/body/{side}/layer_{layer}/",
+            "self_attention/multihead_attention/",
+            "encdec_attention/multihead_attention/",
+        ),
         mask="added",
         source="tensorflow/tensor2tensor, tensor2tensor/layers/common_attention.py",
         note="the paper's own code; TensorFlow's kernels are (in, out), and there are no biases",
@@ -50,22 +51,14 @@ LAYOUTS = (
     Layout(
         name="annotated",
         tensors=projections("linears.0 linears.1 linears.2 linears.3"),
-        where={
-            "encoder": "encoder.layers.{layer}.self_attn.",
-            "decoder": "decoder.layers.{layer}.self_attn.",
-            "cross": "decoder.layers.{layer}.src_attn.",
-        },
+        where=both_sides("{side}.layers.{layer}.", "self_attn.", "src_attn."),
         mask="True attends",
         source="harvardnlp/annotated-transformer, the_annotated_transformer.py",
     ),
     Layout(
         name="einops",
         tensors=projections("w_qs w_ks w_vs fc", **APART),
-        where={
-            "encoder": "encoder.layer_stack.{layer}.slf_attn.",
-            "decoder": "decoder.layer_stack.{layer}.slf_attn.",
-            "cross": "decoder.layer_stack.{layer}.enc_attn.",
-        },
+        where=both_sides("{side}.layer_stack.{layer}.", "slf_attn.", "enc_attn."),
         beside=("layer_norm.*",),
         source="arogozhnikov/einops, docs/pytorch-examples.html",
         note="the example of einops' page, before and after; jadore801120's "

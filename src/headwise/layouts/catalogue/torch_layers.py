@@ -6,6 +6,7 @@ from typing import Any
 
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue import (
+    both_sides,
     output_projection,
     projections,
     qkv_fused_by_projection,
@@ -78,11 +79,7 @@ LAYOUTS = (
     Layout(
         name="fairseq",
         tensors=projections("q_proj k_proj v_proj") | _OUT | _EXTRA,
-        where={
-            "encoder": "encoder.layers.{layer}.self_attn.",
-            "decoder": "decoder.layers.{layer}.self_attn.",
-            "cross": "decoder.layers.{layer}.encoder_attn.",
-        },
+        where=both_sides("{side}.layers.{layer}.", "self_attn.", "encoder_attn."),
         mask="True hides",
         axes="length batch width",
         optional=("extra_k", "extra_v"),
