@@ -5,6 +5,7 @@ Commands import heavy modules inside their functions, so that ``headwise --help`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -27,7 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_COMMANDS = (
+# Each command, with what its exit statuses 0, 1 and 3 mean.
+_COMMANDS: tuple[tuple[Callable[..., None], str, str, str], ...] = (
     (demo, "done", "a layer of the trained encoder is not the same", ""),
     (study, "every claim is borne out", "one is not", "none could be asked"),
     (scan, "done", "a text was not scanned, or parts are missing", ""),
