@@ -61,8 +61,7 @@ def convert_checkpoint(
         root: the prefix of all names in the target; that of the source if None.
         files: "safetensors", or files of tensor-parallel processes: "meta" or "megatron".
         shards: the number of these processes.
-        verify: True to read every safetensors file again, also those of an earlier run, and to
-            compare its CRC-32.
+        verify: True to read each file again, also of an earlier run, and compare its CRC-32.
         progress: called with a file's name, the bytes done, and the bytes in all.
         known: heads, kv_heads, rotary_width, and other counts that no shape gives.
 
@@ -75,9 +74,8 @@ def convert_checkpoint(
     options |= known
     plan = plan_checkpoint_conversion(source, target, source_layout, target_layout, **options)
     with explained_os_errors(plan.target.parent, problem="", needed=NEEDED, do=FREE_SPACE):
-        for step in plan.steps:
-            if not step.outputs:  # biases without a place in the target: they must be +0
-                run_round_trip_checked_step(step, {name: source[name] for name in step.inputs})
+        for step in (step for step in plan.steps if not step.outputs):  # biases left out, if +0
+            run_round_trip_checked_step(step, {name: source[name] for name in step.inputs})
         with StagingDir(plan.target, plan.output.peak_size) as staging:
             staging.begin(plan.identity)
             _write_files(plan, staging, progress, verify=verify)
