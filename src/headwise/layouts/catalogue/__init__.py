@@ -65,10 +65,10 @@ def transformers_layout(name: str, *, model: str = "", **fields: Any) -> Layout:
     return Layout(name=name, source=f"transformers, models/{model}/modeling_{model}.py", **fields)
 
 
-def both_sides(layers: str, own: str, cross: str) -> dict[str, str]:
+def both_sides(layers: str, attention: str, cross: str) -> dict[str, str]:
     """Return the places of an encoder's and a decoder's modules; ``layers`` has {side}."""
     sides = {side: layers.replace("{side}", side) for side in ("encoder", "decoder")}
-    places = {side: place + own for side, place in sides.items()}
+    places = {side: place + attention for side, place in sides.items()}
     return places | {"cross": sides["decoder"] + cross}
 
 
