@@ -30,6 +30,8 @@ MANIFEST, FILES = "manifest", "files"
 CHUNK = 2**18  # bytes that are read at a time: they fit into the cache of a core
 # The kernel or the disk has no copy operation here; reading and writing may still work.
 _NO_COPY_RANGE = {errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
+# Errors of file systems without hard links.
+_NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class PartialFile:
@@ -168,7 +170,10 @@ class StagingDir:
         """
         _sync_to_disk(made)
         require_unused_name(self._target)
-        os.rename(made, self._target)
+        if made.is_dir():
+            os.rename(made, self._target)
+        else:
+            _link_file(made, self._target)
         self._is_renamed = True
         try:
             _sync_to_disk(self._target.parent)
@@ -327,3 +332,16 @@ def _open_and_lock(path: Path) -> BinaryIO:
             ) from error
         stack.pop_all()
     return file
+
+
+def _link_file(made: Path, target: Path) -> None:
+    """Link a file to its target: unlike a rename, a link never overwrites a new file."""
+    try:
+        os.link(made, target)
+    except FileExistsError:
+        require_unused_name(target)
+        raise
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        os.rename(made, target)
