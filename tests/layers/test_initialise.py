@@ -16,7 +16,7 @@ from headwise import Attention
 from headwise.errors import OptionError
 from headwise.function import stages
 from headwise.layers.distance import Alibi, PositionBias, T5Bias
-from headwise.layers.initial import Source, initialise_projections
+from headwise.layers.linear import Source, initialise_projections
 from headwise.layers.norm import QKNorm
 
 SOURCES: tuple[Source, ...] = get_args(Source)

@@ -19,8 +19,7 @@ from headwise.function.stages import STAGES, scores, split_heads
 from headwise.layers import advice, checks, conversion, hooks, packing
 from headwise.layers.cache import Cache
 from headwise.layers.distance import PositionBias
-from headwise.layers.explain import LayerExplanation, projection_lines
-from headwise.layers.initial import Source, initialise_projections
+from headwise.layers.linear import LayerExplanation, Source, initialise_projections, projection_line
 from headwise.layers.norm import QKNorm
 from headwise.layers.part import HeadPart
 from headwise.layouts import registry
@@ -64,7 +63,7 @@ class Attention(nn.Module):
         gate_bias: True for a bias in the projection of the gates, where there are any.
         dropout: probability of dropping each weight in training.
         init: the library whose initialisation is used; see `initialise_projections` in
-            `headwise.layers.initial`.
+            `headwise.layers.linear`.
         device: the device of the parameters, as in torch.
         dtype: the dtype of the parameters, as in torch.
 
@@ -331,7 +330,8 @@ class Attention(nn.Module):
             line += f"; {self.part} of {self.num_heads} here"
         counts = {"q_proj": real, "k_proj": keys, "v_proj": keys, "out_proj": real}
         counts |= {} if self.gate_proj is None else {"gate_proj": real}
-        return LayerExplanation(line, projection_lines(self, counts), matrix.explain(v))
+        lines = [projection_line(name, getattr(self, name), n) for name, n in counts.items()]
+        return LayerExplanation(line, tuple(lines), matrix.explain(v))
 
     # ---- weights and caches -------------------------------------------------------------------
 

@@ -48,13 +48,13 @@ class HeadPart:
         """Return the part's share of a parameter."""
         return parameter
 
-    def mean_over_heads_from_own_mean(self, weights: Tensor) -> Tensor:
-        """Return the part's share of the mean over all heads, from the mean over its own."""
-        return weights * (len(self.heads) / self.num_heads)
+    def weights_of_all_heads(self, weights: Tensor, *, average: bool) -> Tensor:
+        """Return the weights that a call returns, from those of these heads.
 
-    def collect_returned_weights(self, weights: Tensor) -> Tensor:
-        """Return the weights, (batch, heads, queries, keys), that a call returns."""
-        return weights
+        ``average`` is True for their mean, (batch, queries, keys), whose share of the mean over
+        all heads is returned.
+        """
+        return weights * (len(self.heads) / self.num_heads) if average else weights
 
     # ---- the part's share of what a call has for all heads ------------------------------------
 

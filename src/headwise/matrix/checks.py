@@ -189,9 +189,9 @@ def check_dense_memory_limit(limit: int | None, size: int, matrix: object) -> No
         )
 
 
-def check_probability(dropout_p: float) -> None:
+def check_probability(dropout_p: float, error: type[OptionError] = OptionError) -> None:
     if not (is_number(dropout_p) and 0 <= dropout_p <= 1):
-        raise OptionError(
+        raise error(
             saw="dropout probability has to be between 0 and 1, but got "
             f"{describe_value(dropout_p)}",
             needed="0 <= dropout <= 1",

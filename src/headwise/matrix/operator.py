@@ -372,6 +372,18 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
         return self.score_bias.requires_grad or any(x.requires_grad for x in leaves)
 
 
+def describe_average(matrix: AttentionMatrix, v: Tensor, *, dropout_p: float) -> str:
+    """Return how `AttentionMatrix.outputs_and_average` computes the mean, beside its outputs."""
+    if dropout_p == 0 and matrix._outputs_and_average_of_single_query(v):
+        return "mean over heads, from the single row of weights, which also replaces A @ v below"
+    if dropout_p > 0 or matrix._needs_gradient(v):
+        return "mean over heads, in a second pass; need_weights=False saves it"
+    return (
+        "mean over heads, in one tiled pass that also computes A @ v, instead of the kernel below; "
+        "need_weights=False saves it"
+    )
+
+
 class TransposedMatrix(LeftOperand):
     """Transpose (batch, heads, keys, queries) of an `AttentionMatrix`, made by ``A.mT``."""
 

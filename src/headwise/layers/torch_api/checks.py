@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, MaskError, OptionError, ShapeError
-from headwise.support.arguments import is_number
+from headwise.matrix.checks import check_probability
 from headwise.support.text import describe_move, describe_value, nearest_counts
 from headwise.support.tracing import is_autocast_enabled
 
@@ -49,42 +49,40 @@ class RuntimeDeviceError(DeviceError, RuntimeError):
     """Inputs and parameters on different devices."""
 
 
-class Parameters(NamedTuple):
-    """Parameters before the output projection, as one call reads them.
+# The first fields of a `Call`.
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool, bool, bool]
+
+
+class Call(NamedTuple):
+    """One call: inputs, masks, options, and the parameters before the output projection.
 
     Attributes:
-        embed_dim: width of the queries' input.
         width: that of all heads together: of the projected queries, keys and values.
-        num_heads: number of heads.
-        packed: True for one weight, of queries, keys and values together.
-        weights: the packed weight, or those of queries, keys and values.
+        weights: one packed weight, or those of queries, keys and values.
         bias: those of queries, keys and values, packed.
         bias_k: the key of a slot that every query may attend to.
         bias_v: its value.
         add_zero_attn: True for a slot of zeros.
     """
 
-    embed_dim: int
-    width: int
-    num_heads: int
-    packed: bool
-    weights: tuple[Tensor | None, ...]
-    bias: Tensor | None
-    bias_k: Tensor | None
-    bias_v: Tensor | None
-    add_zero_attn: bool
-
-
-class CallOptions(NamedTuple):
-    """Arguments of one call besides the inputs."""
-
+    query: Tensor
+    key: Tensor
+    value: Tensor
     padding: Tensor | None
     attn_mask: Tensor | None
     is_causal: bool
     need_weights: bool
     average: bool
     dropout_p: float
-    batch_first: bool = False
+    batch_first: bool
+    embed_dim: int
+    width: int
+    num_heads: int
+    weights: tuple[Tensor | None, ...]
+    bias: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+    add_zero_attn: bool
     static_k: Tensor | None = None
     static_v: Tensor | None = None
 
@@ -129,10 +127,9 @@ def require_mask_for_hint(*, is_causal: bool, attn_mask: Tensor | None) -> None:
         )
 
 
-def check_ranks(
-    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, attn_mask: Tensor | None
-) -> bool:
+def check_ranks(call: Call) -> bool:
     """Raise unless the inputs are all 3-D or all 2-D with fitting masks; return True for 3-D."""
+    query, key, value, padding, attn_mask, *_ = call
     if padding is None and attn_mask is None and query.dim() == key.dim() == value.dim() == 3:
         return True
     for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
@@ -189,118 +186,106 @@ def _require_mask_kind(name: str, mask: Tensor | None) -> None:
         )
 
 
-def check_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parameters: Parameters,
-    options: CallOptions,
-    *,
-    batched: bool,
-) -> None:
-    """Raise unless 3-D inputs, parameters, masks and options fit each other.
+def check_call(call: Call, *, batched: bool) -> None:
+    """Raise unless the 3-D inputs, parameters, masks and options of a call fit each other.
 
     ``batched`` is False for inputs and a padding mask that were given without the batch axis.
     """
-    packed, bias = parameters.packed, parameters.bias
-    batch = 0 if options.batch_first else 1
-    if query.shape[2] != parameters.embed_dim:
-        _refuse_query_width(query, parameters.embed_dim, options)
-    if key is not value:
-        shapes = (key.shape, value.shape) if packed else (key.shape[:2], value.shape[:2])
-        if shapes[0] != shapes[1]:
-            _refuse_values(*shapes, options, packed=packed)
-    if key is not query and key.shape[batch] != query.shape[batch]:
-        _refuse_batch(query, key, options)
-    if bias is not None and bias.shape != (3 * parameters.width,):
-        _refuse_bias(bias, parameters.embed_dim)
-    inputs = [("query", query)]
-    if not packed or key is not query:
-        inputs.append(("key", key))
-    if not packed or value is not key:
-        inputs.append(("value", value))
-    rows = parameters.width * (3 if packed else 1)
+    query, key, batch = call.query, call.key, 0 if call.batch_first else 1
+    if query.shape[2] != call.embed_dim or not (query is key is call.value):
+        _check_input_shapes(call)
+    _check_weights(call)
+    keys = key.shape[1 - batch]
+    if call.static_k is not None or call.static_v is not None:
+        keys = _check_static_keys_and_values(call)
+    if call.padding is not None or call.attn_mask is not None:
+        _check_masks(call, keys, batched=batched)
+    if call.bias_k is not None or call.bias_v is not None:
+        _check_slots(call)
+    if type(call.dropout_p) is not float or not 0.0 <= call.dropout_p <= 1.0:
+        check_probability(call.dropout_p, RuntimeOptionError)
+
+
+def _check_input_shapes(call: Call) -> None:
+    query, key, value, batch = call.query, call.key, call.value, 0 if call.batch_first else 1
+    axes = "(batch, {}, width)" if call.batch_first else "({}, batch, width)"
+    if query.shape[2] != call.embed_dim:
+        width = query.shape[2]
+        raise AssertedShapeError(
+            saw=f"was expecting embedding dimension of {call.embed_dim}, but got {width}:"
+            f" query has shape {tuple(query.shape)}",
+            needed=f"{axes.format('queries')} with embed_dim {call.embed_dim}",
+            do=f"pass queries of width {call.embed_dim}, or make the layer with embed_dim={width}",
+        )
+    packed = len(call.weights) == 1
+    shapes = (key.shape, value.shape) if packed else (key.shape[:2], value.shape[:2])
+    if shapes[0] != shapes[1]:
+        raise AssertedShapeError(
+            saw=f"key shape {shapes[0]} does not match value shape {shapes[1]}"
+            if packed
+            else f"key's sequence and batch dims {shapes[0]} do not match value's {shapes[1]}",
+            needed=f"one value for each key, both {axes.format('keys')}",
+            do="pass as many values as keys; other widths need kdim and vdim",
+        )
+    if key.shape[batch] != query.shape[batch]:
+        raise RuntimeShapeError(
+            saw=f"batch {query.shape[batch]} of query {tuple(query.shape)} but batch"
+            f" {key.shape[batch]} of key {tuple(key.shape)}, read as {axes.format('length')}:"
+            f" shape '[{key.shape[1 - batch]}, ...]' is invalid for input of size {key.numel()}",
+            needed="one batch for query, key and value",
+            do="expand key and value to the batch, or check the order of axes:"
+            f" batch_first is {call.batch_first}",
+        )
+
+
+def _check_weights(call: Call) -> None:
+    """Raise unless the weights and their bias fit the inputs."""
+    bias, packed, rows = call.bias, len(call.weights) == 1, call.width
+    if bias is not None and bias.shape != (3 * rows,):
+        raise AssertedShapeError(
+            saw=f"expecting query bias shape of {(call.embed_dim,)}, but got in_proj_bias of shape"
+            f" {tuple(bias.shape)}",
+            needed=f"(3 * embed_dim,) = ({3 * call.embed_dim},)",
+            do="torch.cat([q_bias, k_bias, v_bias]), with zeros for a missing one",
+        )
+    inputs = [("query", call.query)]
+    if not packed or call.key is not call.query:
+        inputs.append(("key", call.key))
+    if not packed or call.value is not call.key:
+        inputs.append(("value", call.value))
+    rows = 3 * rows if packed else rows
     for index, (name, x) in enumerate(inputs):
-        weight = parameters.weights[0 if packed else index]
+        weight = call.weights[0 if packed else index]
         if weight is None:
-            _refuse_missing_weight("in_proj_weight" if packed else f"{name[0]}_proj_weight", packed)
+            missing = "in_proj_weight" if packed else f"{name[0]}_proj_weight"
+            raise AssertedOptionError(
+                saw=f"use_separate_proj_weight is {not packed} but {missing} is None",
+                needed="q_proj_weight, k_proj_weight and v_proj_weight, or in_proj_weight",
+                do=f"pass {missing}, or use_separate_proj_weight={packed}",
+            )
         if x.shape[-1] != weight.shape[1] or weight.shape[0] != rows:
-            _refuse_weight(name, x, weight, rows, packed=packed)
+            kind = RuntimeShapeError if packed else AssertedShapeError
+            raise kind(
+                saw=f"{name} {tuple(x.shape)} and a packed weight of shape {tuple(weight.shape)}:"
+                f" mat1 and mat2 shapes cannot be multiplied"
+                f" ({x.shape[:-1].numel()}x{x.shape[-1]} and {weight.shape[1]}x{rows})"
+                if packed
+                else f"expecting {name} weights shape of {(rows, x.shape[-1])}, but got"
+                f" {weight.shape}",
+                needed=f"{name}s of width {weight.shape[1]}, and a weight with {rows} rows",
+                do=f"pass {name} of that width, or make the layer with kdim and vdim",
+            )
         if x.dtype != weight.dtype or x.device != weight.device:
             _refuse_mixed_dtypes_or_devices(name, x, weight)
-    keys = key.shape[1 - batch]
-    if options.static_k is not None or options.static_v is not None:
-        keys = _check_static_keys_and_values(query, key, parameters, options)
-    if options.padding is not None or options.attn_mask is not None:
-        sizes = (query.shape[batch], parameters.num_heads, query.shape[1 - batch], keys)
-        _check_masks(options, query, sizes, batched=batched)
-    if parameters.bias_k is not None or parameters.bias_v is not None:
-        _check_slots(parameters, options)
-    dropout_p = options.dropout_p
-    if type(dropout_p) is not float or not 0.0 <= dropout_p <= 1.0:
-        require_probability(dropout_p)
 
 
-def _refuse_query_width(query: Tensor, embed_dim: int, options: CallOptions) -> NoReturn:
-    raise AssertedShapeError(
-        saw=f"was expecting embedding dimension of {embed_dim}, but got {query.shape[2]}:"
-        f" query has shape {tuple(query.shape)}",
-        needed=f"{_axes_in_words('queries', options)} with embed_dim {embed_dim}",
-        do=f"pass queries of width {embed_dim}, or make the layer with embed_dim={query.shape[2]}",
-    )
-
-
-def _refuse_values(
-    key: torch.Size, value: torch.Size, options: CallOptions, *, packed: bool
-) -> NoReturn:
-    raise AssertedShapeError(
-        saw=f"key shape {key} does not match value shape {value}"
-        if packed
-        else f"key's sequence and batch dims {key} do not match value's {value}",
-        needed=f"one value for each key, both {_axes_in_words('keys', options)}",
-        do="pass as many values as keys; other widths need kdim and vdim",
-    )
-
-
-def _refuse_batch(query: Tensor, key: Tensor, options: CallOptions) -> NoReturn:
-    batch = 0 if options.batch_first else 1
-    raise RuntimeShapeError(
-        saw=f"batch {query.shape[batch]} of query {tuple(query.shape)} but batch"
-        f" {key.shape[batch]} of key {tuple(key.shape)}, read as"
-        f" {_axes_in_words('length', options)}: shape '[{key.shape[1 - batch]}, ...]' is"
-        f" invalid for input of size {key.numel()}",
-        needed="one batch for query, key and value",
-        do="expand key and value to the batch, or check the order of axes:"
-        f" batch_first is {options.batch_first}",
-    )
-
-
-def _refuse_bias(bias: Tensor, embed_dim: int) -> NoReturn:
-    raise AssertedShapeError(
-        saw=f"expecting query bias shape of {(embed_dim,)}, but got in_proj_bias of shape"
-        f" {tuple(bias.shape)}",
-        needed=f"(3 * embed_dim,) = ({3 * embed_dim},)",
-        do="torch.cat([q_bias, k_bias, v_bias]), with zeros for a missing one",
-    )
-
-
-def _refuse_missing_weight(name: str, packed: bool) -> NoReturn:
-    raise AssertedOptionError(
-        saw=f"use_separate_proj_weight is {not packed} but {name} is None",
-        needed="q_proj_weight, k_proj_weight and v_proj_weight, or in_proj_weight",
-        do=f"pass {name}, or use_separate_proj_weight={packed}",
-    )
-
-
-def _check_static_keys_and_values(
-    query: Tensor, key: Tensor, parameters: Parameters, options: CallOptions
-) -> int:
+def _check_static_keys_and_values(call: Call) -> int:
     """Return the number of keys, of ``static_k`` and ``static_v`` where they are given."""
-    batch, heads = query.shape[0 if options.batch_first else 1], parameters.num_heads
-    head_dim, lengths = parameters.width // heads, []
-    for name, static in (("static_k", options.static_k), ("static_v", options.static_v)):
+    batch, heads = call.query.shape[0 if call.batch_first else 1], call.num_heads
+    head_dim, lengths = call.width // heads, []
+    for name, static in (("static_k", call.static_k), ("static_v", call.static_v)):
         if static is None:
-            lengths.append(key.shape[1 if options.batch_first else 0])
+            lengths.append(call.key.shape[1 if call.batch_first else 0])
             continue
         for axis, size in ((0, batch * heads), (2, head_dim)):
             if static.dim() != 3 or static.shape[axis] != size:
@@ -321,12 +306,10 @@ def _check_static_keys_and_values(
     return lengths[0]
 
 
-def _check_masks(
-    options: CallOptions, query: Tensor, sizes: tuple[int, int, int, int], *, batched: bool
-) -> None:
-    """Raise unless the masks fit ``sizes`` of batch, heads, queries and keys."""
-    batch, heads, queries, keys = sizes
-    padding, attn_mask = options.padding, options.attn_mask
+def _check_masks(call: Call, keys: int, *, batched: bool) -> None:
+    query, padding, attn_mask = call.query, call.padding, call.attn_mask
+    axis, heads = 0 if call.batch_first else 1, call.num_heads
+    batch, queries = query.shape[axis], query.shape[1 - axis]
     for name, mask in (("key_padding_mask", padding), ("attn_mask", attn_mask)):
         if mask is not None and mask.device != query.device:
             _refuse_device(name, mask, query, "query")
@@ -345,55 +328,22 @@ def _check_masks(
                 )
 
 
-def _check_slots(parameters: Parameters, options: CallOptions) -> None:
+def _check_slots(call: Call) -> None:
     """Raise unless ``bias_k`` and ``bias_v`` come together, without static keys or values."""
     for name, missing in (("k", "v"), ("v", "k")):
-        if getattr(parameters, f"bias_{missing}") is None:
+        if getattr(call, f"bias_{missing}") is None:
             raise AssertedOptionError(
                 saw=f"bias_{name} is set but bias_{missing} is None",
                 needed="a key and a value for the appended slot",
                 do="set bias_k and bias_v, or neither",
             )
-    for static, name in ((options.static_k, "key"), (options.static_v, "value")):
+    for static, name in ((call.static_k, "key"), (call.static_v, "value")):
         if static is not None:
             raise AssertedOptionError(
                 saw=f"bias cannot be added to static {name}.",
                 needed="bias_k and bias_v, or static_k and static_v",
                 do=f"append the bias to the static {name} yourself",
             )
-
-
-def require_probability(dropout_p: float) -> None:
-    """Raise unless a dropout probability is a number from 0 to 1."""
-    if not (is_number(dropout_p) and 0 <= dropout_p <= 1):
-        raise RuntimeOptionError(
-            saw="dropout probability has to be between 0 and 1, but got"
-            f" {describe_value(dropout_p)}",
-            needed="0 <= dropout <= 1",
-            do="set layer.dropout, e.g. 0.1",
-        )
-
-
-def _axes_in_words(length: str, options: CallOptions) -> str:
-    return f"(batch, {length}, width)" if options.batch_first else f"({length}, batch, width)"
-
-
-def _refuse_weight(name: str, x: Tensor, weight: Tensor, rows: int, *, packed: bool) -> NoReturn:
-    needed = f"{name}s of width {weight.shape[1]}, and a weight with {rows} rows"
-    do = f"pass {name} of that width, or make the layer with kdim and vdim"
-    if packed:
-        raise RuntimeShapeError(
-            saw=f"{name} {tuple(x.shape)} and a packed weight of shape {tuple(weight.shape)}:"
-            f" mat1 and mat2 shapes cannot be multiplied"
-            f" ({x.shape[:-1].numel()}x{x.shape[-1]} and {weight.shape[1]}x{rows})",
-            needed=needed,
-            do=do,
-        )
-    raise AssertedShapeError(
-        saw=f"expecting {name} weights shape of {(rows, x.shape[-1])}, but got {weight.shape}",
-        needed=needed,
-        do=do,
-    )
 
 
 def cast_under_autocast_or_raise(name: str, x: Tensor, like: Tensor) -> Tensor:

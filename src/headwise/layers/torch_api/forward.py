@@ -7,95 +7,69 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn import functional as F
 
-from headwise.layers import explain, hooks
-from headwise.layers.linear import apply_linear
+from headwise.layers import hooks, linear
+from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
-from headwise.layers.torch_api.checks import CallOptions, Parameters
+from headwise.layers.torch_api.checks import Call
 from headwise.layers.torch_api.masks import convert_masks, warn_of_polarity
-from headwise.matrix.operator import AttentionMatrix
+from headwise.matrix.operator import AttentionMatrix, describe_average
 from headwise.support.arguments import require_tensors
 
 
-def read_parameters(layer: nn.MultiheadAttention) -> Parameters:
-    """Read the parameters of a layer, once in a call: they may be replaced or parametrized."""
-    packed = layer._qkv_same_embed_dim
-    weights = (
-        (layer.in_proj_weight,)
-        if packed
-        else (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-    )
-    return Parameters(
-        layer.embed_dim,
-        layer.embed_dim,
-        layer.num_heads,
-        packed,
-        weights,
-        layer.in_proj_bias,
-        layer.bias_k,
-        layer.bias_v,
-        layer.add_zero_attn,
-    )
-
-
-def attend_before_out_proj(
-    query: Tensor, key: Tensor, value: Tensor, parameters: Parameters, options: CallOptions
-) -> tuple[Tensor, Tensor | None]:
+def attend_before_out_proj(call: Call) -> tuple[Tensor, Tensor | None]:
     """Return the input of the output projection, and the weights before dropout or None.
 
     Shapes:
-        query: (batch, queries, embed_dim) with ``batch_first``, (queries, batch, embed_dim)
-            without; key and value likewise. Unbatched: (queries, embed_dim).
         returns: like query; weights (batch, queries, keys) or (batch, heads, queries, keys).
     """
-    matrix, v = build_matrix_and_values(query, key, value, parameters, options)
-    dropout_p, weights = options.dropout_p, None
-    if options.need_weights and options.average and dropout_p == 0:
+    matrix, v = build_matrix_and_values(call)
+    dropout_p, weights = call.dropout_p, None
+    if call.need_weights and call.average and dropout_p == 0:
         # Equal to ``matrix @ v`` within the error budget; in inference one pass computes both.
         outputs, weights = matrix.outputs_and_average(v)
     else:
         outputs = matrix @ v if dropout_p == 0 else matrix.dropped(v, dropout_p=dropout_p)
     outputs = hooks.call_hook(matrix, v, outputs)
-    if options.need_weights and weights is None:
-        weights = matrix.head_average() if options.average else matrix.dense(limit=None)
-    shape = (*query.shape[:-1], parameters.width)
-    if query.dim() == 2:
+    if call.need_weights and weights is None:
+        weights = matrix.head_average() if call.average else matrix.dense(limit=None)
+    shape = (*call.query.shape[:-1], call.width)
+    if call.query.dim() == 2:
         weights = None if weights is None else weights.squeeze(0)
-    elif not options.batch_first:
+    elif not call.batch_first:
         return outputs.permute(2, 0, 1, 3).reshape(shape), weights
     return outputs.transpose(1, 2).reshape(shape), weights
 
 
-def build_matrix_and_values(
-    query: Tensor, key: Tensor, value: Tensor, parameters: Parameters, options: CallOptions
-) -> tuple[AttentionMatrix, Tensor]:
+def build_matrix_and_values(call: Call) -> tuple[AttentionMatrix, Tensor]:
     """Return the attention matrix of a call, and its values (batch, heads, keys, head_dim)."""
-    padding, attn_mask = options.padding, options.attn_mask
-    batched = checks.check_ranks(query, key, value, padding, attn_mask)
+    batched = checks.check_ranks(call)
     if not batched:
+        query, key, value, padding, *_ = call
+        first = query.unsqueeze(0)
+        second = first if key is query else key.unsqueeze(0)
+        third = second if value is key else value.unsqueeze(0)
         padding = None if padding is None else padding.unsqueeze(0)
-        same = (query is key, key is value)
-        query = query.unsqueeze(0)
-        key = query if same[0] else key.unsqueeze(0)
-        value = key if same[1] else value.unsqueeze(0)
-        options = options._replace(batch_first=True, padding=padding)
-    checks.check_call(query, key, value, parameters, options, batched=batched)
-    q, k, v = _project_heads(query, key, value, parameters, options)
-    has_bias = parameters.bias_k is not None
-    slots = int(has_bias) + int(parameters.add_zero_attn)
+        call = call._replace(
+            query=first, key=second, value=third, padding=padding, batch_first=True
+        )
+    checks.check_call(call, batched=batched)
+    q, k, v = _project_heads(call)
+    slots = int(call.bias_k is not None) + int(call.add_zero_attn)
     mask, score_bias = None, None
-    if padding is not None or attn_mask is not None:
+    if call.padding is not None or call.attn_mask is not None:
         mask, score_bias = convert_masks(
-            padding,
-            attn_mask,
-            num_heads=parameters.num_heads,
+            call.padding,
+            call.attn_mask,
+            num_heads=call.num_heads,
             slots=slots,
-            hinted=options.is_causal,
+            hinted=call.is_causal,
             dtype=q.dtype,
         )
     if slots:
-        k, v = _append_bias_and_zero_keys(k, v, parameters)
+        k = _append_slots(k, k, "bias_k", call)
+        v = _append_slots(v, k, "bias_v", call)
     return AttentionMatrix(q, k, mask=mask, score_bias=score_bias), v
 
 
@@ -105,16 +79,14 @@ def build_matrix_and_values(
 Product = tuple[str, Tensor, Tensor, Tensor | None, int]
 
 
-def _input_products(
-    query: Tensor, key: Tensor, value: Tensor, parameters: Parameters
-) -> list[Product]:
+def _input_products(call: Call) -> list[Product]:
     """Return the products of the input projection, in the order of queries, keys, values.
 
     A packed weight takes one product in self-attention, two where key is value, else three.
     """
-    weights, bias, width = parameters.weights, parameters.bias, parameters.width
-    inputs = (query, key, value)
-    if parameters.packed:
+    query, key, value, *_ = call
+    weights, bias, width = call.weights, call.bias, call.width
+    if len(weights) == 1:
         (weight,) = weights
         assert weight is not None
         if key is value and query is key:
@@ -128,20 +100,18 @@ def _input_products(
     else:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
     biases = (None, None, None) if bias is None else bias.chunk(3)
-    ones = (1, 1, 1)
-    return list(zip(names, inputs, weights, biases, ones, strict=True))  # type: ignore[arg-type]
+    columns = (names, (query, key, value), weights, biases, (1, 1, 1))
+    return list(zip(*columns, strict=True))  # type: ignore[arg-type]
 
 
-def _project_heads(
-    query: Tensor, key: Tensor, value: Tensor, parameters: Parameters, options: CallOptions
-) -> tuple[Tensor, Tensor, Tensor]:
+def _project_heads(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, projected or static: (batch, heads, length, head_dim)."""
-    heads, head_dim = parameters.num_heads, parameters.width // parameters.num_heads
-    batch, length = (0, 1) if options.batch_first else (1, 0)
+    heads, head_dim = call.num_heads, call.width // call.num_heads
+    batch, length = (0, 1) if call.batch_first else (1, 0)
     parts: list[Tensor] = []
-    products = _input_products(query, key, value, parameters)
+    products = _input_products(call)
     for _, x, weight, bias, count in products:
-        projected = apply_linear(x, weight, bias)
+        projected = linear.apply_linear(x, weight, bias)
         first, second, _ = projected.shape
         projected = projected.view(first, second, count, heads, head_dim)
         if torch.is_grad_enabled():
@@ -150,78 +120,116 @@ def _project_heads(
         else:
             parts += projected.permute(batch, 3, 2, length, 4).unbind(2)
     q, k, v = parts
-    if options.static_k is not None:
-        k = options.static_k.view(q.shape[0], heads, -1, head_dim)
-    if options.static_v is not None:
-        v = options.static_v.view(q.shape[0], heads, -1, head_dim)
+    if call.static_k is not None:
+        k = call.static_k.view(q.shape[0], heads, -1, head_dim)
+    if call.static_v is not None:
+        v = call.static_v.view(q.shape[0], heads, -1, head_dim)
     if len(products) > 1 or k is not parts[1] or v is not parts[2]:
         k = checks.cast_under_autocast_or_raise("keys", k, q)
         v = checks.cast_under_autocast_or_raise("values", v, q)
     return q, k, v
 
 
-def _append_bias_and_zero_keys(
-    k: Tensor, v: Tensor, parameters: Parameters
-) -> tuple[Tensor, Tensor]:
-    """Append the slots of bias_k, bias_v and add_zero_attn to keys and values."""
+def _append_slots(x: Tensor, k: Tensor, name: str, call: Call) -> Tensor:
+    """Append the slots of bias_k or bias_v, and of add_zero_attn, to the keys or values."""
     batch, heads, _, head_dim = k.shape
-    extended = []
-    for x, slot, name in ((k, parameters.bias_k, "bias_k"), (v, parameters.bias_v, "bias_v")):
-        rows = [x]
-        if slot is not None:
-            if torch.promote_types(slot.dtype, k.dtype) == k.dtype:
-                slot = slot.to(k.dtype)  # as torch.cat does
-            slot = checks.cast_under_autocast_or_raise(name, slot, k)
-            rows.append(slot.view(1, heads, 1, head_dim).expand(batch, heads, 1, head_dim))
-        if parameters.add_zero_attn:
-            rows.append(k.new_zeros(batch, heads, 1, head_dim))
-        extended.append(torch.cat(rows, dim=2))
-    return extended[0], extended[1]
+    rows, slot = [x], getattr(call, name)
+    if slot is not None:
+        if torch.promote_types(slot.dtype, k.dtype) == k.dtype:
+            slot = slot.to(k.dtype)  # as torch.cat does
+        slot = checks.cast_under_autocast_or_raise(name, slot, k)
+        rows.append(slot.view(1, heads, 1, head_dim).expand(batch, heads, 1, head_dim))
+    if call.add_zero_attn:
+        rows.append(k.new_zeros(batch, heads, 1, head_dim))
+    return torch.cat(rows, dim=2)
 
 
-# ---- explanation -----------------------------------------------------------------------------
-
-
-def explain_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parameters: Parameters,
-    options: CallOptions,
-    *,
-    out_proj: nn.Module,
-) -> explain.LayerExplanation:
-    """Return the report on `attend_before_out_proj` and the output projection for these inputs."""
-    matrix, v = build_matrix_and_values(query, key, value, parameters, options)
-    tokens = f"{query.shape[:-1].numel():,}, all of the input"
-    if options.padding is not None:
+def explain_forward(call: Call, out_proj: nn.Module) -> linear.LayerExplanation:
+    """Return the report on `attend_before_out_proj` and the output projection for a call."""
+    matrix, v = build_matrix_and_values(call)
+    queries = call.query.shape[:-1].numel()
+    tokens = f"{queries:,}, all of the input"
+    if call.padding is not None:
         tokens += "; torch's key_padding_mask hides keys, and padded queries are still computed"
-    if options.dropout_p > 0:
+    if call.dropout_p > 0:
         tokens += "; dropout in training allocates queries x keys for A @ v"
     lines = [
-        explain.linear_product_line(
-            name, "product", tokens=x.shape[:-1].numel(), widths=(x.shape[-1], len(weight))
-        )
-        for name, x, weight, *_ in _input_products(query, key, value, parameters)
+        linear.product_line(name, "product", x.shape[:-1].numel(), (x.shape[-1], len(weight)))
+        for name, x, weight, *_ in _input_products(call)
     ]
-    lines.append(explain.projection_line("out_proj", out_proj, query.shape[:-1].numel()))
-    returned = _describe_returned_weights(matrix, v, options)
-    return explain.LayerExplanation(tokens, tuple(lines), matrix.explain(v), returned)
+    lines.append(linear.projection_line("out_proj", out_proj, queries))
+    returned = "all heads, in queries x keys memory; need_weights=False saves it"
+    if not call.need_weights:
+        returned = "not returned"
+    elif call.average:
+        returned = describe_average(matrix, v, dropout_p=call.dropout_p)
+    return linear.LayerExplanation(tokens, tuple(lines), matrix.explain(v), returned)
 
 
-def _describe_returned_weights(matrix: AttentionMatrix, v: Tensor, options: CallOptions) -> str:
-    if not options.need_weights:
-        return "not returned"
-    if not options.average:
-        return "all heads, in queries x keys memory; need_weights=False saves it"
-    if options.dropout_p == 0 and matrix._outputs_and_average_of_single_query(v):
-        return "mean over heads, from the single row of weights, which also replaces A @ v below"
-    if options.dropout_p > 0 or matrix._needs_gradient(v):
-        return "mean over heads, in a second pass; need_weights=False saves it"
-    return (
-        "mean over heads, in one tiled pass that also computes A @ v, instead of the kernel below; "
-        "need_weights=False saves it"
+# ---- a part of the heads ---------------------------------------------------------------------
+
+
+def take_part(call: Call, part: HeadPart) -> Call:
+    """Return a call for a part of the heads: inputs, parameters and masks of these alone.
+
+    Raises:
+        HeadwiseError: an ``attn_mask`` that is not for all heads.
+    """
+    given = {"query": call.query}
+    for name, mask in (("key_padding_mask", call.padding), ("attn_mask", call.attn_mask)):
+        if isinstance(mask, Tensor) and mask.is_floating_point():
+            given[name] = mask
+    if call.key is not call.query:
+        given["key"] = call.key
+    if call.value is not call.key:
+        given["value"] = call.value
+    inputs = part.check_inputs_and_sum_gradients(given)
+    query, padding = inputs["query"], inputs.get("key_padding_mask", call.padding)
+    key, mask = inputs.get("key", query), inputs.get("attn_mask", call.attn_mask)
+    if isinstance(mask, Tensor) and mask.dim() == 3:
+        batched = query.dim() == 3
+        axis = 1 if batched and call.batch_first else 0  # of the length
+        batch, heads = query.shape[1 - axis] if batched else 1, part.num_heads
+        if mask.shape[0] != batch * heads:
+            shape = (batch * heads, query.shape[axis], key.shape[axis])
+            checks.refuse_attn_mask_shape(mask, shape, batch, heads, batched=batched)
+        mask = part.cut_channels(mask.unflatten(0, (batch, heads)), dim=1).flatten(0, 1)
+    value = inputs.get("value", key)
+    call = call._replace(query=query, key=key, value=value, padding=padding, attn_mask=mask)
+    return _take_parameters(call, part)
+
+
+def _take_parameters(call: Call, part: HeadPart) -> Call:
+    """Return a call with the part's parameters, in the separate form."""
+    width = call.embed_dim
+
+    def share(parameter: Tensor | None, dim: int) -> Tensor | None:
+        if parameter is None:
+            return None
+        weight = part.own_share_of_parameter(parameter)
+        return weight if weight.shape[dim] != width else part.cut_channels(weight, dim=dim)
+
+    def packed(parameter: Tensor) -> Tensor:
+        thirds = part.own_share_of_parameter(parameter).unflatten(0, (3, width))
+        return part.cut_channels(thirds, dim=1)
+
+    weights: tuple[Tensor | None, ...]
+    if len(call.weights) > 1:
+        weights = tuple(share(weight, 0) for weight in call.weights)
+    else:
+        assert call.weights[0] is not None
+        weights = packed(call.weights[0]).unbind(0)
+    return call._replace(
+        width=width // part.num_heads * len(part.heads),
+        num_heads=len(part.heads),
+        weights=weights,
+        bias=None if call.bias is None else packed(call.bias).flatten(),
+        bias_k=share(call.bias_k, 2),
+        bias_v=share(call.bias_v, 2),
     )
+
+
+# ---- the function ----------------------------------------------------------------------------
 
 
 def multi_head_attention_forward(
@@ -265,12 +273,28 @@ def multi_head_attention_forward(
     checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
     checks.require_divisible_embed_dim(embed_dim_to_check, num_heads)
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
-    weights = separate if use_separate_proj_weight else (in_proj_weight,)
-    form = (embed_dim_to_check, embed_dim_to_check, num_heads, not use_separate_proj_weight)
-    parameters = Parameters(*form, weights, in_proj_bias, bias_k, bias_v, add_zero_attn)
-    masks, returned = (key_padding_mask, attn_mask, is_causal), (need_weights, average_attn_weights)
-    dropout = dropout_p if training else 0.0
-    options = CallOptions(*masks, *returned, dropout, static_k=static_k, static_v=static_v)
-    heads, attention = attend_before_out_proj(query, key, value, parameters, options)
+    call = Call(
+        query,
+        key,
+        value,
+        key_padding_mask,
+        attn_mask,
+        is_causal,
+        need_weights,
+        average_attn_weights,
+        dropout_p=dropout_p if training else 0.0,
+        batch_first=False,
+        embed_dim=embed_dim_to_check,
+        width=embed_dim_to_check,
+        num_heads=num_heads,
+        weights=separate if use_separate_proj_weight else (in_proj_weight,),
+        bias=in_proj_bias,
+        bias_k=bias_k,
+        bias_v=bias_v,
+        add_zero_attn=add_zero_attn,
+        static_k=static_k,
+        static_v=static_v,
+    )
+    heads, attention = attend_before_out_proj(call)
     warn_of_polarity(key_padding_mask, attn_mask, stacklevel=2)
-    return linear(heads, out_proj_weight, out_proj_bias), attention
+    return F.linear(heads, out_proj_weight, out_proj_bias), attention

@@ -18,16 +18,11 @@ import torch
 from torch import Tensor
 
 from headwise.function.spec import AttentionSpec
-from headwise.layers.explain import LayerExplanation
+from headwise.layers.linear import LayerExplanation
 from headwise.layers.part import HeadPart
 from headwise.layers.torch_api import checks
-from headwise.layers.torch_api.forward import (
-    attend_before_out_proj,
-    explain_forward,
-    read_parameters,
-)
+from headwise.layers.torch_api.forward import attend_before_out_proj, explain_forward, take_part
 from headwise.layers.torch_api.masks import warn_of_polarity
-from headwise.layers.torch_api.part import make_head_part_call, weights_of_all_heads
 from headwise.support.arguments import explain_arguments, renamed_arguments, require_tensors
 
 PACKED = "in_proj_weight"
@@ -50,13 +45,11 @@ def match_projection_form(
     has_packed, has_separate = packed in state_dict, all(key in state_dict for key in separate)
     if has_packed == has_separate:  # neither form, or both
         return state_dict
-    held = layer._parameters
-    if has_packed and held.get(PACKED) is None and _has_all(held, *SEPARATE):
+    held = {name: x for name, x in layer._parameters.items() if x is not None}
+    if has_packed and PACKED not in held and held.keys() >= set(SEPARATE):
         converted = _split_packed_weight(state_dict[packed], held, packed, error_msgs)
-    elif has_separate and _has_all(held, PACKED) and held.get(SEPARATE[0]) is None:
-        converted = _pack_separate_weights(
-            [state_dict[key] for key in separate], held, separate, error_msgs
-        )
+    elif has_separate and PACKED in held and SEPARATE[0] not in held:
+        converted = _pack_separate_weights(state_dict, held[PACKED], prefix, error_msgs)
     else:
         return state_dict
     if converted is None:
@@ -68,42 +61,34 @@ def match_projection_form(
     return rest | {prefix + name: weight for name, weight in converted.items()}
 
 
-def _has_all(parameters: Mapping[str, Tensor | None], *names: str) -> bool:
-    return all(parameters.get(name) is not None for name in names)
-
-
 def _split_packed_weight(
-    weight: Tensor, held: Mapping[str, Tensor | None], key: str, error_msgs: list[str]
+    weight: Tensor, held: Mapping[str, Tensor], key: str, error_msgs: list[str]
 ) -> dict[str, Tensor] | None:
-    shapes = [tuple(held[name].shape) for name in SEPARATE]  # type: ignore[union-attr]
-    rows = weight.shape[0] // 3
-    if weight.shape[0] % 3 or any(shape != (rows, *weight.shape[1:]) for shape in shapes):
-        expected = ", ".join(f"{n} {s}" for n, s in zip(SEPARATE, shapes, strict=True))
+    shapes = {name: tuple(held[name].shape) for name in SEPARATE}
+    each = (weight.shape[0] // 3, *weight.shape[1:])
+    if weight.shape[0] % 3 or any(shape != each for shape in shapes.values()):
+        expected = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         error_msgs.append(
             f"size mismatch for {key}: the packed weight {tuple(weight.shape)} in the checkpoint"
-            f" holds three of shape {(rows, *weight.shape[1:])}, but this layer has {expected}."
+            f" holds three of shape {each}, but this layer has {expected}."
         )
         return None
     return dict(zip(SEPARATE, weight.chunk(3), strict=True))
 
 
 def _pack_separate_weights(
-    weights: list[Tensor],
-    held: Mapping[str, Tensor | None],
-    keys: list[str],
-    error_msgs: list[str],
+    state_dict: Mapping[str, Tensor], held: Tensor, prefix: str, error_msgs: list[str]
 ) -> dict[str, Tensor] | None:
-    shape = tuple(held[PACKED].shape)  # type: ignore[union-attr]
-    each = (shape[0] // 3, *shape[1:])
-    shapes = [tuple(weight.shape) for weight in weights]
-    if any(shape != each for shape in shapes):
-        listed = ", ".join(f"{key} {shape}" for key, shape in zip(keys, shapes, strict=True))
+    weights = {prefix + name: state_dict[prefix + name] for name in SEPARATE}
+    each = (held.shape[0] // 3, *held.shape[1:])
+    if any(weight.shape != each for weight in weights.values()):
+        listed = ", ".join(f"{key} {tuple(weight.shape)}" for key, weight in weights.items())
         error_msgs.append(
-            f"size mismatch for {keys[0].removesuffix(SEPARATE[0])}{PACKED}: the checkpoint has"
-            f" {listed}, but this layer packs three of shape {each} into {shape}."
+            f"size mismatch for {prefix}{PACKED}: the checkpoint has {listed}, but this layer packs"
+            f" three of shape {each} into {tuple(held.shape)}."
         )
         return None
-    return {PACKED: torch.cat(weights)}
+    return {PACKED: torch.cat(list(weights.values()))}
 
 
 RENAMED = renamed_arguments(
@@ -162,19 +147,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         checks.require_divisible_embed_dim(embed_dim, num_heads)
-        super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            device,
-            dtype,
-        )
+        options = (dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first)
+        super().__init__(embed_dim, num_heads, *options, device, dtype)
 
     def forward(
         self,
@@ -213,10 +187,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             returned = (need_weights, attn_mask, average_attn_weights, is_causal)
             return super().forward(query, key, value, key_padding_mask, *returned)
         masks = (key_padding_mask, attn_mask, is_causal)
-        call = self._read_call(query, key, value, *masks, need_weights, average_attn_weights)
-        heads, weights = attend_before_out_proj(*call)
-        if self.part is not None:
-            weights = weights_of_all_heads(weights, self.part, average=average_attn_weights)
+        call = self._read_call((query, key, value, *masks, need_weights, average_attn_weights))
+        heads, weights = attend_before_out_proj(call)
+        if self.part is not None and weights is not None:
+            weights = self.part.weights_of_all_heads(weights, average=average_attn_weights)
         if key_padding_mask is not None or attn_mask is not None:
             self._warn_of_polarity(key_padding_mask, attn_mask)
         return self.out_proj(heads), weights
@@ -245,27 +219,28 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             checks.raise_nested_error("explain")
         masks = (key_padding_mask, attn_mask, is_causal)
-        call = self._read_call(query, key, value, *masks, need_weights, average_attn_weights)
-        return explain_forward(*call, out_proj=self.out_proj)
+        call = self._read_call((query, key, value, *masks, need_weights, average_attn_weights))
+        return explain_forward(call, self.out_proj)
 
-    def _read_call(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        padding: Tensor | None,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        need_weights: bool,
-        average: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, checks.Parameters, checks.CallOptions]:
-        """Return the arguments of the pass before the output projection, for the heads here."""
-        dropout_p = self.dropout if self.training else 0.0
-        masks = (padding, attn_mask, is_causal)
-        options = checks.CallOptions(*masks, need_weights, average, dropout_p, self.batch_first)
-        if self.part is None:
-            return query, key, value, read_parameters(self), options
-        return make_head_part_call(query, key, value, self, options, part=self.part)
+    def _read_call(self, arguments: checks.Arguments) -> checks.Call:
+        """Return a call, for the heads here, with the parameters that the layer has now."""
+        weights: tuple[Tensor | None, ...] = (self.in_proj_weight,)
+        if not self._qkv_same_embed_dim:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        call = checks.Call(
+            *arguments,
+            dropout_p=self.dropout if self.training else 0.0,
+            batch_first=self.batch_first,
+            embed_dim=self.embed_dim,
+            width=self.embed_dim,
+            num_heads=self.num_heads,
+            weights=weights,
+            bias=self.in_proj_bias,
+            bias_k=self.bias_k,
+            bias_v=self.bias_v,
+            add_zero_attn=self.add_zero_attn,
+        )
+        return call if self.part is None else take_part(call, self.part)
 
     def _warn_of_polarity(self, padding: Tensor | None, attn_mask: Tensor | None) -> None:
         # A graph that reads `_warned` would be compiled again after a warning.
@@ -288,12 +263,5 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> None:
         """Load the input projection from either form, packed or separate, if the widths fit."""
         state_dict = match_projection_form(self, state_dict, prefix, local_metadata, error_msgs)
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        messages = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)

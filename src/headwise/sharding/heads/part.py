@@ -74,14 +74,11 @@ class RankHeads(HeadPart):
         """Return what this rank holds; the gradient of what all hold is summed over ranks."""
         return local_part(parameter)
 
-    def mean_over_heads_from_own_mean(self, weights: Tensor) -> Tensor:
-        """Return the mean over all heads, from the mean over those of this rank."""
-        mean = super().mean_over_heads_from_own_mean(weights)
-        return collectives.sum_forward(mean, group=self.group)
-
-    def collect_returned_weights(self, weights: Tensor) -> Tensor:
-        """Return the weights of all heads."""
-        return collectives.gather_heads_of_ranks(weights, group=self.group)
+    def weights_of_all_heads(self, weights: Tensor, *, average: bool) -> Tensor:
+        """Return the mean over all heads, or the weights of all."""
+        weights = super().weights_of_all_heads(weights, average=average)
+        join = collectives.sum_forward if average else collectives.gather_heads_of_ranks
+        return join(weights, group=self.group)
 
 
 def local_part(parameter: P, *, heads_of_this_rank: bool = True) -> P:
