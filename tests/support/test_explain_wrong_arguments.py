@@ -12,7 +12,7 @@ from torch import nn
 
 from headwise import Attention, Mask
 from headwise.errors import ArgumentError
-from headwise.layers.advice import CALL, CONSTRUCTOR
+from headwise.layers.checks import CALL, CONSTRUCTOR
 from tests.refusals import refusals
 from tests.root import ROOT
 

@@ -25,6 +25,7 @@ from headwise.function.budget import Budget, BudgetVerdict
 from headwise.function.rounding import allow_two_runs
 from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.support.tensors import iterate_leaves
+from headwise.support.text import describe_count
 from headwise.support.tracing import evaluation_mode
 
 SCRIPTING = "torch.jit.script of a swapped layer; use torch.export, or script the model before"
@@ -47,10 +48,8 @@ class OutputDifference:
     mended: int
 
     def __str__(self) -> str:
-        text = f"{self.largest:.2g} at most, of values up to {self.scale:.2g}"
-        return (
-            f"{text}; {self.mended} NaN or infinite values are now finite" if self.mended else text
-        )
+        more = f"; {self.mended} NaN or infinite values are now finite" if self.mended else ""
+        return f"{self.largest:.2g} at most, of values up to {self.scale:.2g}{more}"
 
 
 @dataclass(frozen=True)
@@ -129,17 +128,17 @@ class Upgrade:
     is_transformers_model: bool = False
 
     def __str__(self) -> str:
-        head = f"Upgrade: {_count_noun(len(self.swapped), 'layer')} swapped, {len(self.kept)} kept"
+        swapped = describe_count(len(self.swapped), "layer")
+        head = f"Upgrade: {swapped} swapped, {len(self.kept)} kept"
         if not self.swapped and not self.kept:
             text = f"{head}\n  The model has no torch.nn.MultiheadAttention; nothing was changed."
             advice = "\n  For a model of transformers, call headwise.register_huggingface()."
             return text + advice if self.is_transformers_model else text
+        itself = "(the model itself)"
         sections = {
-            "swapped": [_display_name(name) for name in self.swapped],
-            "kept": [f"{_display_name(name)}: {why}" for name, why in self.kept.items()],
-            "switched off": [
-                f"{_display_name(name)}: {a}" for name, a in self.switched_off.items()
-            ],
+            "swapped": [name or itself for name in self.swapped],
+            "kept": [f"{name or itself}: {why}" for name, why in self.kept.items()],
+            "switched off": [f"{name or itself}: {a}" for name, a in self.switched_off.items()],
             "change": str(self.change).splitlines() if self.swapped else [],
             "fails now": [SCRIPTING] if self.swapped else [],
         }
@@ -149,10 +148,12 @@ class Upgrade:
                 sections["change"].append(cause)
             else:
                 sections["change"][0] += f" ({cause})"
-        lines = (
-            line for label, entries in sections.items() for line in _format_entries(label, entries)
-        )
-        return "\n".join([head, *lines])
+        lines = [head]
+        for label, entries in sections.items():
+            more = len(entries) - PRINTED
+            shown = entries if more <= 1 else [*entries[:PRINTED], f"... and {more} more"]
+            lines += [f"  {'' if i else label:<13}{entry}" for i, entry in enumerate(shown)]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -195,19 +196,19 @@ def upgrade(model: nn.Module, *inputs: Any, **options: Any) -> Upgrade:
     return Upgrade(swapped, kept, switched_off, UpgradeChange(layers, output), is_known)
 
 
-def _find_layers_to_swap(
-    model: nn.Module,
-) -> tuple[dict[nn.MultiheadAttention, list[str]], dict[str, str]]:
-    """Return the layers to swap with all their names, and name -> reason for the others."""
-    names: dict[nn.MultiheadAttention, list[str]] = {}
+Names = dict[nn.MultiheadAttention, list[str]]  # of the layers to swap, with all their names
+
+
+def _find_layers_to_swap(model: nn.Module) -> tuple[Names, dict[str, str]]:
+    """Return the layers to swap, and name -> reason for the others."""
+    names: Names = {}
     kept: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, torch.jit.ScriptModule):
             if getattr(module, "original_name", "") == "MultiheadAttention":
                 kept[name] = "scripted: its code is compiled into it"
         elif isinstance(module, nn.MultiheadAttention):
-            reason = _reason_to_keep(module)
-            if reason:
+            if reason := _reason_to_keep(module):
                 kept[name] = reason
             else:
                 names.setdefault(module, []).append(name)
@@ -219,16 +220,11 @@ def _reason_to_keep(module: nn.MultiheadAttention) -> str | None:
         return "already headwise's"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    kind = _class_without_parametrization(module)
+    # parametrize creates a subclass.
+    kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
     if kind is not nn.MultiheadAttention:
         return f"{kind.__module__}.{kind.__qualname__} is a subclass, whose changes would be lost"
     return None
-
-
-def _class_without_parametrization(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module below the subclass that parametrize creates."""
-    kind = type(module)
-    return kind.__bases__[0] if is_parametrized(module) else kind
 
 
 def _upgraded_class(layer: nn.MultiheadAttention) -> type[MultiheadAttention]:
@@ -255,21 +251,6 @@ def _switch_off_fused_paths(model: nn.Module, undo: ExitStack) -> Iterator[tuple
             yield name, f"{attribute} = {off}"
 
 
-def _display_name(name: str) -> str:
-    return name or "(the model itself)"
-
-
-def _count_noun(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _format_entries(label: str, entries: list[str]) -> list[str]:
-    more = len(entries) - PRINTED
-    printed = entries if more <= 1 else [*entries[:PRINTED], f"... and {more} more"]
-    labels = [label, *[""] * len(printed)]
-    return [f"  {label:<13}{entry}" for label, entry in zip(labels, printed, strict=False)]
-
-
 # ---- the measured change -------------------------------------------------------------------------
 
 
@@ -284,14 +265,9 @@ def _measure_layer_change(layer: nn.MultiheadAttention) -> LayerChange:
     if not isinstance(getattr(layer.out_proj, "weight", None), Tensor):
         return LayerChange(None, None, note)  # torch's forward cannot run
     generator = torch.Generator().manual_seed(SEED)
-
-    def random_input(width: int) -> Tensor:
-        return torch.randn(BATCH, LENGTH, width, generator=generator).to(like)
-
-    x = random_input(layer.embed_dim)
-    inputs = (x, x, x)
-    if layer.kdim != layer.embed_dim or layer.vdim != layer.embed_dim:
-        inputs = (x, random_input(layer.kdim), random_input(layer.vdim))
+    widths = (layer.embed_dim, layer.kdim, layer.vdim)
+    x, y, z = (torch.randn(BATCH, LENGTH, n, generator=generator).to(like) for n in widths)
+    inputs = (x, x, x) if len(set(widths)) == 1 else (x, y, z)
     with evaluation_mode(layer), torch.no_grad():
         before = nn.MultiheadAttention.forward(layer, *inputs, need_weights=False)[0]
         after = MultiheadAttention.forward(layer, *inputs, need_weights=False)[0]  # type: ignore[arg-type]
@@ -329,37 +305,33 @@ def _largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> Ou
 
 def _layer_error_budget(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) -> Budget:
     """Return the error budget of the whole layer; plain torch is torch's unfused path."""
-    same = inputs[0] is inputs[1]
+    names = ("in_proj_weight", "in_proj_bias", "bias_k", "bias_v")
+    separate = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    out_proj = {"out_proj_weight": layer.out_proj.weight, "out_proj_bias": layer.out_proj.bias}
+    parameters = out_proj | {name: getattr(layer, name) for name in (*names, *separate)}
 
     def plain(*x: Tensor) -> Tensor:
-        def cast(weight: Tensor | None) -> Tensor | None:
-            return None if weight is None else weight.to(x[0].dtype)
-
-        query, key, value = (x[0], x[0], x[0]) if same else x
+        query, key, value = x * 3 if len(x) == 1 else x
         if layer.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        cast: dict[str, Any] = {
+            name: None if weight is None else weight.to(query.dtype)
+            for name, weight in parameters.items()
+        }
         output = multi_head_attention_forward(
             query,
             key,
             value,
             layer.embed_dim,
             layer.num_heads,
-            cast(layer.in_proj_weight),
-            cast(layer.in_proj_bias),
-            cast(layer.bias_k),
-            cast(layer.bias_v),
-            layer.add_zero_attn,
-            0.0,
-            layer.out_proj.weight.to(x[0].dtype),
-            cast(layer.out_proj.bias),
+            add_zero_attn=layer.add_zero_attn,
+            dropout_p=0.0,
             use_separate_proj_weight=not layer._qkv_same_embed_dim,
-            q_proj_weight=cast(layer.q_proj_weight),
-            k_proj_weight=cast(layer.k_proj_weight),
-            v_proj_weight=cast(layer.v_proj_weight),
+            **cast,
         )[0]
         return output.transpose(0, 1) if layer.batch_first else output
 
-    inputs = inputs[:1] if same else inputs
+    inputs = inputs[:1] if inputs[0] is inputs[1] else inputs
     exact, allowed = allow_two_runs(plain, *inputs, dtype=inputs[0].dtype)
     return Budget("output", inputs[0].dtype, exact, allowed)
 

@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from headwise.errors import OptionError
 from headwise.function.gate import gate_width
 from headwise.function.rotary import Rotary
 from headwise.function.spec import AttentionSpec, GateKind
 from headwise.function.stages import STAGES, scores, split_heads
-from headwise.layers import advice, checks, conversion, hooks, packing
+from headwise.layers import checks, conversion, hooks, packing
 from headwise.layers.cache import Cache
 from headwise.layers.distance import PositionBias
 from headwise.layers.linear import LayerExplanation, Source, initialise_projections, projection_line
@@ -31,7 +32,7 @@ from headwise.support.arguments import explain_arguments
 from headwise.support.tensors import tensors_of_arrays
 from headwise.support.tracing import evaluation_mode
 
-_explain_call = explain_arguments(advice.CALL, beyond=advice.advice_on_positional_call_arguments)
+_explain_call = explain_arguments(checks.CALL, beyond=checks.advice_on_positional_call_arguments)
 
 
 class Attention(nn.Module):
@@ -71,33 +72,9 @@ class Attention(nn.Module):
         OptionError: sizes or options that contradict each other, or lie outside their range.
     """
 
-    embed_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    out_dim: int
-    source_dim: int
-    rotary: Rotary | None
-    qk_norm: QKNorm | None
-    window: tuple[int | None, int | None] | None
-    scale: float | None
-    softcap: float | None
-    dropout: float
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    out_proj: nn.Linear
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
-    score_bias: nn.Module | None
-    sink: Tensor | None
-    output_gate: GateKind | None
-    gate_proj: nn.Module | None
-    identity: str  # the owner of the caches that this layer makes
     part: HeadPart | None = None  # the heads that this module computes, if not all
 
-    @explain_arguments(advice.CONSTRUCTOR, beyond=advice.advice_on_positional_constructor_arguments)
+    @explain_arguments(checks.CONSTRUCTOR, beyond=checks.advice_on_positional_constructor_arguments)
     def __init__(
         self,
         embed_dim: int,
@@ -151,10 +128,13 @@ class Attention(nn.Module):
     def _make_optional_parts(
         self, score_bias: PositionBias | None, *, sink: bool, gate_bias: bool, **options: Any
     ) -> None:
-        heads, kv_heads, kind = self.num_heads, self.num_kv_heads, self.output_gate
-        self.q_norm, self.k_norm = (self._make_qk_norm(n, **options) for n in (heads, kv_heads))
+        heads, kind, norm = self.num_heads, self.output_gate, self.qk_norm
+        each = (1, 1) if norm and norm.over == "head" else (heads, self.num_kv_heads)
+        self.q_norm, self.k_norm = (
+            None if norm is None else norm.module(n * self.head_dim, **options) for n in each
+        )
         self.score_bias = score_bias.module(heads, **options) if score_bias else None
-        self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None
+        self.sink: Tensor | None = nn.Parameter(torch.empty(heads, **options)) if sink else None
         gates = 0 if kind is None else heads * gate_width(kind, self.value_dim)
         self.gate_proj = nn.Linear(self.embed_dim, gates, gate_bias, **options) if gates else None
 
@@ -336,7 +316,7 @@ class Attention(nn.Module):
     # ---- weights and caches -------------------------------------------------------------------
 
     @classmethod
-    @explain_arguments(advice.COUNTS)
+    @explain_arguments(checks.COUNTS)
     def from_layout(
         cls,
         state: Mapping[str, Tensor | np.ndarray],
@@ -392,16 +372,17 @@ class Attention(nn.Module):
             ShapeError: numbers of heads that the layout cannot hold.
         """
         if self.part is not None:
-            conversion.refuse_head_part(self)
+            raise OptionError(
+                saw=f"to_layout of a layer that computes {self.part} of {self.num_heads}",
+                needed="the weights of all heads",
+                do="load headwise.sharding.gather_state(layer) into a layer of its own first",
+            )
         target = registry.layout(target)
         conversion.require_same_function_as_target(target, self, accept)
         canonical = conversion.canonical_state(self, self.state_dict())
-        width = (
-            {}
-            if self.rotary is None
-            else {"rotary_width": self.rotary.rotated_width(self.head_dim)}
-        )
-        return target.pack(canonical, **width)
+        if self.rotary is None:
+            return target.pack(canonical)
+        return target.pack(canonical, rotary_width=self.rotary.rotated_width(self.head_dim))
 
     def _load_from_state_dict(
         self,
@@ -416,15 +397,8 @@ class Attention(nn.Module):
         """Name the way to load tensors of another layout, where strict loading finds them."""
         if strict:
             error_msgs += conversion.advise_foreign_tensors(self, state_dict, prefix)
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        messages = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
 
     def cache(self, *, batch: int, length: int, dtype: torch.dtype | None = None) -> Cache:
         """Make an empty cache for ``length`` tokens of each of ``batch`` sequences.
@@ -455,9 +429,23 @@ class Attention(nn.Module):
         return conversion.spec_of_layer(self)
 
     def extra_repr(self) -> str:
-        """Return the sizes, and the options that are no modules."""
-        gate = "" if self.output_gate is None else f", output_gate={self.output_gate}"
-        return checks.describe_options(self) + gate
+        """Return the sizes and the options that differ from their defaults, modules left out."""
+        parts = [f"{self.embed_dim} to {self.num_heads} heads of {self.head_dim}"]
+        if self.part is not None:
+            parts.append(f"{self.part} here")
+        if self.num_kv_heads != self.num_heads:
+            parts.append(f"{self.num_kv_heads} kv_heads")
+        usual = {"value_dim": self.head_dim, "source_dim": self.embed_dim}
+        for name in (*usual, "rotary", "window", "scale", "softcap"):
+            if getattr(self, name) != usual.get(name):
+                parts.append(f"{name}={getattr(self, name)}")
+        if self.sink is not None:
+            parts.append("sink")
+        if self.dropout:
+            parts.append(f"dropout={self.dropout}")
+        if self.output_gate is not None:
+            parts.append(f"output_gate={self.output_gate}")
+        return ", ".join(parts)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Attention:
         """Copy the layer; a cache belongs to the copy only if it is copied in the same call."""
@@ -485,27 +473,20 @@ class Attention(nn.Module):
     ) -> packing.CallInputs:
         """Check the arguments of a call, and add the window and the score bias of the layer."""
         checks.check_tokens("x", x, self.embed_dim, checks.X_AXES, self.q_proj)
-        if source is not None:
-            checks.check_source(x, source, self.source_dim, self.k_proj)
-            for name in checks.POSITIONAL_OPTIONS:
-                if getattr(self, name) is not None:
-                    checks.refuse_in_cross_attention(name, getattr(self, name), "a source")
-        elif self.source_dim != self.embed_dim:
-            checks.refuse_missing_source(self.source_dim, self.embed_dim)
+        if source is not None or self.source_dim != self.embed_dim:
+            checks.check_source(self, x, source)
         mask = NO_MASK if mask is None else require_mask_type(mask, "mask=")
-        score_bias = (
-            NO_BIAS if score_bias is None else require_score_bias_type(score_bias, "score_bias=")
-        )
+        bias = NO_BIAS if score_bias is None else require_score_bias_type(score_bias, "score_bias=")
         if self.window is not None:
             mask = mask & Mask.window(*self.window)
         if self.score_bias is not None:
-            score_bias = score_bias + self.score_bias(align=None)
+            bias = bias + self.score_bias(align=None)
         if cache is not None:
             checks.check_cache_owner(cache, self.identity, crosses=source is not None)
-            mask, score_bias = mask.aligned("bottom-right"), score_bias.aligned("bottom-right")
+            mask, bias = mask.aligned("bottom-right"), bias.aligned("bottom-right")
         if gate is not None:
             checks.check_gate(gate, x, self.num_heads)
-        call = packing.CallInputs(x, x if source is None else source, mask, score_bias, cache, gate)
+        call = packing.CallInputs(x, x if source is None else source, mask, bias, cache, gate)
         return call if self.part is None else call.prepare_tensors_for_part(self.part)
 
     def _matrix_and_values(
@@ -563,9 +544,3 @@ class Attention(nn.Module):
         assert self.q_norm is not None
         assert self.k_norm is not None
         return self.q_norm(q), self.k_norm(k)
-
-    def _make_qk_norm(self, heads: int, **options: Any) -> nn.Module | None:
-        if self.qk_norm is None:
-            return None
-        per_head = self.qk_norm.over == "head"
-        return self.qk_norm.module(self.head_dim * (1 if per_head else heads), **options)

@@ -6,27 +6,15 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from headwise.errors import DTypeError, OptionError
+from headwise.function import spec as rules
 from headwise.function.gate import kind_of_width
 from headwise.function.rotary import Rotary
-from headwise.function.spec import (
-    ABSENT,
-    FROM_CONFIG,
-    USUAL_SCALE,
-    AlibiRule,
-    AttentionSpec,
-    BucketRule,
-    NormRule,
-    Other,
-    RotaryRule,
-    Softcap,
-    Unset,
-    require_conflicts_accepted,
-)
+from headwise.function.spec import ABSENT, FROM_CONFIG, USUAL_SCALE, AttentionSpec, Softcap
 from headwise.function.weights import State
 from headwise.layers.distance import Alibi, AlibiSlopes, T5Bias, T5BucketTable
 from headwise.layers.norm import QKNorm
@@ -46,33 +34,6 @@ def canonical_tensors_of_module(
     state: Mapping[str, Tensor], source: Layout, options: Mapping[str, Any], **heads: int | None
 ) -> State:
     """Return the canonical tensors of a module; ``heads`` are known numbers of heads, or None."""
-    _require_one_module(state, source)
-    for name in source.tensors:
-        if name in state and state[name].dtype not in FLOATING and options.get("dtype") is None:
-            raise DTypeError(
-                saw=f"{name} in {state[name].dtype}",
-                needed="weights in float64, float32, bfloat16 or float16",
-                do="tensor.to(torch.float32) of each, if no scales belong to them",
-            )
-    rotary, sizes = options.get("rotary"), {k: n for k, n in heads.items() if n is not None}
-    if rotary is not None:
-        source.require_whole(state)
-        _require_stated_rotary_width(rotary, source)
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        sizes["rotary_width"] = rotary.width or source.sizes(shapes, sizes)["head_dim"]
-    return source.unpack(state, **sizes)
-
-
-def _require_stated_rotary_width(rotary: Rotary, source: Layout) -> None:
-    if rotary.width is None and source.function.is_rotary_width_open:
-        raise OptionError(
-            saw=f"{rotary} without a width",
-            needed=f"a width, since {source.name} may rotate a part of each head",
-            do="pass Rotary(width=...): rotary_dim in the model's config, or head_dim for all",
-        )
-
-
-def _require_one_module(state: Mapping[str, Tensor], source: Layout) -> None:
     modules = find_modules(source, state)
     if source.tensors.keys().isdisjoint(state) and modules:
         prefix = modules[0].prefix
@@ -83,6 +44,25 @@ def _require_one_module(state: Mapping[str, Tensor], source: Layout) -> None:
             do=f"{{name.removeprefix(p): x for name, x in state.items() if name.startswith(p)}} "
             f"with p={prefix!r}",
         )
+    for name in source.tensors:
+        if name in state and state[name].dtype not in FLOATING and options.get("dtype") is None:
+            raise DTypeError(
+                saw=f"{name} in {state[name].dtype}",
+                needed="weights in float64, float32, bfloat16 or float16",
+                do="tensor.to(torch.float32) of each, if no scales belong to them",
+            )
+    rotary, sizes = options.get("rotary"), {k: n for k, n in heads.items() if n is not None}
+    if rotary is not None:
+        source.require_whole(state)
+        if rotary.width is None and source.function.is_rotary_width_open:
+            raise OptionError(
+                saw=f"{rotary} without a width",
+                needed=f"a width, since {source.name} may rotate a part of each head",
+                do="pass Rotary(width=...): rotary_dim in the model's config, or head_dim for all",
+            )
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        sizes["rotary_width"] = rotary.width or source.sizes(shapes, sizes)["head_dim"]
+    return source.unpack(state, **sizes)
 
 
 def constructor_arguments_from_weights(
@@ -153,15 +133,6 @@ def state_per_head(layer: Attention, state: Mapping[str, Tensor]) -> State:
     return source.unpack(state, heads=layer.num_heads, kv_heads=layer.num_kv_heads)
 
 
-def refuse_head_part(layer: Attention) -> NoReturn:
-    """Raise OptionError for a layer that holds the weights of a part of its heads."""
-    raise OptionError(
-        saw=f"to_layout of a layer that computes {layer.part} of {layer.num_heads}",
-        needed="the weights of all heads",
-        do="load headwise.sharding.gather_state(layer) into a layer of its own first",
-    )
-
-
 def canonical_state(layer: Attention, state: Mapping[str, Tensor]) -> State:
     """Return the canonical tensors of a layer from its state_dict."""
     canonical = state_per_head(layer, state)
@@ -176,14 +147,17 @@ def canonical_state(layer: Attention, state: Mapping[str, Tensor]) -> State:
 def spec_of_layer(layer: Attention) -> AttentionSpec:
     """Return the function of a layer, without that of its weights."""
     rotary, norm, scale = layer.rotary, layer.qk_norm, layer.scale
-    usual = layer.head_dim**-0.5
+    usual, rotation = layer.head_dim**-0.5, None
     is_usual = scale is None or math.isclose(scale, usual, rel_tol=_ROUNDING)
+    if rotary is not None:
+        width = rotary.rotated_width(layer.head_dim)
+        rotation = rules.RotaryRule(rotary.theta, width, rotary.pairing, rotary.scaling)
     return AttentionSpec(
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,
         scale=USUAL_SCALE if scale is None or is_usual else scale,
-        rotary=ABSENT if rotary is None else _rotary_rule(rotary, layer.head_dim),
+        rotary=rotation or ABSENT,
         qk_norm=ABSENT if norm is None else norm.rule,
         softcap=ABSENT if layer.softcap is None else Softcap(layer.softcap),
         score_bias=_score_bias_rule(layer.score_bias),
@@ -192,18 +166,15 @@ def spec_of_layer(layer: Attention) -> AttentionSpec:
     )
 
 
-def _rotary_rule(rotary: Rotary, head_dim: int) -> RotaryRule:
-    width = rotary.rotated_width(head_dim)
-    return RotaryRule(rotary.theta, width, rotary.pairing, rotary.scaling)
-
-
-def _score_bias_rule(module: nn.Module | None) -> AlibiRule | BucketRule | Other | Unset:
+def _score_bias_rule(
+    module: nn.Module | None,
+) -> rules.AlibiRule | rules.BucketRule | rules.Other | rules.Unset:
     if isinstance(module, AlibiSlopes):
-        return AlibiRule(module.bias_max)
+        return rules.AlibiRule(module.bias_max)
     if isinstance(module, T5BucketTable):
         t5 = module.options
-        return BucketRule(t5.buckets, t5.max_distance, t5.bidirectional)
-    return ABSENT if module is None else Other(f"that of {type(module).__name__}")
+        return rules.BucketRule(t5.buckets, t5.max_distance, t5.bidirectional)
+    return ABSENT if module is None else rules.Other(f"that of {type(module).__name__}")
 
 
 def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
@@ -219,13 +190,13 @@ def options_of_spec(spec: AttentionSpec) -> dict[str, Any]:
         options["scale"] = None
     elif isinstance(spec.scale, float | int) or (spec.scale and spec.head_dim):
         options["scale"] = spec.factor
-    if isinstance(norm, NormRule) and norm.eps is not FROM_CONFIG:
+    if isinstance(norm, rules.NormRule) and norm.eps is not FROM_CONFIG:
         options["qk_norm"] = QKNorm.of(norm)
     if isinstance(spec.softcap, Softcap) and spec.softcap.limit is not FROM_CONFIG:
         options["softcap"] = spec.softcap.limit
-    if isinstance(bias, AlibiRule) and not bias.before_scale:
+    if isinstance(bias, rules.AlibiRule) and not bias.before_scale:
         options["score_bias"] = Alibi(bias.bias_max)
-    if isinstance(bias, BucketRule) and bias.buckets is not FROM_CONFIG:
+    if isinstance(bias, rules.BucketRule) and bias.buckets is not FROM_CONFIG:
         options["score_bias"] = T5Bias(bias.buckets, bias.max_distance, bias.bidirectional)
     if isinstance(spec.window, tuple) and spec.window[0] is not FROM_CONFIG:
         options["window"] = spec.window
@@ -239,14 +210,14 @@ def require_same_function_as_source(
 ) -> None:
     """Raise OptionError if a layer made of a layout's weights computes another function."""
     expected, actual = layout.function, spec_of_layer(layer)
-    is_described = isinstance(expected.score_bias, Other) or (
-        isinstance(expected.score_bias, AlibiRule) and expected.score_bias.before_scale
+    is_described = isinstance(expected.score_bias, rules.Other) or (
+        isinstance(expected.score_bias, rules.AlibiRule) and expected.score_bias.before_scale
     )
-    if is_described and isinstance(actual.score_bias, Other):
+    if is_described and isinstance(actual.score_bias, rules.Other):
         actual = replace(actual, score_bias=FROM_CONFIG)  # trust the user's class for it
     conflicts = expected.conflicts(actual)
     options = ", ".join(f"{name}=..." for name in conflicts)
-    require_conflicts_accepted(
+    rules.require_conflicts_accepted(
         conflicts,
         accept,
         between=f"{layout.name} and a layer with these options",
@@ -259,7 +230,7 @@ def require_same_function_as_target(
 ) -> None:
     """Raise OptionError if modules of a layout compute another function than the layer."""
     conflicts = spec_of_layer(layer).conflicts(layout.function)
-    require_conflicts_accepted(conflicts, accept, between=f"this layer and {layout.name}")
+    rules.require_conflicts_accepted(conflicts, accept, between=f"this layer and {layout.name}")
 
 
 def advise_foreign_tensors(layer: Attention, state: Mapping[str, Tensor], prefix: str) -> list[str]:

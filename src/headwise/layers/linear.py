@@ -237,9 +237,9 @@ def product_line(name: str, kind: str, tokens: int, widths: tuple[int, int]) -> 
 def projection_line(name: str, projection: nn.Module, tokens: int) -> str:
     """Return the line of one projection over ``tokens``."""
     kind = type(projection).__name__
-    widths = tuple(getattr(projection, f"{end}_features", None) for end in ("in", "out"))
-    if None in widths:
+    inner, outer = (getattr(projection, f"{end}_features", None) for end in ("in", "out"))
+    if inner is None or outer is None:
         return f"{name:<22} {kind}"
     # A module that computes a part of its widths has these in an attribute.
-    widths = getattr(projection, "computed_widths", widths)
+    widths = getattr(projection, "computed_widths", (inner, outer))
     return product_line(name, kind, tokens, widths)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from headwise.errors import MaskError
 from headwise.layers.cache import Cache, CachedKeys
 from headwise.layers.hooks import has_attention_hook
 from headwise.layers.part import HeadPart
-from headwise.masks.clause import Clause, MatrixSizes, Rectangle, Span
+from headwise.masks.clause import MatrixSizes, Rectangle, Span
 from headwise.masks.clauses.dense import Dense
 from headwise.masks.clauses.lengths import KEYS, QUERIES, Lengths, PaddingClause, Starts
 from headwise.masks.clauses.segments import PackedRow
@@ -43,9 +43,8 @@ class CallInputs(NamedTuple):
 
     def prepare_tensors_for_part(self, part: HeadPart) -> CallInputs:
         """Return the inputs as a part of the heads uses them; mask and bias stay those of all."""
-        biases = {
-            f"score_bias {i}": tensor for i, tensor in enumerate(self.score_bias.all_tensors())
-        }
+        tensors = self.score_bias.all_tensors()
+        biases = {f"score_bias {i}": tensor for i, tensor in enumerate(tensors)}
         inputs = {"x": self.x} | biases
         if self.source is not self.x:
             inputs["source"] = self.source
@@ -93,8 +92,13 @@ class Unpacked:
 
     @classmethod
     def of(cls, call: CallInputs) -> Unpacked:
-        """Return the batch of a call without a cache."""
-        return Unpacked(call.x, call.source, call.mask, padding=_left_padding(call))
+        """Return the batch of a call without a cache; ``padding`` is left padding, or None."""
+        clauses, (batch, queries, _) = call.mask.clauses_of_kind(PaddingClause), call.x.shape
+        if not clauses:
+            return Unpacked(call.x, call.source, call.mask)
+        sizes = {"batch": batch, "heads": 1, "queries": queries, "keys": call.source.shape[1]}
+        padding = Mask(clauses).bind(**sizes, device=call.x.device).first_real_keys()
+        return Unpacked(call.x, call.source, call.mask, padding=padding)
 
 
 def select_packing(call: CallInputs) -> Unpacked:
@@ -123,26 +127,22 @@ class Packed(Unpacked):
         """Return the position of each token in its sequence, (length,)."""
         device, padding = self.x.device, self.padding
         origins = [0] * self.batch if padding is None else padding.tolist()
-        return torch.cat(
-            [
-                torch.arange(*piece.queries, device=device) - origins[piece.batch]
-                for piece in self.pieces
-            ]
-        )
+        counted = [torch.arange(*p.queries, device=device) - origins[p.batch] for p in self.pieces]
+        return torch.cat(counted)
 
     def expand_gate(self, gate: Tensor) -> Tensor:
         """Return the gate of each token's sequence, (1, heads, tokens, 1), or (heads, 1, 1)."""
         if gate.dim() == 1:
             return gate[:, None, None]
-        rows = torch.tensor([piece.batch for piece in self.pieces], device=gate.device)
-        lengths = torch.tensor(self._sequence_lengths(), device=gate.device)
-        row = rows.repeat_interleave(lengths, output_size=sum(self._sequence_lengths()))
+        rows = [piece.batch for piece in self.pieces for _ in range(piece.queries.size)]
+        row = torch.tensor(rows, device=gate.device)
         return gate.index_select(0, row).mT[None, :, :, None]
 
     def project_and_restore_batch(self, merged: Tensor, projection: nn.Module) -> Tensor:
         """Return (batch, queries, out_dim); padding gets the output for a token of zeros."""
         merged = torch.cat([merged, merged.new_zeros(1, 1, merged.shape[2])], dim=1)
-        *tokens, blank = projection(merged)[0].split([*self._sequence_lengths(), 1])
+        lengths = [piece.queries.size for piece in self.pieces]
+        *tokens, blank = projection(merged)[0].split([*lengths, 1])
         parts, at = [], 0
         for part, piece in zip(tokens, self.pieces, strict=True):
             first = piece.batch * self.queries + piece.queries.first
@@ -150,9 +150,6 @@ class Packed(Unpacked):
             at = first + len(part)
         parts.append(blank.expand(self.batch * self.queries - at, -1))
         return torch.cat(parts).view(self.batch, self.queries, -1)
-
-    def _sequence_lengths(self) -> list[int]:
-        return [piece.queries.size for piece in self.pieces]
 
 
 def pack_real_tokens(call: CallInputs) -> Packed | None:
@@ -182,20 +179,15 @@ def pack_real_tokens(call: CallInputs) -> Packed | None:
         key_offsets = _cumulative_lengths([piece.keys for piece in pieces], x.device)
     # Each query has the position of its key, so clauses without an alignment need none.
     mask = Mask((*division.rest.clauses, PackedRow(offsets, key_offsets)))
-    origin: dict[str, Any] = {
-        "padding": bound.first_real_keys(),
-        "pieces": pieces,
-        "batch": batch,
-        "queries": queries,
-    }
-    return Packed(packed_x, source, mask, **origin)
+    padding = bound.first_real_keys()
+    return Packed(packed_x, source, mask, 0, padding, pieces=pieces, batch=batch, queries=queries)
 
 
 def _is_packable(call: CallInputs) -> bool:
-    if not call.mask.clauses or call.score_bias.tensors or not may_read_values(call.x):
+    # A dense clause names its keys by their place in the batch.
+    is_dense = call.score_bias.tensors or call.mask.clauses_of_kind(Dense)
+    if is_dense or not may_read_values(call.x):
         return False
-    if call.mask.clauses_of_kind(Dense):
-        return False  # a tensor names its keys by their place in the batch
     # In cross attention packing changes the distances between queries and keys.
     by_distance = call.score_bias.by_distance or any(c.is_relative for c in call.mask.clauses)
     return call.source is call.x or not by_distance
@@ -205,9 +197,8 @@ def _pack_rows(x: Tensor, spans: list[tuple[int, Span]]) -> Tensor:
     """Concatenate spans (row, span) of a batch to (1, tokens, width)."""
     parts: list[Tensor] = []
     for index, row in enumerate(x.split(1)):
-        parts += varlen.cut_tensor_into_spans(
-            row, [span for of, span in spans if of == index], dim=1
-        )
+        own = [span for of, span in spans if of == index]
+        parts += varlen.cut_tensor_into_spans(row, own, dim=1)
     return torch.cat(parts, dim=1)
 
 
@@ -272,10 +263,13 @@ def _check_mask_positions_fit_cache(call: CallInputs, cache: Cache) -> None:
             needed="the last query aligned with the last key, since earlier keys are cached",
             do='use align="bottom-right", or leave out align',
         )
-    new, by_position = (
-        call.x.shape[1],
-        [c for c in call.mask.clauses if _depends_on_absolute_position(c)],
-    )
+    new = call.x.shape[1]
+    # Such a clause hides other tokens once a cache has dropped some.
+    by_position = [
+        clause
+        for clause in call.mask.without_kind(PaddingClause).clauses
+        if not (clause.is_relative or clause.names_every_key)
+    ]
     # In this order: a graph should compare sizes of the cache only where it must.
     if by_position and cache.key_count_after(new) != cache.seen + new:
         raise MaskError(
@@ -315,23 +309,13 @@ def _require_mask_for_hidden_cached_keys(call: CallInputs, cache: Cache) -> None
 def keep_cached_keys(call: CallInputs, cache: Cache, cached: CachedKeys | None) -> None:
     """Let the cache of a call hold the keys of its tokens, after all else of the call succeeded."""
     assert cached is not None
-    cache.needs_mask |= _has_key_hidden_from_all_queries(call, cached.k.shape[2])
-    cache.keep(cached)
-
-
-def _has_key_hidden_from_all_queries(call: CallInputs, keys: int) -> bool:
-    """True if a mask that names every key hides one from all of several queries, as padding is."""
     (batch, new, _), clauses = call.x.shape, call.mask.clauses
-    if new == 1 or not may_read_values(call.x):
-        return False
-    sizes = MatrixSizes(batch, 1, new, keys)
-    real = (clause.real_keys(sizes) for clause in clauses if clause.names_every_key)
-    return any(part is not None and not bool(part.all()) for part in real)
-
-
-def _depends_on_absolute_position(clause: Clause) -> bool:
-    """True if the clause hides other tokens once a cache has dropped some."""
-    return not (clause.is_relative or clause.names_every_key or isinstance(clause, PaddingClause))
+    if new > 1 and may_read_values(call.x):
+        # Does a mask that names every key hide one from all of several queries, as padding is?
+        sizes = MatrixSizes(batch, 1, new, cached.k.shape[2])
+        real = [clause.real_keys(sizes) for clause in clauses if clause.names_every_key]
+        cache.needs_mask |= any(part is not None and not bool(part.all()) for part in real)
+    cache.keep(cached)
 
 
 def _real_token_counts_and_padding_side(call: CallInputs) -> tuple[Tensor, bool]:
@@ -340,7 +324,15 @@ def _real_token_counts_and_padding_side(call: CallInputs) -> tuple[Tensor, bool]
     Lengths move the sequences of a cache, so clauses by position are refused beside them.
     """
     mask, (batch, new, _) = call.mask, call.x.shape
-    _check_lengths(mask, new)
+    for clause in mask.clauses_of_kind(Lengths):
+        numbers = clause.numbers
+        if may_check_values(numbers) and numbers.numel() and int(numbers.max()) > new:
+            raise MaskError(
+                saw=f"{clause} with lengths up to {int(numbers.max())}, and a cache, in a call of "
+                f"{describe_count(new, 'new token')}",
+                needed="lengths that count the tokens of this call, without the cached ones",
+                do="Mask.lengths in the first call alone, and Mask.causal() in later calls",
+            )
     padding = Mask(mask.clauses_of_kind(PaddingClause)).bind(
         batch=batch, heads=1, queries=new, keys=new, device=call.x.device
     )
@@ -351,7 +343,7 @@ def _real_token_counts_and_padding_side(call: CallInputs) -> tuple[Tensor, bool]
         len(by_axis) > 2
         or queries is None
         or keys is None
-        or not _are_equal_or_unchecked(queries, keys)
+        or not (queries is keys or not may_check_values(queries) or torch.equal(queries, keys))
     ):
         raise MaskError(
             saw=f"a cache with {mask}",
@@ -369,32 +361,6 @@ def _real_token_counts_and_padding_side(call: CallInputs) -> tuple[Tensor, bool]
         )
     is_left = kind == Starts.kind
     return (new - queries if is_left else queries), is_left
-
-
-def _check_lengths(mask: Mask, new: int) -> None:
-    for clause in mask.clauses_of_kind(Lengths):
-        numbers = clause.numbers
-        if may_check_values(numbers) and numbers.numel() and int(numbers.max()) > new:
-            raise MaskError(
-                saw=f"{clause} with lengths up to {int(numbers.max())}, and a cache, in a call of "
-                f"{describe_count(new, 'new token')}",
-                needed="lengths that count the tokens of this call, without the cached ones",
-                do="Mask.lengths in the first call alone, and Mask.causal() in later calls",
-            )
-
-
-def _left_padding(call: CallInputs) -> Tensor | None:
-    """Return the position of each sequence's first token, or None without left padding."""
-    clauses, (batch, queries, _) = call.mask.clauses_of_kind(PaddingClause), call.x.shape
-    if not clauses:
-        return None
-    keys = call.source.shape[1]
-    sizes = {"batch": batch, "heads": 1, "queries": queries, "keys": keys}
-    return Mask(clauses).bind(**sizes, device=call.x.device).first_real_keys()
-
-
-def _are_equal_or_unchecked(a: Tensor, b: Tensor) -> bool:
-    return a is b or not may_check_values(a) or torch.equal(a, b)
 
 
 def _row_positions_and_padding_counts(x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
