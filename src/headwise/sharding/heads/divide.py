@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -27,21 +29,20 @@ def divide_attention(layer: Attention, *, part: RankHeads, splits_kv: bool) -> N
         if led.dim == 1:
             _divide_output_projection(projection, part)
         elif led.name == "heads" or splits_kv:
-            _divide_head_projection(projection, part)
+            _divide(projection, ranks.HeadsProjection, Shard(0), Shard(0), part, channels=None)
         else:
             width = getattr(layer, pattern.axes[0].before[1])
             is_width = layer.qk_norm is not None and layer.qk_norm.over == "width"
             # The norm of a width needs the keys of all heads; it leaves out those of other ranks.
             channels = None if is_width and name == "k_proj" else _kv_channels_of_rank(part, width)
-            _replicate_on_ranks(projection, channels, part)
+            kind = ranks.HeadsProjection
+            _divide(projection, kind, Replicate(), Replicate(), part, channels=channels)
     if layer.qk_norm is not None:
         _divide_norms(layer, part, splits_kv=splits_kv)
-    if layer.sink is not None:
-        _distribute_parameter(layer, "sink", Shard(0), part)
+    _distribute_parameter(layer, "sink", Shard(0), part)
     if isinstance(layer.score_bias, distance.T5BucketTable):
         table = layer.score_bias.relative_attention_bias
-        table.__class__ = ranks.ReplicatedEmbedding
-        _distribute_parameter(table, "weight", Replicate(), part)
+        _divide(table, ranks.ReplicatedEmbedding, Replicate(), Replicate(), part)
     layer.part = part
 
 
@@ -49,9 +50,13 @@ def divide_multihead_attention(
     layer: MultiheadAttention, *, part: RankHeads, splits_packed: bool
 ) -> None:
     """Divide the heads of a drop-in; ``splits_packed`` also divides a packed weight."""
-    if splits_packed and layer.in_proj_weight is not None:
-        _unpack_in_proj_weight(layer)
+    packed = layer.in_proj_weight
+    if splits_packed and packed is not None:
         part.has_packed_weight = True
+        layer.register_parameter(PACKED, None)
+        layer._qkv_same_embed_dim = False
+        for name, weight in zip(SEPARATE, packed.detach().chunk(3), strict=True):
+            layer.register_parameter(name, nn.Parameter(weight, packed.requires_grad))
     placements: dict[str, Placement] = dict.fromkeys(SEPARATE, Shard(0))
     placements |= {"in_proj_weight": Replicate(), "in_proj_bias": Replicate()}
     placements |= {"bias_k": Shard(2), "bias_v": Shard(2)}
@@ -61,58 +66,38 @@ def divide_multihead_attention(
     layer.part = part
 
 
-def _unpack_in_proj_weight(layer: MultiheadAttention) -> None:
-    """Replace the packed weight of queries, keys and values by three weights."""
-    packed = layer.in_proj_weight
-    layer.register_parameter(PACKED, None)
-    layer._qkv_same_embed_dim = False
-    for name, weight in zip(SEPARATE, packed.detach().chunk(3), strict=True):
-        layer.register_parameter(name, nn.Parameter(weight, packed.requires_grad))
-
-
-def _divide_head_projection(projection: nn.Linear, part: RankHeads) -> None:
-    projection.__class__ = ranks.HeadsProjection
-    projection.channels = None  # type: ignore[assignment]
-    _distribute_parameter(projection, "weight", Shard(0), part)
-    _distribute_parameter(projection, "bias", Shard(0), part)
-
-
-def _replicate_on_ranks(module: nn.Linear | Norm, channels: slice | None, part: RankHeads) -> None:
-    """Let every rank hold the whole, and use these channels of the result."""
-    module.__class__ = ranks.HeadsNorm if isinstance(module, Norm) else ranks.HeadsProjection
-    module.channels = channels  # type: ignore[assignment]
-    _distribute_parameter(module, "weight", Replicate(), part)
-    _distribute_parameter(module, "bias", Replicate(), part)
+def _divide(
+    module: nn.Module,
+    kind: type[nn.Module],
+    weight: Placement,
+    bias: Placement,
+    part: RankHeads,
+    /,
+    **attributes: Any,
+) -> None:
+    """Give a module its class over ranks, with these attributes, and its parameters placements."""
+    module.__class__ = kind
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    _distribute_parameter(module, "weight", weight, part)
+    _distribute_parameter(module, "bias", bias, part)
 
 
 def _divide_output_projection(projection: nn.Linear, part: RankHeads) -> None:
-    projection.__class__ = ranks.RankSummedOutputProjection
-    projection.part = part  # type: ignore[assignment]
-    _distribute_parameter(projection, "weight", Shard(1), part)
-    _distribute_parameter(projection, "bias", Replicate(), part)
+    kind = ranks.RankSummedOutputProjection
+    _divide(projection, kind, Shard(1), Replicate(), part, part=part)
 
 
 def _divide_norms(layer: Attention, part: RankHeads, *, splits_kv: bool) -> None:
-    q_norm, k_norm = layer.q_norm, layer.k_norm
-    assert isinstance(q_norm, Norm)
-    assert isinstance(k_norm, Norm)
-    if q_norm.options.over == "head":
-        _replicate_on_ranks(q_norm, None, part)
-        _replicate_on_ranks(k_norm, None, part)
-        return
-    _divide_width_norm(q_norm, part)
-    if splits_kv:
-        _divide_width_norm(k_norm, part)
-    else:
-        _replicate_on_ranks(k_norm, _kv_channels_of_rank(part, layer.head_dim), part)
-
-
-def _divide_width_norm(norm: Norm, part: RankHeads) -> None:
-    width = len(norm.weight)
-    norm.__class__ = ranks.WidthNormOverRanks
-    norm.part, norm.width = part, width  # type: ignore[assignment]
-    _distribute_parameter(norm, "weight", Shard(0), part)
-    _distribute_parameter(norm, "bias", Shard(0), part)
+    for norm, splits in ((layer.q_norm, True), (layer.k_norm, splits_kv)):
+        assert isinstance(norm, Norm)
+        if norm.options.over == "width" and splits:
+            kind, width = ranks.WidthNormOverRanks, len(norm.weight)
+            _divide(norm, kind, Shard(0), Shard(0), part, part=part, width=width)
+            continue
+        is_width = norm.options.over == "width"
+        channels = _kv_channels_of_rank(part, layer.head_dim) if is_width else None
+        _divide(norm, ranks.HeadsNorm, Replicate(), Replicate(), part, channels=channels)
 
 
 def _kv_channels_of_rank(part: RankHeads, width: int) -> slice:
@@ -124,7 +109,7 @@ def _distribute_parameter(
     module: nn.Module, name: str, placement: Placement, part: RankHeads
 ) -> None:
     """Replace a parameter, where the module has it, by a DTensor of which each rank has a share."""
-    parameter = getattr(module, name)
+    parameter = getattr(module, name, None)
     if parameter is None:
         return
     share: Tensor = parameter.detach()

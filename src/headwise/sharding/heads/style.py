@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from headwise.errors import OptionError
 from headwise.layers.attention import Attention
-from headwise.layers.torch_api.layer import MultiheadAttention
-from headwise.sharding.agreement import CHECKS, Check, require_mesh
-from headwise.sharding.heads.checks import (
-    check_equal_weights,
-    check_heads_divide,
-    check_layer_modules,
-    check_no_tied_weights,
-)
+from headwise.layers.distance import T5BucketTable
+from headwise.layers.norm import Norm
+from headwise.layers.torch_api.layer import PACKED, SEPARATE, MultiheadAttention
+from headwise.sharding import agreement
+from headwise.sharding.agreement import Check
 from headwise.sharding.heads.divide import divide_attention, divide_multihead_attention
 from headwise.sharding.heads.part import RankHeads
 from headwise.support.text import describe_value
 
 KV = Literal["split", "replicate"]
 InProj = Literal["whole", "separate"]
-_CHOICES = {"kv": get_args(KV), "in_proj": get_args(InProj), "check_inputs": CHECKS}
+_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
+_KINDS: dict[str, tuple[type[nn.Module], ...]] = {
+    "proj": _LINEAR,  # q_proj, out_proj and so on
+    "norm": (Norm,),
+    "relative_attention_bias": (nn.Embedding,),
+}
+_PARAMETERS = ("sink", PACKED, "in_proj_bias", *SEPARATE, "bias_k", "bias_v")
+_CHOICES = {"kv": get_args(KV), "in_proj": get_args(InProj), "check_inputs": agreement.CHECKS}
 
 
 class Heads(ParallelStyle):
@@ -69,29 +77,23 @@ class Heads(ParallelStyle):
                 )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        require_mesh(device_mesh, "Heads()")
+        agreement.require_mesh(device_mesh, "Heads()")
         for layer in self._layers or (module,):
             if getattr(layer, "part", None) is None or layer is module:
-                check_layer_modules(layer)
-                check_heads_divide(layer, device_mesh.size(), kv=self.kv)
-        check_equal_weights(module, device_mesh)
+                _check_layer_modules(layer)
+                _check_heads_divide(layer, device_mesh.size(), kv=self.kv)
+        for name, tensor in module.state_dict().items():
+            if not tensor.is_meta:
+                agreement.require_same_on_every_rank(name, tensor, device_mesh)
+        assert isinstance(module, Attention | MultiheadAttention)
+        kv_heads = module.num_kv_heads if isinstance(module, Attention) else module.num_heads
+        heads = {"num_heads": module.num_heads, "num_kv_heads": kv_heads}
+        part = RankHeads(device_mesh, **heads, check_inputs=self.check_inputs)
         if isinstance(module, Attention):
-            part = self._make_rank_heads(module, module.num_kv_heads, device_mesh)
             divide_attention(module, part=part, splits_kv=self.kv == "split")
-        elif isinstance(module, MultiheadAttention):
-            part = self._make_rank_heads(module, module.num_heads, device_mesh)
+        else:
             divide_multihead_attention(module, part=part, splits_packed=self.in_proj == "separate")
         return module
-
-    def _make_rank_heads(
-        self, layer: Attention | MultiheadAttention, kv_heads: int, mesh: DeviceMesh
-    ) -> RankHeads:
-        return RankHeads(
-            mesh,
-            num_heads=layer.num_heads,
-            num_kv_heads=kv_heads,
-            check_inputs=self.check_inputs,
-        )
 
     def __repr__(self) -> str:
         options = ", ".join(f'{name}="{getattr(self, name)}"' for name in _CHOICES)
@@ -134,7 +136,92 @@ def heads_plan(
             if itself
             else "headwise.upgrade(model) first, where its layers are torch's",
         )
-    check_no_tied_weights(model, layers)
+    _check_no_tied_weights(model, layers)
     style = Heads(kv, in_proj=in_proj, check_inputs=check_inputs)
     style._layers = tuple(layers.values())
     return dict.fromkeys(layers, style)
+
+
+# ---- checks before heads are divided -----------------------------------------------------------
+
+
+def _check_layer_modules(layer: nn.Module) -> None:
+    """Raise OptionError unless a layer has the parameters and modules that it was made of.
+
+    A score bias of the user's own may hold anything: each rank computes it for all heads.
+    """
+    if not isinstance(layer, Attention | MultiheadAttention):
+        raise OptionError(
+            saw=f"Heads() for a {type(layer).__name__}",
+            needed="headwise.Attention or headwise.MultiheadAttention",
+            do="headwise.upgrade(model) first, where the layer is torch's",
+        )
+    if layer.part is not None:
+        raise OptionError(
+            saw=f"Heads() for a layer that computes {layer.part} of {layer.num_heads} already",
+            needed="a layer that computes all of its heads",
+            do="parallelize each layer once",
+        )
+    is_table = isinstance(getattr(layer, "score_bias", None), T5BucketTable)
+    for name, module in layer.named_modules():
+        if name not in ("", "score_bias") and (is_table or not name.startswith("score_bias")):
+            _check_module(name, module)
+    for name, parameter in layer.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise OptionError(
+                saw=f"Heads() for a layer whose {name} is a DTensor already",
+                needed="plain parameters",
+                do="parallelize_module(..., Heads()) first, then fully_shard",
+            )
+        if "." not in name and name not in _PARAMETERS:
+            raise OptionError(
+                saw=f"Heads() for a {type(layer).__name__} with a parameter of its own, {name}",
+                needed="the parameters of headwise's layer",
+                do=f"move {name} into a module outside of the layer",
+            )
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    last = name.rpartition(".")[2]
+    kinds = _KINDS.get(last) or _KINDS.get(last.rpartition("_")[2], ())
+    if type(module) not in kinds:
+        described = " with a parametrization" if is_parametrized(module) else ""
+        raise OptionError(
+            saw=f"Heads() for a layer whose {name} is a {type(module).__name__}{described}",
+            needed="the projections and norms that the layer was made with",
+            do="parallelize the layer before adapters or quantisation, or without them",
+        )
+
+
+def _check_heads_divide(layer: nn.Module, ranks: int, *, kv: str) -> None:
+    """Raise OptionError unless ranks divide the heads of a layer, and kv heads if these split."""
+    assert isinstance(layer, Attention | MultiheadAttention)
+    counts = {"num_heads": layer.num_heads}
+    if isinstance(layer, Attention) and kv == "split":
+        counts["num_kv_heads"] = layer.num_kv_heads
+    for name, count in counts.items():
+        if count % ranks == 0:
+            continue
+        fitting = [str(n) for n in range(1, count + 1) if count % n == 0]
+        remedy = f"a mesh of {', '.join(fitting)} ranks"
+        if name == "num_kv_heads":
+            remedy = f'Heads(kv="replicate"), or {remedy}'
+        raise OptionError(
+            saw=f"Heads() for {name}={count} over {ranks} ranks",
+            needed=f"{name} divisible by the number of ranks",
+            do=remedy,
+        )
+
+
+def _check_no_tied_weights(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise OptionError if a weight of a layer is a weight of another module too."""
+    names: dict[int, str] = {}
+    starts = tuple(f"{name}." for name in layers)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name and (first.startswith(starts) or name.startswith(starts)):
+            raise OptionError(
+                saw=f"{first} and {name} are one parameter",
+                needed="weights of attention layers that belong to one module",
+                do="copy one of the two, or leave these layers out of the plan",
+            )
