@@ -17,13 +17,8 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from headwise.errors import DeviceError, DTypeError, OptionError, ShapeError
-from headwise.function.scaling import (
-    Arithmetic,
-    NTKScaling,
-    Scaling,
-    require_positive_fields,
-    unscaled_frequencies,
-)
+from headwise.function import scaling as scalings
+from headwise.function.scaling import Arithmetic, Scaling, unscaled_frequencies
 from headwise.function.spec import Pairing, RotaryRule
 from headwise.support.text import describe_value
 from headwise.support.tracing import may_read_values
@@ -53,8 +48,10 @@ class Rotary:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        require_positive_fields(self, "theta")
-        if self.width is not None and not _is_width(self.width):
+        scalings.require_positive_fields(self, "theta")
+        if self.width is not None and not (
+            isinstance(self.width, int) and self.width >= 2 and self.width % 2 == 0
+        ):
             raise OptionError(
                 saw=f"Rotary(width={describe_value(self.width)})",
                 needed="an even number of channels from 2, or None for the whole head",
@@ -211,7 +208,7 @@ def _exact_frequencies(
     width -= width % 2
     arithmetic: Arithmetic = {"dtype": torch.float64, "exponent_width": exponent_width}
     # One pair turns by 1 for each theta, and a YaRN of no pairs has no ramp.
-    is_single = isinstance(scaling, NTKScaling) and (exponent_width or width) == 2
+    is_single = isinstance(scaling, scalings.NTKScaling) and (exponent_width or width) == 2
     if scaling is None or not width or is_single:
         return unscaled_frequencies(theta, width, **arithmetic)
     return scaling.scaled_frequencies(theta, width, **arithmetic)
@@ -232,17 +229,12 @@ def rotate_by_angles(rule: RotaryRule, x: Tensor, angles: Tensor) -> Tensor:
     first, second = slice(0, count), slice(rule.span, rule.span + count)
     pairs = torch.cat((x[..., first], x[..., second]), -1)
     turned = x.clone()
-    turned[..., first], turned[..., second] = _apply_rotation(pairs, *factors, rule.pairing).chunk(
-        2, -1
-    )
+    halves = _apply_rotation(pairs, *factors, rule.pairing).chunk(2, -1)
+    turned[..., first], turned[..., second] = halves
     return turned
 
 
 # ---- checks and caches --------------------------------------------------------------------------
-
-
-def _is_width(width: object) -> bool:
-    return isinstance(width, int) and width >= 2 and width % 2 == 0
 
 
 def _frequencies_on_device(rotary: Rotary, x: Tensor) -> Tensor:

@@ -155,10 +155,9 @@ class YarnScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
+        names = ("factor", "original_length", "beta_fast", "beta_slow")
         optional = ("attention_factor",) if self.attention_factor is not None else ()
-        require_positive_fields(
-            self, "factor", "original_length", "beta_fast", "beta_slow", *optional
-        )
+        require_positive_fields(self, *names, *optional)
         if self.beta_fast < self.beta_slow:
             raise OptionError(
                 saw=f"YarnScaling(beta_fast={self.beta_fast}, beta_slow={self.beta_slow})",
@@ -172,11 +171,10 @@ class YarnScaling:
         """Factor of rotated vectors."""
         if self.attention_factor is not None:
             return self.attention_factor
+        magnitude = self._attention_magnitude
         if self.mscale and self.mscale_all_dim:
-            return self._attention_magnitude(self.mscale) / self._attention_magnitude(
-                self.mscale_all_dim
-            )
-        return self._attention_magnitude(1.0)
+            return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
+        return magnitude(1.0)
 
     def scaled_frequencies(
         self, theta: float, width: int, **arithmetic: Unpack[Arithmetic]
@@ -200,8 +198,9 @@ class YarnScaling:
                 needed="theta above 1, for decreasing frequencies",
                 do="e.g. theta=10000.0",
             )
+        # The index, a float, of the pair with this many turns in the original length.
         first, last = (
-            self._pair_index_of_turns(turns, theta, width)
+            width * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
@@ -217,12 +216,6 @@ class YarnScaling:
             )
         # A ramp of no length is a step.
         return first, last if first < last else last + 0.001
-
-    def _pair_index_of_turns(self, turns: float, theta: float, width: int) -> float:
-        """Return the index, a float, of the pair with this many turns in the original length."""
-        return (
-            width * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        )
 
     def _attention_magnitude(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0

@@ -214,14 +214,14 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         """Raise OptionError for a value of another type, such as the words of a setting."""
-        for name, kinds in _KINDS.items():
+        for name, (kinds, example) in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, (*kinds, Unset)):
                 listed = ", ".join(kind.__name__ for kind in kinds)
                 raise OptionError(
                     saw=f"{name}={describe_value(value)}",
                     needed=f"ABSENT, FROM_CONFIG, or a value of {listed}",
-                    do=f"e.g. {name}={_EXAMPLES[name]}, of headwise.function",
+                    do=f"e.g. {name}={example}, of headwise.function",
                 )
 
     @property
@@ -334,27 +334,20 @@ class AttentionSpec:
 
 
 # The types of a field beside `Unset`, and an example.
-_KINDS: dict[str, tuple[type, ...]] = {
-    "scale": (float, int, ScaleRule),
-    "rotary": (RotaryRule, Other),
-    "qk_norm": (NormRule, Other),
-    "softcap": (Softcap,),
-    "score_bias": (AlibiRule, BucketRule, Other),
-    "window": (tuple, Other),
-    "clip": (float, int, Other),
-    "output_gate": (str,),
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "scale": ((float, int, ScaleRule), "ScaleRule(-0.5)"),
+    "rotary": (
+        (RotaryRule, Other),
+        'RotaryRule(); Layout(rows="interleaved") has the order of its channels',
+    ),
+    "qk_norm": ((NormRule, Other), 'NormRule(over="head")'),
+    "softcap": ((Softcap,), "Softcap()"),
+    "score_bias": ((AlibiRule, BucketRule, Other), "AlibiRule()"),
+    "window": ((tuple, Other), "(127, 0)"),
+    "clip": ((float, int, Other), "6.0"),
+    "output_gate": ((str,), '"channel"'),
 }
 OPEN_FIELDS = frozenset(_KINDS)  # those that may be FROM_CONFIG
-_EXAMPLES = {
-    "scale": "ScaleRule(-0.5)",
-    "rotary": 'RotaryRule(); Layout(rows="interleaved") has the order of its channels',
-    "qk_norm": 'NormRule(over="head")',
-    "softcap": "Softcap()",
-    "score_bias": "AlibiRule()",
-    "window": "(127, 0)",
-    "clip": "6.0",
-    "output_gate": '"channel"',
-}
 
 
 def _in_words(value: Any, words: Callable[[Any], str]) -> str | None:
@@ -412,9 +405,7 @@ def require_conflicts_accepted(
         )
     left = {name: both for name, both in conflicts.items() if name not in accepted}
     if left:
-        listed = "; ".join(
-            f"{name}: {mine} against {theirs}" for name, (mine, theirs) in left.items()
-        )
+        listed = "; ".join(f"{name}: {a} against {b}" for name, (a, b) in left.items())
         raise OptionError(
             saw=f"{between} use the same weights differently: {listed}",
             needed="one function on both sides, since nothing of it is folded into weights",

@@ -120,8 +120,7 @@ class Cache:
         self._require_fit_to_buffers(k, v, lengths)
         self._make_room(k.shape[2])
         stop = self.length + k.shape[2]
-        write = self._write_tokens if self._has_slots(stop) else self._concatenate
-        keys, values = write(self._k, k, stop), write(self._v, v, stop)
+        keys, values = self._write_tokens(self._k, k, stop), self._write_tokens(self._v, v, stop)
         padding = self.padding
         if lengths is not None:
             gaps = k.shape[2] - convert_to_int64(lengths, "lengths")
@@ -132,24 +131,18 @@ class Cache:
     def keep(self, cached: CachedKeys) -> None:
         """Hold the keys and values that `extend` returned."""
         stop = cached.k.shape[2]
-        if not self._has_slots(stop):
-            self.length = stop
+        self.length = stop
+        if stop > self._k.shape[2]:
             self._keep_latest(cached)
-        else:
-            if cached.padding is not self.padding:  # tokens have moved, in new memory
-                self._k[:, :, :stop], self._v[:, :, :stop] = cached.k, cached.v
-            self.length = stop
+        elif cached.padding is not self.padding:  # tokens have moved, in new memory
+            self._k[:, :, :stop], self._v[:, :, :stop] = cached.k, cached.v
         self.padding = cached.padding
 
     def select(self, sequences: Integer[Tensor, " chosen"]) -> Cache:
         """Return a new cache with these sequences, in this order, for beams or a smaller batch."""
         sequences = convert_to_int64(sequences, "sequences")
-        cache = Cache(
-            self._k.index_select(0, sequences),
-            self._v.index_select(0, sequences),
-            window=self.window,
-            owner=self.owner,
-        )
+        k, v = (buffer.index_select(0, sequences) for buffer in (self._k, self._v))
+        cache = Cache(k, v, window=self.window, owner=self.owner)
         cache.length, cache.dropped = self.length, self.dropped
         cache.needs_mask = self.needs_mask
         if self.padding is not None:
@@ -172,16 +165,12 @@ class Cache:
     def _starts_of(self, padding: Tensor | None) -> Tensor | None:
         return None if padding is None else (padding - self.dropped).clamp(min=0)
 
-    def _has_slots(self, stop: int) -> bool:
-        return stop <= self._k.shape[2]
-
     def _write_tokens(self, buffer: Tensor, new: Tensor, stop: int) -> Tensor:
+        """Return cached and new tokens: a view, or new memory where all slots are too few."""
+        if stop > buffer.shape[2]:
+            return torch.cat([buffer[:, :, : self.length], new], dim=2)
         buffer[:, :, self.length : stop] = new
         return buffer[:, :, :stop]
-
-    def _concatenate(self, buffer: Tensor, new: Tensor, stop: int) -> Tensor:  # noqa: ARG002
-        """Return cached and new tokens in new memory: the new ones need more than all slots."""
-        return torch.cat([buffer[:, :, : self.length], new], dim=2)
 
     def _make_room(self, new: int) -> None:
         """Move the tokens that the window needs to the front, if the new ones do not fit."""

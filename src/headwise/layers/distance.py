@@ -8,18 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headwise.errors import OptionError
-from headwise.function.distance import (
-    alibi_slope_values,
-    bucket_of_distances,
-    count_unshared_distances,
-)
+from headwise.function import distance
 from headwise.function.spec import BIAS_MAX
 from headwise.masks.clause import Align
 from headwise.masks.score_bias import ScoreBias
@@ -87,7 +83,7 @@ def alibi_slopes(num_heads: int, *, bias_max: float = BIAS_MAX) -> Float[Tensor,
         OptionError: num_heads below 1, or a ``bias_max`` that is not positive and finite.
     """
     _require_slope_options(num_heads, bias_max)
-    return torch.tensor(alibi_slope_values(num_heads, bias_max), dtype=torch.float32)
+    return torch.tensor(distance.alibi_slope_values(num_heads, bias_max), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ class AlibiSlopes(FixedTable):
         dtype: torch.dtype | None = None,
     ) -> None:
         _require_slope_options(num_heads, bias_max)
-        slopes = alibi_slope_values(num_heads, bias_max)
+        slopes = distance.alibi_slope_values(num_heads, bias_max)
         super().__init__(slopes, least=torch.float32, device=device, dtype=dtype)
         self.bias_max = bias_max
 
@@ -190,8 +186,8 @@ class T5Bias:
                 else "at least 2",
                 do="e.g. buckets=32, as in T5",
             )
-        if self.max_distance <= self._count_unshared_distances():
-            unshared = self._count_unshared_distances()
+        unshared = distance.count_unshared_distances(self.buckets, bidirectional=self.bidirectional)
+        if self.max_distance <= unshared:
             raise OptionError(
                 saw=f"T5Bias(buckets={self.buckets}, max_distance={self.max_distance})",
                 needed=f"more than {unshared}, the number of distances with their own bucket",
@@ -210,13 +206,8 @@ class T5Bias:
 
     def bucket_of(self, distances: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Return the bucket of each distance ``key - query``."""
-        return bucket_of_distances(
-            distances, self.buckets, self.max_distance, bidirectional=self.bidirectional
-        )
-
-    def _count_unshared_distances(self) -> int:
-        """Return the number of distances with their own bucket, on each side."""
-        return count_unshared_distances(self.buckets, bidirectional=self.bidirectional)
+        sides, options = self.bidirectional, (self.buckets, self.max_distance)
+        return distance.bucket_of_distances(distances, *options, bidirectional=sides)
 
 
 class T5BucketTable(FixedTable):
@@ -231,13 +222,11 @@ class T5BucketTable(FixedTable):
         dtype: torch.dtype | None = None,
     ) -> None:
         reach = options.max_distance
-        distances = torch.arange(-reach, reach + 1, device="cpu")
-        buckets = tuple(options.bucket_of(distances).tolist())
+        buckets = tuple(options.bucket_of(torch.arange(-reach, reach + 1, device="cpu")).tolist())
         super().__init__(buckets, least=torch.int64, device=device)
         self.options = options
-        self.relative_attention_bias = nn.Embedding(
-            options.buckets, num_heads, device=device, dtype=dtype
-        )
+        places: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.relative_attention_bias = nn.Embedding(options.buckets, num_heads, **places)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

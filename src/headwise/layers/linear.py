@@ -140,7 +140,13 @@ def initialise_projections(
         )
     q, k, v, out = layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
     if source in ("torch-packed", "torch-separate"):
-        _initialise_torch(q, k, v, out, packed=source == "torch-packed")
+        # The output first, with its bias, and the bound as two roots: bit for bit torch's numbers.
+        out.reset_parameters()
+        together = q.out_features + k.out_features + v.out_features
+        for projection in (q, k, v):
+            width = together if source == "torch-packed" else projection.out_features
+            bound = math.sqrt(3) * math.sqrt(2 / (projection.in_features + width))
+            nn.init.uniform_(projection.weight, -bound, bound)
     elif source == "einops":
         initialise_as_einops_page(q, k, v, out, head_dim=layer.head_dim, value_dim=layer.value_dim)
     else:
@@ -152,7 +158,9 @@ def initialise_projections(
             stds = ((layer.embed_dim * layer.head_dim) ** -0.5, of_source, of_source, output)
         for projection, std in zip((q, k, v, out), stds, strict=True):
             nn.init.normal_(projection.weight, std=std)
-            _zero_biases(projection)
+    for projection in () if source == "einops" else (q, k, v, out):
+        if projection.bias is not None:
+            nn.init.zeros_(projection.bias)
     _rescale_query_projection(layer, 1.0 if source == "t5" else layer.head_dim**-0.5)
 
 
@@ -166,25 +174,6 @@ def initialise_as_einops_page(
         nn.init.normal_(projection.weight, std=math.sqrt(2 / (projection.in_features + width)))
     out.reset_parameters()
     nn.init.xavier_normal_(out.weight)
-
-
-def _initialise_torch(
-    q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, *, packed: bool
-) -> None:
-    # The output first, with its bias, and the bound as two roots: bit for bit torch's numbers.
-    out.reset_parameters()
-    together = q.out_features + k.out_features + v.out_features
-    for projection in (q, k, v):
-        width = together if packed else projection.out_features
-        bound = math.sqrt(3) * math.sqrt(2 / (projection.in_features + width))
-        nn.init.uniform_(projection.weight, -bound, bound)
-    for projection in (q, k, v, out):
-        _zero_biases(projection)
-
-
-def _zero_biases(projection: nn.Linear) -> None:
-    if projection.bias is not None:
-        nn.init.zeros_(projection.bias)
 
 
 @torch.no_grad()

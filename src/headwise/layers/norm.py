@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -20,7 +20,7 @@ from headwise.function.spec import NormRule, Over, Place
 from headwise.support.text import describe_value
 
 Kind = Literal["rms", "layer"]
-_CHOICES = {"kind": ("rms", "layer"), "over": ("head", "width"), "place": ("before", "after")}
+_CHOICES = {"kind": get_args(Kind), "over": get_args(Over), "place": get_args(Place)}
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ class HeadPart:
         self.heads, self.num_heads, self.num_kv_heads = heads, num_heads, num_kv_heads
         group = num_heads // num_kv_heads
         self.kv_heads = range(heads.start // group, (heads.stop - 1) // group + 1)
-        used = tuple(head // group - self.kv_heads.start for head in heads)
+        used = [head // group - self.kv_heads.start for head in heads]
         each = max(1, len(heads) // len(self.kv_heads))
-        is_even = used == tuple(head // each for head in range(len(heads)))
+        is_even = used == [head // each for head in range(len(heads))]
         self._kv_of_head = None if is_even else used
 
     def check_inputs_and_sum_gradients(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
