@@ -72,6 +72,30 @@ class Attention(nn.Module):
         OptionError: sizes or options that contradict each other, or lie outside their range.
     """
 
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    out_dim: int
+    source_dim: int
+    rotary: Rotary | None
+    qk_norm: QKNorm | None
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    dropout: float
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    score_bias: nn.Module | None
+    sink: Tensor | None
+    output_gate: GateKind | None
+    gate_proj: nn.Module | None
+    identity: str  # the owner of the caches that this layer makes
     part: HeadPart | None = None  # the heads that this module computes, if not all
 
     @explain_arguments(checks.CONSTRUCTOR, beyond=checks.advice_on_positional_constructor_arguments)
@@ -134,7 +158,7 @@ class Attention(nn.Module):
             None if norm is None else norm.module(n * self.head_dim, **options) for n in each
         )
         self.score_bias = score_bias.module(heads, **options) if score_bias else None
-        self.sink: Tensor | None = nn.Parameter(torch.empty(heads, **options)) if sink else None
+        self.sink = nn.Parameter(torch.empty(heads, **options)) if sink else None
         gates = 0 if kind is None else heads * gate_width(kind, self.value_dim)
         self.gate_proj = nn.Linear(self.embed_dim, gates, gate_bias, **options) if gates else None
 

@@ -140,13 +140,7 @@ def initialise_projections(
         )
     q, k, v, out = layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
     if source in ("torch-packed", "torch-separate"):
-        # The output first, with its bias, and the bound as two roots: bit for bit torch's numbers.
-        out.reset_parameters()
-        together = q.out_features + k.out_features + v.out_features
-        for projection in (q, k, v):
-            width = together if source == "torch-packed" else projection.out_features
-            bound = math.sqrt(3) * math.sqrt(2 / (projection.in_features + width))
-            nn.init.uniform_(projection.weight, -bound, bound)
+        _initialise_torch(q, k, v, out, packed=source == "torch-packed")
     elif source == "einops":
         initialise_as_einops_page(q, k, v, out, head_dim=layer.head_dim, value_dim=layer.value_dim)
     else:
@@ -174,6 +168,18 @@ def initialise_as_einops_page(
         nn.init.normal_(projection.weight, std=math.sqrt(2 / (projection.in_features + width)))
     out.reset_parameters()
     nn.init.xavier_normal_(out.weight)
+
+
+def _initialise_torch(
+    q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, *, packed: bool
+) -> None:
+    # The output first, with its bias, and the bound as two roots: bit for bit torch's numbers.
+    out.reset_parameters()
+    together = q.out_features + k.out_features + v.out_features
+    for projection in (q, k, v):
+        width = together if packed else projection.out_features
+        bound = math.sqrt(3) * math.sqrt(2 / (projection.in_features + width))
+        nn.init.uniform_(projection.weight, -bound, bound)
 
 
 @torch.no_grad()

@@ -197,8 +197,8 @@ def _pack_rows(x: Tensor, spans: list[tuple[int, Span]]) -> Tensor:
     """Concatenate spans (row, span) of a batch to (1, tokens, width)."""
     parts: list[Tensor] = []
     for index, row in enumerate(x.split(1)):
-        own = [span for of, span in spans if of == index]
-        parts += varlen.cut_tensor_into_spans(row, own, dim=1)
+        chosen = [span for of, span in spans if of == index]
+        parts += varlen.cut_tensor_into_spans(row, chosen, dim=1)
     return torch.cat(parts, dim=1)
 
 

@@ -5,6 +5,8 @@ A call is checked once, by `checks.check_ranks` and `checks.check_call`; what fo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -273,28 +275,12 @@ def multi_head_attention_forward(
     checks.require_mask_for_hint(is_causal=is_causal, attn_mask=attn_mask)
     checks.require_divisible_embed_dim(embed_dim_to_check, num_heads)
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
-    call = Call(
-        query,
-        key,
-        value,
-        key_padding_mask,
-        attn_mask,
-        is_causal,
-        need_weights,
-        average_attn_weights,
-        dropout_p=dropout_p if training else 0.0,
-        batch_first=False,
-        embed_dim=embed_dim_to_check,
-        width=embed_dim_to_check,
-        num_heads=num_heads,
-        weights=separate if use_separate_proj_weight else (in_proj_weight,),
-        bias=in_proj_bias,
-        bias_k=bias_k,
-        bias_v=bias_v,
-        add_zero_attn=add_zero_attn,
-        static_k=static_k,
-        static_v=static_v,
-    )
+    weights = separate if use_separate_proj_weight else (in_proj_weight,)
+    masks = (key_padding_mask, attn_mask, is_causal)
+    given = (query, key, value, *masks, need_weights, average_attn_weights)
+    dropout, width = dropout_p if training else 0.0, embed_dim_to_check
+    rest: tuple[Any, ...] = (in_proj_bias, bias_k, bias_v, add_zero_attn, static_k, static_v)
+    call = Call(*given, dropout, False, width, width, num_heads, weights, *rest)
     heads, attention = attend_before_out_proj(call)
     warn_of_polarity(key_padding_mask, attn_mask, stacklevel=2)
     return F.linear(heads, out_proj_weight, out_proj_bias), attention
