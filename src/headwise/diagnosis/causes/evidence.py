@@ -19,7 +19,7 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.moves.find import HeadsAndOutput, find_moves
 from headwise.diagnosis.moves.maps import MatrixMap, Rows
-from headwise.diagnosis.moves.move import Move, Multiplied, Taken
+from headwise.diagnosis.moves.move import Edited, Move, Taken
 from headwise.diagnosis.moves.state import extract_rows, replace_rows
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
@@ -32,18 +32,12 @@ STAGE_OF = {"q": "q", "k": "k", "v": "v", "o": "output"}
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Recorded calls of the layer in doubt, and the model that it should equal.
+    """Recorded calls of the layer in doubt, and the model that it should equal."""
 
-    Attributes:
-        model: the model that is believed so far.
-        calls: recorded calls of the layer in doubt.
-        gaps: where the two part.
-        fitted: cause and place of a `Family` -> its variant that is nearest to these calls.
-    """
-
-    model: AttentionModel
+    model: AttentionModel  # that is believed so far
     calls: Sequence[RecordedCall]
-    gaps: Gaps
+    gaps: Gaps  # where the two part
+    # Cause and place of a `Family` -> its variant that is nearest to these calls.
     fitted: dict[tuple[Cause, int], Variant | None] = field(default_factory=dict)
 
     @classmethod
@@ -102,36 +96,22 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way in which a cause could have changed the model.
+    """One way in which a cause could have changed the model."""
 
-    Attributes:
-        model: the model with the fault, which predicts the layer in doubt.
-        parameters: name -> value in the layer in doubt, for the report.
-        repair: what makes the layer in doubt equal again.
-        details: more of the same, for the report alone: they do not count as parameters.
-        is_step: True if the data say that another cause of the same stage follows.
-    """
-
-    model: AttentionModel
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    repair: str = ""
-    details: Mapping[str, Any] = field(default_factory=dict)
-    is_step: bool = False
+    model: AttentionModel  # with the fault, which predicts the layer in doubt
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # in the layer in doubt
+    repair: str = ""  # what makes the layer in doubt equal again
+    details: Mapping[str, Any] = field(default_factory=dict)  # no parameters: for the report alone
+    is_step: bool = False  # the data say that another cause of the same stage follows
 
 
 @dataclass(frozen=True)
 class Family:
-    """Variants by one real number, which is fitted.
-
-    Attributes:
-        make: number -> variant.
-        starts: numbers from which the fit starts.
-        is_log: True to fit the logarithm, for positive numbers.
-    """
+    """Variants by one real number, which is fitted."""
 
     make: Callable[[float], Variant]
-    starts: tuple[float, ...]
-    is_log: bool = False
+    starts: tuple[float, ...]  # of the fit
+    is_log: bool = False  # the logarithm is fitted, for positive numbers
 
 
 def replace_inputs(forced: ForcedStage, **changes: Any) -> ForcedStage:
@@ -165,10 +145,10 @@ def _apply_move_to_model(model: AttentionModel, move: Move) -> AttentionModel:
     change, weights = move.change, dict(model.weights)
     if isinstance(change, Taken) and isinstance(change.step, MatrixMap):
         change = Taken(replace(change.step, given=None))  # of weights in place of activations
-    if isinstance(change, Multiplied) and "bo" in weights and "o" in change.factors:
+    if "bo" in weights and isinstance(change, Edited) and "biases" in change.parts:
         # Only a factor of all heads can be one of the bias too.
-        factor = change.factors["o"].flatten()[0] if "biases" in change.parts else 1.0
-        weights["bo"] = weights["bo"] * factor
+        edit = change.edits.get("o", lambda x: x)
+        weights["bo"] = edit(weights["bo"][None, None])[0, 0]
     rows = change.apply(extract_rows(model.weights))
     return replace(model, weights=replace_rows(weights, rows))
 
@@ -232,9 +212,7 @@ def _collect_stage_rows(
 ) -> tuple[Rows, Rows] | None:
     """Return the rows of a and of b, of the stages that every call has."""
     ours, theirs = {}, {}
-    for role in "qkv":
-        if not all(role in call.stages for call in calls):
-            continue
+    for role in filter(lambda role: all(role in call.stages for call in calls), "qkv"):
         recorded = [call.stages[role] for call in calls]
         predicted = [model.predict_stage(role, call) for call in calls]
         if all(x.shape == y.shape for x, y in zip(recorded, predicted, strict=True)):

@@ -16,12 +16,7 @@ from torch import Tensor
 
 from headwise.diagnosis.catalogue import PLACED, SCORES
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants, replace_inputs
-from headwise.diagnosis.simulation.model import (
-    AttentionModel,
-    ForcedStage,
-    compute_scores,
-    key_query_distances,
-)
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, key_query_distances
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.function.stages import repeat_kv_heads
 
@@ -68,26 +63,23 @@ def _change_mask(change: MaskChange, forced: ForcedStage) -> ForcedStage:
     return forced if mask is None else replace_inputs(forced, mask=change(mask))
 
 
-def _scores_with_mask(change: MaskChange, forced: ForcedStage) -> Tensor:
-    return _change_mask(change, forced).usual_result()
-
-
 def _vary_mask(evidence: Evidence, change: MaskChange, repair: str) -> Variants:
     if evidence.has_masks:
-        yield Variant(evidence.replace_stages(SCORES, _scores_with_mask, change), {}, repair)
+        scores = evidence.replace_stages(SCORES, lambda x: _change_mask(change, x).usual_result())
+        yield Variant(scores, {}, repair)
 
 
 def _mask_added_as_numbers(evidence: Evidence) -> Variants:
     for is_inverted in (False, True) if evidence.has_masks else ():
-        model = evidence.replace_stages(SCORES, _add_mask_as_numbers, is_inverted)
+        model = evidence.replace_stages(SCORES, _add_mask, 1.0, is_inverted)
         yield Variant(model, {}, "hide keys: scores.masked_fill(~mask, -inf)")
 
 
-def _add_mask_as_numbers(is_inverted: bool, forced: ForcedStage) -> Tensor:
-    mask, usual = forced.call.inputs.mask, compute_scores(replace_inputs(forced, mask=None))
+def _add_mask(number: float, is_inverted: bool, forced: ForcedStage) -> Tensor:
+    mask, usual = forced.call.inputs.mask, replace_inputs(forced, mask=None).usual_result()
     if mask is None:
         return usual
-    return usual + (~mask if is_inverted else mask).to(usual.dtype)
+    return usual + number * (~mask if is_inverted else mask).to(usual.dtype)
 
 
 # Numbers that hide a key when they are added to its score.
@@ -98,13 +90,8 @@ def _mask_polarity(evidence: Evidence) -> Variants:
     repair = "pass ~mask: True means may attend"
     yield from _vary_mask(evidence, torch.logical_not, repair)
     for number in LOWEST if evidence.has_masks else ():
-        model = evidence.replace_stages(SCORES, _add_number_where_true, number)
+        model = evidence.replace_stages(SCORES, _add_mask, number, False)
         yield Variant(model, {"added": number}, repair)
-
-
-def _add_number_where_true(number: float, forced: ForcedStage) -> Tensor:
-    mask, usual = forced.call.inputs.mask, _scores_with_mask(_ignore_mask, forced)
-    return usual if mask is None else usual + number * mask.to(usual.dtype)
 
 
 def _padding_ignored(evidence: Evidence) -> Variants:
@@ -230,12 +217,16 @@ def _change_later_calls(
 Positions = Callable[[RecordedCall], Tensor | None]
 
 
-def _change_positions(call: RecordedCall, position: Positions) -> RecordedCall:
-    """Return the call with other positions, also in those of its earlier calls that are later."""
-    if not call.earlier:
-        return call
-    earlier = tuple(_change_positions(each, position) for each in call.earlier)
-    return replace(call, inputs=replace(call.inputs, positions=position(call)), earlier=earlier)
+def _place_later_calls(evidence: Evidence, position: Positions) -> AttentionModel:
+    """Return the model with other positions of later calls, also of those before a call."""
+
+    def place(call: RecordedCall) -> RecordedCall:
+        if not call.earlier:
+            return call
+        inputs, earlier = replace(call.inputs, positions=position(call)), map(place, call.earlier)
+        return replace(call, inputs=inputs, earlier=tuple(earlier))
+
+    return _change_later_calls(evidence, PLACED, lambda x: replace(x, call=place(x.call)))
 
 
 MOST_POSITIONS = 16
@@ -244,22 +235,13 @@ MOST_POSITIONS = 16
 def _position_in_decoding(evidence: Evidence) -> Variants:
     shifts = (n for n in range(-MOST_POSITIONS, MOST_POSITIONS + 1) if n)
     for offset in (None, *shifts) if evidence.has_later_calls else ():
-        place = partial(_place_later_calls, partial(_shift_positions, offset))
+        model = _place_later_calls(evidence, partial(_shift_positions, offset))
         words = "from 0 again" if offset is None else offset
-        repair = "positions continue from the keys in the cache"
-        yield Variant(_change_later_calls(evidence, PLACED, place), {"offset": words}, repair)
+        yield Variant(model, {"offset": words}, "positions continue from the keys in the cache")
 
 
 def _shift_positions(offset: int | None, call: RecordedCall) -> Tensor:
     return call.query_positions + (-call.past_key_count if offset is None else offset)
-
-
-def _no_positions(_call: RecordedCall) -> None:
-    return None
-
-
-def _place_later_calls(position: Positions, forced: ForcedStage) -> ForcedStage:
-    return replace(forced, call=_change_positions(forced.call, position))
 
 
 def _window_in_decoding(evidence: Evidence) -> Variants:
@@ -289,7 +271,7 @@ def _padding_in_decoding(evidence: Evidence) -> Variants:
         yield Variant(model, {"padding": words}, repair)
     if any(call.inputs.positions is not None for call in evidence.calls):
         repair = "positions that count the tokens and not the padding, in every call"
-        model = _change_later_calls(evidence, PLACED, partial(_place_later_calls, _no_positions))
+        model = _place_later_calls(evidence, lambda _: None)
         yield Variant(model, {"padding": "counted in the positions"}, repair)
 
 
@@ -298,18 +280,12 @@ FIRST = (0, 1, 2, 4)  # keys at the start that a cache may keep as attention sin
 
 @dataclass(frozen=True)
 class Eviction:
-    """The keys that are left of those of earlier calls.
+    """The keys that are left of those of earlier calls."""
 
-    Attributes:
-        first, last: numbers of keys that stay, of the start and of the end.
-        missing: number of keys at the start that do not stay; 0 to state ``last``.
-        holds_new: True if the new keys of a call, which always stay, are among the last ones.
-    """
-
-    first: int = 0
-    last: int = 0
-    missing: int = 0
-    holds_new: bool = False
+    first: int = 0  # number of keys of the start that stay
+    last: int = 0  # likewise, of the end
+    missing: int = 0  # number of keys of the start that do not stay; 0 to state ``last``
+    holds_new: bool = False  # the new keys of a call, which always stay, are among the last ones
 
     def remaining_keys(self, call: RecordedCall) -> Tensor:
         """Return the numbers of the keys of a call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Literal
 
 from torch import Tensor
@@ -26,20 +27,20 @@ OUTPUT = ("output",)
 
 def _qk_norm_kind(evidence: Evidence) -> Variants:
     norm = evidence.model.settings.norm
-    if norm is None:
-        for kind in KINDS:
-            for over in OVER:
-                model = evidence.model.with_settings(qk_norm=NormRule(kind, over, eps=1e-6))
-                parameters = {"norm": f"{kind} over the {over}, without weights"}
-                yield Variant(model, parameters, "leave out the norm of q and k")
-        return
-    repair = f"{norm.kind} norm over the {norm.over}"
-    yield Variant(evidence.model.with_settings(qk_norm=None), {"norm": "none"}, repair)
-    for kind in KINDS:
-        for over in OVER:
-            if (kind, over) != (norm.kind, norm.over):
-                model = evidence.model.with_settings(qk_norm=replace(norm, kind=kind, over=over))
-                yield Variant(model, {"norm": f"{kind} over the {over}"}, repair)
+    repair = "leave out the norm of q and k"
+    if norm is not None:
+        repair = f"{norm.kind} norm over the {norm.over}"
+        yield Variant(evidence.model.with_settings(qk_norm=None), {"norm": "none"}, repair)
+    for kind, over in product(KINDS, OVER):
+        if norm is None:
+            words, other = (
+                f"{kind} over the {over}, without weights",
+                NormRule(kind, over, eps=1e-6),
+            )
+        else:
+            words, other = f"{kind} over the {over}", replace(norm, kind=kind, over=over)
+        if other != norm:
+            yield Variant(evidence.model.with_settings(qk_norm=other), {"norm": words}, repair)
 
 
 def _qk_norm_place(evidence: Evidence) -> Variants:
@@ -64,13 +65,12 @@ LEAST_TOKENS = 8  # of which two decide the weight and the bias of a channel
 
 
 def _norm_inside(evidence: Evidence) -> Variants:
-    for kind in ("layer", "rms"):
-        for eps in (1e-5, 1e-6, 1e-12, 1e-8):
-            norm = partial(_normalise_last_axis, kind, eps)
-            model = evidence.replace_stages("qkv", _project_normed_input, norm)
-            parameters = {"norm": f"{kind} of the input"}
-            yield Variant(model, parameters, "normalise both inputs or neither")
-            yield from _variants_of_output_norm(evidence, kind, norm)
+    for kind, eps in product(("layer", "rms"), (1e-5, 1e-6, 1e-12, 1e-8)):
+        norm = partial(_normalise_last_axis, kind, eps)
+        model = evidence.replace_stages("qkv", _project_normed_input, norm)
+        repair = "normalise both inputs or neither"
+        yield Variant(model, {"norm": f"{kind} of the input"}, repair)
+        yield from _variants_of_output_norm(evidence, kind, norm)
 
 
 def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Iterator[Variant]:
@@ -82,8 +82,7 @@ def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Itera
         model = evidence.replace_stages(OUTPUT, _normalise_output, norm, has_residual)
         yield Variant(model, {"norm": words}, repair)
         if (weights := _fit_norm_weights(evidence, model)) is not None:
-            scale = partial(_scale_and_shift_output, *weights)
-            weighted = model.with_stage_function("output", scale)
+            weighted = model.with_stage_function("output", partial(_scale_and_shift, *weights))
             yield Variant(weighted, {"norm": words, "weights": "of its own"}, repair)
 
 
@@ -92,9 +91,8 @@ def _fit_norm_weights(evidence: Evidence, model: AttentionModel) -> tuple[Tensor
     calls = [call for call in evidence.calls if "output" in call.stages]
     recorded = flatten_tokens(call.stages["output"] for call in calls)
     predicted = flatten_tokens(model.predict_stage("output", call) for call in calls)
-    if recorded.shape != predicted.shape or len(recorded) < LEAST_TOKENS:
-        return None
-    if not recorded.isfinite().all():
+    is_alike = recorded.shape == predicted.shape and len(recorded) >= LEAST_TOKENS
+    if not is_alike or not recorded.isfinite().all():
         return None
     x, y = predicted - predicted.mean(0), recorded - recorded.mean(0)
     weight = (x * y).sum(0) / x.square().sum(0)
@@ -120,7 +118,7 @@ def _add_residual(forced: ForcedStage) -> Tensor:
     return forced.usual_result() + forced.call.inputs.x
 
 
-def _scale_and_shift_output(weight: Tensor, bias: Tensor, forced: ForcedStage) -> Tensor:
+def _scale_and_shift(weight: Tensor, bias: Tensor, forced: ForcedStage) -> Tensor:
     return forced.usual_result() * weight + bias
 
 

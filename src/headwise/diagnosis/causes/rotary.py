@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import ROTATED
-from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
+from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant, Variants
 from headwise.diagnosis.moves.move import format_dtype
 from headwise.diagnosis.simulation.gaps import WHOLE, all_heads_agree_within_rounding
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
@@ -21,10 +21,19 @@ from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, 
 from headwise.function.spec import Pairing, RotaryRule
 
 
-def _rotary_theta(evidence: Evidence) -> Variants:
-    rotary = evidence.model.settings.rotation
-    if rotary is None:
-        return
+def _of_rotation(search: Callable[[Evidence, RotaryRule], Variants]) -> Search:
+    """Return the search that changes a rotation; a model without one has no such variant."""
+
+    def search_rotation(evidence: Evidence) -> Variants:
+        rotary = evidence.model.settings.rotation
+        return iter(()) if rotary is None else search(evidence, rotary)
+
+    search_rotation.__name__ = search.__name__
+    return search_rotation
+
+
+@_of_rotation
+def _rotary_theta(evidence: Evidence, rotary: RotaryRule) -> Variants:
     repair = f"Rotary(theta={rotary.theta:g})"
 
     def make(theta: float) -> Variant:
@@ -54,19 +63,15 @@ def _add_rotation(model: AttentionModel, pairing: Pairing, theta: float) -> Vari
     return Variant(model.with_settings(rotary=rotary), parameters, "leave out the rotation")
 
 
-def _rotary_pairing(evidence: Evidence) -> Variants:
-    rotary = evidence.model.settings.rotation
-    if rotary is None:
-        return
+@_of_rotation
+def _rotary_pairing(evidence: Evidence, rotary: RotaryRule) -> Variants:
     other: Pairing = "interleaved" if rotary.pairing == "half-split" else "half-split"
     model = evidence.model.with_rotary(pairing=other, span=None)
     yield Variant(model, {"pairing": other}, f'Rotary(pairing="{rotary.pairing}")')
 
 
-def _rotary_partial_width(evidence: Evidence) -> Variants:
-    rotary = evidence.model.settings.rotation
-    if rotary is None:
-        return
+@_of_rotation
+def _rotary_partial_width(evidence: Evidence, rotary: RotaryRule) -> Variants:
     head_dim = evidence.model.weights["wq"].shape[1]
     for width in range(2, head_dim + 1, 2):
         if width != rotary.width:
@@ -75,22 +80,20 @@ def _rotary_partial_width(evidence: Evidence) -> Variants:
                 yield Variant(model, {"width": width}, f"Rotary(width={rotary.width})")
 
 
-def _rotary_whole_head_pairs(evidence: Evidence) -> Variants:
-    rotary = evidence.model.settings.rotation
+@_of_rotation
+def _rotary_whole_head_pairs(evidence: Evidence, rotary: RotaryRule) -> Variants:
     head_dim = evidence.model.weights["wq"].shape[1]
-    if rotary is None or rotary.width == head_dim:
-        return
-    model = evidence.model.with_rotary(pairing="half-split", span=head_dim // 2)
-    yield Variant(model, {"span": head_dim // 2}, f"pair channel i with i + {rotary.width // 2}")
+    if rotary.width != head_dim:
+        span, repair = head_dim // 2, f"pair channel i with i + {rotary.width // 2}"
+        model = evidence.model.with_rotary(pairing="half-split", span=span)
+        yield Variant(model, {"span": span}, repair)
 
 
-def _rotary_exponent_width(evidence: Evidence) -> Variants:
-    rotary = evidence.model.settings.rotation
-    if rotary is None or rotary.width < 4:
-        return
+@_of_rotation
+def _rotary_exponent_width(evidence: Evidence, rotary: RotaryRule) -> Variants:
     head_dim = evidence.model.weights["wq"].shape[1]
     right = rotary.exponent_width or rotary.width
-    for base in range(4, 2 * head_dim + 1, 2):
+    for base in range(4, 2 * head_dim + 1, 2) if rotary.width >= 4 else ():
         if base != right:
             model = evidence.model.with_rotary(exponent_width=base)
             yield Variant(model, {"exponent width": base}, f"theta ** (-2i / {right})")
@@ -123,9 +126,8 @@ def _has_equal_offsets(evidence: Evidence) -> bool:
     return False
 
 
-def _rotary_axis(evidence: Evidence) -> Variants:
-    if evidence.model.settings.rotation is None:
-        return
+@_of_rotation
+def _rotary_axis(evidence: Evidence, _: RotaryRule) -> Variants:
     for axis in ("head", "position and head", "batch", "position from the end"):
         model = evidence.replace_stages(ROTATED, _rotate_by_axis, axis)
         yield Variant(model, {"axis": axis}, "rotate by the position of the token: axis 2 of 4")
@@ -137,27 +139,19 @@ def _rotate_by_axis(axis: str, forced: ForcedStage) -> Tensor:
     if rotary is None:  # another cause removed the rotation
         return x
     positions = forced.call.query_positions if role == "q" else forced.call.new_key_positions
-    places = _positions_along_axis(axis, x, positions[:, None])
-    angles = places[..., None].double() * frequencies_of_rule(rotary)
+    heads = torch.arange(x.shape[1])[:, None]
+    places = {
+        "head": heads,
+        "position and head": positions[:, None] + heads,
+        "batch": torch.arange(len(x))[:, None, None],
+        "position from the end": positions[:, None].flip(-1),
+    }
+    angles = places[axis][..., None].double() * frequencies_of_rule(rotary)
     return rotate_by_angles(rotary, x, angles)
 
 
-def _positions_along_axis(axis: str, x: Tensor, positions: Tensor) -> Tensor:
-    heads = torch.arange(x.shape[1])[:, None]
-    match axis:
-        case "head":
-            return heads
-        case "position and head":
-            return positions + heads
-        case "batch":
-            return torch.arange(len(x))[:, None, None]
-        case _:
-            return positions.flip(-1)
-
-
-def _rotary_some_heads(evidence: Evidence) -> Variants:
-    if evidence.model.settings.rotation is None:
-        return
+@_of_rotation
+def _rotary_some_heads(evidence: Evidence, _: RotaryRule) -> Variants:
     model, heads = evidence.model, {}
     for stage in ROTATED:
         parted = sorted({head for _, _, head in evidence.parted_calls_and_heads(stage)})
@@ -176,9 +170,8 @@ def _undo_rotation_of_heads(heads: list[int], forced: ForcedStage) -> Tensor:
     return x
 
 
-def _rotary_dtype(evidence: Evidence) -> Variants:
-    if evidence.model.settings.rotation is None:
-        return
+@_of_rotation
+def _rotary_dtype(evidence: Evidence, _: RotaryRule) -> Variants:
     for dtype in (torch.bfloat16, torch.float16):
         repair = "keep inv_freq in float32: load with dtype=..., without .to(dtype) afterwards"
         parameters = {"dtype": format_dtype(dtype)}
@@ -189,10 +182,8 @@ FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 40.0)
 LENGTHS = (32, 2048, 4096, 8192, 32768)
 
 
-def _rotary_scaling_kind(evidence: Evidence) -> Variants:
-    rotary = evidence.model.settings.rotation
-    if rotary is None:
-        return
+@_of_rotation
+def _rotary_scaling_kind(evidence: Evidence, rotary: RotaryRule) -> Variants:
     length = getattr(rotary.scaling, "original_length", None)
     factors = FACTORS if rotary.scaling is None else (rotary.scaling.factor, *FACTORS)
     for scaling in _list_other_scalings(rotary, factors, LENGTHS if length is None else (length,)):
@@ -234,10 +225,8 @@ def _rotary_scaling_factor(evidence: Evidence) -> Variants:
         yield Family(make, tuple(1.25 * 1.6**n for n in range(9)), is_log=True)
 
 
-def _rotary_attention_factor(evidence: Evidence) -> Variants:
-    rotary = evidence.model.settings.rotation
-    if rotary is None:
-        return
+@_of_rotation
+def _rotary_attention_factor(evidence: Evidence, rotary: RotaryRule) -> Variants:
     right = rotary.amplitude
 
     def make(factor: float) -> Variant:

@@ -111,13 +111,10 @@ def _softmax_over_axis(axis: int, forced: ForcedStage) -> Tensor:
 
 
 def _softmax_dtype(evidence: Evidence) -> Variants:
+    wide = torch.float64
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         # The softmax itself, the scores alone, and both scores and weights in the dtype.
-        for within, after in (
-            (dtype, dtype),
-            (torch.float64, torch.float64),
-            (torch.float64, dtype),
-        ):
+        for within, after in ((dtype, dtype), (wide, wide), (wide, dtype)):
             model = evidence.replace_stages(WEIGHTS, _softmax_in_dtypes, dtype, within, after)
             parameters = {"dtype": format_dtype(dtype)}
             yield Variant(model, parameters, "softmax in the dtype of the scores")

@@ -24,7 +24,7 @@ from headwise.diagnosis.causes.evidence import (
 )
 from headwise.diagnosis.moves import state
 from headwise.diagnosis.moves.maps import MapName, Rows
-from headwise.diagnosis.moves.move import ROUNDED, Rounded, format_dtype
+from headwise.diagnosis.moves.move import ROUNDED, cast_and_back, format_dtype
 from headwise.diagnosis.simulation.gaps import (
     WHOLE,
     allowed_difference,
@@ -34,23 +34,20 @@ from headwise.diagnosis.simulation.model import AttentionModel
 
 
 def _q_and_k_exchanged(evidence: Evidence) -> Variants:
-    yield from search_moves(catalogue.Q_AND_K_EXCHANGED, evidence)
-    yield from _exchange_in_cross_attention(catalogue.Q_AND_K_EXCHANGED, evidence, "q", "k")
+    return _exchange_two_roles(catalogue.Q_AND_K_EXCHANGED, evidence, "q", "k")
 
 
 def _q_and_v_exchanged(evidence: Evidence) -> Variants:
-    yield from search_moves(catalogue.Q_AND_V_EXCHANGED, evidence)
-    yield from _exchange_in_cross_attention(catalogue.Q_AND_V_EXCHANGED, evidence, "q", "v")
+    return _exchange_two_roles(catalogue.Q_AND_V_EXCHANGED, evidence, "q", "v")
 
 
-def _exchange_in_cross_attention(
-    cause: Cause, evidence: Evidence, first: str, second: str
-) -> Variants:
-    """Yield the model with the weights of two roles exchanged, if they have one shape.
+def _exchange_two_roles(cause: Cause, evidence: Evidence, first: str, second: str) -> Variants:
+    """Yield moves and, in cross attention, the weights of two roles of one shape exchanged.
 
-    In cross attention the rows of queries are channels over other tokens than those of keys, so
-    that they cannot be looked up among them.
+    There the rows of queries are channels over other tokens than those of keys, so that they cannot
+    be looked up among them.
     """
+    yield from search_moves(cause, evidence)
     weights = evidence.model.weights
     if evidence.is_cross_attention and weights[f"w{first}"].shape == weights[f"w{second}"].shape:
         pairs = [(f"{kind}{first}", f"{kind}{second}") for kind in "wb"]
@@ -85,16 +82,14 @@ def _copy_weights_to_role(
 
 
 def _weights_rounded(evidence: Evidence) -> Variants:
-    rows, roles = state.extract_rows(evidence.model.weights), evidence.parted_roles
+    weights, roles = evidence.model.weights, evidence.parted_roles
     for dtype in ROUNDED:
-        for parts in (("weights", "biases"), ("weights",)):
-            rounded = Rounded(roles, dtype, parts=parts).apply(rows)
-            weights = state.replace_rows(evidence.model.weights, rounded)
-            if "bo" in weights and "biases" in parts and "o" in roles:
-                weights["bo"] = weights["bo"].to(dtype).to(weights["bo"].dtype)
+        repair = MapName(catalogue.WEIGHTS_ROUNDED, format_dtype(dtype), roles).repair
+        for kinds in ("wb", "w"):
+            names = {f"{kind}{role}" for kind in kinds for role in roles} & weights.keys()
+            rounded = {name: cast_and_back(dtype)(weights[name]) for name in names}
             parameters = {"roles": "".join(roles), "dtype": str(dtype)}
-            repair = MapName(catalogue.WEIGHTS_ROUNDED, format_dtype(dtype), roles).repair
-            yield Variant(evidence.model.with_weights(**weights), parameters, repair)
+            yield Variant(evidence.model.with_weights(**rounded), parameters, repair)
 
 
 def _bias_missing(evidence: Evidence) -> Variants:
@@ -126,8 +121,7 @@ def _initial_weights(evidence: Evidence) -> Variants:
         if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
             continue
         tokens = collect_projection_tokens(evidence, role)
-        whitened = None if tokens is None else _whiten_tokens(*tokens)
-        if tokens is None or whitened is None:
+        if tokens is None or (whitened := _whiten_tokens(*tokens)) is None:
             continue
         if not _has_no_trace_of_right_weights(evidence, role, tokens[0], whitened):
             continue
@@ -142,11 +136,9 @@ def _initial_weights(evidence: Evidence) -> Variants:
 def _has_no_trace_of_right_weights(
     evidence: Evidence, role: str, x: Tensor, products: Tensor
 ) -> bool:
-    """True if nothing of the right weights is in the products.
+    """True if products correlate with the right weights of no projection, as if in this place.
 
-    The products do not correlate with those of the right weights of any projection, which may be
-    in this one's place. Where the right weights look initialised themselves, some stage must agree
-    as well.
+    Where the right weights look initialised themselves, some stage must agree as well.
     """
     rows = state.extract_rows(evidence.model.weights)
     all_parted = all(evidence.parted_calls_and_heads(stage) for stage in ("q", "k", "v"))

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, permutations, product
 
 import torch
 from torch import Tensor
 
 from headwise.diagnosis import catalogue
-from headwise.diagnosis.moves.maps import (
-    ROLES,
-    TENSORS,
-    Draft,
-    MapName,
-    RowMap,
-    RowSizes,
-    make_distinct_maps,
-    order_rows_by_pattern,
-    read_rows_by_pattern,
-)
+from headwise.diagnosis.moves import maps
+from headwise.diagnosis.moves.maps import ROLES, TENSORS, Draft, MapName, RowMap, RowSizes
 from headwise.layouts.pattern import GROUPED, Splits, to_half_split, to_interleaved
 
 USUAL = ("q", "k", "v")
@@ -41,9 +32,9 @@ _EXCHANGES = {
 
 def _draft_exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
     """Yield the exchanges of two roles, and one role in the place of another."""
-    indices = {role: index.flatten() for role, index in sizes.number_rows().items()}
+    indices = sizes.number_rows()
     for cause, (first, second) in _EXCHANGES.items():
-        if len(indices[first]) != len(indices[second]):
+        if indices[first].numel() != indices[second].numel():
             continue
         exchanged = {first: indices[second], second: indices[first]}
         yield MapName(cause, "", (), EXCHANGED), exchanged
@@ -58,7 +49,7 @@ def _draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
     nests = _fused_row_patterns(sizes)
     written = {(nest, order): nest.write(order) for nest, order in product(nests, ORDERS)}
     rows = {
-        (nest, order): order_rows_by_pattern(pattern, sizes, nest.lengths, nest.splits)
+        (nest, order): maps.order_rows_by_pattern(pattern, sizes, nest.lengths, nest.splits)
         for (nest, order), pattern in written.items()
     }
     flat = nests[0]
@@ -80,7 +71,7 @@ def _draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
             cause, place = _CAUSE_OF[family], family + 10 * mixed + 10 * (not is_flat)
         stored, read = nest.describe(order), other.describe(reading)
         # A reader of several ranks needs the ranks of its own order alone.
-        moved = read_rows_by_pattern(
+        moved = maps.read_rows_by_pattern(
             written[other, reading], rows[nest, order], other.lengths, other.splits
         )
         parameters = (("stored", stored), ("read", read))
@@ -98,12 +89,14 @@ def _draft_fused_kv_orders(sizes: RowSizes) -> Iterator[Draft]:
         "kv_heads head_dim [k|v]": "(kv_heads head_dim [wk: | wv:]) embed_dim",
         "[k|v] head_dim kv_heads": "([wk: head_dim kv_heads | wv: head_dim kv_heads]) embed_dim",
     }
-    rows = {nest: order_rows_by_pattern(pattern, sizes, lengths) for nest, pattern in nests.items()}
+    rows = {
+        nest: maps.order_rows_by_pattern(pattern, sizes, lengths) for nest, pattern in nests.items()
+    }
     for nest, other in permutations(nests, 2):
         place = NESTED + 15 + 10 * ("[k|v]" not in (nest, other))
         text, parameters = f"{nest} read as {other}", (("stored", nest), ("read", other))
         name = MapName(catalogue.FUSED_ROW_NESTING, text, (), place, parameters)
-        yield name, read_rows_by_pattern(nests[other], rows[nest], lengths)
+        yield name, maps.read_rows_by_pattern(nests[other], rows[nest], lengths)
 
 
 _CAUSE_OF = {
@@ -116,18 +109,12 @@ _CAUSE_OF = {
 
 @dataclass(frozen=True, eq=False)
 class _Nest:
-    """A nesting of fused rows: its name, in which ``*`` stands for the blocks, and its pattern.
-
-    Attributes:
-        before: the axes around the blocks in the axis of rows.
-        blocks: the axes within the blocks of q, k and v.
-        family: the order of the maps that read it.
-    """
+    """A nesting of fused rows: its name, in which ``*`` stands for the blocks, and its pattern."""
 
     name: str
-    before: str
-    blocks: tuple[str, str, str]
-    family: int
+    before: str  # the axes around the blocks in the axis of rows
+    blocks: tuple[str, str, str]  # the axes within the blocks of q, k and v
+    family: int  # the order of the maps that read it
     lengths: dict[str, int]
     splits: Splits
 
@@ -184,13 +171,13 @@ INTERLEAVED, OUTPUT_GROUPS, TILED, QUERY_GROUPS, FIRST_SHARD = 110, 120, 130, 14
 def _draft_interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
     """Yield rows stored channel by channel and read head by head, and the reverse."""
     indices = sizes.number_rows()
-    for place, scope in enumerate(SCOPES):
-        for text, change, back in (
-            ("head_dim heads read as heads head_dim", _store_by_channel, 0),
-            ("heads head_dim read as head_dim heads", _reread_by_channel, 2),
-        ):
-            name = MapName(catalogue.HEADS_INTERLEAVED, text, (), INTERLEAVED + back + place // 6)
-            yield name, {role: change(indices[role]) for role in scope}
+    changes: tuple[tuple[str, Callable[[Tensor], Tensor], int], ...] = (
+        ("head_dim heads read as heads head_dim", lambda x: x.transpose(0, 1), 0),
+        ("heads head_dim read as head_dim heads", lambda x: x.reshape(*x.shape[1::-1]).T, 2),
+    )
+    for (place, scope), (text, change, back) in product(enumerate(SCOPES), changes):
+        name = MapName(catalogue.HEADS_INTERLEAVED, text, (), INTERLEAVED + back + place // 6)
+        yield name, {role: change(indices[role]) for role in scope}
 
 
 def _draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
@@ -229,19 +216,10 @@ def _draft_repeated_first_shards(sizes: RowSizes) -> Iterator[Draft]:
                 yield name, {role: rows[: len(rows) // shards].repeat(shards)}
 
 
-def _store_by_channel(rows: Tensor) -> Tensor:
-    return rows.transpose(0, 1).flatten()
-
-
-def _reread_by_channel(rows: Tensor) -> Tensor:
-    heads, channels, _ = rows.shape
-    return rows.reshape(channels, heads).T.flatten()
-
-
 def _regroup_heads(rows: Tensor, groups: int) -> Tensor:
     """Return heads of ``groups`` groups in the order of their place in the group."""
     heads, channels, _ = rows.shape
-    return rows.reshape(groups, heads // groups, channels).transpose(0, 1).flatten()
+    return rows.reshape(groups, heads // groups, channels).transpose(0, 1)
 
 
 ROTATED_SCOPES = (("q", "k"), ("q",), ("k",))
@@ -257,29 +235,29 @@ def _draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
     missing, doubled = _interleave_pairs, _split_pairs
     if sizes.is_interleaved or sizes.was_interleaved:
         missing, doubled = _split_pairs, _interleave_pairs
-    for place, width in enumerate(widths):
+    indices = sizes.number_rows()
+    for (place, width), scope in product(enumerate(widths), ROTATED_SCOPES):
         text = "" if width == sizes.head_dim else f"the first {width} channels of each head"
-        for scope in ROTATED_SCOPES:
-            apart = 5 * place + (scope != ("q", "k"))
-            for cause, order, permute in (
-                (catalogue.ROTARY_PERMUTATION_MISSING, MISSING, missing),
-                (catalogue.ROTARY_PERMUTATION_DOUBLED, DOUBLED, doubled),
-            ):
-                name = MapName(cause, text, (), order + apart, (("width", width),))
-                yield name, _map_each_role(scope, sizes, partial(permute, width=width))
+        apart = 5 * place + (scope != ("q", "k"))
+        for cause, order, permute in (
+            (catalogue.ROTARY_PERMUTATION_MISSING, MISSING, missing),
+            (catalogue.ROTARY_PERMUTATION_DOUBLED, DOUBLED, doubled),
+        ):
+            name = MapName(cause, text, (), order + apart, (("width", width),))
+            yield name, {role: permute(indices[role], width) for role in scope}
     for done, right in product(widths, widths):
         text = f"the first {done} channels of each head for the first {right}"
         name = MapName(catalogue.ROTARY_PERMUTATION_WIDTH, text, (), WRONG_WIDTH)
         for scope in ROTATED_SCOPES if done != right else ():
-            permute = partial(_permute_with_wrong_width, done=done, right=right)
-            yield name, _map_each_role(scope, sizes, permute)
+            moved = {role: _interleave_pairs(indices[role], right) for role in scope}
+            yield name, {role: _split_pairs(rows, done) for role, rows in moved.items()}
     yield from _draft_wrong_head_counts(sizes)
     yield from _draft_permuted_values(sizes)
 
 
 def _draft_permuted_values(sizes: RowSizes) -> Iterator[Draft]:
     """Yield values that were permuted like queries and keys, for their own heads or others."""
-    rows = sizes.count_rows("v")
+    rows, values = sizes.count_rows("v"), sizes.number_rows()["v"]
     for heads in (n for n in range(1, rows // 2 + 1) if rows % (2 * n) == 0):
         is_right = heads == sizes.kv_heads
         words = "" if is_right else f", for {_describe_number_of_heads(heads)}"
@@ -287,8 +265,7 @@ def _draft_permuted_values(sizes: RowSizes) -> Iterator[Draft]:
         place = VALUES + (0 if is_right else 10 if heads in (1, sizes.heads) else 500)
         name = MapName(catalogue.ROTARY_PERMUTATION_DOUBLED, text, (), place)
         for permute in (_interleave_pairs, _split_pairs):
-            change = partial(_permute_in_heads, heads=heads, permute=permute)
-            yield name, _map_each_role(("v",), sizes, change)
+            yield name, {"v": _permute_in_heads(values, heads, permute)}
 
 
 def _describe_number_of_heads(heads: int) -> str:
@@ -296,28 +273,30 @@ def _describe_number_of_heads(heads: int) -> str:
 
 
 def _draft_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
-    whole = sizes.rotary_width in (None, sizes.head_dim)
-    to, back = _split_pairs, _interleave_pairs
+    """Yield rows for the other pairing whose permutation was made for other heads."""
+    head_dim, indices = sizes.head_dim, sizes.number_rows()
+    if sizes.rotary_width not in (None, head_dim) or head_dim % 2:
+        return
+    to, back, pairs = _split_pairs, _interleave_pairs, "interleaved"
     if sizes.is_interleaved:
-        to, back = back, to
-    pairs = "half-split" if sizes.is_interleaved else "interleaved"
-    for scope in ROTATED_SCOPES if whole and sizes.head_dim % 2 == 0 else ():
+        to, back, pairs = _interleave_pairs, _split_pairs, "half-split"
+    for scope in ROTATED_SCOPES:
         rows = [sizes.count_rows(role) for role in scope]
-        counts = [n for n in range(1, max(rows) // 2 + 1) if all(r % (2 * n) == 0 for r in rows)]
-        for heads in counts:
-            if all(heads == sizes.count_heads(role) for role in scope):
+        right = dict.fromkeys(sizes.count_heads(role) for role in scope)
+        for heads in range(1, max(rows) // 2 + 1):
+            if [*right] == [heads] or any(count % (2 * heads) for count in rows):
                 continue
             known = heads in (sizes.heads, sizes.kv_heads, sizes.heads // sizes.kv_heads)
             place = WRONG_HEADS + (0 if known else 500) + (scope == ("q", "k"))
-            right = " and ".join(dict.fromkeys(str(sizes.count_heads(role)) for role in scope))
-            text = f"made for {_describe_number_of_heads(heads)} instead of {right}"
+            number = _describe_number_of_heads(heads)
+            text = f"made for {number} instead of {' and '.join(map(str, right))}"
             cause, parameters = catalogue.ROTARY_PERMUTATION_HEADS, (("heads", heads),)
             name = MapName(cause, text, (), place, parameters)
-            permute = partial(_read_permuted_with_wrong_heads, heads=heads, to=to, back=back)
-            yield name, _map_each_role(scope, sizes, permute)
+            stored = {role: back(indices[role], head_dim) for role in scope}
+            yield name, {role: _permute_in_heads(x, heads, to) for role, x in stored.items()}
             name = replace(name, text=f"{text}, to {pairs} pairs", order=place + 2)
-            permute = partial(_store_permuted_with_wrong_heads, heads=heads, to=to, back=back)
-            yield name, _map_each_role(scope, sizes, permute)
+            read = {role: _permute_in_heads(indices[role], heads, back) for role in scope}
+            yield name, {role: to(x, head_dim) for role, x in read.items()}
 
 
 def _interleave_pairs(rows: Tensor, width: int) -> Tensor:
@@ -336,31 +315,6 @@ def _permute_in_heads(rows: Tensor, heads: int, permute: Permutation) -> Tensor:
     return permute(stored, stored.shape[1]).reshape(rows.shape)
 
 
-def _permute_with_wrong_width(rows: Tensor, done: int, right: int) -> Tensor:
-    return _split_pairs(_interleave_pairs(rows, right), done)
-
-
-def _read_permuted_with_wrong_heads(
-    rows: Tensor, heads: int, to: Permutation, back: Permutation
-) -> Tensor:
-    """Return rows that were stored for the other pairing, permuted with a wrong head count."""
-    return _permute_in_heads(back(rows, rows.shape[1]), heads, to)
-
-
-def _store_permuted_with_wrong_heads(
-    rows: Tensor, heads: int, to: Permutation, back: Permutation
-) -> Tensor:
-    """Return rows that were stored for the other pairing with a wrong head count."""
-    return to(_permute_in_heads(rows, heads, back), rows.shape[1])
-
-
-def _map_each_role(
-    scope: tuple[str, ...], sizes: RowSizes, permute: Callable[[Tensor], Tensor]
-) -> dict[str, Tensor]:
-    indices = sizes.number_rows()
-    return {role: permute(indices[role]).flatten() for role in scope}
-
-
 FAMILIES = (
     _draft_exchanged_roles,
     _draft_fused_orders,
@@ -374,28 +328,21 @@ FAMILIES = (
 
 @dataclass(frozen=True, eq=False)
 class RowMapCatalogue:
-    """The maps for some sizes.
+    """The maps for some sizes."""
 
-    Attributes:
-        maps: of distinct effect, the most usual first; none moves nothing.
-        indices: (maps, rows).
-        permutations: the maps that have an inverse.
-        inverses: (permutations, rows).
-    """
-
-    maps: tuple[RowMap, ...]
-    indices: Tensor
-    permutations: tuple[RowMap, ...]
-    inverses: Tensor
+    maps: tuple[RowMap, ...]  # of distinct effect, the most usual first; none moves nothing
+    indices: Tensor  # (maps, rows)
+    permutations: tuple[RowMap, ...]  # the maps that have an inverse
+    inverses: Tensor  # (permutations, rows)
 
 
 @lru_cache(maxsize=8)
 def make_row_map_catalogue(sizes: RowSizes, columns: tuple[int, ...]) -> RowMapCatalogue:
     """Return the maps for these sizes; rows of different ``columns`` are never exchanged."""
     drafts = chain.from_iterable(family(sizes) for family in FAMILIES)
-    maps = make_distinct_maps(drafts, sizes, columns)
-    permuted = tuple(row_map for row_map in maps if row_map.is_permutation)
+    distinct = maps.make_distinct_maps(drafts, sizes, columns)
+    permuted = tuple(each for each in distinct if each.is_permutation)
     none = torch.empty(0, sizes.total_rows, dtype=torch.int64)
-    indices = torch.stack([x.index for x in maps]) if maps else none
-    inverses = torch.stack([x.inverse_index() for x in permuted]) if permuted else none
-    return RowMapCatalogue(maps, indices, permuted, inverses)
+    indices = torch.cat([none, *(each.index[None] for each in distinct)])
+    inverses = torch.cat([none, *(each.index.argsort()[None] for each in permuted)])
+    return RowMapCatalogue(distinct, indices, permuted, inverses)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +18,8 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import BIAS_MISSING, FACTOR, ROWS_ZERO, SIGN
 from headwise.diagnosis.moves import families, labels, search
 from headwise.diagnosis.moves import move as changes
-from headwise.diagnosis.moves.maps import (
-    BIASES,
-    BOTH,
-    WEIGHTS,
-    MapName,
-    MatrixMap,
-    RowMap,
-    Rows,
-    RowSizes,
-)
-from headwise.diagnosis.moves.move import (
-    ROUNDED,
-    Move,
-    MoveReport,
-    apply_moves,
-    have_same_bits,
-    largest_residual,
-)
+from headwise.diagnosis.moves.maps import BIASES, BOTH, WEIGHTS, MapName, MatrixMap, Rows, RowSizes
+from headwise.diagnosis.moves.move import ROUNDED, Edited, Move, MoveReport, apply_moves, multiply
 from headwise.errors import ShapeError
 from headwise.function.rounding import default_tolerance
 
@@ -108,17 +93,14 @@ def _yield_explanations(
     """Yield explanations: nothing moved, by bits, by bits after a rounding, by directions."""
     yield search.RoleSteps(((),), sizes.roles)
     catalogue = families.make_row_map_catalogue(sizes, b.column_counts())
-    maps: list[MatrixMap] = []
+    matrix_maps = labels.list_matrix_maps(b, sizes, given)
     for dtype in (None, *_list_rounding_dtypes(a, b)):
-        ours, theirs = (rows if dtype is None else rows.cast(dtype) for rows in (a, b))
-        for maps in ([], labels.list_matrix_maps(b, sizes, given)):
-            asked = bool(maps)
-            turned = given if asked else None
-            turned = turned if turned is None or dtype is None else turned.cast(dtype)
-            labels_a = labels.label_rows_by_bits(ours, sizes, matrices=asked and given is None)
-            labels_b = labels.label_rows_by_bits(theirs, sizes, matrices=asked, given=turned)
-            yield search.explain_roles(labels_a, labels_b, catalogue, maps)
-    yield search.explain_roles(*labels.label_near_rows(a, b, sizes, maps), catalogue, maps)
+        by_bits = partial(labels.label_bits, dtype=dtype)
+        for maps in ([], matrix_maps):
+            labelled = labels.label_rows(a, b, sizes, maps, by_bits)
+            yield search.explain_roles(*labelled, catalogue, maps)
+    labelled = labels.label_rows(a, b, sizes, matrix_maps, labels.label_directions)
+    yield search.explain_roles(*labelled, catalogue, matrix_maps)
 
 
 def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
@@ -127,7 +109,7 @@ def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
         dtype
         for dtype in ROUNDED
         if any(
-            x.dtype != dtype and x.any() and have_same_bits(x, x.to(dtype).to(x.dtype))
+            x.dtype != dtype and x.any() and changes.have_same_bits(x, x.to(dtype).to(x.dtype))
             for rows in (a, b)
             for x in (rows.matrix_of_role(role)[:64] for role in rows.roles)
         )
@@ -164,29 +146,18 @@ def _make_move_report(
 
 
 def _unite_changes_over_roles(changed: list[Move]) -> tuple[Move, ...]:
-    """Return changes of several roles as one where they have the same cause and parameters."""
-    united: list[Move] = []
+    """Return edits of several roles as one where they have the same cause and parameters."""
+    united: dict[object, Move] = {}
     for move in changed:
-        for place, other in enumerate(united):
-            same = (move.name.cause, move.name.text) == (other.name.cause, other.name.text)
-            both = _unite_two_changes(other, move) if same else None
-            if both is not None:
-                united[place] = both
-                break
-        else:
-            united.append(move)
-    return tuple(united)
-
-
-def _unite_two_changes(first: Move, second: Move) -> Move | None:
-    roles = (*first.roles, *second.roles)
-    name = replace(first.name, roles=roles)
-    match first.change, second.change:
-        case changes.Multiplied(factors=mine), changes.Multiplied(factors=theirs):
-            return replace(first, name=name, change=changes.Multiplied({**mine, **theirs}))
-        case changes.Rounded(dtype=dtype), changes.Rounded():
-            return replace(first, name=name, change=changes.Rounded(roles, dtype))
-    return None
+        name, key = move.name, (move.cause, move.name.text)
+        other = None if name.cause == ROWS_ZERO else united.get(key)
+        if other is None:
+            united[(*key, *name.roles) if name.cause == ROWS_ZERO else key] = move
+            continue
+        edits = [each.change.edits for each in (other, move) if isinstance(each.change, Edited)]
+        roles = (*other.roles, *move.roles)
+        united[key] = Move(replace(other.name, roles=roles), Edited(edits[0] | edits[1]))
+    return tuple(united.values())
 
 
 def _list_wrong_biases(
@@ -201,26 +172,23 @@ def _explain_biases(
     moves: tuple[Move, ...], a: Rows, b: Rows, tolerance: float
 ) -> tuple[tuple[Move, ...], tuple[str, ...]]:
     """Return moves that explain the biases too, and the roles whose biases stay unexplained."""
-    wrong = _list_wrong_biases(moves, a, b, tolerance)
-    if not wrong:
+    list_wrong = partial(_list_wrong_biases, a=a, b=b, tolerance=tolerance)
+    if not (wrong := list_wrong(moves)):
         return moves, ()
     moves = _keep_bias_in_place(moves, wrong, a, b, tolerance)
-    wrong = _list_wrong_biases(moves, a, b, tolerance)
-    moves += _find_cleared_biases(wrong, a)
-    wrong = _list_wrong_biases(moves, a, b, tolerance)
-    if wrong:
+    moves += _find_cleared_biases(list_wrong(moves), a)
+    if wrong := list_wrong(moves):
         moves += _find_moves_of_biases_alone(wrong, a, apply_moves(moves, b))
-        wrong = _list_wrong_biases(moves, a, b, tolerance)
-    for role in wrong:
+    for role in list_wrong(moves):
         moves += _find_bias_factor_or_rounding(role, a, apply_moves(moves, b), tolerance)
-    return moves, _list_wrong_biases(moves, a, b, tolerance)
+    return moves, list_wrong(moves)
 
 
 def _biases_equal(a: Tensor | None, b: Tensor | None, tolerance: float) -> bool:
     """True if two biases are equal; an absent bias equals zeros."""
     if a is None or b is None:
         return all(x is None or not bool(x.any()) for x in (a, b))
-    return have_same_bits(a, b) or largest_residual(a, b) <= tolerance
+    return changes.have_same_bits(a, b) or changes.largest_residual(a, b) <= tolerance
 
 
 def _keep_bias_in_place(
@@ -235,8 +203,8 @@ def _keep_bias_in_place(
         still = tuple(role for role in move.roles if role in unmoved)
         if still:
             biased = {role for role in move.roles if role in b.biases}
-            parts = WEIGHTS if biased <= unmoved else move.parts
-            move = replace(move, change=replace(move.change, parts=parts, still=still), parts=parts)
+            parts = WEIGHTS if biased <= unmoved else move.change.parts
+            move = replace(move, change=replace(move.change, parts=parts, still=still))
         kept.append(move)
     return tuple(kept)
 
@@ -245,11 +213,12 @@ def _find_cleared_biases(wrong: Sequence[str], a: Rows) -> tuple[Move, ...]:
     """Return the moves of wrong biases that are missing, and of those that are zero."""
     dropped = tuple(role for role in wrong if role not in a.biases)
     zero = tuple(role for role in wrong if role in a.biases and not bool(a.biases[role].any()))
-    return tuple(
-        Move(MapName(BIAS_MISSING, text, roles), changes.BiasCleared(roles, not text), (), BIASES)
-        for roles, text in ((dropped, ""), (zero, "zero"))
-        if roles
+    cleared = Edited(dict.fromkeys(zero, torch.zeros_like), parts=BIASES)
+    moves = (
+        Move(MapName(BIAS_MISSING, "", dropped), changes.BiasDropped(dropped, parts=BIASES)),
+        Move(MapName(BIAS_MISSING, "zero", zero), cleared),
     )
+    return tuple(move for move in moves if move.roles)
 
 
 def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, ...]:
@@ -266,12 +235,7 @@ def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tup
     )
     maps = families.make_row_map_catalogue(sizes, (1,) * len(roles))
     sequences = search.search_steps(ours, theirs, maps, (), roles)
-    moves = []
-    for step in sequences[0] if sequences else ():
-        assert not isinstance(step, MatrixMap)
-        name, change = step.names[0], changes.Taken(step, parts=BIASES)
-        moves.append(Move(name, change, step.names[1:], BIASES))
-    return tuple(moves)
+    return tuple(Move.of_step(step, BIASES) for step in (sequences[0] if sequences else ()))
 
 
 def _find_bias_factor_or_rounding(
@@ -282,9 +246,7 @@ def _find_bias_factor_or_rounding(
         return ()
     ours, theirs = (rows.biases[role].flatten()[None, None] for rows in (a, b))
     move, _ = changes.find_row_change(role, ours, theirs, tolerance)
-    if move is None:
-        return ()
-    return (replace(move, change=replace(move.change, parts=BIASES), parts=BIASES),)
+    return () if move is None else (replace(move, change=replace(move.change, parts=BIASES)),)
 
 
 FIRST_TOKENS = 4  # a map that fails on them is not tried on all
@@ -294,20 +256,12 @@ EQUATIONS = 6  # times the number of unknown coefficients
 
 @dataclass(frozen=True)
 class HeadsAndOutput:
-    """Head outputs and outputs of a layer, and the projections that should connect them.
+    """Head outputs and outputs of a layer, and the projections that should connect them."""
 
-    Attributes:
-        heads: (tokens, heads, value_dim), float64.
-        output: (tokens, out_dim), without the bias.
-        rows: the right projections.
-        tolerance: the largest difference that counts as rounding, relative to the root mean
-            square of the output.
-    """
-
-    heads: Tensor
-    output: Tensor
-    rows: Rows
-    tolerance: float
+    heads: Tensor  # (tokens, heads, value_dim), float64
+    output: Tensor  # (tokens, out_dim), without the bias
+    rows: Rows  # the right projections
+    tolerance: float  # of rounding, relative to the root mean square of the output
 
     def find_moves(self) -> Iterator[Move]:
         """Yield the moves of the output projection that make the outputs."""
@@ -329,7 +283,7 @@ class HeadsAndOutput:
     def _yield_map_moves(self) -> Iterator[Move]:
         sizes = self.rows.head_counts_and_dims()
         maps = families.make_row_map_catalogue(sizes, self.rows.column_counts()).maps
-        steps: list[RowMap | MatrixMap] = [*maps, *labels.list_matrix_maps(self.rows, sizes)]
+        steps: list[search.Step] = [*maps, *labels.list_matrix_maps(self.rows, sizes)]
         for step in steps:
             if step.names[0].roles == ("o",):
                 yield Move.of_step(step, WEIGHTS)
@@ -378,8 +332,7 @@ class HeadsAndOutput:
         if factor != 1 and apart <= self.tolerance * float(output.square().mean().sqrt()):
             cause = SIGN if factor == -1 else FACTOR
             name = MapName(cause, f"{factor:.6g}", ("o",), 0, (("factor", factor),))
-            factors = {"o": torch.full((1, 1), factor, dtype=torch.float64)}
-            yield Move(name, changes.Multiplied(factors))
+            yield Move(name, Edited({"o": multiply(torch.tensor([[factor]], dtype=torch.float64))}))
 
 
 def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
@@ -396,5 +349,5 @@ def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
         parameters, text = (("factor", float(snapped[0])),), f"{float(snapped[0]):.6g}"
     kinds = {float(snapped[head]) for head in changed}
     cause = SIGN if kinds == {-1.0} else ROWS_ZERO if kinds == {0.0} else FACTOR
-    change = changes.Multiplied({"o": snapped[:, None]}, parts=WEIGHTS)
-    yield Move(MapName(cause, text, ("o",), 0, parameters), change, (), WEIGHTS)
+    change = Edited({"o": multiply(snapped[:, None])}, parts=WEIGHTS)
+    yield Move(MapName(cause, text, ("o",), 0, parameters), change)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.moves.maps import MatrixMap, Rows, RowSizes, transpose_into_same_shape
+from headwise.diagnosis.moves.maps import MatrixMap, Rows, RowSizes
 from headwise.support.tensors import view_as_bits
 
 _BLOCK = 1 << 20  # entries that are widened to int64 at a time
@@ -38,22 +38,12 @@ def read_bits(x: Tensor) -> Tensor:
     return view_as_bits(x + 0.0 if x.dtype.itemsize > 1 else x)
 
 
-def hash_rows(rows: Tensor, *, columns: bool = False) -> Tensor:
-    """Return one hash for each row (rows, columns), or for each column as if it were a row.
-
-    Returns:
-        (rows) or (columns), int64.
-    """
-    multipliers = make_hash_multipliers(rows.shape[0 if columns else 1])
-    labels = torch.zeros(rows.shape[1 if columns else 0], dtype=torch.int64)
+def hash_rows(rows: Tensor) -> Tensor:
+    """Return one hash for each row (rows, columns); (rows), int64."""
+    multipliers = make_hash_multipliers(rows.shape[1])
     step = max(1, _BLOCK // max(1, rows.shape[1]))
-    for start in range(0, rows.shape[0], step):
-        bits = read_bits(rows[start : start + step]).to(torch.int64)
-        if columns:
-            labels += (bits * multipliers[start : start + step, None]).sum(0)
-        else:
-            labels[start : start + step] = (bits * multipliers).sum(1)
-    return mix_bits(labels)
+    blocks = (read_bits(block).to(torch.int64) for block in rows.split(step))
+    return mix_bits(torch.cat([(bits * multipliers).sum(1) for bits in blocks]))
 
 
 def hash_label_sequences(labels: Tensor, weights: Tensor) -> Tensor:
@@ -66,16 +56,11 @@ def hash_label_sequences(labels: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass
 class Labelled:
-    """Labels of the rows of each role, and of the rows of its matrix read with exchanged axes.
-
-    Attributes:
-        sizes: of the rows.
-        plain: (rows of all roles), int64.
-        by_map: role, and whether the map is reversed -> the labels of the role after it.
-    """
+    """Labels of the rows of each role, and of the rows of its matrix read with exchanged axes."""
 
     sizes: RowSizes
-    plain: Tensor
+    plain: Tensor  # (rows of all roles), int64
+    # Role, and whether the map is reversed -> the labels of the role after it.
     by_map: Mapping[tuple[str, bool], Tensor] = field(default_factory=dict)
 
     def labels_after_map(self, matrix_map: MatrixMap, *, undone: bool = False) -> Tensor:
@@ -86,31 +71,47 @@ class Labelled:
         return labels
 
 
-def label_rows_by_bits(
-    rows: Rows, sizes: RowSizes, *, matrices: bool, given: Rows | None = None
-) -> Labelled:
-    """Return labels of the bits of the weights.
+_Parts = dict[tuple[str, bool | None], Tensor]  # of a role as it is, or after a map of its matrix
 
-    Args:
-        rows: the projections.
-        sizes: of them.
-        matrices: True to label matrices that are read with exchanged axes as well.
-        given: the rows with matrices transposed, if they cannot be computed.
-    """
-    plain = torch.cat([hash_rows(rows.matrix_of_role(role)) for role in sizes.roles])
-    if given is not None:
-        by_map = {(role, False): hash_rows(given.matrix_of_role(role)) for role in given.roles}
-        return Labelled(sizes, plain, by_map)
-    by_map, square = {}, rows.list_square_roles()
-    for role in sizes.roles if matrices else ():
-        matrix = rows.matrix_of_role(role)
-        for is_reversed in (False, True):
-            by_map[role, is_reversed] = (
-                hash_rows(matrix, columns=True)
-                if role in square
-                else hash_rows(transpose_into_same_shape(matrix, is_reversed=is_reversed))
-            )
-    return Labelled(sizes, plain, by_map)
+
+def label_rows(
+    a: Rows,
+    b: Rows,
+    sizes: RowSizes,
+    matrix_maps: Sequence[MatrixMap],
+    label: Callable[[_Parts, _Parts], tuple[_Parts, _Parts]],
+) -> tuple[Labelled, Labelled]:
+    """Return labels of a's and of b's rows, as they are and with matrices read otherwise."""
+    ours, theirs = (
+        _Parts({(role, None): rows.matrix_of_role(role) for role in sizes.roles}) for rows in (a, b)
+    )
+    for each in matrix_maps:
+        if len(each.roles) == 1:
+            [role] = each.roles
+            theirs[role, each.is_reversed] = each.apply(b).matrix_of_role(role)
+            if each.given is None:
+                turned = each.apply(a, undone=True)
+                ours[role, not each.is_reversed] = turned.matrix_of_role(role)
+    labels_a, labels_b = (
+        Labelled(
+            sizes,
+            torch.cat([labels[role, None] for role in sizes.roles]),
+            {(role, way): x for (role, way), x in labels.items() if way is not None},
+        )
+        for labels in label(ours, theirs)
+    )
+    return labels_a, labels_b
+
+
+def label_bits(
+    ours: _Parts, theirs: _Parts, *, dtype: torch.dtype | None = None
+) -> tuple[_Parts, _Parts]:
+    """Return labels of the bits of each part, after a rounding to ``dtype``."""
+    a, b = (
+        _Parts({key: hash_rows(x if dtype is None else x.to(dtype)) for key, x in parts.items()})
+        for parts in (ours, theirs)
+    )
+    return a, b
 
 
 def list_matrix_maps(rows: Rows, sizes: RowSizes, given: Rows | None = None) -> list[MatrixMap]:
@@ -139,36 +140,8 @@ _SAME = 1e-13  # 1 - cosine of rows that are parallel in float64
 _WIDEST = 1e-2  # the largest distance at which right rows can count as parallel
 
 
-_Parts = dict[tuple[str, bool | None], Tensor]  # of a role as it is, or after a map of its matrix
-
-
-def label_near_rows(
-    a: Rows, b: Rows, sizes: RowSizes, matrix_maps: Sequence[MatrixMap]
-) -> tuple[Labelled, Labelled]:
-    """Return labels of a's and of b's rows, as they are and with matrices read otherwise."""
-    ours, theirs = (
-        _Parts({(role, None): rows.matrix_of_role(role) for role in sizes.roles}) for rows in (a, b)
-    )
-    for each in matrix_maps:
-        if len(each.roles) == 1:
-            [role] = each.roles
-            theirs[role, each.is_reversed] = each.apply(b).matrix_of_role(role)
-            if each.given is None:
-                turned = each.apply(a, undone=True)
-                ours[role, not each.is_reversed] = turned.matrix_of_role(role)
-    labels_a, labels_b = (
-        Labelled(
-            sizes,
-            torch.cat([labels[role, None] for role in sizes.roles]),
-            {(role, way): x for (role, way), x in labels.items() if way is not None},
-        )
-        for labels in _label_parts(ours, theirs)
-    )
-    return labels_a, labels_b
-
-
-def _label_parts(ours: _Parts, theirs: _Parts) -> tuple[_Parts, _Parts]:
-    """Return labels of each part of both sides; parts of other widths share none."""
+def label_directions(ours: _Parts, theirs: _Parts) -> tuple[_Parts, _Parts]:
+    """Return labels of the directions of rows; parts of other widths share none."""
     labels: tuple[_Parts, _Parts] = ({}, {})
     start = 0
     for width in dict.fromkeys(part.shape[1] for part in (*ours.values(), *theirs.values())):

@@ -31,24 +31,16 @@ WEIGHTS, BIASES, BOTH = ("weights",), ("biases",), ("weights", "biases")
 
 @dataclass(frozen=True)
 class RowSizes:
-    """Sizes of the projections that two sets of rows share.
-
-    Attributes:
-        roles: the projections that are there, in the order of `ROLES`.
-        rotary_width: rotated channels of a head; None where nothing says it.
-        is_interleaved: True if right rows pair channels 2i and 2i + 1.
-        was_interleaved: True if the rows to explain were stored for such pairs, and read into
-            half-split ones.
-    """
+    """Sizes of the projections that two sets of rows share."""
 
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
-    rotary_width: int | None = None
-    roles: tuple[str, ...] = ROLES
-    is_interleaved: bool = False
-    was_interleaved: bool = False
+    rotary_width: int | None = None  # rotated channels of a head; None where nothing says it
+    roles: tuple[str, ...] = ROLES  # the projections that are there, in this order
+    is_interleaved: bool = False  # right rows pair channels 2i and 2i + 1
+    was_interleaved: bool = False  # rows were stored for such pairs, and read into half-split ones
 
     def count_heads(self, role: str) -> int:
         """Return the number of heads of a role."""
@@ -88,26 +80,18 @@ class RowSizes:
 
     def number_rows(self) -> dict[str, Tensor]:
         """Return the index of each row of each of all four roles, (heads, channels, 1)."""
-        whole = self.with_all_roles()
         return {
-            role: torch.arange(span.start, span.stop).view(
-                self.count_heads(role), self.count_channels(role), 1
-            )
-            for role, span in whole.spans().items()
+            role: torch.arange(span.start, span.stop).view(self.count_heads(role), -1, 1)
+            for role, span in self.with_all_roles().spans().items()
         }
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Projections by role.
+    """Projections by role."""
 
-    Attributes:
-        matrices: role -> (heads, channels, columns).
-        biases: role -> (heads, channels); a role without a bias is absent.
-    """
-
-    matrices: Mapping[str, Tensor]
-    biases: Mapping[str, Tensor] = field(default_factory=dict)
+    matrices: Mapping[str, Tensor]  # (heads, channels, columns)
+    biases: Mapping[str, Tensor] = field(default_factory=dict)  # (heads, channels), if there is one
 
     def head_counts_and_dims(self, rotary_width: int | None = None) -> RowSizes:
         """Return the sizes of these projections; an absent role has those of its partner.
@@ -210,21 +194,13 @@ def _take_rows_at(index: Tensor, flat: Mapping[str, Tensor], spans: Mapping[str,
 
 @dataclass(frozen=True)
 class MapName:
-    """Name of a map.
-
-    Attributes:
-        cause: the mistake that makes this map.
-        text: the mistake in words, with its parameters.
-        roles: the projections whose rows move.
-        order: 0 for the most usual mistakes.
-        parameters: such as the number of heads that was used.
-    """
+    """Name of a map: the mistake that makes it."""
 
     cause: Cause
-    text: str
-    roles: tuple[str, ...] = ()
-    order: int = 0
-    parameters: tuple[tuple[str, Any], ...] = ()
+    text: str  # the mistake in words, with its parameters
+    roles: tuple[str, ...] = ()  # the projections whose rows move
+    order: int = 0  # 0 for the most usual mistakes
+    parameters: tuple[tuple[str, Any], ...] = ()  # such as the number of heads that was used
 
     def __str__(self) -> str:
         return f"{self.cause.name}: {self.text}" if self.text else self.cause.name
@@ -238,19 +214,12 @@ class MapName:
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
-    """A map of rows: row i of all roles becomes row ``index[i]``.
+    """A map of rows: row i of all roles becomes row ``index[i]``."""
 
-    Attributes:
-        names: the simplest first; the others make the same map at these sizes.
-        index: (rows of all roles), int64.
-        is_permutation: True if each row is taken once.
-        space: the roles whose rows the index counts.
-    """
-
-    names: tuple[MapName, ...]
-    index: Tensor
-    is_permutation: bool
-    space: tuple[str, ...] = ROLES
+    names: tuple[MapName, ...]  # the simplest first; the others make the same map at these sizes
+    index: Tensor  # (rows of all roles), int64
+    is_permutation: bool  # each row is taken once
+    space: tuple[str, ...] = ROLES  # the roles whose rows the index counts
 
     def index_over_roles(self, sizes: RowSizes) -> Tensor:
         """Return the index among the rows of more roles, where the others stay."""
@@ -260,12 +229,6 @@ class RowMap:
         places = torch.cat([whole[sizes.spans()[role]] for role in self.space])
         whole[places] = places[self.index]
         return whole
-
-    def inverse_index(self) -> Tensor:
-        """Return the index of the inverse of a permutation."""
-        inverse = torch.empty_like(self.index)
-        inverse[self.index] = torch.arange(len(self.index))
-        return inverse
 
 
 Draft = tuple[MapName, dict[str, Tensor]]  # the rows that each moved role takes, of all four roles
@@ -285,7 +248,7 @@ def read_rows_by_pattern(
     """Return, for each role of a pattern, the rows that it takes where they are read so."""
     parsed = parse_pattern(pattern)
     canonical = unpack_tensor(parsed, rows.view(parsed.shape(lengths)), lengths, splits)
-    return {tensor[1:]: x.flatten() for tensor, x in canonical.items()}
+    return {tensor[1:]: x for tensor, x in canonical.items()}
 
 
 def make_distinct_maps(
@@ -310,7 +273,7 @@ def make_distinct_maps(
             continue
         index = torch.arange(whole.total_rows)
         for role, taken in moved.items():
-            index[spans[role]] = taken
+            index[spans[role]] = taken.flatten()
         index = kept[index[kept >= 0]]
         if torch.equal(index, still):
             continue
@@ -351,18 +314,14 @@ TRANSPOSED_ORDER, RESHAPED_ORDER = 80, 700
 class MatrixMap:
     """A matrix of (rows, columns) is stored transposed, and read without a transposition.
 
-    A square matrix comes out transposed. Any other is cut into rows of another length.
-
-    Attributes:
-        roles: the projections whose matrices are read so.
-        is_reversed: True if the stored matrix is cut first and transposed afterwards.
-        given: the rows with every such matrix transposed, where they cannot be computed:
-            activations. Such a map cannot be undone.
+    A square matrix comes out transposed. Any other is cut into rows of another length. ``given``
+    are the rows with every such matrix transposed, where they cannot be computed: activations. Such
+    a map cannot be undone.
     """
 
-    roles: tuple[str, ...]
+    roles: tuple[str, ...]  # the projections whose matrices are read so
     is_square: bool
-    is_reversed: bool = False
+    is_reversed: bool = False  # the stored matrix is cut first and transposed afterwards
     given: Rows | None = None
 
     @property

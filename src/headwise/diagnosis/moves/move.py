@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,25 +14,19 @@ from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDE
 from headwise.diagnosis.moves.labels import read_bits
 from headwise.diagnosis.moves.maps import BOTH, MapName, MatrixMap, RowMap, Rows, take_rows
 
+Edit = Callable[[Tensor], Tensor]  # of rows (heads, channels, columns)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Change:
-    """A change of rows.
+    """A change of rows."""
 
-    Attributes:
-        parts: which of weights and biases change.
-        still: roles whose biases stay.
-    """
-
-    parts: tuple[str, ...] = BOTH
-    still: tuple[str, ...] = ()
+    parts: tuple[str, ...] = BOTH  # which of weights and biases change
+    still: tuple[str, ...] = ()  # roles whose biases stay
 
     def apply(self, rows: Rows) -> Rows:
         """Return changed rows."""
         raise NotImplementedError
-
-    def _changes_bias(self, role: str, rows: Rows) -> bool:
-        return role in rows.biases and role not in self.still and "biases" in self.parts
 
 
 @dataclass(frozen=True)
@@ -51,106 +46,60 @@ class Taken(Change):
 
 
 @dataclass(frozen=True)
-class Rounded(Change):
-    """Weights and biases are cast to another dtype and back."""
+class Edited(Change):
+    """Weights and biases of roles are changed in their places."""
 
-    roles: tuple[str, ...]
-    dtype: torch.dtype
+    edits: Mapping[str, Edit]
 
     def apply(self, rows: Rows) -> Rows:
-        """Return rows after both casts."""
+        """Return the edited rows; a bias is one column."""
         matrices, biases = dict(rows.matrices), dict(rows.biases)
-        for role in self.roles:
+        for role, edit in self.edits.items():
             if "weights" in self.parts:
-                matrices[role] = matrices[role].to(self.dtype).to(matrices[role].dtype)
-            if self._changes_bias(role, rows):
-                biases[role] = biases[role].to(self.dtype).to(biases[role].dtype)
+                matrices[role] = edit(matrices[role])
+            if role in biases and role not in self.still and "biases" in self.parts:
+                biases[role] = edit(biases[role][..., None])[..., 0]
         return Rows(matrices, biases)
 
 
-@dataclass(frozen=True)
-class Multiplied(Change):
-    """Weights and biases are multiplied by factors, (heads, channels) or broadcast, float64."""
-
-    factors: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def apply(self, rows: Rows) -> Rows:
-        """Return the products, in the dtype of the rows."""
-        matrices, biases = dict(rows.matrices), dict(rows.biases)
-        for role, factor in self.factors.items():
-            if "weights" in self.parts:
-                x = matrices[role]
-                matrices[role] = (x.to(torch.float64) * factor[..., None]).to(x.dtype)
-            if self._changes_bias(role, rows):
-                x = biases[role]
-                biases[role] = (x.to(torch.float64) * factor).to(x.dtype)
-        return Rows(matrices, biases)
+def cast_and_back(dtype: torch.dtype) -> Edit:
+    """Return the edit that rounds to a dtype."""
+    return lambda x: x.to(dtype).to(x.dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class Zeroed(Change):
-    """Some rows are zero: those that are True in ``rows``, (heads, channels)."""
+def _clear_rows(zeros: Tensor, x: Tensor) -> Tensor:
+    return torch.where(zeros[..., None], torch.zeros_like(x), x)
 
-    role: str
-    rows: Tensor
 
-    def apply(self, rows: Rows) -> Rows:
-        """Return rows with zeros at these places."""
-        weights = rows.matrices[self.role]
-        zeroed = torch.where(self.rows[..., None], torch.zeros_like(weights), weights)
-        biases = dict(rows.biases)
-        if self._changes_bias(self.role, rows):
-            biases[self.role] = biases[self.role].masked_fill(self.rows, 0.0)
-        return Rows({**rows.matrices, self.role: zeroed}, biases)
+def multiply(factors: Tensor) -> Edit:
+    """Return the edit that multiplies by factors, (heads, channels) or broadcast, float64."""
+    return lambda x: (x.to(torch.float64) * factors[..., None]).to(x.dtype)
 
 
 @dataclass(frozen=True)
-class BiasCleared(Change):
-    """Biases are dropped, or set to zero."""
+class BiasDropped(Change):
+    """Biases are no longer there."""
 
     roles: tuple[str, ...]
-    is_dropped: bool
 
     def apply(self, rows: Rows) -> Rows:
-        """Return rows without these biases, or with zeros for them."""
-        zeros = {r: torch.zeros_like(rows.biases[r]) for r in self.roles if r in rows.biases}
+        """Return rows without these biases."""
         kept = {role: x for role, x in rows.biases.items() if role not in self.roles}
-        return Rows(rows.matrices, kept if self.is_dropped else {**rows.biases, **zeros})
-
-
-@dataclass(frozen=True)
-class Replaced(Change):
-    """Weights are others, which nothing of the right ones predicts."""
-
-    rows: Rows
-    roles: tuple[str, ...]
-
-    def apply(self, rows: Rows) -> Rows:
-        """Return rows with these weights."""
-        other = {role: self.rows.matrices[role] for role in self.roles}
-        return Rows({**rows.matrices, **other}, rows.biases)
+        return Rows(rows.matrices, kept)
 
 
 @dataclass(frozen=True)
 class Move:
-    """One named mistake.
+    """One named mistake."""
 
-    Attributes:
-        name: the simplest name.
-        change: the mistake as a change of rows.
-        equals: other names of the same effect at these sizes.
-        parts: which of weights and biases it concerns.
-    """
-
-    name: MapName
+    name: MapName  # the simplest
     change: Change
-    equals: tuple[MapName, ...] = ()
-    parts: tuple[str, ...] = BOTH
+    equals: tuple[MapName, ...] = ()  # other names of the same effect at these sizes
 
     @classmethod
     def of_step(cls, step: RowMap | MatrixMap, parts: tuple[str, ...]) -> Move:
         """Return a map as a move with its simplest name."""
-        return cls(step.names[0], Taken(step), step.names[1:], parts)
+        return cls(step.names[0], Taken(step, parts=parts), step.names[1:])
 
     @property
     def cause(self) -> Cause:
@@ -163,9 +112,9 @@ class Move:
         return self.name.roles
 
     def __str__(self) -> str:
-        where = " and ".join(self.roles)
-        parts = "" if self.parts == BOTH else f", {' and '.join(self.parts)} alone"
-        return f"{self.name} ({where}{parts})"
+        parts = self.change.parts
+        alone = "" if parts == BOTH else f", {' and '.join(parts)} alone"
+        return f"{self.name} ({' and '.join(self.roles)}{alone})"
 
 
 def apply_moves(moves: Iterable[Move], rows: Rows) -> Rows:
@@ -179,18 +128,13 @@ def apply_moves(moves: Iterable[Move], rows: Rows) -> Rows:
 class MoveReport:
     """Moves that make the rows of a from those of b.
 
-    Attributes:
-        moves: in the order in which they are applied to b.
-        others: other sequences of moves with the same effect.
-        explained: roles that the moves make equal, or that were equal.
-        unexplained: the other roles.
-        residual: role -> the largest difference left, relative to the root mean square of the
-            role; 0 where every bit is equal.
+    ``residual`` is the largest difference left in a role, relative to its root mean square; 0 where
+    every bit is equal.
     """
 
-    moves: tuple[Move, ...]
-    others: tuple[tuple[Move, ...], ...] = ()
-    explained: tuple[str, ...] = ()
+    moves: tuple[Move, ...]  # in the order in which they are applied to b
+    others: tuple[tuple[Move, ...], ...] = ()  # other sequences with the same effect
+    explained: tuple[str, ...] = ()  # roles that the moves make equal, or that were equal
     unexplained: tuple[str, ...] = ()
     residual: dict[str, float] = field(default_factory=dict)
 
@@ -271,19 +215,17 @@ def find_row_change(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[
     grouped = _fit_grouped_factors(a, b, max(tolerance, 1e-9))
     if grouped is None:
         return None, largest_residual(a, b)
-    name, factor = grouped
-    move = Move(
-        MapName(name.cause, name.text, (role,), 0, name.parameters), Multiplied({role: factor})
-    )
-    made = move.change.apply(Rows({role: b})).matrices[role]
-    plain, multiplied = largest_residual(a, b), largest_residual(a, made)
+    name, factors = grouped
+    edit = multiply(factors)
+    move = Move(replace(name, roles=(role,)), Edited({role: edit}))
+    plain, multiplied = largest_residual(a, b), largest_residual(a, edit(b))
     return (move, multiplied) if multiplied <= tolerance < plain else (None, min(plain, multiplied))
 
 
 def name_rounding(role: str, dtype: torch.dtype, parts: tuple[str, ...] = BOTH) -> Move:
     """Return the move of a projection that was cast to a dtype and back."""
     name = MapName(WEIGHTS_ROUNDED, format_dtype(dtype), (role,), 0, (("dtype", dtype),))
-    return Move(name, Rounded((role,), dtype, parts=parts), parts=parts)
+    return Move(name, Edited({role: cast_and_back(dtype)}, parts=parts))
 
 
 def _find_rounding_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
@@ -296,7 +238,7 @@ def _find_rounding_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
 
 
 def _is_rounding(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    rounded_a, rounded_b = (x.to(dtype).to(x.dtype) for x in (a, b))
+    rounded_a, rounded_b = map(cast_and_back(dtype), (a, b))
     return have_same_bits(rounded_a, rounded_b) and (
         have_same_bits(a, rounded_a) or have_same_bits(b, rounded_b)
     )
@@ -353,7 +295,7 @@ def _name_two_factors(text: str, medians: list[float], channels: int) -> tuple[M
     if first != 1:
         text = text.replace("second", "first").replace("odd", "even") if second == 1 else "channels"
     name = _name_factor(second if first == 1 else first, text)
-    return MapName(name.cause, text, (), 0, (("factors", (first, second)),)), factor[None]
+    return replace(name, text=text, parameters=(("factors", (first, second)),)), factor[None]
 
 
 def _are_factors_constant(factors: Tensor, tolerance: float) -> bool:
@@ -389,8 +331,8 @@ def find_zeroed_rows(role: str, a: Tensor, b: Tensor, tolerance: float) -> Move 
     zeros = ~a.any(2) & b.any(2)
     if not bool(zeros.any()):
         return None
-    change = Zeroed(role, zeros)
-    if largest_residual(a, change.apply(Rows({role: b})).matrices[role]) > tolerance:
+    edit = partial(_clear_rows, zeros)
+    if largest_residual(a, edit(b)) > tolerance:
         return None
     heads = tuple(zeros.all(1).nonzero().flatten().tolist())
     text = f"{int(zeros.sum())} of {zeros.numel()} rows"
@@ -399,4 +341,5 @@ def find_zeroed_rows(role: str, a: Tensor, b: Tensor, tolerance: float) -> Move 
     elif int(zeros.sum()) == len(heads) * zeros.shape[1]:
         text = f"heads {', '.join(map(str, heads))}"
     rows = tuple(zeros.flatten().nonzero().flatten().tolist())
-    return Move(MapName(ROWS_ZERO, text, (role,), 0, (("heads", heads), ("rows", rows))), change)
+    name = MapName(ROWS_ZERO, text, (role,), 0, (("heads", heads), ("rows", rows)))
+    return Move(name, Edited({role: edit}))

@@ -30,15 +30,10 @@ Steps: TypeAlias = tuple[Step, ...]  # applied to b in this order
 
 @dataclass(frozen=True)
 class LabelsAfterSteps:
-    """Sequences of labels, each after a step; the first is after none.
-
-    Attributes:
-        steps: None for no step.
-        labels: (steps, rows of all roles).
-    """
+    """Sequences of labels, each after a step; the first is after none."""
 
     steps: Sequence[Step | None]
-    labels: Tensor
+    labels: Tensor  # (steps, rows of all roles)
 
 
 def search_steps(
@@ -50,15 +45,8 @@ def search_steps(
 ) -> list[Steps]:
     """Return the shortest sequences of steps that make a's labels of b's, the most usual first.
 
-    Args:
-        a: labels to explain.
-        b: labels of the right rows.
-        catalogue: the maps of rows.
-        matrix_maps: those that both sides have labels of.
-        roles: the roles of a that must come out right.
-
-    Returns:
-        Sequences of equal effect on these labels; empty where none was found.
+    Both sides have labels of the ``matrix_maps``. The ``roles`` of a must come out right; the
+    sequences have equal effect on them.
     """
     whole = [b.plain, *b.plain[catalogue.indices], *(b.labels_after_map(m) for m in matrix_maps)]
     forward = LabelsAfterSteps([None, *catalogue.maps, *matrix_maps], torch.stack(whole))
@@ -156,15 +144,10 @@ def _select_shortest_sequences(sequences: Sequence[Steps], roles: tuple[str, ...
 
 @dataclass(frozen=True)
 class RoleSteps:
-    """Sequences of steps that have the same effect on the labels of some roles.
+    """Sequences of steps that have the same effect on the labels of some roles."""
 
-    Attributes:
-        sequences: the simplest first.
-        roles: the roles that come out right.
-    """
-
-    sequences: tuple[Steps, ...]
-    roles: tuple[str, ...]
+    sequences: tuple[Steps, ...]  # the simplest first
+    roles: tuple[str, ...]  # that come out right
 
 
 def explain_roles(
@@ -230,13 +213,17 @@ def _restrict_step_to_roles(step: Step, roles: tuple[str, ...], sizes: RowSizes)
         return replace(step, roles=tuple(r for r in step.roles if r in roles))
     if all(set(name.roles) <= set(roles) for name in step.names):
         return step
-    index = torch.arange(sizes.total_rows)
-    for role, span in sizes.spans().items():
-        if role in roles:
-            index[span] = step.index[span]
-    kept = [tuple(role for role in name.roles if role in roles) for name in step.names]
-    names = tuple(replace(n, roles=r) for n, r in zip(step.names, kept, strict=True))
-    return replace(step, names=names, index=index)
+    names = (replace(n, roles=tuple(r for r in n.roles if r in roles)) for n in step.names)
+    index = _take_from(step.index, torch.arange(sizes.total_rows), roles, sizes)
+    return replace(step, names=tuple(names), index=index)
+
+
+def _take_from(source: Tensor, index: Tensor, roles: tuple[str, ...], sizes: RowSizes) -> Tensor:
+    """Return an index with the rows of some roles from another."""
+    index, spans = index.clone(), sizes.spans()
+    for role in roles:
+        index[spans[role]] = source[spans[role]]
+    return index
 
 
 def _merge_steps(
@@ -245,13 +232,9 @@ def _merge_steps(
     """Return steps of separate groups of roles, those of the same name as one."""
     merged = list(steps)
     for step in more:
-        for place, other in enumerate(merged):
-            both = _join_two_steps(other, step, roles, sizes)
-            if both is not None:
-                merged[place] = both
-                break
-        else:
-            merged.append(step)
+        joined = ((n, _join_two_steps(other, step, roles, sizes)) for n, other in enumerate(merged))
+        place, both = next((pair for pair in joined if pair[1] is not None), (len(merged), step))
+        merged[place : place + 1] = [step if both is None else both]
     return merged
 
 
@@ -266,9 +249,7 @@ def _join_two_steps(
             for other in second.names
             if replace(name, roles=(), order=0) == replace(other, roles=(), order=0)
         )
-        index = first.index.clone()
-        for role in roles:
-            index[sizes.spans()[role]] = second.index[sizes.spans()[role]]
+        index = _take_from(second.index, first.index, roles, sizes)
         both_fit = first.is_permutation and second.is_permutation
         both = replace(first, names=shared, index=index, is_permutation=both_fit)
         return both if shared else None

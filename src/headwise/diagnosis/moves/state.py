@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,7 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import BIAS_MISSING, INITIAL_WEIGHTS
 from headwise.diagnosis.moves.find import find_moves
 from headwise.diagnosis.moves.maps import ROLES, WEIGHTS, MapName, Rows
-from headwise.diagnosis.moves.move import (
-    BiasCleared,
-    Move,
-    MoveReport,
-    Replaced,
-    largest_residual,
-)
+from headwise.diagnosis.moves.move import BiasDropped, Edited, Move, MoveReport, largest_residual
 from headwise.function.rounding import default_tolerance
 from headwise.function.weights import State
 
@@ -88,10 +83,15 @@ def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -
             fresh.setdefault(initialisation.text, []).append(role)
     return [
         Move(
-            MapName(INITIAL_WEIGHTS, text, tuple(roles)), Replaced(ours, tuple(roles)), (), WEIGHTS
+            MapName(INITIAL_WEIGHTS, text, tuple(roles)),
+            Edited({role: partial(_replace, ours.matrices[role]) for role in roles}, parts=WEIGHTS),
         )
         for text, roles in fresh.items()
     ]
+
+
+def _replace(new: Tensor, _old: Tensor) -> Tensor:
+    return new
 
 
 def _has_few_equal_entries(role: str, a: Rows, b: Rows) -> bool:
@@ -119,7 +119,7 @@ def _find_output_bias_move(
         if b is None or not bool(b.any()):
             return True
         text = OUTPUT_BIAS if a is None else f"{OUTPUT_BIAS}, zero"
-        return Move(MapName(BIAS_MISSING, text, ("o",)), BiasCleared(("o",), a is None))
+        return Move(MapName(BIAS_MISSING, text, ("o",)), BiasDropped(("o",)))
     if b is None or a.shape != b.shape:
         return False
     limit = default_tolerance(a.dtype, b.dtype) if tolerance is None else tolerance
@@ -133,15 +133,10 @@ LEAST_ENTRIES = 64
 
 @dataclass(frozen=True)
 class Initialisation:
-    """A distribution around 0.
+    """A distribution around 0."""
 
-    Attributes:
-        text: its name and parameters.
-        width: the bound of a uniform one, or the standard deviation of a normal one.
-    """
-
-    text: str
-    width: float
+    text: str  # its name and parameters
+    width: float  # the bound of a uniform one, or the standard deviation of a normal one
     is_uniform: bool
 
     @property
