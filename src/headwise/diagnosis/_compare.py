@@ -15,18 +15,12 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.source import CheckpointSource
-from headwise.diagnosis import blind_spots, catalogue, functions, models, search
+from headwise.diagnosis import blind_spots, catalogue, functions, models, probes, search
 from headwise.diagnosis._verify import verify_opened
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import SEED, FunctionComparison
 from headwise.diagnosis.detection import GivenWeights, open_weights
-from headwise.diagnosis.probes import (
-    ComparisonInputs,
-    NamedInputs,
-    choose_inputs,
-    make_probes,
-    read_inputs,
-)
+from headwise.diagnosis.probes import ComparisonInputs, NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel
@@ -84,7 +78,7 @@ def compare(
         ShapeError: the two take tokens of other widths, or there are no tokens.
     """
     a, b = layers.layer_with_adapters(a), layers.layer_with_adapters(b)
-    inputs = read_inputs(inputs)
+    inputs = probes.read_inputs(inputs)
     if _can_compare_as_weights(a, b):
         _refuse_gradient_comparison("weights", asked=gradients)
         return _compare_stored_weights(a, b)
@@ -107,11 +101,11 @@ def _compare_layers(
     first, second = _make_subject("a", sides[0]), _make_subject("b", sides[1])
     require_finite_weights("a", first)
     require_finite_weights("b", second)
-    probes = choose_inputs(first, second, inputs)
+    chosen = probes.choose_inputs(first, second, inputs)
     if isinstance(first, BlackBox) and isinstance(second, BlackBox):
         _refuse_gradient_comparison("two functions", asked=gradients)
-        return functions.compare_functions(first, second, probes[0])
-    comparison = Comparison(first, second, probes)
+        return functions.compare_functions(first, second, chosen[0])
+    comparison = Comparison(first, second, chosen)
     return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
 
 
@@ -325,12 +319,11 @@ class Comparison:
 
     def _probe_parts_of_function(self, side: str) -> tuple[str, ...]:
         """Return what probes of a function say about its parts."""
-        sizes = self.known.input_widths
-        if not isinstance(self.doubtful, BlackBox) or sizes is None:
+        function, sizes = self.doubtful, self.known.input_widths
+        if not isinstance(function, BlackBox) or sizes is None:
             return ()
-        return functions.BlackBoxComparison(
-            self.doubtful, self.model, sizes, side, self.dtype
-        ).sentences
+        parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
+        return parts.sentences
 
     def _explain_with_roles_swapped(
         self, calls: Sequence[RecordedCall], names: Sequence[str], forward: search.ExplainedCalls
@@ -376,10 +369,11 @@ class Comparison:
         reason = blind_spots.describe_unseen_setting(
             self.first.model, self.second.model, calls, self.dtype
         )
-        settings_differ = self._are_known_as_data and not self._are_equal_as_data(bare=True)
-        if (
-            verdict is Verdict.OTHER_WEIGHTS or settings_differ
-        ) and not self._outputs_agree_on_probes():
+        are_data = self.first.model is not None and self.second.model is not None
+        differ = verdict is Verdict.OTHER_WEIGHTS or (
+            are_data and not self._are_equal_as_data(bare=True)
+        )
+        if differ and not self._outputs_agree_on_probes():
             elsewhere = "outputs agree on these inputs and differ on those that headwise makes"
             reason = reason or blind_spots.describe_degenerate_attention(self.model, calls)
             return "; ".join(filter(None, [reason, elsewhere]))
@@ -390,7 +384,8 @@ class Comparison:
         sizes = self.known.input_widths
         if isinstance(self.doubtful, recording.Recording) or sizes is None:
             return True
-        calls, names = self._record_doubtful(make_probes([self.first, self.second], sizes))
+        made = probes.make_probes([self.first, self.second], sizes)
+        calls, names = self._record_doubtful(made)
         return search.ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
 
     @property
@@ -400,10 +395,6 @@ class Comparison:
     def _is_bitwise(self) -> bool:
         pairs = ((self.first.output(x), self.second.output(x)) for x in self._single_calls)
         return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
-
-    @property
-    def _are_known_as_data(self) -> bool:
-        return self.first.model is not None and self.second.model is not None
 
     def _are_equal_as_data(self, *, bare: bool = False) -> bool:
         """True if both are known as data and have the same settings and, unless bare, numbers."""
@@ -446,12 +437,10 @@ def _compare_stored_weights(*sides: Any) -> Diagnosis:
         state = side.state_dict() if isinstance(side, nn.Module) else side
         title = f"the {which} state dict"
         opened.append(open_weights(state, counts, config=config, title=title))
-    if module is not None:
-        opened = [
-            weights if isinstance(side, nn.Module) else _take_layer_like(module, weights)
-            for weights, side in zip(opened, sides, strict=True)
-        ]
-    first, second = opened
+    first, second = (
+        weights if module is None or side is module else _take_layer_like(module, weights)
+        for side, weights in zip(sides, opened, strict=True)
+    )
     return verify_opened(first, second)
 
 

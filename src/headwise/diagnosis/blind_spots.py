@@ -72,14 +72,16 @@ def describe_unseen_setting(
     Where both are known as data and have the same outputs, that is a setting in which they differ.
     Beside a function, it is one without which the known side would have the same outputs.
     """
-    known = first or second
     calls = [replace(call, dtype=unit) for call in calls]
     for name, state in (("window", _state_window), ("softcap", _state_softcap)):
         words = ["" if model is None else state(model) for model in (first, second)]
-        is_unseen = words[0] != words[1]
-        if first is None or second is None:
-            others = [] if known is None else _without_setting(known, name)
-            is_unseen = known is not None and not all(_is_seen(known, x, calls) for x in others)
+        if first is not None and second is not None:
+            is_unseen = words[0] != words[1]
+        elif known := first or second:
+            others = _without_setting(known, name)
+            is_unseen = not all(_is_seen(known, other, calls) for other in others)
+        else:
+            return ""
         if is_unseen:
             return _describe_unseen_setting(name, words, calls)
     return ""

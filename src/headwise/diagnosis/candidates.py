@@ -9,15 +9,10 @@ from math import gcd
 
 from headwise.errors import OptionError, ShapeError
 from headwise.function.spec import AttentionSpec
+from headwise.layouts import modules as found
 from headwise.layouts._layout import Layout
 from headwise.layouts.equality import LayoutReading, is_same_reading
-from headwise.layouts.modules import (
-    NamedModule,
-    find_modules,
-    find_unlisted_tensors_of_module,
-    locate_weight_outside_attention,
-    replace_numbers_with_layer_slots,
-)
+from headwise.layouts.modules import NamedModule, find_modules, replace_numbers_with_layer_slots
 from headwise.layouts.pattern import Sizes
 from headwise.layouts.plan import TensorHeader
 from headwise.layouts.registry import layouts_by_name
@@ -29,23 +24,14 @@ MOST_HEADS = 256  # tried where neither the config nor the caller states the num
 
 @dataclass(frozen=True)
 class CandidateLayout:
-    """A layout that fits the names and shapes of a file.
-
-    Attributes:
-        layout: the layout.
-        modules: attention modules, in the file's order.
-        fits: the sizes of the first module; several where the number of heads is open.
-        reasons: evidence for the layout, in sentences.
-        around: how many tensors outside of attention have names of this layout.
-        faults: the defects of modules that are not whole, in sentences; ``modules`` omits these.
-    """
+    """A layout that fits the names and shapes of a file."""
 
     layout: Layout
-    modules: tuple[NamedModule, ...]
-    fits: tuple[Sizes, ...]
-    reasons: tuple[str, ...]
-    around: int
-    faults: tuple[str, ...] = ()
+    modules: tuple[NamedModule, ...]  # of attention, whole, in the file's order
+    fits: tuple[Sizes, ...]  # of the first module; several where the number of heads is open
+    reasons: tuple[str, ...]  # evidence for the layout, in sentences
+    around: int  # number of tensors outside of attention with names of this layout
+    faults: tuple[str, ...] = ()  # of modules that are not whole, in sentences
 
     @property
     def sizes(self) -> dict[str, int | list[int]]:
@@ -111,7 +97,9 @@ def _match_layout(
     layout: Layout, headers: Headers, counts: Mapping[str, int]
 ) -> CandidateLayout | None:
     modules = find_modules(layout, headers)
-    if not modules or any(find_unlisted_tensors_of_module(module, layout) for module in modules):
+    if not modules or any(
+        found.find_unlisted_tensors_of_module(module, layout) for module in modules
+    ):
         return None
     module_fits = list(_list_module_sizes(modules, layout, headers, counts))
     fitting = [(module, fits) for module, fits in module_fits if fits]
@@ -126,7 +114,7 @@ def _match_layout(
     sound = tuple(module for module, faults in checked if not faults)
     # Among layouts that are the same map, names outside of attention identify the model.
     roots = {module.place.root for module in modules}
-    outside = (locate_weight_outside_attention(layout, name, roots) for name in headers)
+    outside = (found.locate_weight_outside_attention(layout, name, roots) for name in headers)
     around = sum(place is not None for place in outside)
     sentences = tuple(fault for _, faults in checked for fault in faults)
     reasons = _describe_match_reasons(sound, fits)

@@ -19,23 +19,18 @@ PAGES = Path(__file__).with_name("causes") / "pages"
 class Cause:
     """A reason why two attentions differ.
 
-    Attributes:
-        name: in a few words, as reports print it.
-        stages: the stages that it can change when those before them are given.
-        cost: rank among causes that explain the same; a lower one is named first.
-        is_whole: True if it is named only where it explains all of its stages that part: it says
-            that something is nowhere, which each of these stages can refute.
-        is_statistical: True if the numbers are only likely by this cause; exact ones come first.
-        remedy: what makes weights right again that moved so. It may hold ``{weights}`` and
-            ``{biases}`` of the roles that moved, the ``{text}`` of the move, and the ``{move}``.
+    One that ``is_whole`` is named only where it explains all of its stages that part: it says that
+    something is nowhere, which each of these stages can refute. The ``remedy`` may hold
+    ``{weights}`` and ``{biases}`` of the roles that moved, the ``{text}`` of the move, and the
+    ``{move}``.
     """
 
-    name: str
-    stages: tuple[str, ...]
-    cost: float = 1.0
+    name: str  # in a few words, as reports print it
+    stages: tuple[str, ...]  # that it can change when those before them are given
+    cost: float = 1.0  # rank among causes that explain the same; a lower one is named first
     is_whole: bool = False
-    is_statistical: bool = False
-    remedy: str = "undo it in {weights}: {move}"
+    is_statistical: bool = False  # numbers are only likely by this cause; exact ones come first
+    remedy: str = "undo it in {weights}: {move}"  # makes weights right again that moved so
 
     @property
     def page(self) -> str:
@@ -46,17 +41,11 @@ class Cause:
 
 @dataclass(frozen=True)
 class Page:
-    """The page about a cause, without links to other files.
+    """The page about a cause, without links to other files."""
 
-    Attributes:
-        path: the file in the installed package.
-        title: what people see and search for.
-        text: everything below the title.
-    """
-
-    path: str
-    title: str
-    text: str
+    path: str  # of the file in the installed package
+    title: str  # what people see and search for
+    text: str  # everything below the title
 
     @classmethod
     def read(cls, path: str) -> Page:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -14,28 +15,11 @@ from torch import Tensor
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import CAUSES, Cause
 from headwise.diagnosis.causes import axes, gates, masks, norms, rotary, scores, weights
-from headwise.diagnosis.causes.evidence import (
-    Evidence,
-    Family,
-    Search,
-    Variant,
-    search_moves,
-)
+from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant, search_moves
 from headwise.diagnosis.comparison import FoundCause, PartedStage, StageGaps
 from headwise.diagnosis.results import Verdict
-from headwise.diagnosis.simulation.gaps import (
-    WHOLE,
-    Cell,
-    Gap,
-    Gaps,
-    absolute_difference,
-    all_heads_agree_within_rounding,
-    allow_output,
-    allowed_difference,
-    measure_gaps,
-    measure_gaps_by_position,
-    replace_model_stage_in_heads,
-)
+from headwise.diagnosis.simulation import gaps
+from headwise.diagnosis.simulation.gaps import WHOLE, Cell, Gap, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.errors import OptionError
@@ -66,29 +50,17 @@ MOST_ENTRIES = 20_000  # of residuals; more do not make the fit better
 
 @dataclass(frozen=True)
 class NamedCause:
-    """A cause that explains some parted cells.
-
-    Attributes:
-        cause: the cause.
-        variant: how it changed the model.
-        model: the model with the fault in the cells that it explains.
-        cells: the cells that it explains, to rounding.
-        is_partial: True if cells of the same stages did not part, and keep their usual function.
-        left: number of cells that part after it, in the stages where it shows.
-        equals: other causes that explain the same cells.
-        size: the sum of the sizes of these cells, each at most 1.
-        partner: the cause without which it explains nothing; "" for none.
-    """
+    """A cause that explains some parted cells."""
 
     cause: Cause
-    variant: Variant
-    model: AttentionModel
-    cells: tuple[Cell, ...]
-    is_partial: bool = False
-    left: int = 0
-    equals: tuple[str, ...] = ()
-    size: float = 0.0
-    partner: str = ""
+    variant: Variant  # how it changed the model
+    model: AttentionModel  # with the fault in the cells that it explains
+    cells: tuple[Cell, ...]  # that it explains, to rounding
+    is_partial: bool = False  # cells of the same stages did not part, and keep their function
+    left: int = 0  # number of cells that part after it, in the stages where it shows
+    equals: tuple[str, ...] = ()  # other causes that explain the same cells
+    size: float = 0.0  # the sum of the sizes of these cells, each at most 1
+    partner: str = ""  # the cause without which it explains nothing; "" for none
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -142,10 +114,12 @@ def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> CauseSearchRes
 
 
 def _find_best_single_cause(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
-    exact = sorted(
-        (each for cause in causes for each in _yield_explaining_variants(cause, evidence)),
-        key=lambda each: each.sort_key,
+    tried = (
+        _explain_cells_by_variant(cause, variant, evidence)
+        for cause in causes
+        for variant in _yield_fitted_variants(cause, evidence)
     )
+    exact = sorted(filter(None, tried), key=lambda each: each.sort_key)
     if not exact:
         return []
     best = exact[0]
@@ -169,13 +143,6 @@ def _find_additional_cause(
     if not named or not named[-1].is_partial:
         return []
     return _find_best_single_cause(Evidence.of(named[-1].variant.model, evidence.calls), causes)
-
-
-def _yield_explaining_variants(cause: Cause, evidence: Evidence) -> Iterator[NamedCause]:
-    """Yield the variants of a cause that explain whole stages."""
-    for variant in _yield_fitted_variants(cause, evidence):
-        if explained := _explain_cells_by_variant(cause, variant, evidence):
-            yield explained
 
 
 def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant]:
@@ -238,7 +205,7 @@ def _explains_smallest_call(variant: Variant, evidence: Evidence, stage: str) ->
     sizes = {n: evidence.calls[n].stages[stage].numel() for _, n, _ in parted}
     number = min(sizes, key=sizes.__getitem__)
     heads = [head for _, n, head in parted if n == number]
-    return all_heads_agree_within_rounding(variant.model, evidence.calls[number], stage, heads)
+    return gaps.all_heads_agree_within_rounding(variant.model, evidence.calls[number], stage, heads)
 
 
 def _is_cell_explained(cell: Cell, before: Gaps, after: Gaps) -> bool:
@@ -246,8 +213,8 @@ def _is_cell_explained(cell: Cell, before: Gaps, after: Gaps) -> bool:
     if cell in after.cells:
         return before.cells[cell].is_explained(after.cells[cell])
     # The heads of a stage that had another shape.
-    gaps = [gap for (s, n, _), gap in after.cells.items() if (s, n) == (stage, number)]
-    return bool(gaps) and all(before.cells[cell].is_explained(gap) for gap in gaps)
+    others = [gap for (s, n, _), gap in after.cells.items() if (s, n) == (stage, number)]
+    return bool(others) and all(before.cells[cell].is_explained(gap) for gap in others)
 
 
 def _apply_variant_in_cells(
@@ -263,7 +230,9 @@ def _apply_variant_in_cells(
     for stage in explained:
         heads = sorted({head for s, _, head in cells if s == stage})
         some = any(cell[0] == stage for cell in broken)
-        model = replace_model_stage_in_heads(model, variant.model, stage, heads if some else None)
+        model = gaps.replace_model_stage_in_heads(
+            model, variant.model, stage, heads if some else None
+        )
     return model, True
 
 
@@ -294,10 +263,8 @@ def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCa
         for second in _find_best_single_cause(Evidence.of(variant.model, evidence.calls), others):
             after = measure_gaps(second.model, evidence.calls, [stage])
             if all(_is_cell_explained(cell, evidence.gaps, after) for cell in parted):
-                both = [
-                    replace(first, partner=second.cause.name),
-                    replace(second, partner=cause.name),
-                ]
+                first = replace(first, partner=second.cause.name)
+                both = [first, replace(second, partner=cause.name)]
                 pairs.append((second.sort_key, len(pairs), both))
     return min(pairs)[2] if pairs else []
 
@@ -354,11 +321,10 @@ def _compute_residuals(
     parts = []
     for (stage, number), heads in heads_of.items():
         actual = calls[number].stages[stage]
-        try:
+        predicted = None
+        with suppress(OptionError):  # a number for which a scaling has no frequencies
             predicted = variant.model.predict_stage(stage, calls[number])
-        except OptionError:  # a number for which a scaling has no frequencies
-            return torch.full((1,), math.inf, dtype=torch.float64)
-        if predicted.shape != actual.shape:
+        if predicted is None or predicted.shape != actual.shape:
             return torch.full((1,), math.inf, dtype=torch.float64)
         if WHOLE not in heads:
             predicted, actual = predicted[:, heads], actual[:, heads]
@@ -372,23 +338,14 @@ PROJECTED = {"q", "k", "v", "output"}  # the stages that multiply by weights
 
 @dataclass(frozen=True, eq=False)
 class ExplainedCalls:
-    """Calls that were recorded, and the model that should predict them.
+    """Calls that were recorded, and the model that should predict them."""
 
-    Attributes:
-        model: the attention that the recorded one should equal.
-        calls: the recorded calls.
-        names: of the input of each call, for reports.
-        stored: dtype of the recorded weights, which may have rounded what was done to them.
-        candidates: the causes that may be named.
-        side: that of the recorded one, for reports.
-    """
-
-    model: AttentionModel
+    model: AttentionModel  # the attention that the recorded one should equal
     calls: Sequence[RecordedCall]
-    names: Sequence[str]
-    stored: torch.dtype = torch.float64
-    candidates: Sequence[Cause] = CAUSES
-    side: str = "first"
+    names: Sequence[str]  # of the input of each call, for reports
+    stored: torch.dtype = torch.float64  # of the recorded weights, which rounds what they were
+    candidates: Sequence[Cause] = CAUSES  # that may be named
+    side: str = "first"  # of the recorded one, for reports
 
     @cached_property
     def search(self) -> CauseSearchResult:
@@ -401,9 +358,8 @@ class ExplainedCalls:
             return CauseSearchResult((), self.gaps)
         named = search_causes(Evidence(self.model, self.calls, self.gaps), self.candidates)
         if named.left.cells_beyond_rounding and self._has_weights_in_narrower_dtype:
-            coarse = search_causes(
-                Evidence.of(self.model, self._calls_in_dtype_of_weights), self.candidates
-            )
+            calls = [replace(call, dtype=self.stored) for call in self.calls]
+            coarse = search_causes(Evidence.of(self.model, calls), self.candidates)
             if coarse.causes and not coarse.left.cells_beyond_rounding:
                 model = coarse.causes[-1].model
                 if all(self._is_output_in_dtype_of_weights(call, model) for call in self.calls):
@@ -417,11 +373,10 @@ class ExplainedCalls:
         heads, value_dim, out_dim = wo.shape
         rows = {"q": wq.shape[0] * wq.shape[1], "head outputs": heads * value_dim}
         return any(
-            stage in call.stages and call.stages[stage].shape[1::2].numel() != count
+            x.shape[2] != out_dim if stage == "output" else x.shape[1::2].numel() != rows[stage]
             for call in self.calls
-            for stage, count in rows.items()
-        ) or any(
-            "output" in c.stages and c.stages["output"].shape[2] != out_dim for c in self.calls
+            for stage, x in call.stages.items()
+            if stage == "output" or stage in rows
         )
 
     def _describe_shapes(self, stage: str) -> str:
@@ -474,50 +429,35 @@ class ExplainedCalls:
                 page=each.cause.page,
                 side=self.side,
                 share=each.size / everything if everything else 1.0,
-                output_left=max(
-                    self._measure_last_stage_gap(each.model, call) for call in self.calls
-                ),
+                output_left=max(self._compare_output(call, each.model)[0] for call in self.calls),
                 partner=each.partner,
             )
             for each in causes
         )
 
-    def _measure_last_stage_gap(self, model: AttentionModel, call: RecordedCall) -> float:
-        """Return the relative difference of the last stage of a call from that of a model."""
-        last = [stage for stage in STAGES if stage in call.stages][-1]
-        mine, theirs = call.stages[last], model.predict_stage(last, replace(call, stages={}))
-        if mine.shape != theirs.shape:
-            return torch.inf
-        size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
-        return float(absolute_difference(theirs, mine).norm() / size)
-
     @cached_property
     def gaps_by_position(self) -> dict[tuple[str, int], list[float]]:
         """(stage, number of the call) -> the size of its difference at each position it parts."""
-        parted = {(stage, number): self.calls[number] for stage, number, _ in self._parted}
         return {
-            (stage, number): measure_gaps_by_position(self.model, call, stage)
-            for (stage, number), call in parted.items()
+            (stage, number): gaps.measure_gaps_by_position(self.model, self.calls[number], stage)
+            for stage, number in dict.fromkeys(cell[:2] for cell in self.gaps.cells_beyond_rounding)
         }
-
-    @property
-    def _parted(self) -> list[Cell]:
-        return self.gaps.cells_beyond_rounding
 
     def _parted_positions(self, stage: str) -> tuple[int, ...] | None:
         """Return the tokens at which a stage parts in some call; None for all."""
-        apart, every = set[int](), set[int]()
-        for (name, number), sizes in self.gaps_by_position.items():
-            if name == stage:
-                past = self.calls[number].past_key_count
-                every |= {past + n for n in range(len(sizes))}
-                apart |= {past + n for n, size in enumerate(sizes) if size}
-        return None if apart == every else tuple(sorted(apart))
+        sizes = [
+            (self.calls[number].past_key_count + n, size)
+            for (name, number), by_position in self.gaps_by_position.items()
+            for n, size in enumerate(by_position)
+            if name == stage
+        ]
+        apart = {position for position, size in sizes if size}
+        return None if apart == {position for position, _ in sizes} else tuple(sorted(apart))
 
     @property
     def output_gap(self) -> float:
         """The largest relative difference of the outputs."""
-        return max(gap for gap, _ in self._measure_output_gaps)
+        return max(gap for gap, _ in self._output_gaps)
 
     @cached_property
     def outputs_agree(self) -> bool:
@@ -525,7 +465,7 @@ class ExplainedCalls:
 
         Where the weights differ, that is the rounding of the dtype in which they are stored.
         """
-        if all(is_rounding for _, is_rounding in self._measure_output_gaps):
+        if all(is_rounding for _, is_rounding in self._output_gaps):
             return True
         has_other_weights = not PROJECTED.isdisjoint(self.gaps.stages_beyond_rounding)
         return (
@@ -540,10 +480,6 @@ class ExplainedCalls:
         return any(is_coarser(self.stored, call.dtype) for call in self.calls)
 
     @property
-    def _calls_in_dtype_of_weights(self) -> list[RecordedCall]:
-        return [replace(call, dtype=self.stored) for call in self.calls]
-
-    @property
     def verdict(self) -> Verdict:
         """The verdict, for a check that could have failed and outputs that may not be bitwise."""
         if self.outputs_agree:
@@ -556,7 +492,7 @@ class ExplainedCalls:
         left = {*self.search.left.cells_beyond_rounding}
         parted = []
         for stage in self.gaps.stages_beyond_rounding:
-            cells = [cell for cell in self._parted if cell[0] == stage]
+            cells = [each for each in self.gaps.cells_beyond_rounding if each[0] == stage]
             heads = tuple(sorted({head for _, _, head in cells}))
             parted.append(
                 PartedStage(
@@ -590,33 +526,40 @@ class ExplainedCalls:
         )
 
     @cached_property
-    def _measure_output_gaps(self) -> list[tuple[float, bool]]:
-        return [self._measure_output_gap(call) for call in self.calls]
-
-    def _measure_output_gap(self, call: RecordedCall) -> tuple[float, bool]:
-        """Return the relative difference of the last stage, and whether rounding explains it."""
-        _, mine, forced = self._prepare_output(call, self.model)
-        theirs = forced.compute_stage()
-        if mine.shape != theirs.shape:
-            return torch.inf, False
-        apart = absolute_difference(theirs, mine)
-        size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
-        is_rounding = bool(((apart == 0) | (apart <= allowed_difference(forced))).all())
-        return float(apart.norm() / size), is_rounding
+    def _output_gaps(self) -> list[tuple[float, bool]]:
+        """For each call the relative difference of its output; True if rounding explains it."""
+        compared = [self._compare_output(call, self.model) for call in self.calls]
+        return [
+            (gap, bool(apart.dim() and _is_within(apart, gaps.allowed_difference(forced))))
+            for gap, forced, apart in compared
+        ]
 
     def _is_output_in_dtype_of_weights(self, call: RecordedCall, model: AttentionModel) -> bool:
         """True if rounding of the weights' dtype explains the difference of the last stage."""
-        last, mine, forced = self._prepare_output(call, model)
-        if mine.shape != forced.compute_stage().shape:
+        _, forced, apart = self._compare_output(call, model)
+        if not apart.dim():
             return False
-        apart = absolute_difference(forced.compute_stage(), mine)
-        allowed = allow_output(model, forced.call, last, self.stored)
-        return bool(((apart == 0) | (apart <= allowed)).all())
+        return _is_within(apart, gaps.allow_output(model, forced.call, forced.stage, self.stored))
 
     @staticmethod
-    def _prepare_output(
+    def _compare_output(
         call: RecordedCall, model: AttentionModel
-    ) -> tuple[str, Tensor, ForcedStage]:
-        """Return the last stage that was recorded, and the model to compute it from the inputs."""
+    ) -> tuple[float, ForcedStage, Tensor]:
+        """Compare the last stage that was recorded with the model's, computed from the inputs.
+
+        Returns:
+            The relative difference, the model's stage, and the difference of each entry; an
+            infinite number for another shape.
+        """
         last = [stage for stage in STAGES if stage in call.stages][-1]
-        return last, call.stages[last], model.prepare_stage(last, replace(call, stages={}))
+        forced = model.prepare_stage(last, replace(call, stages={}))
+        mine, theirs = call.stages[last], forced.compute_stage()
+        if mine.shape != theirs.shape:
+            return torch.inf, forced, torch.tensor(torch.inf)
+        apart = gaps.absolute_difference(theirs, mine)
+        size = mine.norm().clamp_min(torch.finfo(torch.float64).tiny)
+        return float(apart.norm() / size), forced, apart
+
+
+def _is_within(apart: Tensor, allowed: Tensor) -> bool:
+    return bool(((apart == 0) | (apart <= allowed)).all())

@@ -161,7 +161,7 @@ def test_biases_may_stay_where_they_are() -> None:
     b = projections("gqa-of-4")
     a = replace(edited(b, pairs, "q", "k"), biases=b.biases)
     [move] = find_moves(a, b).moves
-    assert (move.cause.name, move.roles, move.parts) == (
+    assert (move.cause.name, move.roles, move.change.parts) == (
         "rotary permutation missing",
         ("q", "k"),
         ("weights",),
@@ -173,7 +173,7 @@ def test_biases_may_move_alone() -> None:
     b = projections("mha")
     a = replace(b, biases={**b.biases, "k": b.biases["v"], "v": b.biases["k"]})
     [move] = find_moves(a, b).moves
-    assert (move.cause.name, move.roles, move.parts) == (
+    assert (move.cause.name, move.roles, move.change.parts) == (
         "k and v exchanged",
         ("k", "v"),
         ("biases",),
@@ -202,7 +202,9 @@ def test_a_factor_of_weights_may_leave_the_bias_out() -> None:
     moves = find_moves(a, b)
     assert_same_rows(apply_moves(moves.moves, b), a)
     assert moves.unexplained == ()
-    assert [(move.cause.name, move.parts) for move in moves.moves] == [("factor", ("weights",))]
+    assert [(move.cause.name, move.change.parts) for move in moves.moves] == [
+        ("factor", ("weights",))
+    ]
 
 
 @pytest.mark.parametrize("factor", [0.25, -8.0])
