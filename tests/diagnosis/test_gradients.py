@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from headwise import Attention, Mask, Rotary, compare
 from headwise.diagnosis.results import Diagnosis, Verdict
+from headwise.diagnosis.subjects.native import NativeSubject
 from headwise.errors import OptionError
 from headwise.testing import assert_same_function
 
@@ -44,6 +45,15 @@ def test_gradients_of_a_copy_agree() -> None:
     assert diagnosis.verdict is Verdict.SAME
     assert compared(diagnosis) == {"x", *WEIGHTS}
     assert not apart(diagnosis)
+
+
+def test_gradients_are_listed_in_the_order_of_the_weights() -> None:
+    """An order by the seed of hashes would differ from run to run."""
+    a = layer()
+    function = compare(a, copy.deepcopy(a), gradients=True).function
+    assert function is not None
+    names = [gap.name for gap in function.gradients]
+    assert names == ["x", *NativeSubject(a).model.weights, "source"]
 
 
 def test_torchs_layer_and_its_port_have_the_same_gradients() -> None:

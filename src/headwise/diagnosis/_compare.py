@@ -18,7 +18,7 @@ from headwise.checkpoints.source import CheckpointSource
 from headwise.diagnosis import blind_spots, catalogue, functions, models, probes, search
 from headwise.diagnosis._verify import verify_opened
 from headwise.diagnosis.causes.evidence import Evidence
-from headwise.diagnosis.comparison import SEED, FunctionComparison
+from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.detection import GivenWeights, open_weights
 from headwise.diagnosis.probes import ComparisonInputs, NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
@@ -264,14 +264,10 @@ class Comparison:
             blind = blind or describe_dropout_difference(self.first.dropout, self.second.dropout)
             verdict = Verdict.INCONCLUSIVE if blind else verdict
         hidden = hidden and verdict.is_same
-        comparison = FunctionComparison(
+        comparison = explained.report(
             kinds=(self.first.kind, self.second.kind),
             probes=tuple(probe.name for probe in self.probes),
             seed=SEED,
-            output_gap=explained.output_gap,
-            stages=explained.stage_names,
-            parted=explained.parted_stages,
-            causes=explained.causes,
             blind=blind,
             isolated=self._probe_parts_of_function(side) if verdict is Verdict.UNKNOWN else (),
             tried=0 if explained.has_other_rows else len(self.candidates),
@@ -279,7 +275,6 @@ class Comparison:
             if hidden
             else (),
             unprobed=tuple(self._list_unprobed_arguments()) if hidden else (),
-            gaps=explained.stage_gaps,
         )
         return Diagnosis(verdict=verdict, function=comparison)
 

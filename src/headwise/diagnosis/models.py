@@ -284,14 +284,11 @@ class LayerPair:
         elif named:
             likely = replace(explained, candidates=tuple(named))
             explained = explained if likely.search.left.cells_beyond_rounding else likely
-        report = replace(
-            self._make_empty_comparison(),
+        report = explained.report(
+            kinds=(self.first.kind, self.second.kind),
+            probes=(self.first.inputs,),
+            seed=SEED,
             blind=self._describe_blind_spot() if explained.outputs_agree else "",
-            output_gap=explained.output_gap,
-            stages=explained.stage_names,
-            parted=explained.parted_stages,
-            causes=explained.causes,
-            gaps=explained.stage_gaps,
         )
         if not exchanged_with:
             causes = [each.cause for each in explained.search.causes]

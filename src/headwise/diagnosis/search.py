@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch import Tensor
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import CAUSES, Cause
 from headwise.diagnosis.causes import axes, gates, masks, norms, rotary, scores, weights
-from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant, search_moves
-from headwise.diagnosis.comparison import FoundCause, PartedStage, StageGaps
+from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant
+from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import WHOLE, Cell, Gap, Gaps, measure_gaps
@@ -150,7 +150,7 @@ def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant
     if not cells:
         return
     search = SEARCHES.get(cause)
-    variants = search_moves(cause, evidence) if search is None else search(evidence)
+    variants = evidence.search_moves(cause) if search is None else search(evidence)
     for place, variant in enumerate(variants):
         if isinstance(variant, Variant):
             yield variant
@@ -507,8 +507,19 @@ class ExplainedCalls:
             )
         return tuple(parted)
 
+    def report(self, **fields: Any) -> FunctionComparison:
+        """Return the comparison of the calls; ``fields`` are those that they do not tell."""
+        return FunctionComparison(
+            **fields,
+            output_gap=self.output_gap,
+            stages=self.stage_names,
+            parted=self.parted_stages,
+            causes=self.causes,
+            gaps=self._stage_gaps,
+        )
+
     @property
-    def stage_gaps(self) -> tuple[StageGaps, ...]:
+    def _stage_gaps(self) -> tuple[StageGaps, ...]:
         """The gaps of each stage and call, before any cause, for the report."""
         heads: dict[tuple[str, int], list[Gap]] = {}
         for (stage, number, _), gap in self.gaps.cells.items():

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import KV_HEADS_TILED, ROTATED
-from headwise.diagnosis.causes.evidence import (
-    Evidence,
-    Variant,
-    Variants,
-    replace_inputs,
-    search_moves,
-)
+from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.function.distance import slopes_of
 from headwise.function.stages import BEFORE
@@ -74,7 +68,7 @@ def _head_outputs_along_batch(forced: ForcedStage) -> Tensor:
 
 def _rotate_along_batch(forced: ForcedStage) -> Tensor:
     """Return queries or keys rotated by their place in the batch."""
-    return replace_inputs(forced, positions=_positions_in_batch(forced)).usual_result()
+    return forced.with_inputs(positions=_positions_in_batch(forced)).usual_result()
 
 
 def _positions_in_batch(forced: ForcedStage) -> Tensor:
@@ -153,7 +147,7 @@ def _make_model_with_heads(
 
 
 def _kv_heads_tiled(evidence: Evidence) -> Variants:
-    yield from search_moves(KV_HEADS_TILED, evidence)
+    yield from evidence.search_moves(KV_HEADS_TILED)
     settings = evidence.model.settings
     if not 1 < settings.num_kv_heads < settings.num_heads:
         return

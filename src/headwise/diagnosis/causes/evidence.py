@@ -22,7 +22,7 @@ from headwise.diagnosis.moves.maps import MatrixMap, Rows
 from headwise.diagnosis.moves.move import Edited, Move, Taken
 from headwise.diagnosis.moves.state import extract_rows, replace_rows
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.function.rounding import default_tolerance
 from headwise.function.stages import STAGES
@@ -93,6 +93,33 @@ class Evidence:
         """Sequences of moves of the weights; each explains some stages."""
         return (*_yield_qkv_moves(self), *((move,) for move in _yield_output_moves(self)))
 
+    def search_moves(self, cause: Cause) -> Variants:
+        """Yield the moves of rows of a cause, which is all that most causes of weights have."""
+        for moves in self.moves:
+            # Moves of separate roles are causes of their own.
+            for place, move in enumerate(moves):
+                names = (each for each in (move.name, *move.equals) if each.cause == cause)
+                if (name := next(names, None)) is not None:
+                    later = {role for after in moves[place + 1 :] for role in after.roles}
+                    yield Variant(
+                        _apply_move_to_model(self.model, move),
+                        {"roles": "".join(name.roles), **dict(name.parameters)},
+                        name.repair,
+                        is_step=not later.isdisjoint(move.roles),
+                    )
+
+    def projection_tokens(self, role: str) -> tuple[Tensor, Tensor] | None:
+        """Return inputs (tokens, columns) and recorded stage (tokens, rows) of a projection."""
+        needed = {"head outputs", "output"} if role == "o" else {role}
+        calls = [call for call in self.calls if needed <= set(call.stages)]
+        if not calls:
+            return None
+        recorded = flatten_tokens(call.stages[STAGE_OF[role]] for call in calls)
+        if role == "o":
+            return flatten_tokens(call.stages["head outputs"] for call in calls), recorded
+        inputs = (call.inputs.x if role == "q" else call.inputs.key_source for call in calls)
+        return flatten_tokens(inputs), recorded
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -114,30 +141,8 @@ class Family:
     is_log: bool = False  # the logarithm is fitted, for positive numbers
 
 
-def replace_inputs(forced: ForcedStage, **changes: Any) -> ForcedStage:
-    """Return a stage of a call with other inputs."""
-    inputs = replace(forced.call.inputs, **changes)
-    return replace(forced, call=replace(forced.call, inputs=inputs))
-
-
 Variants: TypeAlias = Iterator[Variant | Family]
 Search: TypeAlias = Callable[[Evidence], Variants]
-
-
-def search_moves(cause: Cause, evidence: Evidence) -> Variants:
-    """Yield the moves of rows of a cause, which is all that most causes of weights have."""
-    for moves in evidence.moves:
-        # Moves of separate roles are causes of their own.
-        for place, move in enumerate(moves):
-            name = next((each for each in (move.name, *move.equals) if each.cause == cause), None)
-            if name is not None:
-                later = {role for after in moves[place + 1 :] for role in after.roles}
-                yield Variant(
-                    _apply_move_to_model(evidence.model, move),
-                    {"roles": "".join(name.roles), **dict(name.parameters)},
-                    name.repair,
-                    is_step=not later.isdisjoint(move.roles),
-                )
 
 
 def _apply_move_to_model(model: AttentionModel, move: Move) -> AttentionModel:
@@ -211,13 +216,18 @@ def _collect_stage_rows(
     model: AttentionModel, calls: Sequence[RecordedCall]
 ) -> tuple[Rows, Rows] | None:
     """Return the rows of a and of b, of the stages that every call has."""
-    ours, theirs = {}, {}
-    for role in filter(lambda role: all(role in call.stages for call in calls), "qkv"):
-        recorded = [call.stages[role] for call in calls]
-        predicted = [model.predict_stage(role, call) for call in calls]
-        if all(x.shape == y.shape for x, y in zip(recorded, predicted, strict=True)):
-            ours[role], theirs[role] = _channels_by_head(recorded), _channels_by_head(predicted)
-    return (Rows(ours), Rows(theirs)) if ours else None
+    roles = [role for role in "qkv" if all(role in call.stages for call in calls)]
+    ours = {role: _channels_by_head([call.stages[role] for call in calls]) for role in roles}
+    theirs = _predict_rows(model, calls, roles).matrices
+    ours = {role: x for role, x in ours.items() if x.shape == theirs[role].shape}
+    return (Rows(ours), Rows({role: theirs[role] for role in ours})) if ours else None
+
+
+def _predict_rows(
+    model: AttentionModel, calls: Sequence[RecordedCall], roles: Iterable[str]
+) -> Rows:
+    predicted = ((role, [model.predict_stage(role, call) for call in calls]) for role in roles)
+    return Rows({role: _channels_by_head(stages) for role, stages in predicted})
 
 
 def _channels_by_head(stages: Sequence[Tensor]) -> Tensor:
@@ -234,23 +244,7 @@ def _predict_with_transposed_square_matrices(
     if not square:
         return None
     turned = replace_rows(model.weights, MatrixMap(square, is_square=True).apply(weights))
-    other = replace(model, weights=turned)
-    return Rows(
-        {r: _channels_by_head([other.predict_stage(r, call) for call in calls]) for r in square}
-    )
-
-
-def collect_projection_tokens(evidence: Evidence, role: str) -> tuple[Tensor, Tensor] | None:
-    """Return the inputs (tokens, columns) and the recorded stage (tokens, rows) of a projection."""
-    needed = {"head outputs", "output"} if role == "o" else {role}
-    calls = [call for call in evidence.calls if needed <= set(call.stages)]
-    if not calls:
-        return None
-    recorded = flatten_tokens(call.stages[STAGE_OF[role]] for call in calls)
-    if role == "o":
-        return flatten_tokens(call.stages["head outputs"] for call in calls), recorded
-    inputs = (call.inputs.x if role == "q" else call.inputs.key_source for call in calls)
-    return flatten_tokens(inputs), recorded
+    return _predict_rows(replace(model, weights=turned), calls, square)
 
 
 def flatten_tokens(stages: Iterable[Tensor]) -> Tensor:

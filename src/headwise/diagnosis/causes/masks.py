@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import PLACED, SCORES
-from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants, replace_inputs
+from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, key_query_distances
 from headwise.diagnosis.simulation.stages import RecordedCall
 from headwise.function.stages import repeat_kv_heads
@@ -60,7 +60,7 @@ def _flip_keys(mask: Tensor) -> Tensor:
 
 def _change_mask(change: MaskChange, forced: ForcedStage) -> ForcedStage:
     mask = forced.call.inputs.mask
-    return forced if mask is None else replace_inputs(forced, mask=change(mask))
+    return forced if mask is None else forced.with_inputs(mask=change(mask))
 
 
 def _vary_mask(evidence: Evidence, change: MaskChange, repair: str) -> Variants:
@@ -76,7 +76,7 @@ def _mask_added_as_numbers(evidence: Evidence) -> Variants:
 
 
 def _add_mask(number: float, is_inverted: bool, forced: ForcedStage) -> Tensor:
-    mask, usual = forced.call.inputs.mask, replace_inputs(forced, mask=None).usual_result()
+    mask, usual = forced.call.inputs.mask, forced.with_inputs(mask=None).usual_result()
     if mask is None:
         return usual
     return usual + number * (~mask if is_inverted else mask).to(usual.dtype)
@@ -187,7 +187,7 @@ def _scores_with_window(length: int | None, forced: ForcedStage) -> Tensor:
     assert mask is not None
     whole = _mask_without_window(forced.call, mask)
     whole = whole if length is None else whole & (key_query_distances(forced.call) >= -length)
-    return replace_inputs(forced, mask=whole).usual_result()
+    return forced.with_inputs(mask=whole).usual_result()
 
 
 def _largest_distances_before_and_after(evidence: Evidence) -> tuple[int, int]:

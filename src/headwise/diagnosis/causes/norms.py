@@ -10,13 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from headwise.diagnosis.causes.evidence import (
-    Evidence,
-    Variant,
-    Variants,
-    flatten_tokens,
-    replace_inputs,
-)
+from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants, flatten_tokens
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
 from headwise.function.spec import NormRule
 
@@ -107,7 +101,7 @@ def _normalise_last_axis(kind: str, eps: float, x: Tensor) -> Tensor:
 def _project_normed_input(norm: Norm, forced: ForcedStage) -> Tensor:
     inputs = forced.call.inputs
     source = None if inputs.source is None else norm(inputs.source.double())
-    return project_heads(replace_inputs(forced, x=norm(inputs.x.double()), source=source))
+    return project_heads(forced.with_inputs(x=norm(inputs.x.double()), source=source))
 
 
 def _normalise_output(norm: Norm, has_residual: bool, forced: ForcedStage) -> Tensor:

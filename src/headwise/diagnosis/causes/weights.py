@@ -13,15 +13,7 @@ from torch import Tensor
 
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.causes.evidence import (
-    STAGE_OF,
-    Evidence,
-    Variant,
-    Variants,
-    collect_projection_tokens,
-    flatten_tokens,
-    search_moves,
-)
+from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence, Variant, Variants, flatten_tokens
 from headwise.diagnosis.moves import state
 from headwise.diagnosis.moves.maps import MapName, Rows
 from headwise.diagnosis.moves.move import ROUNDED, cast_and_back, format_dtype
@@ -47,7 +39,7 @@ def _exchange_two_roles(cause: Cause, evidence: Evidence, first: str, second: st
     There the rows of queries are channels over other tokens than those of keys, so that they cannot
     be looked up among them.
     """
-    yield from search_moves(cause, evidence)
+    yield from evidence.search_moves(cause)
     weights = evidence.model.weights
     if evidence.is_cross_attention and weights[f"w{first}"].shape == weights[f"w{second}"].shape:
         pairs = [(f"{kind}{first}", f"{kind}{second}") for kind in "wb"]
@@ -58,7 +50,7 @@ def _exchange_two_roles(cause: Cause, evidence: Evidence, first: str, second: st
 
 def _another_role(evidence: Evidence) -> Variants:
     """Yield moves, and what they cannot show: the output projection, and cross attention."""
-    yield from search_moves(catalogue.ANOTHER_ROLE, evidence)
+    yield from evidence.search_moves(catalogue.ANOTHER_ROLE)
     for role, source in permutations(STAGE_OF, 2):
         if evidence.is_cross_attention or "o" in (role, source):
             for model in _copy_weights_to_role(evidence.model, source, role):
@@ -120,7 +112,7 @@ def _initial_weights(evidence: Evidence) -> Variants:
         parted = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
         if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
             continue
-        tokens = collect_projection_tokens(evidence, role)
+        tokens = evidence.projection_tokens(role)
         if tokens is None or (whitened := _whiten_tokens(*tokens)) is None:
             continue
         if not _has_no_trace_of_right_weights(evidence, role, tokens[0], whitened):
@@ -243,7 +235,7 @@ def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | 
     stage, weight = STAGE_OF[role], evidence.model.weights[f"w{role}"]
     heads = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
     every = {WHOLE} if role == "o" else set(range(len(weight)))
-    tokens = collect_projection_tokens(evidence, role) if heads == every else None
+    tokens = evidence.projection_tokens(role) if heads == every else None
     if tokens is None:
         return None
     x, recorded = tokens

@@ -30,37 +30,23 @@ def find_moves(
     a: Rows,
     b: Rows,
     *,
-    rotary_width: int | None = None,
-    is_interleaved: bool = False,
-    was_interleaved: bool = False,
     transposed: Rows | None = None,
     tolerance: float | None = None,
+    **rotary: int | None,
 ) -> MoveReport:
-    """Return the moves that make the rows of a from those of b.
+    """Return the moves that make the rows of a from those of b, which are right.
 
     Every entry is compared after the moves. Where several sequences have the same effect on
-    these rows, the shortest and most usual is first.
-
-    Args:
-        a: the rows to explain.
-        b: the rows that are right.
-        rotary_width: rotated channels of a head, if they are known.
-        is_interleaved: True if b's rotary pairs are channels 2i and 2i + 1.
-        was_interleaved: True if a was stored for such pairs, and read into half-split ones.
-        transposed: b's rows with each square matrix transposed, where rows are activations.
-            Weights are transposed here.
-        tolerance: the largest difference of an entry, relative to the root mean square of its
-            role, that counts as rounding. By default that of the coarser dtype.
+    these rows, the shortest and most usual is first. The ``tolerance`` of an entry is relative to
+    the root mean square of its role; by default that of the coarser dtype. ``rotary`` are fields of
+    `RowSizes`: rotary_width, is_interleaved, was_interleaved. ``transposed`` are b's rows with each
+    square matrix transposed, where rows are activations; weights are transposed here.
 
     Raises:
         ShapeError: the two have other roles or shapes.
     """
     _require_same_shapes(a, b)
-    sizes = replace(
-        b.head_counts_and_dims(rotary_width),
-        is_interleaved=is_interleaved,
-        was_interleaved=was_interleaved,
-    )
+    sizes = replace(b.head_counts_and_dims(), **rotary)
     dtypes = [x.dtype for rows in (a, b) for x in rows.matrices.values()]
     tolerance = default_tolerance(*dtypes) if tolerance is None else tolerance
     common = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -156,7 +142,7 @@ def _unite_changes_over_roles(changed: list[Move]) -> tuple[Move, ...]:
             continue
         edits = [each.change.edits for each in (other, move) if isinstance(each.change, Edited)]
         roles = (*other.roles, *move.roles)
-        united[key] = Move(replace(other.name, roles=roles), Edited(edits[0] | edits[1]))
+        united[key] = Move(replace(other.name, roles=roles), Edited({**edits[0], **edits[1]}))
     return tuple(united.values())
 
 
@@ -303,11 +289,7 @@ class HeadsAndOutput:
                 yield Move.of_step(search.make_block_map(tuple(taken), ("o",), sizes), WEIGHTS)
 
     def _solve_block_coefficients(self, blocks: int) -> Tensor:
-        """Return how much of each block of the projection each block of head outputs goes through.
-
-        Returns:
-            (blocks of head outputs, blocks of the projection).
-        """
+        """Return the share of each block of head outputs (rows) in each block of the projection."""
         tokens, width = self.output.shape
         wanted = min(tokens, max(FIRST_TOKENS, -(-EQUATIONS * blocks * blocks // width)))
         heads = self.heads[:wanted].flatten(1).unflatten(1, (blocks, -1))
@@ -319,12 +301,7 @@ class HeadsAndOutput:
         return solution.view(blocks, blocks)
 
     def find_moves_with_bias(self, output: Tensor, bias: Tensor) -> Iterator[Move]:
-        """Yield a factor of the output projection and of its bias.
-
-        Args:
-            output: (tokens, out_dim), with the bias.
-            bias: (out_dim), the right one.
-        """
+        """Yield a factor of the projection and of its bias; ``output`` is with the bias."""
         right = self.heads.flatten(1) @ self.rows.matrix_of_role("o") + bias
         shared = float((right * output).sum() / right.square().sum())
         factor = changes.snap_to_power_of_two(shared)

@@ -67,10 +67,6 @@ class RowSizes:
         """The number of rows of all roles."""
         return sum(self.count_rows(role) for role in self.roles)
 
-    def with_all_roles(self) -> RowSizes:
-        """Return the sizes with all four roles."""
-        return replace(self, roles=ROLES)
-
     def lengths(self, **more: int) -> dict[str, int]:
         """Return a length for each name of a pattern; the columns of a row count as one."""
         group = self.heads // self.kv_heads if self.heads % self.kv_heads == 0 else 1
@@ -82,7 +78,7 @@ class RowSizes:
         """Return the index of each row of each of all four roles, (heads, channels, 1)."""
         return {
             role: torch.arange(span.start, span.stop).view(self.count_heads(role), -1, 1)
-            for role, span in self.with_all_roles().spans().items()
+            for role, span in replace(self, roles=ROLES).spans().items()
         }
 
 
@@ -93,7 +89,7 @@ class Rows:
     matrices: Mapping[str, Tensor]  # (heads, channels, columns)
     biases: Mapping[str, Tensor] = field(default_factory=dict)  # (heads, channels), if there is one
 
-    def head_counts_and_dims(self, rotary_width: int | None = None) -> RowSizes:
+    def head_counts_and_dims(self) -> RowSizes:
         """Return the sizes of these projections; an absent role has those of its partner.
 
         Raises:
@@ -112,12 +108,10 @@ class Rows:
                 do="pass rows in canonical form: (heads, channels, columns)",
             )
         heads, kv_heads, head_dim, value_dim = (
-            next(iter(here or partner))
-            for here, partner in zip(
-                counts, (counts[1], counts[0], counts[3], counts[2]), strict=True
-            )
+            next(iter(counts[place] or counts[partner]))
+            for place, partner in enumerate((1, 0, 3, 2))
         )
-        return RowSizes(heads, kv_heads, head_dim, value_dim, rotary_width, self.roles)
+        return RowSizes(heads, kv_heads, head_dim, value_dim, roles=self.roles)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -259,7 +253,7 @@ def make_distinct_maps(
     Drafts that move nothing at these sizes, or that need a role that is absent or has other
     columns, are left out.
     """
-    whole = sizes.with_all_roles()
+    whole = replace(sizes, roles=ROLES)
     spans, kept = whole.spans(), torch.full((whole.total_rows,), -1)
     for role, span in sizes.spans().items():  # the index of each row among those that are there
         kept[spans[role]] = torch.arange(span.start, span.stop)

@@ -45,15 +45,9 @@ def replace_rows(state: State, rows: Rows) -> State:
 def find_state_moves(
     a: State, b: State, *, tolerance: float | None = None, **options: Any
 ) -> MoveReport:
-    """Return the moves that make canonical weights a from b.
+    """Return the moves that make canonical weights a from b, the right ones.
 
-    Fewer kv heads are repeated where the other side has more.
-
-    Args:
-        a: canonical tensors (`headwise.function.weights`) to explain.
-        b: the right ones.
-        tolerance: see `find_moves`.
-        options: ``rotary_width`` and ``was_interleaved`` of `find_moves`.
+    Fewer kv heads are repeated where the other side has more. Options are those of `find_moves`.
 
     Raises:
         ShapeError: the two have other sizes.

@@ -149,6 +149,11 @@ class ForcedStage:
         """The settings of the model."""
         return self.model.settings
 
+    def with_inputs(self, **changes: Any) -> ForcedStage:
+        """Return the stage of a call with other inputs."""
+        inputs = replace(self.call.inputs, **changes)
+        return replace(self, call=replace(self.call, inputs=inputs))
+
     def compute_stage(self) -> Tensor:
         """Return the stage, which is computed once."""
         return self._computed_stage
