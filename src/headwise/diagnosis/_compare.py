@@ -25,14 +25,10 @@ from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
-from headwise.diagnosis.subjects import layers, recording, transformers
+from headwise.diagnosis.subjects import layers, recording, subject, transformers
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, read_vocabulary_size, run_model
-from headwise.diagnosis.subjects.subject import (
-    Subject,
-    describe_dropout_difference,
-    require_finite_weights,
-)
+from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
 from headwise.function.rounding import coarsest
 from headwise.layers.attention import Attention
@@ -99,8 +95,8 @@ def _compare_layers(
     _refuse_model_beside_layer("b", b, a)
     sides = _load_layer_of_same_number(a, b), _load_layer_of_same_number(b, a)
     first, second = _make_subject("a", sides[0]), _make_subject("b", sides[1])
-    require_finite_weights("a", first)
-    require_finite_weights("b", second)
+    subject.require_finite_weights("a", first)
+    subject.require_finite_weights("b", second)
     chosen = probes.choose_inputs(first, second, inputs)
     if isinstance(first, BlackBox) and isinstance(second, BlackBox):
         _refuse_gradient_comparison("two functions", asked=gradients)
@@ -261,7 +257,9 @@ class Comparison:
         hidden = verdict.is_same and not self._are_equal_as_data()
         if verdict.is_same:
             blind = self._blind_spot(verdict, calls) if hidden else ""
-            blind = blind or describe_dropout_difference(self.first.dropout, self.second.dropout)
+            blind = blind or subject.describe_dropout_difference(
+                self.first.dropout, self.second.dropout
+            )
             verdict = Verdict.INCONCLUSIVE if blind else verdict
         hidden = hidden and verdict.is_same
         comparison = explained.report(
@@ -489,8 +487,7 @@ def _run_stored_layers(path: Path, model: ModelRun) -> ModelRun:
     """Load as many layers as a model has, and run each on the input of the model's layer."""
     runs = []
     for number, other in enumerate(model.layers):
-        subject = layers.NativeSubject(load_attention(path, layer=number))
-        call = subject.record(other.call.inputs)
-        run = LayerRun(f"layer {number} of {path.name}", call, subject.model, stored=subject.dtype)
-        runs.append(run)
+        stored = layers.NativeSubject(load_attention(path, layer=number))
+        name, call = f"layer {number} of {path.name}", stored.record(other.call.inputs)
+        runs.append(LayerRun(name, call, stored.model, stored=stored.dtype))
     return ModelRun(path.name, runs, None, model.inputs)

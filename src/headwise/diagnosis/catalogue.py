@@ -77,16 +77,13 @@ ROTATED = ("q after rotary", "k after rotary")
 PLACED = (*ROTATED, "scores")  # the stages that depend on positions
 SCORES, WEIGHTS = ("scores",), ("weights",)
 BY_NUMBER = "load each layer by its number"
+OWN_TENSOR = "load {weights} from its own tensor: {text}"
+NOT_LOADED = "load {weights}: not loaded, but initialised"
 
 Q_AND_K_EXCHANGED = Cause("q and k exchanged", ("q", "k"))
 K_AND_V_EXCHANGED = Cause("k and v exchanged", ("k", "v"))
 Q_AND_V_EXCHANGED = Cause("q and v exchanged", ("q", "v"))
-ANOTHER_ROLE = Cause(
-    "rows of another role",
-    PROJECTED,
-    cost=1.06,
-    remedy="load {weights} from its own tensor: {text}",
-)
+ANOTHER_ROLE = Cause("rows of another role", PROJECTED, cost=1.06, remedy=OWN_TENSOR)
 FUSED_ROW_ORDER = Cause("order of fused rows", PROJECTED, cost=1.02)
 FUSED_ROW_NESTING = Cause("nesting of fused rows", PROJECTED, cost=1.03)
 FUSED_ROW_GROUPS = Cause("kv groups of fused rows", PROJECTED, cost=1.03)
@@ -114,10 +111,7 @@ WEIGHTS_ROUNDED = Cause(
 )
 BIAS_MISSING = Cause("bias missing", PROJECTED, remedy="load the biases {biases}")
 INITIAL_WEIGHTS = Cause(
-    "weights at their initial values",
-    PROJECTED,
-    is_statistical=True,
-    remedy="load {weights}: not loaded, but initialised",
+    "weights at their initial values", PROJECTED, is_statistical=True, remedy=NOT_LOADED
 )
 MODULE_BYPASSED = Cause("projection never called", PROJECTED, cost=0.5)
 ADAPTERS_MERGED = Cause("adapters merged or not", PROJECTED, cost=2.2)

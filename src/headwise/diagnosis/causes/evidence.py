@@ -150,10 +150,9 @@ def _apply_move_to_model(model: AttentionModel, move: Move) -> AttentionModel:
     change, weights = move.change, dict(model.weights)
     if isinstance(change, Taken) and isinstance(change.step, MatrixMap):
         change = Taken(replace(change.step, given=None))  # of weights in place of activations
-    if "bo" in weights and isinstance(change, Edited) and "biases" in change.parts:
-        # Only a factor of all heads can be one of the bias too.
-        edit = change.edits.get("o", lambda x: x)
-        weights["bo"] = edit(weights["bo"][None, None])[0, 0]
+    edits = change.edits if isinstance(change, Edited) and "biases" in change.parts else {}
+    if "bo" in weights and "o" in edits:  # a factor of all heads, which alone can be the bias's
+        weights["bo"] = edits["o"](weights["bo"][None, None])[0, 0]
     rows = change.apply(extract_rows(model.weights))
     return replace(model, weights=replace_rows(weights, rows))
 

@@ -327,7 +327,9 @@ def _evicted_keys(evidence: Evidence) -> Variants:
         if columns == every:
             model = evidence.replace_stages(SCORES, _hide_evicted_keys, eviction)
         elif len(eviction.remaining_keys(later)) == columns:
-            model = evidence.replace_stages(SCORES, _drop_evicted_keys, eviction)
+            model = evidence.replace_stages(
+                SCORES, lambda kept, x: x.usual_result()[..., kept.remaining_keys(x.call)], eviction
+            )
             mix = partial(_mix_remaining_values, eviction)
             model = model.with_stage_function("head outputs", mix)
         else:
@@ -341,10 +343,6 @@ def _hide_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
     is_left = torch.zeros(scores.shape[-1], dtype=torch.bool)
     is_left[eviction.remaining_keys(forced.call)] = True
     return scores.masked_fill(~is_left, -torch.inf)
-
-
-def _drop_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
-    return forced.usual_result()[..., eviction.remaining_keys(forced.call)]
 
 
 def _mix_remaining_values(eviction: Eviction, forced: ForcedStage) -> Tensor:

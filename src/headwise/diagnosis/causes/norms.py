@@ -73,10 +73,13 @@ def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Itera
         if has_residual and evidence.model.weights["wo"].shape[2] != embed_dim:
             continue
         words = f"{kind} of the output{' and the residual' if has_residual else ''}"
-        model = evidence.replace_stages(OUTPUT, _normalise_output, norm, has_residual)
+        output = _add_residual if has_residual else ForcedStage.usual_result
+        model = evidence.replace_stages(OUTPUT, lambda of, x: norm(of(x)), output)
         yield Variant(model, {"norm": words}, repair)
-        if (weights := _fit_norm_weights(evidence, model)) is not None:
-            weighted = model.with_stage_function("output", partial(_scale_and_shift, *weights))
+        if (fit := _fit_norm_weights(evidence, model)) is not None:
+            weight, bias = fit
+            scale = partial(lambda w, b, x: x.usual_result() * w + b, weight, bias)
+            weighted = model.with_stage_function("output", scale)
             yield Variant(weighted, {"norm": words, "weights": "of its own"}, repair)
 
 
@@ -104,16 +107,8 @@ def _project_normed_input(norm: Norm, forced: ForcedStage) -> Tensor:
     return project_heads(forced.with_inputs(x=norm(inputs.x.double()), source=source))
 
 
-def _normalise_output(norm: Norm, has_residual: bool, forced: ForcedStage) -> Tensor:
-    return norm(_add_residual(forced) if has_residual else forced.usual_result())
-
-
 def _add_residual(forced: ForcedStage) -> Tensor:
     return forced.usual_result() + forced.call.inputs.x
-
-
-def _scale_and_shift(weight: Tensor, bias: Tensor, forced: ForcedStage) -> Tensor:
-    return forced.usual_result() * weight + bias
 
 
 def _residual_inside(evidence: Evidence) -> Variants:

@@ -32,7 +32,7 @@ def find_moves(
     *,
     transposed: Rows | None = None,
     tolerance: float | None = None,
-    **rotary: int | None,
+    **rotary: Any,
 ) -> MoveReport:
     """Return the moves that make the rows of a from those of b, which are right.
 
@@ -45,7 +45,13 @@ def find_moves(
     Raises:
         ShapeError: the two have other roles or shapes.
     """
-    _require_same_shapes(a, b)
+    shapes = [{role: tuple(x.shape) for role, x in rows.matrices.items()} for rows in (a, b)]
+    if shapes[0] != shapes[1]:
+        raise ShapeError(
+            saw=f"rows of the shapes {shapes[0]} and {shapes[1]}",
+            needed="the same roles and shapes on both sides",
+            do="compare the roles that both have, with heads and channels of the same sizes",
+        )
     sizes = replace(b.head_counts_and_dims(), **rotary)
     dtypes = [x.dtype for rows in (a, b) for x in rows.matrices.values()]
     tolerance = default_tolerance(*dtypes) if tolerance is None else tolerance
@@ -61,16 +67,6 @@ def find_moves(
         if not [role for role in report.unexplained if role in sizes.roles]:
             break
     return best
-
-
-def _require_same_shapes(a: Rows, b: Rows) -> None:
-    shapes = [{role: tuple(x.shape) for role, x in rows.matrices.items()} for rows in (a, b)]
-    if shapes[0] != shapes[1]:
-        raise ShapeError(
-            saw=f"rows of the shapes {shapes[0]} and {shapes[1]}",
-            needed="the same roles and shapes on both sides",
-            do="compare the roles that both have, with heads and channels of the same sizes",
-        )
 
 
 def _yield_explanations(

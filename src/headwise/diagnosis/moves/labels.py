@@ -17,7 +17,7 @@ _SEED = 16
 _MULTIPLIER = -7046029254386353131
 
 
-def make_hash_multipliers(count: int, seed: int = 0) -> Tensor:
+def make_multipliers(count: int, seed: int = 0) -> Tensor:
     """Return random odd numbers to multiply bits by, the first ones equal for every count.
 
     Returns:
@@ -40,13 +40,13 @@ def read_bits(x: Tensor) -> Tensor:
 
 def hash_rows(rows: Tensor) -> Tensor:
     """Return one hash for each row (rows, columns); (rows), int64."""
-    multipliers = make_hash_multipliers(rows.shape[1])
+    multipliers = make_multipliers(rows.shape[1])
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     blocks = (read_bits(block).to(torch.int64) for block in rows.split(step))
     return mix_bits(torch.cat([(bits * multipliers).sum(1) for bits in blocks]))
 
 
-def hash_label_sequences(labels: Tensor, weights: Tensor) -> Tensor:
+def hash_sequences(labels: Tensor, weights: Tensor) -> Tensor:
     """Return one hash for each sequence of labels (sequences, rows), int64.
 
     ``weights`` are numbers of the rows; 0 for a row that does not count.

@@ -16,12 +16,7 @@ from torch import Tensor
 
 from headwise.diagnosis.catalogue import HEADS_PERMUTED, SHARD_ORDER
 from headwise.diagnosis.moves.families import RowMapCatalogue
-from headwise.diagnosis.moves.labels import (
-    Labelled,
-    hash_label_sequences,
-    make_hash_multipliers,
-    mix_bits,
-)
+from headwise.diagnosis.moves.labels import Labelled, hash_sequences, make_multipliers, mix_bits
 from headwise.diagnosis.moves.maps import MapName, MatrixMap, RowMap, RowSizes
 
 Step: TypeAlias = RowMap | MatrixMap
@@ -50,12 +45,12 @@ def search_steps(
     """
     whole = [b.plain, *b.plain[catalogue.indices], *(b.labels_after_map(m) for m in matrix_maps)]
     forward = LabelsAfterSteps([None, *catalogue.maps, *matrix_maps], torch.stack(whole))
-    weights = make_hash_multipliers(a.sizes.total_rows, seed=2)
+    weights = make_multipliers(a.sizes.total_rows, seed=2)
     for role, span in a.sizes.spans().items():
         if role not in roles:
             weights[span] = 0
-    wanted = int(hash_label_sequences(a.plain, weights))
-    hashes = hash_label_sequences(forward.labels, weights).tolist()
+    wanted = int(hash_sequences(a.plain, weights))
+    hashes = hash_sequences(forward.labels, weights).tolist()
     if hashes[0] == wanted:
         return [()]
     single: list[Steps] = [
@@ -103,7 +98,7 @@ def _yield_meeting_steps(
     for step, value in zip(forward.steps, hashes, strict=True):
         if step is not None:
             before[value].append(step)
-    values = hash_label_sequences(backward.labels, weights).tolist()
+    values = hash_sequences(backward.labels, weights).tolist()
     for second, value in zip(backward.steps, values, strict=True):
         if second is not None:
             yield from ((first, second) for first in before.get(value, ()))
@@ -267,7 +262,7 @@ HEADS_ORDER, ROLLED_ORDER, SHARDS_ORDER = 1000, 990, 1010
 def _hash_blocks(labels: Tensor, blocks: int) -> Tensor:
     """Return a hash for each of some blocks of rows of labels (sequences, rows)."""
     rows = labels.unflatten(-1, (blocks, -1))
-    return mix_bits(hash_label_sequences(rows, make_hash_multipliers(rows.shape[-1], seed=1)))
+    return mix_bits(hash_sequences(rows, make_multipliers(rows.shape[-1], seed=1)))
 
 
 def _mark_block_permutations(
