@@ -9,7 +9,7 @@ from math import gcd
 
 from headwise.errors import OptionError, ShapeError
 from headwise.function.spec import AttentionSpec
-from headwise.layouts import modules as found
+from headwise.layouts import modules as places
 from headwise.layouts._layout import Layout
 from headwise.layouts.equality import LayoutReading, is_same_reading
 from headwise.layouts.modules import NamedModule, find_modules, replace_numbers_with_layer_slots
@@ -98,7 +98,7 @@ def _match_layout(
 ) -> CandidateLayout | None:
     modules = find_modules(layout, headers)
     if not modules or any(
-        found.find_unlisted_tensors_of_module(module, layout) for module in modules
+        places.find_unlisted_tensors_of_module(module, layout) for module in modules
     ):
         return None
     module_fits = list(_list_module_sizes(modules, layout, headers, counts))
@@ -114,7 +114,7 @@ def _match_layout(
     sound = tuple(module for module, faults in checked if not faults)
     # Among layouts that are the same map, names outside of attention identify the model.
     roots = {module.place.root for module in modules}
-    outside = (found.locate_weight_outside_attention(layout, name, roots) for name in headers)
+    outside = (places.locate_weight_outside_attention(layout, name, roots) for name in headers)
     around = sum(place is not None for place in outside)
     sentences = tuple(fault for _, faults in checked for fault in faults)
     reasons = _describe_match_reasons(sound, fits)
