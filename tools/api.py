@@ -65,14 +65,17 @@ def api() -> dict[str, Any]:
 
 
 def _named() -> dict[str, Any]:
-    """Return the names of `headwise`, of imports in documents, and of ``__all__`` in packages."""
+    """Return the names of `headwise`, of imports in documents, and of every ``__all__``."""
     named = {f"headwise.{name}": getattr(headwise, name) for name in headwise.__all__}
     written = [match for page in DOCUMENTS for match in IMPORT.findall(page.read_text("utf-8"))]
     for home, names in written:
         for name in re.findall(r"\w+", names):
             named[f"{home}.{name}"] = resolve_name(f"{home}.{name}")
-    for path in sorted(Path(headwise.__path__[0]).rglob("__init__.py")):
-        home = ".".join(["headwise", *path.parent.relative_to(headwise.__path__[0]).parts])
+    for path in sorted(Path(headwise.__path__[0]).rglob("*.py")):
+        if "__all__ = " not in path.read_text("utf-8"):
+            continue
+        *rooms, module = path.relative_to(headwise.__path__[0]).with_suffix("").parts
+        home = ".".join(["headwise", *rooms, *([] if module == "__init__" else [module])])
         room = resolve_name(home)
         named |= {f"{home}.{name}": getattr(room, name) for name in getattr(room, "__all__", ())}
     for home, value in list(named.items()):
