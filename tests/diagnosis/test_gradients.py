@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from headwise.diagnosis.subjects.native import NativeSubject
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from headwise import Attention, Mask, Rotary, compare
 from headwise.diagnosis.results import Diagnosis, Verdict
+from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.errors import OptionError
 from headwise.testing import assert_same_function
 

@@ -116,9 +116,10 @@ def test_heads_that_are_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_layer_that_asks_which_objects_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     projected = shared_forward._project_heads
 
-    def peeking(query: Tensor, key: Tensor, value: Tensor, *layer: Any) -> Any:
-        q, k, v = projected(query, key, value, *layer)
-        return (q, k, v) if query is key or key is value else (q, k, 1.001 * v)
+    def peeking(call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = projected(call)
+        is_packed = call.query is call.key or call.key is call.value
+        return (q, k, v) if is_packed else (q, k, 1.001 * v)
 
     monkeypatch.setattr(shared_forward, "_project_heads", peeking)
     (words,) = failed_facts("packing")
