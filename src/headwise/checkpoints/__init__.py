@@ -1,7 +1,5 @@
 """Files of weights: checked reading, streamed conversion and atomic writing."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from headwise.support.lazy import export_lazily

@@ -1,7 +1,5 @@
 """`convert_checkpoint`: atomic conversion of a checkpoint to another layout, file by file."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import deque

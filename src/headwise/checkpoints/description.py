@@ -14,8 +14,6 @@ files of a checkpoint carry the same text, so a file that is copied without the 
 leaves a field to ``config``, the config.json of the original model without its private names.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

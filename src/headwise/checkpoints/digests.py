@@ -1,7 +1,5 @@
 """SHA-256 digests of tensors: they reveal a flipped bit, for which safetensors has no check."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Files that other code loads: those of Megatron-LM's processes, and those of Meta's Llama code."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ The header is its length in eight bytes, then JSON; the numbers follow. Duplicat
 fields, which the library accepts, are refused here.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 from collections.abc import Callable, Mapping

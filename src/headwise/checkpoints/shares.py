@@ -1,7 +1,5 @@
 """Checkpoint in shares of tensor-parallel processes: its files, read as one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

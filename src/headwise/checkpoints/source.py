@@ -3,8 +3,6 @@
 The files of a folder that make up its checkpoint are those of its index, or chosen by name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

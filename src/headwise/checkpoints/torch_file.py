@@ -1,7 +1,5 @@
 """Reader of files from torch.save. No code in them runs: torch unpickles weights only."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Definition of an attention function: settings, weights, stages, rounding and formulas."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from headwise.support.lazy import export_lazily

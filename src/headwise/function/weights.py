@@ -10,8 +10,6 @@ h // (heads / kv_heads). Two channels that are rotated together are half of the 
 Vaswani et al. 2017, section 3.2.2, has the transposes of these matrices.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:

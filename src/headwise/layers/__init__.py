@@ -1,7 +1,5 @@
 """Attention layers: the native one, the drop-in for torch's, and position encodings."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from headwise.support.lazy import export_lazily

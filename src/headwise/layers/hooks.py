@@ -5,8 +5,6 @@ context, and continues with the head outputs that the hook returns. No layer is 
 wrapped. Compiled graphs call no hook.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar

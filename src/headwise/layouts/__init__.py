@@ -1,7 +1,5 @@
 """Weight layouts as data: descriptions, a catalogue, and lossless conversion in memory."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from headwise.support.lazy import export_lazily

@@ -5,8 +5,6 @@ vocabulary. It is a slice of one axis, or a slice of each block in it: a process
 [gate | up] holds a part of both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -4,8 +4,6 @@ No other room imports torch.distributed. Nothing here starts a process group: to
 caller.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from headwise.support.lazy import export_lazily

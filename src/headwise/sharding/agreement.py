@@ -9,8 +9,6 @@ Before that, each rank sends one number of the shapes and names alone. Where tho
 compared before, this is enough.
 """
 
-from __future__ import annotations
-
 import dis
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@
 the argument to pass instead.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Atomic writing of files, of which readers see all or nothing, and JSON that is not trusted."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

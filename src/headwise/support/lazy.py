@@ -3,8 +3,6 @@
 Packages that measure therefore do not import packages that draw.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

@@ -19,8 +19,6 @@ speed, memory or a check of values is lost:
 | `_remove_batch_dim`, `_add_batch_dim` | the same |
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, TypeGuard
 

@@ -1,7 +1,5 @@
 """Progress of long work, reported to a function of (stage, steps done, steps in all)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]

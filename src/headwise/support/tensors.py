@@ -4,8 +4,6 @@ In uint8, ``0 - 1`` is 255 and ``200 + 100`` is 44; torch cannot index by int16,
 a uint16 tensor with an int64 one. Every integer argument is therefore widened.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

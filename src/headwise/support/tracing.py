@@ -1,7 +1,5 @@
 """Checks for tracing, compilation and autocast, marks of kernel calls, and temporary modes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar

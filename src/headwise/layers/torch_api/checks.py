@@ -1,7 +1,5 @@
 """Arguments of one call of the drop-in, and their checks in torch's order, with its error types."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, NoReturn
 
 import torch

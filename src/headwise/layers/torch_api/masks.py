@@ -8,8 +8,6 @@ nothing. To find a mask of the reverse polarity, or one that hides nothing, four
 ``attn_mask`` are read first, then an edge, and the rest only where these already show a sign.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 

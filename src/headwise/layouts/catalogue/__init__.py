@@ -4,8 +4,6 @@ Each function returns stored names with their patterns, to be joined by ``|``. A
 is optional: a checkpoint without it fits as well.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

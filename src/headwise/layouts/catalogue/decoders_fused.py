@@ -1,7 +1,5 @@
 """Decoders that fuse queries, keys and values: GPT-2, GPT-NeoX, Falcon, and what came of them."""
 
-from __future__ import annotations
-
 from headwise.function.spec import (
     FROM_CONFIG,
     AlibiRule,

@@ -1,7 +1,5 @@
 """Decoders with an output gate: Qwen3-Next."""
 
-from __future__ import annotations
-
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue import head_norms, projections

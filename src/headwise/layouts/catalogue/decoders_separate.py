@@ -1,7 +1,5 @@
 """Decoders with a matrix each for queries, keys and values: Llama, and what came of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of an encoder and a decoder that reads it, by the names in their files."""
 
-from __future__ import annotations
-
 from headwise.function.spec import AttentionSpec, BucketRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue import (

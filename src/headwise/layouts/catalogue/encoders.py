@@ -1,7 +1,5 @@
 """Encoders of text and of speech, by the names in their files."""
 
-from __future__ import annotations
-
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
 from headwise.layouts.catalogue import (
     output_projection,

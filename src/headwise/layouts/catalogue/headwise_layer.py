@@ -1,7 +1,5 @@
 """The layouts of headwise: that of `headwise.Attention`, and the canonical form."""
 
-from __future__ import annotations
-
 from headwise.function.weights import AXES
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue import APART, OPEN, head_norms, projections

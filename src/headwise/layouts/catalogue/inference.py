@@ -1,7 +1,5 @@
 """Formats and engines of inference: GGUF, CTranslate2, vLLM and MLX."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from headwise.function.spec import AttentionSpec, RotaryRule

@@ -4,8 +4,6 @@ A tree of parameters is written flat: with dots, as `flatten_dict(sep=".")` and 
 exports do, or with slashes where the library itself names a tensor so.
 """
 
-from __future__ import annotations
-
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, RotaryRule
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue import APART, left_to_config, projections, weights_outside_attention

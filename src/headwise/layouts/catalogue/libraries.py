@@ -1,7 +1,5 @@
 """Libraries of PyTorch: for interpreting, for training, and for building models of parts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, Pairing, RotaryRule

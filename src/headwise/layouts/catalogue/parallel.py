@@ -4,8 +4,6 @@ Their tensors are those of one process that holds the whole model. The shares of
 tensor-parallel processes are joined where a layout names the axes that they divide.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Multi-head attention as it is taught: the paper, its code, and what people learn it from."""
 
-from __future__ import annotations
-
 from headwise.layouts._layout import Layout
 from headwise.layouts.catalogue import (
     APART,

@@ -1,7 +1,5 @@
 """Encoders of images, by the names in their files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule

@@ -1,7 +1,5 @@
 """The kinds of clauses, and the registry by which an operator makes a lowered one again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor

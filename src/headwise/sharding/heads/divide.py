@@ -1,7 +1,5 @@
 """Cutting of a layer: its parameters become DTensors, its modules compute with their shares."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

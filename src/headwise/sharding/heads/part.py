@@ -4,8 +4,6 @@ A module keeps its object, hooks and names, and gets one of the classes here. Pa
 DTensors; each forward pass computes with what this rank holds of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeVar
 

@@ -12,8 +12,6 @@ Each rank then sends the gradient of a part directly to the rank that holds it (
 arXiv:2310.01889, for the ring; Dao et al. 2022, arXiv:2205.14135, for the gradient).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
