@@ -3,8 +3,6 @@
 ``import headwise`` does not import torch; the first access to one of its names does.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING
 
@@ -32,21 +30,21 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
-        "Attention": "layers.attention",
-        "AttentionMatrix": "matrix.operator",
-        "HeadwiseError": "errors",
-        "Layout": "layouts._layout",
-        "Mask": "masks.mask",
-        "MultiheadAttention": "layers.torch_api.layer",
-        "Rotary": "function.rotary",
-        "ScoreBias": "masks.score_bias",
-        "compare": "diagnosis._compare",
-        "convert": "layouts.plan",
-        "detect": "diagnosis.detection",
-        "register_huggingface": "huggingface",
-        "scan": "scanning._scan",
-        "upgrade": "layers._upgrade",
-        "verify": "diagnosis._verify",
+        "diagnosis._compare": "compare",
+        "diagnosis._verify": "verify",
+        "diagnosis.detection": "detect",
+        "errors": "HeadwiseError",
+        "function.rotary": "Rotary",
+        "huggingface": "register_huggingface",
+        "layers._upgrade": "upgrade",
+        "layers.attention": "Attention",
+        "layers.torch_api.layer": "MultiheadAttention",
+        "layouts._layout": "Layout",
+        "layouts.plan": "convert",
+        "masks.mask": "Mask",
+        "masks.score_bias": "ScoreBias",
+        "matrix.operator": "AttentionMatrix",
+        "scanning._scan": "scan",
     },
 )
 

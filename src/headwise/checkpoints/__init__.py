@@ -9,7 +9,5 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
-    {
-        "load_attention": "attention",
-    },
+    {"attention": "load_attention"},
 )

@@ -1,7 +1,5 @@
 """Detection of the layout of weights, and comparison of two sets of weights."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from headwise.support.lazy import export_lazily
@@ -25,19 +23,12 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
-        "ComparisonInputs": "probes",
-        "Detection": "detection",
-        "Diagnosis": "results",
-        "FoundCause": "comparison",
-        "FunctionComparison": "comparison",
-        "GradientGap": "comparison",
-        "Inputs": "simulation.stages",
-        "LayerComparison": "comparison",
-        "ModelComparison": "comparison",
-        "ModuleMoves": "results",
-        "PartedStage": "comparison",
-        "StageGaps": "comparison",
-        "Verdict": "results",
-        "record_activations": "subjects.recording",
+        "comparison": "FoundCause FunctionComparison GradientGap LayerComparison ModelComparison "
+        "PartedStage StageGaps",
+        "detection": "Detection",
+        "probes": "ComparisonInputs",
+        "results": "Diagnosis ModuleMoves Verdict",
+        "simulation.stages": "Inputs",
+        "subjects.recording": "record_activations",
     },
 )

@@ -24,20 +24,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
-        "ABSENT": "spec",
-        "AlibiRule": "spec",
-        "AttentionSpec": "spec",
-        "BucketRule": "spec",
-        "FROM_CONFIG": "spec",
-        "NormRule": "spec",
-        "Other": "spec",
-        "RotaryRule": "spec",
-        "ScaleRule": "spec",
-        "Softcap": "spec",
-        "LinearScaling": "scaling",
-        "Llama3Scaling": "scaling",
-        "NTKScaling": "scaling",
-        "Scaling": "scaling",
-        "YarnScaling": "scaling",
+        "scaling": "LinearScaling Llama3Scaling NTKScaling Scaling YarnScaling",
+        "spec": "ABSENT AlibiRule AttentionSpec BucketRule FROM_CONFIG NormRule Other RotaryRule "
+        "ScaleRule Softcap",
     },
 )

@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
-        "Alibi": "distance",
-        "Cache": "cache",
-        "PositionBias": "distance",
-        "QKNorm": "norm",
-        "T5Bias": "distance",
-        "Upgrade": "_upgrade",
-        "UpgradeChange": "_upgrade",
-        "alibi_slopes": "distance",
-        "multi_head_attention_forward": "torch_api.forward",
+        "_upgrade": "Upgrade UpgradeChange",
+        "cache": "Cache",
+        "distance": "Alibi PositionBias T5Bias alibi_slopes",
+        "norm": "QKNorm",
+        "torch_api.forward": "multi_head_attention_forward",
     },
 )

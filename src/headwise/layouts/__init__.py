@@ -13,11 +13,5 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
-    {
-        "ConversionStep": "plan",
-        "draw": "drawing",
-        "layout": "registry",
-        "plan_conversion": "plan",
-        "register": "registry",
-    },
+    {"drawing": "draw", "plan": "ConversionStep plan_conversion", "registry": "layout register"},
 )

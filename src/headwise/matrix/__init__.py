@@ -1,7 +1,5 @@
 """The attention matrix as an operator that is never written down."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from headwise.support.lazy import export_lazily
@@ -13,9 +11,5 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
-    {
-        "Explanation": "kernels.dispatch",
-        "Statistics": "operator",
-        "TransposedMatrix": "operator",
-    },
+    {"kernels.dispatch": "Explanation", "operator": "Statistics TransposedMatrix"},
 )

@@ -1,7 +1,5 @@
 """Scans: statistics of every head of a model, from its own forward pass."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from headwise.support.lazy import export_lazily
@@ -27,21 +25,14 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
-        "Definition": "statistics.statistic",
-        "HeadScan": "result",
-        "HeadValue": "layer",
-        "Map": "statistics.maps",
-        "RowMean": "statistics.statistic",
-        "ScanDiff": "diff",
-        "ScannedText": "layer",
-        "StandoutHead": "layer",
-        "TopKeysOfEveryQuery": "statistics.maps",
-        "find_parts": "parts",
-        "merge_parts": "parts",
-        "open_model": "source",
-        "plan_scan": "plan",
-        "read_texts": "source",
-        "scan_in_processes": "workers",
-        "scan_part": "parts",
+        "diff": "ScanDiff",
+        "layer": "HeadValue ScannedText StandoutHead",
+        "parts": "find_parts merge_parts scan_part",
+        "plan": "plan_scan",
+        "result": "HeadScan",
+        "source": "open_model read_texts",
+        "statistics.maps": "Map TopKeysOfEveryQuery",
+        "statistics.statistic": "Definition RowMean",
+        "workers": "scan_in_processes",
     },
 )

@@ -19,15 +19,16 @@ OLD_LAYERS = frozenset(("headwise.layer", "headwise.drop_in", "headwise.layers.n
 
 
 def export_lazily(
-    room: str, homes: Mapping[str, str]
+    room: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
 
     Args:
         room: the ``__name__`` of the package.
-        homes: the module of each public name, relative to the package. Type checkers and the
+        names: module, relative to the package -> its public names, by spaces. Type checkers and the
             reference read the same names below ``if TYPE_CHECKING``; a test compares the two.
     """
+    homes = {name: module for module, words in names.items() for name in words.split()}
 
     def load(name: str) -> Any:
         if name not in homes:
@@ -36,8 +37,7 @@ def export_lazily(
         setattr(sys.modules[room], name, value)  # later accesses skip this function
         return value
 
-    names = sorted(homes)
-    return load, lambda: names, names
+    return load, lambda: sorted(homes), sorted(homes)
 
 
 class OldLayers(MetaPathFinder):
