@@ -160,10 +160,10 @@ def test_a_way_back_that_does_not_lead_back_is_noticed(monkeypatch: pytest.Monke
     def careless(pattern: object, *_: object) -> Tensor:
         return true_pack(pattern, *_).roll(1, 0)  # type: ignore[arg-type]
 
-    from headwise.layouts import _layout as of_layouts
+    from headwise.layouts import pattern as notation
 
-    true_pack = of_layouts.pack_tensors
-    monkeypatch.setattr(of_layouts, "pack_tensors", careless)
+    true_pack = notation.pack_tensors
+    monkeypatch.setattr(notation, "pack_tensors", careless)
     with pytest.raises(RoundTripError, match="which does not come back"):
         convert(weights(), APART, FUSED, heads=6)
 

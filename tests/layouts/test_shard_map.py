@@ -17,7 +17,7 @@ from headwise.layouts.shards import (
     ShardedAxis,
     derive_shard_map_from_shares,
     derive_shard_map_from_whole,
-    find_tensor_of_known_whole_length,
+    find_known_length,
 )
 from tests.layouts.examples import example, known_of, width_of
 from tests.refusals import refusals
@@ -178,17 +178,10 @@ def test_fewer_kv_heads_than_shares_are_held_by_neighbours() -> None:
 
 def test_the_heads_of_the_model_tell_how_many_shares_there_are() -> None:
     known = {"heads": 6, "kv_heads": 2, "head_dim": 10}
-    name, share, whole = find_tensor_of_known_whole_length(
-        layout("llama-meta"), meta(3, 1, 28, (6, 60)), known
-    )  # type: ignore[misc]
+    name, share, whole = find_known_length(layout("llama-meta"), meta(3, 1, 28, (6, 60)), known)  # type: ignore[misc]
     assert (name, share, whole) == ("layers.0.attention.wq.weight", 30, 60)
-    assert (
-        find_tensor_of_known_whole_length(
-            layout("llama-meta"), meta(3, 1, 28, (6, 60)), {"heads": 6}
-        )
-        is None
-    )
-    fused = find_tensor_of_known_whole_length(layout("megatron"), megatron(3, 1, 28, 17), known)
+    assert find_known_length(layout("llama-meta"), meta(3, 1, 28, (6, 60)), {"heads": 6}) is None
+    fused = find_known_length(layout("megatron"), megatron(3, 1, 28, 17), known)
     assert fused == (f"{LAYER}self_attention.linear_qkv.weight", 50, 100)
 
 

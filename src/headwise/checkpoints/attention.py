@@ -10,19 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.config import (
-    Config,
-    find_config_contradiction,
-    layout_in_layer,
-    layout_name,
-    resolve,
-)
-from headwise.checkpoints.description import (
-    COUNTS,
-    Checkpoint,
-    layout_with_described_function,
-    open_checkpoint,
-)
+from headwise.checkpoints import config as config_json
+from headwise.checkpoints import description as descriptions
+from headwise.checkpoints.config import Config, layout_in_layer, resolve
+from headwise.checkpoints.description import COUNTS, Checkpoint, open_checkpoint
 from headwise.checkpoints.source import CheckpointSource
 from headwise.errors import OptionError
 from headwise.function.spec import ABSENT, BucketRule
@@ -97,7 +88,7 @@ def _require_fitting_config(
     options: Mapping[str, Any],
 ) -> None:
     """Raise OptionError if the config contradicts the layout, or is missing and needed."""
-    problem = find_config_contradiction(config, layout.function, sizes)
+    problem = config_json.find_config_contradiction(config, layout.function, sizes)
     if problem is not None:
         raise OptionError(
             saw=f"{module.prefix} in {source.path}: the layout has {problem}",
@@ -162,7 +153,7 @@ def attention_from_state(
 def _select_layout(opened: Checkpoint, layout: str | Layout | None) -> Layout:
     description = opened.description
     if layout is not None:
-        named = layout_with_described_function(layout, description)
+        named = descriptions.layout_with_described_function(layout, description)
         if description is not None and description.layout.name != named.name:
             raise OptionError(
                 saw=f"layout {named.name}, but {description.origin} says {description.layout.name}",
@@ -172,7 +163,7 @@ def _select_layout(opened: Checkpoint, layout: str | Layout | None) -> Layout:
         return named
     if description is not None:
         return description.layout
-    name = layout_name(opened.config)
+    name = config_json.layout_name(opened.config)
     if name is None:
         raise OptionError(
             saw=f"{opened.source.path} has no headwise metadata, and no config.json with a "

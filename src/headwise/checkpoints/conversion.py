@@ -12,14 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import foreign, safetensors
-from headwise.checkpoints.plan import (
-    ConversionPlan,
-    ConversionReport,
-    Files,
-    OutputFile,
-    plan_checkpoint_conversion,
-    report_conversion,
-)
+from headwise.checkpoints import plan as plans
+from headwise.checkpoints.plan import ConversionPlan, Files, OutputFile
 from headwise.checkpoints.source import CheckpointSource, explained_os_errors
 from headwise.checkpoints.staging import PartialFile, StagingDir, write_synced
 from headwise.layouts._layout import Layout
@@ -43,7 +37,7 @@ def convert_checkpoint(
     verify: bool = False,
     progress: Progress = no_progress,
     **known: int,
-) -> ConversionReport:
+) -> plans.ConversionReport:
     """Write a checkpoint in another layout, as safetensors in as many files as the source.
 
     Rewritten tensors are converted back and compared byte for byte. The target appears under its
@@ -70,7 +64,7 @@ def convert_checkpoint(
     """
     options: dict[str, Any] = {"accept": accept, "root": root, "files": files, "shards": shards}
     options |= known
-    plan = plan_checkpoint_conversion(source, target, source_layout, target_layout, **options)
+    plan = plans.plan_checkpoint_conversion(source, target, source_layout, target_layout, **options)
     with explained_os_errors(plan.target.parent, problem="", needed=NEEDED, do=FREE_SPACE):
         for step in (step for step in plan.steps if not step.outputs):  # biases left out, if +0
             run_round_trip_checked_step(step, {name: source[name] for name in step.inputs})
@@ -79,7 +73,7 @@ def convert_checkpoint(
             _write_files(plan, staging, progress, verify=verify)
             source.require_unchanged()
             staging.finish(_complete_files(plan, staging))
-    return report_conversion(plan, staging.earlier_run)
+    return plans.report_conversion(plan, staging.earlier_run)
 
 
 def _write_files(

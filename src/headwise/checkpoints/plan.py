@@ -13,25 +13,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from headwise.checkpoints import description as descriptions
 from headwise.checkpoints import foreign, safetensors, staging
 from headwise.checkpoints.config import find_missing_layers, layout_name
-from headwise.checkpoints.description import (
-    Description,
-    describe_target,
-    layout_with_described_function,
-    read_config_file_or_description,
-    read_description,
-)
+from headwise.checkpoints.description import Description, describe_target, read_description
 from headwise.checkpoints.source import INDEX, SAFETENSORS, CheckpointSource, encode_index
 from headwise.errors import CheckpointError, OptionError
+from headwise.layouts import plan as layout_plan
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NameForm, find_modules, locate_weight_outside_attention
-from headwise.layouts.plan import (
-    ConversionStep,
-    RoundTripError,
-    find_spec_conflicts,
-    plan_conversion,
-)
+from headwise.layouts.plan import ConversionStep, RoundTripError, plan_conversion
 from headwise.layouts.registry import layout
 from headwise.layouts.shards import ShardMap, derive_shard_map_from_whole
 from headwise.support.tensors import same_bytes
@@ -218,8 +209,8 @@ def plan_checkpoint_conversion(
     _require_file_options(files, shards)
     target, accept = _require_usable_target(source, target, files), tuple(accept)
     stored = read_description(source)
-    config = read_config_file_or_description(source, stored)
-    before = layout_with_described_function(source_layout, stored)
+    config = descriptions.read_config_file_or_description(source, stored)
+    before = descriptions.layout_with_described_function(source_layout, stored)
     modules = find_modules(before, source.headers)
     if missing := find_missing_layers(config, modules, source.headers):
         raise CheckpointError(
@@ -237,7 +228,7 @@ def plan_checkpoint_conversion(
     stated = (metadata.version("headwise"), options), *((x.name, x.head) for x in output.files)
     for part in stated:
         identity.update(repr(part).encode("utf-8", "surrogateescape"))
-    accepted = find_spec_conflicts(source.headers, before, after, known)
+    accepted = layout_plan.find_spec_conflicts(source.headers, before, after, known)
     return ConversionPlan(
         source, target, tuple(steps), output, after, accepted, identity.hexdigest()
     )

@@ -8,27 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from headwise.checkpoints import source as sources
 from headwise.checkpoints.safetensors import StoredTensor, TensorFile
-from headwise.checkpoints.source import (
-    PART,
-    SAFETENSORS,
-    TORCH,
-    CheckpointSource,
-    checkpoint_files,
-    explained_os_errors,
-    incomplete_error,
-    read_file_state,
-    read_tensor_file,
-    require_inside,
-)
+from headwise.checkpoints.source import PART, SAFETENSORS, TORCH, CheckpointSource, incomplete_error
 from headwise.errors import CheckpointError, OptionError, ShapeError, UndecidedError
 from headwise.layouts._layout import Layout
 from headwise.layouts.registry import layouts_by_name
-from headwise.layouts.shards import (
-    ShardMap,
-    derive_shard_map_from_shares,
-    find_tensor_of_known_whole_length,
-)
+from headwise.layouts.shards import ShardMap, derive_shard_map_from_shares, find_known_length
 from headwise.support.tensors import same_bytes
 
 RANK_FOLDER, TRACKER = "mp_rank_", "latest_checkpointed_iteration.txt"
@@ -46,7 +32,7 @@ def find_numbered_files(path: Path) -> dict[int, Path]:
     folder = _find_folder_of_rank_folders(path)
     if folder is not None:
         return _find_rank_files(folder)
-    files = checkpoint_files(path)
+    files = sources.checkpoint_files(path)
     parts = [PART.fullmatch(file.stem) for file in files]
     numbers = {int(part[2]): file for part, file in zip(parts, files, strict=True) if part}
     has_total = any(part and part[3] is not None for part in parts)
@@ -160,11 +146,11 @@ def open_shares(path: Path) -> JoinedSource | None:
     Raises:
         CheckpointError: a share is missing or damaged, or the shares hold different tensors.
     """
-    with explained_os_errors(path):
+    with sources.explained_os_errors(path):
         numbers = find_numbered_files(path)
         for file in numbers.values():
-            require_inside(file, path)
-        files = {number: read_tensor_file(file) for number, file in numbers.items()}
+            sources.require_inside(file, path)
+        files = {number: sources.read_tensor_file(file) for number, file in numbers.items()}
     sets = [frozenset(file.headers) for file in files.values()]
     is_parts = len(files) > 1 and not frozenset.intersection(*sets)
     if not files or is_parts:
@@ -173,7 +159,7 @@ def open_shares(path: Path) -> JoinedSource | None:
     _require_same_headers(order)
     ordered = {shard.path: shard for shard in order}
     shards = tuple(ordered[file] for file in order_files(numbers))
-    states = {shard.path: read_file_state(shard.path) for shard in shards}
+    states = {shard.path: sources.read_file_state(shard.path) for shard in shards}
     return JoinedSource(path, shards, shards[0].headers, None, states, ShardMap(len(shards), {}))
 
 
@@ -196,7 +182,7 @@ def join_shares(
     count = len(shares.shards)
     if stored is None:
         stored = _find_fitting_layout(shares, shapes, known)
-    if known_length := find_tensor_of_known_whole_length(stored, shapes, known):
+    if known_length := find_known_length(stored, shapes, known):
         name, length, whole = known_length
         files = [shard.path for shard in shares.shards]
         if whole % length == 0:
@@ -217,7 +203,7 @@ def require_all_shares(source: CheckpointSource, stored: Layout, known: Mapping[
     if not source.path.is_dir() or len(source.shards) > 1 or PART.fullmatch(file.stem) is None:
         return
     shapes = {name: header.shape for name, header in source.headers.items()}
-    length = find_tensor_of_known_whole_length(stored, shapes, known) if stored.sharded else None
+    length = find_known_length(stored, shapes, known) if stored.sharded else None
     if length is not None and length[2] % length[1] == 0:
         require_count([file], length[2] // length[1])
 

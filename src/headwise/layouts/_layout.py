@@ -11,21 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from headwise.errors import OptionError, ShapeError
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
 from headwise.function.weights import AXES, BIASES, NORMS, OPTIONAL, State
-from headwise.layouts.pattern import (
-    GROUPED,
-    Pattern,
-    Sizes,
-    Splits,
-    canonical_shape,
-    find_axis_led_by,
-    names_by_canonical_axis,
-    pack_tensors,
-    parse_pattern,
-    solve_axis_sizes,
-    to_half_split,
-    to_interleaved,
-    unpack_tensor,
-)
+from headwise.layouts import pattern as notation
+from headwise.layouts.pattern import Pattern, Sizes, Splits, parse_pattern, solve_axis_sizes
 from headwise.support.lazy import ShownInNotebook
 from headwise.support.quantised import require_unquantised
 from headwise.support.text import describe_value
@@ -120,7 +107,7 @@ class Layout(ShownInNotebook):
                         do="rewrite the pattern; Weight layouts in the docs lists the tensors",
                     )
                 homes[tensor] = name
-                names_by_canonical_axis(
+                notation.names_by_canonical_axis(
                     tensor, pattern.names_of(tensor), self.axis_splits_with_defaults
                 )
         if missing := [name for name in MATRICES if name not in homes]:
@@ -139,7 +126,7 @@ class Layout(ShownInNotebook):
                     do='write it as where={"self": "layers.{layer}.attention."}',
                 )
         for text in (*self.tensors.values(), *self.outside.values()):
-            find_axis_led_by(parse_pattern(text), self.sharded)
+            notation.find_axis_led_by(parse_pattern(text), self.sharded)
 
     def settings(self) -> dict[str, str | None]:
         """Return the function and the conventions of a call in words, for pages and files."""
@@ -227,18 +214,18 @@ class Layout(ShownInNotebook):
         patterns, splits = self.patterns, self.axis_splits_with_defaults
         canonical: State = {}
         for name, tensor in stored.items():
-            canonical |= unpack_tensor(patterns[name], tensor, sizes, splits)
+            canonical |= notation.unpack_tensor(patterns[name], tensor, sizes, splits)
         if self.rows == "interleaved":
-            return to_half_split(canonical, width=self.rotary_width(sizes))
+            return notation.to_half_split(canonical, width=self.rotary_width(sizes))
         return canonical
 
     def write(self, canonical: Mapping[str, Tensor], *, sizes: Sizes) -> State:
         """Return the stored tensors of some canonical ones."""
         from headwise.support.tensors import is_positive_zero  # which needs torch
 
-        state = dict(canonical)
+        state, splits = dict(canonical), self.axis_splits_with_defaults
         if self.rows == "interleaved":
-            state = to_interleaved(state, width=self.rotary_width(sizes))
+            state = notation.to_interleaved(state, width=self.rotary_width(sizes))
         self._require_places_for_tensors(
             name
             for name in state.keys() - self.canonical_tensor_names
@@ -260,7 +247,7 @@ class Layout(ShownInNotebook):
             for tensor in absent:  # a missing bias, fused with others that are present
                 like = next(state[other] for other in pattern.tensors if other in state)
                 state[tensor] = like.new_zeros(shapes[tensor])
-            stored[name] = pack_tensors(pattern, state, sizes, self.axis_splits_with_defaults)
+            stored[name] = notation.pack_tensors(pattern, state, sizes, splits)
         return stored
 
     def canonical_sizes(
@@ -349,9 +336,9 @@ class Layout(ShownInNotebook):
 
     def canonical_shapes(self, stored: Iterable[str], sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """The shapes of the canonical tensors that the stored tensors of these names hold."""
-        patterns = self.patterns
+        patterns, splits = self.patterns, self.axis_splits_with_defaults
         return {
-            tensor: canonical_shape(patterns[name], tensor, sizes, self.axis_splits_with_defaults)
+            tensor: notation.canonical_shape(patterns[name], tensor, sizes, splits)
             for name in stored
             for tensor in patterns[name].tensors
         }
@@ -359,7 +346,7 @@ class Layout(ShownInNotebook):
     @cached_property
     def axis_splits_with_defaults(self) -> Splits:
         """``splits``, with that of heads into kv_heads and group unless it says another."""
-        return {**GROUPED, **self.splits}
+        return {**notation.GROUPED, **self.splits}
 
     @property
     def canonical_tensor_names(self) -> set[str]:

@@ -18,27 +18,12 @@ from torch import Tensor
 from headwise.errors import DTypeError, HeadwiseError, OptionError, ShapeError
 from headwise.function.spec import require_conflicts_accepted
 from headwise.function.weights import ROTATED, State
+from headwise.layouts import modules as naming
+from headwise.layouts import pattern as notation
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import (
-    AS_STORED,
-    NamedModule,
-    NamedPosition,
-    NameForm,
-    find_modules,
-    find_unlisted_tensors_of_module,
-    locate_weight_outside_attention,
-    template_fields,
-)
-from headwise.layouts.pattern import (
-    Pattern,
-    Sizes,
-    pack_tensors,
-    parse_pattern,
-    require_one_dtype,
-    solve_axis_sizes,
-    unpack_tensor,
-)
+from headwise.layouts.modules import NamedModule, NameForm, find_modules, template_fields
+from headwise.layouts.pattern import Pattern, Sizes, parse_pattern, unpack_tensor
 from headwise.support.tensors import same_bytes, tensors_of_arrays
 
 PARTS = ("weight", "kernel", "W", "w", "bias", "b")  # of a linear layer, or of a norm
@@ -123,7 +108,7 @@ class TensorsOutsideAttention:
     def write(self, canonical: Mapping[str, Tensor]) -> State:
         """Return the stored tensors."""
         return {
-            name: pack_tensors(pattern, canonical, self.sizes)
+            name: notation.pack_tensors(pattern, canonical, self.sizes)
             for name, pattern in self.patterns.items()
             if set(pattern.tensors) <= canonical.keys()
         }
@@ -164,9 +149,9 @@ def steps_outside_attention(
     A tensor that either layout does not list keeps its name. So do all parts of a module that
     holds an unlisted tensor, such as scales or an adapter: the parts stay together.
     """
-    kept, places = [], dict[NamedPosition, dict[str, Pattern]]()
+    kept, places = [], dict[naming.NamedPosition, dict[str, Pattern]]()
     for name in names:
-        match = locate_weight_outside_attention(source, name, roots)
+        match = naming.locate_weight_outside_attention(source, name, roots)
         if match is None:
             kept.append(name)
             continue
@@ -224,8 +209,8 @@ def _make_steps_for_group(
         pairs = zip(held, made, strict=True)
         return [make_copy_step(name, new, headers[name]) for name, new in pairs]
     shapes = {name: (pattern, tuple(headers[name].shape)) for name, pattern in held.items()}
-    sizes = solve_axis_sizes(shapes, {}, {})
-    require_one_dtype({name: headers[name].dtype for name in held})
+    sizes = notation.solve_axis_sizes(shapes, {}, {})
+    notation.require_one_dtype({name: headers[name].dtype for name in held})
     outputs = {name: pattern.shape(sizes) for name, pattern in made.items()}
     sides = TensorsOutsideAttention(held, sizes), TensorsOutsideAttention(made, sizes)
     return [ConversionStep(tuple(held), outputs, sides)]
@@ -240,7 +225,7 @@ def plan_conversion(
     target: Layout,
     *,
     accept: Iterable[str] = (),
-    form: NameForm = AS_STORED,
+    form: NameForm = naming.AS_STORED,
     **known: int,
 ) -> list[ConversionStep]:
     """Return the steps from one layout to another; steps that only check come first.
@@ -348,7 +333,7 @@ def _conflicting_function_settings(
 def _require_tensors_listed_by_layout(
     module: NamedModule, layout: Layout, headers: Mapping[str, TensorHeader]
 ) -> None:
-    stray = find_unlisted_tensors_of_module(module, layout)
+    stray = naming.find_unlisted_tensors_of_module(module, layout)
     if stray:
         raise OptionError(
             saw=f"{', '.join(stray[:4])}{' ...' if len(stray) > 4 else ''}, within {module.prefix}",
@@ -421,7 +406,7 @@ def _module_steps(
         for tensor in source.patterns[local].tensors
     }
     for pattern in written.values():
-        require_one_dtype({t: dtypes[t] for t in pattern.tensors if t in dtypes})
+        notation.require_one_dtype({t: dtypes[t] for t in pattern.tensors if t in dtypes})
     prefix = _target_prefix(module, target, form)
     stored = {local: source.patterns[local] for local in module.tensors.values()}
     steps = []

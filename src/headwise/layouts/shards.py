@@ -12,19 +12,10 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
+from headwise.layouts import pattern as notation
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedPosition, find_modules, locate_weight_outside_attention
-from headwise.layouts.pattern import (
-    LeadingName,
-    Pattern,
-    PatternAxis,
-    Sizes,
-    find_axis_led_by,
-    parse_pattern,
-    product_of_sizes,
-    solve_axis_sizes,
-    solve_products,
-)
+from headwise.layouts.pattern import LeadingName, Pattern, PatternAxis, Sizes, find_axis_led_by
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -153,14 +144,14 @@ def derive_shard_map_from_whole(
     return ShardMap(count, axes)
 
 
-def find_tensor_of_known_whole_length(
+def find_known_length(
     layout: Layout, shares: Shapes, known: Mapping[str, int]
 ) -> tuple[str, int, int] | None:
     """Return a tensor whose length is known: its name, the length in a share, and the whole one.
 
     None where the known counts do not give any. The number of shares is the quotient.
     """
-    sizes = solve_products(dict(known), layout.axis_splits_with_defaults)
+    sizes = notation.solve_products(dict(known), layout.axis_splits_with_defaults)
     for module in find_modules(layout, shares):
         for name, local in module.tensors.items():
             pattern = layout.patterns[local]
@@ -204,7 +195,7 @@ def _group_tensors(layout: Layout, names: Iterable[str]) -> list[_Group]:
         if match is not None:
             places.setdefault(replace(match[1], role=""), {})[name] = match[0]
     for templates in places.values():
-        patterns = {n: parse_pattern(layout.outside[at]) for n, at in templates.items()}
+        patterns = {n: notation.parse_pattern(layout.outside[at]) for n, at in templates.items()}
         also = layout.sharded_also
         others = {name: (also[at],) for name, at in templates.items() if at in also}
         groups.append(_Group(patterns, False, others))
@@ -269,16 +260,16 @@ def _solve_group_sizes(
 ) -> Sizes:
     stored = {name: (pattern, shapes[name]) for name, pattern in group.patterns.items()}
     if group.is_attention:
-        return solve_axis_sizes(stored, known, layout.axis_splits_with_defaults)
-    return solve_axis_sizes(stored, {}, {})
+        return notation.solve_axis_sizes(stored, known, layout.axis_splits_with_defaults)
+    return notation.solve_axis_sizes(stored, {}, {})
 
 
 def _block_lengths(pattern: Pattern, sharded: LeadingName, sizes: Sizes) -> tuple[int, ...]:
     if not sharded.each_block:
         return ()
     axis = pattern.axes[sharded.dim]
-    after = product_of_sizes(axis.after, sizes)
-    return tuple(product_of_sizes(block.names, sizes) * after for block in axis.blocks)
+    after = notation.product_of_sizes(axis.after, sizes)
+    return tuple(notation.product_of_sizes(block.names, sizes) * after for block in axis.blocks)
 
 
 def _count_copies(pattern: Pattern, sharded: LeadingName, count: int, kv_heads: int | None) -> int:

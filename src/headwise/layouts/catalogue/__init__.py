@@ -57,10 +57,28 @@ _OUTSIDE = {
 }
 
 
-def transformers_layout(name: str, *, model: str = "", **fields: Any) -> Layout:
-    """Return the layout of a model of transformers; ``model`` is its folder if it has one."""
+def describe_layout(
+    name: str,
+    *,
+    model: str = "",
+    outside: str | Tensors = "",
+    columns: bool = False,
+    **fields: Any,
+) -> Layout:
+    """Return a layout of the catalogue.
+
+    Args:
+        name: in kebab case.
+        model: the folder of transformers that it was read from, where there is no ``source``.
+        outside: weights outside of attention, or the words of `weights_outside_attention`.
+        columns: goes with these words.
+        fields: the other fields of `Layout`.
+    """
     model = model or name.replace("-", "_")
-    return Layout(name=name, source=f"transformers, models/{model}/modeling_{model}.py", **fields)
+    source = {"source": f"transformers, models/{model}/modeling_{model}.py"}
+    if isinstance(outside, str):
+        outside = weights_outside_attention(outside, columns=columns)
+    return Layout(name=name, outside=outside, **(source | fields))
 
 
 def both_sides(layers: str, attention: str, cross: str) -> dict[str, str]:
@@ -172,24 +190,22 @@ def head_norms(q: str, k: str, *, bias: bool = False) -> Tensors:
     return patterns
 
 
-def weights_outside_attention(
-    names: str = "", block: str = "", *, columns: bool = False
-) -> Tensors:
+def weights_outside_attention(words: str, *, columns: bool = False) -> Tensors:
     """Return the tensors of a model outside of attention.
 
     Args:
-        names: what each holds and its stored name, by spaces: "tokens=wte.weight". A name that ends
+        words: what each holds and its stored name, by spaces: "tokens=wte.weight". A name that ends
             in "*" stands for two, with the ends of `_PAIRS`. Known are the keys of `_OUTSIDE`,
             also with "encoder_" or "decoder_" before them or "_bias" behind; and "gate+up" for a
-            matrix that fuses the two.
-        block: what stands before the names of a layer's tensors, with {layer} for the layer's
-            number; then those, as in ``names``.
+            matrix that fuses the two. Behind a "|" stands what the names of a layer's tensors begin
+            with, with {layer} for its number, and then those tensors.
         columns: the matrices of the MLP and of the pooler are stored for ``x @ weight``.
     """
     transposed = ("gate", "up", "down", "pooler") if columns else ()
-    place, *within = block.split() or [""]
+    names, *blocks = words.split("|")
     pairs = [word.split("=") for word in names.split()]
-    pairs += [[name, place + stored] for name, stored in (word.split("=") for word in within)]
+    for place, *within in map(str.split, blocks):
+        pairs += [[name, place + stored] for name, stored in (w.split("=") for w in within)]
     patterns: Tensors = {}
     for name, stored in pairs:
         first, _, second = name.partition("+")

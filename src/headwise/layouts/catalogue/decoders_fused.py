@@ -1,25 +1,9 @@
 """Decoders that fuse queries, keys and values: GPT-2, GPT-NeoX, Falcon, and what came of them."""
 
-from headwise.function.spec import (
-    FROM_CONFIG,
-    AlibiRule,
-    AttentionSpec,
-    NormRule,
-    Other,
-    RotaryRule,
-)
-from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import (
-    fused_projection_by_pattern,
-    head_norms,
-    output_projection,
-    projections,
-    qkv_fused_by_group,
-    qkv_fused_by_head,
-    qkv_fused_by_projection,
-    transformers_layout,
-    weights_outside_attention,
-)
+from headwise.function import spec
+from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule
+from headwise.layouts import catalogue
+from headwise.layouts.catalogue import describe_layout, output_projection, qkv_fused_by_projection
 
 _HALVES = AttentionSpec(rotary=RotaryRule())
 _SHARE = AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG))
@@ -35,28 +19,28 @@ _CONV1D = qkv_fused_by_projection("c_attn", columns=True) | {
     "c_proj.bias": "bo: out_dim",
 }
 GPT2 = (
-    "tokens=wte.weight positions=wpe.weight final_norm=ln_f.* unembedding=lm_head.weight",
-    "h.{layer}. norm_1=ln_1.* norm_2=ln_2.* up=mlp.c_fc.* down=mlp.c_proj.*",
+    "tokens=wte.weight positions=wpe.weight final_norm=ln_f.* unembedding=lm_head.weight | "
+    "h.{layer}. norm_1=ln_1.* norm_2=ln_2.* up=mlp.c_fc.* down=mlp.c_proj.*"
 )
-_NEOX_OUTSIDE = weights_outside_attention(
+_NEOX_OUTSIDE = (
     "tokens=gpt_neox.embed_in.weight final_norm=gpt_neox.final_layer_norm.* "
-    "unembedding=embed_out.weight",
-    block="gpt_neox.layers.{layer}. norm_1=input_layernorm.* norm_2=post_attention_layernorm.* "
-    "up=mlp.dense_h_to_4h.* down=mlp.dense_4h_to_h.*",
+    "unembedding=embed_out.weight | gpt_neox.layers.{layer}. norm_1=input_layernorm.* "
+    "norm_2=post_attention_layernorm.* up=mlp.dense_h_to_4h.* down=mlp.dense_4h_to_h.*"
 )
 
 _GPT = (
-    transformers_layout(
+    describe_layout(
         name="gpt2",
         tensors=_CONV1D,
         where={"self": "h.{layer}.attn."},
-        outside=weights_outside_attention(*GPT2, columns=True),
+        outside=GPT2,
+        columns=True,
         beside=_MASKS,
         note="all matrices are stored for x @ weight; c_proj is square, so that a transpose left "
         "out raises no error. GPT and ImageGPT have the same. With "
         "scale_attn_by_inverse_layer_idx the scale is smaller by the layer's number from 1",
     ),
-    Layout(
+    describe_layout(
         name="jais",
         tensors=_CONV1D,
         where={"self": "h.{layer}.attn."},
@@ -67,9 +51,9 @@ _GPT = (
         note="the names of GPT-2; 1/head_dim with mup_scale_qk_dot_by_d, and ALiBi with "
         "position_embedding_type alibi",
     ),
-    transformers_layout(
+    describe_layout(
         name="codegen",
-        tensors=fused_projection_by_pattern(
+        tensors=catalogue.fused_projection_by_pattern(
             "qkv_proj",
             "(shard [wq: shard_heads head_dim | wv: shard_heads head_dim "
             "| wk: shard_heads head_dim])",
@@ -85,7 +69,7 @@ _GPT = (
         note="four shards, as it was trained on; in each all queries, all values, all keys. The "
         "first rotary_dim channels of a head are rotated",
     ),
-    transformers_layout(
+    describe_layout(
         name="gpt-bigcode-mqa",
         tensors=qkv_fused_by_projection("c_attn", "c_proj", kv_heads="kv_heads"),
         where={"self": "h.{layer}.attn."},
@@ -95,15 +79,15 @@ _GPT = (
         note="the names of GPT-2, but matrices as torch's linear layer stores them: SantaCoder, "
         "StarCoder",
     ),
-    transformers_layout(
+    describe_layout(
         name="gpt-bigcode-mha",
-        tensors=qkv_fused_by_head("c_attn") | output_projection("c_proj"),
+        tensors=catalogue.qkv_fused_by_head("c_attn") | output_projection("c_proj"),
         where={"self": "h.{layer}.attn."},
         beside=_MASKS,
         model="gpt_bigcode",
         note="with multi_query false; the shapes are those of nanogpt, the order is not",
     ),
-    Layout(
+    describe_layout(
         name="qwen1",
         tensors=qkv_fused_by_projection("c_attn") | output_projection("c_proj", bias=False),
         where={"self": "h.{layer}.attn."},
@@ -116,9 +100,9 @@ _GPT = (
 )
 
 _NEOX = (
-    transformers_layout(
+    describe_layout(
         name="neox",
-        tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
+        tensors=catalogue.qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "gpt_neox.layers.{layer}.attention."},
         outside=_NEOX_OUTSIDE,
         beside=(*_MASKS, *_ANGLES),
@@ -126,9 +110,9 @@ _NEOX = (
         model="gpt_neox",
         note="Pythia. The first quarter of a head is rotated, or what rotary_pct says",
     ),
-    Layout(
+    describe_layout(
         name="neox-split",
-        tensors=projections("query key value dense"),
+        tensors=catalogue.projections("query key value dense"),
         where={"self": "gpt_neox.layers.{layer}.attention."},
         outside=_NEOX_OUTSIDE,
         beside=(*_MASKS, *_ANGLES),
@@ -137,29 +121,29 @@ _NEOX = (
         unchecked="no package runs it",
         note="for code that wants one matrix for each projection; all else keeps its name",
     ),
-    transformers_layout(
+    describe_layout(
         name="bloom",
-        tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
+        tensors=catalogue.qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
-        function=AttentionSpec(score_bias=AlibiRule()),
+        function=AttentionSpec(score_bias=spec.AlibiRule()),
         note="the module adds the residual to its output",
     ),
-    transformers_layout(
+    describe_layout(
         name="persimmon",
-        tensors=qkv_fused_by_head("query_key_value")
+        tensors=catalogue.qkv_fused_by_head("query_key_value")
         | output_projection("dense")
-        | head_norms("q_layernorm", "k_layernorm", bias=True),
+        | catalogue.head_norms("q_layernorm", "k_layernorm", bias=True),
         where={"self": "model.layers.{layer}.self_attn."},
         beside=_ANGLES,
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), qk_norm=NormRule("layer")),
         note="Fuyu's decoder too. Half of a head is rotated",
     ),
-    Layout(
+    describe_layout(
         name="chatglm-6b",
-        tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
+        tensors=catalogue.qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "layers.{layer}.attention."},
         beside=_ANGLES,
-        function=AttentionSpec(rotary=Other("half-split in each half of the head")),
+        function=AttentionSpec(rotary=spec.Other("half-split in each half of the head")),
         axes="length batch width",
         source="THUDM/ChatGLM-6B, modeling_chatglm.py",
         unchecked=_NO_CLASS,
@@ -169,16 +153,16 @@ _NEOX = (
 )
 
 _GROUPED = (
-    transformers_layout(
+    describe_layout(
         name="falcon-rw",
-        tensors=qkv_fused_by_head("query_key_value") | output_projection("dense"),
+        tensors=catalogue.qkv_fused_by_head("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
-        function=AttentionSpec(score_bias=AlibiRule(before_scale=True)),
+        function=AttentionSpec(score_bias=spec.AlibiRule(before_scale=True)),
         model="falcon",
         note="with multi_query and new_decoder_architecture false. The scores are "
         "(q.k + bias) / sqrt(head_dim), the slopes in bfloat16",
     ),
-    transformers_layout(
+    describe_layout(
         name="falcon-7b",
         tensors=qkv_fused_by_projection("query_key_value", "dense", kv_heads="kv_heads"),
         where={"self": "h.{layer}.self_attention."},
@@ -188,39 +172,39 @@ _GROUPED = (
         model="falcon",
         note="with multi_query; its config may name other kv heads, which do not count",
     ),
-    transformers_layout(
+    describe_layout(
         name="falcon-40b",
-        tensors=qkv_fused_by_group("query_key_value") | output_projection("dense"),
+        tensors=catalogue.qkv_fused_by_group("query_key_value") | output_projection("dense"),
         where={"self": "h.{layer}.self_attention."},
         beside=("rotary.inv_freq", "maybe_rotary.inv_freq", *_ANGLES),
         function=_HALVES,
         model="falcon",
         note="with new_decoder_architecture: Falcon 40B, 180B, and Falcon 2",
     ),
-    Layout(
+    describe_layout(
         name="internlm2",
-        tensors=qkv_fused_by_group("wqkv") | output_projection("wo"),
+        tensors=catalogue.qkv_fused_by_group("wqkv") | output_projection("wo"),
         where={"self": "model.layers.{layer}.attention."},
         beside=_ANGLES,
         function=_HALVES,
         source="vllm, vllm/model_executor/models/internlm2.py",
         unchecked=_NO_CLASS,
     ),
-    transformers_layout(
+    describe_layout(
         name="mpt",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj", bias=False),
         where={"self": "blocks.{layer}.attn."},
-        function=AttentionSpec(score_bias=AlibiRule(), clip=FROM_CONFIG),
+        function=AttentionSpec(score_bias=spec.AlibiRule(), clip=FROM_CONFIG),
         note="clip_qkv, where the config has it, clamps queries, keys and values",
     ),
-    transformers_layout(
+    describe_layout(
         name="dbrx",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj", kv_heads="kv_heads", bias=False),
         where={"self": "blocks.{layer}.norm_attn_norm.attn."},
         function=AttentionSpec(rotary=RotaryRule(), clip=FROM_CONFIG),
         note="clip_qkv, where the config has it, clamps queries, keys and values",
     ),
-    transformers_layout(
+    describe_layout(
         name="phi3",
         tensors=qkv_fused_by_projection("qkv_proj", "o_proj", kv_heads="kv_heads", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
@@ -228,7 +212,7 @@ _GROUPED = (
         function=AttentionSpec(rotary=RotaryRule(width=FROM_CONFIG), window=FROM_CONFIG),
         note="Phi-4 too; a part of a head is rotated where partial_rotary_factor says so",
     ),
-    Layout(
+    describe_layout(
         name="chatglm2",
         tensors=qkv_fused_by_projection("query_key_value", "dense", kv_heads="kv_heads"),
         where={"self": "encoder.layers.{layer}.self_attention."},
@@ -239,7 +223,7 @@ _GROUPED = (
         note="ChatGLM3, CodeGeeX2 and GLM-4's first files too. Half of a head is rotated; kv_heads "
         "is multi_query_group_num",
     ),
-    Layout(
+    describe_layout(
         name="baichuan",
         tensors=qkv_fused_by_projection("W_pack", "o_proj", bias=False),
         where={"self": "model.layers.{layer}.self_attn."},
@@ -249,7 +233,7 @@ _GROUPED = (
         unchecked=_NO_CLASS,
         note="the 7B models rotate, half-split; the 13B models have ALiBi",
     ),
-    Layout(
+    describe_layout(
         name="olmo-native",
         tensors=qkv_fused_by_projection("att_proj", "attn_out", kv_heads="kv_heads"),
         where={"self": "blocks.{layer}."},

@@ -1,13 +1,12 @@
 """Decoders with an output gate: Qwen3-Next."""
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule
-from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import head_norms, projections
+from headwise.layouts.catalogue import describe_layout, head_norms, projections
 
 _QUERIES = "(heads [{query}: head_dim | {gate}: head_dim])"  # of a head, then its gates
 
 LAYOUTS = (
-    Layout(
+    describe_layout(
         name="qwen3-next",
         tensors=projections("q_proj k_proj v_proj o_proj", kv_heads="kv_heads")
         | {

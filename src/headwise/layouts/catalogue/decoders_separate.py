@@ -4,15 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, NormRule, RotaryRule, Softcap
+from headwise.layouts import catalogue
 from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import (
-    TENSOR_PARALLEL,
-    head_norms,
-    left_to_config,
-    projections,
-    transformers_layout,
-    weights_outside_attention,
-)
+from headwise.layouts.catalogue import describe_layout, head_norms, left_to_config, projections
 
 _WHERE = {"self": "model.layers.{layer}.self_attn."}
 _MASKS = ("bias", "masked_bias")
@@ -32,21 +26,21 @@ _ROWS_OF_BIASES = {
     "k_norm.bias": "k_norms_bias: kv_heads head_dim",
 }
 
-META = weights_outside_attention(
-    "tokens=tok_embeddings.weight final_norm=norm.weight unembedding=output.weight",
-    block="layers.{layer}. norm_1=attention_norm.weight norm_2=ffn_norm.weight "
-    "gate=feed_forward.w1.weight up=feed_forward.w3.weight down=feed_forward.w2.weight",
+META = (
+    "tokens=tok_embeddings.weight final_norm=norm.weight unembedding=output.weight | "
+    "layers.{layer}. norm_1=attention_norm.weight norm_2=ffn_norm.weight "
+    "gate=feed_forward.w1.weight up=feed_forward.w3.weight down=feed_forward.w2.weight"
 )
 
 
 def _llama_like_layout(name: str, function: AttentionSpec, note: str = "", **others: Any) -> Layout:
     """Return a layout with the tensors and places of Llama's, unless others are given."""
     usual = {"tensors": _LLAMA, "where": _WHERE, "beside": _ANGLES}
-    return transformers_layout(name, function=function, note=note, **(usual | others))
+    return describe_layout(name, function=function, note=note, **(usual | others))
 
 
 _GPT = (
-    transformers_layout(
+    describe_layout(
         name="gptj",
         tensors=projections("q_proj k_proj v_proj out_proj", biases=""),
         where={"self": "h.{layer}.attn."},
@@ -55,7 +49,7 @@ _GPT = (
         rows="interleaved",
         note="the first rotary_dim channels of a head are rotated, 64 of 256",
     ),
-    transformers_layout(
+    describe_layout(
         name="gpt-neo",
         tensors=projections("q_proj k_proj v_proj out_proj", biases="o"),
         where={"self": "h.{layer}.attn.attention."},
@@ -63,7 +57,7 @@ _GPT = (
         function=AttentionSpec(scale=1.0, window=FROM_CONFIG),
         note="every other layer sees the last 256 tokens only",
     ),
-    transformers_layout(
+    describe_layout(
         name="opt",
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "decoder.layers.{layer}.self_attn."},
@@ -83,15 +77,12 @@ _LLAMAS = (
         _ROTATED,
         "Mistral, Mixtral, Yi, TinyLlama, Gemma and OLMo have the same attention; OLMo may "
         "clamp queries, keys and values",
-        outside=weights_outside_attention(
-            "tokens=model.embed_tokens.weight final_norm=model.norm.weight "
-            "unembedding=lm_head.weight",
-            block="model.layers.{layer}. norm_1=input_layernorm.weight "
-            "norm_2=post_attention_layernorm.weight gate=mlp.gate_proj.weight "
-            "up=mlp.up_proj.weight down=mlp.down_proj.weight",
-        ),
+        outside="tokens=model.embed_tokens.weight final_norm=model.norm.weight "
+        "unembedding=lm_head.weight | model.layers.{layer}. norm_1=input_layernorm.weight "
+        "norm_2=post_attention_layernorm.weight gate=mlp.gate_proj.weight up=mlp.up_proj.weight "
+        "down=mlp.down_proj.weight",
     ),
-    Layout(
+    describe_layout(
         name="llama-meta",
         tensors=projections("wq wk wv wo", kv_heads="kv_heads", biases=""),
         where={"self": "layers.{layer}.attention."},
@@ -100,7 +91,7 @@ _LLAMAS = (
         function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
         rows="interleaved",
         source="meta-llama/llama, llama/model.py",
-        sharded=TENSOR_PARALLEL,
+        sharded=catalogue.TENSOR_PARALLEL,
         sharded_also={"tok_embeddings.weight": "embed_dim"},
         unchecked="its code is no package; a rotation by complex numbers, after its source, is run",
         note="Mistral's own files too. Llama 1 and 2 divide the columns of tok_embeddings over "
@@ -116,11 +107,9 @@ _LLAMAS = (
         "starcoder2",
         _ROTATED,
         "Llama's attention, with all biases",
-        outside=weights_outside_attention(
-            "tokens=model.embed_tokens.weight final_norm=model.norm.* unembedding=lm_head.weight",
-            block="model.layers.{layer}. norm_1=input_layernorm.* "
-            "norm_2=post_attention_layernorm.* up=mlp.c_fc.* down=mlp.c_proj.*",
-        ),
+        outside="tokens=model.embed_tokens.weight final_norm=model.norm.* "
+        "unembedding=lm_head.weight | model.layers.{layer}. norm_1=input_layernorm.* "
+        "norm_2=post_attention_layernorm.* up=mlp.c_fc.* down=mlp.c_proj.*",
     ),
     _llama_like_layout(
         "nemotron",

@@ -1,13 +1,7 @@
 """Models of an encoder and a decoder that reads it, by the names in their files."""
 
 from headwise.function.spec import AttentionSpec, BucketRule
-from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import (
-    both_sides,
-    projections,
-    transformers_layout,
-    weights_outside_attention,
-)
+from headwise.layouts.catalogue import both_sides, describe_layout, projections
 
 _T5 = projections("q k v o", source="source_dim", biases="") | {
     "relative_attention_bias.weight": "distances: buckets heads",
@@ -15,17 +9,16 @@ _T5 = projections("q k v o", source="source_dim", biases="") | {
 _T5_WHERE = both_sides("{side}.block.{layer}.layer.", "0.SelfAttention.", "1.EncDecAttention.")
 _T5_FUNCTION = AttentionSpec(scale=1.0, score_bias=BucketRule())
 _BART_WHERE = both_sides("{side}.layers.{layer}.", "self_attn.", "encoder_attn.")
-_BART_LAYERS = weights_outside_attention(
-    block="encoder.layers.{layer}. encoder_self_norm=self_attn_layer_norm.* "
-    "encoder_norm=final_layer_norm.* encoder_up=fc1.* encoder_down=fc2.*",
-) | weights_outside_attention(
-    block="decoder.layers.{layer}. decoder_self_norm=self_attn_layer_norm.* "
+_BART_LAYERS = (
+    " | encoder.layers.{layer}. encoder_self_norm=self_attn_layer_norm.* "
+    "encoder_norm=final_layer_norm.* encoder_up=fc1.* encoder_down=fc2.* | "
+    "decoder.layers.{layer}. decoder_self_norm=self_attn_layer_norm.* "
     "decoder_norm=final_layer_norm.* decoder_up=fc1.* decoder_down=fc2.* "
-    "decoder_cross_norm=encoder_attn_layer_norm.*",
+    "decoder_cross_norm=encoder_attn_layer_norm.*"
 )
 
 LAYOUTS = (
-    transformers_layout(
+    describe_layout(
         name="t5",
         tensors=_T5,
         where=_T5_WHERE,
@@ -34,7 +27,7 @@ LAYOUTS = (
         note="mT5, ByT5 and FLAN-T5 as well. The table of distances is in the first layer of each "
         "side and serves the others too; cross attention has none",
     ),
-    transformers_layout(
+    describe_layout(
         name="umt5",
         tensors=_T5,
         where=_T5_WHERE,
@@ -42,7 +35,7 @@ LAYOUTS = (
         mask="added",
         note="T5's names; every layer of self attention has a table of distances of its own",
     ),
-    transformers_layout(
+    describe_layout(
         name="bart",
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where=_BART_WHERE,
@@ -50,41 +43,35 @@ LAYOUTS = (
         mask="added",
         note="mBART, Pegasus, M2M-100 and Marian as well",
     ),
-    transformers_layout(
+    describe_layout(
         name="whisper",
         tensors=projections("q_proj k_proj v_proj out_proj", biases="qvo"),
         where=_BART_WHERE,
-        outside=_BART_LAYERS
-        | weights_outside_attention(
-            "encoder_positions=encoder.embed_positions.weight "
-            "decoder_positions=decoder.embed_positions.weight tokens=decoder.embed_tokens.weight "
-            "encoder_final_norm=encoder.layer_norm.* decoder_final_norm=decoder.layer_norm.*"
-        ),
+        outside="encoder_positions=encoder.embed_positions.weight "
+        "decoder_positions=decoder.embed_positions.weight tokens=decoder.embed_tokens.weight "
+        "encoder_final_norm=encoder.layer_norm.* decoder_final_norm=decoder.layer_norm.*"
+        + _BART_LAYERS,
         mask="added",
         note="keys have no bias. Everything stands below `model.`, which OpenAI's files lack",
     ),
-    Layout(
+    describe_layout(
         name="whisper-openai",
         tensors=projections("query key value out", biases="qvo"),
         where=both_sides("{side}.blocks.{layer}.", "attn.", "cross_attn."),
-        outside=weights_outside_attention(
-            "encoder_positions=encoder.positional_embedding "
-            "decoder_positions=decoder.positional_embedding tokens=decoder.token_embedding.weight "
-            "encoder_final_norm=encoder.ln_post.* decoder_final_norm=decoder.ln.*",
-            "encoder.blocks.{layer}. encoder_self_norm=attn_ln.* encoder_norm=mlp_ln.* "
-            "encoder_up=mlp.0.* encoder_down=mlp.2.*",
-        )
-        | weights_outside_attention(
-            block="decoder.blocks.{layer}. decoder_self_norm=attn_ln.* decoder_norm=mlp_ln.* "
-            "decoder_up=mlp.0.* decoder_down=mlp.2.* decoder_cross_norm=cross_attn_ln.*"
-        ),
+        outside="encoder_positions=encoder.positional_embedding "
+        "decoder_positions=decoder.positional_embedding tokens=decoder.token_embedding.weight "
+        "encoder_final_norm=encoder.ln_post.* decoder_final_norm=decoder.ln.* | "
+        "encoder.blocks.{layer}. encoder_self_norm=attn_ln.* encoder_norm=mlp_ln.* "
+        "encoder_up=mlp.0.* encoder_down=mlp.2.* | decoder.blocks.{layer}. "
+        "decoder_self_norm=attn_ln.* decoder_norm=mlp_ln.* decoder_up=mlp.0.* "
+        "decoder_down=mlp.2.* decoder_cross_norm=cross_attn_ln.*",
         mask="added",
         source="openai/whisper, whisper/model.py",
         unchecked="openai-whisper is not among the packages of the tests; its 20250625 was run "
         "once, by hand, as a whole model",
         note="queries and keys are scaled by head_dim**-1/4 each",
     ),
-    Layout(
+    describe_layout(
         name="sockeye-cross",
         tensors={
             "ff_q.weight": "wq: (heads head_dim) embed_dim",

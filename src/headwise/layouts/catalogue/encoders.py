@@ -1,28 +1,21 @@
 """Encoders of text and of speech, by the names in their files."""
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
-from headwise.layouts.catalogue import (
-    output_projection,
-    projections,
-    qkv_fused_by_head,
-    qkv_fused_by_projection,
-    transformers_layout,
-    weights_outside_attention,
-)
+from headwise.layouts import catalogue
+from headwise.layouts.catalogue import describe_layout, output_projection, projections
 
-_BERT = weights_outside_attention(
+_BERT = (
     "tokens=embeddings.word_embeddings.weight positions=embeddings.position_embeddings.weight "
     "token_types=embeddings.token_type_embeddings.weight embed_norm=embeddings.LayerNorm.* "
-    "pooler=pooler.dense.*",
-    block="encoder.layer.{layer}. norm_1=attention.output.LayerNorm.* norm_2=output.LayerNorm.* "
-    "up=intermediate.dense.* down=output.dense.*",
+    "pooler=pooler.dense.* | encoder.layer.{layer}. norm_1=attention.output.LayerNorm.* "
+    "norm_2=output.LayerNorm.* up=intermediate.dense.* down=output.dense.*"
 )
 _SEPARATE = projections("self.query self.key self.value output.dense")
 _WHERE = {"self": "encoder.layer.{layer}.attention."}
 _NORM = ("output.LayerNorm.*",)  # behind the residual; in old files its parts are gamma and beta
 
 LAYOUTS = (
-    transformers_layout(
+    describe_layout(
         name="bert",
         tensors=_SEPARATE,
         where=_WHERE | {"cross": "encoder.layer.{layer}.crossattention."},
@@ -32,34 +25,29 @@ LAYOUTS = (
         note="RoBERTa, ELECTRA, MiniLM and most that came of BERT. The norm of each block follows "
         "it, as in nn.TransformerEncoder with norm_first=False",
     ),
-    transformers_layout(
+    describe_layout(
         name="distilbert",
         tensors=projections("q_lin k_lin v_lin out_lin"),
         where={"self": "transformer.layer.{layer}.attention."},
-        outside=weights_outside_attention(
-            "tokens=embeddings.word_embeddings.weight "
-            "positions=embeddings.position_embeddings.weight embed_norm=embeddings.LayerNorm.*",
-            block="transformer.layer.{layer}. norm_1=sa_layer_norm.* norm_2=output_layer_norm.* "
-            "up=ffn.lin1.* down=ffn.lin2.*",
-        ),
+        outside="tokens=embeddings.word_embeddings.weight "
+        "positions=embeddings.position_embeddings.weight embed_norm=embeddings.LayerNorm.* | "
+        "transformer.layer.{layer}. norm_1=sa_layer_norm.* norm_2=output_layer_norm.* "
+        "up=ffn.lin1.* down=ffn.lin2.*",
         mask="added",
         note="BERT's blocks; queries are divided by sqrt(head_dim) before the product",
     ),
-    transformers_layout(
+    describe_layout(
         name="mpnet",
         tensors=projections("attn.q attn.k attn.v attn.o"),
         where=_WHERE,
-        outside={name: text for name, text in _BERT.items() if "attention.output" not in name}
-        | weights_outside_attention(
-            block="encoder.layer.{layer}. norm_1=attention.LayerNorm.*",
-        ),
+        outside=_BERT.replace("attention.output.LayerNorm", "attention.LayerNorm"),
         beside=("LayerNorm.*",),
         function=AttentionSpec(score_bias=FROM_CONFIG),
         mask="added",
         note="one table of distances, encoder.relative_attention_bias, serves all layers and is "
         "passed on as it is",
     ),
-    transformers_layout(
+    describe_layout(
         name="esm",
         tensors=_SEPARATE,
         where=_WHERE,
@@ -68,10 +56,10 @@ LAYOUTS = (
         mask="added",
         note="BERT's names. ESM-2's queries and keys are rotated, half-split; ESM-1b's are not",
     ),
-    transformers_layout(
+    describe_layout(
         name="deberta",
         tensors={
-            "self.in_proj.weight": qkv_fused_by_head("")[".weight"],
+            "self.in_proj.weight": catalogue.qkv_fused_by_head("")[".weight"],
             "self.q_bias": "bq: (heads head_dim)",
             "self.v_bias": "bv: (heads head_dim)",
             **output_projection("output.dense"),
@@ -84,7 +72,7 @@ LAYOUTS = (
         note="DeBERTa v1. With pos_att_type the scale is 1/sqrt((1 + its length) head_dim), and "
         "terms of the distance are added, whose projections are passed on as they are",
     ),
-    transformers_layout(
+    describe_layout(
         name="deberta-v2",
         tensors=projections("self.query_proj self.key_proj self.value_proj output.dense"),
         where=_WHERE,
@@ -94,20 +82,17 @@ LAYOUTS = (
         mask="True attends",
         note="DeBERTa v2 and v3; the scale and the terms of the distance are as in v1",
     ),
-    transformers_layout(
+    describe_layout(
         name="modernbert",
-        tensors=qkv_fused_by_projection("Wqkv", "Wo"),
+        tensors=catalogue.qkv_fused_by_projection("Wqkv", "Wo"),
         where={"self": "layers.{layer}.attn."},
-        outside=weights_outside_attention(
-            "tokens=embeddings.tok_embeddings.weight final_norm=final_norm.weight",
-            block="layers.{layer}. norm_1=attn_norm.weight norm_2=mlp_norm.weight "
-            "down=mlp.Wo.weight",
-        ),
+        outside="tokens=embeddings.tok_embeddings.weight final_norm=final_norm.weight | "
+        "layers.{layer}. norm_1=attn_norm.weight norm_2=mlp_norm.weight down=mlp.Wo.weight",
         beside=("rotary_emb.*",),
         function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
         note="most layers see a window to both sides; theta differs between them and the others",
     ),
-    transformers_layout(
+    describe_layout(
         name="xlnet",
         tensors={
             "q": "wq: embed_dim heads head_dim",
@@ -123,7 +108,7 @@ LAYOUTS = (
         note="all matrices, o among them, are (width, heads, head_dim). Keys of the distances and "
         "biases of the queries are passed on as they are; the check has them at 0",
     ),
-    transformers_layout(
+    describe_layout(
         name="conformer",
         tensors=projections("linear_q linear_k linear_v linear_out"),
         where={"self": "encoder.layers.{layer}.self_attn."},
@@ -134,14 +119,12 @@ LAYOUTS = (
         note="Wav2Vec2-Conformer and Wav2Vec2-BERT; ESPnet and NeMo use the names as well. What "
         "belongs to relative positions is passed on as it is",
     ),
-    transformers_layout(
+    describe_layout(
         name="wav2vec2",
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "encoder.layers.{layer}.attention."},
-        outside=weights_outside_attention(
-            block="encoder.layers.{layer}. norm_1=layer_norm.* norm_2=final_layer_norm.* "
-            "up=feed_forward.intermediate_dense.* down=feed_forward.output_dense.*",
-        ),
+        outside="| encoder.layers.{layer}. norm_1=layer_norm.* norm_2=final_layer_norm.* "
+        "up=feed_forward.intermediate_dense.* down=feed_forward.output_dense.*",
         mask="added",
         note="HuBERT and UniSpeech as well",
     ),

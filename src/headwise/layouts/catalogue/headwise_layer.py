@@ -1,8 +1,7 @@
 """The layouts of headwise: that of `headwise.Attention`, and the canonical form."""
 
 from headwise.function.weights import AXES
-from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import APART, OPEN, head_norms, projections
+from headwise.layouts.catalogue import APART, OPEN, describe_layout, head_norms, projections
 
 _TENSORS = projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", **APART) | {
     "gate_proj.weight": "wg: (heads gate_width) embed_dim",
@@ -13,7 +12,7 @@ _TENSORS = projections("q_proj k_proj v_proj out_proj", kv_heads="kv_heads", **A
 _SOURCE = "headwise, src/headwise/layers/attention.py"
 
 LAYOUTS = (
-    Layout(
+    describe_layout(
         name="headwise",
         tensors=_TENSORS | head_norms("q_norm", "k_norm", bias=True),
         function=OPEN,
@@ -21,7 +20,7 @@ LAYOUTS = (
         source=_SOURCE,
         note="rotary layers hold rows in the order of their Rotary's pairing; this is half-split",
     ),
-    Layout(
+    describe_layout(
         name="headwise-width-norm",
         tensors=_TENSORS
         | {
@@ -35,7 +34,7 @@ LAYOUTS = (
         source=_SOURCE,
         note='with QKNorm(over="width")',
     ),
-    Layout(
+    describe_layout(
         name="canonical",
         tensors={name: f"{name}: {' '.join(axes)}" for name, axes in AXES.items()},
         function=OPEN,

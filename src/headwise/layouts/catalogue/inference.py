@@ -3,21 +3,13 @@
 from typing import Any
 
 from headwise.function.spec import AttentionSpec, RotaryRule
-from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import (
-    APART,
-    head_norms,
-    left_to_config,
-    projections,
-    qkv_fused_by_projection,
-    weights_outside_attention,
-)
+from headwise.layouts import catalogue
+from headwise.layouts.catalogue import describe_layout, left_to_config, qkv_fused_by_projection
 
-_GGUF = weights_outside_attention(
+_GGUF = (
     "tokens=token_embd.weight positions=position_embd.weight final_norm=output_norm.* "
-    "unembedding=output.weight",
-    block="blk.{layer}. norm_1=attn_norm.* norm_2=ffn_norm.* gate=ffn_gate.weight up=ffn_up.* "
-    "down=ffn_down.*",
+    "unembedding=output.weight | blk.{layer}. norm_1=attn_norm.* norm_2=ffn_norm.* "
+    "gate=ffn_gate.weight up=ffn_up.* down=ffn_down.*"
 )
 _OF_GGUF: dict[str, Any] = {
     "where": {"self": "blk.{layer}."},
@@ -26,14 +18,14 @@ _OF_GGUF: dict[str, Any] = {
     "beside": ("ffn_*", "attn_norm*", "post_*", "layer_output_norm*"),
     "source": "ggml-org/llama.cpp, convert_hf_to_gguf.py",
 }
-_GGUF_SEPARATE = projections("attn_q attn_k attn_v attn_output", kv_heads="kv_heads")
+_GGUF_SEPARATE = catalogue.projections("attn_q attn_k attn_v attn_output", kv_heads="kv_heads")
 _READ = (
     "tensors in floating point, with their axes as numpy has them: a GGUF file lists them reversed"
 )
 _BY_HAND = "no package runs one layer of it by itself"
 
 LAYOUTS = (
-    Layout(
+    describe_layout(
         name="gguf-llama",
         tensors=_GGUF_SEPARATE,
         **_OF_GGUF,
@@ -42,10 +34,10 @@ LAYOUTS = (
         note="GGUF of the architecture llama, and of those that llama.cpp turns as it does: rows "
         f"of queries and keys are not in Hugging Face's order; {_READ}",
     ),
-    Layout(
+    describe_layout(
         name="gguf-qwen2",
         tensors=_GGUF_SEPARATE
-        | head_norms("attn_q_norm", "attn_k_norm")
+        | catalogue.head_norms("attn_q_norm", "attn_k_norm")
         | {"attn_sinks.weight": "sink: heads"},
         optional=("sink",),
         **_OF_GGUF,
@@ -54,7 +46,7 @@ LAYOUTS = (
         "gemma, starcoder2, gpt-oss. Names and shapes are those of gguf-llama: the field "
         f"general.architecture tells; {_READ}",
     ),
-    Layout(
+    describe_layout(
         name="gguf-fused",
         tensors=qkv_fused_by_projection("attn_qkv", "attn_output", kv_heads="kv_heads"),
         **_OF_GGUF,
@@ -62,7 +54,7 @@ LAYOUTS = (
         note="GGUF of gpt2, phi3, bloom, falcon and gptneox: queries, keys and values one after "
         f"the other, whatever order they were fused in before; {_READ}",
     ),
-    Layout(
+    describe_layout(
         name="ctranslate2",
         tensors={
             name.replace(".", "/"): pattern
@@ -81,27 +73,24 @@ LAYOUTS = (
         note="self-attention of a model.bin; missing biases are filled with zeros. Rows of GPT-J, "
         "CodeGen and Meta's Llama are re-ordered to half-split",
     ),
-    Layout(
+    describe_layout(
         name="vllm",
         tensors=qkv_fused_by_projection("qkv_proj", "o_proj", kv_heads="kv_heads")
-        | head_norms("q_norm", "k_norm"),
+        | catalogue.head_norms("q_norm", "k_norm"),
         where={"self": "model.layers.{layer}.self_attn."},
-        outside=weights_outside_attention(
-            "tokens=model.embed_tokens.weight final_norm=model.norm.weight "
-            "unembedding=lm_head.weight",
-            block="model.layers.{layer}. norm_1=input_layernorm.weight "
-            "norm_2=post_attention_layernorm.weight down=mlp.down_proj.weight "
-            "gate+up=mlp.gate_up_proj.weight",
-        ),
+        outside="tokens=model.embed_tokens.weight final_norm=model.norm.weight "
+        "unembedding=lm_head.weight | model.layers.{layer}. norm_1=input_layernorm.weight "
+        "norm_2=post_attention_layernorm.weight down=mlp.down_proj.weight "
+        "gate+up=mlp.gate_up_proj.weight",
         function=left_to_config("rotary softcap qk_norm window"),
         source="vllm-project/vllm, vllm/model_executor/layers/linear.py, QKVParallelLinear",
         unchecked="its modules run on a GPU only",
         note="as vLLM and SGLang hold a Llama in memory, in one tensor-parallel rank; each of "
         "several has rows of its own heads",
     ),
-    Layout(
+    describe_layout(
         name="mlx",
-        tensors=projections("query_proj key_proj value_proj out_proj", **APART),
+        tensors=catalogue.projections("query_proj key_proj value_proj out_proj", **catalogue.APART),
         where={"self": "layers.{layer}.attention."},
         mask="added",
         source="ml-explore/mlx, python/mlx/nn/layers/transformer.py",

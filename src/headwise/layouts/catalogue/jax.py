@@ -5,8 +5,8 @@ exports do, or with slashes where the library itself names a tensor so.
 """
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, RotaryRule
-from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import APART, left_to_config, projections, weights_outside_attention
+from headwise.layouts import catalogue
+from headwise.layouts.catalogue import APART, describe_layout, projections
 
 _ON_REQUEST = "tested on request: pip install headwise[jax]"
 _BERT = "encoder.layer.{layer}."
@@ -37,7 +37,7 @@ def _three_axis_kernels(
 
 
 LAYOUTS = (
-    Layout(
+    describe_layout(
         name="flax",
         tensors=_three_axis_kernels()
         | {"query_ln.scale": "q_norm: head_dim", "key_ln.scale": "k_norm: head_dim"},
@@ -47,7 +47,7 @@ LAYOUTS = (
         note="MultiHeadDotProductAttention of Linen, MultiHeadAttention of NNX; Big Vision and "
         f"Scenic use it. {_ON_REQUEST}",
     ),
-    Layout(
+    describe_layout(
         name="flax-bert",
         tensors=projections(
             "self.query self.key self.value output.dense",
@@ -56,23 +56,20 @@ LAYOUTS = (
             columns=True,
         ),
         where={"self": _BERT + "attention."},
-        outside=weights_outside_attention(
-            "tokens=embeddings.word_embeddings.embedding "
-            "positions=embeddings.position_embeddings.embedding "
-            "token_types=embeddings.token_type_embeddings.embedding "
-            "embed_norm=embeddings.LayerNorm.scale* pooler=pooler.dense.kernel*",
-            block="encoder.layer.{layer}. norm_1=attention.output.LayerNorm.scale* "
-            "norm_2=output.LayerNorm.scale* up=intermediate.dense.kernel* "
-            "down=output.dense.kernel*",
-            columns=True,
-        ),
+        outside="tokens=embeddings.word_embeddings.embedding "
+        "positions=embeddings.position_embeddings.embedding "
+        "token_types=embeddings.token_type_embeddings.embedding "
+        "embed_norm=embeddings.LayerNorm.scale* pooler=pooler.dense.kernel* | "
+        "encoder.layer.{layer}. norm_1=attention.output.LayerNorm.scale* "
+        "norm_2=output.LayerNorm.scale* up=intermediate.dense.kernel* down=output.dense.kernel*",
+        columns=True,
         mask="True attends",
         source="transformers 4, models/bert/modeling_flax_bert.py",
         unchecked="transformers 5 has no models in Flax",
         note="RoBERTa, ELECTRA and other encoders too; flax_model.msgpack, flattened, or its "
         "export to safetensors",
     ),
-    Layout(
+    describe_layout(
         name="flax-gpt2",
         tensors={
             "c_attn.kernel": "([wq: heads head_dim | wk: heads head_dim | wv: heads head_dim]) "
@@ -82,18 +79,15 @@ LAYOUTS = (
             "c_proj.bias": "bo: out_dim",
         },
         where={"self": "h.{layer}.attn."},
-        outside=weights_outside_attention(
-            "tokens=wte.embedding positions=wpe.embedding final_norm=ln_f.scale*",
-            block="h.{layer}. norm_1=ln_1.scale* norm_2=ln_2.scale* up=mlp.c_fc.kernel* "
-            "down=mlp.c_proj.kernel*",
-        ),
+        outside="tokens=wte.embedding positions=wpe.embedding final_norm=ln_f.scale* | h.{layer}. "
+        "norm_1=ln_1.scale* norm_2=ln_2.scale* up=mlp.c_fc.kernel* down=mlp.c_proj.kernel*",
         mask="True attends",
         source="transformers 4, models/gpt2/modeling_flax_gpt2.py, FlaxConv1D",
         unchecked="transformers 5 has no models in Flax",
         note="kernels here are stored as torch stores a linear layer, against the habit of Flax "
         "and against gpt2 itself",
     ),
-    Layout(
+    describe_layout(
         name="keras",
         tensors=_three_axis_kernels(value_dim="value_dim", mark="/"),
         mask="True attends",
@@ -101,20 +95,20 @@ LAYOUTS = (
         note="MultiHeadAttention, names as in variable.path behind the layer's own; its key_dim is "
         f"that of one head. {_ON_REQUEST}",
     ),
-    Layout(
+    describe_layout(
         name="keras-gqa",
         tensors=_three_axis_kernels(kv_heads="kv_heads", mark="/"),
         mask="True attends",
         source="keras-team/keras, keras/src/layers/attention/grouped_query_attention.py",
         note=f"GroupQueryAttention; names as in keras. {_ON_REQUEST}",
     ),
-    Layout(
+    describe_layout(
         name="maxtext",
         tensors=_three_axis_kernels(kv_heads="kv_heads"),
         where={"self": _MAXTEXT + "self_attention."},
-        outside=weights_outside_attention(
-            "tokens=token_embedder.embedding final_norm=decoder.decoder_norm.scale",
-            block="decoder.layers_{layer}. norm_1=pre_self_attention_layer_norm.scale "
+        outside=catalogue.weights_outside_attention(
+            "tokens=token_embedder.embedding final_norm=decoder.decoder_norm.scale | "
+            "decoder.layers_{layer}. norm_1=pre_self_attention_layer_norm.scale "
             "norm_2=post_self_attention_layer_norm.scale gate=mlp.wi_0.kernel up=mlp.wi_1.kernel "
             "down=mlp.wo.kernel",
             columns=True,
@@ -128,7 +122,7 @@ LAYOUTS = (
         "rows. 1 / sqrt(head_dim) is multiplied into the query kernel, "
         "which no conversion undoes without rounding: the scale of what reads the result must be 1",
     ),
-    Layout(
+    describe_layout(
         name="t5x",
         tensors=projections(
             "query key value out", source="source_dim", biases="", leaves=_KERNEL, columns=True
@@ -144,14 +138,14 @@ LAYOUTS = (
         note="layers not scanned. One table of distances, relpos_bias.rel_embedding, of axes "
         "(heads buckets), serves all layers and stands outside of them",
     ),
-    Layout(
+    describe_layout(
         name="haiku",
         tensors=projections("query key value linear", leaves=("/w", "/b"), columns=True, **APART),
         mask="True attends",
         source="google-deepmind/dm-haiku, haiku/_src/attention.py",
         note=f"haiku.MultiHeadAttention: a module's name and its parameter's. {_ON_REQUEST}",
     ),
-    Layout(
+    describe_layout(
         name="equinox",
         tensors=projections("query_proj key_proj value_proj output_proj", **APART),
         mask="True attends",
@@ -159,7 +153,7 @@ LAYOUTS = (
         source="patrick-kidger/equinox, equinox/nn/_attention.py",
         note=f"equinox.nn.MultiheadAttention, of one sequence at a time. {_ON_REQUEST}",
     ),
-    Layout(
+    describe_layout(
         name="levanter",
         tensors={
             "q_proj.weight": "wq: kv_heads group head_dim embed_dim",
@@ -173,7 +167,7 @@ LAYOUTS = (
             "q_norm.weight": "q_norm: head_dim",
             "k_norm.weight": "k_norm: head_dim",
         },
-        function=left_to_config("scale softcap qk_norm", rotary=RotaryRule()),
+        function=catalogue.left_to_config("scale softcap qk_norm", rotary=RotaryRule()),
         mask="True attends",
         source="stanford-crfm/levanter, src/levanter/layers/attention.py",
         unchecked="it needs releases of JAX and Haliax that do not install beside the others",

@@ -3,17 +3,9 @@
 from typing import Any
 
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
+from headwise.layouts import catalogue
 from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import (
-    OPEN,
-    head_norms,
-    left_to_config,
-    output_projection,
-    projections,
-    qkv_fused_by_group,
-    qkv_fused_by_projection,
-    weights_outside_attention,
-)
+from headwise.layouts.catalogue import OPEN, describe_layout, projections, qkv_fused_by_projection
 from headwise.layouts.catalogue.decoders_separate import META
 
 _ON_REQUEST = "tested on request: pip install headwise[libraries]"
@@ -44,19 +36,19 @@ _LENS: dict[str, Any] = {
     "beside": ("mask", "IGNORE", "rotary_sin", "rotary_cos"),
     "optional": ("sink",),
 }
-_LENS_BLOCKS = weights_outside_attention(
-    block="blocks.{layer}. norm_1=ln1.w* norm_2=ln2.w* gate=mlp.W_gate up=mlp.W_in "
+_LENS_BLOCKS = catalogue.weights_outside_attention(
+    "| blocks.{layer}. norm_1=ln1.w* norm_2=ln2.w* gate=mlp.W_gate up=mlp.W_in "
     "up_bias=mlp.b_in down=mlp.W_out down_bias=mlp.b_out",
     columns=True,
 )
 _LENS_DECODER = {
     **_LENS_BLOCKS,
-    **weights_outside_attention(
+    **catalogue.weights_outside_attention(
         "tokens=embed.W_E positions=pos_embed.W_pos final_norm=ln_final.w*"
     ),
     "unembed.W_U": "unembedding: embed_dim vocabulary",
 }
-_LENS_ENCODER = _LENS_BLOCKS | weights_outside_attention(
+_LENS_ENCODER = _LENS_BLOCKS | catalogue.weights_outside_attention(
     "tokens=embed.embed.W_E positions=embed.pos_embed.W_pos "
     "token_types=embed.token_type_embed.W_token_type embed_norm=embed.ln.w* pooler=pooler.W "
     "pooler_bias=pooler.b",
@@ -71,10 +63,10 @@ _FLASH_SOURCE = "Dao-AILab/flash-attention, flash_attn/modules/mha.py"
 _FLASH_DECODER = (
     "tokens=transformer.embeddings.word_embeddings.weight "
     "positions=transformer.embeddings.position_embeddings.weight final_norm=transformer.ln_f.* "
-    "unembedding=lm_head.weight",
-    "transformer.layers.{layer}. norm_1=norm1.* norm_2=norm2.* down=mlp.fc2.*",
+    "unembedding=lm_head.weight | transformer.layers.{layer}. norm_1=norm1.* norm_2=norm2.* "
+    "down=mlp.fc2.* "
 )
-_FLASH_OPEN = left_to_config("rotary score_bias softcap window")
+_FLASH_OPEN = catalogue.left_to_config("rotary score_bias softcap window")
 _FLASH_CROSS = {
     "Wq.weight": "wq: (heads head_dim) embed_dim",
     "Wkv.weight": "([wk: kv_heads head_dim | wv: kv_heads head_dim]) source_dim",
@@ -83,24 +75,22 @@ _FLASH_CROSS = {
 }
 _FLASH_GPT = {"self": "transformer.layers.{layer}.mixer."}
 _FLASH_ATTN = (
-    Layout(
+    describe_layout(
         name="flash-attn",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj", kv_heads="kv_heads"),
         where=_FLASH_GPT,
-        outside=weights_outside_attention(_FLASH_DECODER[0], f"{_FLASH_DECODER[1]} up=mlp.fc1.*"),
+        outside=_FLASH_DECODER + "up=mlp.fc1.*",
         beside=("rotary_emb.*",),
         function=_FLASH_OPEN,
         source=f"{_FLASH_SOURCE} and flash_attn/models/gpt.py",
         note="MHA, in its GPT-2, GPT-NeoX and OPT; rotary is half-split unless "
         "rotary_emb_interleaved is set. " + _IN_ITS_OWN,
     ),
-    Layout(
+    describe_layout(
         name="flash-attn-llama",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj", kv_heads="kv_heads"),
         where=_FLASH_GPT,
-        outside=weights_outside_attention(
-            _FLASH_DECODER[0], f"{_FLASH_DECODER[1]} up+gate=mlp.fc1.weight"
-        ),
+        outside=_FLASH_DECODER + "up+gate=mlp.fc1.weight",
         beside=("rotary_emb.*",),
         function=AttentionSpec(rotary=RotaryRule(), window=FROM_CONFIG),
         rows="interleaved",
@@ -108,24 +98,21 @@ _FLASH_ATTN = (
         note="MHA with rotary_emb_interleaved, in its Llama; the MLP fuses up before gate. "
         + _IN_ITS_OWN,
     ),
-    Layout(
+    describe_layout(
         name="flash-attn-bert",
         tensors=qkv_fused_by_projection("Wqkv", "out_proj"),
         where={"self": "encoder.layers.{layer}.mixer."},
-        outside=weights_outside_attention(
-            "tokens=embeddings.word_embeddings.weight "
-            "positions=embeddings.position_embeddings.weight "
-            "token_types=embeddings.token_type_embeddings.weight embed_norm=emb_ln.* "
-            "pooler=pooler.dense.*",
-            block="encoder.layers.{layer}. norm_1=norm1.* norm_2=norm2.* up=mlp.fc1.* "
-            "down=mlp.fc2.*",
-        ),
+        outside="tokens=embeddings.word_embeddings.weight "
+        "positions=embeddings.position_embeddings.weight "
+        "token_types=embeddings.token_type_embeddings.weight embed_norm=emb_ln.* "
+        "pooler=pooler.dense.* | encoder.layers.{layer}. norm_1=norm1.* norm_2=norm2.* "
+        "up=mlp.fc1.* down=mlp.fc2.*",
         source=f"{_FLASH_SOURCE} and flash_attn/models/bert.py",
         note="MHA, in its BERT. " + _IN_ITS_OWN,
     ),
-    Layout(
+    describe_layout(
         name="flash-attn-cross",
-        tensors=_FLASH_CROSS | output_projection("out_proj"),
+        tensors=_FLASH_CROSS | catalogue.output_projection("out_proj"),
         beside=("rotary_emb.*",),
         function=_FLASH_OPEN,
         source=_FLASH_SOURCE,
@@ -134,8 +121,8 @@ _FLASH_ATTN = (
 )
 
 
-def _x_transformers_layout(*, rotates: bool) -> Layout:
-    return Layout(
+def _x_describe_layout(*, rotates: bool) -> Layout:
+    return describe_layout(
         name="x-transformers-rotary" if rotates else "x-transformers",
         tensors={
             "to_q.weight": "wq: (group kv_heads head_dim) embed_dim",
@@ -159,18 +146,16 @@ def _x_transformers_layout(*, rotates: bool) -> Layout:
 
 
 def _torchtune_layout(*, rows: Pairing) -> Layout:
-    return Layout(
+    return describe_layout(
         name="torchtune" if rows == "interleaved" else "torchtune-qwen2",
         tensors=projections("q_proj k_proj v_proj output_proj", kv_heads="kv_heads")
         | {"q_norm.scale": "q_norm: head_dim", "k_norm.scale": "k_norm: head_dim"},
         where={"self": "layers.{layer}.attn."},
-        outside=weights_outside_attention(
-            "tokens=tok_embeddings.weight final_norm=norm.scale unembedding=output.weight",
-            block="layers.{layer}. norm_1=sa_norm.scale norm_2=mlp_norm.scale gate=mlp.w1.weight "
-            "up=mlp.w3.weight down=mlp.w2.weight",
-        ),
+        outside="tokens=tok_embeddings.weight final_norm=norm.scale unembedding=output.weight | "
+        "layers.{layer}. norm_1=sa_norm.scale norm_2=mlp_norm.scale gate=mlp.w1.weight "
+        "up=mlp.w3.weight down=mlp.w2.weight",
         beside=("kv_cache.*", "pos_embeddings.*"),
-        function=left_to_config("scale softcap qk_norm window", rotary=RotaryRule()),
+        function=catalogue.left_to_config("scale softcap qk_norm window", rotary=RotaryRule()),
         rows=rows,
         mask="True attends",
         source="pytorch/torchtune, torchtune/modules/attention.py",
@@ -185,22 +170,21 @@ def _torchtune_layout(*, rows: Pairing) -> Layout:
 
 def _litgpt_layout(*, legacy: bool) -> Layout:
     fuse = (
-        qkv_fused_by_group("attn")
+        catalogue.qkv_fused_by_group("attn")
         if legacy
         else qkv_fused_by_projection("qkv", kv_heads="kv_heads")
     )
-    return Layout(
+    return describe_layout(
         name="litgpt-legacy" if legacy else "litgpt",
-        tensors=fuse | output_projection("proj") | head_norms("norm_q", "norm_k"),
+        tensors=fuse
+        | catalogue.output_projection("proj")
+        | catalogue.head_norms("norm_q", "norm_k"),
         where={"self": "transformer.h.{layer}.attn."},
-        outside=weights_outside_attention(
-            "tokens=transformer.wte.weight final_norm=transformer.ln_f.* "
-            "unembedding=lm_head.weight",
-            "transformer.h.{layer}. norm_1=norm_1.* norm_2=norm_2.* gate=mlp.fc_1.weight "
-            "up=mlp.fc_2.weight down=mlp.proj.weight",
-        ),
+        outside="tokens=transformer.wte.weight final_norm=transformer.ln_f.* "
+        "unembedding=lm_head.weight | transformer.h.{layer}. norm_1=norm_1.* norm_2=norm_2.* "
+        "gate=mlp.fc_1.weight up=mlp.fc_2.weight down=mlp.proj.weight",
         beside=("kv_cache.*",),
-        function=left_to_config(
+        function=catalogue.left_to_config(
             "scale softcap qk_norm window", rotary=RotaryRule(width=FROM_CONFIG)
         ),
         source="Lightning-AI/litgpt, litgpt/model.py, CausalSelfAttention",
@@ -214,7 +198,7 @@ def _litgpt_layout(*, legacy: bool) -> Layout:
 
 
 LAYOUTS = (
-    Layout(
+    describe_layout(
         name="transformer-lens",
         tensors=_transformer_lens_tensors(),
         outside=_LENS_DECODER,
@@ -223,7 +207,7 @@ LAYOUTS = (
         source=_LENS_SOURCE,
         note=f"HookedTransformer, {_AS_IT_WAS}. {_IN_ITS_OWN}",
     ),
-    Layout(
+    describe_layout(
         name="transformer-lens-gqa",
         tensors=_transformer_lens_tensors("_"),
         outside=_LENS_DECODER,
@@ -232,23 +216,23 @@ LAYOUTS = (
         source="TransformerLens 3, transformer_lens/components/grouped_query_attention.py",
         note=f"HookedTransformer with n_key_value_heads, {_AS_IT_WAS}. {_IN_ITS_OWN}",
     ),
-    Layout(
+    describe_layout(
         name="transformer-lens-encoder",
         tensors=_transformer_lens_tensors(),
         outside=_LENS_ENCODER,
         **_LENS,
-        function=left_to_config("scale qk_norm"),
+        function=catalogue.left_to_config("scale qk_norm"),
         source="TransformerLens 3, transformer_lens/HookedEncoder.py",
         note="HookedEncoder, which is BERT: its norms stand behind attention and MLP. "
         + _IN_ITS_OWN,
     ),
-    _x_transformers_layout(rotates=False),
-    _x_transformers_layout(rotates=True),
+    _x_describe_layout(rotates=False),
+    _x_describe_layout(rotates=True),
     *_FLASH_ATTN,
-    Layout(
+    describe_layout(
         name="diffusers",
         tensors=projections("to_q to_k to_v to_out.0", kv_heads="kv_heads", source="source_dim")
-        | head_norms("norm_q", "norm_k", bias=True),
+        | catalogue.head_norms("norm_q", "norm_k", bias=True),
         where={
             "self": "transformer_blocks.{layer}.attn1.",
             "cross": "transformer_blocks.{layer}.attn2.",
@@ -259,9 +243,9 @@ LAYOUTS = (
         note=f"of U-Nets and of transformers with cross-attention. {_ON_REQUEST}",
     ),
     *(
-        Layout(
+        describe_layout(
             name=f"curated-transformers{kind}",
-            tensors=tensors | output_projection("output"),
+            tensors=tensors | catalogue.output_projection("output"),
             where={"self": "layers.{layer}.mha."},
             beside=("rotary_embeds.*",),
             function=AttentionSpec(rotary=FROM_CONFIG, score_bias=FROM_CONFIG),
@@ -278,14 +262,14 @@ LAYOUTS = (
             ),
             (
                 "-grouped",
-                qkv_fused_by_group("input"),
+                catalogue.qkv_fused_by_group("input"),
                 "QkvSplitGroupedByKVHeads, or MERGED_SPLIT_BEFORE",
             ),
         )
     ),
     _torchtune_layout(rows="interleaved"),
     _torchtune_layout(rows="half-split"),
-    Layout(
+    describe_layout(
         name="torchtitan",
         tensors=projections("qkv_linear.wq qkv_linear.wk qkv_linear.wv wo", kv_heads="kv_heads"),
         where={"self": "layers.{layer}.attention."},
@@ -297,7 +281,7 @@ LAYOUTS = (
         note="of Llama 3, as it is today; before, its files were in llama-meta's layout. Models "
         "with norms of queries and keys, such as Qwen 3, have the other pairing",
     ),
-    Layout(
+    describe_layout(
         name="gpt-fast",
         tensors=qkv_fused_by_projection("wqkv", "wo", kv_heads="kv_heads", bias=False),
         where={"self": "layers.{layer}.attention."},

@@ -8,29 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Pairing, RotaryRule
+from headwise.layouts import catalogue
 from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import (
-    TENSOR_PARALLEL,
-    Tensors,
-    fused_projection_by_pattern,
-    head_norms,
-    left_to_config,
-    output_projection,
-    projections,
-    qkv_fused_by_group,
-    qkv_fused_by_head,
-    qkv_fused_by_projection,
-    weights_outside_attention,
-)
+from headwise.layouts.catalogue import describe_layout, output_projection, qkv_fused_by_projection
 
 # How Megatron-LM calls its layers. In 1 to 3 positions are learned, and nothing is normalised.
 _LEGACY: dict[str, Any] = {
     "mask": "True hides",
     "axes": "length batch width",
     "beside": ("*_extra_state",),
-    "sharded": TENSOR_PARALLEL,
+    "sharded": catalogue.TENSOR_PARALLEL,
 }
-_OPEN = left_to_config("rotary qk_norm window")
+_OPEN = catalogue.left_to_config("rotary qk_norm window")
 _CORE = "NVIDIA/Megatron-LM, megatron/core/transformer/attention.py"
 _MEGATRON: dict[str, Any] = {"function": _OPEN, "source": _CORE, **_LEGACY}
 _TRANSFORMER_ENGINE: dict[str, Any] = _MEGATRON | {
@@ -43,44 +32,42 @@ _TRANSFORMER_ENGINE: dict[str, Any] = _MEGATRON | {
 _NEEDS_A_CLUSTER = "its layers are built only within its own parallel runtime"
 _MAY_TURN = "Rotary is half-split unless rotary_interleaved is set."
 _ON_REQUEST = "Tested on request: pip install headwise[libraries]"
-_OUTSIDE_OF_MEGATRON = weights_outside_attention(
+_OUTSIDE_OF_MEGATRON = (
     "tokens=embedding.word_embeddings.weight positions=embedding.position_embeddings.weight "
-    "final_norm=decoder.final_layernorm.* unembedding=output_layer.weight",
-    block="decoder.layers.{layer}. norm_1=self_attention.linear_qkv.layer_norm_* "
-    "norm_2=mlp.linear_fc1.layer_norm_* down=mlp.linear_fc2.*",
+    "final_norm=decoder.final_layernorm.* unembedding=output_layer.weight | "
+    "decoder.layers.{layer}. norm_1=self_attention.linear_qkv.layer_norm_* "
+    "norm_2=mlp.linear_fc1.layer_norm_* down=mlp.linear_fc2.*"
 )
-_GATED_MLP = weights_outside_attention(
-    block="decoder.layers.{layer}. gate+up=mlp.linear_fc1.weight"
-)
-_PLAIN_MLP = weights_outside_attention(block="decoder.layers.{layer}. up=mlp.linear_fc1.*")
+_GATED_MLP = " gate+up=mlp.linear_fc1.weight"
+_PLAIN_MLP = " up=mlp.linear_fc1.*"
 _MEGATRON_OUT = output_projection("linear_proj")
-_MEGATRON_NORMS = head_norms("q_layernorm", "k_layernorm", bias=True)
+_MEGATRON_NORMS = catalogue.head_norms("q_layernorm", "k_layernorm", bias=True)
 _SELF = {"self": "decoder.layers.{layer}.self_attention."}
 
 
-_GROUPED = qkv_fused_by_group("linear_qkv") | _MEGATRON_OUT | _MEGATRON_NORMS
+_GROUPED = catalogue.qkv_fused_by_group("linear_qkv") | _MEGATRON_OUT | _MEGATRON_NORMS
 _MEGATRON_CORE = (
-    Layout(
+    describe_layout(
         name="megatron",
         tensors=_GROUPED,
         where=_SELF,
-        outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
+        outside=_OUTSIDE_OF_MEGATRON + _GATED_MLP,
         **_MEGATRON,
         note="of Megatron core, for models with a gated MLP such as Llama; NeMo fuses the same "
         f"way. {_MAY_TURN} {_ON_REQUEST}",
     ),
-    Layout(
+    describe_layout(
         name="megatron-gpt",
         tensors=_GROUPED,
         where=_SELF,
-        outside=_OUTSIDE_OF_MEGATRON | _PLAIN_MLP,
+        outside=_OUTSIDE_OF_MEGATRON + _PLAIN_MLP,
         **_MEGATRON,
         note="of Megatron core, for models with an MLP of two matrices such as GPT. "
         f"{_MAY_TURN} {_ON_REQUEST}",
     ),
-    Layout(
+    describe_layout(
         name="megatron-gated",
-        tensors=fused_projection_by_pattern(
+        tensors=catalogue.fused_projection_by_pattern(
             "linear_qkv",
             "(kv_heads [wq: group head_dim | wg: group head_dim | wk: head_dim | wv: head_dim])",
             bias=False,
@@ -88,7 +75,7 @@ _MEGATRON_CORE = (
         | _MEGATRON_OUT
         | _MEGATRON_NORMS,
         where=_SELF,
-        outside=_OUTSIDE_OF_MEGATRON | _GATED_MLP,
+        outside=_OUTSIDE_OF_MEGATRON + _GATED_MLP,
         **_MEGATRON
         | {
             "function": replace(_OPEN, output_gate="channel"),
@@ -97,7 +84,7 @@ _MEGATRON_CORE = (
         unchecked="no release with attention_output_gate was run beside it",
         note="each head's outputs are multiplied by the sigmoid of a gate of their own",
     ),
-    Layout(
+    describe_layout(
         name="megatron-cross",
         tensors={
             "linear_q.weight": "wq: (heads head_dim) embed_dim",
@@ -113,19 +100,19 @@ _MEGATRON_CORE = (
 )
 
 
-def _legacy_megatron_layout(number: int, version: str, module: str, fused: Tensors) -> Layout:
+def _legacy_megatron_layout(
+    number: int, version: str, module: str, fused: catalogue.Tensors
+) -> Layout:
     """Return an order that Megatron-LM fused in, by its checkpoint_version."""
     blocks = module.partition(".")[0]
-    return Layout(
+    return describe_layout(
         name=f"megatron-v{number}",
         tensors=fused | output_projection("dense"),
         where={"self": module},
-        outside=weights_outside_attention(
-            "tokens=embedding.word_embeddings.weight "
-            f"positions=embedding.position_embeddings.weight final_norm={blocks}.final_layernorm.*",
-            f"{blocks}.layers.{{layer}}. norm_1=input_layernorm.* "
-            "norm_2=post_attention_layernorm.* up=mlp.dense_h_to_4h.* down=mlp.dense_4h_to_h.*",
-        ),
+        outside="tokens=embedding.word_embeddings.weight "
+        f"positions=embedding.position_embeddings.weight final_norm={blocks}.final_layernorm.* | "
+        f"{blocks}.layers.{{layer}}. norm_1=input_layernorm.* "
+        "norm_2=post_attention_layernorm.* up=mlp.dense_h_to_4h.* down=mlp.dense_4h_to_h.*",
         **_LEGACY,
         source="NVIDIA/Megatron-LM, megatron/checkpointing.py, fix_query_key_value_ordering",
         unchecked="the versions that wrote it do not run with today's torch",
@@ -136,52 +123,52 @@ def _legacy_megatron_layout(number: int, version: str, module: str, fused: Tenso
 
 
 _FUSED, _OLD_MODULE = "query_key_value", "transformer.layers.{layer}.attention."
-_BY_CHANNEL = fused_projection_by_pattern(_FUSED, "(heads head_dim [wq: | wk: | wv: ])")
+_BY_CHANNEL = catalogue.fused_projection_by_pattern(_FUSED, "(heads head_dim [wq: | wk: | wv: ])")
 _NEW_MODULE = "encoder.layers.{layer}.self_attention."
 _LEGACY_LAYOUTS = (
     _legacy_megatron_layout(0, "0", _OLD_MODULE, qkv_fused_by_projection(_FUSED)),
     _legacy_megatron_layout(1, "1.0", _OLD_MODULE, _BY_CHANNEL),
-    _legacy_megatron_layout(2, "2.0 and later", _NEW_MODULE, qkv_fused_by_head(_FUSED)),
+    _legacy_megatron_layout(2, "2.0 and later", _NEW_MODULE, catalogue.qkv_fused_by_head(_FUSED)),
 )
 
 
-_TE_REST = output_projection("proj") | head_norms("q_norm", "k_norm", bias=True)
+_TE_REST = output_projection("proj") | catalogue.head_norms("q_norm", "k_norm", bias=True)
 _ENGINE = (
-    Layout(
+    describe_layout(
         name="transformer-engine",
-        tensors=qkv_fused_by_group("qkv") | _TE_REST,
+        tensors=catalogue.qkv_fused_by_group("qkv") | _TE_REST,
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=True; "
         "rotary is half-split unless rotary_pos_interleaved is set",
         **_TRANSFORMER_ENGINE,
     ),
-    Layout(
+    describe_layout(
         name="transformer-engine-stacked",
         tensors=qkv_fused_by_projection("qkv", kv_heads="kv_heads") | _TE_REST,
         note="MultiheadAttention with fuse_qkv_params=True, qkv_weight_interleaved=False; "
         "same names and shapes as transformer-engine",
         **_TRANSFORMER_ENGINE,
     ),
-    Layout(
+    describe_layout(
         name="transformer-engine-separate",
         tensors={
             name.replace("qkv.q.", "qkv.query_")
             .replace("qkv.k.", "qkv.key_")
             .replace("qkv.v.", "qkv.value_"): pattern
-            for name, pattern in projections("qkv.q qkv.k qkv.v", kv_heads="kv_heads").items()
+            for name, pattern in catalogue.projections(
+                "qkv.q qkv.k qkv.v", kv_heads="kv_heads"
+            ).items()
         }
         | _TE_REST,
         note="MultiheadAttention with fuse_qkv_params=False, as it is by default",
         **_TRANSFORMER_ENGINE,
     ),
-    Layout(
+    describe_layout(
         name="transformer-engine-layer",
-        tensors=qkv_fused_by_group("layernorm_qkv") | _TE_REST,
+        tensors=catalogue.qkv_fused_by_group("layernorm_qkv") | _TE_REST,
         where={"self": "layers.{layer}.self_attention."},
-        outside=weights_outside_attention(
-            block="layers.{layer}. norm_1=self_attention.layernorm_qkv.layer_norm_* "
-            "norm_2=layernorm_mlp.layer_norm_* down=layernorm_mlp.fc2_* "
-            "gate+up=layernorm_mlp.fc1_weight",
-        ),
+        outside="| layers.{layer}. norm_1=self_attention.layernorm_qkv.layer_norm_* "
+        "norm_2=layernorm_mlp.layer_norm_* down=layernorm_mlp.fc2_* "
+        "gate+up=layernorm_mlp.fc1_weight",
         note="TransformerLayer with fuse_qkv_params=True and activation swiglu",
         **_TRANSFORMER_ENGINE
         | {"source": "NVIDIA/TransformerEngine, transformer_engine/pytorch/transformer.py"},
@@ -191,18 +178,15 @@ _ENGINE = (
 
 def _nanotron_layout(pairing: Pairing) -> Layout:
     interleaved = pairing == "interleaved"
-    return Layout(
+    return describe_layout(
         name="nanotron-interleaved" if interleaved else "nanotron",
         tensors=qkv_fused_by_projection("qkv_proj", "o_proj", kv_heads="kv_heads", bias=False),
         where={"self": "model.decoder.{layer}.pp_block.attn."},
-        outside=weights_outside_attention(
-            "tokens=model.token_position_embeddings.pp_block.token_embedding.weight "
-            "final_norm=model.final_layer_norm.pp_block.weight "
-            "unembedding=model.lm_head.pp_block.weight",
-            "model.decoder.{layer}.pp_block. norm_1=input_layernorm.weight "
-            "norm_2=post_attention_layernorm.weight down=mlp.down_proj.weight "
-            "gate+up=mlp.gate_up_proj.weight",
-        ),
+        outside="tokens=model.token_position_embeddings.pp_block.token_embedding.weight "
+        "final_norm=model.final_layer_norm.pp_block.weight "
+        "unembedding=model.lm_head.pp_block.weight | model.decoder.{layer}.pp_block. "
+        "norm_1=input_layernorm.weight norm_2=post_attention_layernorm.weight "
+        "down=mlp.down_proj.weight gate+up=mlp.gate_up_proj.weight",
         beside=("*inv_freq", "*freqs_cis"),
         function=AttentionSpec(rotary=RotaryRule()),
         rows=pairing,
@@ -216,7 +200,7 @@ LAYOUTS = (
     *_MEGATRON_CORE,
     *_LEGACY_LAYOUTS,
     *_ENGINE,
-    Layout(
+    describe_layout(
         name="neox-gqa",
         tensors=qkv_fused_by_projection("query_key_value", "dense", kv_heads="kv_heads"),
         beside=("*inv_freq",),
@@ -228,9 +212,9 @@ LAYOUTS = (
         note="GPT-NeoX's own files with num_kv_heads; without it they are fused as in neox. Layers "
         "are numbered with what stands before them, so a module's place is not told",
     ),
-    Layout(
+    describe_layout(
         name="metaseq",
-        tensors=fused_projection_by_pattern(
+        tensors=catalogue.fused_projection_by_pattern(
             "qkv_proj",
             "([wk: heads head_dim | wv: heads head_dim | wq: heads head_dim])",
         )

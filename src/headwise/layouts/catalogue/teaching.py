@@ -1,17 +1,11 @@
 """Multi-head attention as it is taught: the paper, its code, and what people learn it from."""
 
-from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import (
-    APART,
-    both_sides,
-    projections,
-    qkv_fused_by_projection,
-    weights_outside_attention,
-)
+from headwise.layouts import catalogue
+from headwise.layouts.catalogue import both_sides, describe_layout, projections
 from headwise.layouts.catalogue.decoders_fused import GPT2
 
 LAYOUTS = (
-    Layout(
+    describe_layout(
         name="per-head",
         tensors={
             "wq": "wq: heads head_dim embed_dim",
@@ -27,7 +21,7 @@ LAYOUTS = (
         note="one matrix for each head: the transposes of the paper's W_i^Q, W_i^K and W_i^V, and "
         "its W^O. The paper has no biases",
     ),
-    Layout(
+    describe_layout(
         name="tensor2tensor",
         tensors=projections(
             "q k v output_transform",
@@ -46,16 +40,16 @@ LAYOUTS = (
         source="tensorflow/tensor2tensor, tensor2tensor/layers/common_attention.py",
         note="the paper's own code; TensorFlow's kernels are (in, out), and there are no biases",
     ),
-    Layout(
+    describe_layout(
         name="annotated",
         tensors=projections("linears.0 linears.1 linears.2 linears.3"),
         where=both_sides("{side}.layers.{layer}.", "self_attn.", "src_attn."),
         mask="True attends",
         source="harvardnlp/annotated-transformer, the_annotated_transformer.py",
     ),
-    Layout(
+    describe_layout(
         name="einops",
-        tensors=projections("w_qs w_ks w_vs fc", **APART),
+        tensors=projections("w_qs w_ks w_vs fc", **catalogue.APART),
         where=both_sides("{side}.layer_stack.{layer}.", "slf_attn.", "enc_attn."),
         beside=("layer_norm.*",),
         source="arogozhnikov/einops, docs/pytorch-examples.html",
@@ -63,11 +57,11 @@ LAYOUTS = (
         "attention-is-all-you-need-pytorch, which it rewrites, has the same names and no biases. "
         "Both end with a residual and layer_norm, which are not attention",
     ),
-    Layout(
+    describe_layout(
         name="nanogpt",
-        tensors=qkv_fused_by_projection("c_attn", "c_proj"),
+        tensors=catalogue.qkv_fused_by_projection("c_attn", "c_proj"),
         where={"self": "h.{layer}.attn."},
-        outside=weights_outside_attention(*GPT2),
+        outside=GPT2,
         beside=("bias",),
         source="karpathy/nanoGPT, model.py; karpathy/minGPT, mingpt/model.py",
         note="GPT-2's names for nn.Linear, whose matrices are the transposes of GPT-2's. Square "

@@ -2,16 +2,10 @@
 
 from typing import Any
 
-from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import (
-    both_sides,
-    output_projection,
-    projections,
-    qkv_fused_by_projection,
-    weights_outside_attention,
-)
+from headwise.layouts import catalogue
+from headwise.layouts.catalogue import describe_layout, projections, qkv_fused_by_projection
 
-_OUT = output_projection("out_proj")
+_OUT = catalogue.output_projection("out_proj")
 _PACKED = {
     "in_proj_weight": qkv_fused_by_projection("")[".weight"],
     "in_proj_bias": qkv_fused_by_projection("")[".bias"],
@@ -24,11 +18,11 @@ _EXTRA = {
 }
 _WHERE = {"self": "layers.{layer}.self_attn.", "cross": "layers.{layer}.multihead_attn."}
 # Those of a layer are torch's own. Around the layers torch has no class; the names are BERT's.
-_LAYER = weights_outside_attention(
+_LAYER = (
     "tokens=embeddings.word_embeddings.weight positions=embeddings.position_embeddings.weight "
     "token_types=embeddings.token_type_embeddings.weight embed_norm=embeddings.LayerNorm.* "
-    "pooler=pooler.dense.*",
-    block="layers.{layer}. norm_1=norm1.* norm_2=norm2.* up=linear1.* down=linear2.*",
+    "pooler=pooler.dense.* | layers.{layer}. norm_1=norm1.* norm_2=norm2.* up=linear1.* "
+    "down=linear2.*"
 )
 _OF_TORCH: dict[str, Any] = {
     "where": _WHERE,
@@ -42,7 +36,7 @@ _ABOUT_EXTRA = (
 )
 
 LAYOUTS = (
-    Layout(
+    describe_layout(
         name="torch-packed",
         tensors=_PACKED | _EXTRA,
         **_OF_TORCH,
@@ -50,7 +44,7 @@ LAYOUTS = (
         note="nn.MultiheadAttention, and nn.TransformerEncoder around it; batch_first tells the "
         f"order of axes. {_ABOUT_EXTRA}. add_zero_attn=True is in no tensor",
     ),
-    Layout(
+    describe_layout(
         name="torch-separate",
         tensors={
             "q_proj_weight": "wq: (heads head_dim) embed_dim",
@@ -65,7 +59,7 @@ LAYOUTS = (
         note="nn.MultiheadAttention with another width of keys and values: parameters of their own "
         "without `.weight`, and one fused bias. Keys and values must come from one source",
     ),
-    Layout(
+    describe_layout(
         name="torch-quantizable",
         tensors=projections("linear_Q linear_K linear_V") | _OUT | _EXTRA,
         beside=("in_proj_weight", "in_proj_bias"),
@@ -74,10 +68,10 @@ LAYOUTS = (
         note="holds in_proj_weight and in_proj_bias as well, and uses neither. With "
         "batch_first=True torch 2.13 puts batch and length together in the wrong order",
     ),
-    Layout(
+    describe_layout(
         name="fairseq",
         tensors=projections("q_proj k_proj v_proj") | _OUT | _EXTRA,
-        where=both_sides("{side}.layers.{layer}.", "self_attn.", "encoder_attn."),
+        where=catalogue.both_sides("{side}.layers.{layer}.", "self_attn.", "encoder_attn."),
         mask="True hides",
         axes="length batch width",
         optional=("extra_k", "extra_v"),
@@ -85,20 +79,18 @@ LAYOUTS = (
         unchecked="fairseq is not among the packages of the tests",
         note=f"{_ABOUT_EXTRA}. Files from before 2019 are torch-packed",
     ),
-    Layout(
+    describe_layout(
         name="clip-openai",
         tensors=_PACKED,
         where={"self": "transformer.resblocks.{layer}.attn."},
-        outside=weights_outside_attention(
-            block="transformer.resblocks.{layer}. norm_1=ln_1.* norm_2=ln_2.* up=mlp.c_fc.* "
-            "down=mlp.c_proj.*",
-        ),
+        outside="| transformer.resblocks.{layer}. norm_1=ln_1.* norm_2=ln_2.* up=mlp.c_fc.* "
+        "down=mlp.c_proj.*",
         mask="added",
         axes="length batch width",
         source="openai/CLIP, clip/model.py",
         note="nn.MultiheadAttention; open_clip has the same names",
     ),
-    Layout(
+    describe_layout(
         name="clip-attnpool",
         tensors=projections("q_proj k_proj v_proj c_proj"),
         where={"self": "attnpool."},

@@ -3,24 +3,18 @@
 from typing import Any
 
 from headwise.function.spec import FROM_CONFIG, AttentionSpec, Other, RotaryRule
-from headwise.layouts._layout import Layout
-from headwise.layouts.catalogue import (
-    output_projection,
-    projections,
-    qkv_fused_by_projection,
-    transformers_layout,
-    weights_outside_attention,
-)
+from headwise.layouts import catalogue
+from headwise.layouts.catalogue import describe_layout, projections, qkv_fused_by_projection
 
 _TIMM_MLP = "norm_1=norm1.* norm_2=norm2.* up=mlp.fc1.* down=mlp.fc2.*"
 _VIT_MLP = (
     "norm_1=layernorm_before.* norm_2=layernorm_after.* up=intermediate.dense.* down=output.dense.*"
 )
-_TIMM = weights_outside_attention(block=f"blocks.{{layer}}. {_TIMM_MLP}")
-_VIT = weights_outside_attention(block=f"encoder.layer.{{layer}}. {_VIT_MLP}")
+_TIMM = "| blocks.{layer}. " + _TIMM_MLP
+_VIT = "| encoder.layer.{layer}. " + _VIT_MLP
 _VIT_WHERE = {"self": "encoder.layer.{layer}.attention."}
-_CLIP = weights_outside_attention(
-    block="encoder.layers.{layer}. norm_1=layer_norm1.* norm_2=layer_norm2.* up=mlp.fc1.* "
+_CLIP = (
+    "| encoder.layers.{layer}. norm_1=layer_norm1.* norm_2=layer_norm2.* up=mlp.fc1.* "
     "down=mlp.fc2.*"
 )
 # The layers of each stage are numbered from 0, and have heads of their own number.
@@ -31,7 +25,7 @@ _SWIN: dict[str, Any] = {
 }
 
 LAYOUTS = (
-    Layout(
+    describe_layout(
         name="vit",
         tensors=projections("attention.query attention.key attention.value output.dense"),
         where=_VIT_WHERE,
@@ -42,7 +36,7 @@ LAYOUTS = (
         note="DeiT, DINOv2, BEiT and others, as their files are; since transformers 5 the modules "
         "say q_proj, k_proj, v_proj and o_proj. BEiT has no bias of keys",
     ),
-    Layout(
+    describe_layout(
         name="vit-timm",
         tensors=qkv_fused_by_projection("qkv", "proj"),
         where={"self": "blocks.{layer}.attn."},
@@ -52,21 +46,21 @@ LAYOUTS = (
         note="timm, and the published code of DINO, DINOv2, MAE and SAM. The check runs VitDet of "
         "transformers, which has these tensors; timm's q_norm and k_norm are not described",
     ),
-    transformers_layout(
+    describe_layout(
         name="vitdet",
         tensors=qkv_fused_by_projection("qkv", "proj"),
         where=_VIT_WHERE,
-        outside=weights_outside_attention(block=f"encoder.layer.{{layer}}. {_TIMM_MLP}"),
+        outside="| encoder.layer.{layer}. " + _TIMM_MLP,
         beside=("rel_pos_h", "rel_pos_w"),
         function=AttentionSpec(score_bias=FROM_CONFIG),
     ),
-    Layout(
+    describe_layout(
         name="beit",
         tensors={
             "qkv.weight": qkv_fused_by_projection("")[".weight"],
             "q_bias": "bq: (heads head_dim)",
             "v_bias": "bv: (heads head_dim)",
-            **output_projection("proj"),
+            **catalogue.output_projection("proj"),
         },
         where={"self": "blocks.{layer}.attn."},
         outside=_TIMM,
@@ -77,55 +71,51 @@ LAYOUTS = (
         note="BEiT, EVA and VideoMAE as published, and timm's eva: no bias of keys, and those of "
         "queries and values by themselves. k_bias is a buffer of zeros",
     ),
-    Layout(
+    describe_layout(
         name="videomae",
         tensors={
             **projections("attention.query attention.key attention.value", biases=""),
             "attention.q_bias": "bq: (heads head_dim)",
             "attention.v_bias": "bv: (heads head_dim)",
-            **output_projection("output.dense"),
+            **catalogue.output_projection("output.dense"),
         },
         where=_VIT_WHERE,
         outside=_VIT,
         source="transformers, models/videomae/modeling_videomae.py and conversion_mapping.py",
     ),
-    Layout(
+    describe_layout(
         name="swin",
         tensors=projections("self.query self.key self.value output.dense")
         | {"self.relative_position_bias_table": "distances: buckets heads"},
         where={"self": "encoder.layers.{stage}.blocks.{layer}.attention."},
-        outside=weights_outside_attention(
-            block=f"encoder.layers.{{stage}}.blocks.{{layer}}. {_VIT_MLP}"
-        ),
+        outside="| encoder.layers.{stage}.blocks.{layer}. " + _VIT_MLP,
         beside=("self.relative_position_index",),
         **_SWIN,
         source="transformers, models/swin/modeling_swin.py and conversion_mapping.py",
     ),
-    Layout(
+    describe_layout(
         name="swin-microsoft",
         tensors=qkv_fused_by_projection("qkv", "proj")
         | {"relative_position_bias_table": "distances: buckets heads"},
         where={"self": "layers.{stage}.blocks.{layer}.attn."},
-        outside=weights_outside_attention(block=f"layers.{{stage}}.blocks.{{layer}}. {_TIMM_MLP}"),
+        outside="| layers.{stage}.blocks.{layer}. " + _TIMM_MLP,
         beside=("relative_position_index",),
         **_SWIN,
         source="microsoft/Swin-Transformer, models/swin_transformer.py; timm has the same",
         unchecked="timm is not among the packages of the tests; its 1.0.31 was run once, by hand",
     ),
-    transformers_layout(
+    describe_layout(
         name="dinov3",
         tensors=projections("q_proj k_proj v_proj o_proj"),
         where={"self": "layer.{layer}.attention."},
-        outside=weights_outside_attention(
-            block="layer.{layer}. norm_1=norm1.* norm_2=norm2.* up=mlp.up_proj.* "
-            "down=mlp.down_proj.*"
-        ),
+        outside="| layer.{layer}. norm_1=norm1.* norm_2=norm2.* up=mlp.up_proj.* "
+        "down=mlp.down_proj.*",
         function=AttentionSpec(rotary=RotaryRule()),
         model="dinov3_vit",
         note="half of the angles are of a patch's row and half of its column, and the first tokens "
         "have none; the check rotates by place. Keys have no bias",
     ),
-    transformers_layout(
+    describe_layout(
         name="clip",
         tensors=projections("q_proj k_proj v_proj out_proj"),
         where={"self": "encoder.layers.{layer}.self_attn."},
@@ -134,7 +124,7 @@ LAYOUTS = (
         note="SigLIP as well. The text and the image part are two models in one file, text_model "
         "and vision_model",
     ),
-    transformers_layout(
+    describe_layout(
         name="blip",
         tensors=qkv_fused_by_projection("qkv", "projection"),
         where={"self": "encoder.layers.{layer}.self_attn."},

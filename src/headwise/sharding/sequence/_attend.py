@@ -40,11 +40,7 @@ from headwise.matrix.operator import AttentionMatrix
 from headwise.sharding.agreement import CHECKS, Check
 from headwise.sharding.sequence import ring
 from headwise.sharding.sequence.layout import SequenceLayout
-from headwise.sharding.sequence.scores import (
-    SequenceOptions,
-    SequenceScores,
-    agree_on_score_settings,
-)
+from headwise.sharding.sequence.scores import SequenceOptions, SequenceScores, agree_on_scores
 from headwise.support.arguments import is_number
 from headwise.support.text import describe_value, human_bytes
 from headwise.support.tracing import cast_like_autocast
@@ -196,7 +192,7 @@ def _attend_with(
     check: Check,
 ) -> Tensor:
     call, further = "attend(q, k, v, mesh)", partial(require_options, by, limit, check)
-    scores = agree_on_score_settings(call, operands, mesh, options, further, check)
+    scores = agree_on_scores(call, operands, mesh, options, further, check)
     q, k, v = cast_like_autocast(*operands)
     way, _ = choose_way(scores, q, k, v, by=by, limit=limit)
     return _WAYS[way](q, k, v, scores)
@@ -232,7 +228,7 @@ def explain_attend(
     """
     call, given = "explain_attend(q, k, v, mesh)", SequenceOptions.given(**options)
     further = partial(require_options, by, limit, check)
-    scores = agree_on_score_settings(call, (q, k, v), mesh, given, further)
+    scores = agree_on_scores(call, (q, k, v), mesh, given, further)
     q, k, v = cast_like_autocast(q, k, v)
     way, why = choose_way(scores, q, k, v, by=by, limit=limit)
     counts = _count_elements(way, scores, q, k, v)

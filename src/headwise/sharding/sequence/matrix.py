@@ -21,7 +21,7 @@ from headwise.matrix.kernels.kernel import accumulation_dtype
 from headwise.matrix.operator import AttentionMatrix, LeftOperand, Statistics
 from headwise.sharding.collectives import sum_forward_and_backward
 from headwise.sharding.sequence.layout import SequenceLayout
-from headwise.sharding.sequence.scores import SequenceOptions, agree_on_score_settings
+from headwise.sharding.sequence.scores import SequenceOptions, agree_on_scores
 from headwise.support.arguments import require_tensors
 from headwise.support.text import MATRIX_AXES
 
@@ -65,7 +65,7 @@ class SequenceMatrix(LeftOperand):
         sink: Float[Tensor, " heads"] | None = None,
     ) -> None:
         options = SequenceOptions.given(layout, key_layout, mask, score_bias, scale, softcap, sink)
-        self.scores = scores = agree_on_score_settings(CALL, (q, k), mesh, options)
+        self.scores = scores = agree_on_scores(CALL, (q, k), mesh, options)
         self._queries = scores.queries
         keys = scores.keys.gather(k)
         runs = scores.queries.runs or (Span(0, 0),)

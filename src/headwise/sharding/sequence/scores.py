@@ -92,7 +92,7 @@ class SequenceScores:
         )
 
 
-def agree_on_score_settings(
+def agree_on_scores(
     call: str,
     operands: tuple[Tensor, ...],
     mesh: DeviceMesh,
