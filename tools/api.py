@@ -1,8 +1,8 @@
 """Record of the public interface in docs/api.json: ``python -m tools.api``.
 
 With ``--check`` nothing is written, and the exit status is 1 if the interface differs from the
-record. A removed or changed name is written only if the section "Unreleased" of CHANGELOG.md has
-the name in backticks.
+record. A removed or changed name is written only if CHANGELOG.md has the name in backticks, below
+"Changed" of the section "Unreleased".
 """
 
 from __future__ import annotations
@@ -271,15 +271,12 @@ def main(*, check: bool) -> int:
     print("".join(f"{path}\n    is new {current[path]}\n" for path in new), end="")
     if check:
         if lost or new:
-            print(
-                "docs/api.json differs: run `make api`. List removed and changed names in backticks"
-            )
-            print('in the table of CHANGELOG.md, "Unreleased".')
+            print("docs/api.json differs: run `make api`. Removed and changed names stand in")
+            print('backticks in CHANGELOG.md, below "Changed" of "Unreleased".')
         return bool(lost or new)
     unreleased = CHANGELOG.read_text("utf-8").split("\n## [")[1]
-    documented = {
-        word for code in re.findall(r"`[^`]+`", unreleased) for word in WORD.findall(code)
-    }
+    changed = unreleased.partition("\n### Changed\n")[2]
+    documented = {word for code in re.findall(r"`[^`]+`", changed) for word in WORD.findall(code)}
     undocumented = [
         path for path in lost if WORD.findall(_outermost(path, current))[-1] not in documented
     ]

@@ -30,7 +30,7 @@ def projection_of(layer: ReferenceLayer, role: str) -> nn.Linear:
 
 
 class ProjectionNeverCalled(Injector):
-    """The weight of a projection is used, and its module is not called; no report, from issue 16.
+    """The weight of a projection is used, and its module is not called; no public report.
 
     A forward hook of the module multiplies its result, which the faulty layer passes by.
     """

@@ -26,7 +26,7 @@ def first_stage(geometry: Geometry) -> str:
 
 
 class DecodingOffset(Injector):
-    """Positions of decoded tokens start at another number; no report, from issue 16."""
+    """Positions of decoded tokens start at another number; no public report."""
 
     name = "position offset in decoding"
     family = "decoding"
@@ -68,7 +68,7 @@ def left_padded_probe(geometry: Geometry, draw: Draw) -> Probe:
 
 
 class DecodingLeftPadding(Injector):
-    """Left padding counts as tokens in decoding; no report, from issue 16.
+    """Left padding counts as tokens in decoding; no public report.
 
     Either decoded positions start at the length of the cache, or hidden keys are seen. A window
     may hide the padding from decoded tokens anyway.
@@ -117,7 +117,7 @@ class DecodingLeftPadding(Injector):
 
 
 class DecodingWindow(Injector):
-    """The window holds in the prefill only; no report, from issue 16."""
+    """The window holds in the prefill only; no public report."""
 
     name = "window in decoding"
     family = "decoding"
@@ -145,7 +145,7 @@ class DecodingWindow(Injector):
 
 
 class EvictedKeys(Injector):
-    """The cache keeps only the last keys; no report, from issue 16."""
+    """The cache keeps only the last keys; no public report."""
 
     name = "evicted keys"
     family = "decoding"

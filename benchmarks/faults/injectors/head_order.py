@@ -47,7 +47,7 @@ class HeadsInterleaved(Injector):
 
 
 class HeadsPermuted(Injector):
-    """The heads of one role are permuted, those of the others not; no report, from issue 16.
+    """The heads of one role are permuted, those of the others not; no public report.
 
     Head i of the faulty layer is head order[i] of the good one.
     """

@@ -47,7 +47,7 @@ class _Moved(Injector):
 
 
 class LayersExchanged(_Moved):
-    """Two layers have each other's weights; no report, from issue 16."""
+    """Two layers have each other's weights; no public report."""
 
     name = "layers exchanged"
 
@@ -61,7 +61,7 @@ class LayersExchanged(_Moved):
 
 
 class LayersOffByOne(_Moved):
-    """From one layer on, each has the weights of the layer before; no report, from issue 16."""
+    """From one layer on, each has the weights of the layer before; no public report."""
 
     name = "layers off by one"
 

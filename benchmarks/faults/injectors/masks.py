@@ -52,7 +52,7 @@ class MaskPolarity(_Padded):
 
 
 class PaddingSide(_Padded):
-    """Padding is taken to be at the other end; no report, from issue 16."""
+    """Padding is taken to be at the other end; no public report."""
 
     name = "padding side"
 
@@ -66,7 +66,7 @@ class PaddingSide(_Padded):
 
 
 class PaddingIgnored(_Padded):
-    """The mask is not used; no report, from issue 16."""
+    """The mask is not used; no public report."""
 
     name = "padding ignored"
 

@@ -54,7 +54,7 @@ class BatchFirst(_Module):
 
 
 class DropoutOn(_Module):
-    """Dropout of the weights is left on; no report, from issue 16."""
+    """Dropout of the weights is left on; no public report."""
 
     name = "dropout left on"
 
@@ -75,7 +75,7 @@ class DropoutOn(_Module):
 
 
 class ResidualInside(_Module):
-    """The layer adds its input to its output; no report, from issue 16."""
+    """The layer adds its input to its output; no public report."""
 
     name = "residual inside"
 
@@ -89,7 +89,7 @@ class ResidualInside(_Module):
 
 
 class NormInside(_Module):
-    """The layer normalises its input or its output; no report, from issue 16."""
+    """The layer normalises its input or its output; no public report."""
 
     name = "norm inside"
 

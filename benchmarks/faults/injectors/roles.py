@@ -53,7 +53,7 @@ class KeyValueExchanged(Injector):
 
 
 class QueryValueExchanged(Injector):
-    """The weights of q and v are exchanged; no report, from issue 16."""
+    """The weights of q and v are exchanged; no public report."""
 
     name = "q and v exchanged"
     family = "roles"

@@ -62,7 +62,7 @@ class RotaryAcrossHead(_Rotary):
 
 
 class RotaryOffset(_Rotary):
-    """Queries or keys rotate as if they stood elsewhere; no report, from issue 16.
+    """Queries or keys rotate as if they stood elsewhere; no public report.
 
     An offset of both would cancel.
     """

@@ -13,7 +13,7 @@ from benchmarks.faults.reference_layer import Call, ReferenceLayer
 
 
 class SoftmaxAxis(Injector):
-    """The softmax runs over queries or heads; no report, from issue 16."""
+    """The softmax runs over queries or heads; no public report."""
 
     name = "softmax axis"
     family = "softmax"

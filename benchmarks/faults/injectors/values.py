@@ -23,7 +23,7 @@ class _EveryGeometry(Injector):
 
 
 class SignFlipped(_EveryGeometry):
-    """The weight and bias of one role are negated; no report, from issue 16."""
+    """The weight and bias of one role are negated; no public report."""
 
     name = "sign"
 
@@ -184,7 +184,7 @@ class BiasMissing(_BiasFault):
 
 
 class BiasZero(_BiasFault):
-    """A bias is zero; no report, from issue 16."""
+    """A bias is zero; no public report."""
 
     name = "bias zero"
     equals = frozenset({"bias missing"})

@@ -108,13 +108,14 @@ def test_no_page_is_without_a_cause() -> None:
 
 def test_the_index_lists_every_page() -> None:
     text = PAGES.joinpath("index.md").read_text("utf-8")
-    assert f"these {len(CAUSES)} causes" in text
     lines = [
         f"| {Page.read(cause.page).title} | [{cause.name}]({Path(cause.page).name}) | "
         f"{', '.join(cause.stages)} |"
         for cause in CAUSES
     ]
+    assert [line for line in lines if line not in text.splitlines()] == []
     assert text.splitlines()[-len(CAUSES) :] == sorted(lines, key=lambda line: line[2:].lower())
+    assert f"these {len(CAUSES)} causes" in text
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 8, 8), (6, 2, 10, 10), (8, 1, 6, 7)])
