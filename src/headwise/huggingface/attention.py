@@ -79,16 +79,14 @@ def build_matrix_and_values(
     attention_mask: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[AttentionMatrix, Tensor]:
-    """Return the attention matrix that the operands of `attend` state, and the values.
-
-    Raises:
-        OptionError: an option is not supported.
-        MaskError, ShapeError, DTypeError, DeviceError: the tensors do not fit together.
-    """
+    """Return the attention matrix that the operands of `attend` state, and the values."""
     for name, what in UNSUPPORTED.items():
         if options.get(name) is not None:
             _raise_unsupported(name, what, module)
-    query, key, value = _match_qkv_dtypes_and_batches(query, key, value)
+    query, key, value = cast_like_autocast(query, key, value)
+    if query.shape[0] != key.shape[0]:  # the batch shares learned queries
+        batch, given = max(query.shape[0], key.shape[0]), (query, key, value)
+        query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in given)
     mask, score_bias = _read_mask_and_bias(module, query, key, attention_mask, options)
     scale = options.get("scaling")
     matrix = AttentionMatrix(
@@ -115,20 +113,21 @@ def _read_mask_and_bias(
     elif isinstance(attention_mask, LazyMask):
         mask = attention_mask.mask
     elif not isinstance(attention_mask, Tensor):
-        _raise_unsupported(
-            "attention_mask", f"a {type(attention_mask).__name__} instead of a tensor", module
-        )
+        kind = type(attention_mask).__name__
+        _raise_unsupported("attention_mask", f"a {kind} instead of a tensor", module)
     elif attention_mask.dtype == torch.bool:
         meaning: Mask | None = getattr(attention_mask, MEANING, None)
         mask = meaning or Mask.may_attend(_add_leading_axes(attention_mask), axes=AXES)
     else:
-        mask, score_bias = split_additive_mask(
-            _add_leading_axes(_narrow_float64(attention_mask, query)), axes=AXES
-        )
+        added = _add_leading_axes(_narrow_float64(attention_mask, query))
+        mask, score_bias = split_additive_mask(added, axes=AXES)
     if options.get("cu_seq_lens_q") is not None and not mask.clauses_of_kind(Segments):
-        mask &= _packed_mask(module, query, key, options)
-    if (added := options.get("position_bias")) is not None:
-        score_bias += ScoreBias.dense(_add_leading_axes(_narrow_float64(added, query)), axes=AXES)
+        if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+            what = "packed sequences in a batch, or with earlier keys"
+            _raise_unsupported("cu_seq_lens_q", what, module)
+        mask &= Mask.packed(options["cu_seq_lens_q"], options.get("cu_seq_lens_k"))
+    if (bias := options.get("position_bias")) is not None:
+        score_bias += ScoreBias.dense(_add_leading_axes(_narrow_float64(bias, query)), axes=AXES)
     return mask, score_bias
 
 
@@ -152,32 +151,9 @@ def _default_mask(module: nn.Module, query: Tensor, options: dict[str, Any]) -> 
     return Mask() if reach is None else Mask.window(reach, reach, align="bottom-right")
 
 
-def _packed_mask(module: nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]) -> Mask:
-    """Return the mask of sequences packed into one row, bounded by ``cu_seq_lens``."""
-    length = query.shape[2]
-    if query.shape[0] != 1 or key.shape[2] != length:
-        _raise_unsupported(
-            "cu_seq_lens_q", "packed sequences in a batch, or with earlier keys", module
-        )
-    return Mask.packed(options["cu_seq_lens_q"], options.get("cu_seq_lens_k"))
-
-
 def _add_leading_axes(tensor: Tensor) -> Tensor:
     """Add leading axes of size 1, as broadcasting does."""
     return tensor[(None,) * (len(AXES.split()) - tensor.dim())]
-
-
-def _match_qkv_dtypes_and_batches(
-    query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert to autocast's dtype, as torch's operator does, and expand to a common batch."""
-    query, key, value = cast_like_autocast(query, key, value)
-    batch = max(query.shape[0], key.shape[0])
-    if query.shape[0] != key.shape[0]:  # the batch shares learned queries
-        query, key, value = (
-            x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value)
-        )
-    return query, key, value
 
 
 def _weights_requested(options: dict[str, Any]) -> bool:

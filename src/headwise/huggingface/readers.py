@@ -73,11 +73,6 @@ class TokenPositions:
         return mask
 
 
-def read_mask_function(function: MaskFunction, tokens: TokenPositions) -> Mask | None:
-    """Return the mask that a mask function describes, or None for an unknown function."""
-    return _read_function_tree(function, tokens, select_trusted_readers())
-
-
 @cache
 def select_trusted_readers() -> dict[CodeType, Reader]:
     """Return the readers that agree with the installed transformers, by code object."""
@@ -102,9 +97,11 @@ class _Node(NamedTuple):
 Reader = Callable[[_Node], Mask | None]
 
 
-def _read_function_tree(
-    function: MaskFunction, tokens: TokenPositions, readers: dict[CodeType, Reader]
+def read_mask_function(
+    function: MaskFunction, tokens: TokenPositions, readers: dict[CodeType, Reader] | None = None
 ) -> Mask | None:
+    """Return the mask that a mask function describes, or None for an unknown function."""
+    readers = select_trusted_readers() if readers is None else readers
     if not isinstance(function, FunctionType) or function.__code__ not in readers:
         return None
     names, closure = function.__code__.co_freevars, function.__closure__ or ()
@@ -123,11 +120,8 @@ def _read_symmetric_window(node: _Node) -> Mask | None:
 def _read_chunk_segments(node: _Node) -> Mask | None:
     size, start = node.cells["chunk_size"], node.cells["left_padding"][:, None]
     # Chunks in the padding have negative numbers, and segment ids must not be negative.
-    ids = [
-        (position - start) // size + start // size + 1
-        for position in node.tokens.positions(start.device)
-    ]
-    return Mask.segments(*ids)
+    positions = node.tokens.positions(start.device)
+    return Mask.segments(*((each - start) // size + start // size + 1 for each in positions))
 
 
 def _read_packed_segments(node: _Node) -> Mask | None:
@@ -141,20 +135,17 @@ def _read_remapped_positions(node: _Node) -> Mask | None:
     if not tokens.packed or (tokens.first_query, tokens.keys) != (tokens.first_key, tokens.queries):
         return None
     tokens = replace(tokens, position_ids=node.cells["position_ids"])
-    return _read_function_tree(node.cells["mask_function"], tokens, node.readers)
+    return read_mask_function(node.cells["mask_function"], tokens, node.readers)
 
 
 def _read_conjunction(node: _Node) -> Mask | None:
     functions = node.cells["mask_functions"]
-    codes = [getattr(function, "__code__", None) for function in functions]
-    packed = any(
-        node.readers.get(code) is _read_packed_segments for code in codes if code is not None
-    )
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    packed = any(node.readers.get(code) is _read_packed_segments for code in codes)
     tokens = replace(node.tokens, packed=node.tokens.packed or packed)
     mask = Mask()
     for function in functions:
-        part = _read_function_tree(function, tokens, node.readers)
-        if part is None:
+        if (part := read_mask_function(function, tokens, node.readers)) is None:
             return None
         mask &= part
     return mask
@@ -219,8 +210,7 @@ def _reader_agrees(
     function: MaskFunction, tokens: TokenPositions, readers: dict[CodeType, Reader]
 ) -> bool:
     """Check that a reader's mask equals the function's mask in every cell."""
-    mask = _read_function_tree(function, tokens, readers)
-    if mask is None:
+    if (mask := read_mask_function(function, tokens, readers)) is None:
         return False
     batch, device = len(_PADDING), _PADDING.device
     rows, columns = tokens.positions(device)

@@ -38,21 +38,16 @@ def using_headwise_attention(model: nn.Module) -> Iterator[None]:
         for member in members:
             if member._can_set_attn_implementation():
                 member.config._attn_implementation_internal = NAME
-        _enable_nested_configs(members)
+        # Nested configurations may belong to no module of their own.
+        own = {id(member.config) for member in members}
+        switched = [m.config for m in members if m.config._attn_implementation_internal == NAME]
+        for config in _all_configs(switched):
+            if id(config) not in own:
+                config._attn_implementation_internal = NAME
         yield
     finally:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation
-
-
-def _enable_nested_configs(members: list[Any]) -> None:
-    """Enable headwise in nested configurations that belong to no module of their own."""
-    own_configs = {id(m.config) for m in members}
-    for member in members:
-        if member.config._attn_implementation_internal == NAME:
-            for config in _all_configs([member.config]):
-                if id(config) not in own_configs:
-                    config._attn_implementation_internal = NAME
 
 
 def _all_configs(roots: list[Any]) -> list[Any]:
@@ -112,7 +107,11 @@ def _wrap_with_observer(function: AttentionFunction, name: str) -> AttentionFunc
         attention_mask: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        used = _clamp_mask_to_float32(attention_mask)
+        used = attention_mask
+        if isinstance(used, Tensor) and used.dtype == torch.float64:
+            # transformers computes the softmax in float32, where the lowest number of float64 is
+            # -inf, and a row without keys is NaN.
+            used = used.clamp(min=torch.finfo(torch.float32).min)
         outputs, weights = call_for_kernel(function, module, query, key, value, used, **options)
         stated = dict(options)
         if attention_mask is None:
@@ -126,17 +125,6 @@ def _wrap_with_observer(function: AttentionFunction, name: str) -> AttentionFunc
         return head_outputs.transpose(1, 2).contiguous(), weights
 
     return observed
-
-
-def _clamp_mask_to_float32(mask: Any) -> Any:
-    """Return a mask whose hidden keys stay finite in float32.
-
-    transformers computes the softmax in float32 in a float64 model too. There the lowest number of
-    float64 is -inf, and a row without keys is NaN, unlike in the float32 model.
-    """
-    if not isinstance(mask, Tensor) or mask.dtype != torch.float64:
-        return mask
-    return mask.clamp(min=torch.finfo(torch.float32).min)
 
 
 def _mask_as_tensor(mask: Any, query: Tensor, key: Tensor) -> Any:

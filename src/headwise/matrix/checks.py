@@ -134,7 +134,6 @@ def check_scale_and_softcap(
 
 
 def _advise_plain_number(name: str, value: object) -> str | None:
-    """Return the remedy for a tensor that was passed as a number."""
     if not isinstance(value, Tensor):
         return None
     learned = "; multiply the queries by a learned factor: q * factor"
@@ -142,7 +141,6 @@ def _advise_plain_number(name: str, value: object) -> str | None:
 
 
 def _score_range(dtype: torch.dtype) -> torch.finfo:
-    """Return the range of the dtype of the scores, for queries of ``dtype``."""
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
@@ -155,7 +153,6 @@ def raise_operand_error(product: str, operand: Tensor, needed: str) -> None:
 
 
 def require_query_positions(index: Tensor, queries: int, *, call: str) -> Tensor:
-    """Return positions of queries in int64, or raise OptionError."""
     wrong: str | None = None
     if not isinstance(index, Tensor) or index.dim() != 1 or not has_integer_dtype(index):
         wrong = describe_value(index)
@@ -200,7 +197,6 @@ def check_probability(dropout_p: float, error: type[OptionError] = OptionError) 
 
 
 def require_diagonal_offset(offset: SupportsIndex, queries: int, keys: int) -> int:
-    """Return the offset of a diagonal, or raise OptionError."""
     count = convert_to_int_or_none(offset)  # NumPy's integers wrap
     if count is None:
         raise OptionError(
@@ -212,7 +208,6 @@ def require_diagonal_offset(offset: SupportsIndex, queries: int, keys: int) -> i
 
 
 def require_top_key_count(k: SupportsIndex, keys: int) -> int:
-    """Return the number of largest weights of a query, or raise OptionError."""
     count = convert_to_int_or_none(k)
     if count is None or not 0 <= count <= keys:
         raise OptionError(
@@ -224,7 +219,6 @@ def require_top_key_count(k: SupportsIndex, keys: int) -> int:
 
 
 def require_block_count(axis: str, blocks: SupportsIndex, size: int) -> int:
-    """Return the number of blocks of a pooled axis, or raise OptionError."""
     count = convert_to_int_or_none(blocks)
     if count is None or not 1 <= count <= max(1, size):
         raise OptionError(

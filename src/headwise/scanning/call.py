@@ -86,7 +86,7 @@ class RepeatedTokens:
     def earlier_repeat_pairs(
         self, batches: slice, keys: Int[Tensor, " rows"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (batch, row, key) of every earlier key with the token of the row's key."""
+        """Return (batch, row, key) of every earlier key with a row's token, keys counted from 0."""
         earlier = self.earlier[batches][:, keys].flatten()
         row = torch.repeat_interleave(torch.arange(len(earlier), device=keys.device), earlier)
         nth = torch.arange(len(row), device=keys.device) - (earlier.cumsum(0) - earlier)[row]
@@ -99,56 +99,37 @@ class RepeatedTokens:
 class CapturedCall:
     """One attention call of a layer, with what was observed around it.
 
-    An attribute is None if it is unknown; statistics that need it are left out.
-
-    Attributes:
-        matrix: the attention matrix.
-        real_queries: False where a query is padding.
-        real_keys: False where a key is padding.
-        own_key: the key at the position of query 0: 0 in self-attention, the number of earlier
-            keys with a cache, and None in cross attention.
-        tokens: the token of each key; below 0 where it is unknown.
-        separators: True where a key holds a separator, such as a full stop or [SEP].
-        specials: True where a key holds one of the tokenizer's special tokens.
-        dropped: number of earlier keys that a cache has dropped; no query sees them.
-        values: the values of the keys.
-        outputs: the head outputs, as they enter the output projection.
-        mixed: the weights times the values, where an output gate follows; else None.
-        out_proj: each head's part of the output projection, recorded once that has run.
-        residual: the tensor to which the layer's output is added: the input state of its block.
-            Recorded for the first attention of a block, if the state has not changed since.
-        unembedding: the weight that maps a residual to a score for each token of the vocabulary.
-        layer: the layer's name in the model; with "(2)" where the same module runs again in one
-            pass, and with "(call 2)" where one run attends once more for the same tokens.
-        module: the module that ran; None outside of modules.
-        state: the first floating-point input of the module.
-        is_cross: True if keys and queries are projected from different tensors.
-        layer_index: number of the layer among the scanned layers, in call order.
-        heads: numbers of the heads in their layer; all heads of the layer if None.
-        cells: number of blocks of queries, and of keys, in a map.
+    An attribute is None if it is unknown; statistics that need it are left out. ``own_key`` is the
+    key at the position of query 0: 0 in self-attention, the number of earlier keys with a cache,
+    and None in cross attention. ``outputs`` enter the output projection; ``mixed`` are the weights
+    times the values, where an output gate follows. ``residual`` is the input state of the block, to
+    which the layer's output is added: known for the first attention of a block, if the state has
+    not changed since. ``unembedding`` maps a residual to a score for each token of the vocabulary.
+    ``layer`` has "(2)" where the same module runs again in one pass, and "(call 2)" where one run
+    attends once more for the same tokens.
     """
 
     matrix: AttentionMatrix
-    real_queries: Bool[Tensor, "batch queries"]
+    real_queries: Bool[Tensor, "batch queries"]  # False for padding
     real_keys: Bool[Tensor, "batch keys"]
     own_key: int | None
-    tokens: Integer[Tensor, "batch keys"] | None = None
-    separators: Bool[Tensor, "batch keys"] | None = None
-    specials: Bool[Tensor, "batch keys"] | None = None
-    dropped: int = 0
+    tokens: Integer[Tensor, "batch keys"] | None = None  # below 0 where it is unknown
+    separators: Bool[Tensor, "batch keys"] | None = None  # such as a full stop or [SEP]
+    specials: Bool[Tensor, "batch keys"] | None = None  # special tokens of the tokenizer
+    dropped: int = 0  # number of earlier keys that a cache no longer holds; no query sees them
     values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None
     outputs: Float[Tensor, "batch heads queries value_dim"] | None = None
     mixed: Float[Tensor, "batch heads queries value_dim"] | None = None
-    out_proj: Float[Tensor, "heads value_dim embed_dim"] | None = None
+    out_proj: Float[Tensor, "heads value_dim embed_dim"] | None = None  # known once it has run
     residual: Float[Tensor, "batch queries embed_dim"] | None = None
     unembedding: Float[Tensor, "vocabulary embed_dim"] | None = None
     layer: str = "attention"
-    module: nn.Module | None = None
-    state: Tensor | None = None
-    is_cross: bool = False
-    layer_index: int = 0
-    heads: tuple[int, ...] | None = None
-    cells: int = CELLS
+    module: nn.Module | None = None  # None outside of modules
+    state: Tensor | None = None  # the first floating-point input of the module
+    is_cross: bool = False  # keys and queries are projected from different tensors
+    layer_index: int = 0  # among the scanned layers, in call order
+    heads: tuple[int, ...] | None = None  # numbers in their layer; None for all
+    cells: int = CELLS  # blocks of queries, and of keys, in a map
 
     def __post_init__(self) -> None:
         batch, _, queries, keys = self.matrix.shape
@@ -173,11 +154,8 @@ class CapturedCall:
     ) -> CapturedCall:
         """Return a call of self-attention, where queries are keys.
 
-        Args:
-            matrix: its attention matrix.
-            real: False where a key, and the query that stands there, is padding; none is if None.
-            own_key: as in the class; None for cross attention, whose queries are all real.
-            attributes: any other attribute.
+        ``real`` is False where a key, and the query that stands there, is padding; none is if None.
+        With ``own_key`` None, as in cross attention, all queries are real.
         """
         batch, _, queries, keys = matrix.shape
         if real is None:
@@ -205,15 +183,12 @@ class CapturedCall:
             softcap=matrix.softcap,
             sink=None if matrix.sink is None else matrix.sink.index_select(0, heads),
         )
-        return replace(
-            self,
-            matrix=chosen,
-            values=None if self.values is None else of_each_head(self.values),
-            outputs=None if self.outputs is None else of_each_head(self.outputs),
-            mixed=None if self.mixed is None else of_each_head(self.mixed),
-            out_proj=None if self.out_proj is None else self.out_proj.index_select(0, heads),
-            heads=tuple(heads.tolist()),
-        )
+        names = ("values", "outputs", "mixed")
+        known = {name: x for name in names if (x := getattr(self, name)) is not None}
+        changes: dict[str, Any] = {name: of_each_head(x) for name, x in known.items()}
+        if self.out_proj is not None:
+            changes["out_proj"] = self.out_proj.index_select(0, heads)
+        return replace(self, matrix=chosen, heads=tuple(heads.tolist()), **changes)
 
     @cached_property
     def first_real_key(self) -> Int[Tensor, " batch"]:

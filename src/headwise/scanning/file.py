@@ -78,9 +78,8 @@ def check_value(value: Any, schema: Any, where: str) -> Any:
     """Check a JSON value against a schema, and return the value.
 
     A schema is a range of whole numbers (True and 1.0 do not count), ``str``, a tuple of allowed
-    strings, a list with the schema of its entries, or a mapping of field names to schemas, where
-    ``...`` allows any name. ``object`` allows any value. ``where`` is the name of the field; empty
-    for the whole JSON.
+    strings, a list with the schema of its entries, a mapping of field names to schemas (``...`` for
+    any name), or ``object`` for any value. ``where`` names the field; empty for the whole JSON.
     """
     at, saw = where or "its JSON", f"{where or 'its JSON'} is {describe_json(value)}"
     if isinstance(schema, range):
@@ -171,10 +170,7 @@ def upgrade_format_1(about: dict[str, Any]) -> dict[str, Any]:
 def write_scan_file(
     scan: ScanReadings, path: Path, *, document: Mapping[str, Any] | None = None, mark: str = ""
 ) -> Path:
-    """Save a scan, and ``document`` with it, for `read_scan_fields` to return.
-
-    ``mark`` is a part of the name of the unfinished file.
-    """
+    """Save a scan and ``document``; ``mark`` is a part of the name of the unfinished file."""
     about: dict[str, Any] = {
         "version": VERSION,
         "headwise": metadata.version("headwise"),
@@ -249,18 +245,18 @@ def read_document(path: Path, *, remedy: str = COPY_AGAIN) -> Any:
         with safe_open(path, framework="pt") as file:
             about = parse_json_object((file.metadata() or {}).get(KEY, "{}"))
     except (SafetensorError, TypeError, ValueError, RuntimeError) as error:
-        raise damaged_file_error(path, _not_whole(error), remedy) from error
+        raise damaged_file_error(path, FieldError(_not_whole(error)), remedy) from error
     return about.get("document")
+
+
+def _not_whole(error: Exception) -> str:
+    return f"it is no whole .safetensors file ({str(error)[:120]})"
 
 
 def read_scan_fields(
     path: Path, statistics: Iterable[Statistic] = (), *, remedy: str = COPY_AGAIN
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the fields of the scan in a file, and the document that was saved with it.
-
-    ``statistics`` are those of the file that are not in headwise's catalogue, and ``remedy`` is the
-    advice of the error for a damaged file.
-    """
+    """Return the fields of the scan in a file, and the document that was saved with it."""
     shipped = (*catalogue.STANDARD, TopKeysOfEveryQuery(), *catalogue.IMPORTANCE)
     known: dict[str, Statistic] = {}
     for statistic in (*shipped, *statistics):
@@ -294,10 +290,6 @@ def damaged_file_error(path: Path, fault: FieldError, remedy: str) -> OptionErro
     )
 
 
-def _not_whole(error: Exception) -> FieldError:
-    return FieldError(f"it is no whole .safetensors file ({str(error)[:120]})")
-
-
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the JSON and the tensors of a file whose digest, if it has one, is right."""
     try:
@@ -317,7 +309,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     # torch raises TypeError or RuntimeError for an impossible size.
     except (SafetensorError, TypeError, RuntimeError) as error:
-        raise _not_whole(error) from error
+        raise FieldError(_not_whole(error)) from error
     if text is None:
         raise OptionError(
             saw=f"{path}, a safetensors file that holds no scan",
@@ -396,8 +388,9 @@ def _rebuild_layers_and_texts(
     by_name, rest = {each.definition.name: each for each in statistics}, dict(tensors)
     texts: list[ScannedText] = []
     while (ids := rest.pop(f"texts/{len(texts)}/ids", None)) is not None:
-        lengths = rest.pop(f"texts/{len(texts)}/lengths", None)
-        if lengths is None or not _is_valid_scanned_text(ids, lengths):
+        lengths = rest.pop(f"texts/{len(texts)}/lengths", torch.zeros(0))
+        is_list = all(x.dtype == torch.int32 and x.dim() == 1 for x in (ids, lengths))
+        if not is_list or (lengths < 0).any() or int(lengths.sum()) != len(ids):
             raise FieldError(f"the lengths in texts/{len(texts)} are not those of its tokens")
         texts.append(ScannedText(ids, tuple(lengths.tolist())))
     layers: list[LayerScan] = []
@@ -413,19 +406,13 @@ def _rebuild_layers_and_texts(
         numbers = {name: fields[name] if fields[name] >= 0 else None for name in TEXTS_OF_LAYER}
         for number in numbers.values():
             if number is not None and number >= len(texts):
-                raise FieldError(
-                    f"layer {fields['name']} names text {number}, of {len(texts)} texts"
-                )
+                fault = f"layer {fields['name']} names text {number}, of {len(texts)} texts"
+                raise FieldError(fault)
         heads = tuple(fields["heads"])
         layers.append(LayerScan(**{**fields, "heads": heads, "summaries": summaries, **numbers}))
     if rest:
         raise FieldError(f"it holds a tensor {describe_json(min(rest))} that no layer has")
     return tuple(layers), tuple(texts)
-
-
-def _is_valid_scanned_text(ids: Tensor, lengths: Tensor) -> bool:
-    is_list = all(tensor.dtype == torch.int32 and tensor.dim() == 1 for tensor in (ids, lengths))
-    return is_list and bool((lengths >= 0).all()) and int(lengths.sum()) == len(ids)
 
 
 # ---- the digest ----------------------------------------------------------------------------------
@@ -434,8 +421,7 @@ def _is_valid_scanned_text(ids: Tensor, lengths: Tensor) -> bool:
 def hash_nested_content(content: Any) -> str:
     """Return the hex SHA-256 of a string, number or tensor, or of mappings and sequences of these.
 
-    The digest is the same in every process and on every device. It includes the dtype and shape of
-    tensors and the sorted keys of mappings, so a tokenizer's output or ``state_dict()`` will do.
+    It includes the dtype and shape of tensors, and is the same in every process, on every device.
     """
     digest = hashlib.sha256()
     _update_digest(digest.update, content)

@@ -46,6 +46,8 @@ Loss = Callable[[Any, Any], Tensor]
 Means = Mapping[str, Tensor]
 
 UNRECORDED = "computed without a gradient: under torch.no_grad, or a reentrant checkpoint"
+ONE_EACH = "one number for each sequence, (batch,)"
+TAKE_MEANS = "a mean over the tokens of each sequence: loss.mean(-1)"
 PASS_A_LOSS = (
     "loss=function, where function(output, inputs) returns a tensor (batch,): the loss of each "
     "sequence"
@@ -53,10 +55,7 @@ PASS_A_LOSS = (
 
 
 class _Watcher:
-    """The selected layers of a model, and what the runs with all heads have in common.
-
-    Every call must be ``causal``, as for the default loss, if that is True.
-    """
+    """The selected layers of a model, which must be ``causal`` for the default loss."""
 
     def __init__(self, layers: SelectedLayers, *, causal: bool) -> None:
         self.layers, self._causal = layers, causal
@@ -161,8 +160,7 @@ class Gates(_Watcher):
                 needed="a model that keeps its activations, since the gates are in the first pass",
                 do="model.gradient_checkpointing_disable(), or your model's equivalent",
             )
-        layer = self.note_call(call)
-        if layer is None:
+        if (layer := self.note_call(call)) is None:
             return None
         if not torch.is_grad_enabled():
             _mark_layer_missing(layer, UNRECORDED)
@@ -181,11 +179,8 @@ class Gates(_Watcher):
         count = len(losses)
         if placed and not any(len(gate) == count for _, gate in placed):
             layer, gate = placed[0]
-            raise ShapeError(
-                saw=f"a loss that gave {count} numbers; {layer.name} has a batch of {len(gate)}",
-                needed="one number for each sequence, (batch,)",
-                do="a mean over the tokens of each sequence: loss.mean(-1)",
-            )
+            saw = f"a loss that gave {count} numbers; {layer.name} has a batch of {len(gate)}"
+            raise ShapeError(saw=saw, needed=ONE_EACH, do=TAKE_MEANS)
         self.end_input(count)
         if placed and not losses.requires_grad:
             raise OptionError(
@@ -205,17 +200,14 @@ class Gates(_Watcher):
                 continue
             if gradient is None:
                 self.notes[f"{layer.name}: the loss does not depend on its heads"] = None
-            gradient = torch.zeros_like(gate) if gradient is None else gradient
+                gradient = torch.zeros_like(gate)
             by_layer.setdefault(layer.name, (layer, []))[1].append(gradient.double())
         for layer, of_gates in by_layer.values():
             _add_gradients(layer, of_gates)
 
 
 def _add_gradients(layer: LayerScan, gradients: list[Tensor]) -> None:
-    """Add the gradients (batch, heads, queries) of one batch to the sums of a layer.
-
-    A layer that attends twice in a pass has two gates, whose gradients count together.
-    """
+    """Add the gradients (batch, heads, queries) of all gates of a layer to its sums."""
     signed = torch.stack([gradient.sum(-1) for gradient in gradients]).sum(0)
     absolute = torch.stack([gradient.abs().sum(-1) for gradient in gradients]).sum(0)
     gate, taylor = signed.abs().sum(0).cpu(), absolute.sum(0).cpu()
@@ -275,18 +267,13 @@ def ablations(
 
     with record_attention(model, ablation) as recorder:
         for index, model_input in enumerate(prepared):
-            report = partial(_report_pass, progress, before, len(prepared), index)
-            ablation.measure_one_input(
-                partial(_run_losses, model, model_input, recorder, loss), report
-            )
+
+            def report(stage: str, done: int, each: int, index: int = index) -> None:
+                progress(stage, before + index * each + done, before + len(prepared) * each)
+
+            run = partial(_run_losses, model, model_input, recorder, loss)
+            ablation.measure_one_input(run, report)
     return ablation.make_scan(model, (ablation.statistic,), *recorder.notes)
-
-
-def _report_pass(
-    progress: Progress, before: int, inputs: int, index: int, stage: str, done: int, each: int
-) -> None:
-    """Report the passes of one input as a part of the passes of all inputs."""
-    progress(stage, before + index * each + done, before + inputs * each)
 
 
 def mean_outputs(
@@ -325,10 +312,7 @@ def mean_outputs(
 
 
 class _HeadAblation(_Watcher):
-    """Watcher that records the layers in a first pass, then replaces the output of one head.
-
-    Without ``by="resample"`` and without means, a head that is off has the output zero.
-    """
+    """Watcher that records the layers in a first pass, then replaces the output of one head."""
 
     def __init__(self, layers: SelectedLayers, by: str | Means, seed: int, *, causal: bool) -> None:
         super().__init__(layers, causal=causal)
@@ -363,10 +347,10 @@ class _HeadAblation(_Watcher):
         if self._partner is not None:
             real = self._real_queries[index]
             without[:, head] = outputs_of_partners(outputs[:, head], real, self._partner)
+        elif self._means is not None:
+            without[:, head] = self._means[layer.name][head].to(outputs)
         else:
-            without[:, head] = (
-                0 if self._means is None else self._means[layer.name][head].to(outputs)
-            )
+            without[:, head] = 0
         return without
 
     def measure_one_input(self, run: Callable[[], Tensor], report: Progress) -> None:
@@ -395,8 +379,7 @@ class _HeadAblation(_Watcher):
             layer.add_summary(self.statistic, summary)
 
     def _is_possible(self, layer: LayerScan, count: int) -> bool:
-        shape = self._shapes.get(layer.name)
-        if shape is None:  # this input did not run the layer
+        if (shape := self._shapes.get(layer.name)) is None:  # this input did not run the layer
             return False
         if self._means is not None:
             mean = self._means.get(layer.name)
@@ -515,7 +498,7 @@ def _mean_cross_entropies(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
 def _run_losses(
     model: nn.Module, model_input: model_inputs.ModelInput, recorder: Recorder, loss: Loss | None
 ) -> Float[Tensor, " batch"]:
-    """Run a model, and return the loss, or the default loss, of each sequence in float64."""
+    """Run a model, and return the loss of each sequence in float64."""
     output, inputs = recorder.run(model_input), model_input.original
     if loss is None:
         _, table = weights.find_unembedding(model)
@@ -540,25 +523,19 @@ def _run_losses(
     if losses.dim() == 0:
         raise ShapeError(
             saw="a loss that gave a single number",
-            needed="one number for each sequence, (batch,): with a mean over the batch, importance "
-            "would depend on the size of the batch",
+            needed=f"{ONE_EACH}: with a mean over the batch, importance would depend on the size "
+            "of the batch",
             do='reduction="none", and a mean over the tokens of each sequence',
         )
     if losses.dim() != 1:
-        raise ShapeError(
-            saw=f"a loss that gave {tuple(losses.shape)}",
-            needed="one number for each sequence, (batch,)",
-            do="a mean over the tokens of each sequence: loss.mean(-1)",
-        )
+        saw = f"a loss that gave {tuple(losses.shape)}"
+        raise ShapeError(saw=saw, needed=ONE_EACH, do=TAKE_MEANS)
     return losses.double()
 
 
 @torch.no_grad()
 def _require_causal(call: CapturedCall) -> None:
-    """Raise OptionError if a query attends to a later key, which the default loss has to predict.
-
-    Two rows of the weights are checked: the first, and one in the middle.
-    """
+    """Raise OptionError if the first or the middle query attends to a later key."""
     _, _, queries, keys = call.matrix.shape
     if call.is_cross or queries != keys or keys < 2:
         return
@@ -577,14 +554,12 @@ def _find_logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None)
     logits = getattr(output, "logits", None) if logits is None else logits
     if isinstance(logits, Tensor):
         return logits
-    parts = output if isinstance(output, list | tuple) else [output]
-    for part in parts:
+    for part in output if isinstance(output, list | tuple) else [output]:
         # Only a floating-point tensor with three axes may be logits.
-        if not isinstance(part, Tensor) or not part.is_floating_point() or part.dim() != 3:
-            continue
-        is_known = vocabularies is None or part.shape[-1] in vocabularies
-        if is_known and part.shape[:2] == ids.shape:
-            return part
+        if isinstance(part, Tensor) and part.is_floating_point() and part.dim() == 3:
+            is_known = vocabularies is None or part.shape[-1] in vocabularies
+            if is_known and part.shape[:2] == ids.shape:
+                return part
     words = f"an output of type {type(output).__name__}"
     if isinstance(output, list | tuple):
         words = f"{type(output).__name__} of {', '.join(map(describe_value, output[:4]))}"

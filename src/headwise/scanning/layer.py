@@ -34,13 +34,19 @@ class ScannedText(NamedTuple):
     lengths: tuple[int, ...]
 
 
-class _TextBuffers:
-    """The sequences of several texts so far, up to `MOST_TOKENS` of all texts together."""
+class TextRecorder:
+    """Records the texts of a running model from its attention calls, up to `MOST_TOKENS` in all.
+
+    The keys of a call are one text. A further call of the same input with the same tokens reads
+    the same text, another call reads another one.
+    """
 
     def __init__(self) -> None:
         self._texts: list[list[Tensor]] = []
         self._cut: set[int] = set()  # texts with a sequence that there was no room for
         self._room = MOST_TOKENS
+        self._now: list[list[Tensor]] = []  # the sequences of each text, of this input
+        self._last_queries: int | None = None
 
     def add_sequences(self, number: int, sequences: Iterable[Tensor]) -> None:
         """Add sequences to a text while there is room."""
@@ -58,29 +64,6 @@ class _TextBuffers:
         """The texts so far."""
         none = torch.zeros(0, dtype=torch.int32)
         return tuple(ScannedText(torch.cat([none, *x]), tuple(map(len, x))) for x in self._texts)
-
-
-def concatenate_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[ScannedText, ...]:
-    """Return the texts of several scans of a model, one after another, up to `MOST_TOKENS`."""
-    merged = _TextBuffers()
-    if len({len(each) for each in texts}) == 1:
-        for each in texts:
-            for number, text in enumerate(each):
-                merged.add_sequences(number, text.ids.split(list(text.lengths)))
-    return merged.texts
-
-
-class TextRecorder(_TextBuffers):
-    """Records the texts of a running model from its attention calls.
-
-    The keys of a call are one text. A further call of the same input with the same tokens reads
-    the same text, another call reads another one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now: list[list[Tensor]] = []  # the sequences of each text, of this input
-        self._last_queries: int | None = None
 
     def begin_input(self) -> None:
         """Start another input, with other sequences."""
@@ -114,6 +97,16 @@ class TextRecorder(_TextBuffers):
         self._now.append(sequences)
         self.add_sequences(number := len(self._now) - 1, sequences)
         return number
+
+
+def concatenate_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[ScannedText, ...]:
+    """Return the texts of several scans of a model, one after another, up to `MOST_TOKENS`."""
+    merged = TextRecorder()
+    if len({len(each) for each in texts}) == 1:
+        for each in texts:
+            for number, text in enumerate(each):
+                merged.add_sequences(number, text.ids.split(list(text.lengths)))
+    return merged.texts
 
 
 OTHER_HEAD = "other_head"  # the axis of a statistic that compares the heads of a layer
@@ -155,45 +148,28 @@ class StandoutHead:
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class LayerScan:
-    """Summaries of the statistics of one layer, updated with every attention call.
+    """Summaries of the statistics of one layer, updated with every attention call."""
 
-    Attributes:
-        name: the layer's name in the model, such as "encoder.layer.3.attention.self".
-        num_heads: number of heads of the layer.
-        heads: the selected heads; summaries have a row for each, in this order.
-        kind: "self" if queries and keys are the same tokens, else "cross".
-        calls: number of attention calls.
-        summaries: the summary of each statistic, by its name.
-        missing: the reason why this layer lacks a statistic, by its name.
-        query_text: number of the text in `HeadScan.texts` that the queries read; None if unknown.
-        key_text: the same for the keys.
-    """
-
-    name: str
+    name: str  # in the model, such as "encoder.layer.3.attention.self"
     num_heads: int
-    heads: tuple[int, ...]
-    kind: Literal["self", "cross"]
+    heads: tuple[int, ...]  # the selected heads; summaries have a row for each, in this order
+    kind: Literal["self", "cross"]  # "self" if queries and keys are the same tokens
     calls: int = 0
-    summaries: dict[str, Summary] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    query_text: int | None = None
+    summaries: dict[str, Summary] = field(default_factory=dict)  # by the name of the statistic
+    missing: dict[str, str] = field(default_factory=dict)  # why the layer lacks a statistic
+    query_text: int | None = None  # number of the text in `HeadScan.texts`; None if unknown
     key_text: int | None = None
 
     def __repr__(self) -> str:
         some = f"{len(self.heads)} of " if len(self.heads) != self.num_heads else ""
-        sizes = (
-            f"heads={some}{self.num_heads}, calls={self.calls}, statistics={len(self.summaries)}"
-        )
+        sizes = f"heads={some}{self.num_heads}, calls={self.calls}"
+        sizes += f", statistics={len(self.summaries)}"
         sizes += f", missing={len(self.missing)}" if self.missing else ""
         return f"LayerScan({self.name!r}, {self.kind} attention, {sizes})"
 
     @classmethod
     def empty_of_call(cls, call: CapturedCall, heads: tuple[int, ...] | None) -> LayerScan:
-        """Return an empty scan of a call's layer, for these heads or all.
-
-        Raises:
-            OptionError: the layer does not have these heads.
-        """
+        """Return an empty scan of a call's layer, for these heads or all."""
         count = call.matrix.shape[1]
         if heads is not None and any(not 0 <= head < count for head in heads):
             raise OptionError(
@@ -351,16 +327,13 @@ class ScanReadings:
             )
         for axis, axis_name in enumerate(statistic.definition.axes, start=1):
             for index, rows in results.items() if axis_name == OTHER_HEAD else ():
-                wide = rows.new_full(
-                    (*rows.shape[:axis], heads, *rows.shape[axis + 1 :]), torch.nan
-                )
+                shape = (*rows.shape[:axis], heads, *rows.shape[axis + 1 :])
                 order = torch.tensor(self.layer_scans[index].heads)
-                results[index] = wide.index_copy_(axis, order, rows)
+                results[index] = rows.new_full(shape, torch.nan).index_copy_(axis, order, rows)
         # The length of any axis may differ between layers, as the number of heads may.
-        sizes = [
-            max(axis) for axis in zip(*(rows.shape[1:] for rows in results.values()), strict=True)
-        ]
-        whole = torch.full((len(self.layers), heads, *sizes), torch.nan, dtype=torch.float64)
+        shapes = zip(*(rows.shape[1:] for rows in results.values()), strict=True)
+        sizes = (len(self.layers), heads, *map(max, shapes))
+        whole = torch.full(sizes, torch.nan, dtype=torch.float64)
         for index, rows in results.items():
             scanned = list(self.layer_scans[index].heads)
             target: tuple[Any, ...] = (index, scanned, *map(slice, rows.shape[1:]))
@@ -425,10 +398,9 @@ def top_heads(layers: tuple[str, ...], values: Tensor, n: int, *, lowest: bool) 
         )
     flat = values.flatten()
     order = flat.argsort(descending=not lowest, stable=True)
-    ranked = [
-        divmod(position, values.shape[1]) for position in order[~flat[order].isnan()].tolist()
-    ]
-    return [HeadValue(layers[x], x, head, float(values[x, head])) for x, head in ranked[:count]]
+    places = order[~flat[order].isnan()].tolist()[:count]
+    ranked = [divmod(place, values.shape[1]) for place in places]
+    return [HeadValue(layers[x], x, head, float(values[x, head])) for x, head in ranked]
 
 
 def make_table_rows_by_head(
@@ -437,11 +409,7 @@ def make_table_rows_by_head(
     """Return a row for each head, with its entry of each column (layers, heads)."""
     lists = {name: column.tolist() for name, column in columns.items()}
     return [
-        {
-            "layer": layer,
-            "layer_index": index,
-            "head": head,
-            **{name: rows[index][head] for name, rows in lists.items()},
-        }
+        {"layer": layer, "layer_index": index, "head": head}
+        | {name: rows[index][head] for name, rows in lists.items()}
         for layer, index, head in heads
     ]

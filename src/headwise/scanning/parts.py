@@ -39,7 +39,7 @@ from headwise.scanning.statistics.statistic import Statistic
 from headwise.support.files import parse_json_object, write_whole
 from headwise.support.progress import Progress, no_progress
 from headwise.support.tensors import iterate_leaves
-from headwise.support.text import describe_count, describe_value
+from headwise.support.text import describe_count, describe_value, list_some
 
 SCAN, TABLE, PARTS, CORPUS = "scan.safetensors", "table.csv", "parts", "corpus.json"
 DOCUMENT = {"name": str, "digest": str, "made_with": {...: str}}  # beside the scan of a document
@@ -167,8 +167,22 @@ class Corpus:
     def fields_of_document(self, index: int) -> dict[str, Any]:
         """Return what is saved beside the scan of a document."""
         document = self.documents[index]
-        made_with = dict(self.made_with)
-        return {"name": document.name, "digest": document.digest, "made_with": made_with}
+        return {"name": document.name, "digest": document.digest, "made_with": {**self.made_with}}
+
+    def load_document(
+        self, index: int, path: Path, statistics: Iterable[Statistic], fits: HeadScan | None
+    ) -> HeadScan:
+        """Return the scan of a document from its file, which must fit the scans before it."""
+        fields, document = file.read_scan_fields(path, statistics, remedy=REMOVE)
+        if (saved := _check_document(path, document)) is None:
+            raise _part_error(path, "a scan that scan_part did not write", "parts of a corpus")
+        # Checked before the content: other options, such as a length, may explain other content.
+        _require_same_values(path, saved["made_with"], self.made_with)
+        _require_same_document(path, saved["name"], saved["digest"], self.documents[index])
+        loaded = HeadScan(**fields)
+        if fits is not None and (difference := fits.reason_not_mergeable(loaded)) is not None:
+            raise _part_error(path, difference, "scans of the same layers, heads and statistics")
+        return loaded
 
     def require_continued_by(self, later: Corpus, path: Path) -> None:
         """Raise OptionError if other values, or other documents, were given than those before."""
@@ -176,20 +190,17 @@ class Corpus:
         for before, now in zip(self.documents, later.documents, strict=False):
             _require_same_document(path, before.name, before.digest, now)
         if len(later.documents) < len(self.documents):
-            raise _part_error(
-                path,
-                f"of {describe_count(len(self.documents), 'document')}",
-                f"the same documents, where {len(later.documents)} are given now",
-            )
+            saw = f"of {describe_count(len(self.documents), 'document')}"
+            needed = f"the same documents, where {len(later.documents)} are given now"
+            raise _part_error(path, saw, needed)
 
 
 def words_of_model(model: ModelToScan, texts: Sequence[TextToRead | tuple[str, Any]]) -> Words:
     """Return what a page says of a model and its input, and the texts of the tokens."""
     pairs = [_name_and_inputs(text) for text in texts]
     names, tokens = [name for name, _ in pairs], sum(_count_tokens(x) for _, x in pairs)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    read = f"{describe_count(len(names), 'text')}, {describe_count(tokens, 'token')}: "
-    read += f"{', '.join(names[:3])}{more}"
+    counts = f"{describe_count(len(names), 'text')}, {describe_count(tokens, 'token')}"
+    read = f"{counts}: {list_some(names)}"
     if len(texts) == 1 and isinstance(texts[0], TextToRead):
         read = texts[0].description
     leaves = (x for _, inputs in pairs for x in iterate_leaves(model.inputs(inputs)))
@@ -287,9 +298,8 @@ def open_corpus(
 ) -> PartFolder:
     """Load the model and the documents of a corpus, and check what is in its folder.
 
-    The first arguments are those of `scan_part`; ``statistics`` and ``layers`` are those of
-    `headwise.scan`, and so are ``separators`` and ``specials``, unless a tokenizer has its own.
-    ``length`` is the largest number of tokens of a file.
+    Arguments are those of `scan_part` and `headwise.scan`; a tokenizer has its own separators and
+    specials. ``length`` is the largest number of tokens of a file.
     """
     if isinstance(model, str | PathLike):
         model = open_model(model, device=device or "cpu")
@@ -307,10 +317,9 @@ def open_corpus(
         "length": str(length or "of the model"),
         **_describe_marks_and_machine(model),
     }
-    hashed = file.hash_nested_content
+    hashed, inputs = file.hash_nested_content, [each for _, each in pairs]
     documents = [Document(_as_utf8(name), hashed(x), _count_tokens(x)) for name, x in pairs]
     corpus = Corpus(tuple(documents), made_with, words_of_model(model, read))
-    inputs = [each for _, each in pairs]
     folder = PartFolder(Path(out).absolute(), corpus, model, inputs, chosen, layers)
     folder.continue_earlier_run()
     return folder
@@ -401,7 +410,7 @@ class PartFolder:
                 )
             fields = self.corpus.fields_of_document(index)
             write_scan_file(fresh, path, document=fields, mark=process_mark())
-        return _load_document(self.corpus, index, path, self.statistics, fits)
+        return self.corpus.load_document(index, path, self.statistics, fits)
 
 
 def list_parts(out: Path) -> list[tuple[int, Path]]:
@@ -423,25 +432,6 @@ def remove_unfinished_files(out: Path) -> None:
         match = re.search(r"\.([A-Za-z0-9-]+)-(\d+)\.\w+\.part$", path.name)
         if match and match[1] == host and not psutil.pid_exists(int(match[2])):
             path.unlink(missing_ok=True)
-
-
-def _load_document(
-    corpus: Corpus,
-    index: int,
-    path: Path,
-    statistics: Iterable[Statistic],
-    fits: HeadScan | None,
-) -> HeadScan:
-    fields, document = file.read_scan_fields(path, statistics, remedy=REMOVE)
-    if (saved := _check_document(path, document)) is None:
-        raise _part_error(path, "a scan that scan_part did not write", "parts of a corpus")
-    # Checked before the content: other options, such as a length, may explain other content.
-    _require_same_values(path, saved["made_with"], corpus.made_with)
-    _require_same_document(path, saved["name"], saved["digest"], corpus.documents[index])
-    loaded = HeadScan(**fields)
-    if fits is not None and (difference := fits.reason_not_mergeable(loaded)) is not None:
-        raise _part_error(path, difference, "scans of the same layers, heads and statistics")
-    return loaded
 
 
 def _check_document(path: Path, saved: Any) -> Any:
@@ -484,32 +474,23 @@ def _part_error(path: Path, saw: str, needed: str, do: str = ANOTHER) -> OptionE
 
 @dataclass(frozen=True, eq=False)
 class FoundParts:
-    """The documents of a corpus in one or several folders.
-
-    Attributes:
-        corpus: the corpus of the folders.
-        paths: the file of each document that is there.
-        missing: names of the documents that are in no folder.
-        doubled: files of documents that are there twice.
-        foreign: files that belong to no document of the corpus.
-    """
+    """The documents of a corpus in one or several folders."""
 
     corpus: Corpus
-    paths: Mapping[int, Path]
-    missing: tuple[str, ...]
-    doubled: tuple[Path, ...]
-    foreign: tuple[Path, ...]
+    paths: Mapping[int, Path]  # of the documents that are there
+    missing: tuple[str, ...]  # names of documents that are in no folder
+    doubled: tuple[Path, ...]  # files of documents that are there twice
+    foreign: tuple[Path, ...]  # files that belong to no document of the corpus
 
     @property
     def faults(self) -> list[str]:
         """Sentences on what prevents the merge."""
-        count, sentences = describe_count(len(self.corpus.documents), "document"), []
+        count = describe_count(len(self.corpus.documents), "document")
         kinds = {f" of {count} missing": self.missing, " doubled": self.doubled}
-        for kind, names in {**kinds, " foreign": self.foreign}.items():
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            if names:
-                sentences.append(f"{len(names)}{kind}: {', '.join(map(str, names[:5]))}{more}")
-        return sentences
+        named = {kind: [*map(str, x)] for kind, x in {**kinds, " foreign": self.foreign}.items()}
+        return [
+            f"{len(names)}{kind}: {list_some(names, 5)}" for kind, names in named.items() if names
+        ]
 
 
 def find_parts(folders: Sequence[str | PathLike[str]]) -> FoundParts:
@@ -577,7 +558,7 @@ def merge_parts(
         )
     total: HeadScan | None = None
     for index in range(len(parts.corpus.documents)):
-        document = _load_document(parts.corpus, index, parts.paths[index], statistics, total)
+        document = parts.corpus.load_document(index, parts.paths[index], statistics, total)
         total = document if total is None else total.merge(document)
     assert total is not None  # a corpus has documents
     target = Path(out if out is not None else places[0]).absolute()

@@ -35,7 +35,7 @@ from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.progress import Progress
-from headwise.support.text import escape_unprintable, human_bytes
+from headwise.support.text import escape_unprintable, human_bytes, list_some
 
 INSTEAD = "call headwise.scan(model, inputs) from Python, with all inputs of the model"
 # Without a choice, every head has top keys up to so many rows of weights: megabytes of a page.
@@ -159,8 +159,7 @@ def _leave_out_empty(
 ) -> tuple[ModelToScan, tuple[TextToRead, ...]]:
     """Return the texts that are not empty, and the model with a note on the others."""
     if empty := [text.name for text in texts if text.is_empty]:
-        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
-        note = f"left out, with fewer than two tokens: {', '.join(empty[:3])}{more}"
+        note = f"left out, with fewer than two tokens: {list_some(empty)}"
         model = replace(model, notes=(*model.notes, escape_unprintable(note)))
     kept = tuple(text for text in texts if not text.is_empty)
     for text in kept:

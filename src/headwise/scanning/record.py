@@ -36,7 +36,7 @@ from headwise.scanning.call import CapturedCall, ModuleCall, tensors_equal, vers
 from headwise.scanning.context import CallAwaitingProjection, KeyTokens, TokenStreams
 from headwise.scanning.inputs import ModelInput, call_model_on_input
 from headwise.scanning.torch_calls import TorchCalls
-from headwise.support.text import describe_count
+from headwise.support.text import describe_count, list_some
 from headwise.support.tracing import evaluation_mode, track_kernel_calls
 
 # Names of arguments. A module with a tensor argument of the first attends to another source.
@@ -104,19 +104,13 @@ def record_attention(
 
 
 class Recorder:
-    """The attention calls of one model, recorded while the model runs.
-
-    Attributes:
-        stack: a record of each module that is running, outermost first.
-        layers: the class of each layer whose attention was captured, by layer name in call order.
-        tables: the shapes of the embeddings that looked up tokens.
-    """
+    """The attention calls of one model, recorded while the model runs."""
 
     def __init__(
         self, model: Any, watch: Watch | None = None, on_complete: OnComplete | None = None
     ) -> None:
         whole = model if isinstance(model, nn.Module) else nn.Module()
-        self.stack: list[ModuleCall] = []
+        self.stack: list[ModuleCall] = []  # modules that are running, outermost first
         self._names = {
             module: ".".join(part for part in name.split(".") if part != "_orig_mod")
             for name, module in whole.named_modules()
@@ -127,8 +121,8 @@ class Recorder:
         }
         self._times: Counter[str] = Counter()
         self._thread = threading.get_ident()
-        self.layers: dict[str, str] = {}
-        self.tables: set[tuple[int, ...]] = set()
+        self.layers: dict[str, str] = {}  # class of each captured layer, by its name
+        self.tables: set[tuple[int, ...]] = set()  # shapes of embeddings that looked up tokens
         self._model, self._watch, self._on_complete = model, watch, on_complete
         self._pending: CallAwaitingProjection | None = None
         self._ran: dict[str, str] = {}  # modules whose class says attention
@@ -269,13 +263,12 @@ class Recorder:
         """A sentence on the modules that look like attention and were not captured, if any."""
         if not (missed := self.missed_modules):
             return ()
-        names = ", ".join(f"{name} ({kind})" for name, kind in list(missed.items())[:MOST_NAMES])
-        more = f" and {len(missed) - MOST_NAMES} more" if len(missed) > MOST_NAMES else ""
+        names = list_some([f"{name} ({kind})" for name, kind in missed.items()], MOST_NAMES)
         captured, others = len(self.layers), describe_count(len(missed), "module")
         return (
             f"captured: {describe_count(captured, 'layer')}; not captured: {others} similar to "
             "attention, with matrix products of its own, the kernel of another library, or a "
-            f"scripted or exported graph: {names}{more}",
+            f"scripted or exported graph: {names}",
         )
 
     # ---- attention calls --------------------------------------------------------------------

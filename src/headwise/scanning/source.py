@@ -32,37 +32,21 @@ TWO = "two tokens or more, since a single token can only attend to itself"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelToScan:
-    """A model with its tokenizer.
-
-    Attributes:
-        title: the name of the model.
-        model: the model in eval mode.
-        inputs: a function from ids (batch, length) to the input of the model.
-        vocabulary: number of tokens in the vocabulary.
-        positions: the longest input, or None without a limit.
-        usual: the length of inputs in training, if known.
-        begin: the token at the beginning of a text, if there is one.
-        separators: ids of separators, by their text.
-        specials: ids of special tokens.
-        encode: (text, largest number of tokens or None) -> ids; None without a tokenizer.
-        name_of: a function from an id to its text; None without a tokenizer.
-        notes: sentences on differences from the stored model.
-        opened_with: the arguments of `open_model`, for other processes.
-    """
+    """A model with its tokenizer; without one, ``encode`` and ``name_of`` are None."""
 
     title: str
-    model: nn.Module
-    inputs: Callable[[Tensor], Any]
+    model: nn.Module  # in eval mode
+    inputs: Callable[[Tensor], Any]  # from ids (batch, length) to the input of the model
     vocabulary: int
-    positions: int | None = None
-    usual: int | None = None
-    begin: int | None = None
-    separators: dict[str, int] = field(default_factory=dict)
+    positions: int | None = None  # the longest input, or None without a limit
+    usual: int | None = None  # the length of inputs in training, if known
+    begin: int | None = None  # the token at the beginning of a text, if there is one
+    separators: dict[str, int] = field(default_factory=dict)  # ids by their text
     specials: tuple[int, ...] = ()
-    encode: Callable[[str, int | None], list[int]] | None = None
-    name_of: Callable[[int], str] | None = None
-    notes: tuple[str, ...] = ()
-    opened_with: Mapping[str, Any] = field(default_factory=dict)
+    encode: Callable[[str, int | None], list[int]] | None = None  # a text to its first ids, or all
+    name_of: Callable[[int], str] | None = None  # an id to its text
+    notes: tuple[str, ...] = ()  # sentences on differences from the stored model
+    opened_with: Mapping[str, Any] = field(default_factory=dict)  # arguments of `open_model`
 
     @classmethod
     def of_module(cls, module: nn.Module, *, separators: Numbers, specials: Numbers) -> ModelToScan:

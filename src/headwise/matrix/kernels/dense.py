@@ -26,24 +26,22 @@ class DenseKernel(kernel.Kernel):
     def run(self, task: Task) -> KernelResult:
         if task.dropout_p == 0 or task.v is None:
             return dense_result(task.problem, task.v, task.y, task.requested_statistics)
-        p = stages.weights_from_scores(_dense_scores(task.problem), task.problem.sink)
+        p = stages.weights_from_scores(task.problem.scores_of_queries(), task.problem.sink)
         p = dropout(p, task.dropout_p)
         values = stages.repeat_kv_heads(task.v.to(p.dtype), heads=p.shape[1])
         return kernel.result_of_outputs_only((p @ values).to(task.v.dtype))
 
     def cost(self, task: Task) -> kernel.Cost:
         """Return the cost with scores, exponentials and weights in memory at the same time."""
-        q, k = task.problem.q, task.problem.k
-        width = q.new_empty(0, dtype=task.problem.accumulation_dtype).element_size()
-        memory = 3 * q.shape[:3].numel() * k.shape[2] * width
+        rows, keys = task.problem.q.shape[:3].numel(), task.problem.k.shape[2]
+        memory = 3 * rows * keys * task.problem.accumulation_dtype.itemsize
         return kernel.Cost(tiles.count_operations(task), memory)
 
 
 def attend_one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
     """Return head outputs and the mean weights over heads for one query, or None.
 
-    Like `sdpa.head_outputs_without_options` this is a shortcut for single tokens, whose row costs
-    less than the choice of a kernel. Scores have no mask, bias, softcap or sink.
+    A shortcut like `sdpa.head_outputs_without_options`: no mask, bias, softcap or sink.
     """
     # First, since a graph holds only for the sizes that it compares.
     if is_recording_operators() or q.dtype != torch.float32 or is_autocast_enabled(q.device.type):
@@ -64,16 +62,18 @@ def dense_result(
     result = tiled.initial_result(problem.q, problem.k, v, y, requested)
     if 0 in (queries, keys):
         return result
-    s = _dense_scores(problem)
-    p = stages.weights_from_scores(s, problem.sink)
+    s, sink = problem.scores_of_queries(), problem.sink
+    p = stages.weights_from_scores(s, sink)
     peak = s.amax(-1)
-    shift = tiled.softmax_shift(
-        peak.detach(), None if problem.sink is None else problem.sink.detach()
-    )
-    log_sum, sink_entropy = _log_normaliser(s, shift, problem.sink)
+    shift = tiled.softmax_shift(peak.detach(), None if sink is None else sink.detach())
+    log_sum, sink_entropy = _log_normaliser(s, shift, sink)
     log_p = (s - (shift + log_sum)[..., None]).clamp(min=tiled.least_shifted_score(exact))
     out = result.out if v is None else p @ stages.repeat_kv_heads(v.to(exact), heads=p.shape[1])
     transposed = result.transposed if y is None else p.transpose(-2, -1) @ y.to(exact)
+    cells = result.cells
+    if requested.query_blocks:
+        rows = tiles.block_membership(queries, requested.query_blocks, p)
+        cells = rows.mT @ p @ tiles.block_membership(keys, requested.key_blocks, p)
     return KernelResult(
         out=out.to(problem.q.dtype),
         transposed=transposed.to(problem.q.dtype),
@@ -82,24 +82,7 @@ def dense_result(
         entropy=sink_entropy - (p * log_p).sum(-1) if requested.entropy else result.entropy,
         received=p.sum(2) if requested.received else result.received,
         average=p.mean(1).to(problem.q.dtype) if requested.average else result.average,
-        cells=_pool_weights(p, requested) if requested.query_blocks else result.cells,
-    )
-
-
-def _pool_weights(p: Tensor, requested: Requested) -> Tensor:
-    rows = tiles.block_membership(p.shape[2], requested.query_blocks, p)
-    return rows.mT @ p @ tiles.block_membership(p.shape[3], requested.key_blocks, p)
-
-
-def _dense_scores(problem: KernelInput) -> Tensor:
-    return stages.scores_at_rows(
-        problem.q.to(problem.accumulation_dtype),
-        problem.k.to(problem.accumulation_dtype),
-        torch.arange(problem.q.shape[2], device=problem.q.device),
-        mask=problem.mask,
-        score_bias=problem.bias,
-        scale=problem.scale,
-        softcap=problem.softcap,
+        cells=cells,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,27 +11,20 @@ from headwise.matrix.kernels.kernel import Kernel, KernelInput, KernelResult, Re
 from headwise.support.text import human_bytes
 
 
-class KernelChoice(NamedTuple):
-    """Kernel for a task, with the reason in one line."""
-
-    kernel: Kernel
-    why: str
-
-
-def choose_kernel(task: Task) -> KernelChoice:
+def choose_kernel(task: Task) -> tuple[Kernel, str]:
     """Return the first kernel that accepts the task; the reason is its own or the last refusal."""
     refused = ""
     for kernel in KERNELS:
         refusal = kernel.refusal_reason(task)
         if refusal is None:
-            return KernelChoice(kernel, kernel.choice_reason(task) or refused)
+            return kernel, kernel.choice_reason(task) or refused
         refused = refusal
     raise AssertionError(f"no kernel takes {task}")  # the last one takes every task
 
 
 def run_kernel(task: Task) -> KernelResult:
     """Return the requested results, from the kernel that `choose_kernel` returns."""
-    return choose_kernel(task).kernel.run(task)
+    return choose_kernel(task)[0].run(task)
 
 
 # In order of preference. Add a new kernel here. If a kernel refuses a task, its refusal is the

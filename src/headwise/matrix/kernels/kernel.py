@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.function import stages
 from headwise.masks.bound import BoundMask
 from headwise.masks.score_bias import BoundBias
 
@@ -42,7 +43,18 @@ class KernelInput:
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
-        return torch.float32 if self.q.dtype in HALF else self.q.dtype
+        return accumulation_dtype(self.q.dtype)
+
+    def scores_of_queries(self, rows: Tensor | None = None) -> Tensor:
+        """Return the scores of some queries, or of all, in queries x keys memory."""
+        q, exact = self.q, self.accumulation_dtype
+        options: dict[str, Any] = {"mask": self.mask, "score_bias": self.bias}
+        options |= {"scale": self.scale, "softcap": self.softcap}
+        if rows is None:
+            rows = torch.arange(q.shape[2], device=q.device)
+        else:
+            q = q.index_select(2, rows)
+        return stages.scores_at_rows(q.to(exact), self.k.to(exact), rows, **options)
 
 
 class Requested(NamedTuple):
@@ -75,23 +87,14 @@ def result_of_outputs_only(out: Tensor) -> KernelResult:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Products and statistics to compute of one attention matrix.
-
-    Attributes:
-        problem: the matrix.
-        v: right operand of ``A @ v``, (batch, kv_heads, keys, value_dim), or None.
-        y: right operand of ``A.mT @ y``, (batch, heads, queries, y_dim), or None.
-        statistics: the results besides these products, or None.
-        dropout_p: probability of dropping each weight before the product with ``v``.
-        cache: intermediate results of a kernel for this task.
-    """
+    """Products and statistics to compute of one attention matrix."""
 
     problem: KernelInput
-    v: Tensor | None = None
-    y: Tensor | None = None
-    statistics: Requested | None = None
-    dropout_p: float = 0.0
-    cache: dict[str, Any] = field(default_factory=dict, init=False)
+    v: Tensor | None = None  # of ``A @ v``, (batch, kv_heads, keys, value_dim)
+    y: Tensor | None = None  # of ``A.mT @ y``, (batch, heads, queries, y_dim)
+    statistics: Requested | None = None  # the results besides these products
+    dropout_p: float = 0.0  # probability of dropping each weight before the product with ``v``
+    cache: dict[str, Any] = field(default_factory=dict, init=False)  # of a kernel, for this task
 
     @property
     def values_if_only_product(self) -> Tensor | None:

@@ -26,17 +26,8 @@ from headwise.support.tracing import needs_plain_torch, without_autocast
 
 def weights_of_queries(problem: KernelInput, index: Tensor) -> Tensor:
     """Return the weights of the queries in ``index``, (batch, heads, rows, keys)."""
-    exact = problem.accumulation_dtype
     with without_autocast(problem.q):
-        s = stages.scores_at_rows(
-            problem.q.index_select(2, index).to(exact),
-            problem.k.to(exact),
-            index,
-            mask=problem.mask,
-            score_bias=problem.bias,
-            scale=problem.scale,
-            softcap=problem.softcap,
-        )
+        s = problem.scores_of_queries(index)
         return stages.weights_from_scores(s, problem.sink).to(problem.q.dtype)
 
 
@@ -81,16 +72,14 @@ def _largest_weights_of_query_block(
     has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     # torch.func does not support checkpoint.
     if not has_gradient or needs_plain_torch():
-        values, indices = weights_of_queries(problem, index).topk(count, dim=-1)
-        return values, indices
+        return torch.topk(weights_of_queries(problem, index), count, dim=-1)
 
     # Recompute rows in the backward pass: saved rows would add up to queries x keys. Every tensor
     # is an argument, so that torch saves it and detects in-place changes.
     def recomputed(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         packed, rows = tiled_op.restore_tensors(tensors, form)
         weights = weights_of_queries(tiled_op.unpack_arguments(packed), rows)
-        values, indices = weights.topk(count, dim=-1)
-        return values, indices
+        return torch.topk(weights, count, dim=-1)
 
     largest: tuple[Tensor, Tensor] = checkpoint(
         recomputed, *tensors, use_reentrant=False, preserve_rng_state=False
@@ -107,31 +96,18 @@ class ObservedTile:
 
     ``weights`` and ``scores`` are (batches, heads, rows, columns); the other tensors are
     (batches, heads, rows), one number for each query.
-
-    Attributes:
-        place: the tile's index ranges in the matrix.
-        weights: a row sums to 1 less the sink's share, or to 0 without allowed keys.
-        scores: -inf where hidden; None unless requested by ``with_scores``.
-        highest: the largest score; -inf without allowed keys.
-        lowest: the smallest score that is not hidden; inf without allowed keys, None unless
-            requested by ``with_lowest``.
-        maximum: the largest weight.
-        logsumexp: log sum exp of the scores and the sink; -inf without either.
-        entropy: in nats; the sink counts as an outcome.
-        sink: the sink's weight; None without a sink.
-        allowed: the number of keys that the query may attend to.
     """
 
-    place: Tile
-    weights: Tensor
-    scores: Tensor | None
-    highest: Tensor
-    lowest: Tensor | None
-    maximum: Tensor
-    logsumexp: Tensor
-    entropy: Tensor
-    sink: Tensor | None
-    allowed: Tensor
+    place: Tile  # index ranges in the matrix
+    weights: Tensor  # a row sums to 1 less the sink's share, or to 0 without allowed keys
+    scores: Tensor | None  # -inf where hidden; None unless requested by ``with_scores``
+    highest: Tensor  # the largest score; -inf without allowed keys
+    lowest: Tensor | None  # the smallest score that is not hidden, or inf; by ``with_lowest``
+    maximum: Tensor  # the largest weight
+    logsumexp: Tensor  # of the scores and the sink; -inf without either
+    entropy: Tensor  # in nats; the sink counts as an outcome
+    sink: Tensor | None  # the sink's weight; None without a sink
+    allowed: Tensor  # the number of keys that the query may attend to
 
 
 def yield_observed_tiles(
@@ -148,8 +124,7 @@ def yield_observed_tiles(
             s, _, _ = tiles.tile_scores(problem, tile, keys, scratch)
             scores = third.view(*s.shape).copy_(s) if with_scores else None
             lowest = _lowest_visible_score_per_row(mask, tile, s, second) if with_lowest else None
-            allowed = _count_keys_allowed_to_each_query(mask, tile, s)
-            peak = s.amax(-1)
+            allowed, peak = _count_allowed_keys(mask, tile, s), s.amax(-1)
             sink = None if problem.sink is None else problem.sink[tile.heads]
             shift = tiled.softmax_shift(peak, sink)
             e, total, entropy = tiled.compute_exponentials(problem, tile, s, shift, second, True)
@@ -191,8 +166,7 @@ def count_attending_queries(problem: KernelInput, queries: Tensor) -> Tensor:
 
 def _count_attending_by_dense_mask(problem: KernelInput, queries: Tensor) -> Tensor:
     """Count for any mask, from dense rows of the mask, some rows at a time."""
-    batch, heads, length, _ = problem.q.shape
-    keys = problem.k.shape[2]
+    (batch, heads, length, _), keys = problem.q.shape, problem.k.shape[2]
     counts = torch.zeros(batch, heads, keys, dtype=torch.long, device=queries.device)
     step = max(1, tiles.TILE_ELEMENTS // max(1, batch * heads * keys))
     for rows in torch.arange(length, device=queries.device).split(step):
@@ -227,11 +201,10 @@ def _lowest_visible_score_per_row(
     return lowest
 
 
-def _count_keys_allowed_to_each_query(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
+def _count_allowed_keys(mask: BoundMask | None, tile: Tile, s: Tensor) -> Tensor:
     """Count the keys that each query may attend to, (batches, heads, rows)."""
     rows = torch.arange(tile.rows.start, tile.rows.stop, device=s.device)
     interval = None if mask is None else mask.key_interval_per_query(rows, tile.batches)
     if interval is None:
         return (s > -torch.inf).sum(-1)
-    first, stop = interval
-    return (stop - first)[:, None].expand(s.shape[:3])
+    return (interval[1] - interval[0])[:, None].expand(s.shape[:3])

@@ -26,6 +26,7 @@ logsumexp. All gradients are therefore summed in dp = dL/dp, followed by one sof
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -238,19 +239,18 @@ class Gradients:
         upstream: UpstreamGradients,
         bias_needs: tuple[bool, list[bool]],
     ) -> None:
-        def zeros(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else zeros_like(tensor)
-
-        def zeros_like(tensor: Tensor) -> Tensor:
-            return tensor.new_zeros(tensor.shape, dtype=problem.accumulation_dtype)
+        def zeros(tensor: Tensor | None, needed: bool = True) -> Any:
+            exact = problem.accumulation_dtype
+            return (
+                tensor.new_zeros(tensor.shape, dtype=exact)
+                if needed and tensor is not None
+                else None
+            )
 
         self._problem, self._upstream, self._values, self._rows_of_y = problem, upstream, v, y
-        table, tensors = bias_needs
-        self.q, self.k = zeros_like(problem.q), zeros_like(problem.k)
-        self.v, self.y, self.sink = zeros(v), zeros(y), zeros(problem.sink)
-        self.table = zeros(problem.bias.table) if table else None
-        biases = zip(problem.bias.tensors, tensors, strict=True)
-        self.tensors = [zeros(bias) if needed else None for bias, needed in biases]
+        self.q, self.k, self.v, self.y = map(zeros, (problem.q, problem.k, v, y))
+        self.sink, self.table = zeros(problem.sink), zeros(problem.bias.table, bias_needs[0])
+        self.tensors = list(map(zeros, problem.bias.tensors, bias_needs[1]))
 
     def write_gradient_of_weights(self, tile: Tile, log_p: Tensor, dp: Tensor) -> None:
         """Write dp, and clamp ``log_p`` in place."""
@@ -306,9 +306,8 @@ class Gradients:
             gap = sink.to(p.dtype)[:, None] - shift - log_sum
             gap.clamp_(min=least_shifted_score(p.dtype))
             p_sink = gap.exp()
-            dp_sink = torch.zeros_like(gap)
-            if upstream.entropy is not None:
-                dp_sink = -gap * upstream.entropy[at]
+            entropy = upstream.entropy
+            dp_sink = torch.zeros_like(gap) if entropy is None else -gap * entropy[at]
             mean += p_sink * dp_sink
             self.sink[tile.heads] += (p_sink * (dp_sink - mean + constant)).sum((0, 2))
         return dp.add_((constant - mean)[..., None]).mul_(p)

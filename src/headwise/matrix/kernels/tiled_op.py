@@ -127,8 +127,8 @@ def _fake_sweep_backward(*arguments: Any) -> tuple[Any, ...]:
 def separate_tensors(value: Any) -> tuple[list[Tensor], Any]:
     """Return the tensors of nested containers, and the containers with ``Tensor`` in their places.
 
-    Only these tensors are saved for a backward pass, which the hooks of `torch.autograd.graph` may
-    copy, pickle or offload. The tensor that carries a mask's function stays in the containers.
+    Hooks of `torch.autograd.graph` may copy, pickle or offload the tensors that are saved for a
+    backward pass, so the tensor that carries a mask's function stays in the containers.
     """
 
     def is_saved(x: Any) -> bool:
@@ -193,18 +193,11 @@ def _differentiable_backward(arguments: Packed, upstream: tuple[Tensor | None, .
     packed = map_leaves(lambda x: x.view_as(x) if needs_gradient(x) else x, arguments)
     v, y, *statistics = packed[COUNT:]
     results = dense.dense_result(unpack_arguments(packed[:COUNT]), v, y, Requested(*statistics))
-    used = [
-        (result, gradient)
-        for result, gradient in zip(results, upstream, strict=True)
-        if gradient is not None and result.requires_grad
-    ]
-    flat = torch.autograd.grad(
-        [result for result, _ in used],
-        [x for x in iterate_leaves(packed) if needs_gradient(x)],
-        [gradient for _, gradient in used],
-        create_graph=True,
-        allow_unused=True,
-    )
+    pairs = zip(results, upstream, strict=True)
+    used = [(x, gradient) for x, gradient in pairs if gradient is not None and x.requires_grad]
+    leaves = [x for x in iterate_leaves(packed) if needs_gradient(x)]
+    given, given_gradients = [x for x, _ in used], [gradient for _, gradient in used]
+    flat = torch.autograd.grad(given, leaves, given_gradients, create_graph=True, allow_unused=True)
     each = iter(flat)
     gradients: Packed = map_leaves(lambda x: next(each) if needs_gradient(x) else None, packed)
     return (*gradients[:5], *map(_replace_tensors_by_none, packed[5:COUNT]), *gradients[COUNT:])
@@ -272,6 +265,6 @@ class TiledKernel(kernel.Kernel):
 
     def cost(self, task: Task) -> kernel.Cost:
         """The memory is that of two tiles."""
-        width = task.problem.q.new_empty(0, dtype=task.problem.accumulation_dtype).element_size()
         cells = min(tiles.TILE_ELEMENTS, max(1, tiles.count_cells(task.problem)))
-        return kernel.Cost(tiles.count_operations(task), 2 * cells * width)
+        memory = 2 * cells * task.problem.accumulation_dtype.itemsize
+        return kernel.Cost(tiles.count_operations(task), memory)

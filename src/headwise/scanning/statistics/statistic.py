@@ -277,18 +277,15 @@ DTYPES = {"integer": torch.int64, "index": torch.int32, "share": torch.float32}
 class SummaryPart:
     """One tensor of a summary.
 
-    Attributes:
-        axes: the axes after heads: a length, `HEADS`, or a name. Axes with the same name have the
-            same length within a summary.
-        values: "number" for any float64; "count" for a float64 that is a whole number from 0;
-            "weight" for a float64 from 0, or −1 for none; "integer" for any int64. "index" for an
-            int32 and "share" for a float32, each from 0 or −1 for none: for large tensors.
-        per_head: False if the tensor has no axis of heads.
+    Axes with the same name have the same length within a summary. ``values`` are "number" for any
+    float64; "count" for a float64 that is a whole number from 0; "weight" for a float64 from 0, or
+    −1 for none; "integer" for any int64. "index" is an int32 and "share" a float32, each from 0 or
+    −1 for none: for large tensors.
     """
 
-    axes: tuple[int | str, ...] = ()
+    axes: tuple[int | str, ...] = ()  # after heads: a length, `HEADS`, or a name
     values: Literal["number", "count", "weight", "integer", "index", "share"] = "number"
-    per_head: bool = True
+    per_head: bool = True  # False if the tensor has no axis of heads
 
     def fault(self, tensor: Tensor, *, lengths: dict[str, int]) -> str | None:
         """Return the first fault of a tensor, or None; add lengths of named axes to ``lengths``."""
