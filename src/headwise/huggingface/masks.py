@@ -260,10 +260,7 @@ def _find_device(call: dict[str, Any]) -> torch.device:
 
 
 def _is_neither_traced_nor_compiled(device: torch.device) -> bool:
-    """Check that new tensors are plain tensors, and that Python runs at every call.
-
-    Also False if this torch has no wrapper tensors, which `LazyMask` needs.
-    """
+    """Check that new tensors are plain, Python runs at every call, and torch has wrappers."""
     return (
         private_torch.HAS_WRAPPERS
         and not torch.compiler.is_compiling()

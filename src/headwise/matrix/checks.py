@@ -81,11 +81,8 @@ def check_operand_dtype_and_device(name: str, tensor: Tensor, q: Tensor) -> None
             do=f"{name}.to({q.dtype})" if q.dtype in DTYPES else "e.g. q.float()",
         )
     if tensor.device != q.device:
-        raise DeviceError(
-            saw=f"q on {q.device} and {name} on {tensor.device}",
-            needed="one device",
-            do=f'{name}.to("{q.device}")',
-        )
+        saw = f"q on {q.device} and {name} on {tensor.device}"
+        raise DeviceError(saw=saw, needed="one device", do=f'{name}.to("{q.device}")')
 
 
 def check_scale_softcap_and_sink(
@@ -210,11 +207,8 @@ def require_diagonal_offset(offset: SupportsIndex, queries: int, keys: int) -> i
 def require_top_key_count(k: SupportsIndex, keys: int) -> int:
     count = convert_to_int_or_none(k)
     if count is None or not 0 <= count <= keys:
-        raise OptionError(
-            saw=f"topk({describe_value(k)}) over {keys} keys",
-            needed=f"k from 0 to {keys}",
-            do=f"topk({min(5, keys)})",
-        )
+        saw = f"topk({describe_value(k)}) over {keys} keys"
+        raise OptionError(saw=saw, needed=f"k from 0 to {keys}", do=f"topk({min(5, keys)})")
     return count
 
 

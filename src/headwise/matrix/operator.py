@@ -105,9 +105,9 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
             checks.check_scale_softcap_and_sink(q, scale, softcap, sink)
         self.q, self.k, self.sink, self.softcap = q, k, sink, softcap
         self.mask = NO_MASK if mask is None else require_mask_type(mask, "mask=")
-        self.score_bias = (
-            NO_BIAS if score_bias is None else require_score_bias_type(score_bias, "score_bias=")
-        )
+        self.score_bias = NO_BIAS
+        if score_bias is not None:
+            self.score_bias = require_score_bias_type(score_bias, "score_bias=")
         self.scale = stages.default_scale(q) if scale is None else scale
         is_shaped = self.mask is not NO_MASK or self.score_bias is not NO_BIAS
         self._is_plain = not is_shaped and softcap is None and sink is None
@@ -241,13 +241,12 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
         Raises:
             OptionError: a ``k`` outside 0 to the number of keys, or ``queries`` that do not exist.
         """
-        count = checks.require_top_key_count(k, self.shape[3])
+        count, length = checks.require_top_key_count(k, self.shape[3]), self.shape[2]
         if queries is None:
-            queries = torch.arange(self.shape[2], device=self.q.device)
+            queries = torch.arange(length, device=self.q.device)
         else:
-            queries = checks.require_query_positions(
-                queries, self.shape[2], call=f"topk({count}, queries=index)"
-            )
+            call = f"topk({count}, queries=index)"
+            queries = checks.require_query_positions(queries, length, call=call)
         return readings.largest_weights(self._kernel_input(), count, queries)
 
     def pool(self, queries: int, keys: int) -> Float[Tensor, "batch heads {queries} {keys}"]:
@@ -330,8 +329,7 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
         The next tile reuses the memory of the last: copy what you keep. ``with_scores`` fills
         `ObservedTile.scores`, ``with_lowest`` fills `ObservedTile.lowest`.
         """
-        problem = self._kernel_input()
-        yield from readings.yield_observed_tiles(problem, with_scores, with_lowest)
+        yield from readings.yield_observed_tiles(self._kernel_input(), with_scores, with_lowest)
 
     # ---- internals --------------------------------------------------------------------------
 
@@ -354,9 +352,8 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
         fits = v.dim() == 4 and text.axis_broadcasts_to(v.shape[0], batch) and v.shape[2] == keys
         fits_kv_heads = fits and text.axis_broadcasts_to(v.shape[1], kv_heads)
         if not fits or not (fits_kv_heads or v.shape[1] == heads):
-            checks.raise_operand_error(
-                "A @ v", v, f"(batch {batch}, kv_heads {kv_heads}, keys {keys}, value_dim)"
-            )
+            needed = f"(batch {batch}, kv_heads {kv_heads}, keys {keys}, value_dim)"
+            checks.raise_operand_error("A @ v", v, needed)
         checks.check_operand_dtype_and_device("v", v, self.q)
         k = self.k if fits_kv_heads else stages.repeat_kv_heads(self.k, heads=heads)
         return replace(self._kernel_input(), k=k), v.expand(batch, k.shape[1], *v.shape[2:])
@@ -406,13 +403,10 @@ class TransposedMatrix(LeftOperand):
         arguments.require_tensors(y=y)
         batch, heads, _, queries = self.shape
         fits = y.dim() == 4 and y.shape[2] == queries
-        if not fits or not (
-            text.axis_broadcasts_to(y.shape[0], batch)
-            and text.axis_broadcasts_to(y.shape[1], heads)
-        ):
-            checks.raise_operand_error(
-                "A.mT @ y", y, f"(batch {batch}, heads {heads}, queries {queries}, y_dim)"
-            )
+        fits = fits and text.axis_broadcasts_to(y.shape[0], batch)
+        if not fits or not text.axis_broadcasts_to(y.shape[1], heads):
+            needed = f"(batch {batch}, heads {heads}, queries {queries}, y_dim)"
+            checks.raise_operand_error("A.mT @ y", y, needed)
         checks.check_operand_dtype_and_device("y", y, self.mT.q)
         y = y.expand(batch, heads, *y.shape[2:])
         return run_kernel(Task(self.mT._kernel_input(), y=y)).transposed

@@ -129,10 +129,8 @@ class _Collector:
         is_needed = any("unembedding" in statistic.needs for statistic in self._statistics)
         self._unembedding = weights.find_plain_unembedding(model) if is_needed else None
         self._calls = self._sequences = self._tokens = 0
-        self._first: str | None = None
+        self._first, self._is_new, self._texts = "", True, TextRecorder()
         self._not_finite: dict[str, None] = {}  # layers, in call order
-        self._is_new = True
-        self._texts = TextRecorder()
 
     def begin_input(self) -> None:
         self._texts.begin_input()
@@ -157,7 +155,12 @@ class _Collector:
             call = call.of_heads(torch.tensor(layer.heads, device=call.matrix.q.device))
         if not _attends_with_finite_numbers(call):
             self._not_finite[call.layer] = None
-        self._set_token_marks_and_unembedding(call)
+        if (tokens := call.tokens) is not None:
+            for name, ids in self._marks.items():
+                chosen = torch.tensor(ids, device=tokens.device, dtype=tokens.dtype)
+                setattr(call, name, torch.isin(tokens, chosen) if ids else None)
+        if (table := self._unembedding) is not None and call.out_proj is not None:
+            call.unembedding = table if table.shape[-1] == call.out_proj.shape[-1] else None
         fitting = []
         for statistic in self._statistics:
             name, reason = statistic.definition.name, statistic.reason_not_computable(call)
@@ -169,15 +172,6 @@ class _Collector:
         summaries = compute_summaries(call, fitting)
         for statistic in fitting:
             layer.add_summary(statistic, summaries[statistic.definition.name])
-
-    def _set_token_marks_and_unembedding(self, call: CapturedCall) -> None:
-        tokens, table = call.tokens, self._unembedding
-        if tokens is not None:
-            for name, ids in self._marks.items():
-                chosen = torch.tensor(ids, device=tokens.device, dtype=tokens.dtype)
-                setattr(call, name, torch.isin(tokens, chosen) if ids else None)
-        if table is not None and call.out_proj is not None:
-            call.unembedding = table if table.shape[-1] == call.out_proj.shape[-1] else None
 
     def result(self, model: str, recorder: record.Recorder) -> HeadScan:
         recorder.require_any_captured(model)
@@ -224,12 +218,7 @@ def _compute_outputs_and_call_hook(matrix: AttentionMatrix, v: Tensor) -> Tensor
 class ExactRows:
     """The rows of any head of a model, for the inputs of a scan.
 
-    A layer is captured when its first row is asked for: the model runs once more, and the layer's
-    queries and keys are kept.
-
-    Args:
-        model: the model of the scan.
-        inputs: its inputs, as `headwise.scan` takes them.
+    The model runs once more for the first row of a layer, whose queries and keys are then kept.
     """
 
     def __init__(self, model: Any, inputs: Any) -> None:
@@ -240,11 +229,7 @@ class ExactRows:
     def row(self, layer: str, head: int, *, sequence: int, query: int) -> Tensor:
         """Return (keys,): the weights of a query on the real keys of its sequence.
 
-        Args:
-            layer: name of the layer.
-            head: number of the head.
-            sequence: number of the sequence, over all inputs.
-            query: number of the query among the real queries of its sequence.
+        Sequences are counted over all inputs, and queries among the real ones of their sequence.
         """
         call, batch = self._find_call(layer, sequence)
         places = call.real_queries[batch].nonzero().squeeze(1)

@@ -25,10 +25,8 @@ T = TypeVar("T")
 class SampledRows:
     """Whole rows of the weights, for sampled queries of each sequence.
 
-    The sample depends on the sequence alone, never on padding or on the rest of the batch.
-    ``queries`` (batch, samples) are any numbers where ``real`` is False, beyond the last sample of
-    a short sequence. ``weights`` is (batch, heads, samples, keys). So are, without keys, the
-    ``sink``'s share, and ``counted``: True if the query may attend to a key.
+    The sample depends on the sequence alone, never on padding or on the rest of the batch. A short
+    sequence has fewer samples: where ``real`` is False, ``queries`` (batch, samples) are any.
     """
 
     def __init__(
@@ -36,21 +34,16 @@ class SampledRows:
     ) -> None:
         batch, heads, _, keys = matrix.shape
         self.queries, self.real = evenly_spaced_positions(real_queries, at_most=SAMPLES)
-        samples, device = self.queries.shape[1], matrix.q.device
-        exact = accumulation_dtype(matrix.q.dtype)
-        self.weights = torch.zeros(batch, heads, samples, keys, dtype=exact, device=device)
-        self.sink = torch.zeros(batch, heads, samples, dtype=exact, device=device)
-        self.counted = torch.zeros(batch, heads, samples, dtype=torch.bool, device=device)
+        size, exact = (batch, heads, self.queries.shape[1]), accumulation_dtype(matrix.q.dtype)
+        self.weights = matrix.q.new_zeros((*size, keys), dtype=exact)
+        self.sink = matrix.q.new_zeros(size, dtype=exact)
+        self.counted = matrix.q.new_zeros(size, dtype=torch.bool)  # may attend to a key
 
 
 def evenly_spaced_positions(
     real: Bool[Tensor, "batch length"], *, at_most: int
 ) -> tuple[Int[Tensor, "batch samples"], Bool[Tensor, "batch samples"]]:
-    """Return the middles of equal stretches of each sequence, or all positions of a short one.
-
-    Returns:
-        Positions, and False where a sequence has fewer.
-    """
+    """Return positions, the middles of equal stretches, and False where a sequence has fewer."""
     samples = min(at_most, real.shape[1])
     count = real.sum(-1, keepdim=True)
     nth = torch.arange(samples, device=real.device)
@@ -237,18 +230,14 @@ class CapturedCall:
     def projected_value_norms(self) -> Float[Tensor, "batch heads keys"]:
         """‖v W_O‖ of each key: the norm of the contribution of a head that attends to it alone."""
         values = require_not_none(self.values)
-        batch, heads, _, keys = self.matrix.shape
-        group = heads // values.shape[1]
-        exact = accumulation_dtype(values.dtype)
-        norms = torch.empty(batch, heads, keys, dtype=exact, device=values.device)
-        for head, factor in enumerate(self.norm_preserving_out_proj_factors.to(exact)):
-            written = values[:, head // group].to(exact) @ factor
-            norms[:, head] = torch.linalg.vector_norm(written, dim=-1)
-        return norms
+        group, exact = self.matrix.shape[1] // values.shape[1], accumulation_dtype(values.dtype)
+        factors = enumerate(self.norm_preserving_out_proj_factors.to(exact))
+        written = (values[:, head // group].to(exact) @ factor for head, factor in factors)
+        return torch.stack([torch.linalg.vector_norm(each, dim=-1) for each in written], 1)
 
 
 def require_not_none(value: T | None) -> T:
-    """Return a value that the ``needs`` of a statistic declare to be there."""
+    """Return a value that must be there."""
     assert value is not None, "a statistic must list what it uses in its needs"
     return value
 
@@ -289,10 +278,8 @@ class ModuleCall:
     def turn_of_attention_call(self, queries: int) -> int:
         """Return the number of the turn that an attention call of so many queries belongs to.
 
-        A module may split its attention over sequences or queries. Such calls are one turn until
-        every input token has had its query. A later call attends once more for the same tokens, as
-        in DiffLlama, and starts another turn. If the number of tokens is unknown, each call is a
-        turn.
+        Calls are one turn until every input token has had its query. A later call attends once more
+        for the same tokens, as in DiffLlama. With an unknown number of tokens, each call is a turn.
         """
         count = 0 if self.state is not None or not self.tokens else self.tokens[0].numel()
         # With four axes, the last but one may be the length, the height of a picture, or heads.

@@ -70,10 +70,9 @@ class TokenStreams:
         self._streams.clear()
 
     def add_lookup(self, embedding: str, tokens: Tensor, outer_calls: list[ModuleCall]) -> bool:
-        """Add tokens (batch, length) that an embedding looks up inside ``outer_calls``.
+        """Add tokens (batch, length) that an embedding looks up; True if they are a model input.
 
-        Return True if the tokens are a model input. Some models have a second embedding, so equal
-        tokens in the same run count as one text.
+        Some models have a second embedding, so equal tokens in the same run count as one text.
         """
         if not any(tensors_equal(tokens, model_input) for model_input in self._inputs):
             return False  # positions, segment ids, or ids that the model computed
@@ -103,9 +102,8 @@ class TokenStreams:
     ) -> KeyTokens:
         """Return the tokens of the keys of self-attention.
 
-        The matrix has this ``shape``, and ``outer_calls`` are the running modules around the layer,
-        outermost first. ``own_key`` is the key at the position of query 0, if the mask determines
-        it. A window allows a cache to drop old keys.
+        ``own_key`` is the key at the position of query 0, if the mask determines it. A window
+        allows a cache to drop old keys.
         """
         batch, _, queries, keys = shape
         stream = self._stream_of_layer(layer, (batch, queries), outer_calls)
@@ -126,11 +124,7 @@ class TokenStreams:
     def _stream_of_layer(
         self, layer: str, shape: tuple[int, int], outer_calls: list[ModuleCall]
     ) -> _Stream | None:
-        """Return the text (batch, length) of the layer's part, from the innermost run around it.
-
-        An encoder that runs twice reads two texts. If one run looked up two texts of one shape,
-        the text of the layer is unknown.
-        """
+        """Return the only text (batch, length) of the layer's part in the innermost run around."""
 
         def nearness(stream: _Stream) -> tuple[int, int]:
             depth = next((n for n, run in enumerate(outer_calls) if run is stream.within), -1)
@@ -161,11 +155,10 @@ _NORM_ROUNDING = 16  # units in the quotient of two factors of a norm
 
 
 class CallAwaitingProjection:
-    """A call whose output projection has not run yet.
+    """A call in ``block`` whose output projection has not run yet.
 
-    The output is added to the state of ``block``, the block around the layer, if that is known. The
-    layer goes on with ``outputs``: those of ``call``, or some of them if the heads are divided over
-    devices. ``version`` is their version at the call, which counts changes in place.
+    The layer goes on with ``outputs``: those of ``call``, or some of them if the heads are divided
+    over devices. ``version`` counts changes of them in place.
     """
 
     def __init__(self, call: CapturedCall, block: ModuleCall | None, outputs: Tensor) -> None:
@@ -186,13 +179,12 @@ class CallAwaitingProjection:
         """Note a module that is about to run inside ``outer_modules``."""
         if module_call.state is None:
             return
-        is_inside, gated = self.call.module in outer_modules, None
+        is_inside = self.call.module in outer_modules
         if not _is_concatenated_heads(module_call.state, self.outputs):
             # A module that received the head outputs before may have made the factors of them.
             if not is_inside or self.was_read:
                 return
-            gated = _split_gated_heads(module_call.state, self._whole_outputs)
-            if gated is None:
+            if (gated := _split_gated_heads(module_call.state, self._whole_outputs)) is None:
                 return
             self._gated[module_call] = gated
         self._consumers[module_call] = is_inside, len(self._behind)
@@ -244,7 +236,7 @@ def _is_concatenated_heads(state: Tensor, outputs: Tensor) -> bool:
 def _split_gated_heads(state: Tensor, outputs: Tensor) -> Tensor | None:
     """Return a module's input as head outputs, if it is ``outputs`` times factors from 0 to 1.
 
-    None for factors that are the same in all tokens, up to a number for each token, as a norm's.
+    None for factors that differ between tokens by one number a token, as a norm's.
     """
     batch, heads, queries, width = outputs.shape
     if state.numel() != outputs.numel() or not state.numel():

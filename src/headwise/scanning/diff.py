@@ -62,24 +62,17 @@ class ScanDiff(Displayed):
 
     @classmethod
     def between(cls, before: ScanReadings, after: ScanReadings, *, match: bool) -> ScanDiff:
-        """Return the difference of two scans, as `HeadScan.diff` does.
-
-        Raises:
-            OptionError: other layers or heads, or no statistic that both have.
-            MissingExtraError: matching without scipy.
-        """
+        """Return the difference of two scans, as `HeadScan.diff` does."""
         _require_same_heads(before, after)
         names = _shared_statistics(before, after)
         assignment = tuple(layer.heads for layer in before.layer_scans)
         if match:
-            assign = require_package(
-                "scipy.optimize", purpose="which assigns heads to heads", pip="scipy"
-            ).linear_sum_assignment  # by the least total distance
-            pairs = zip(assignment, _head_distances(before, after, names), strict=True)
-            assignment = tuple(
-                tuple(heads[column] for column in assign(distance.numpy())[1].tolist())
-                for heads, distance in pairs
-            )
+            purpose = "which assigns heads to heads"  # by the least total distance
+            scipy = require_package("scipy.optimize", purpose=purpose, pip="scipy")
+            distances = _head_distances(before, after, names)
+            columns = [scipy.linear_sum_assignment(each.numpy())[1].tolist() for each in distances]
+            pairs = zip(assignment, columns, strict=True)
+            assignment = tuple(tuple(heads[n] for n in chosen) for heads, chosen in pairs)
         return cls(before=before, after=after, names=names, assignment=assignment)
 
     @property
@@ -231,13 +224,10 @@ def _require_same_heads(before: ScanReadings, after: ScanReadings) -> None:
         differences = [f"{len(first)} layers, and {len(second)}"]
     for a, b in zip(first, second, strict=False):
         if (a.num_heads, a.heads) != (b.num_heads, b.heads):
-            which = (
-                f": {list(a.heads)}, and {list(b.heads)}" if len(a.heads) == len(b.heads) else ""
-            )
-            differences.append(
-                f"{a.name} with {len(a.heads)} of {a.num_heads} heads scanned, and "
-                f"{b.name} with {len(b.heads)} of {b.num_heads}{which}"
-            )
+            both = [f"{x.name} with {len(x.heads)} of {x.num_heads}" for x in (a, b)]
+            lists = f": {list(a.heads)}, and {list(b.heads)}"
+            lists = lists if len(a.heads) == len(b.heads) else ""
+            differences.append(f"{both[0]} heads scanned, and {both[1]}{lists}")
     if differences:
         raise OptionError(
             saw=differences[0],
@@ -272,10 +262,8 @@ def _head_distances(
         if OTHER_HEAD in before.definition(name).axes:
             continue
         first, second = (scan[name][..., None].flatten(2) for scan in (before, after))
-        gaps = [
-            _gaps_of_head_pairs(first[n, heads], second[n, heads])
-            for n, heads in enumerate(scanned)
-        ]
+        rows = [(first[n, heads], second[n, heads]) for n, heads in enumerate(scanned)]
+        gaps = [_gaps_of_head_pairs(*pair) for pair in rows]
         # The mean over all pairs that have an entry in common; 1 where they are all the same.
         apart = torch.cat([(squares / both)[both > 0].sqrt() for squares, both, _ in gaps])
         scale = (float(apart.mean()) if apart.numel() else 0.0) or 1.0

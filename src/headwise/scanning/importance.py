@@ -92,7 +92,10 @@ class _Watcher:
 
 def _prepare(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[model_inputs.ModelInput]]:
     """Return a model without its wrapper, and its inputs, which ask for all logits."""
-    model, given = model_inputs.require_module(model), model_inputs.list_inputs(inputs)
+    model = weights.unwrap_compiled(model)
+    if not isinstance(model, nn.Module):
+        raise model_inputs.not_a_model_error(model, "an nn.Module with its weights")
+    given = model_inputs.list_inputs(inputs)
     return model, model_inputs.check_tokens_and_limit_outputs(model, given, with_logits=True)
 
 
@@ -317,11 +320,8 @@ class _HeadAblation(_Watcher):
     def __init__(self, layers: SelectedLayers, by: str | Means, seed: int, *, causal: bool) -> None:
         super().__init__(layers, causal=causal)
         if isinstance(by, str) and by not in ABLATIONS:
-            raise OptionError(
-                saw=f"by={describe_value(by)}",
-                needed=f"one of {', '.join(ABLATIONS)}, or the result of mean_outputs",
-                do='by="zero"',
-            )
+            needed = f"one of {', '.join(ABLATIONS)}, or the result of mean_outputs"
+            raise OptionError(saw=f"by={describe_value(by)}", needed=needed, do='by="zero"')
         self.statistic = ABLATIONS[by if isinstance(by, str) else "mean"]
         self._means = None if isinstance(by, str) else by
         self._generator = torch.Generator().manual_seed(seed) if by == "resample" else None
@@ -483,11 +483,8 @@ def _mean_cross_entropies(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
     targets = ids[:, 1:][predicted]
     lowest, highest = int(targets.min()), int(targets.max())
     if not 0 <= lowest <= highest < logits.shape[-1]:
-        raise ShapeError(
-            saw=f"logits {tuple(logits.shape)} for tokens from {lowest} to {highest}",
-            needed="a logit for each token of the vocabulary",
-            do=PASS_A_LOSS,
-        )
+        saw = f"logits {tuple(logits.shape)} for tokens from {lowest} to {highest}"
+        raise ShapeError(saw=saw, needed="a logit for each token of the vocabulary", do=PASS_A_LOSS)
     chosen = logits[:, :-1][predicted]
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     each = F.cross_entropy(chosen, targets, reduction="none").double()
@@ -515,11 +512,8 @@ def _run_losses(
     losses = loss(output, inputs)
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
         kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
-        raise DTypeError(
-            saw=f"a loss that gave {kind}",
-            needed="a floating-point tensor (batch,)",
-            do=PASS_A_LOSS,
-        )
+        saw = f"a loss that gave {kind}"
+        raise DTypeError(saw=saw, needed="a floating-point tensor (batch,)", do=PASS_A_LOSS)
     if losses.dim() == 0:
         raise ShapeError(
             saw="a loss that gave a single number",

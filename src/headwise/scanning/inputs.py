@@ -36,14 +36,6 @@ class ModelInput:
     original: Any = None
 
 
-def require_module(model: Any) -> nn.Module:
-    """Return the model without the wrapper of torch.compile."""
-    model = weights.unwrap_compiled(model)
-    if not isinstance(model, nn.Module):
-        raise not_a_model_error(model, "an nn.Module with its weights")
-    return model
-
-
 def not_a_model_error(model: object, needed: str) -> OptionError:
     """Return the error for a value that cannot run, such as the name of a model."""
     kind, do = "no model", "pass the model first, then its inputs"
@@ -148,11 +140,8 @@ def require_valid_token_ids(model: nn.Module, model_input: ModelInput) -> None:
     if ids is None:
         return
     if not ids.numel():
-        raise OptionError(
-            saw=f"token ids of shape {tuple(ids.shape)}: there are none",
-            needed="at least one token",
-            do="leave out texts without tokens",
-        )
+        saw = f"token ids of shape {tuple(ids.shape)}: there are none"
+        raise OptionError(saw=saw, needed="at least one token", do="leave out texts without tokens")
     find_embedding, embedding = getattr(model, "get_input_embeddings", None), None
     if find_embedding is not None:
         with suppress(NotImplementedError, AttributeError):  # a model without tokens
@@ -163,11 +152,8 @@ def require_valid_token_ids(model: nn.Module, model_input: ModelInput) -> None:
         raise _no_batch_error(ids)
     low, high, size = int(ids.min()), int(ids.max()), embedding.num_embeddings
     if low < 0 or high >= size:
-        raise OptionError(
-            saw=f"tokens from {low} to {high}",
-            needed=f"tokens from 0 to {size - 1}: the model's embedding has {size} rows",
-            do=CHECK_TOKENIZER,
-        )
+        needed = f"tokens from 0 to {size - 1}: the model's embedding has {size} rows"
+        raise OptionError(saw=f"tokens from {low} to {high}", needed=needed, do=CHECK_TOKENIZER)
 
 
 def token_ids(model_input: ModelInput) -> Tensor | None:

@@ -70,10 +70,9 @@ class TextRecorder:
         self._now, self._last_queries = [], None
 
     def record(self, call: CapturedCall) -> tuple[int | None, int | None]:
-        """Record the text of a call, and return the number of its queries' text and keys' text.
+        """Record the text of a call, and return the numbers of its queries' and its keys' text.
 
-        None stands for an unknown text: that of queries that continue a cache, or that attend to
-        the output of another model.
+        None stands for an unknown text, as of queries that continue a cache.
         """
         if call.own_key not in (0, None):
             return None, None
@@ -85,8 +84,7 @@ class TextRecorder:
         if call.own_key == 0 and not call.is_cross:
             self._last_queries = keys
             return keys, keys
-        lengths = call.real_queries.sum(-1).tolist()
-        queries = self._last_queries
+        lengths, queries = call.real_queries.sum(-1).tolist(), self._last_queries
         is_known = queries is not None and [len(ids) for ids in self._now[queries]] == lengths
         return (queries if is_known else None), keys
 
@@ -166,23 +164,6 @@ class LayerScan:
         sizes += f", statistics={len(self.summaries)}"
         sizes += f", missing={len(self.missing)}" if self.missing else ""
         return f"LayerScan({self.name!r}, {self.kind} attention, {sizes})"
-
-    @classmethod
-    def empty_of_call(cls, call: CapturedCall, heads: tuple[int, ...] | None) -> LayerScan:
-        """Return an empty scan of a call's layer, for these heads or all."""
-        count = call.matrix.shape[1]
-        if heads is not None and any(not 0 <= head < count for head in heads):
-            raise OptionError(
-                saw=f"heads {describe_value(list(heads))} of {call.layer}",
-                needed=f"heads from 0 to {count - 1}: the layer has {count}",
-                do=f"heads=[{count - 1}], or layers= with layers that have these heads",
-            )
-        return cls(
-            name=call.layer,
-            num_heads=count,
-            heads=tuple(range(count)) if heads is None else heads,
-            kind="cross" if call.is_cross else "self",
-        )
 
     def add_summary(self, statistic: Statistic, summary: Summary) -> None:
         """Merge the summary of a further call into the summary of this layer."""

@@ -399,8 +399,8 @@ class PartFolder:
         """Return the scan of a document from its file, which is written if it is missing."""
         path = self.corpus.path_of(self.out, index)
         if not path.exists():
-            options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
-            fresh = self.model.scan(self.inputs[index], progress=progress, **options)
+            options = {"statistics": self.statistics, "layers": self.layers, "progress": progress}
+            fresh = self.model.scan(self.inputs[index], **options)
             # A scan that cannot be merged is not written, so the run can resume without it.
             if fits is not None and (difference := fits.reason_not_mergeable(fresh)) is not None:
                 raise OptionError(
@@ -551,11 +551,8 @@ def merge_parts(
     places = [folders] if isinstance(folders, str | PathLike) else list(folders)
     parts, statistics = find_parts(places), tuple(statistics)
     if parts.faults:
-        raise OptionError(
-            saw="; ".join(parts.faults),
-            needed="one scan of each document",
-            do="scan the missing documents, or leave out the folder with other documents",
-        )
+        do = "scan the missing documents, or leave out the folder with other documents"
+        raise OptionError(saw="; ".join(parts.faults), needed="one scan of each document", do=do)
     total: HeadScan | None = None
     for index in range(len(parts.corpus.documents)):
         document = parts.corpus.load_document(index, parts.paths[index], statistics, total)

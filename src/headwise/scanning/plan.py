@@ -66,8 +66,8 @@ class PlannedScan:
 
     def scan_text(self, text: TextToRead, progress: Progress | None = None) -> HeadScan:
         """Return the scan of one text."""
-        options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
-        return self.model.scan(text.ids, progress=progress, **options)
+        options = {"statistics": self.statistics, "layers": self.layers, "progress": progress}
+        return self.model.scan(text.ids, **options)
 
 
 def require_room_for_model(folder: str | PathLike[str], *, copies: int = 1) -> None:
@@ -217,18 +217,14 @@ class CallSizes:
 class Speed:
     """Seconds of the operations of a scan on this machine.
 
-    ``rows`` are sorted pairs of a number of keys, and the seconds of all statistics for one query
-    of one head that may attend to so many.
+    ``rows`` are sorted pairs of a number of keys, and the seconds of `row`.
     """
 
     product: float  # one multiply-add of a matrix product
     rows: tuple[tuple[float, float], ...]
 
     def row(self, keys: float) -> float:
-        """Return the seconds of all statistics for one query of one head with so many keys.
-
-        Between measured numbers of keys it is interpolated, and beyond the largest proportional.
-        """
+        """Return the seconds of all statistics for one query of one head with so many keys."""
         numbers, seconds = zip(*self.rows, strict=True)
         return float(np.interp(keys, numbers, seconds) * max(1.0, keys / numbers[-1]))
 
@@ -280,8 +276,7 @@ def estimate_scan(
     """Estimate a scan of sequences of these lengths, one after the other or by several processes.
 
     A process with the model holds ``held_bytes``, those of this process if None. A sequence takes
-    at least ``trial_seconds``, the duration of the scan of a few tokens. The ``speed`` of this
-    machine is measured if it is None.
+    at least ``trial_seconds``. The ``speed`` of this machine is measured if it is None.
     """
     statistics = tuple(statistics)
     speed = speed or measure_speed(calls, statistics, max(lengths))
@@ -323,9 +318,8 @@ def measure_speed(
 ) -> Speed:
     """Measure matrix products, and the statistics of rows with as many keys as those of the calls.
 
-    A problem of a quarter of the length is for shorter sequences. Long problems have few heads.
-    Each runs for a fraction of a second, and the mean counts: on a busy machine the best run would
-    be faster than a scan can be.
+    A problem of a quarter of the length is for shorter sequences. The mean of several runs counts:
+    on a busy machine the best run would be faster than a scan can be.
     """
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(512, 512, generator=generator) for _ in range(2))
@@ -373,18 +367,12 @@ def require_memory(needed: int, *, what: str, do: str) -> None:
         more, left = human_bytes(needed), human_bytes(free)
         if more == left:
             more, left = f"{needed:,} B", f"{free:,} B"
-        raise OptionError(
-            saw=f"{what}: about {more} more memory",
-            needed=f"at most {left}, which is what this machine has left",
-            do=do,
-        )
+        needed = f"at most {left}, which is what this machine has left"
+        raise OptionError(saw=f"{what}: about {more} more memory", needed=needed, do=do)
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return the free bytes of the machine, or of a control group of the process if it has fewer.
-
-    psutil covers the machine only; in a container the limit of the group is lower.
-    """
+    """Return the free bytes of the machine, or of a control group if that has fewer."""
     return min((int(psutil.virtual_memory().available), *_iterate_free_bytes_of_cgroups(root)))
 
 

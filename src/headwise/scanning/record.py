@@ -425,9 +425,9 @@ def _has_cross_attention_source(
 
 
 def _real_keys(matrix: AttentionMatrix, own_key: int | None) -> Tensor:
-    """Return (batch, keys), False where every query is barred from a key by more than a band.
+    """Return (batch, keys), False where more than a band hides a key from every query.
 
-    A band counts behind the last query alone: the keys there are free space of a cache.
+    Keys behind the last query are free space of a cache.
     """
     real = matrix.bound_mask.real_keys()
     for bias in matrix.score_bias.tensors:
@@ -442,8 +442,7 @@ def _real_keys(matrix: AttentionMatrix, own_key: int | None) -> Tensor:
 def _is_cross(stack: list[ModuleCall], matrix: AttentionMatrix) -> bool:
     """True if keys are projected from another tensor than queries.
 
-    A source that a module inside the block receives by name decides. Otherwise the inputs of the
-    matrices since the last attention call decide: queries first, then keys.
+    A source that is named decides, or else the inputs of the matrices: queries first, then keys.
     """
     for module_call in reversed(stack):
         if module_call.is_block:
@@ -463,8 +462,7 @@ def _is_cross(stack: list[ModuleCall], matrix: AttentionMatrix) -> bool:
 def _find_block(stack: list[ModuleCall], matrix: AttentionMatrix) -> ModuleCall | None:
     """Return the innermost block around the layer, before the first attention of the block.
 
-    The state of the block must be (batch, queries, width). Where batch and queries are equal,
-    (queries, batch, width) is possible too, so no block is returned.
+    None where its state could be (queries, batch, width) as well as (batch, queries, width).
     """
     batch, _, queries, _ = matrix.shape
     for module_call in reversed(stack[:-1]):

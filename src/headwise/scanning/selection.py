@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 from torch import Tensor
 
@@ -47,11 +47,8 @@ def normalise_heads_option(heads: Numbers | None) -> tuple[int, ...] | None:
         return None
     chosen = tuple(dict.fromkeys(_require_integers("heads", heads, do="heads=[0, 3], or heads=3")))
     if not chosen:
-        raise OptionError(
-            saw=f"heads={describe_value(heads)}, which names no head",
-            needed="at least one head",
-            do="leave heads out for all of them",
-        )
+        saw = f"heads={describe_value(heads)}, which names no head"
+        raise OptionError(saw=saw, needed="at least one head", do="leave heads out for all of them")
     return chosen
 
 
@@ -64,8 +61,7 @@ def normalise_token_ids_option(name: str, tokens: Numbers) -> tuple[int, ...]:
 def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...], tuple[str, ...]]:
     """Return the selected statistics (the standard set for None), and the names among them.
 
-    The name "standard" stands for the standard set; an object of the same name takes the place of
-    one in the set.
+    "standard" is the standard set, in which an object takes the place of one of the same name.
     """
     if statistics is None:
         return catalogue.STANDARD, ()
@@ -116,13 +112,24 @@ class SelectedLayers:
         if call.layer not in self._seen:
             patterns = ("*",) if self._patterns is None else self._patterns
             is_chosen = any(fnmatchcase(call.layer, pattern) for pattern in patterns)
-            empty = LayerScan.empty_of_call(call, self._heads) if is_chosen else None
-            self._seen[call.layer] = empty
+            self._seen[call.layer] = self._make_empty_layer(call) if is_chosen else None
         layer = self._seen[call.layer]
         if layer is not None:
             layer.calls += 1
             call.layer_index = self.selected_layers().index(layer)
         return layer
+
+    def _make_empty_layer(self, call: CapturedCall) -> LayerScan:
+        count = call.matrix.shape[1]
+        heads = tuple(range(count)) if self._heads is None else self._heads
+        if any(not 0 <= head < count for head in heads):
+            raise OptionError(
+                saw=f"heads {describe_value(list(heads))} of {call.layer}",
+                needed=f"heads from 0 to {count - 1}: the layer has {count}",
+                do=f"heads=[{count - 1}], or layers= with layers that have these heads",
+            )
+        kind: Literal["self", "cross"] = "cross" if call.is_cross else "self"
+        return LayerScan(name=call.layer, num_heads=count, heads=heads, kind=kind)
 
     def selected_layers(self) -> tuple[LayerScan, ...]:
         """Return the selected layers, in call order."""

@@ -17,8 +17,7 @@ from headwise.errors import OptionError
 from headwise.scanning._scan import scan
 from headwise.scanning.inputs import CHECK_TOKENIZER
 from headwise.scanning.result import HeadScan
-from headwise.scanning.selection import Layers, Numbers, Statistics, normalise_token_ids_option
-from headwise.support.progress import Progress
+from headwise.scanning.selection import Numbers, normalise_token_ids_option
 from headwise.support.tensors import map_leaves
 from headwise.support.text import describe_count, escape_unprintable
 
@@ -84,24 +83,10 @@ class ModelToScan:
         kind = type(self.model).__name__
         return f"{kind}, {size} parameters in {' and '.join(kinds)}{place}"
 
-    def scan(
-        self,
-        inputs: Any,
-        *,
-        statistics: Statistics = None,
-        layers: Layers = None,
-        progress: Progress | None = None,
-    ) -> HeadScan:
+    def scan(self, inputs: Any, **options: Any) -> HeadScan:
         """Return the scan of ids, or of inputs for a model without a tokenizer."""
-        return scan(
-            self.model,
-            self.inputs(inputs),
-            statistics=statistics,
-            layers=layers,
-            separators=tuple(self.separators.values()),
-            specials=self.specials,
-            progress=progress,
-        )
+        options |= {"separators": tuple(self.separators.values()), "specials": self.specials}
+        return scan(self.model, self.inputs(inputs), **options)
 
     @property
     def separators_and_specials_in_words(self) -> str:
@@ -195,33 +180,21 @@ def _load_stored(
     from headwise.checkpoints.transformers import load
 
     stored = load(folder, trust_remote_code=trust_remote_code, dtype=dtype)
-    model = ModelToScan(
-        title=make_model_title(folder),
-        model=stored.model,
-        inputs=stored.inputs,
-        vocabulary=stored.vocabulary,
-        positions=stored.positions,
-        begin=stored.begin,
-        notes=stored.notes,
-    )
-    if (tokenizer := stored.tokenizer) is None:
-        return model
-    return replace(
-        model,
-        separators=tokenizer.separators,
-        specials=tokenizer.specials,
-        encode=lambda text, n: tokenizer.ids(text) if n is None else tokenizer.first_ids(text, n),
-        name_of=tokenizer.token_text,
-    )
+    names = ("model", "inputs", "vocabulary", "positions", "begin", "notes")
+    options: dict[str, Any] = {name: getattr(stored, name) for name in names}
+    if (tokens := stored.tokenizer) is not None:
+        options |= {"separators": tokens.separators, "specials": tokens.specials}
+        options |= {
+            "encode": lambda text, n: tokens.ids(text) if n is None else tokens.first_ids(text, n),
+            "name_of": tokens.token_text,
+        }
+    return ModelToScan(title=make_model_title(folder), **options)
 
 
 def make_model_title(folder: Path) -> str:
-    """Return the name of a folder, with the folder above it if the name is just "model".
-
-    In transformers' cache, models--owner--name/snapshots/revision, the title is owner/name.
-    """
+    """Return the name of a folder, with the folder above it if the name is just "model"."""
     path = folder.resolve()
-    for part in path.parts:
+    for part in path.parts:  # transformers' cache has models--owner--name/snapshots/revision
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/")
     return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
@@ -315,11 +288,8 @@ def read_texts(
             )
         texts.append(text)
     if all(text.is_empty for text in texts):
-        raise OptionError(
-            saw=f"{describe_count(len(texts), 'text')} of fewer than two tokens",
-            needed=f"a text of {TWO}",
-            do="use longer texts",
-        )
+        saw = f"{describe_count(len(texts), 'text')} of fewer than two tokens"
+        raise OptionError(saw=saw, needed=f"a text of {TWO}", do="use longer texts")
     return texts
 
 
@@ -367,11 +337,8 @@ def read_stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> 
         )
     whole = [] if words == [""] else [int(word) for word in words]
     if len(whole) < 2:
-        raise OptionError(
-            saw=f"{file}, with {describe_count(len(whole), 'token')}",
-            needed=TWO,
-            do="write more token ids into the file",
-        )
+        saw = f"{file}, with {describe_count(len(whole), 'token')}"
+        raise OptionError(saw=saw, needed=TWO, do="write more token ids into the file")
     ids = torch.tensor([whole])
     subject.require_tokens_in_vocabulary(ids)  # before the cut
     most = largest_text_length(subject, length, default=TEXT_LENGTH)

@@ -124,11 +124,10 @@ def _record_attention(
 class _Axes:
     """The leading axes of one call of torch, of any number, as batch and heads.
 
-    ``leading`` are the axes of the outputs, to which torch broadcast all operands. The last is
-    heads and the others are batch. A single axis is batch, unless heads are grouped.
+    The last is heads and the others are batch. A single axis is batch, unless heads are grouped.
     """
 
-    leading: tuple[int, ...]
+    leading: tuple[int, ...]  # of the outputs, to which torch broadcast all operands
     is_grouped: bool
 
     def with_four_axes(self, x: Tensor, *, heads: int | None = None) -> Tensor:

@@ -55,8 +55,7 @@ def class_name_without_fsdp(module: nn.Module | None) -> str:
 def dequantize_weight(weight: Tensor) -> Tensor | None:
     """Return a weight as a plain floating-point tensor, dequantised if necessary; else None.
 
-    The dequantised numbers are those that the layer's products use. A weight that is divided over
-    devices is gathered, which every process has to do at the same time.
+    Every process has to gather a weight that is divided over devices at the same time.
     """
     if is_divided_over_devices(weight):
         weight = weight.full_tensor()
@@ -126,9 +125,8 @@ def is_linear_output(module: nn.Module, inputs: Tensor, result: Tensor) -> bool:
 def find_plain_unembedding(model: Any) -> Tensor | None:
     """Return the (vocabulary, embed_dim) weight that maps a state to logits.
 
-    None if the last layer of the model is more than a product with its weight, such as an adapter
-    around it: it is run on one state. A layer that is divided over devices cannot run alone; it
-    only has to own its weight, which an adapter does not.
+    None if the last layer of the model, run on one state, is more than a product with its weight,
+    such as an adapter. A divided layer cannot run alone; it only has to own its weight.
     """
     module, weight = find_unembedding(model)
     # A tensor, and the table of an embedding, are multiplied by a function.
@@ -163,10 +161,7 @@ def use_head_joiner(join: JoinHeads) -> Iterator[None]:
 
 
 def find_divided_projection(modules: Iterable[nn.Module], width: int) -> Tensor | None:
-    """Return the weight of an output projection that is divided along its inputs.
-
-    The call in ``modules``, innermost first, computes heads with ``width`` channels in all.
-    """
+    """Return the weight of an output projection of which ``width`` inputs are here, not all."""
     for weight in (each for module in modules for each in module.parameters()):
         if weight.dim() != 2 or not is_divided_over_devices(weight):
             continue

@@ -27,22 +27,12 @@ READY = -1  # what a process sends once it has loaded the model
 
 
 class _Worker:
-    """A process, the pipe to it, and the document that it scans.
+    """A process that runs `_serve`, the pipe to it, and the document that it scans."""
 
-    ``opened_with`` and ``corpus`` are the arguments of `open_model` and of `open_corpus`.
-    """
-
-    def __init__(
-        self,
-        threads: int,
-        opened_with: Mapping[str, Any],
-        notes: tuple[str, ...],
-        corpus: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, *arguments: object) -> None:
         context = get_context("spawn")
         self.pipe, there = context.Pipe()
-        arguments = (there, threads, opened_with, notes, corpus)
-        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        self.process = context.Process(target=_serve, args=(there, *arguments), daemon=True)
         self.process.start()
         there.close()
         self.index: int | None = None
@@ -151,7 +141,10 @@ def _serve(
     notes: tuple[str, ...],
     corpus: Mapping[str, Any],
 ) -> None:
-    """Scan the documents whose numbers come through the pipe, until None or its end."""
+    """Scan the documents whose numbers come through the pipe, until None or its end.
+
+    ``opened_with`` and ``corpus`` are the arguments of `open_model` and of `open_corpus`.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     torch.set_num_threads(threads)
     try:

@@ -52,10 +52,7 @@ def diagonal_weights(problem: KernelInput, offset: int) -> Tensor:
 
 
 def largest_weights(problem: KernelInput, count: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` largest weights of the queries in ``index``, and their keys.
-
-    Rows are computed in blocks of about one tile, so memory does not grow with queries x keys.
-    """
+    """Return the largest weights and their keys, in blocks of queries of about one tile."""
     batch, heads, _, _ = problem.q.shape
     step = max(1, tiles.TILE_ELEMENTS // max(1, batch * heads * problem.k.shape[2]))
     # ONNX cannot split at a length that varies, and its graph is dense in any case.
@@ -147,10 +144,7 @@ def yield_observed_tiles(
 
 
 def count_attending_queries(problem: KernelInput, queries: Tensor) -> Tensor:
-    """Count the queries of (batch, queries), bool, that may attend to each key.
-
-    Returns (batch, heads, keys), or (batch, 1, keys) where the counts of all heads are equal.
-    """
+    """Count the queries (batch, queries) that may attend to each key: (batch, heads or 1, keys)."""
     batch, length = queries.shape
     mask, every = _mask_if_bias_hides_nothing(problem), torch.arange(length, device=queries.device)
     interval = None if mask is None else mask.key_interval_per_query(every)

@@ -39,12 +39,11 @@ class FusedKernel(kernel.Kernel):
 
     def choice_reason(self, task: Task) -> str:
         """Return the reason, with the operands that are copied."""
+        assert task.v is not None
         operands = {"q": task.problem.q, "k": task.problem.k, "v": task.v}
-        strided = [
-            name for name, t in operands.items() if t is not None and has_strided_last_axis(t)
-        ]
-        copies = f", after a copy of {', '.join(strided)}: the last stride is not 1"
-        return f"the fused kernel takes this mask{copies if strided else ''}"
+        strided = ", ".join(name for name, t in operands.items() if has_strided_last_axis(t))
+        copies = f", after a copy of {strided}: the last stride is not 1" if strided else ""
+        return f"the fused kernel takes this mask{copies}"
 
     def run(self, task: Task) -> KernelResult:
         assert task.v is not None
@@ -54,9 +53,9 @@ class FusedKernel(kernel.Kernel):
     def cost(self, task: Task) -> kernel.Cost:
         """With dropout torch allocates the weights."""
         assert task.v is not None
-        q, k = task.problem.q, task.problem.k
-        weights = q.shape[:3].numel() * k.shape[2] * q.element_size() if task.dropout_p else 0
-        memory = copied_bytes(task.problem, task.v) + weights
+        (q, k), memory = (task.problem.q, task.problem.k), copied_bytes(task.problem, task.v)
+        if task.dropout_p:
+            memory += q.shape[:3].numel() * k.shape[2] * q.element_size()
         return kernel.Cost(tiles.count_operations(task), memory)
 
 
@@ -64,13 +63,11 @@ def _yield_refusal_reasons(task: Task) -> Iterator[tuple[bool, str]]:
     """Yield conditions for a refusal with their reasons; with dropout, only unsupported ones."""
     yield task.y is not None, "fused kernels do not sum over queries"
     yield task.requested_statistics.average, "heads of one row share a tile"
-    yield (
-        task.values_if_only_product is None,
-        "row sums and columns come from tiles; fused kernels return none",
-    )
+    v = task.values_if_only_product
+    yield v is None, "row sums and columns come from tiles; fused kernels return none"
     yield from _yield_unsupported_conditions(task.problem)
-    if task.values_if_only_product is not None and task.dropout_p == 0:
-        yield from _yield_unprofitable_conditions(task.problem, task.values_if_only_product)
+    if v is not None and task.dropout_p == 0:
+        yield from _yield_unprofitable_conditions(task.problem, v)
 
 
 def _yield_unsupported_conditions(problem: KernelInput) -> Iterator[tuple[bool, str]]:
@@ -94,25 +91,17 @@ def _yield_unprofitable_conditions(problem: KernelInput, v: Tensor) -> Iterator[
     # Exported, a query that may attend to nothing gets the mean of v.
     yield torch.onnx.is_in_onnx_export(), "exported, torch's operator has no rows without keys"
     yield problem.bias.requires_grad, "the gradient of a score bias leaves the fused path"
-    yield (
-        _needs_large_mask(problem),
-        "the fused kernel needs this mask as a dense queries x keys tensor",
-    )
-    empty = 0 in (problem.q.numel(), problem.k.numel(), v.numel())
-    yield empty, "an axis is empty"
-    yield (
-        _costs_more_to_copy(problem, v),
-        "few queries: copying strided keys or values for the fused kernel costs more",
-    )
+    large = _needs_large_mask(problem)
+    yield large, "the fused kernel needs this mask as a dense queries x keys tensor"
+    yield 0 in (problem.q.numel(), problem.k.numel(), v.numel()), "an axis is empty"
+    costly = _costs_more_to_copy(problem, v)
+    yield costly, "few queries: copying strided keys or values for the fused kernel costs more"
     double = problem.q.dtype == torch.float64 and problem.q.device.type != "cpu"
     yield double, "the fused kernel takes no float64 on this device"
 
 
 def bias_sum_overflows(problem: KernelInput) -> bool:
-    """True if the sum of the score biases overflows float16; tiles add them in float32.
-
-    Values are read on the CPU only; elsewhere such a sum becomes the largest or lowest number.
-    """
+    """True if the sum of the score biases overflows float16, as values on the CPU show."""
     parts = problem.bias.all_tensors()
     if problem.q.dtype != torch.float16 or len(parts) < 2 or not all(map(may_check_values, parts)):
         return False
@@ -121,10 +110,7 @@ def bias_sum_overflows(problem: KernelInput) -> bool:
 
 
 def _needs_large_mask(problem: KernelInput) -> bool:
-    """True if the fused kernel needs a dense mask that is larger than a tile.
-
-    A causal mask alone, one dense tensor alone, and clauses over keys alone need no new mask.
-    """
+    """True if the fused kernel needs a new dense mask that is larger than a tile."""
     if is_causal_alone(problem):
         return False
     hiding, sizes = problem.mask.hiding_clauses, problem.mask.sizes
@@ -132,9 +118,8 @@ def _needs_large_mask(problem: KernelInput) -> bool:
     shapes = [*(c.broadcast_shape(sizes) for c in hiding), *(tuple(t.shape) for t in tensors)]
     if table is not None:
         shapes.append((1, table.shape[0], sizes.queries, sizes.keys))
-    alone = len(shapes) == 1 and len(tensors) + sum(c.is_written for c in hiding) == 1
-    spans_keys_alone = all(shape[2] == 1 for shape in shapes)
-    if alone or spans_keys_alone:
+    is_one_tensor = len(shapes) == 1 and len(tensors) + sum(c.is_written for c in hiding) == 1
+    if is_one_tensor or all(shape[2] == 1 for shape in shapes):
         return False
     if torch.compiler.is_compiling():
         return True  # a choice by size would hold for this size only
@@ -186,8 +171,7 @@ def head_outputs(problem: KernelInput, v: Tensor, *, dropout_p: float = 0.0) -> 
 def head_outputs_without_options(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor | None:
     """Return head outputs for scores without mask, bias, softcap or sink; None for other operands.
 
-    For one token `dispatch.choose_kernel` costs more than the kernel. This shortcut of eager mode
-    serves the common operands only: equal heads and widths, no copies, no empty axis.
+    For one token `dispatch.choose_kernel` costs more than the kernel: a shortcut of eager mode.
     """
     if is_recording_operators() or type(v) is not Tensor:
         return None
@@ -236,5 +220,4 @@ def combine_mask_and_bias(problem: KernelInput) -> Tensor | None:
 
 
 def is_causal_alone(problem: KernelInput) -> bool:
-    """True if the mask is causal and there is no bias, so that torch's flag is enough."""
     return problem.mask.is_causal and problem.bias.is_empty

@@ -178,7 +178,6 @@ def _run_sweep_backward(ctx: Any, *upstream: Tensor | None) -> Packed:
 
 
 def _replace_tensors_by_none(argument: Any) -> list[None] | None:
-    """Return None, or a list of None for a list of tensors, also an empty one."""
     is_list = isinstance(argument, list) and all(isinstance(x, Tensor) for x in argument)
     return [None] * len(argument) if is_list else None
 

@@ -46,10 +46,7 @@ class Tile:
 
 
 def plan_tiles(problem: KernelInput, *, all_heads: bool = False) -> Iterator[Tile]:
-    """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile.
-
-    Under a narrow window a tile has fewer queries.
-    """
+    """Yield tiles that cover every row once; ``all_heads`` puts all heads of a row in one tile."""
     batch, heads, queries, _ = problem.q.shape
     kv_heads, keys = problem.k.shape[1:3]
     if 0 in (batch, heads, queries):
@@ -101,14 +98,11 @@ class Scratch:
 
 
 class KeysByColumn:
-    """Keys of a tile's heads, transposed in memory to (head_dim, keys) for a faster product.
-
-    Tiles of the same heads come in succession, so one copy is enough.
-    """
+    """Keys of a tile's heads, transposed in memory to (head_dim, keys) for a faster product."""
 
     def __init__(self, problem: KernelInput) -> None:
         self._problem = problem
-        self._heads: tuple[slice, slice] | None = None
+        self._heads: tuple[slice, slice] | None = None  # of the last tiles, which come together
         self._columns = problem.k
 
     def cut(self, tile: Tile) -> Tensor:
@@ -141,9 +135,8 @@ def tile_scores(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the scores of one tile in the reference's order: scale, softcap, score bias, mask.
 
-    Returns:
-        scores (batches, heads, rows, columns) in scratch memory; the scaled queries
-        (batches * kv_heads, group * rows, head_dim); and with ``slope`` the softcap's derivative.
+    Return scores (batches, heads, rows, columns) in scratch memory, the scaled queries
+    (batches * kv_heads, group * rows, head_dim), and with ``slope`` the softcap's derivative.
     """
     batches, kv_heads, group, rows, columns = tile.axis_sizes(problem.group)
     q = cut_tile_by_kv_head(problem.q, tile, group, problem.accumulation_dtype) * problem.scale
@@ -225,9 +218,8 @@ class BlockMap:
     def touched_blocks(self) -> slice:
         if self.span.start == self.span.stop:
             return slice(0, 0)
-        ends = (self.span.start, self.span.stop - 1)
-        first, last = (i * self.blocks // self.length for i in ends)
-        return slice(first, last + 1)
+        first = self.span.start * self.blocks // self.length
+        return slice(first, (self.span.stop - 1) * self.blocks // self.length + 1)
 
     @property
     def touched_block_count(self) -> int:
@@ -256,9 +248,8 @@ def add_tile(cells: Tensor, problem: KernelInput, tile: Tile, p: Tensor) -> None
         summed = p.new_zeros(*p.shape[:2], rows.touched_block_count, p.shape[3])
         p = summed.index_add_(2, rows.index(p), p)
     if columns.touched_block_count * LONG_BLOCK <= p.shape[3]:
-        p = torch.stack(
-            [block.sum(-1) for block in p.split(columns.positions_per_block(), dim=-1)], dim=-1
-        )
+        blocks = p.split(columns.positions_per_block(), dim=-1)
+        p = torch.stack([block.sum(-1) for block in blocks], dim=-1)
     elif columns.touched_block_count != p.shape[3]:
         summed = p.new_zeros(*p.shape[:3], columns.touched_block_count)
         p = summed.index_add_(3, columns.index(p), p)

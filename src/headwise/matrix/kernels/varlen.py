@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.masks.bound import BlockDiagonal
-from headwise.masks.clause import Rectangle, Span
+from headwise.masks.clause import Span
 from headwise.matrix.kernels import kernel
 from headwise.matrix.kernels.kernel import Cost, Kernel, KernelInput, KernelResult, Task
 
@@ -57,10 +57,9 @@ class VarlenKernel(Kernel):
 
     def refusal_reason(self, task: Task) -> str | None:
         is_product = task.values_if_only_product is not None
-        task.cache["division"] = split_into_rectangles(task.problem) if is_product else None
-        if task.cache["division"] is None:
-            return "the mask does not divide the matrix into sequences"
-        return None
+        division = split_into_rectangles(task.problem) if is_product else None
+        task.cache["division"] = division
+        return None if division else "the mask does not divide the matrix into sequences"
 
     def choice_reason(self, task: Task) -> str:
         """Return the number of sequences."""
@@ -94,27 +93,19 @@ def yield_task_lists_by_batch_row(task: Task) -> Iterator[list[Task]]:
         parts_q = cut_tensor_into_spans(q, [piece.queries for piece in pieces], dim=2)
         keys = [piece.keys for piece in pieces]
         parts_k, parts_v = (cut_tensor_into_spans(t, keys, dim=2) for t in (k, values))
-        yield [
-            replace(task, problem=_restrict_to_rectangle(problem, piece, *parts), v=part_v)
-            for piece, *parts, part_v in zip(pieces, parts_q, parts_k, parts_v, strict=True)
-        ]
-
-
-def _restrict_to_rectangle(
-    problem: KernelInput, piece: Rectangle, q: Tensor, k: Tensor
-) -> KernelInput:
-    place = piece.as_matrix_part
-    mask, bias = problem.mask.cut_to_part(place), problem.bias.cut_to_part(place)
-    return replace(problem, q=q, k=k, mask=mask, bias=bias)
+        tasks = []
+        for piece, part_q, part_k, v in zip(pieces, parts_q, parts_k, parts_v, strict=True):
+            place = piece.as_matrix_part
+            mask, bias = problem.mask.cut_to_part(place), problem.bias.cut_to_part(place)
+            part = replace(problem, q=part_q, k=part_k, mask=mask, bias=bias)
+            tasks.append(replace(task, problem=part, v=v))
+        yield tasks
 
 
 def cut_tensor_into_spans(tensor: Tensor, spans: list[Span], *, dim: int) -> list[Tensor]:
-    """Return spans of an axis, which do not overlap, in the order of ``spans``.
-
-    The function splits the tensor, since the gradient of a slice has the size of the whole tensor.
-    """
+    """Return spans of an axis, which do not overlap, in the order of ``spans``."""
     order = sorted(range(len(spans)), key=spans.__getitem__)
-    sizes, at = [], 0
+    sizes, at = [], 0  # to split at, since the gradient of a slice is as large as the tensor
     for first, stop in (spans[i] for i in order):
         sizes += [first - at, stop - first]
         at = stop

@@ -160,10 +160,7 @@ def find_standard_statistics(names: Iterable[str]) -> tuple[statistic.TileStatis
 def unknown_statistic_error(
     name: object, known: Iterable[str], *, do: str, parameter: str = ""
 ) -> OptionError:
-    """Return the error for an unknown name, with the nearest known name if there is one.
-
-    ``do`` is the advice if no known name is near. The message shows the ``parameter``, if given.
-    """
+    """Return the error for an unknown name; ``do`` is the advice if no known name is near."""
     known = tuple(known)
     label = f"{{{parameter}}}" if parameter else "statistic"
     if near := get_close_matches(str(name)[:LONGEST_NAME], known, n=1):

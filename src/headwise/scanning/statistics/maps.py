@@ -87,14 +87,10 @@ class Map(statistic.TileStatistic):
         self.cells = cells
 
     def start(self, call: CapturedCall) -> Summary:
-        """Return a sum for each cell, and a number of queries for each block of queries."""
-        count = torch.zeros(
-            call.matrix.shape[1], self.cells, dtype=torch.float64, device=call.matrix.q.device
-        )
+        count = call.matrix.q.new_zeros(call.matrix.shape[1], self.cells, dtype=torch.float64)
         return {"sum": count[..., None].repeat(1, 1, self.cells), "count": count}
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
-        """Add the weights of the tile to the cells."""
         blocks, weights = tile.weight_by_query_block
         key_cells = tile.call.key_map_block_one_hot[tile.batches, tile.columns].to(weights.dtype)
         weights = torch.matmul(weights, key_cells[:, None])
@@ -106,7 +102,6 @@ class Map(statistic.TileStatistic):
         gathered["count"][tile.heads, blocks] += counted.double().sum(0)
 
     def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:
-        """Return a difference in the number of cells."""
         here, there = summary["count"].shape[-1], other["count"].shape[-1]
         return None if here == there else f"a map of {here} cells, and one of {there}"
 
@@ -145,10 +140,8 @@ class MostReceived(statistic.TileStatistic):
     parts: ClassVar[Parts] = _parts_of_largest("received", RANKS)
 
     def start(self, call: CapturedCall) -> Tensor:
-        """Return a tensor for the weight that each key receives."""
         batch, heads, _, keys = call.matrix.shape
-        device = call.matrix.q.device
-        return torch.zeros(batch, heads, keys, dtype=torch.float64, device=device)
+        return call.matrix.q.new_zeros(batch, heads, keys, dtype=torch.float64)
 
     def update(self, gathered: Tensor, tile: WeightTile) -> None:
         gathered[tile.batches, tile.heads, tile.columns] += (
@@ -156,7 +149,6 @@ class MostReceived(statistic.TileStatistic):
         )
 
     def make_summary(self, gathered: Tensor, call: CapturedCall) -> Summary:
-        """Return the largest sums of this call."""
         received = gathered.masked_fill(call.seen_by == 0, NOTHING)
         received = received.masked_fill(~call.real_keys[:, None], NOTHING)
         batch, heads, keys = received.shape
@@ -169,7 +161,6 @@ class MostReceived(statistic.TileStatistic):
         )
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
-        """Return the largest sums of all calls, in any order."""
         together = [torch.cat([s[name] for s in summaries], 1) for name in summaries[0]]
         return _keep_largest_keys(*together)
 
@@ -228,7 +219,6 @@ class TopKeysOfChosenQueries(statistic.TileStatistic):
         self.queries = (queries,) if isinstance(queries, int) else tuple(queries)
 
     def start(self, call: CapturedCall) -> _ChosenQueries:
-        """Return the rows of the chosen queries, and tensors for their largest weights."""
         real = call.real_queries
         some = bool(real.any())
         sequence = int(real.any(-1).int().argmax()) if some else 0
@@ -263,7 +253,6 @@ class TopKeysOfChosenQueries(statistic.TileStatistic):
                 largest["token"][at] = token.masked_fill(none, NOTHING)
 
     def make_summary(self, gathered: _ChosenQueries, call: CapturedCall) -> Summary:  # noqa: ARG002
-        """Return the largest weights, with ``seen`` 1 if there was a sequence."""
         return gathered.largest
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
@@ -321,11 +310,8 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         self, heads: Literal["all"] | Iterable[tuple[Layer, int]] = "all", *, ranks: int = 4
     ) -> None:
         if not isinstance(ranks, int) or not 0 < ranks <= MOST_RANKS:
-            raise OptionError(
-                saw=f"ranks={describe_value(ranks)}",
-                needed=f"a number of keys for each query, from 1 to {MOST_RANKS}",
-                do="ranks=4",
-            )
+            needed = f"a number of keys for each query, from 1 to {MOST_RANKS}"
+            raise OptionError(saw=f"ranks={describe_value(ranks)}", needed=needed, do="ranks=4")
         self.heads = heads if isinstance(heads, str) else tuple(heads)
         self.ranks = ranks
         kinds = {tuple(map(type, pair)) if isinstance(pair, tuple) else None for pair in self.heads}
@@ -356,15 +342,10 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         return [position for position, number in enumerate(numbers) if number in chosen]
 
     def start(self, call: CapturedCall) -> _Rows:
-        """Return room for every real query of the chosen heads."""
-        real = call.real_queries
-        heads, device = self._chosen_head_positions(call), real.device
+        real, heads = call.real_queries, self._chosen_head_positions(call)
         row = (real.flatten().cumsum(0) - 1).masked_fill(~real.flatten(), -1)
         size = len(heads), int(real.sum()), self.ranks
-        key, share = (
-            torch.full(size, NOTHING, dtype=dtype, device=device)
-            for dtype in (torch.int32, torch.float32)
-        )
+        key, share = (real.new_full(size, NOTHING, dtype=x) for x in (torch.int32, torch.float32))
         return _Rows(heads, row.unflatten(0, real.shape), key, share)
 
     def update(self, gathered: _Rows, tile: WeightTile) -> None:
@@ -385,37 +366,25 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
             gathered.key[at] = key[counted].int().masked_fill(none, NOTHING)
 
     def make_summary(self, gathered: _Rows, call: CapturedCall) -> Summary:
-        """Return each head's row of keys and shares (−1 if it was not chosen), and the lengths."""
-        row = torch.full((call.matrix.shape[1],), NOTHING)
+        row = torch.full((call.matrix.shape[1],), NOTHING)  # of keys and shares, for each head
         row[gathered.heads] = torch.arange(len(gathered.heads))
-        return {
-            "row": row,
-            "lengths": call.real_queries.sum(-1).cpu(),
-            "key": gathered.key.cpu(),
-            "share": gathered.share.cpu(),
-        }
+        lengths = call.real_queries.sum(-1).cpu()
+        stored = {"key": gathered.key.cpu(), "share": gathered.share.cpu()}
+        return {"row": row, "lengths": lengths, **stored}
 
     def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:
-        """Return a difference in the chosen heads, or in the number of ranks."""
         if not torch.equal(summary["row"], other["row"]):
             return "the top keys of some heads, and of others"
         ranks, other_ranks = (each["key"].shape[-1] for each in (summary, other))
         return None if ranks == other_ranks else f"{ranks} top keys a query, and {other_ranks}"
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
-        """Return the queries of all calls, one sequence after another."""
-        return {
-            "row": summaries[0]["row"].clone(),
-            "lengths": torch.cat([summary["lengths"] for summary in summaries]),
-            "key": torch.cat([summary["key"] for summary in summaries], 1),
-            "share": torch.cat([summary["share"] for summary in summaries], 1),
-        }
+        axes = {"lengths": 0, "key": 1, "share": 1}  # along which sequences stand
+        joined = {name: torch.cat([x[name] for x in summaries], n) for name, n in axes.items()}
+        return {"row": summaries[0]["row"].clone(), **joined}
 
     def result(self, summary: Summary) -> Tensor:
-        """Return (heads, query, rank, field): key, weight; NaN for other heads and beyond keys.
-
-        This takes 16 bytes for each head, query and rank, of the heads that were not chosen too.
-        """
+        """Return (heads, query, rank, field): key, weight; NaN for other heads and beyond keys."""
         stacked = torch.stack([summary["key"].double(), summary["share"].double()], -1)
         stacked = stacked.masked_fill((summary["share"] < 0)[..., None], torch.nan)
         row = summary["row"]

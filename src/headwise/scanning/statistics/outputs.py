@@ -100,9 +100,7 @@ class EffectiveRank(statistic.TileStatistic):
     }
 
     def start(self, call: CapturedCall) -> Tensor:
-        """Return a tensor for the queries that count."""
-        shape, device = call.matrix.shape[:3], call.matrix.q.device
-        return torch.zeros(shape, dtype=torch.bool, device=device)
+        return call.matrix.q.new_zeros(call.matrix.shape[:3], dtype=torch.bool)
 
     def update(self, gathered: Tensor, tile: statistic.WeightTile) -> None:
         gathered[tile.batches, tile.heads, tile.rows] = tile.is_counted_query
@@ -191,15 +189,9 @@ class Copying(_OfSampledRows):
 def _token_kinds_of_sequence(
     call: CapturedCall, sequence: int, exact: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the keys of a sequence whose token is known and has a row in the unembedding.
-
-    Beside them, the index of the distinct token of each of these keys, and the row of the
-    unembedding of each distinct token.
-    """
-    unembedding, tokens = (
-        require_not_none(call.unembedding),
-        require_not_none(call.tokens)[sequence],
-    )
+    """Return the keys whose token has a row in the unembedding, their tokens, and these rows."""
+    unembedding = require_not_none(call.unembedding)
+    tokens = require_not_none(call.tokens)[sequence]
     has_row = (tokens >= 0) & (tokens < len(unembedding))
     keys = (call.real_keys[sequence] & has_row).nonzero().squeeze(1)
     kinds, kind = torch.unique(tokens[keys], return_inverse=True)
@@ -245,9 +237,8 @@ class TotalVariation(_OfSampledRows):
         samples = call.sampled_rows
         heads, keys = samples.weights.shape[1], samples.weights.shape[3]
         step = max(1, AT_ONCE // max(1, heads * keys))
-        for weights, sink, counted in zip(
-            samples.weights, samples.sink, samples.counted, strict=True
-        ):
+        sequences = zip(samples.weights, samples.sink, samples.counted, strict=True)
+        for weights, sink, counted in sequences:
             both = counted[:, None] & counted[None]
             gathered["count"] += both.sum(-1)
             parts = (weights.split(step, 1), sink.split(step, 1), both.split(step, -1))
@@ -312,13 +303,12 @@ class CKA(_OfSampledRows):
 
     def make_summary(self, gathered: statistic.Summary, call: CapturedCall) -> statistic.Summary:
         """Return sums of HSIC over sequences, which are small and can be merged exactly."""
-        samples = call.sampled_rows
-        for outputs, sampled, counted in zip(
-            require_not_none(call.outputs), samples.queries, samples.counted.all(1), strict=True
-        ):
+        samples, outputs = call.sampled_rows, require_not_none(call.outputs)
+        sequences = zip(outputs, samples.queries, samples.counted.all(1), strict=True)
+        for z, sampled, counted in sequences:
             rows = sampled[counted]
             if len(rows) >= FEWEST:
-                gathered["sum"] += _estimate_hsic(outputs[:, rows].double())
+                gathered["sum"] += _estimate_hsic(z[:, rows].double())
                 gathered["count"] += 1
         return super().make_summary(gathered, call)
 

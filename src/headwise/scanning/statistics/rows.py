@@ -23,11 +23,7 @@ OfRows = Callable[[WeightTile], Tensor]  # (batches, heads, rows) of a tile
 
 
 class RowStatistic(RowMean):
-    """The mean of ``of_rows`` over the queries for which ``counts`` is True.
-
-    ``words`` are those of its `Definition`. Its name is that of its id. Without other words, its
-    unit is a share of the weight, and all real queries that may attend to a key count.
-    """
+    """The mean of ``of_rows`` over the queries of ``counts``, with the words of a `Definition`."""
 
     def __init__(
         self,
@@ -40,11 +36,8 @@ class RowStatistic(RowMean):
         **words: Any,
     ) -> None:
         self._of_rows, self._counts = of_rows, counts
-        words = {
-            "name": words["id"].rpartition("-")[0],
-            "unit": SHARE,
-            "excluded": EXCLUDED,
-        } | words
+        name = words["id"].rpartition("-")[0]
+        words = {"name": name, "unit": SHARE, "excluded": EXCLUDED} | words
         self.definition, self.needs = Definition(**words), needs
         self.reach, self.reads_lowest = reach, reads_lowest
 

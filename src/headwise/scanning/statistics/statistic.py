@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -44,16 +44,9 @@ class WeightTile(ObservedTile):
 
     A tile extends the record of the kernel by ``call``, to which it belongs. The slices
     ``batches``, ``heads``, ``rows`` (queries) and ``columns`` (keys) locate the tile in the matrix.
-    Keys outside of the columns are hidden from all of its queries.
-
-    ``weights`` is (batches, heads, rows, columns), and so is ``scores`` if the statistic has
-    ``reads_scores``. ``maximum``, ``logsumexp``, ``entropy``, ``highest`` (the largest score) and
-    ``allowed`` (the number of keys that may be attended) are (batches, heads, rows), and so is
-    ``lowest`` (the smallest score) with ``reads_lowest``. ``sink`` is the sink's share, or None.
-
-    ``reach`` is the reach of the statistic that reads the tile.
-
-    The next tile reuses the memory: keep results, not views.
+    Keys outside of the columns are hidden from all of its queries. ``scores`` are there if the
+    statistic has ``reads_scores``, ``lowest`` with ``reads_lowest``. The next tile reuses the
+    memory: keep results, not views.
     """
 
     def __init__(self, observed: ObservedTile, call: CapturedCall, *, reach: int) -> None:
@@ -129,10 +122,7 @@ class WeightTile(ObservedTile):
 
     @cached_property
     def weight_by_query_block(self) -> tuple[slice, Tensor]:
-        """The blocks of a map in this tile, and the weights summed over the real queries of each.
-
-        The sums are (batches, heads, blocks, columns).
-        """
+        """The blocks of a map here, and the sums (batches, heads, blocks, columns) over queries."""
         cells = self.call.query_map_block[self.batches, self.rows]
         real = cells[cells >= 0]
         blocks = slice(int(real.min()), int(real.max()) + 1) if real.numel() else slice(0, 0)
@@ -142,10 +132,7 @@ class WeightTile(ObservedTile):
 
     @cached_property
     def indices_of_earlier_repeats(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch, row, key) of the earlier keys with the token of the row's query.
-
-        Batches and rows are counted from the start of the tile, keys from 0.
-        """
+        """(batch, row, key) of the earlier keys with the token of the row's query in the tile."""
         return self.call.repeated_tokens.earlier_repeat_pairs(
             self.batches, self.key_positions_of_queries
         )
@@ -175,7 +162,6 @@ class WeightTile(ObservedTile):
 
 
 Summary = dict[str, Tensor]
-Need = str  # a key of `MISSING`
 
 # What a statistic may need of a call, and the reason why it is left out where that is not known.
 MISSING = {
@@ -299,8 +285,7 @@ class SummaryPart:
                     lengths.setdefault(axis, length)
         needed = tuple(lengths.get(axis, -1) if isinstance(axis, str) else axis for axis in axes)
         if tensor.shape != needed:
-            known = [f"{x} {lengths[x]}" if x in lengths else str(x) for x in axes]
-            names = ", ".join(known)
+            names = ", ".join(f"{x} {lengths[x]}" if x in lengths else str(x) for x in axes)
             return f"has the shape {tuple(tensor.shape)}, where ({names}) is needed"
         if self.values == "count" and not bool(
             (tensor.isfinite() & (tensor >= 0) & (tensor == tensor.floor())).all()
@@ -335,9 +320,8 @@ def summary_fault(statistic: Statistic, summary: Summary, *, num_heads: int) -> 
         is_right = (result.dim(), len(result)) == (1 + len(statistic.definition.axes), num_heads)
         return None if is_right else f" gives a result {tuple(result.shape)} for {num_heads} heads"
     if odd := sorted({*parts} ^ {*summary}):
-        return (
-            f".{odd[0]} {'is missing' if odd[0] in parts else 'does not belong to the statistic'}"
-        )
+        fault = "is missing" if odd[0] in parts else "does not belong to the statistic"
+        return f".{odd[0]} {fault}"
     lengths = {HEADS: num_heads}
     faults = ((name, part.fault(summary[name], lengths=lengths)) for name, part in parts.items())
     return next((f".{name} {fault}" for name, fault in faults if fault is not None), None)
@@ -347,15 +331,11 @@ def summary_fault(statistic: Statistic, summary: Summary, *, num_heads: int) -> 
 
 
 class Statistic:
-    """One or several numbers for each head, with summaries that can be merged and saved.
-
-    `TileStatistic` is the base of statistics of the weights, `Importance` of those from runs of
-    the model.
-    """
+    """One or several numbers for each head, with summaries that can be merged and saved."""
 
     definition: Definition
     parts: ClassVar[Parts | None] = None  # tensors of a summary; None if files do not check them
-    needs: tuple[Need, ...] = ()  # attributes of a call that must be known
+    needs: tuple[str, ...] = ()  # attributes of a call that must be known: keys of `MISSING`
     reach: int = 0  # largest distance from a query's key that `diagonal` and `band` may ask for
     cells: int = 0  # blocks of a map that `by_cell` is to have; 0 for any number
 
@@ -390,10 +370,7 @@ class TileStatistic(Statistic):
             cls.parts = None
 
     def reason_not_computable(self, call: CapturedCall) -> str | None:
-        """Return why the statistic cannot be computed for a call, or None if it can.
-
-        The reason names the first attribute of ``needs`` that the call does not have.
-        """
+        """Return why the statistic cannot be computed for a call, or None if it can."""
         for need in self.needs:
             if getattr(call.matrix if need == "sink" else call, need) is None:
                 return MISSING[need]
@@ -404,13 +381,11 @@ class TileStatistic(Statistic):
 
         By default a sum for each of ``parts``, whose axes must then be numbers or `HEADS`.
         """
-        heads, device = call.matrix.shape[1], call.matrix.q.device
-        shapes = {
-            name: [heads if axis == HEADS else int(axis) for axis in (HEADS, *part.axes)]
-            for name, part in (self.parts or {}).items()
-        }
-        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
-        return {name: zeros(shape) for name, shape in shapes.items()}
+        q, sums = call.matrix.q, dict[str, Tensor]()
+        for name, part in (self.parts or {}).items():
+            sizes = [q.shape[1] if axis == HEADS else int(axis) for axis in (HEADS, *part.axes)]
+            sums[name] = q.new_zeros(sizes, dtype=torch.float64)
+        return sums
 
     def update(self, gathered: Any, tile: WeightTile) -> None:
         """Add one tile to the accumulators; by default do nothing."""
@@ -441,9 +416,8 @@ class RowMean(TileStatistic, ABC):
 
     def start(self, call: CapturedCall) -> tuple[Tensor, Tensor]:
         """Return tensors for the value of each row, and for the rows that count."""
-        shape, device = call.matrix.shape[:3], call.matrix.q.device
-        values = torch.zeros(shape, dtype=torch.float64, device=device)
-        return values, torch.zeros(shape, dtype=torch.bool, device=device)
+        zeros, shape = call.matrix.q.new_zeros, call.matrix.shape[:3]
+        return zeros(shape, dtype=torch.float64), zeros(shape, dtype=torch.bool)
 
     def update(self, gathered: tuple[Tensor, Tensor], tile: WeightTile) -> None:
         """Store the values of the tile's rows."""
