@@ -43,8 +43,5 @@ def register_huggingface() -> str:
 
 
 def _missing_transformers_error(saw: str) -> MissingExtraError:
-    return MissingExtraError(
-        saw=saw,
-        needed=f"transformers {OLDEST}.0 or newer: its models look up attention and masks by name",
-        do="pip install 'headwise[huggingface]'",
-    )
+    needed = f"transformers {OLDEST}.0 or newer: its models look up attention and masks by name"
+    return MissingExtraError(saw=saw, needed=needed, do="pip install 'headwise[huggingface]'")

@@ -89,16 +89,9 @@ def build_matrix_and_values(
         query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in given)
     mask, score_bias = _read_mask_and_bias(module, query, key, attention_mask, options)
     scale = options.get("scaling")
-    matrix = AttentionMatrix(
-        query,
-        key,
-        mask=mask,
-        score_bias=score_bias,
-        scale=float(scale) if isinstance(scale, int) else scale,  # 1 in Dia
-        softcap=options.get("softcap"),
-        sink=options.get("s_aux"),
-    )
-    return matrix, value
+    scale = float(scale) if isinstance(scale, int) else scale  # 1 in Dia
+    stated = {"scale": scale, "softcap": options.get("softcap"), "sink": options.get("s_aux")}
+    return AttentionMatrix(query, key, mask=mask, score_bias=score_bias, **stated), value
 
 
 def _read_mask_and_bias(

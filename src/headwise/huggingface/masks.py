@@ -33,6 +33,7 @@ from headwise.masks.clauses.band import Band
 from headwise.masks.mask import Mask
 from headwise.support import private_torch
 from headwise.support.tensors import map_leaves
+from headwise.support.text import MATRIX_AXES
 from headwise.support.tracing import is_jit_tracing
 
 MEANING = "headwise_mask"  # attribute of a dense mask that holds its `Mask`
@@ -82,11 +83,9 @@ class LazyMask(Tensor):
     def materialise(self) -> Tensor:
         """Return the dense tensor, which takes queries x keys memory."""
         if self.written is None:
-            batch, _, queries, keys = self.shape
-            bound = self.mask.bind(
-                batch=batch, heads=1, queries=queries, keys=keys, device=self.device
-            )
-            rows = torch.arange(queries, device=self.device)
+            sizes = dict(zip(MATRIX_AXES, self.shape, strict=True))
+            bound = self.mask.bind(**sizes, device=self.device)
+            rows = torch.arange(sizes["queries"], device=self.device)
             allowed = bound.evaluate_rows(rows).expand(self.shape)
             if self.dtype == torch.bool:
                 self.written = allowed.contiguous()
@@ -124,9 +123,8 @@ class LazyMask(Tensor):
                     needed="a model that uses transformers' attention interface",
                     do='load this model with attn_implementation="eager"',
                 )
-        return func(
-            *map_leaves(_materialise_if_lazy, args), **map_leaves(_materialise_if_lazy, kwargs)
-        )
+        args, kwargs = map_leaves(_materialise_if_lazy, (args, kwargs))
+        return func(*args, **kwargs)
 
     def _move_to_device(self, device: torch.device) -> LazyMask:
         batch, _, queries, keys = self.shape

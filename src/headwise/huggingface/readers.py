@@ -54,22 +54,17 @@ class TokenPositions:
         ahead = self.first_query - self.first_key  # index of the key at query 0's position
         over = self.keys - self.queries - ahead  # keys after the last query's position
         mask = Mask()
-        if left is not None:
-            if max(left - ahead, left + over) < 0:
+        sides = (("left", left, -ahead, over), ("right", right, ahead, -over))
+        for side, reach, from_first, from_last in sides:
+            if reach is None:
+                continue
+            if max(reach + from_first, reach + from_last) < 0:
                 return None
-            mask &= (
-                Mask.window(left - ahead, None, align="top-left")
-                if left >= ahead
-                else Mask.window(left + over, None, align="bottom-right")
-            )
-        if right is not None:
-            if max(right + ahead, right - over) < 0:
-                return None
-            mask &= (
-                Mask.window(None, right + ahead, align="top-left")
-                if right + ahead >= 0
-                else Mask.window(None, right - over, align="bottom-right")
-            )
+            limits: dict[str, Any] = {"left": None, "right": None, "align": "bottom-right"}
+            limits[side] = reach + from_last
+            if reach + from_first >= 0:
+                limits |= {side: reach + from_first, "align": "top-left"}
+            mask &= Mask.window(**limits)
         return mask
 
 
@@ -214,12 +209,8 @@ def _reader_agrees(
         return False
     batch, device = len(_PADDING), _PADDING.device
     rows, columns = tokens.positions(device)
-    described = function(
-        torch.arange(batch, device=device)[:, None, None, None],
-        torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device),
-        rows[0][:, None],
-        columns[0],
-    )
+    sequence = torch.arange(batch, device=device)[:, None, None, None]
+    described = function(sequence, sequence[:1], rows[0][:, None], columns[0])
     bound = mask.bind(batch=batch, heads=1, queries=tokens.queries, keys=tokens.keys, device=device)
     shape = (batch, 1, tokens.queries, tokens.keys)
     allowed = bound.evaluate_rows(torch.arange(tokens.queries, device=device))

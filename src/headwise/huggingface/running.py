@@ -118,9 +118,8 @@ def _wrap_with_observer(function: AttentionFunction, name: str) -> AttentionFunc
             stated["sliding_window"] = None
             if name != SDPA:  # no other rule for a call without a mask
                 stated["is_causal"] = False
-        matrix, value = build_matrix_and_values(
-            module, query, key, value, _mask_as_tensor(attention_mask, query, key), stated
-        )
+        mask = _mask_as_tensor(attention_mask, query, key)
+        matrix, value = build_matrix_and_values(module, query, key, value, mask, stated)
         head_outputs = call_hook(matrix, value, outputs.transpose(1, 2))
         return head_outputs.transpose(1, 2).contiguous(), weights
 

@@ -279,12 +279,9 @@ class AttentionMatrix(LeftOperand, lazy.ShownInNotebook):
         """Return logsumexp, entropy, maximum and received from one pass over the matrix."""
         requested = Requested(entropy=True, received=True)
         result = run_kernel(Task(self._kernel_input(), statistics=requested))
-        return Statistics(
-            tiled.row_logsumexp(self.sink, result),
-            result.entropy,
-            tiled.row_largest_weight(self.sink, result),
-            result.received,
-        )
+        logsumexp = tiled.row_logsumexp(self.sink, result)
+        maximum = tiled.row_largest_weight(self.sink, result)
+        return Statistics(logsumexp, result.entropy, maximum, result.received)
 
     def logsumexp(self) -> Float[Tensor, "batch heads queries"]:
         """Return log sum exp of each query's scores and sink; -inf in a row without either."""

@@ -19,7 +19,7 @@ from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import Layers, Numbers, SelectedLayers, Statistics
 from headwise.scanning.statistics.statistic import compute_summaries
 from headwise.support.progress import Progress, no_progress
-from headwise.support.text import describe_value
+from headwise.support.text import describe_value, list_some
 
 Model = nn.Module | Callable[..., Any] | AttentionMatrix
 
@@ -68,15 +68,11 @@ def scan(
     tokens = {"separators": separators, "specials": specials}
     marks = {name: selection.normalise_token_ids_option(name, ids) for name, ids in tokens.items()}
     collector = _Collector(model, statistics, SelectedLayers(layers, heads), marks, progress)
-    return _run_scan(model, model_inputs.list_inputs(inputs), collector, call)
+    return _run_scan(model, inputs, collector, call)
 
 
-def _run_scan(
-    model: Any,
-    given: list[model_inputs.ModelInput],
-    collector: _Collector,
-    call: Callable[..., Any] | None,
-) -> HeadScan:
+def _run_scan(model: Any, inputs: Any, collector: _Collector, call: Any) -> HeadScan:
+    given = model_inputs.list_inputs(inputs)
     if isinstance(model, nn.Module):
         model_inputs.require_finite_parameters(model)
     prepared = model_inputs.check_tokens_and_limit_outputs(model, given)
@@ -185,11 +181,9 @@ class _Collector:
                 )
         notes: tuple[str, ...] = ()
         if self._not_finite:
-            first, *others = self._not_finite
-            more = f" and {len(others)} more" if others else ""
             notes = (
-                f"queries or keys of {first}{more} are NaN or infinite, and so are the statistics: "
-                "check the model's config, or run it in a wider dtype",
+                f"queries or keys of {list_some([*self._not_finite], 1)} are NaN or infinite, and "
+                "so are the statistics: check the model's config, or run it in a wider dtype",
             )
         return HeadScan(
             model=model,
@@ -204,11 +198,10 @@ class _Collector:
 
 def _attends_with_finite_numbers(call: CapturedCall) -> bool:
     """False if the query or the key of a token, not of padding, is NaN or infinite."""
-    pairs = ((call.matrix.q, call.real_queries), (call.matrix.k, call.real_keys))
-    return all(
-        bool(x.isfinite().all()) or bool(x.isfinite().all(-1).all(1)[real].all())
-        for x, real in pairs
-    )
+    for x, real in ((call.matrix.q, call.real_queries), (call.matrix.k, call.real_keys)):
+        if not x.isfinite().all() and not x.isfinite().all(-1).all(1)[real].all():
+            return False
+    return True
 
 
 def _compute_outputs_and_call_hook(matrix: AttentionMatrix, v: Tensor) -> Tensor:

@@ -195,12 +195,9 @@ class CallAwaitingProjection:
         parts = output if isinstance(output, (tuple, list)) else [output]
         result = next((part for part in parts if isinstance(part, Tensor)), None)
         if module_call.module is self.call.module:
-            fitting = [
-                (weight, received)
-                for weight, projected, received in self._inside
-                if _first_tokens_equal(projected, result)
-            ]
-            self.call.out_proj, received = fitting[0] if fitting else (None, self._whole_outputs)
+            fitting = [each for each in self._inside if _first_tokens_equal(each[1], result)]
+            none = None, None, self._whole_outputs
+            self.call.out_proj, _, received = fitting[0] if fitting else none
             if received is not self._whole_outputs:
                 self.call.outputs, self.call.mixed = received, self._whole_outputs
             self.is_complete = bool(self._inside)

@@ -212,9 +212,8 @@ class ScanDiff(Displayed):
         for index, layer in enumerate(self.before.layer_scans):
             partners[index, list(layer.heads)] = torch.tensor(self.assignment[index])
         changes = {name: self[name] for name in self.scalars}
-        return make_table_rows_by_head(
-            self.before.heads, {"after": partners, APART: self.apart, **changes}
-        )
+        columns = {"after": partners, APART: self.apart, **changes}
+        return make_table_rows_by_head(self.before.heads, columns)
 
 
 def _require_same_heads(before: ScanReadings, after: ScanReadings) -> None:

@@ -270,9 +270,8 @@ def read_scan_fields(
     try:
         about, tensors = _read_file(path)
         _check_scan_fields(about)
-        in_file = tuple(
-            _match_statistic(saved, known, path, about["headwise"]) for saved in about["statistics"]
-        )
+        words = about["statistics"]
+        in_file = tuple(_match_statistic(x, known, path, about["headwise"]) for x in words)
         layers, texts = _rebuild_layers_and_texts(about["layers"], tensors, in_file)
     except FieldError as fault:
         raise damaged_file_error(path, fault, remedy) from fault
@@ -380,9 +379,7 @@ def _match_statistic(
 
 
 def _rebuild_layers_and_texts(
-    saved: Sequence[Mapping[str, Any]],
-    tensors: Mapping[str, Tensor],
-    statistics: Iterable[Statistic],
+    saved: Sequence[Any], tensors: Mapping[str, Tensor], statistics: Iterable[Statistic]
 ) -> tuple[tuple[LayerScan, ...], tuple[ScannedText, ...]]:
     """Return the layers and the texts from checked fields and their tensors."""
     by_name, rest = {each.definition.name: each for each in statistics}, dict(tensors)

@@ -177,9 +177,8 @@ class Gates(_Watcher):
 
     def add_gradients_of_losses(self, losses: Float[Tensor, " batch"]) -> None:
         """Add the gradients of the gates of one batch to the sums of their layers."""
-        placed, self._placed = self._placed, []
-        self.layers.selected_layers()
-        count = len(losses)
+        placed, self._placed, count = self._placed, [], len(losses)
+        self.layers.selected_layers()  # of which there must be some
         if placed and not any(len(gate) == count for _, gate in placed):
             layer, gate = placed[0]
             saw = f"a loss that gave {count} numbers; {layer.name} has a batch of {len(gate)}"
@@ -398,10 +397,7 @@ class _HeadAblation(_Watcher):
 
 
 def outputs_of_partners(outputs: Tensor, real: Tensor, partner: Tensor) -> Tensor:
-    """Give the i-th real query the output of the partner's real query i modulo their number.
-
-    ``outputs`` and the result are (batch, queries, value_dim); ``real`` is False at padding.
-    """
+    """Give the i-th real query (batch, queries) its partner's outputs at real query i, modulo."""
     partner = partner.to(real.device)
     position = (real.long().cumsum(-1) - 1).clamp(min=0)
     counts = real.sum(-1).clamp(min=1)[partner]
@@ -464,7 +460,7 @@ def next_token(
             do=PASS_A_LOSS,
         )
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    real = torch.ones_like(ids).bool() if mask is None else mask.bool()
     return _mean_cross_entropies(logits, ids, real)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -142,10 +142,9 @@ def require_valid_token_ids(model: nn.Module, model_input: ModelInput) -> None:
     if not ids.numel():
         saw = f"token ids of shape {tuple(ids.shape)}: there are none"
         raise OptionError(saw=saw, needed="at least one token", do="leave out texts without tokens")
-    find_embedding, embedding = getattr(model, "get_input_embeddings", None), None
-    if find_embedding is not None:
-        with suppress(NotImplementedError, AttributeError):  # a model without tokens
-            embedding = find_embedding()
+    embedding = None
+    with suppress(NotImplementedError, AttributeError):  # a model without tokens
+        embedding = cast(Any, model).get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):
         return
     if ids.dim() < 2:

@@ -195,11 +195,11 @@ class LayerScan:
         """Return the first difference that prevents a merge with ``other``, or None."""
         if self.name != other.name:
             return f"layer {self.name}, and {other.name} in its place"
-        for here, there in (
-            (f"{self.kind} attention", f"{other.kind} attention"),
-            (f"{self.num_heads} heads", f"{other.num_heads} heads"),
-            *((f"heads {', '.join(map(str, x.heads))}" for x in (self, other)),),
-        ):
+        sizes = [
+            (f"{x.kind} attention", f"{x.num_heads} heads", f"heads {', '.join(map(str, x.heads))}")
+            for x in (self, other)
+        ]
+        for here, there in zip(*sizes, strict=True):
             if here != there:
                 return f"layer {self.name} with {here}, and with {there}"
         for has, lacks in ((self, other), (other, self)):
@@ -261,11 +261,8 @@ class ScanReadings:
     @property
     def heads(self) -> list[tuple[str, int, int]]:
         """Each scanned head as (layer name, layer index, head)."""
-        return [
-            (layer.name, index, head)
-            for index, layer in enumerate(self.layer_scans)
-            for head in layer.heads
-        ]
+        layers = enumerate(self.layer_scans)
+        return [(layer.name, index, head) for index, layer in layers for head in layer.heads]
 
     def definition(self, name: str) -> Definition:
         """Return the definition of a statistic.
@@ -389,8 +386,8 @@ def make_table_rows_by_head(
 ) -> list[Row]:
     """Return a row for each head, with its entry of each column (layers, heads)."""
     lists = {name: column.tolist() for name, column in columns.items()}
-    return [
-        {"layer": layer, "layer_index": index, "head": head}
-        | {name: rows[index][head] for name, rows in lists.items()}
-        for layer, index, head in heads
-    ]
+    rows: list[Row] = []
+    for layer, index, head in heads:
+        values = {name: column[index][head] for name, column in lists.items()}
+        rows.append({"layer": layer, "layer_index": index, "head": head, **values})
+    return rows

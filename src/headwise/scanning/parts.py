@@ -488,9 +488,7 @@ class FoundParts:
         count = describe_count(len(self.corpus.documents), "document")
         kinds = {f" of {count} missing": self.missing, " doubled": self.doubled}
         named = {kind: [*map(str, x)] for kind, x in {**kinds, " foreign": self.foreign}.items()}
-        return [
-            f"{len(names)}{kind}: {list_some(names, 5)}" for kind, names in named.items() if names
-        ]
+        return [f"{len(x)}{kind}: {list_some(x, 5)}" for kind, x in named.items() if x]
 
 
 def find_parts(folders: Sequence[str | PathLike[str]]) -> FoundParts:

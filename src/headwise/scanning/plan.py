@@ -126,9 +126,8 @@ def plan_scan(
     chosen += (TopKeysOfEveryQuery(heads),) if heads else ()
     estimate = None
     if model.device.type == "cpu":  # of another device, neither time nor memory is known
-        estimate = estimate_scan(
-            model.model, calls, chosen, lengths, trial_seconds=seconds, processes=processes
-        )
+        options: dict[str, Any] = {"trial_seconds": seconds, "processes": processes}
+        estimate = estimate_scan(model.model, calls, chosen, lengths, **options)
         if checks_memory:
             _require_memory_of_scan(model, estimate, longest, processes)
     return PlannedScan(model, texts, chosen, layers, len(calls), estimate)
@@ -338,9 +337,8 @@ def measure_speed(
         matrix = AttentionMatrix(q, k, mask=Mask.causal() if is_causal else Mask())
         ids = torch.randint(tokens, (1, tokens), generator=generator)
         chosen = ids < tokens // 16
-        sample = call.CapturedCall.for_self_attention(
-            matrix, tokens=ids, separators=chosen, specials=chosen, values=v, outputs=v
-        )
+        known = {"tokens": ids, "separators": chosen, "specials": chosen, "values": v, "outputs": v}
+        sample = call.CapturedCall.for_self_attention(matrix, **known)
         fitting = [s for s in statistics if s.reason_not_computable(sample) is None]
         if not rows:
             compute_summaries(sample, fitting)
@@ -367,8 +365,8 @@ def require_memory(needed: int, *, what: str, do: str) -> None:
         more, left = human_bytes(needed), human_bytes(free)
         if more == left:
             more, left = f"{needed:,} B", f"{free:,} B"
-        needed = f"at most {left}, which is what this machine has left"
-        raise OptionError(saw=f"{what}: about {more} more memory", needed=needed, do=do)
+        limit = f"at most {left}, which is what this machine has left"
+        raise OptionError(saw=f"{what}: about {more} more memory", needed=limit, do=do)
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -90,10 +90,8 @@ class HeadScan(Displayed, ScanReadings):
         if len(self.layers) != len(other.layers):
             return f"{len(self.layers)} layers, and {len(other.layers)}"
         differences = [self.definition(n).difference_of_meaning(other.definition(n)) for n in self]
-        differences += [
-            layer.reason_not_mergeable(other_layer, self.statistics)
-            for layer, other_layer in zip(self.layer_scans, other.layer_scans, strict=True)
-        ]
+        pairs = zip(self.layer_scans, other.layer_scans, strict=True)
+        differences += [mine.reason_not_mergeable(its, self.statistics) for mine, its in pairs]
         return next((difference for difference in differences if difference), None)
 
     def diff(self, other: HeadScan, *, match: bool = False) -> ScanDiff:

@@ -152,11 +152,9 @@ def open_model(
     else:
         model = _load_stored(Path(folder), number, trust_remote_code=trust_remote_code)
     model.model.to(device=place, dtype=number if folder is None else None)
-    return replace(
-        model,
-        inputs=lambda ids: model.inputs(ids.to(model.device)),
-        opened_with={"folder": folder, "dtype": dtype, "trust_remote_code": trust_remote_code},
-    )
+    opened_with = {"folder": folder, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    inputs = model.inputs
+    return replace(model, inputs=lambda ids: inputs(ids.to(model.device)), opened_with=opened_with)
 
 
 def parse_device(name: str) -> torch.device:
@@ -183,11 +181,11 @@ def _load_stored(
     names = ("model", "inputs", "vocabulary", "positions", "begin", "notes")
     options: dict[str, Any] = {name: getattr(stored, name) for name in names}
     if (tokens := stored.tokenizer) is not None:
-        options |= {"separators": tokens.separators, "specials": tokens.specials}
-        options |= {
-            "encode": lambda text, n: tokens.ids(text) if n is None else tokens.first_ids(text, n),
-            "name_of": tokens.token_text,
-        }
+        options |= {name: getattr(tokens, name) for name in ("separators", "specials")}
+        options["name_of"] = tokens.token_text
+        options["encode"] = lambda text, n: (
+            tokens.ids(text) if n is None else tokens.first_ids(text, n)
+        )
     return ModelToScan(title=make_model_title(folder), **options)
 
 

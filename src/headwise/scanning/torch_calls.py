@@ -41,8 +41,7 @@ PRODUCTS = frozenset((*_OPERATORS, *_NAMED))
 class TorchCalls(TorchFunctionMode):
     """Mode in which torch's attention functions notify the attention hook.
 
-    ``find_owner`` returns the running module to which explicit products belong; ``on_explicit`` is
-    called with this module if the products are attention.
+    Explicit products belong to the running module that ``find_owner`` returns.
     """
 
     def __init__(
@@ -63,11 +62,12 @@ class TorchCalls(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in PRODUCTS:
             operands = [x for x in iterate_leaves((args, kwargs)) if _is_batched_activation(x)]
-            owner = self._find_owner() if len(operands) > 1 else None
-            if owner is not None and any(_size(x) in owner.weights for x in operands):
-                self._on_explicit(owner)
-            elif owner is not None:
-                owner.scores.add(_size(result))
+            if len(operands) > 1:
+                owner = self._find_owner()
+                if any(_size(x) in owner.weights for x in operands):
+                    self._on_explicit(owner)
+                else:
+                    owner.scores.add(_size(result))
         elif func in SOFTMAXES:
             x: Any = args[0] if args else kwargs.get("input")
             dim = args[1] if len(args) > 1 else kwargs.get("dim")

@@ -192,14 +192,8 @@ def join_divided_heads(
             needed="a mask and a score bias that all heads share",
             do="scan the model without dividing its heads",
         )
-    sink = matrix.sink
-    whole = AttentionMatrix(
-        join(matrix.q, weight),
-        join(matrix.k, weight),
-        mask=matrix.mask,
-        score_bias=bias,
-        scale=matrix.scale,
-        softcap=matrix.softcap,
-        sink=None if sink is None else join(sink[None], weight)[0],
-    )
-    return whole, join(v, weight), join(outputs, weight)
+    q, k, v, outputs = (join(x, weight) for x in (matrix.q, matrix.k, v, outputs))
+    options = {"scale": matrix.scale, "softcap": matrix.softcap}
+    sink = None if matrix.sink is None else join(matrix.sink[None], weight)[0]
+    whole = AttentionMatrix(q, k, mask=matrix.mask, score_bias=bias, sink=sink, **options)
+    return whole, v, outputs

@@ -75,14 +75,11 @@ def _yield_unsupported_conditions(problem: KernelInput) -> Iterator[tuple[bool, 
     bias, dtype = problem.bias, problem.q.dtype
     yield problem.softcap is not None, "softcap: the fused kernel has none"
     yield problem.sink is not None, "sink: the fused kernel has none"
-    yield (
-        not problem.scale >= torch.finfo(problem.accumulation_dtype).tiny,
-        "the scale is not above 0: the fused kernel would multiply its causal -inf by it",
-    )
-    yield (
-        any(t.dtype != dtype for t in bias.all_tensors()),
-        "the fused kernel would round the score bias to the dtype of the queries",
-    )
+    is_positive = problem.scale >= torch.finfo(problem.accumulation_dtype).tiny
+    why = "the scale is not above 0: the fused kernel would multiply its causal -inf by it"
+    yield not is_positive, why
+    rounds = any(t.dtype != dtype for t in bias.all_tensors())
+    yield rounds, "the fused kernel would round the score bias to the dtype of the queries"
     yield bias_sum_overflows(problem), "float16 cannot hold the sum of these score biases"
 
 

@@ -76,8 +76,7 @@ def compute_results(
     result = initial_result(problem.q, problem.k, v, y, requested)
     # Sums over queries stay in the accumulation dtype and are cast once at the end.
     transposed = result.transposed.to(problem.accumulation_dtype)
-    scratch, second = Scratch(problem), Scratch(problem)
-    keys = KeysByColumn(problem)
+    scratch, second, keys = Scratch(problem), Scratch(problem), KeysByColumn(problem)
     for tile in tiles.plan_tiles(problem, all_heads=requested.average):
         at = tile.batches, tile.heads, tile.rows
         if tile.columns.start == tile.columns.stop:
@@ -92,7 +91,7 @@ def compute_results(
         if v is not None:
             values = cut_tile(v, tile, tile.columns, tile.kv_heads, e.dtype)
             out = torch.bmm(e.view(len(values), -1, e.shape[-1]), values)
-            result.out[at] = out.view(*e.shape[:3], v.shape[-1]) / total[..., None]
+            result.out[at] = out.view(*e.shape[:3], -1) / total[..., None]
         _add_column_sums(tile, e, total, y, transposed, result.received)
         if requested.average or result.cells.numel():
             e.div_(total[..., None])
@@ -108,8 +107,7 @@ def initial_result(
     q: Tensor, k: Tensor, v: Tensor | None, y: Tensor | None, requested: Requested
 ) -> KernelResult:
     """Return the result before the first tile: that of queries that may attend to nothing."""
-    batch, heads, queries, _ = q.shape
-    keys = k.shape[2]
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
     exact = accumulation_dtype(q.dtype)
     rows, columns = (batch, heads, queries), (batch, heads, keys)
     blocks = (batch, heads, requested.query_blocks, requested.key_blocks)
@@ -240,17 +238,15 @@ class Gradients:
         bias_needs: tuple[bool, list[bool]],
     ) -> None:
         def zeros(tensor: Tensor | None, needed: bool = True) -> Any:
-            exact = problem.accumulation_dtype
-            return (
-                tensor.new_zeros(tensor.shape, dtype=exact)
-                if needed and tensor is not None
-                else None
-            )
+            if tensor is None or not needed:
+                return None
+            return tensor.new_zeros(tensor.shape, dtype=problem.accumulation_dtype)
 
         self._problem, self._upstream, self._values, self._rows_of_y = problem, upstream, v, y
         self.q, self.k, self.v, self.y = map(zeros, (problem.q, problem.k, v, y))
         self.sink, self.table = zeros(problem.sink), zeros(problem.bias.table, bias_needs[0])
-        self.tensors = list(map(zeros, problem.bias.tensors, bias_needs[1]))
+        pairs = zip(problem.bias.tensors, bias_needs[1], strict=True)
+        self.tensors = [zeros(*pair) for pair in pairs]
 
     def write_gradient_of_weights(self, tile: Tile, log_p: Tensor, dp: Tensor) -> None:
         """Write dp, and clamp ``log_p`` in place."""

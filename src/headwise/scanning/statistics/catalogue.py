@@ -165,9 +165,5 @@ def unknown_statistic_error(
     label = f"{{{parameter}}}" if parameter else "statistic"
     if near := get_close_matches(str(name)[:LONGEST_NAME], known, n=1):
         do = f"{label} {near[0]}" if parameter else f"{near[0]!r} is the nearest"
-    return OptionError(
-        saw=f"{label} {describe_value(name)}",
-        needed=f"one of {', '.join(known)}",
-        do=do,
-        parameter=parameter,
-    )
+    saw, needed = f"{label} {describe_value(name)}", f"one of {', '.join(known)}"
+    return OptionError(saw=saw, needed=needed, do=do, parameter=parameter)

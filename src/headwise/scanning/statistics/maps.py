@@ -14,7 +14,7 @@ from headwise.errors import OptionError
 from headwise.scanning.call import CELLS, CapturedCall
 from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.rows import EXCLUDED, SHARE
-from headwise.scanning.statistics.statistic import Definition, Parts, Summary, WeightTile
+from headwise.scanning.statistics.statistic import COUNT, Definition, Parts, Summary, WeightTile
 from headwise.support.text import describe_value
 
 RANKS = 8  # keys in a list of the largest weights
@@ -144,9 +144,8 @@ class MostReceived(statistic.TileStatistic):
         return call.matrix.q.new_zeros(batch, heads, keys, dtype=torch.float64)
 
     def update(self, gathered: Tensor, tile: WeightTile) -> None:
-        gathered[tile.batches, tile.heads, tile.columns] += (
-            tile.weight_by_query_block[1].double().sum(2)
-        )
+        received = tile.weight_by_query_block[1].double().sum(2)
+        gathered[tile.batches, tile.heads, tile.columns] += received
 
     def make_summary(self, gathered: Tensor, call: CapturedCall) -> Summary:
         received = gathered.masked_fill(call.seen_by == 0, NOTHING)
@@ -210,10 +209,7 @@ class TopKeysOfChosenQueries(statistic.TileStatistic):
         source="headwise.AttentionMatrix.topk",
         axes=("query", "rank", "field"),
     )
-    parts: ClassVar[Parts] = {
-        **_parts_of_largest("share", "queries", RANKS),
-        "seen": statistic.COUNT,
-    }
+    parts: ClassVar[Parts] = {**_parts_of_largest("share", "queries", RANKS), "seen": COUNT}
 
     def __init__(self, queries: int | tuple[int, ...] = (-1,)) -> None:
         self.queries = (queries,) if isinstance(queries, int) else tuple(queries)
@@ -224,12 +220,9 @@ class TopKeysOfChosenQueries(statistic.TileStatistic):
         sequence = int(real.any(-1).int().argmax()) if some else 0
         places = real[sequence].nonzero().squeeze(1).tolist() if some else []
         count, size = len(places), (call.matrix.shape[1], len(self.queries), RANKS)
-        largest = {
-            "share": torch.full(size, NOTHING, dtype=torch.float64),
-            "key": torch.full(size, NOTHING),
-            "token": torch.full(size, NOTHING),
-            "seen": torch.full(size[:1], float(some), dtype=torch.float64),
-        }
+        largest = {name: torch.full(size, NOTHING) for name in ("share", "key", "token")}
+        largest["share"] = largest["share"].double()
+        largest["seen"] = torch.full(size[:1], float(some), dtype=torch.float64)
         rows = [places[query] if -count <= query < count else None for query in self.queries]
         return _ChosenQueries(sequence, rows, largest)
 
@@ -334,11 +327,11 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         if isinstance(self.heads, str):
             return list(range(len(numbers)))
         here = (call.layer_index, call.layer)
-        chosen = {
-            head
-            for layer, head in self.heads
-            if layer in here or (isinstance(layer, str) and fnmatchcase(call.layer, layer))
-        }
+
+        def is_here(layer: Layer) -> bool:
+            return layer in here or (isinstance(layer, str) and fnmatchcase(call.layer, layer))
+
+        chosen = {head for layer, head in self.heads if is_here(layer)}
         return [position for position, number in enumerate(numbers) if number in chosen]
 
     def start(self, call: CapturedCall) -> _Rows:

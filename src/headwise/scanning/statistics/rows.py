@@ -165,10 +165,9 @@ def _mean_key_distance(tile: WeightTile) -> Tensor:
     first, last = int(tile.key_positions_of_queries[0]), int(tile.key_positions_of_queries[-1])
     keys = torch.arange(tile.columns.start, tile.columns.stop, device=tile.weights.device)
     before, after = (keys < first).sum().item(), (keys <= last).sum().item()
-    near = (
-        (tile.key_positions_of_queries[:, None] - keys[before:after]).abs().to(tile.weights.dtype)
-    )
-    total: Tensor = torch.linalg.vecdot(tile.weights[..., before:after], near)
+    near = (tile.key_positions_of_queries[:, None] - keys[before:after]).abs()
+    inside = tile.weights[..., before:after]
+    total: Tensor = torch.linalg.vecdot(inside, near.to(inside.dtype))
     # Keys on one side of all queries: the distance to the edge, plus the distance from there.
     for part, edge in ((slice(None, before), first), (slice(after, None), last)):
         weights, beyond = tile.weights[..., part], keys[part]

@@ -133,9 +133,8 @@ class WeightTile(ObservedTile):
     @cached_property
     def indices_of_earlier_repeats(self) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, row, key) of the earlier keys with the token of the row's query in the tile."""
-        return self.call.repeated_tokens.earlier_repeat_pairs(
-            self.batches, self.key_positions_of_queries
-        )
+        keys = self.key_positions_of_queries
+        return self.call.repeated_tokens.earlier_repeat_pairs(self.batches, keys)
 
     @cached_property
     def contribution_norms(self) -> Tensor:
