@@ -90,8 +90,9 @@ def build_matrix_and_values(
     mask, score_bias = _read_mask_and_bias(module, query, key, attention_mask, options)
     scale = options.get("scaling")
     scale = float(scale) if isinstance(scale, int) else scale  # 1 in Dia
-    stated = {"scale": scale, "softcap": options.get("softcap"), "sink": options.get("s_aux")}
-    return AttentionMatrix(query, key, mask=mask, score_bias=score_bias, **stated), value
+    stated: dict[str, Any] = {"scale": scale, "softcap": options.get("softcap")}
+    stated |= {"mask": mask, "score_bias": score_bias, "sink": options.get("s_aux")}
+    return AttentionMatrix(query, key, **stated), value
 
 
 def _read_mask_and_bias(
@@ -161,8 +162,6 @@ def _weights_requested(options: dict[str, Any]) -> bool:
 
 
 def _raise_unsupported(name: str, what: str, module: nn.Module) -> NoReturn:
-    raise OptionError(
-        saw=f"{name} from {type(module).__name__}: {what}",
-        needed="scores of q.k, a softcap, a score bias, a mask, and one sink for each head",
-        do='load this model with attn_implementation="eager" or "sdpa"',
-    )
+    needed = "scores of q.k, a softcap, a score bias, a mask, and one sink for each head"
+    do = 'load this model with attn_implementation="eager" or "sdpa"'
+    raise OptionError(saw=f"{name} from {type(module).__name__}: {what}", needed=needed, do=do)

@@ -123,7 +123,8 @@ class LazyMask(Tensor):
                     needed="a model that uses transformers' attention interface",
                     do='load this model with attn_implementation="eager"',
                 )
-        args, kwargs = map_leaves(_materialise_if_lazy, (args, kwargs))
+        operands = (args, kwargs or {})
+        args, kwargs = map_leaves(lambda x: x.materialise() if isinstance(x, cls) else x, operands)
         return func(*args, **kwargs)
 
     def _move_to_device(self, device: torch.device) -> LazyMask:
@@ -132,10 +133,6 @@ class LazyMask(Tensor):
         moved = LazyMask(self.mask.to(device), **sizes, device=device, dtype=self.dtype)
         moved.written = None if self.written is None else self.written.to(device)
         return moved
-
-
-def _materialise_if_lazy(value: Any) -> Any:
-    return value.materialise() if isinstance(value, LazyMask) else value
 
 
 def _copy_only_moves(options: dict[str, Any], dtype: torch.dtype) -> bool:

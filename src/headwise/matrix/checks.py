@@ -93,11 +93,9 @@ def check_scale_softcap_and_sink(
         return
     is_real = isinstance(sink, Tensor) and sink.is_floating_point()
     if not is_real or sink.shape != q.shape[1:2]:
-        raise ShapeError(
-            saw=f"sink={describe_value(sink)}",
-            needed=f"one logit, a float, for each head: (heads {q.shape[1]},)",
-            do="e.g. torch.zeros(heads)",
-        )
+        saw = f"sink={describe_value(sink)}"
+        needed = f"one logit, a float, for each head: (heads {q.shape[1]},)"
+        raise ShapeError(saw=saw, needed=needed, do="e.g. torch.zeros(heads)")
     if sink.device != q.device:
         check_operand_dtype_and_device("sink", sink.to(q.dtype), q)
     limit = _score_range(q.dtype).max
@@ -142,11 +140,9 @@ def _score_range(dtype: torch.dtype) -> torch.finfo:
 
 
 def raise_operand_error(product: str, operand: Tensor, needed: str) -> None:
-    raise ShapeError(
-        saw=f"{product} with an operand of shape {tuple(operand.shape)}",
-        needed=needed,
-        do="check the length and the number of heads of the operand",
-    )
+    saw = f"{product} with an operand of shape {tuple(operand.shape)}"
+    do = "check the length and the number of heads of the operand"
+    raise ShapeError(saw=saw, needed=needed, do=do)
 
 
 def require_query_positions(index: Tensor, queries: int, *, call: str) -> Tensor:
@@ -160,27 +156,21 @@ def require_query_positions(index: Tensor, queries: int, *, call: str) -> Tensor
     ):
         wrong = f"{int(index.min())} to {int(index.max())}"
     if wrong is not None:
-        raise OptionError(
-            saw=f"A.{call} with index {wrong}, of a matrix with {queries} queries",
-            needed=f"a 1-D integer tensor of queries from 0 to {queries - 1}",
-            do="e.g. index = torch.tensor([0])",
-        )
+        saw = f"A.{call} with index {wrong}, of a matrix with {queries} queries"
+        needed = f"a 1-D integer tensor of queries from 0 to {queries - 1}"
+        raise OptionError(saw=saw, needed=needed, do="e.g. index = torch.tensor([0])")
     return index
 
 
 def check_dense_memory_limit(limit: int | None, size: int, matrix: object) -> None:
     if limit is not None and not is_number(limit):
-        raise OptionError(
-            saw=f"dense(limit={describe_value(limit)})",
-            needed="a number of bytes, or None for no limit",
-            do="e.g. dense(limit=2**34)",
-        )
+        saw = f"dense(limit={describe_value(limit)})"
+        needed = "a number of bytes, or None for no limit"
+        raise OptionError(saw=saw, needed=needed, do="e.g. dense(limit=2**34)")
     if limit is not None and size > limit:
-        raise LimitError(
-            saw=f"dense() of {matrix!r}",
-            needed=f"at most {human_bytes(limit)}",
-            do="use products, rows, diagonals or pool, or raise dense(limit=...)",
-        )
+        saw = f"dense() of {matrix!r}"
+        do = "use products, rows, diagonals or pool, or raise dense(limit=...)"
+        raise LimitError(saw=saw, needed=f"at most {human_bytes(limit)}", do=do)
 
 
 def check_probability(dropout_p: float, error: type[OptionError] = OptionError) -> None:
@@ -196,11 +186,9 @@ def check_probability(dropout_p: float, error: type[OptionError] = OptionError) 
 def require_diagonal_offset(offset: SupportsIndex, queries: int, keys: int) -> int:
     count = convert_to_int_or_none(offset)  # NumPy's integers wrap
     if count is None:
-        raise OptionError(
-            saw=f"A.diagonal({describe_value(offset)})",
-            needed="a whole number: key - query",
-            do="e.g. A.diagonal(-1), the previous token",
-        )
+        saw = f"A.diagonal({describe_value(offset)})"
+        needed = "a whole number: key - query"
+        raise OptionError(saw=saw, needed=needed, do="e.g. A.diagonal(-1), the previous token")
     return max(-queries, min(keys, count))  # diagonals outside the matrix are empty
 
 
@@ -215,19 +203,15 @@ def require_top_key_count(k: SupportsIndex, keys: int) -> int:
 def require_block_count(axis: str, blocks: SupportsIndex, size: int) -> int:
     count = convert_to_int_or_none(blocks)
     if count is None or not 1 <= count <= max(1, size):
-        raise OptionError(
-            saw=f"pool to {describe_value(blocks)} {axis} of a matrix with {size} {axis}",
-            needed=f"a whole number from 1 to {size}",
-            do=f"pool to 1 to {max(1, size)} blocks",
-        )
+        saw = f"pool to {describe_value(blocks)} {axis} of a matrix with {size} {axis}"
+        needed = f"a whole number from 1 to {size}"
+        raise OptionError(saw=saw, needed=needed, do=f"pool to 1 to {max(1, size)} blocks")
     return count
 
 
 def check_seen_by(queries: Tensor, *, batch: int, length: int) -> None:
     is_bool = isinstance(queries, Tensor) and queries.dtype == torch.bool
     if not is_bool or queries.shape != (batch, length):
-        raise ShapeError(
-            saw=f"seen_by({describe_value(queries)})",
-            needed=f"a bool tensor of shape (batch {batch}, queries {length})",
-            do=f"torch.ones({batch}, {length}, dtype=torch.bool) for all queries",
-        )
+        needed = f"a bool tensor of shape (batch {batch}, queries {length})"
+        do = f"torch.ones({batch}, {length}, dtype=torch.bool) for all queries"
+        raise ShapeError(saw=f"seen_by({describe_value(queries)})", needed=needed, do=do)

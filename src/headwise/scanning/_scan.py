@@ -228,11 +228,9 @@ class ExactRows:
         places = call.real_queries[batch].nonzero().squeeze(1)
         heads = call.matrix.shape[1]
         if not 0 <= query < len(places) or not 0 <= head < heads:
-            raise OptionError(
-                saw=f"query {query} of head {head}",
-                needed=f"a query up to {len(places) - 1}, a head up to {heads - 1}",
-                do="choose from these",
-            )
+            saw = f"query {query} of head {head}"
+            needed = f"a query up to {len(places) - 1}, a head up to {heads - 1}"
+            raise OptionError(saw=saw, needed=needed, do="choose from these")
         weights = call.matrix.rows(places[query : query + 1])[batch, head, 0]
         return weights[call.real_keys[batch]]
 
@@ -254,8 +252,6 @@ class ExactRows:
             if 0 <= rest < batch:
                 return call, rest
             rest -= batch
-        raise OptionError(
-            saw=f"sequence {sequence} of layer {layer}",
-            needed="a layer that attends in these inputs, and one of their sequences",
-            do="pass the model and the inputs of the scan",
-        )
+        saw = f"sequence {sequence} of layer {layer}"
+        needed = "a layer that attends in these inputs, and one of their sequences"
+        raise OptionError(saw=saw, needed=needed, do="pass the model and the inputs of the scan")

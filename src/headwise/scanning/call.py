@@ -130,11 +130,9 @@ class CapturedCall:
         for name, length in {"real_queries": queries, **lengths}.items():
             tensor, axis = getattr(self, name), "queries" if name == "real_queries" else "keys"
             if tensor is not None and tensor.shape != (batch, length):
-                raise ShapeError(
-                    saw=f"{name} {describe_sizes(tensor, ('batch', axis))}",
-                    needed=f"(batch {batch}, {axis} {length})",
-                    do=f"give one entry for each of the {axis} of each sequence",
-                )
+                saw = f"{name} {describe_sizes(tensor, ('batch', axis))}"
+                do = f"give one entry for each of the {axis} of each sequence"
+                raise ShapeError(saw=saw, needed=f"(batch {batch}, {axis} {length})", do=do)
 
     @classmethod
     def for_self_attention(

@@ -51,8 +51,7 @@ class ScanDiff(Displayed):
         before: the first scan, which gives the names of the layers.
         after: the second scan.
         names: the statistics that both scans have and that can be subtracted.
-        assignment: for each layer and each scanned head, the head of ``after`` that is compared
-            with it; the same head without matching.
+        assignment: the head of ``after`` that is compared with each scanned head of each layer.
     """
 
     before: ScanReadings
@@ -195,11 +194,9 @@ class ScanDiff(Displayed):
             )
         change = self[name]
         if axes := self.before.definition(name).axes:
-            raise OptionError(
-                saw=f"{name}, which has {' x '.join(axes)} numbers for each head",
-                needed="one number for each head",
-                do=f"reduce diff[{name!r}] yourself",
-            )
+            saw = f"{name}, which has {' x '.join(axes)} numbers for each head"
+            needed = "one number for each head"
+            raise OptionError(saw=saw, needed=needed, do=f"reduce diff[{name!r}] yourself")
         chosen = top_heads(self.layers, change.abs(), n, lowest=lowest)
         return [head._replace(value=float(change[head.layer_index, head.head])) for head in chosen]
 
@@ -228,11 +225,9 @@ def _require_same_heads(before: ScanReadings, after: ScanReadings) -> None:
             lists = lists if len(a.heads) == len(b.heads) else ""
             differences.append(f"{both[0]} heads scanned, and {both[1]}{lists}")
     if differences:
-        raise OptionError(
-            saw=differences[0],
-            needed="scans with the same number of layers and the same heads",
-            do="compare models of one shape, scanned with the same layers= and heads=",
-        )
+        needed = "scans with the same number of layers and the same heads"
+        do = "compare models of one shape, scanned with the same layers= and heads="
+        raise OptionError(saw=differences[0], needed=needed, do=do)
 
 
 def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, ...]:

@@ -261,11 +261,9 @@ def read_scan_fields(
     known: dict[str, Statistic] = {}
     for statistic in (*shipped, *statistics):
         if not isinstance(statistic, Statistic):
-            raise OptionError(
-                saw=f"statistics with {describe_value(statistic)}",
-                needed="the Statistic objects of the file that are not in headwise's catalogue",
-                do="HeadScan.load(path) for headwise's own",
-            )
+            saw = f"statistics with {describe_value(statistic)}"
+            needed = "the Statistic objects of the file that are not in headwise's catalogue"
+            raise OptionError(saw=saw, needed=needed, do="HeadScan.load(path) for headwise's own")
         known[statistic.definition.name] = statistic
     try:
         about, tensors = _read_file(path)
@@ -310,11 +308,9 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (SafetensorError, TypeError, RuntimeError) as error:
         raise FieldError(_not_whole(error)) from error
     if text is None:
-        raise OptionError(
-            saw=f"{path}, a safetensors file that holds no scan",
-            needed="a file that HeadScan.save wrote",
-            do="if the file holds weights: headwise.scan(model, inputs).save(path) first",
-        )
+        saw = f"{path}, a safetensors file that holds no scan"
+        do = "if the file holds weights: headwise.scan(model, inputs).save(path) first"
+        raise OptionError(saw=saw, needed="a file that HeadScan.save wrote", do=do)
     try:
         about = check_value(parse_json_object(text), {...: object}, "its metadata")
         is_as_written = _encode_json(about) == text
@@ -461,8 +457,6 @@ def _update_digest(feed: Callable[[bytes | memoryview], None], content: Any) -> 
     else:
         fault = f"a {type(content).__name__}"
     if fault:
-        raise OptionError(
-            saw=f"{fault} as content",
-            needed="strings, numbers, tensors, or sequences and mappings of these with string keys",
-            do="pass the content itself, such as the text of a file instead of its path",
-        )
+        needed = "strings, numbers, tensors, or sequences and mappings of these with string keys"
+        do = "pass the content itself, such as the text of a file instead of its path"
+        raise OptionError(saw=f"{fault} as content", needed=needed, do=do)

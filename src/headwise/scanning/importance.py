@@ -185,11 +185,9 @@ class Gates(_Watcher):
             raise ShapeError(saw=saw, needed=ONE_EACH, do=TAKE_MEANS)
         self.end_input(count)
         if placed and not losses.requires_grad:
-            raise OptionError(
-                saw="a loss that has no gradient",
-                needed="a loss that torch computes from the model's output",
-                do="no detach, torch.no_grad or numpy in the loss and the model",
-            )
+            needed = "a loss that torch computes from the model's output"
+            do = "no detach, torch.no_grad or numpy in the loss and the model"
+            raise OptionError(saw="a loss that has no gradient", needed=needed, do=do)
         self._is_backward = True
         # autograd.grad of the gates alone, so that no parameter receives a gradient.
         gates = [gate for _, gate in placed]
@@ -384,11 +382,9 @@ class _HeadAblation(_Watcher):
             mean = self._means.get(layer.name)
             if mean is None or mean.shape != (shape[1], shape[3]):
                 saw = "none" if mean is None else str(tuple(mean.shape))
-                raise OptionError(
-                    saw=f"means of {layer.name}: {saw}",
-                    needed=f"(heads {shape[1]}, value_dim {shape[3]})",
-                    do="mean_outputs(model, inputs) of the same model and layers",
-                )
+                needed = f"(heads {shape[1]}, value_dim {shape[3]})"
+                do = "mean_outputs(model, inputs) of the same model and layers"
+                raise OptionError(saw=f"means of {layer.name}: {saw}", needed=needed, do=do)
         if self._partner is not None and shape[0] != count:
             reason = f"a batch of {shape[0]} for {count} sequences"
             layer.missing[self.statistic.definition.name] = reason
@@ -410,11 +406,9 @@ def outputs_of_partners(outputs: Tensor, real: Tensor, partner: Tensor) -> Tenso
 def draw_partners(batch: int, generator: torch.Generator) -> Int[Tensor, " batch"]:
     """Return another sequence for each, by a random circle through all sequences."""
     if batch < 2:
-        raise OptionError(
-            saw="by='resample' with a batch of 1 sequence",
-            needed="at least 2 sequences in every batch, also in the last",
-            do="larger batches, by='zero' or by='mean'",
-        )
+        saw = "by='resample' with a batch of 1 sequence"
+        needed = "at least 2 sequences in every batch, also in the last"
+        raise OptionError(saw=saw, needed=needed, do="larger batches, by='zero' or by='mean'")
     order = torch.randperm(batch, generator=generator)
     partner = torch.empty_like(order)
     partner[order] = order.roll(1)
@@ -443,23 +437,19 @@ def next_token(
         OptionError: no logits, no token ids, or a sequence without a next token.
         ShapeError: logits that do not fit the token ids.
     """
-    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+    named = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    ids, mask = named.get("input_ids"), named.get("attention_mask")
     if isinstance(ids, tuple) and len(ids) == 1:  # a second argument may be an unknown mask
         ids = ids[0]
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        raise OptionError(
-            saw="loss=None for inputs without token ids",
-            needed="input_ids (batch, length) for the default loss, which predicts each next token",
-            do=PASS_A_LOSS,
-        )
+        saw = "loss=None for inputs without token ids"
+        needed = "input_ids (batch, length) for the default loss, which predicts each next token"
+        raise OptionError(saw=saw, needed=needed, do=PASS_A_LOSS)
     logits = _find_logits(output, ids, vocabularies)
     if logits.dim() != 3 or logits.shape[:2] != ids.shape:
-        raise ShapeError(
-            saw=f"logits {tuple(logits.shape)} for input ids {tuple(ids.shape)}",
-            needed="logits (batch, length, vocabulary): a next token for each token",
-            do=PASS_A_LOSS,
-        )
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+        saw = f"logits {tuple(logits.shape)} for input ids {tuple(ids.shape)}"
+        needed = "logits (batch, length, vocabulary): a next token for each token"
+        raise ShapeError(saw=saw, needed=needed, do=PASS_A_LOSS)
     real = torch.ones_like(ids).bool() if mask is None else mask.bool()
     return _mean_cross_entropies(logits, ids, real)
 
@@ -470,11 +460,9 @@ def _mean_cross_entropies(logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
     counts = predicted.sum(-1)
     if bool((counts == 0).any()):
         index = int((counts == 0).int().argmax())
-        raise OptionError(
-            saw=f"sequence {index} of a batch with {int(real[index].sum())} real tokens",
-            needed="at least 2 real tokens in each sequence",
-            do="leave this sequence out",
-        )
+        saw = f"sequence {index} of a batch with {int(real[index].sum())} real tokens"
+        needed = "at least 2 real tokens in each sequence"
+        raise OptionError(saw=saw, needed=needed, do="leave this sequence out")
     # Selected by index, since infinite values at padding times 0 are NaN.
     targets = ids[:, 1:][predicted]
     lowest, highest = int(targets.min()), int(targets.max())
@@ -500,11 +488,9 @@ def _run_losses(
         vocabularies = {rows for rows, width in tables if rows != width}
         loss = partial(next_token, vocabularies=vocabularies)
     if not callable(loss):
-        raise OptionError(
-            saw=f"loss={describe_value(loss)}",
-            needed="a function (output, inputs) -> (batch,)",
-            do="leave it out for the mean cross-entropy of each next token",
-        )
+        saw = f"loss={describe_value(loss)}"
+        do = "leave it out for the mean cross-entropy of each next token"
+        raise OptionError(saw=saw, needed="a function (output, inputs) -> (batch,)", do=do)
     losses = loss(output, inputs)
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
         kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
@@ -532,11 +518,9 @@ def _require_causal(call: CapturedCall) -> None:
     rows = torch.tensor([0, (queries - 1) // 2], device=call.matrix.q.device)
     later = torch.arange(keys, device=rows.device) > rows[:, None]
     if bool(((call.matrix.rows(rows) > 0) & later).any()):
-        raise OptionError(
-            saw=f"loss=None for a model whose layer {call.layer} attends to later tokens",
-            needed="a causal model for the default loss, which predicts each next token",
-            do=PASS_A_LOSS,
-        )
+        saw = f"loss=None for a model whose layer {call.layer} attends to later tokens"
+        needed = "a causal model for the default loss, which predicts each next token"
+        raise OptionError(saw=saw, needed=needed, do=PASS_A_LOSS)
 
 
 def _find_logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> Tensor:
@@ -550,11 +534,10 @@ def _find_logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None)
             is_known = vocabularies is None or part.shape[-1] in vocabularies
             if is_known and part.shape[:2] == ids.shape:
                 return part
-    words = f"an output of type {type(output).__name__}"
+    kind = type(output).__name__
+    words = describe_value(output) if isinstance(output, Tensor) else f"an output of type {kind}"
     if isinstance(output, list | tuple):
-        words = f"{type(output).__name__} of {', '.join(map(describe_value, output[:4]))}"
-    elif isinstance(output, Tensor):
-        words = describe_value(output)
+        words = f"{kind} of {', '.join(map(describe_value, output[:4]))}"
     tokens = " or ".join(map(str, sorted(vocabularies or ()))) or "tokens"
     raise OptionError(
         saw=f"loss=None for a model whose output has no logits: {words}",

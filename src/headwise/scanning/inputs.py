@@ -22,10 +22,6 @@ from headwise.support.text import describe_value
 NO_CACHE = {"use_cache": False}
 NO_LOGITS = {"logits_to_keep": 1}
 
-CHECK_TOKENIZER = (
-    "check where the ids come from: a tokenizer must be the one that belongs to this model"
-)
-
 
 @dataclass(frozen=True, eq=False)
 class ModelInput:
@@ -102,11 +98,9 @@ def require_finite_parameters(model: nn.Module) -> None:
     loads_later = any(hasattr(module, "_hf_hook") for module in model.modules())
     for name, parameter in model.named_parameters():
         if parameter.is_meta and not loads_later:
-            raise OptionError(
-                saw=f"{name} on the meta device, which holds shapes and no numbers",
-                needed="a model with weights",
-                do="model.to_empty(device=...), then load_state_dict",
-            )
+            saw = f"{name} on the meta device, which holds shapes and no numbers"
+            do = "model.to_empty(device=...), then load_state_dict"
+            raise OptionError(saw=saw, needed="a model with weights", do=do)
         weight: Any = parameter.detach()
         is_divided = weights.is_divided_over_devices(weight)
         for part in [weight] if is_divided else weights.plain_tensors_of_weight(weight):
@@ -131,11 +125,9 @@ def require_valid_token_ids(model: nn.Module, model_input: ModelInput) -> None:
     """Raise OptionError for token ids that are empty or that the model cannot look up."""
     input_ids = model_input.named.get("input_ids")
     if isinstance(input_ids, list | tuple):
-        raise OptionError(
-            saw=f"input_ids={describe_value(input_ids)}",
-            needed="a tensor of token ids, (batch, length)",
-            do='tokenizer(text, return_tensors="pt"), or torch.tensor([ids])',
-        )
+        saw = f"input_ids={describe_value(input_ids)}"
+        do = 'tokenizer(text, return_tensors="pt"), or torch.tensor([ids])'
+        raise OptionError(saw=saw, needed="a tensor of token ids, (batch, length)", do=do)
     ids = token_ids(model_input)
     if ids is None:
         return
@@ -149,10 +141,17 @@ def require_valid_token_ids(model: nn.Module, model_input: ModelInput) -> None:
         return
     if ids.dim() < 2:
         raise _no_batch_error(ids)
-    low, high, size = int(ids.min()), int(ids.max()), embedding.num_embeddings
+    size = embedding.num_embeddings
+    require_tokens_below(size, ids, f"the model's embedding has {size} rows")
+
+
+def require_tokens_below(size: int, ids: Tensor, reason: str) -> None:
+    """Raise OptionError for token ids that a vocabulary of this size does not have."""
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:
-        needed = f"tokens from 0 to {size - 1}: the model's embedding has {size} rows"
-        raise OptionError(saw=f"tokens from {low} to {high}", needed=needed, do=CHECK_TOKENIZER)
+        needed = f"tokens from 0 to {size - 1}: {reason}"
+        do = "check where the ids come from: a tokenizer must be the one that belongs to this model"
+        raise OptionError(saw=f"tokens from {low} to {high}", needed=needed, do=do)
 
 
 def token_ids(model_input: ModelInput) -> Tensor | None:

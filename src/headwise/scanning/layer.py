@@ -333,11 +333,9 @@ class ScanReadings:
                 a head.
         """
         if axes := self.definition(name).axes:
-            raise OptionError(
-                saw=f"{name}, which has {' x '.join(axes)} numbers for each head",
-                needed=f"one number for each head: {', '.join(self.scalars)}",
-                do=f"reduce scan[{name!r}] yourself",
-            )
+            saw = f"{name}, which has {' x '.join(axes)} numbers for each head"
+            needed = f"one number for each head: {', '.join(self.scalars)}"
+            raise OptionError(saw=saw, needed=needed, do=f"reduce scan[{name!r}] yourself")
         return top_heads(self.layers, self[name], n, lowest=lowest)
 
     def table(self) -> list[Row]:

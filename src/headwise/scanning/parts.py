@@ -110,12 +110,9 @@ def _require_part(part: tuple[int, int]) -> tuple[int, int]:
     is_tuple = isinstance(part, tuple)
     if not is_tuple or [*map(type, part)] != [int, int] or not 1 <= part[0] <= part[1]:
         shown = "/".join(map(str, part)) if is_tuple else describe_value(part)
-        raise OptionError(
-            saw=f"{{part}} {shown}",
-            needed="the number of a part, from 1 to the number of parts",
-            do="{part} 1/8 to 8/8 for eight parts; a Slurm array must have no gaps",
-            parameter="part",
-        )
+        needed = "the number of a part, from 1 to the number of parts"
+        do = "{part} 1/8 to 8/8 for eight parts; a Slurm array must have no gaps"
+        raise OptionError(saw=f"{{part}} {shown}", needed=needed, do=do, parameter="part")
     return part
 
 
@@ -226,8 +223,7 @@ def _count_tokens(inputs: Any) -> int:
     return next((int(x.shape[:2].numel()) for x in tensors), 1)
 
 
-def _as_utf8(name: str) -> str:
-    """Return a name without surrogates, which a file name can hold and UTF-8 cannot."""
+def _as_utf8(name: str) -> str:  # a file name can hold surrogates
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -335,11 +331,9 @@ def _read_files(
         else:
             read.append(text)
     if not read:
-        raise OptionError(
-            saw="no documents",
-            needed="at least one (name, inputs), or a file of text",
-            do="pass a list of documents; a generator can be read only once",
-        )
+        saw = "no documents"
+        do = "pass a list of documents; a generator can be read only once"
+        raise OptionError(saw=saw, needed="at least one (name, inputs), or a file of text", do=do)
     return read
 
 
@@ -380,11 +374,9 @@ class PartFolder:
         if before is not None:
             before.require_continued_by(corpus, out / CORPUS)
         elif (out / SCAN).exists() and not list_parts(out):
-            raise OptionError(
-                saw=f"{out / SCAN}, a scan without its parts",
-                needed="a folder of an earlier run, or one without a scan",
-                do="name another folder",
-            )
+            saw = f"{out / SCAN}, a scan without its parts"
+            needed = "a folder of an earlier run, or one without a scan"
+            raise OptionError(saw=saw, needed=needed, do="name another folder")
         for index, path in list_parts(out):
             if index >= (count := len(corpus.documents)):
                 raise _part_error(path, f"with {count} documents", "a part for each document")
@@ -446,13 +438,12 @@ def _require_same_values(path: Path, before: Mapping[str, str], now: Mapping[str
     """Raise OptionError for the first value that differs from the one that a scan depends on."""
     for name in {**now, **before}:
         then, given = before.get(name, "none"), now.get(name, "none")
-        if then == given:
-            continue
-        if max(len(then), len(given)) > LONGEST_NAMED:
+        if then != given and max(len(then), len(given)) > LONGEST_NAMED:
             raise _part_error(path, f"made with other {name}", f"the {name} given now")
-        do = f"OMP_NUM_THREADS={then}, or {ANOTHER}" if name == "threads" else ANOTHER
-        shown = shorten_for_message(f"made with {name} {then}")
-        raise _part_error(path, shown, f"the {name} given now, {given}", do)
+        if then != given:
+            do = f"OMP_NUM_THREADS={then}, or {ANOTHER}" if name == "threads" else ANOTHER
+            shown = shorten_for_message(f"made with {name} {then}")
+            raise _part_error(path, shown, f"the {name} given now, {given}", do)
 
 
 def _require_same_document(path: Path, name: str, digest: str, now: Document) -> None:
@@ -503,11 +494,9 @@ def find_parts(folders: Sequence[str | PathLike[str]]) -> FoundParts:
     for out in dict.fromkeys(Path(folder).resolve() for folder in folders):
         here = Corpus.read(out)
         if here is None:
-            raise OptionError(
-                saw=f"{out}, which holds no {CORPUS}",
-                needed="folders that scan_part or headwise scan --out wrote",
-                do="name these folders",
-            )
+            saw = f"{out}, which holds no {CORPUS}"
+            needed = "folders that scan_part or headwise scan --out wrote"
+            raise OptionError(saw=saw, needed=needed, do="name these folders")
         if corpus is not None:
             corpus.require_continued_by(here, out / CORPUS)
             here.require_continued_by(corpus, out / CORPUS)

@@ -337,8 +337,9 @@ def measure_speed(
         matrix = AttentionMatrix(q, k, mask=Mask.causal() if is_causal else Mask())
         ids = torch.randint(tokens, (1, tokens), generator=generator)
         chosen = ids < tokens // 16
-        known = {"tokens": ids, "separators": chosen, "specials": chosen, "values": v, "outputs": v}
-        sample = call.CapturedCall.for_self_attention(matrix, **known)
+        sample = call.CapturedCall.for_self_attention(
+            matrix, tokens=ids, separators=chosen, specials=chosen, values=v, outputs=v
+        )
         fitting = [s for s in statistics if s.reason_not_computable(sample) is None]
         if not rows:
             compute_summaries(sample, fitting)

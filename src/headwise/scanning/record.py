@@ -116,9 +116,8 @@ class Recorder:
             for name, module in whole.named_modules()
             if weights.unwrap_compiled(module) is module
         }
-        self._blocks = {
-            id(block) for module in whole.modules() for block in _members_if_same_class(module)
-        }
+        blocks = map(_members_if_same_class, whole.modules())
+        self._blocks = {id(block) for members in blocks for block in members}
         self._times: Counter[str] = Counter()
         self._thread = threading.get_ident()
         self.layers: dict[str, str] = {}  # class of each captured layer, by its name
@@ -162,17 +161,14 @@ class Recorder:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         state = next((x for x in tensors if torch.is_floating_point(x)), None)
         named = [value for key, value in kwargs.items() if key not in NO_TOKENS]
+        pairs = [x for x in (*args, *named) if isinstance(x, Tensor) and x.dim() == 2]
         module_call = ModuleCall(
             module=module,
             name=name if again == 1 else f"{name} ({again})",
             is_block=id(module) in self._blocks,
             state=state,
             version=version_counter(state),
-            tokens=[
-                x
-                for x in (*args, *named)
-                if isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) and x.dim() == 2
-            ],
+            tokens=[x for x in pairs if x.dtype in (torch.int32, torch.int64)],
             has_source=_has_cross_attention_source(module, args, kwargs),
         )
         weight = getattr(module, "weight", None)

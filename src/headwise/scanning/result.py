@@ -240,8 +240,6 @@ class HeadScan(Displayed, ScanReadings):
 
 def _require_scan(other: object) -> None:
     if not isinstance(other, HeadScan):
-        raise OptionError(
-            saw=f"{describe_value(other)} instead of a scan",
-            needed="a HeadScan",
-            do="headwise.scan(model, inputs), or HeadScan.load(path)",
-        )
+        saw = f"{describe_value(other)} instead of a scan"
+        do = "headwise.scan(model, inputs), or HeadScan.load(path)"
+        raise OptionError(saw=saw, needed="a HeadScan", do=do)

@@ -79,21 +79,17 @@ def select_statistics(statistics: Statistics) -> tuple[tuple[TileStatistic, ...]
             )
         if not isinstance(entry, str | TileStatistic):
             is_class = isinstance(entry, type) and issubclass(entry, TileStatistic)
-            raise OptionError(
-                saw=f"statistics with {describe_value(entry)}",
-                needed="names of the standard set, or TileStatistic objects",
-                do=f"{entry.__name__}(), an object of the class" if is_class else '["entropy"]',
-            )
+            needed = "names of the standard set, or TileStatistic objects"
+            do = f"{entry.__name__}(), an object of the class" if is_class else '["entropy"]'
+            raise OptionError(saw=f"statistics with {describe_value(entry)}", needed=needed, do=do)
     names = tuple(entry for entry in chosen if isinstance(entry, str) and entry != STANDARD_SET)
     by_name = dict(zip(names, catalogue.find_standard_statistics(names), strict=True))
     requested = [by_name[x] if isinstance(x, str) else x for x in chosen if x != STANDARD_SET]
     counts = Counter(statistic.definition.name for statistic in requested)
     if twice := [name for name, count in counts.items() if count > 1]:
-        raise OptionError(
-            saw=f"two statistics with the name {twice[0]}",
-            needed="a name for each statistic",
-            do="leave one out, or change the name in its Definition",
-        )
+        saw = f"two statistics with the name {twice[0]}"
+        do = "leave one out, or change the name in its Definition"
+        raise OptionError(saw=saw, needed="a name for each statistic", do=do)
     if STANDARD_SET not in chosen:
         return tuple(requested), names
     standard = [s for s in catalogue.STANDARD if s.definition.name not in counts]

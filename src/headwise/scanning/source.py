@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.errors import OptionError
 from headwise.scanning._scan import scan
-from headwise.scanning.inputs import CHECK_TOKENIZER
+from headwise.scanning.inputs import require_tokens_below
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import Numbers, normalise_token_ids_option
 from headwise.support.tensors import map_leaves
@@ -108,14 +108,8 @@ class ModelToScan:
 
     def require_tokens_in_vocabulary(self, ids: Tensor) -> None:
         """Raise OptionError for tokens outside of the vocabulary."""
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.vocabulary:
-            raise OptionError(
-                saw=f"tokens from {low} to {high}",
-                needed=f"tokens from 0 to {self.vocabulary - 1}: {self.title} has a vocabulary of "
-                f"{self.vocabulary:,}",
-                do=CHECK_TOKENIZER,
-            )
+        reason = f"{self.title} has a vocabulary of {self.vocabulary:,}"
+        require_tokens_below(self.vocabulary, ids, reason)
 
 
 def open_model(
@@ -140,12 +134,9 @@ def open_model(
     """
     place = parse_device(device)
     if dtype not in (None, *DTYPES):
-        raise OptionError(
-            saw=f"{{dtype}} {dtype}",
-            needed=f"one of {', '.join(DTYPES)}",
-            do="{dtype} float32",
-            parameter="dtype",
-        )
+        saw = f"{{dtype}} {dtype}"
+        needed = f"one of {', '.join(DTYPES)}"
+        raise OptionError(saw=saw, needed=needed, do="{dtype} float32", parameter="dtype")
     number = None if dtype is None else getattr(torch, dtype)
     if folder is None:
         model = _load_tiny()
@@ -181,11 +172,10 @@ def _load_stored(
     names = ("model", "inputs", "vocabulary", "positions", "begin", "notes")
     options: dict[str, Any] = {name: getattr(stored, name) for name in names}
     if (tokens := stored.tokenizer) is not None:
-        options |= {name: getattr(tokens, name) for name in ("separators", "specials")}
+        options |= {"separators": tokens.separators, "specials": tokens.specials}
         options["name_of"] = tokens.token_text
-        options["encode"] = lambda text, n: (
-            tokens.ids(text) if n is None else tokens.first_ids(text, n)
-        )
+        first = tokens.first_ids
+        options["encode"] = lambda text, n: tokens.ids(text) if n is None else first(text, n)
     return ModelToScan(title=make_model_title(folder), **options)
 
 
@@ -327,12 +317,9 @@ def read_stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> 
     words = re.split(r"[\s,]+", content.strip().strip("[]").strip())
     strange = [word for word in words if not re.fullmatch(r"-?\d{1,15}", word)]
     if strange and words != [""]:
-        raise OptionError(
-            saw=f"{file}, with {strange[0][:40]!r}",
-            needed="whole numbers, separated by spaces, commas or line ends",
-            do="{text} FILE for a text",
-            parameter="text",
-        )
+        saw = f"{file}, with {strange[0][:40]!r}"
+        needed = "whole numbers, separated by spaces, commas or line ends"
+        raise OptionError(saw=saw, needed=needed, do="{text} FILE for a text", parameter="text")
     whole = [] if words == [""] else [int(word) for word in words]
     if len(whole) < 2:
         saw = f"{file}, with {describe_count(len(whole), 'token')}"
@@ -376,12 +363,9 @@ def largest_text_length(subject: ModelToScan, length: int | None, *, default: in
             saw=f"{{length}} {length}", needed=TWO, do="leave {length} out", parameter="length"
         )
     if subject.positions is not None and length > subject.positions:
-        raise OptionError(
-            saw=f"{{length}} {length:,}",
-            needed=f"at most {subject.positions:,}, the number of positions of {subject.title}",
-            do=f"{{length}} {subject.positions}",
-            parameter="length",
-        )
+        needed = f"at most {subject.positions:,}, the number of positions of {subject.title}"
+        do = f"{{length}} {subject.positions}"
+        raise OptionError(saw=f"{{length}} {length:,}", needed=needed, do=do, parameter="length")
     return length
 
 
@@ -389,15 +373,10 @@ def _read_utf8(file: Path) -> str:
     try:
         return file.read_text("utf-8-sig")  # some editors begin a text with a byte order mark
     except UnicodeDecodeError as error:
-        raise OptionError(
-            saw=f"{file}, in which byte {error.start} is not UTF-8",
-            needed="text in UTF-8",
-            do="convert the file to UTF-8, or pass token ids with {tokens}",
-            parameter="tokens",
-        ) from error
+        saw = f"{file}, in which byte {error.start} is not UTF-8"
+        do = "convert the file to UTF-8, or pass token ids with {tokens}"
+        raise OptionError(saw=saw, needed="text in UTF-8", do=do, parameter="tokens") from error
     except OSError as error:
-        raise OptionError(
-            saw=f"{file}, which cannot be read ({error.strerror})",
-            needed="a file that can be read",
-            do="check the path and the permissions of the file",
-        ) from error
+        saw = f"{file}, which cannot be read ({error.strerror})"
+        do = "check the path and the permissions of the file"
+        raise OptionError(saw=saw, needed="a file that can be read", do=do) from error

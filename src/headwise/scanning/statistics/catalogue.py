@@ -51,11 +51,9 @@ class _AblationByMeans(Importance):
     def merge(self, summaries: Sequence[statistic.Summary]) -> statistic.Summary:
         stood_in = summaries[0]["stood_in"]
         if not all(torch.equal(stood_in, other["stood_in"]) for other in summaries):
-            raise OptionError(
-                saw="ablations by different mean outputs",
-                needed="one mean over all of the data, for all parts",
-                do="means = mean_outputs(model, all_inputs), and ablations(..., by=means) of parts",
-            )
+            saw = "ablations by different mean outputs"
+            do = "means = mean_outputs(model, all_inputs), and ablations(..., by=means) of parts"
+            raise OptionError(saw=saw, needed="one mean over all of the data, for all parts", do=do)
         sums = [{n: t for n, t in summary.items() if n != "stood_in"} for summary in summaries]
         return {**super().merge(sums), "stood_in": stood_in.clone()}
 

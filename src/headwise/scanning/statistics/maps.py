@@ -79,11 +79,9 @@ class Map(statistic.TileStatistic):
 
     def __init__(self, cells: int = CELLS) -> None:
         if not isinstance(cells, int) or cells not in MAP_SIZES:
-            raise OptionError(
-                saw=f"Map(cells={describe_value(cells)})",
-                needed=f"a power of two from 1 to {MAP_SIZES[-1]:,}",
-                do="Map(cells=128)",
-            )
+            saw = f"Map(cells={describe_value(cells)})"
+            needed = f"a power of two from 1 to {MAP_SIZES[-1]:,}"
+            raise OptionError(saw=saw, needed=needed, do="Map(cells=128)")
         self.cells = cells
 
     def start(self, call: CapturedCall) -> Summary:
@@ -309,11 +307,9 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         self.ranks = ranks
         kinds = {tuple(map(type, pair)) if isinstance(pair, tuple) else None for pair in self.heads}
         if self.heads != "all" and not (kinds and kinds <= {(int, int), (str, int)}):
-            raise OptionError(
-                saw=f"heads={describe_value(heads)}",
-                needed='"all", or pairs of a layer and a head',
-                do='heads=[(1, 0), ("*.3.*", 7)]',
-            )
+            saw = f"heads={describe_value(heads)}"
+            needed = '"all", or pairs of a layer and a head'
+            raise OptionError(saw=saw, needed=needed, do='heads=[(1, 0), ("*.3.*", 7)]')
 
     def reason_not_computable(self, call: CapturedCall) -> str | None:
         """Return why a call has no such rows: no head was chosen, or it continues a cache."""

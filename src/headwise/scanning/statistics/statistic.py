@@ -98,11 +98,9 @@ class WeightTile(ObservedTile):
     def _require_distance_within_reach(self, distance: int, *, call_text: str) -> None:
         # The reach of this statistic counts: it must not depend on the others in the same pass.
         if not 0 <= distance <= self.reach:
-            raise OptionError(
-                saw=f"{call_text} by a statistic with reach {self.reach}",
-                needed=f"a distance from 0 to {self.reach}",
-                do=f"set reach = {abs(distance)} in the statistic",
-            )
+            saw = f"{call_text} by a statistic with reach {self.reach}"
+            do = f"set reach = {abs(distance)} in the statistic"
+            raise OptionError(saw=saw, needed=f"a distance from 0 to {self.reach}", do=do)
 
     @cached_property
     def _widest_band(self) -> Tensor:
@@ -446,11 +444,9 @@ def compute_summaries(
     statistics = tuple(statistics)
     for statistic in statistics:
         if (reason := statistic.reason_not_computable(call)) is not None:
-            raise OptionError(
-                saw=f"{statistic.definition.name}: {reason}",
-                needed=", ".join(statistic.needs),
-                do="set these attributes of the CapturedCall, or leave the statistic out",
-            )
+            saw = f"{statistic.definition.name}: {reason}"
+            do = "set these attributes of the CapturedCall, or leave the statistic out"
+            raise OptionError(saw=saw, needed=", ".join(statistic.needs), do=do)
     cells = max((statistic.cells for statistic in statistics), default=0)
     if cells not in (0, call.cells):
         call = replace(call, cells=cells)
