@@ -391,8 +391,8 @@ class PartFolder:
         """Return the scan of a document from its file, which is written if it is missing."""
         path = self.corpus.path_of(self.out, index)
         if not path.exists():
-            options = {"statistics": self.statistics, "layers": self.layers, "progress": progress}
-            fresh = self.model.scan(self.inputs[index], **options)
+            options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
+            fresh = self.model.scan(self.inputs[index], progress=progress, **options)
             # A scan that cannot be merged is not written, so the run can resume without it.
             if fits is not None and (difference := fits.reason_not_mergeable(fresh)) is not None:
                 raise OptionError(

@@ -66,8 +66,8 @@ class PlannedScan:
 
     def scan_text(self, text: TextToRead, progress: Progress | None = None) -> HeadScan:
         """Return the scan of one text."""
-        options = {"statistics": self.statistics, "layers": self.layers, "progress": progress}
-        return self.model.scan(text.ids, **options)
+        options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
+        return self.model.scan(text.ids, progress=progress, **options)
 
 
 def require_room_for_model(folder: str | PathLike[str], *, copies: int = 1) -> None:
@@ -75,11 +75,8 @@ def require_room_for_model(folder: str | PathLike[str], *, copies: int = 1) -> N
     from headwise.checkpoints.transformers import measure_model_bytes
 
     times = f"{copies} times " if copies > 1 else ""
-    require_memory(
-        measure_model_bytes(Path(folder)) * copies,
-        what=f"{times}the weights in {folder}",
-        do="use a machine with more memory, or --skip-memory-check",
-    )
+    needed, what = measure_model_bytes(Path(folder)) * copies, f"{times}the weights in {folder}"
+    require_memory(needed, what=what, do="use a machine with more memory, or --skip-memory-check")
 
 
 def plan_scan(
@@ -138,11 +135,9 @@ def _require_memory_of_scan(
 ) -> None:
     copies = sum(p.nbytes for p in model.model.parameters()) * (processes - 1)
     times = f"{processes} times " if processes > 1 else ""
-    require_memory(
-        estimate.extra_bytes + copies,
-        what=f"{times}{longest:,} tokens of {model.title}",
-        do="--length N with fewer tokens, --stats with fewer statistics, or --skip-memory-check",
-    )
+    what = f"{times}{longest:,} tokens of {model.title}"
+    do = "--length N with fewer tokens, --stats with fewer statistics, or --skip-memory-check"
+    require_memory(estimate.extra_bytes + copies, what=what, do=do)
 
 
 def _choose_statistics(

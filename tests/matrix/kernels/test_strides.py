@@ -110,8 +110,7 @@ def test_the_kernel_by_the_number_of_queries() -> None:
     # Queries of their own are copied in any case: the copy is as large as the result.
     few = LAYOUTS["transposed"](x["q"][:, :, :3])
     assert (
-        choose_kernel(Task(AttentionMatrix(few, x["k"])._kernel_input(), x["v"]))[0].name
-        == "sdpa"
+        choose_kernel(Task(AttentionMatrix(few, x["k"])._kernel_input(), x["v"]))[0].name == "sdpa"
     )
 
 

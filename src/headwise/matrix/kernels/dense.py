@@ -66,7 +66,14 @@ def dense_result(
     p = stages.weights_from_scores(s, sink)
     peak = s.amax(-1)
     shift = tiled.softmax_shift(peak.detach(), None if sink is None else sink.detach())
-    log_sum, sink_entropy = _log_normaliser(s, shift, sink)
+    # log Z, 0 in rows without keys and sink, and the sink's term of the entropy
+    total = torch.exp(s - shift[..., None]).sum(-1)
+    if sink is None:
+        log_sum, sink_entropy = total.masked_fill(total == 0, 1.0).log(), torch.zeros_like(total)
+    else:
+        gap = (sink.to(s.dtype)[:, None] - shift).clamp(min=tiled.least_shifted_score(s.dtype))
+        log_sum = (total + gap.exp()).log()
+        sink_entropy = torch.exp(gap - log_sum) * (log_sum - gap)
     log_p = (s - (shift + log_sum)[..., None]).clamp(min=tiled.least_shifted_score(exact))
     out = result.out if v is None else p @ stages.repeat_kv_heads(v.to(exact), heads=p.shape[1])
     transposed = result.transposed if y is None else p.transpose(-2, -1) @ y.to(exact)
@@ -84,13 +91,3 @@ def dense_result(
         average=p.mean(1).to(problem.q.dtype) if requested.average else result.average,
         cells=cells,
     )
-
-
-def _log_normaliser(s: Tensor, shift: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return log Z, 0 in rows without keys and sink, and the sink's term of the entropy."""
-    total = torch.exp(s - shift[..., None]).sum(-1)
-    if sink is None:
-        return total.masked_fill(total == 0, 1.0).log(), torch.zeros_like(total)
-    gap = (sink.to(s.dtype)[:, None] - shift).clamp(min=tiled.least_shifted_score(s.dtype))
-    log_sum = (total + gap.exp()).log()
-    return log_sum, torch.exp(gap - log_sum) * (log_sum - gap)

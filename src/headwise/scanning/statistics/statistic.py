@@ -159,6 +159,7 @@ class WeightTile(ObservedTile):
 
 
 Summary = dict[str, Tensor]
+Need = str  # a key of `MISSING`
 
 # What a statistic may need of a call, and the reason why it is left out where that is not known.
 MISSING = {
@@ -332,7 +333,7 @@ class Statistic:
 
     definition: Definition
     parts: ClassVar[Parts | None] = None  # tensors of a summary; None if files do not check them
-    needs: tuple[str, ...] = ()  # attributes of a call that must be known: keys of `MISSING`
+    needs: tuple[Need, ...] = ()  # attributes of a call that must be known
     reach: int = 0  # largest distance from a query's key that `diagonal` and `band` may ask for
     cells: int = 0  # blocks of a map that `by_cell` is to have; 0 for any number
 
