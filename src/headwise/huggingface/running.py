@@ -39,10 +39,10 @@ def using_headwise_attention(model: nn.Module) -> Iterator[None]:
             if member._can_set_attn_implementation():
                 member.config._attn_implementation_internal = NAME
         # Nested configurations may belong to no module of their own.
-        own = {id(member.config) for member in members}
+        direct = {id(member.config) for member in members}
         switched = [m.config for m in members if m.config._attn_implementation_internal == NAME]
         for config in _all_configs(switched):
-            if id(config) not in own:
+            if id(config) not in direct:
                 config._attn_implementation_internal = NAME
         yield
     finally:

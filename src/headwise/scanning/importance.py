@@ -267,12 +267,8 @@ def ablations(
 
     with record_attention(model, ablation) as recorder:
         for index, model_input in enumerate(prepared):
-
-            def report(stage: str, done: int, each: int, index: int = index) -> None:
-                progress(stage, before + index * each + done, before + len(prepared) * each)
-
             run = partial(_run_losses, model, model_input, recorder, loss)
-            ablation.measure_one_input(run, report)
+            ablation.measure_one_input(run, progress, before, (index, len(prepared)))
     return ablation.make_scan(model, (ablation.statistic,), *recorder.notes)
 
 
@@ -350,8 +346,10 @@ class _HeadAblation(_Watcher):
             without[:, head] = 0
         return without
 
-    def measure_one_input(self, run: Callable[[], Tensor], report: Progress) -> None:
-        """Run one input with all heads, and then once without each head."""
+    def measure_one_input(
+        self, run: Callable[[], Tensor], progress: Progress, before: int, place: tuple[int, int]
+    ) -> None:
+        """Run the n-th of so many inputs with all heads, and then once without each head."""
         self._real_queries.clear()
         self._shapes.clear()
         self._off, self._call_index = None, 0
@@ -362,12 +360,13 @@ class _HeadAblation(_Watcher):
             self._partner = draw_partners(count, self._generator)
         chosen = [each for each in self.layers.selected_layers() if self._is_possible(each, count)]
         off = [(layer, head) for layer in chosen for head in layer.heads]
-        report("all heads", 1, 1 + len(off))
+        passed, total_passes = (before + n * (1 + len(off)) for n in place)
+        progress("all heads", passed + 1, total_passes)
         effects: dict[str, list[Tensor]] = {layer.name: [] for layer in chosen}
         for done, (layer, head) in enumerate(off, start=2):
             self._off, self._call_index = (layer, head), 0
             effects[layer.name].append((run() - baseline).sum())
-            report(f"{layer.name}, head {head}", done, 1 + len(off))
+            progress(f"{layer.name}, head {head}", passed + done, total_passes)
         for layer in chosen:
             total = torch.stack(effects[layer.name]).cpu()
             summary = {"sum": total, "count": torch.full_like(total, count)}
