@@ -43,7 +43,7 @@ class SampledRows:
 def evenly_spaced_positions(
     real: Bool[Tensor, "batch length"], *, at_most: int
 ) -> tuple[Int[Tensor, "batch samples"], Bool[Tensor, "batch samples"]]:
-    """Return positions, the middles of equal stretches, and False where a sequence has fewer."""
+    """Return all positions or middles of equal stretches, and False where a sequence has fewer."""
     samples = min(at_most, real.shape[1])
     count = real.sum(-1, keepdim=True)
     nth = torch.arange(samples, device=real.device)

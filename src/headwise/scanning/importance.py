@@ -392,7 +392,7 @@ class _HeadAblation(_Watcher):
 
 
 def outputs_of_partners(outputs: Tensor, real: Tensor, partner: Tensor) -> Tensor:
-    """Give the i-th real query (batch, queries) its partner's outputs at real query i, modulo."""
+    """Give the i-th real query the output of its partner's real query i modulo their number."""
     partner = partner.to(real.device)
     position = (real.long().cumsum(-1) - 1).clamp(min=0)
     counts = real.sum(-1).clamp(min=1)[partner]
