@@ -47,7 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, report: ScanReport) -> list[ScanOptio
         seen.append(asked)
         return report
 
-    monkeypatch.setattr(import_module("headwise.cli.scan"), "run_scan_with_progress", at_once)
+    monkeypatch.setattr(import_module("headwise.cli.demo"), "run_scan_with_progress", at_once)
     return seen
 
 

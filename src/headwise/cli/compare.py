@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headwise.cli import output
+from headwise.support.files import make_parent_and_require_writable
 
 if TYPE_CHECKING:
     from headwise.diagnosis.results import Diagnosis
@@ -75,8 +76,6 @@ def compare(
     options = {"layer": layer, "inputs": inputs, "against_model": against_model, **counts}
     _require_options_that_agree(second, options, counts)
     if page is not None:
-        from headwise.support.files import make_parent_and_require_writable
-
         make_parent_and_require_writable(page)
     diagnosis = _compare_files(first, second, options, counts)
     lines = diagnosis.lines
@@ -111,30 +110,27 @@ def _require_options_that_agree(
 def _compare_files(
     first: Path, second: Path | None, options: Mapping[str, Any], counts: output.Counts
 ) -> Diagnosis:
-    with output.progress_bar(output.stderr_console(), "loading torch") as progress:
-        from headwise.checkpoints.attention import load_attention
-        from headwise.diagnosis._compare import compare as compare_layers
-        from headwise.diagnosis._verify import verify
+    with output.progress_bar(output.make_console(stderr=True), "loading torch") as progress:
+        from headwise.checkpoints import attention, transformers
+        from headwise.diagnosis import _compare, _verify
         from headwise.diagnosis.subjects.recording import is_recording
 
         layer, inputs = options["layer"], options["inputs"]
         if second is None:
-            from headwise.checkpoints.transformers import load
-
-            model = load(options["against_model"]).model
-            return compare_layers(first, model, _read_input_array(inputs))
+            model = transformers.load(options["against_model"]).model
+            return _compare.compare(first, model, _read_input_array(inputs))
         if layer is None:
             for path in filter(is_recording, (first, second)):
                 raise typer.BadParameter(
                     f"{path} holds recorded activations: --layer N names the layer that they are "
                     "of."
                 )
-            return verify(first, second, progress=progress, **counts)
+            return _verify.verify(first, second, progress=progress, **counts)
         mine, theirs = (
-            path if is_recording(path) else load_attention(path, layer=layer, **counts)
+            path if is_recording(path) else attention.load_attention(path, layer=layer, **counts)
             for path in (first, second)
         )
-        return compare_layers(mine, theirs, _read_input_array(inputs))
+        return _compare.compare(mine, theirs, _read_input_array(inputs))
 
 
 def _read_input_array(path: Path | None) -> Any:

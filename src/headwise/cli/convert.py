@@ -104,17 +104,16 @@ def _run_conversion(
     *,
     as_json: bool,
 ) -> None:
-    start, console = time.perf_counter(), output.stderr_console()
+    start, console = time.perf_counter(), output.make_console(stderr=True)
     with output.progress_bar(console, "loading torch"):
-        from headwise.checkpoints.conversion import convert_checkpoint
+        from headwise.checkpoints import conversion, staging
         from headwise.checkpoints.source import CheckpointSource
-        from headwise.checkpoints.staging import staging_path
-        from headwise.diagnosis.detection import open_weights
-        from headwise.layouts.registry import layout
+        from headwise.diagnosis import detection
+        from headwise.layouts import registry
         from headwise.support.tracing import one_thread
 
-        written = layout(layouts[1])
-        weights = open_weights(source, counts, stored=layouts[0])
+        written = registry.layout(layouts[1])
+        weights = detection.open_weights(source, counts, stored=layouts[0])
         stored = weights.layout(layouts[0], "from")
         assert isinstance(weights.tensors, CheckpointSource)  # since ``source`` is a path
     made_folder = output.created_folder_note(target)
@@ -122,9 +121,11 @@ def _run_conversion(
     try:  # memory and the disk limit the speed: a second thread takes twice the time
         with one_thread(), output.progress_bar(console, "", in_bytes=True) as progress:
             settings = {**options, **weights.known, "progress": progress}
-            report = convert_checkpoint(weights.tensors, target, stored, written, **settings)
+            report = conversion.convert_checkpoint(
+                weights.tensors, target, stored, written, **settings
+            )
     except KeyboardInterrupt:
-        console.print(PARTIAL.format(staging_path(target)), markup=False)
+        console.print(PARTIAL.format(staging.staging_path(target)), markup=False)
         raise
     seconds, names = time.perf_counter() - start, (stored.name, written.name)
     time_and_size = f"{seconds:.1f} s, {human_bytes(report.nbytes)}."

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.cli.output import NO
+from headwise.cli import output
+from headwise.cli.scan import ScanOptions, run_scan_with_progress
 from headwise.errors import MissingExtraError
+from headwise.support.files import make_parent_and_require_writable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headwise.reports.report import ScanReport
 
 PAGE = Path("headwise-demo/index.html")
@@ -34,33 +36,40 @@ def demo(
     whether headwise's layers with the encoder's weights are the same function. If the
     encoder is not installed, the page shows the small model.
     """
-    import time
-
-    from headwise.cli.output import print_result, stderr_console
-    from headwise.cli.scan import ScanOptions, run_scan_with_progress
-    from headwise.reports.page import save_scan_page
-    from headwise.support.files import make_parent_and_require_writable
-
     make_parent_and_require_writable(out)
     start = time.perf_counter()
     tiny = run_scan_with_progress(ScanOptions(demo=True, page=out))
     trained, missing = _scan_and_compare_encoder(out)
     if missing and as_json:
-        _print_missing_encoder(missing, stderr_console())
-    page = save_scan_page(out, *([trained, tiny] if trained else [tiny]))
+        _print_missing_encoder(missing, output.make_console(stderr=True))
+    from headwise.reports import page, terminal
 
-    result = {"scan": tiny, "encoder": trained}
-    print_result(
-        page,
+    reports = [trained, tiny] if trained else [tiny]
+
+    def show(console: output.Console, part: Callable[[ScanReport, output.Console], None]) -> None:
+        """Print a part of what is said of each model."""
+        for report in reversed(reports):
+            console.rule(SMALL if report is tiny else TRAINED, align="left", style="dim")
+            console.print()
+            part(report, console)
+
+    def show_conclusions(console: output.Console) -> None:
+        show(console, terminal.print_input_and_standouts)
+        if missing:
+            console.rule(TRAINED, align="left", style="dim")
+            console.print()
+            _print_missing_encoder(missing, console)
+
+    result = {"scan": tiny.as_json(), "encoder": trained and trained.as_json()}
+    output.print_result(
+        page.save_scan_page(out, *reports),
         start=start,
-        show=lambda console: _print_conclusions(tiny, trained or missing, console),
-        as_json=(lambda: {name: each and each.as_json() for name, each in result.items()})
-        if as_json
-        else None,
-        details=lambda console: _print_grids(tiny, trained, console),
+        show=show_conclusions,
+        as_json=(lambda: result) if as_json else None,
+        details=lambda console: show(console, terminal.print_statistic_grid),
     )
     if trained and not (trained.same_function and trained.same_function.holds):
-        raise typer.Exit(NO)
+        raise typer.Exit(output.NO)
 
 
 def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExtraError | None]:
@@ -68,14 +77,13 @@ def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExt
 
     Without the encoder or transformers, return the reason.
     """
-    from headwise.cli.output import progress_bar, stderr_console
-    from headwise.cli.scan import ScanOptions, run_scan_with_progress
     from headwise.models import minilm
     from headwise.study import encoder
     from headwise.study.questions.implementations import compare_with_model_layers
 
     try:
-        with progress_bar(stderr_console(), "loading the trained encoder") as progress:
+        console = output.make_console(stderr=True)
+        with output.progress_bar(console, "loading the trained encoder") as progress:
             recorded = encoder.run_minilm(progress=progress)
             same = compare_with_model_layers(recorded)
         report = run_scan_with_progress(ScanOptions(model_dir=minilm.model_folder(), page=page))
@@ -84,35 +92,7 @@ def _scan_and_compare_encoder(page: Path) -> tuple[ScanReport | None, MissingExt
     return replace(report, title=recorded.model, same_function=same), None
 
 
-def _print_conclusions(
-    tiny: ScanReport, trained: ScanReport | MissingExtraError | None, console: Console
-) -> None:
-    """Print what was found of both models, before the grids of either."""
-    from headwise.reports.terminal import print_input_and_standouts
-
-    for heading, shown in ((SMALL, tiny), (TRAINED, trained)):
-        _print_heading(console, heading)
-        if isinstance(shown, MissingExtraError):
-            _print_missing_encoder(shown, console)
-        elif shown is not None:
-            print_input_and_standouts(shown, console)
-
-
-def _print_grids(tiny: ScanReport, trained: ScanReport | None, console: Console) -> None:
-    from headwise.reports.terminal import print_statistic_grid
-
-    for heading, report in ((SMALL, tiny), (TRAINED, trained)):
-        if report is not None:
-            _print_heading(console, heading)
-            print_statistic_grid(report, console)
-
-
-def _print_heading(console: Console, words: str) -> None:
-    console.rule(words, align="left", style="dim")
-    console.print()
-
-
-def _print_missing_encoder(missing: MissingExtraError, console: Console) -> None:
+def _print_missing_encoder(missing: MissingExtraError, console: output.Console) -> None:
     """Print why the encoder is missing, and the command that installs it."""
     console.print(f"No all-MiniLM-L6-v2: {missing.saw}. To get it:", markup=False)
     console.print(missing.do, markup=False, soft_wrap=True)

@@ -34,14 +34,13 @@ def detect(
     Names and shapes often fit several; then a reference or a model that runs
     decides. Nothing is guessed.
     """
-    with output.progress_bar(output.stderr_console(), "loading torch"):
-        from headwise.diagnosis.detection import describe_detection
-        from headwise.diagnosis.detection import detect as detect_layout
+    with output.progress_bar(output.make_console(stderr=True), "loading torch"):
+        from headwise.diagnosis import detection
 
-        detection = detect_layout(place, reference=reference, against=against, **counts)
-    lines = describe_detection(detection, title=str(place))
-    if detection.fitting and not detection.layout:
+        found = detection.detect(place, reference=reference, against=against, **counts)
+    lines = detection.describe_detection(found, title=str(place))
+    if found.fitting and not found.layout:
         lines += [f"With other weights of the same model: headwise compare {place} OTHER_WEIGHTS"]
-    output.print_lines(lines, detection.to_json() if as_json else None)
-    if not detection.layout:
-        raise typer.Exit(output.UNDECIDED if detection.fitting else output.NO)
+    output.print_lines(lines, found.to_json() if as_json else None)
+    if not found.layout:
+        raise typer.Exit(output.UNDECIDED if found.fitting else output.NO)

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from headwise.cli import output
+from headwise.support.text import describe_count
+
 if TYPE_CHECKING:
     from headwise.layouts._layout import Layout
 
@@ -35,36 +38,32 @@ def catalogue(
     ] = "",
 ) -> None:
     """List the layouts, with their tensors; "checked" if a test runs the real implementation."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from rich import box, table
     from rich.text import Text
 
-    from headwise.layouts.registry import layout, layouts_by_family
-    from headwise.support.text import describe_count
+    from headwise.layouts import registry
 
-    console = Console(highlight=False)
+    console = output.make_console()
     listed = {
         heading: [entry for entry in family if word.lower() in entry.name]
-        for heading, family in layouts_by_family().items()
+        for heading, family in registry.layouts_by_family().items()
     }
     entries = [entry for family in listed.values() for entry in family]
     if not entries:
-        layout(word)  # raises an error with similar names
+        registry.layout(word)  # raises an error with similar names
     for heading, family in listed.items():
         if not family:
             continue
-        table = Table(box=box.SIMPLE, pad_edge=False, show_header=False, expand=True)
-        table.add_column(width=max(len(entry.name) for entry in entries))
-        table.add_column(width=len("described"))
-        table.add_column(ratio=1)
+        rows = table.Table(box=box.SIMPLE, pad_edge=False, show_header=False, expand=True)
+        rows.add_column(width=max(len(entry.name) for entry in entries))
+        rows.add_column(width=len("described"))
+        rows.add_column(ratio=1)
         for entry in family:
             status = Text("described") if entry.unchecked else Text("checked", "green")
             required = [name for name in entry.tensors if name in entry.required]
             names = ", ".join(name.removesuffix(".weight") for name in required)
-            table.add_row(Text(entry.name, "bold"), status, Text(names))
-        console.print(Text(heading))
-        console.print(table)
+            rows.add_row(Text(entry.name, "bold"), status, Text(names))
+        console.print(Text(heading), rows, sep="\n")
     checked = sum(not entry.unchecked for entry in entries)
     count = "All" if checked == len(entries) else str(checked)
     others = "" if count == "All" else " The others are described from the source and were not run."
@@ -85,32 +84,29 @@ def show(
     embed_dim: Count = None,
 ) -> None:
     """Draw a small layout: the head of each row or column of each tensor."""
-    from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table
+    from rich import padding, table
     from rich.text import Text
 
-    from headwise.layouts.drawing import attention_spec_lines, draw, drawing_sizes
-    from headwise.layouts.registry import layout
+    from headwise.layouts import drawing, registry
 
-    console, given = Console(highlight=False), layout(name)
+    console, given = output.make_console(), registry.layout(name)
     named = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "embed_dim": embed_dim}
     counts = {axis: count for axis, count in named.items() if count is not None}
-    drawn, sizes = draw(given, **counts), drawing_sizes(given, counts)
+    drawn, sizes = drawing.draw(given, **counts), drawing.drawing_sizes(given, counts)
     console.print(Text(given.name, "bold"))
+    grid = table.Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(width=10, style="dim")
+    grid.add_column()
     for label, text in _facts(given, sizes):
         if text:
-            grid = Table.grid(padding=(0, 2, 0, 0))
-            grid.add_column(width=10, style="dim")
-            grid.add_column()
             grid.add_row(Text(label), Text(text))
-            console.print(grid)
+    console.print(grid)
     console.print()
     console.print(Text(drawn), soft_wrap=True)
     console.print()
     console.print(Text("What is in no tensor", "bold"))
-    for line in attention_spec_lines(given, sizes):
-        console.print(Padding(Text(line), (0, 0, 0, 2)))
+    for line in drawing.attention_spec_lines(given, sizes):
+        console.print(padding.Padding(Text(line), (0, 0, 0, 2)))
     console.print()
     console.print(
         "q0 is query head 0, k0 and v0 are kv head 0, o0 is the part of the output projection for "

@@ -27,10 +27,10 @@ import typer
 from headwise.errors import HeadwiseError, UndecidedError, join_error_lines
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console as Console
 
     from headwise.diagnosis.results import Diagnosis
-    from headwise.support.progress import Progress
+    from headwise.support.progress import Progress as Progress
 
 YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3
 SECONDS = 10.0  # between two lines of progress where no bar can be drawn
@@ -104,9 +104,8 @@ def exit_status_help(*, yes: str, no: str = "", undecided: str = "") -> str:
     """Return the last lines of a command's help: the meaning of each exit status."""
     usage = "options or input that cannot be used"
     meanings = {YES: yes, NO: no, USAGE: usage, UNDECIDED: undecided}
-    return (
-        "Exit status: " + "; ".join(f"{n} {words}" for n, words in meanings.items() if words) + "."
-    )
+    words = "; ".join(f"{number} {meaning}" for number, meaning in meanings.items() if meaning)
+    return f"Exit status: {words}."
 
 
 def option_text(name: str, values: tuple[str, ...] = ()) -> str:
@@ -147,11 +146,11 @@ def created_folder_note(path: Path) -> str:
     return "" if folder.exists() else f"The folder {folder} was not there and was made."
 
 
-def stderr_console() -> Console:
-    """Return a console for progress on standard error, since standard output has the result."""
+def make_console(*, stderr: bool = False) -> Console:
+    """Return a console for the result, or for progress on standard error."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Console(stderr=stderr, highlight=False, soft_wrap=stderr)
 
 
 def print_lines(lines: list[str], result: dict[str, Any] | None = None) -> None:
@@ -175,14 +174,10 @@ def print_result(
     ``details`` come after the pages, which are then named once more: the last line is what a
     reader of a long text sees.
     """
-    from rich.console import Console
-
-    seconds = time.perf_counter() - start
+    seconds, console = time.perf_counter() - start, make_console(stderr=as_json is not None)
     if as_json is not None:
         typer.echo(json.dumps(as_json(), ensure_ascii=False))
-        console = stderr_console()
     else:
-        console = Console(highlight=False)
         show(console)
     text = f"The {'page' if len(pages) == 1 else 'pages'}:"
     if pages:

@@ -16,15 +16,14 @@ from typer import Argument, Option
 
 from headwise.cli import output
 from headwise.errors import OptionError, join_error_lines
+from headwise.support.files import make_parent_and_require_writable
+from headwise.support.text import describe_count, escape_unprintable, list_some
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headwise.reports.report import ScanReport
     from headwise.scanning.parts import Part, Words
     from headwise.scanning.plan import PlannedScan
     from headwise.scanning.result import HeadScan
-    from headwise.support.progress import Progress
 
 
 def _split_names(values: list[str] | None) -> tuple[str, ...] | None:
@@ -267,25 +266,22 @@ scan.__signature__ = signature(ScanOptions, eval_str=True)  # type: ignore[attr-
 
 
 def _print_report(report: ScanReport, options: ScanOptions, *, start: float) -> None:
-    from rich.console import Console
-
-    from headwise.reports.page import save_scan_page
-    from headwise.reports.terminal import print_input_and_standouts, print_statistic_grid
+    from headwise.reports import page, terminal
+    from headwise.scanning import parts
 
     output.print_result(
-        save_scan_page(options.page, report),
+        page.save_scan_page(options.page, report),
         start=start,
-        show=lambda terminal: print_input_and_standouts(report, terminal),
+        show=lambda console: terminal.print_input_and_standouts(report, console),
         as_json=report.as_json if options.as_json else None,
-        details=lambda terminal: print_statistic_grid(report, terminal),
+        details=lambda console: terminal.print_statistic_grid(report, console),
     )
     if (out := options.out or next(iter(options.merge or ()), None)) is not None:
-        from headwise.scanning.parts import PARTS, SCAN, TABLE
-
-        console = output.stderr_console() if options.as_json else Console(highlight=False)
-        kept = f"The scan is saved as {SCAN} and {TABLE}:"
+        console = output.make_console(stderr=options.as_json)
+        files = f"{parts.SCAN} and {parts.TABLE}"
         if not options.merge:
-            kept = f"The scan is saved as {SCAN}, {TABLE} and {PARTS}, with a file for each text:"
+            files = f"{parts.SCAN}, {parts.TABLE} and {parts.PARTS}, with a file for each text"
+        kept = f"The scan is saved as {files}:"
         console.print(kept, str(out.absolute()), sep="\n", markup=False, soft_wrap=True)
 
 
@@ -295,7 +291,6 @@ def _print_report(report: ScanReport, options: ScanOptions, *, start: float) -> 
 def run_scan_with_progress(options: ScanOptions) -> ScanReport:
     """Run the scan, with the estimate and the progress on standard error."""
     from headwise.scanning.parts import words_of_model
-    from headwise.support.files import make_parent_and_require_writable
 
     make_parent_and_require_writable(options.page)
     with _planned(options) as (plan, console), output.progress_bar(console, "reading") as progress:
@@ -312,15 +307,14 @@ def run_scan_with_progress(options: ScanOptions) -> ScanReport:
 
 
 def _scan_and_print_part(options: ScanOptions) -> None:
-    from headwise.scanning.parts import list_parts, number_part
-    from headwise.support.text import describe_count
+    from headwise.scanning import parts
 
-    numbers, device = number_part(options.parsed_part, options.device)
+    numbers, device = parts.number_part(options.parsed_part, options.device)
     options = replace(options, device=device or "cpu")
     with _planned(options) as (plan, console), output.progress_bar(console, "reading") as progress:
         files = _scan_part(plan, options, numbers, progress)
     assert options.out is not None
-    done, count = len(list_parts(options.out)), len(plan.texts)
+    done, count = len(parts.list_parts(options.out)), len(plan.texts)
     merge = f" To merge them: headwise scan --merge {options.out}" if done == count else ""
     lines = [
         f"Part {numbers[0]} of {numbers[1]} is done: {describe_count(len(files), 'text')}.",
@@ -334,16 +328,16 @@ def _merge_and_report(
     folders: Sequence[Path], out: Path | None, command: str | None = None
 ) -> ScanReport:
     """Merge a corpus; exit with status 1 if documents are missing, doubled or foreign."""
-    from headwise.scanning.parts import find_parts, merge_parts
+    from headwise.scanning import parts
 
-    parts = find_parts(folders)
-    if parts.faults:
+    found = parts.find_parts(folders)
+    if found.faults:
         _exit_with_no(
-            "; ".join(parts.faults),
+            "; ".join(found.faults),
             "one scan of each document",
             "scan the missing documents, or leave out the folder with other documents",
         )
-    return _report(merge_parts(folders, out), parts.corpus.words, command)
+    return _report(parts.merge_parts(folders, out), found.corpus.words, command)
 
 
 def _exit_with_no(*lines: str) -> None:
@@ -353,7 +347,6 @@ def _exit_with_no(*lines: str) -> None:
 
 def _report(scan: HeadScan, words: Words, command: str | None) -> ScanReport:
     from headwise.reports.report import ScanReport
-    from headwise.support.text import escape_unprintable
 
     tokens = words["tokens"]
     return ScanReport(
@@ -369,12 +362,12 @@ def _report(scan: HeadScan, words: Words, command: str | None) -> ScanReport:
 
 
 @contextmanager
-def _planned(options: ScanOptions) -> Iterator[tuple[PlannedScan, Console]]:
+def _planned(options: ScanOptions) -> Iterator[tuple[PlannedScan, output.Console]]:
     """Yield the plan of the scan, once its opening lines are printed, and the console of progress.
 
     If the user interrupts, print a line on the saved files, and exit with status 130.
     """
-    console, plan = output.stderr_console(), None
+    console, plan = output.make_console(stderr=True), None
     try:
         plan = _plan(options, console)
         yield plan, console
@@ -384,7 +377,6 @@ def _planned(options: ScanOptions) -> Iterator[tuple[PlannedScan, Console]]:
             message = "Interrupted; nothing is saved without --out."
         if plan is not None and options.out is not None:
             from headwise.scanning.parts import list_parts
-            from headwise.support.text import describe_count
 
             done = f"{len(list_parts(options.out))} of {describe_count(len(plan.texts), 'text')}"
             message = f"Interrupted; {done} are in {options.out}. "
@@ -393,20 +385,18 @@ def _planned(options: ScanOptions) -> Iterator[tuple[PlannedScan, Console]]:
         raise typer.Exit(output.INTERRUPTED) from None
 
 
-def _plan(options: ScanOptions, console: Console) -> PlannedScan:
+def _plan(options: ScanOptions, console: output.Console) -> PlannedScan:
     """Load the model and the texts, make a plan of their scan, and print its opening lines."""
     with output.progress_bar(console, "loading the model"):
         import torch
 
-        from headwise.scanning import plan as plans
-        from headwise.scanning import source
-        from headwise.scanning.workers import threads_of_worker
+        from headwise.scanning import plan, source, workers
 
         processes, length = options.processes or 1, options.length
         if processes > 1:
-            torch.set_num_threads(threads_of_worker(processes))
+            torch.set_num_threads(workers.threads_of_worker(processes))
         if options.model_dir is not None and not options.skip_memory_check:
-            plans.require_room_for_model(options.model_dir, copies=processes)
+            plan.require_room_for_model(options.model_dir, copies=processes)
         model = source.open_model(
             options.model_dir,
             device=options.device,
@@ -422,7 +412,7 @@ def _plan(options: ScanOptions, console: Console) -> PlannedScan:
             texts = [source.make_repeated_tokens(model, length)]
         else:
             texts = [source.read_default_text(model, length)]
-        plan = plans.plan_scan(
+        planned = plan.plan_scan(
             model,
             texts,
             statistics=options.stats,
@@ -433,21 +423,20 @@ def _plan(options: ScanOptions, console: Console) -> PlannedScan:
             processes=processes,
             checks_memory=not options.skip_memory_check,
         )
-    console.print(_opening_lines(plan, options), markup=False)
-    return plan
+    console.print(_opening_lines(planned, options), markup=False)
+    return planned
 
 
 def _opening_lines(plan: PlannedScan, options: ScanOptions) -> str:
     """Return lines on the model and its input, the estimate, and texts that are already done."""
-    from headwise.scanning.parts import list_parts, words_of_model
-    from headwise.support.text import describe_count, escape_unprintable
+    from headwise.scanning import parts
 
-    read = words_of_model(plan.model, plan.texts)["read"]
+    read = parts.words_of_model(plan.model, plan.texts)["read"]
     begins = escape_unprintable(f"{plan.model.title} reads {read}")
     begins += f", in {options.processes} processes" if (options.processes or 1) > 1 else ""
     begins += f", part {options.part}" if options.part else ""
     begins += "." if plan.estimate is None else f": {plan.estimate}, by estimate."
-    done, texts = len(list_parts(options.out)) if options.out else 0, len(plan.texts)
+    done, texts = len(parts.list_parts(options.out)) if options.out else 0, len(plan.texts)
     if not done:
         return begins
     if done < texts:
@@ -457,7 +446,7 @@ def _opening_lines(plan: PlannedScan, options: ScanOptions) -> str:
 
 
 def _scan_part(
-    plan: PlannedScan, options: ScanOptions, part: Part, progress: Progress
+    plan: PlannedScan, options: ScanOptions, part: Part, progress: output.Progress
 ) -> Sequence[Path]:
     from headwise.scanning.parts import scan_part
 
@@ -467,7 +456,7 @@ def _scan_part(
     return scan_part(plan.model, plan.texts, options.out, part=part, progress=progress, **chosen)
 
 
-def _scan_in_processes(plan: PlannedScan, options: ScanOptions, progress: Progress) -> None:
+def _scan_in_processes(plan: PlannedScan, options: ScanOptions, progress: output.Progress) -> None:
     """Scan a corpus in several processes, and exit with status 1 if a text was not scanned."""
     from headwise.scanning.workers import scan_in_processes
 
@@ -486,16 +475,15 @@ def _scan_in_processes(plan: PlannedScan, options: ScanOptions, progress: Progre
         progress=progress,
     )
     if failures:
-        shown = "; ".join(f"{name} ({reason})" for name, reason in list(failures.items())[:5])
-        more = f" and {len(failures) - 5} more" if len(failures) > 5 else ""
+        shown = list_some([f"{name} ({reason})" for name, reason in failures.items()], 5)
         _exit_with_no(
-            f"{len(failures)} of {len(plan.texts)} texts were not scanned: {shown}{more}",
+            f"{len(failures)} of {len(plan.texts)} texts were not scanned: {shown}",
             "a scan of each text",
             "run the same command again: it scans what is missing",
         )
 
 
-def _count_calls(progress: Progress, calls: int, documents: int) -> Progress:
+def _count_calls(progress: output.Progress, calls: int, documents: int) -> output.Progress:
     """Return progress over the attention calls of all documents, from that of `scan_part`."""
     name, before = "", 0
 

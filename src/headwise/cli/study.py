@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from headwise.cli.output import NO, UNDECIDED
+from headwise.cli import output
+from headwise.support.files import make_parent_and_require_writable
 
 PAGE = Path("headwise-study/index.html")
 
@@ -31,47 +33,28 @@ def study(
     Prints each question with its verdict. If you name questions, it also prints
     their facts and figures. The page has everything.
     """
-    if as_list:
-        _print_list(questions or [])
-    else:
-        _run_study(questions or [], out, as_json=as_json)
-
-
-def _run_study(questions: list[str], out: Path, *, as_json: bool) -> None:
-    import time
-
-    from headwise.cli.output import print_result, progress_bar, stderr_console
-    from headwise.support.files import make_parent_and_require_writable
-
     start = time.perf_counter()
-    with progress_bar(stderr_console(), "loading torch") as progress:
-        from headwise.study.page import require_matplotlib, save_study_page
-        from headwise.study.run import answer_questions, select_ids
+    with output.progress_bar(output.make_console(stderr=True), "loading torch") as progress:
+        from headwise.study import page, question, run, terminal
 
-        # Everything that can be refused is refused before the work and before a folder is made.
-        select_ids(questions)
-        require_matplotlib()
-        make_parent_and_require_writable(out)
-        result = answer_questions(questions, progress=progress)
-        page = save_study_page(result, out)
-    from headwise.study.terminal import show_study
-
-    print_result(
-        page,
+        names = run.select_ids(questions or [])
+        if not as_list:
+            # Everything that can be refused is refused before the work and before a folder is made.
+            page.require_matplotlib()
+            make_parent_and_require_writable(out)
+            result = run.answer_questions(questions or [], progress=progress)
+            path = page.save_study_page(result, out)
+    if as_list:
+        for name in names:
+            typer.echo(f"{name:<{max(map(len, names))}}  {question.load_question(name).asks}")
+        return
+    output.print_result(
+        path,
         start=start,
-        show=lambda console: show_study(result, console, whole=bool(questions)),
+        show=lambda console: terminal.show_study(result, console, whole=bool(questions)),
         as_json=result.as_json if as_json else None,
     )
     if not all(answer.holds for answer in result.answers):
-        raise typer.Exit(NO)
+        raise typer.Exit(output.NO)
     if not result.answers:
-        raise typer.Exit(UNDECIDED)
-
-
-def _print_list(questions: list[str]) -> None:
-    from headwise.study.question import load_question
-    from headwise.study.run import select_ids
-
-    names = select_ids(questions)
-    for name in names:
-        typer.echo(f"{name:<{max(map(len, names))}}  {load_question(name).asks}")
+        raise typer.Exit(output.UNDECIDED)

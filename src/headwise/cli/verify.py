@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from headwise.cli import output
+from headwise.support.files import make_parent_and_require_writable
 
 SHOWN = 8  # tensors; more are only counted
 DIGESTS = ".json"
@@ -76,7 +77,6 @@ def _require_new(path: Path) -> str:
         BadParameter: the name is not that of digests, or is used.
     """
     from headwise.checkpoints.staging import require_unused_name
-    from headwise.support.files import make_parent_and_require_writable
 
     if not _is_digests(path):
         raise typer.BadParameter(
@@ -90,19 +90,18 @@ def _require_new(path: Path) -> str:
 
 
 def _write_digests_file(weights: Path, path: Path, made_folder: str) -> list[str]:
-    from headwise.checkpoints.digests import compute_digests, write_digests
-    from headwise.checkpoints.source import open_source
+    from headwise.checkpoints import digests, source
 
-    digests = compute_digests(open_source(weights))
-    written = f"{len(digests)} digests: {write_digests(path, digests)}"
+    made = digests.compute_digests(source.open_source(weights))
+    written = f"{len(made)} digests: {digests.write_digests(path, made)}"
     return [*filter(None, [made_folder]), written]
 
 
 def _verify_digests(weights: Path, path: Path) -> tuple[int, list[str]]:
-    from headwise.checkpoints.digests import compute_digests, read_digests
-    from headwise.checkpoints.source import open_source
+    from headwise.checkpoints import digests, source
 
-    before, now = read_digests(path), compute_digests(open_source(weights))
+    before = digests.read_digests(path)
+    now = digests.compute_digests(source.open_source(weights))
     names = {**before, **now}
     changed = [name for name in names if before.get(name) != now.get(name)]
     lines = []
@@ -127,7 +126,7 @@ def _run_verification(
     *,
     outputs: bool,
 ) -> tuple[int, dict[str, Any], list[str]]:
-    with output.progress_bar(output.stderr_console(), "loading torch") as progress:
+    with output.progress_bar(output.make_console(stderr=True), "loading torch") as progress:
         from headwise.diagnosis._verify import verify as compare_weights
 
         named = dict(zip(("first_layout", "second_layout"), layouts, strict=True))
