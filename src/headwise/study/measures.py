@@ -173,21 +173,21 @@ def relative_difference(
     return apart
 
 
-def merge_head_scores(
-    scores: Float[Tensor, "batch heads queries keys"],
-) -> Float[Tensor, "batch 1 queries keys"]:
-    """Return a single head's scores: the sum of the heads' scores over the root of their number.
-
-    The single head's q.k is the sum of the heads' q.k, and its scale is smaller by that root.
-    """
-    return scores.sum(1, keepdim=True) / math.sqrt(scores.shape[1])
-
-
 def score_error_budget(projected: Projected) -> Budget:
     """Return the error budget of the scores of a single head."""
     q, k, _ = projected.split(1)
     floor = rounding.row_rounding(q, k, Roundoff.of(q.dtype)).score_error
     return Budget.for_function(stages.scores, q, k, floor=floor, name="scores")
+
+
+def score_sum_error(projected: Projected, heads: int) -> float:
+    """Return the error of the heads' merged scores as those of a single head, in error budgets.
+
+    The single head's q.k is the sum of the heads' q.k, and its scale is smaller by the root of
+    their number.
+    """
+    merged = projected.scores(heads).sum(1, keepdim=True) / math.sqrt(heads)
+    return score_error_budget(projected).check(merged).ratio
 
 
 def error_budget_ratios(actual: Float[Tensor, "*shape"], budget: Budget) -> Float[Tensor, "*shape"]:

@@ -21,17 +21,19 @@ matrix products. Only G depends on the other heads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from headwise.function import rounding, stages
-from headwise.function.rounding import Roundoff, sum_error_bound
+from headwise.function.budget import Budget
 from headwise.layers.attention import Attention
+from headwise.study import measures
 from headwise.study.drawing import INK, SERIES, SOFT, Axes, Figure, style_axes
+from headwise.study.implementations import SharedWeights
 from headwise.study.question import Numbers, Progress
 from headwise.support.tracing import one_thread
 
@@ -47,199 +49,119 @@ def measure(progress: Progress) -> dict[str, Any]:
     many, state = COUNTS[-1], initial_weights()
     x, upstream = random_tokens(), random_tokens()
     layers = {heads: make_layer(heads, state) for heads in COUNTS}
-    gradients_of, bounds, shares, apart = {}, {}, list[float](), list[float]()
+    shared = SharedWeights.of_linears(*projections(layers[many]))
+    tensors = [tensor.detach() for tensor in shared.tensors]
+    gradients, budgets = {}, {}
     for heads, layer in layers.items():
-        weights, forward = projection_weights(layer), forward_pass(layer, x, upstream)
-        gradients = torch.autograd.grad(layer(x), list(weights.values()), upstream)
-        made = gradients_of[heads] = dict(zip(weights, gradients, strict=True))
-        bound = bounds[heads] = join_head_gradients(rounding_bounds(forward))
-        formula = join_head_gradients(projection_gradients(forward))
-        shares += [float(((made[n] - formula[n]).abs() / bound[n]).max()) for n in WEIGHTS]
-        apart += relative_differences(made, formula).values()
-    pairs = {n: (gradients_of[1][n], gradients_of[many][n]) for n in WEIGHTS}
-    steps = {heads: softmax_step(forward_pass(layers[heads], x, upstream)) for heads in (1, many)}
+        weights = [projection.weight for projection in projections(layer)]
+        gradients[heads] = torch.stack(torch.autograd.grad(layer(x), weights, upstream))
+        formula = partial(projection_gradients, heads=heads)
+        budgets[heads] = Budget.for_function(
+            formula, x, upstream, *tensors, factor=rounding.BACKWARD
+        )
+    single, other = gradients[1].flatten(1), gradients[many].flatten(1)
+    allowed = (budgets[1].allowed + budgets[many].allowed).flatten(1)
     return {
         "length": LENGTH,
         "many": many,
         "head_dim": {str(heads): EMBED_DIM // heads for heads in COUNTS},
-        "formula_share": max(shares),
-        "formula_difference": max(apart),
-        "softmax_share": max(
-            float(((step.tensors["dS"] - step.by_autograd).abs() / step.rounding["dS"]).max())
-            for step in steps.values()
+        "formula_share": max(budgets[heads].check(gradients[heads]).ratio for heads in COUNTS),
+        "formula_difference": max(
+            float(measures.relative_difference(gradients[heads], budgets[heads].exact).max())
+            for heads in COUNTS
         ),
-        "merged": compare_with_merged_heads(steps[1], steps[many]),
+        **compare_softmax_steps(tensors, x, upstream, many),
         "reach": {
             str(heads): score_gradient_pattern(layers[heads], x, blocks=many) for heads in (1, many)
         },
         "ranks": score_ranks(layers, x),
-        # Similarity of the gradients, and the least difference over its rounding.
-        "cosine": {
-            n: float(cosine_similarity(single.flatten(), other.flatten(), dim=0))
-            for n, (single, other) in pairs.items()
-        },
-        "roundings": min(
-            float((single - other).norm() / (bounds[1][n] + bounds[many][n]).norm())
-            for n, (single, other) in pairs.items()
-        ),
+        # Similarity of the gradients, and the least difference over both error budgets.
+        "cosine": dict(zip(WEIGHTS, cosine_similarity(single, other).tolist(), strict=True)),
+        "roundings": float(((single - other).norm(dim=1) / allowed.norm(dim=1)).min()),
         **compare_training_by_head_count(state),
     }
 
 
 def random_tokens() -> Tensor:
-    return torch.randn(BATCH, LENGTH, EMBED_DIM).double()
+    return torch.randn(BATCH, LENGTH, EMBED_DIM)
 
 
 def initial_weights() -> dict[str, Tensor]:
-    layer = Attention(EMBED_DIM, COUNTS[-1], dtype=torch.float64)
+    layer = Attention(EMBED_DIM, COUNTS[-1])
     return {name: value.clone() for name, value in layer.state_dict().items()}
 
 
 def make_layer(heads: int, state: Mapping[str, Tensor]) -> Attention:
-    layer = Attention(EMBED_DIM, heads, dtype=torch.float64)
+    layer = Attention(EMBED_DIM, heads)
     layer.load_state_dict(state)
     return layer
 
 
-def projection_weights(layer: Attention) -> dict[str, Tensor]:
-    """Return the four weights by the names of `WEIGHTS`."""
-    projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
-    return {name: part.weight for name, part in zip(WEIGHTS, projections, strict=True)}
+def projections(layer: Attention) -> tuple[Any, ...]:
+    """Return the four projections in the order of `WEIGHTS`."""
+    return layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj
 
 
-class ForwardPass(NamedTuple):
-    """The tensors of a forward pass that the gradients need, and the gradient of the output."""
-
-    x: Float[Tensor, "batch length embed_dim"]
-    q: Float[Tensor, "batch heads length head_dim"]
-    k: Float[Tensor, "batch heads length head_dim"]
-    v: Float[Tensor, "batch heads length value_dim"]
-    wo: Float[Tensor, "heads out_dim value_dim"]  # each head's part of the output projection
-    upstream: Float[Tensor, "batch length out_dim"]  # dL/doutput
-
-
-@torch.no_grad()
-def forward_pass(layer: Attention, x: Tensor, upstream: Tensor) -> ForwardPass:
-    matrix = layer.matrix(x)
-    v = stages.split_heads(layer.v_proj(x), heads=layer.num_heads)
-    wo = layer.out_proj.weight.detach().unflatten(1, (layer.num_heads, -1)).movedim(1, 0)
-    return ForwardPass(x, matrix.q, matrix.k, v, wo, upstream)
-
-
-def projection_gradients(forward: ForwardPass) -> dict[str, Tensor]:
-    """Compute dL/dW of the four projections of each head, by the formulas of this module."""
-    x, q, k, v, wo, upstream = forward
-    scale, weights = stages.default_scale(q), stages.weights(q, k)
-    of_outputs = upstream[:, None] @ wo
-    of_scores = softmax_gradient(weights, of_outputs @ v.mT)
-    return {
-        "q": _sum_over_tokens(scale * (of_scores @ k), x),
-        "k": _sum_over_tokens(scale * (of_scores.mT @ q), x),
-        "v": _sum_over_tokens(weights.mT @ of_outputs, x),
-        "o": _sum_over_tokens(weights @ v, upstream).mT,
-    }
-
-
-def softmax_gradient(
-    weights: Float[Tensor, "batch heads queries keys"],
-    of_weights: Float[Tensor, "batch heads queries keys"],
-) -> Float[Tensor, "batch heads queries keys"]:
+def softmax_gradient(weights: Tensor, of_weights: Tensor) -> Tensor:
     """Compute dS = P * (dP - rowsum(P * dP)) from P, the weights, and dP, their gradient."""
     return weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
 
 
-def rounding_bounds(forward: ForwardPass) -> dict[str, Tensor]:
-    """Return the largest difference that rounding can make between two computations.
+def projection_gradients(x: Tensor, upstream: Tensor, *tensors: Tensor, heads: int) -> Tensor:
+    """Compute dL/dW of the four projections of a layer, by the formulas of this module.
 
-    The bound has three parts: the floors of `function.rounding` for dq, dk and dv in the dtype
-    of ``q``; the rounding of dO, in which the gradients are linear; and the sum over the tokens.
-    ``q``, ``k`` and ``v`` count as exact.
+    ``tensors`` are `SharedWeights.tensors`; the result is (4, embed_dim, embed_dim).
     """
-    x, q, k, v, wo, upstream = (part.detach().double() for part in forward)
-    r, scale = Roundoff.of(forward.q.dtype), stages.default_scale(q)
-    rows = rounding.row_rounding(q, k, r, scale=scale)
-    weights = rows.weights
-    of_outputs = upstream[:, None] @ wo
-    error = r.u * sum_error_bound(wo.shape[1]) * (upstream.abs()[:, None] @ wo.abs())
-    error += r.U * of_outputs.abs()
-    floors = rounding.gradient_floors(rows, q, k, v, of_outputs, scale=scale, bias_gradient=None)
-    of_scores, weights_error = softmax_gradient(weights, of_outputs @ v.mT), error @ v.abs().mT
-    scores_error = weights * (weights_error + (weights * weights_error).sum(-1, keepdim=True))
-    over_tokens = r.u * sum_error_bound(x.shape[0] * x.shape[1]) + 2 * r.U  # inputs and result
-
-    def summed(gradient: Tensor, error: Tensor, tokens: Tensor) -> Tensor:
-        return _sum_over_tokens(error + over_tokens * gradient.abs(), tokens.abs())
-
-    q_error = floors["q"] + scale * scores_error @ k.abs()
-    k_error = floors["k"] + scale * scores_error.mT @ q.abs()
-    return {
-        "q": summed(scale * of_scores @ k, q_error, x),
-        "k": summed(scale * of_scores.mT @ q, k_error, x),
-        "v": summed(weights.mT @ of_outputs, floors["v"] + weights.mT @ error, x),
-        "o": summed(weights @ v, rounding.product_floor(rows, v), upstream).mT,
-    }
-
-
-def _sum_over_tokens(
-    gradient: Float[Tensor, "batch heads length width"], tokens: Float[Tensor, "batch length dim"]
-) -> Float[Tensor, "heads width dim"]:
-    """Return a weight's gradient from its outputs' gradient and its inputs, summed over tokens."""
-    return torch.einsum("bhlw,bld->hwd", gradient, tokens)
-
-
-def join_head_gradients(of_heads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    joined = {name: of_heads[name].flatten(0, 1) for name in "qkv"}
-    return joined | {"o": of_heads["o"].movedim(0, 1).flatten(1)}
-
-
-class SoftmaxStep(NamedTuple):
-    """The softmax of every head of a layer, forward and backward."""
-
-    tensors: dict[str, Tensor]  # scores; dP, of the weights; dS, of the scores, by the formula
-    rounding: dict[str, Tensor]  # the largest error that rounding makes in each of these
-    by_autograd: Tensor  # dS as autograd computes it
-
-
-def softmax_step(forward: ForwardPass) -> SoftmaxStep:
-    """Compute the softmax's step of a layer, with its gradient by the formula and by autograd."""
-    q, k, v, scale = forward.q, forward.k, forward.v, stages.default_scale(forward.q)
-    scores = stages.scores(q, k, scale=scale).requires_grad_()
-    weights = stages.weights_from_scores(scores)
-    of_outputs = forward.upstream[:, None] @ forward.wo
-    (by_autograd,) = torch.autograd.grad(weights @ v, scores, of_outputs)
-    of_weights = of_outputs @ v.mT
-    r = Roundoff.of(q.dtype)
-    rows = rounding.row_rounding(q, k, r, scale=scale)
-    floors = rounding.gradient_floors(
-        rows, q, k, v, of_outputs, scale=scale, bias_gradient=lambda gradient: gradient
+    weights = SharedWeights.of_matrices(tensors[:4], tensors[4:])
+    q, k, v = measures.Projected(*weights.project(x)).split(heads)
+    scale, attended = stages.default_scale(q), stages.weights(q, k)
+    of_outputs = stages.split_heads(upstream @ weights.out, heads=heads)
+    of_scores = softmax_gradient(attended, of_outputs @ v.mT)
+    pairs = (
+        (scale * of_scores @ k, x),
+        (scale * of_scores.mT @ q, x),
+        (attended.mT @ of_outputs, x),
     )
-    # Of a sum of products, of its factor, and of a sum over heads.
-    error = r.u * (sum_error_bound(EMBED_DIM) + 4)
-    tensors = {"scores": scores.detach(), "dP": of_weights}
-    tensors["dS"] = softmax_gradient(weights.detach(), of_weights)
-    errors = {
-        "scores": error * scale * (q.abs() @ k.abs().mT),
-        "dP": error * (of_outputs.abs() @ v.abs().mT),
-        "dS": floors["score_bias"],
-    }
-    return SoftmaxStep(tensors, errors, by_autograd)
+    sums = [_sum_over_tokens(stages.merge_heads(gradient), tokens) for gradient, tokens in pairs]
+    return torch.stack([*sums, _sum_over_tokens(upstream, stages.merge_heads(attended @ v))])
 
 
-def compare_with_merged_heads(single: SoftmaxStep, many: SoftmaxStep) -> dict[str, float]:
-    """Compare the tensors of a single head with those of many heads, added up over the heads.
+def _sum_over_tokens(gradient: Tensor, tokens: Tensor) -> Tensor:
+    """Return a weight's gradient from its outputs' gradient and its inputs, summed over tokens."""
+    return gradient.flatten(0, 1).mT @ tokens.flatten(0, 1)
+
+
+def compare_softmax_steps(
+    tensors: list[Tensor], x: Tensor, upstream: Tensor, many: int
+) -> dict[str, Any]:
+    """Compare the softmax's step of a single head with that of many heads, added up over the heads.
 
     The sum of scores is divided by the root of the number of heads. "scores", "dP" and "dS" are
-    the largest differences, over the largest that rounding allows; "apart" is the relative
-    difference of dS.
+    the largest differences, in error budgets; "apart" is the relative difference of dS.
     """
-    root = many.by_autograd.shape[1] ** 0.5
-    factors = {"scores": 1 / root, "dP": 1.0, "dS": 1.0}
-    ratios, gap = {}, torch.empty(0)
-    for name, factor in factors.items():
-        gap = single.tensors[name][:, 0] - factor * many.tensors[name].sum(1)
-        allowed = single.rounding[name][:, 0] + factor * many.rounding[name].sum(1)
-        ratios[name] = float((gap.abs() / allowed).max())
-    return ratios | {"apart": float(gap.norm() / single.tensors["dS"].norm())}
+    weights = SharedWeights.of_matrices(tensors[:4], tensors[4:])
+    projected = measures.Projected(*weights.project(x))
+    of_outputs, budgets, of_scores = upstream @ weights.out, {}, {}
+    for heads in (1, many):
+        q, k, v = projected.split(heads)
+        gradient = stages.split_heads(of_outputs, heads=heads)
+        budgets[heads] = Budget.for_gradients(
+            q, k, v, grad_output=gradient, bias_gradient=lambda of_scores: of_scores
+        )["score_bias"]
+        of_scores[heads] = softmax_gradient(stages.weights(q, k), gradient @ v.mT)
+    gap = of_scores[1] - of_scores[many].sum(1, keepdim=True)
+    allowed = budgets[1].allowed + budgets[many].allowed.sum(1, keepdim=True)
+    # Products like those of q and k: dP over the root of embed_dim.
+    of_weights = measures.Projected(of_outputs, projected.v, projected.v)
+    return {
+        "softmax_share": max(budgets[h].check(of_scores[h]).ratio for h in (1, many)),
+        "merged": {
+            "scores": measures.score_sum_error(projected, many),
+            "dP": measures.score_sum_error(of_weights, many),
+            "dS": float((gap.abs() / allowed).max()),
+            "apart": float(gap.norm() / of_scores[1].norm()),
+        },
+    }
 
 
 def relative_differences(
@@ -258,7 +180,8 @@ def score_gradient_pattern(layer: Attention, x: Tensor, *, blocks: int) -> list[
 
     The parts are blocks of the rows of Wq, Wk and Wv, and of the columns of Wo, in this order.
     """
-    weights, scores = list(projection_weights(layer).values()), layer_scores(layer, x)
+    weights = [projection.weight for projection in projections(layer)]
+    scores = layer_scores(layer, x)
     lines = []
     for head in range(layer.num_heads):
         squares = scores[:, head].square().sum()
@@ -311,8 +234,8 @@ def train_layer(layer: Attention, x: Tensor, target: Tensor) -> list[dict[str, T
     snapshots = []
     for step in range(STEPS[-1] + 1):
         if step in STEPS:
-            weights = projection_weights(layer).items()
-            snapshots.append({name: weight.detach().clone() for name, weight in weights})
+            pairs = zip(WEIGHTS, projections(layer), strict=True)
+            snapshots.append({name: each.weight.detach().clone() for name, each in pairs})
         optimizer.zero_grad()
         (layer(x) - target).square().sum(-1).mean().backward()
         optimizer.step()

@@ -48,7 +48,7 @@ def measure(progress: Progress) -> dict[str, Any]:
     run = encoder.encoder_run(progress)
     layers = [compare_merged_head(call, run.num_heads) for call in run.calls]
     apart = [[round(x, 4) for x in layer["apart"]] for layer in layers]
-    sums = [score_sum_error(sample.projected, HEADS) for sample in (published, default)]
+    sums = [measures.score_sum_error(sample.projected, HEADS) for sample in (published, default)]
     return {
         "shape": [BATCH, LENGTH, EMBED_DIM],
         "heads": HEADS,
@@ -185,12 +185,6 @@ def _published_layer(heads: int, weight: Tensor) -> nn.MultiheadAttention:
     return layer
 
 
-def score_sum_error(projected: Projected, heads: int) -> float:
-    """Return the error of the single head's scores against the heads' sum, in error budgets."""
-    made = measures.merge_head_scores(projected.scores(heads))
-    return float(error_budget_ratios(made, measures.score_error_budget(projected)).max())
-
-
 def least_error_budget_ratios(sample: ConditionSample) -> dict[str, float]:
     """Return the least difference over the seeds of one head and several, in error budgets."""
     p = sample.projected
@@ -215,7 +209,7 @@ def compare_merged_head(call: encoder.AttentionCall, heads: int) -> dict[str, An
     return {
         "apart": measures.relative_difference(merged[0], several[0]).tolist(),
         "beyond": error_budget_ratios(merged, budget).amax((0, 2, 3)).tolist(),
-        "sum": score_sum_error(projected, heads),
+        "sum": measures.score_sum_error(projected, heads),
     }
 
 
