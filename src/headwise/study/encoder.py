@@ -1,22 +1,17 @@
 """Encoder of the study, and its recorded run over the demo text.
 
-It is the trained encoder all-MiniLM-L6-v2, or, where that is not installed, a small one that is
-trained on the spot. The small one predicts, at every letter of a text, the letter before and the
-letter after. A position can predict its neighbours only by attending to them, so within 300 steps
-(some seconds) heads of the first layer become previous-letter and next-letter heads.
+It is the trained encoder all-MiniLM-L6-v2, or one with random weights where that is not installed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from headwise.checkpoints.transformers import load
 from headwise.errors import MissingExtraError
@@ -26,11 +21,10 @@ from headwise.models.text import read_opening_paragraphs
 from headwise.study.implementations import SharedWeights
 from headwise.support.lazy import require_package
 from headwise.support.progress import Progress, no_progress
-from headwise.support.tracing import one_thread
 
 EMBED_DIM, NUM_HEADS, NUM_LAYERS = 64, 4, 2
 LENGTH, SHORTER = 256, 90  # letters; the shorter text is padded to LENGTH
-STEPS, WINDOW, BATCH = 300, 64, 16
+RANDOM = "an encoder with random weights"
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,17 +64,17 @@ _cache: list[RecordedRun] = []
 
 
 def encoder_run(progress: Progress = no_progress) -> RecordedRun:
-    """Return the cached run over the demo text of MiniLM, or of a small encoder trained now."""
+    """Return the cached run over the demo text of MiniLM, or of an encoder with random weights."""
     if not _cache:
         try:
             _cache.append(run_minilm(progress=progress))
         except MissingExtraError as missing:
-            _cache.append(run_small_encoder(missing, progress))
+            _cache.append(run_random_encoder(missing))
     return _cache[0]
 
 
-def reason_for_small_encoder() -> MissingExtraError | None:
-    """Return the error of the trained encoder if `encoder_run` used the small one, else None."""
+def reason_for_random_encoder() -> MissingExtraError | None:
+    """Return the error of the trained encoder if `encoder_run` used another, else None."""
     return _cache[0].missing if _cache else None
 
 
@@ -128,78 +122,26 @@ def run_minilm(*texts: str, progress: Progress = no_progress) -> RecordedRun:
     return RecordedRun("all-MiniLM-L6-v2", model.config.num_attention_heads, tokens, real, calls)
 
 
-class SmallEncoder(nn.Module):
-    """Encoder of letters that predicts the letter before and the letter after each letter."""
-
-    def __init__(self, letters: int) -> None:
-        super().__init__()
-        self.letters = nn.Embedding(letters, EMBED_DIM)
-        nn.init.normal_(self.letters.weight, std=0.5)
-        block = nn.TransformerEncoderLayer(
-            EMBED_DIM, NUM_HEADS, 2 * EMBED_DIM, 0.0, F.gelu, batch_first=True, norm_first=True
-        )
-        norm = nn.LayerNorm(EMBED_DIM)
-        self.blocks = nn.TransformerEncoder(block, NUM_LAYERS, norm, enable_nested_tensor=False)
-        self.guess = nn.Linear(EMBED_DIM, 2 * letters)
-
-    def forward(
-        self,
-        ids: Int[Tensor, "batch queries"],
-        start: Int[Tensor, "batch 1"] | int = 0,
-        padding: Bool[Tensor, "batch queries"] | None = None,
-    ) -> Float[Tensor, "batch queries neighbours letters"]:
-        """Return the logits of each letter of the alphabet for each neighbour.
-
-        Positions count from ``start``. Their sines and cosines are those of Attention Is All You
-        Need section 3.5, but the longest wave is 100 positions instead of 10,000, and the
-        amplitude 2 instead of 1. Neighbours then differ more, and heads learn them in fewer steps.
-        """
-        rate = torch.exp(torch.arange(0, EMBED_DIM, 2) * (-math.log(100.0) / EMBED_DIM))
-        angle = (start + torch.arange(ids.shape[1]))[..., None] * rate
-        places = 2 * torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)
-        x = self.blocks(self.letters(ids) + places, src_key_padding_mask=padding)
-        guesses: Tensor = self.guess(x).unflatten(-1, (2, -1))
-        return guesses
-
-
-def run_small_encoder(missing: MissingExtraError, progress: Progress = no_progress) -> RecordedRun:
-    """Train a small encoder on the demo text, from a fixed seed, and record it over the beginning.
+def run_random_encoder(missing: MissingExtraError) -> RecordedRun:
+    """Record torch's encoder with random weights over the letters that begin the demo text.
 
     ``missing`` is the error that says why the trained encoder does not run.
     """
-    text = " ".join(read_opening_paragraphs())
-    alphabet = sorted(set(text))
-    ids = torch.tensor([alphabet.index(letter) for letter in text])
-    with torch.random.fork_rng(devices=[]), one_thread():
+    text = " ".join(read_opening_paragraphs())[:LENGTH]
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = SmallEncoder(len(alphabet))
-        _train(model, ids, progress)
+        layer = nn.TransformerEncoderLayer(EMBED_DIM, NUM_HEADS, 2 * EMBED_DIM, batch_first=True)
+        model = nn.TransformerEncoder(layer, NUM_LAYERS, enable_nested_tensor=False)
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                nn.init.normal_(parameter, std=EMBED_DIM**-0.5)
+        letters = torch.randn(len(set(text)), EMBED_DIM)
     model.eval().requires_grad_(False)
+    x = letters[[sorted(set(text)).index(letter) for letter in text]].repeat(2, 1, 1)
     real = torch.arange(LENGTH) < torch.tensor([[LENGTH], [SHORTER]])
-    ends = []
-    for block in model.blocks.layers:
-        layer: Any = block.self_attn
-        packed = layer.in_proj_weight, layer.in_proj_bias
-        out = layer.out_proj.weight, layer.out_proj.bias
-        ends.append((layer, layer, SharedWeights.from_packed(*packed, *out)))
-    calls = record_calls(lambda: model(ids[:LENGTH].repeat(2, 1), padding=~real), ends)
-    name = "an encoder trained on the spot"
-    return RecordedRun(name, NUM_HEADS, tuple(text[:LENGTH]), real, calls, missing)
-
-
-def _train(model: SmallEncoder, ids: Int[Tensor, " length"], progress: Progress) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98))
-    for step in range(STEPS):
-        if step % (STEPS // 10) == 0:
-            progress("training a small encoder", step, STEPS)
-        offset = torch.randint(len(ids) - WINDOW, (BATCH, 1))
-        # Windows start at random positions, so that training covers every position.
-        start = torch.randint(LENGTH - WINDOW + 1, (BATCH, 1))
-        window = ids[offset + torch.arange(WINDOW)]
-        neighbours = torch.stack([window[:, :-2], window[:, 2:]], dim=2)
-        guesses = model(window, start)[:, 1:-1]  # at letters that have two neighbours
-        loss = F.cross_entropy(guesses.flatten(0, 2), neighbours.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    progress("training a small encoder", STEPS, STEPS)
+    ends = [
+        (layer.self_attn, layer.self_attn, SharedWeights.of_torch_layer(layer.self_attn))
+        for layer in model.layers
+    ]
+    calls = record_calls(lambda: model(x, src_key_padding_mask=~real), ends)
+    return RecordedRun(RANDOM, NUM_HEADS, tuple(text), real, calls, missing)

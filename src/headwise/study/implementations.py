@@ -91,11 +91,6 @@ class SharedWeights:
         biases = [torch.randn(embed_dim) / 2 for _ in range(4 if biased else 0)]
         return cls.of_matrices(matrices, biases)
 
-    def double(self) -> SharedWeights:
-        """Return the weights in float64."""
-        q, k, v, out, *biases = (tensor.double() for tensor in self.tensors)
-        return SharedWeights(q, k, v, out, tuple(biases) or None)
-
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries, keys and values of ``x``."""
         biases = self.biases or (None,) * 4

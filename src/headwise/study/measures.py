@@ -1,20 +1,10 @@
-"""Measurements that several questions share: counts, times, differences and a layer's error budget.
-
-The error budget of a layer is a `Budget`: twice the error of plain torch over a family of inputs,
-plus a floor for rounding. Between projections the floor is that of
-`headwise.function.rounding`. A projection sums n products. Rounding changes each partial sum
-by at most u times its size, about |y| + |p|: y is the result, and |p| the root of the sum of the
-squared products, because products of mixed signs cancel. The n errors are independent, so their
-root mean square is sqrt(n) u (|y| + |p|). The floor is LAMBDA times that, as in
-`headwise.function.rounding`. Through a later sum, independent errors add up by their squares.
-"""
+"""Measurements that several questions share: counts, times, differences and error budgets."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -28,7 +18,7 @@ from headwise.diagnosis._compare import compare
 from headwise.diagnosis.results import Verdict
 from headwise.function import rounding, stages
 from headwise.function.budget import Budget
-from headwise.function.rounding import LAMBDA, Roundoff
+from headwise.function.rounding import Roundoff
 from headwise.masks.mask import Mask
 from headwise.study.implementations import SharedWeights
 from headwise.support.tracing import one_thread
@@ -97,46 +87,9 @@ def layer_error_budget(
     mask: Mask | None = None,
 ) -> Budget:
     """Return the layer's exact output in float64, and the error allowed for each element."""
-    tensors = tuple(t.detach() for t in weights.tensors)
     formula = partial(layer_output, num_heads=num_heads, mask=mask)
-    floor = _rounding_floor((x, keys, values), tensors, num_heads, mask)
-    return Budget.for_function(formula, x, keys, values, *tensors, floor=floor, name="output")
-
-
-def _rounding_floor(
-    inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int, mask: Mask | None
-) -> Tensor:
-    r = Roundoff.of(inputs[0].dtype)
-    matrices, biases = weights[:4], weights[4:] or (None,) * 4
-    projections = [
-        [stages.split_heads(t, heads=num_heads) for t in _project_with_error(each, matrix, bias, r)]
-        for each, matrix, bias in zip(inputs, matrices[:3], biases[:3], strict=True)
-    ]
-    (q, q_error), (k, k_error), (v, v_error) = projections
-    rows = rounding.row_rounding(q, k, r, mask=mask)
-    # Errors of q and k affect all scores of a row alike, so the row averages them, not squares.
-    squares = stages.scores(q_error**2, k**2, scale=1.0) + stages.scores(
-        q**2, k_error**2, scale=1.0
-    )
-    of_scores = stages.default_scale(q) * squares.sqrt()
-    of_row = (rows.weights * of_scores).sum(-1, keepdim=True)
-    rows = replace(
-        rows, score_error=rows.score_error + of_scores, mean_error=rows.mean_error + of_row
-    )
-    of_outputs = rounding.product_floor(rows, v) + (rows.weights**2 @ v_error**2).sqrt()
-    merged = stages.merge_heads(rows.weights @ v)
-    passed_on = (stages.merge_heads(of_outputs) ** 2 @ (matrices[3].double() ** 2).mT).sqrt()
-    return _project_with_error(merged, matrices[3], biases[3], r)[1] + passed_on
-
-
-def _project_with_error(
-    x: Tensor, weight: Tensor, bias: Tensor | None, r: Roundoff
-) -> tuple[Tensor, Tensor]:
-    """Return a projection in float64, and the rounding error allowed for its sums."""
-    x, weight = x.double(), weight.double()
-    y = F.linear(x, weight, None if bias is None else bias.double())
-    size = y.abs() + F.linear(x**2, weight**2, None if bias is None else bias.double() ** 2).sqrt()
-    return y, LAMBDA * math.sqrt(weight.shape[1] + 1) * r.u * size
+    tensors = (tensor.detach() for tensor in weights.tensors)
+    return Budget.for_function(formula, x, keys, values, *tensors, name="output")
 
 
 class Projected(NamedTuple):

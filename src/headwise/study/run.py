@@ -109,7 +109,7 @@ def answer_questions(ids: Sequence[str] = (), *, progress: Progress = no_progres
         "processor": platform.machine(),
         "threads": torch.get_num_threads(),
     }
-    return Study(tuple(answers), tuple(left_out), setting, encoder.reason_for_small_encoder())
+    return Study(tuple(answers), tuple(left_out), setting, encoder.reason_for_random_encoder())
 
 
 def answer_question(question: Question, *, progress: Progress = no_progress) -> Answer:

@@ -66,7 +66,7 @@ def test_a_layer_that_refuses_a_tensor_for_its_sizes(
     monkeypatch.setitem(axis_order.LAYERS, name, Suspicious)
     answer = asked()
     assert_fails(answer, 1, 3, *([6] if name == "torch" else []))
-    assert answer.numbers["messages"][name]["alone"] == "saw: more sequences than tokens"
+    assert answer.numbers["told"][name]["alone"] == "error"
 
 
 def test_a_native_layer_that_knows_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +166,9 @@ def test_an_outcome_is_what_was_returned_or_what_the_error_asks_for() -> None:
         axis_order.result_or_error(refuse),
     )
     assert accepted.result == (1, 2)
-    assert accepted.as_dict == {"refused": False, "answer": "accepted"}
+    assert accepted.answer == "accepted"
     assert refused.message == "needed: another"
-    assert refused.as_dict == {"refused": True, "answer": "error"}
+    assert refused.answer == "error"
 
 
 def test_reach_counts_tokens_of_its_own_sequence_and_of_others() -> None:

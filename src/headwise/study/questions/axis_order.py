@@ -61,14 +61,14 @@ def measure(progress: question.Progress) -> dict[str, Any]:
             for order, by_layer in maps.items()
         },
         "told": {
-            name: {call: outcome.as_dict for call, outcome in by_call.items()}
+            name: {call: outcome.answer for call, outcome in by_call.items()}
             for name, by_call in outcomes.items()
         },
         "messages": {
-            name: {call: outcome.message for call, outcome in by_call.items()}
-            for name, by_call in outcomes.items()
+            name: {call: outcome.message for call, outcome in outcomes[name].items()}
+            for name in ("headwise", "native")
         },
-        "square": {name: run_square_batch(layer).as_dict for name, layer in wrong.items()},
+        "square": {name: run_square_batch(layer).answer for name, layer in wrong.items()},
         "timed": TIMED,
         "times": {name: length_first_relative_times(kind) for name, kind in LAYERS.items()},
         # 1 where an output token (row) depends on an input token (column).
@@ -83,10 +83,9 @@ class Outcome(NamedTuple):
     message: str = "–"
 
     @property
-    def as_dict(self) -> dict[str, Any]:
-        """Return the outcome for the facts (``refused``) and for the table (``answer``)."""
-        refused = self.result is None
-        return {"refused": refused, "answer": "error" if refused else "accepted"}
+    def answer(self) -> str:
+        """The word "error" or "accepted"."""
+        return "error" if self.result is None else "accepted"
 
 
 def result_or_error(call: Callable[[], object]) -> Outcome:
@@ -213,7 +212,7 @@ def facts(n: question.Numbers) -> dict[str, bool]:
     return {
         "own-order": n["own_order"] <= 1,
         "no-error": (
-            not any(by_call["alone"]["refused"] for by_call in outcomes.values())
+            all(by_call["alone"] == "accepted" for by_call in outcomes.values())
             and all(shape == n["x"] for shape in n["output"].values())
         ),
         "right-order": all(
@@ -225,12 +224,9 @@ def facts(n: question.Numbers) -> dict[str, bool]:
             for counts in n["reach"]["wrong"].values()
         ),
         "refused": all(
-            outcomes[name][call]["refused"] for name, calls in REFUSED.items() for call in calls
+            outcomes[name][call] == "error" for name, calls in REFUSED.items() for call in calls
         ),
-        "accepted": (
-            not outcomes["native"]["causal"]["refused"]
-            and not any(outcome["refused"] for outcome in n["square"].values())
-        ),
+        "accepted": {outcomes["native"]["causal"], *n["square"].values()} == {"accepted"},
         "weights": (
             n["weights"]["right"] == [n["batch"], length, length]
             and n["weights"]["wrong"] == [length, n["batch"], n["batch"]]

@@ -121,37 +121,14 @@ def error_bound(
     projection: nn.Linear, x: Float[Tensor, "*batch in_features"], *, stores_output: bool
 ) -> Float[Tensor, "*batch out"]:
     """Return the largest possible error of each output, by the formula of this module."""
-    weight, wide = projection.weight.detach().double(), x.double()
-    of_x, of_weight, of_output = _input_weight_and_output_steps(projection, x, stores_output)
-    ones = torch.ones_like
+    weight, wide, ones = projection.weight.detach().double(), x.double(), torch.ones_like
+    of_x = QuantisedRange.from_values(x, levels=INPUT_LEVELS).step
+    of_weight = 2 * float(weight.abs().max()) / WEIGHT_LEVELS
+    of_output = QuantisedRange.from_values(projection(x), levels=OUTPUT_LEVELS).step
     by_inputs = of_x / 2 * nn.functional.linear(ones(wide), weight.abs())
     by_weights = of_weight / 2 * nn.functional.linear(wide.abs(), ones(weight))
     both = (projection.in_features / 4 + 1 / 2) * of_x * of_weight
-    return by_inputs + by_weights + both + of_output / 2
-
-
-@torch.no_grad()
-def expected_error(
-    projection: nn.Linear, x: Float[Tensor, "*batch in_features"], *, stores_output: bool
-) -> float:
-    """Return the root mean square of the error if all roundings are independent.
-
-    The root mean square of one rounding is step / sqrt(12).
-    """
-    weight, wide = projection.weight.detach().double(), x.double()
-    of_x, of_weight, of_output = _input_weight_and_output_steps(projection, x, stores_output)
-    by_inputs = of_x**2 * float((weight**2).sum(1).mean())
-    by_weights = of_weight**2 * float((wide**2).sum(-1).mean())
-    return float(((by_inputs + by_weights + of_output**2) / 12) ** 0.5)
-
-
-def _input_weight_and_output_steps(
-    projection: nn.Linear, x: Tensor, stores_output: bool
-) -> tuple[float, float, float]:
-    of_x = QuantisedRange.from_values(x, levels=INPUT_LEVELS).step
-    of_weight = 2 * float(projection.weight.detach().abs().max()) / WEIGHT_LEVELS
-    of_output = QuantisedRange.from_values(projection(x), levels=OUTPUT_LEVELS).step
-    return of_x, of_weight, of_output if stores_output else 0.0
+    return by_inputs + by_weights + both + (of_output / 2 if stores_output else 0.0)
 
 
 Replacement = Callable[[nn.Linear, Tensor], nn.Module]
@@ -162,7 +139,7 @@ FORMS: dict[str, Replacement] = {
     "once": lambda projection, x: StaticQuantised(projection, x, packs_every_call=False),
     "every_call": lambda projection, x: StaticQuantised(projection, x, packs_every_call=True),
 }
-VARIES = {"budget", "errors", "least_times_bfloat16", "speed", "status", "steps", "times", "torch"}
+VARIES = {"bound", "budget", "errors", "least_times_bfloat16", "speed", "status", "times", "torch"}
 
 
 @torch.no_grad()
@@ -212,7 +189,7 @@ def compare_forms(layer: Attention, x: Tensor) -> dict[str, Any]:
     budget = measures.layer_error_budget(x, x, x, weights, num_heads=HEADS)
     return {
         "same_bits": torch.equal(tensors["once"]["output"], tensors["every_call"]["output"]),
-        "steps": {name: errors_against_bounds(layer, layers[name], x, name) for name in INTEGERS},
+        "bound": {name: largest_share_of_bound(layer, layers[name], x, name) for name in INTEGERS},
         "errors": errors,
         "least_times_bfloat16": min(
             errors[name][stage] / errors["bfloat16"][stage] for name in INTEGERS for stage in STAGES
@@ -240,22 +217,16 @@ def compute_stages(layer: Attention, x: Tensor) -> dict[str, Tensor]:
     return dict(zip(STAGES, tensors, strict=True))
 
 
-def errors_against_bounds(
-    layer: Attention, replaced: Attention, x: Tensor, form: str
-) -> dict[str, float]:
-    """Return the largest error of q, k and v over its bound, and the typical error of q."""
-    shares, squares, stores_output = [], [], form != "dynamic"
+def largest_share_of_bound(layer: Attention, replaced: Attention, x: Tensor, form: str) -> float:
+    """Return the largest error of q, k and v over its bound."""
+    shares = []
     for name in PROJECTIONS[:3]:
         projection: Any = layer.get_submodule(name)
         exact = copy.deepcopy(projection).double()(x.double())
-        error = replaced.get_submodule(name)(x).double() - exact
-        shares.append((error.abs() / error_bound(projection, x, stores_output=stores_output)).max())
-        squares.append((error**2).mean())
-    return {
-        "share": float(max(shares)),
-        "expected": expected_error(layer.q_proj, x, stores_output=stores_output),
-        "measured": float(squares[0].sqrt()),
-    }
+        error = (replaced.get_submodule(name)(x).double() - exact).abs()
+        bound = error_bound(projection, x, stores_output=form != "dynamic")
+        shares.append(float((error / bound).max()))
+    return max(shares)
 
 
 def support_status(use: Callable[[], object]) -> str:
@@ -311,8 +282,8 @@ def facts(n: question.Numbers) -> dict[str, bool]:
     return {
         "bytes": n["bytes"]["float32"] == 4 * n["bytes"]["int8"],
         "packing": n["same_bits"],
-        "bound": max(errors["share"] for errors in n["steps"].values()) <= 1,
-        "bfloat16": (n["least_times_bfloat16"] > 1),
+        "bound": max(n["bound"].values()) <= 1,
+        "bfloat16": n["least_times_bfloat16"] > 1,
         "budget": n["budget"]["float32"] <= 1 < min(n["budget"][name] for name in INTEGERS),
     }
 
