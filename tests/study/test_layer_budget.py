@@ -52,7 +52,7 @@ def test_one_head_that_sees_one_key_gives_its_value() -> None:
 
 @pytest.mark.slow
 def test_honest_layers_stay_far_under_it() -> None:
-    """A third of it is never used; a floor that is thousands of times too large would not be one."""
+    """A third of it is never used; a budget that is a thousand times too large would be none."""
     shares = []
     for seed in range(40):
         x, keys, values, w = drawn(seed=seed)

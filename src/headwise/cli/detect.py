@@ -37,10 +37,10 @@ def detect(
     with output.progress_bar(output.make_console(stderr=True), "loading torch"):
         from headwise.diagnosis import detection
 
-        found = detection.detect(place, reference=reference, against=against, **counts)
-    lines = detection.describe_detection(found, title=str(place))
-    if found.fitting and not found.layout:
+        result = detection.detect(place, reference=reference, against=against, **counts)
+    lines = detection.describe_detection(result, title=str(place))
+    if result.fitting and not result.layout:
         lines += [f"With other weights of the same model: headwise compare {place} OTHER_WEIGHTS"]
-    output.print_lines(lines, found.to_json() if as_json else None)
-    if not found.layout:
-        raise typer.Exit(output.UNDECIDED if found.fitting else output.NO)
+    output.print_lines(lines, result.to_json() if as_json else None)
+    if not result.layout:
+        raise typer.Exit(output.UNDECIDED if result.fitting else output.NO)

@@ -330,14 +330,14 @@ def _merge_and_report(
     """Merge a corpus; exit with status 1 if documents are missing, doubled or foreign."""
     from headwise.scanning import parts
 
-    found = parts.find_parts(folders)
-    if found.faults:
+    folder_parts = parts.find_parts(folders)
+    if folder_parts.faults:
         _exit_with_no(
-            "; ".join(found.faults),
+            "; ".join(folder_parts.faults),
             "one scan of each document",
             "scan the missing documents, or leave out the folder with other documents",
         )
-    return _report(parts.merge_parts(folders, out), found.corpus.words, command)
+    return _report(parts.merge_parts(folders, out), folder_parts.corpus.words, command)
 
 
 def _exit_with_no(*lines: str) -> None:

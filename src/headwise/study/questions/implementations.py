@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.function.budget import Budget
+from headwise.function.rounding import Roundoff
 from headwise.masks.mask import Mask
 from headwise.reports.report import SameFunction
 from headwise.study import conventions, encoder
@@ -243,7 +244,7 @@ def compare_random_weights() -> dict[str, Any]:
         for how, weights in make_misread_weights(plain).items()
     }
     wide = {key: implementation.double() for key, implementation in implementations.items()}
-    finer = torch.finfo(torch.float64).eps / torch.finfo(x.dtype).eps
+    finer = Roundoff.of(torch.float64).u / Roundoff.of(x.dtype).u
     narrow = replace(allowed, allowed=finer * allowed.allowed)
     fine = budget_share_of_each_output(narrow, compute_outputs(wide, x.double(), plain))
     pairs = largest_differences(outputs, outputs)
