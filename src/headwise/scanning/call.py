@@ -164,13 +164,15 @@ class CapturedCall:
         def of_each_head(shared: Tensor) -> Tensor:
             return stages.repeat_kv_heads(shared, heads=count).index_select(1, heads)
 
-        options: dict[str, Any] = {"scale": matrix.scale, "softcap": matrix.softcap}
-        options |= {"mask": matrix.mask.of_heads(heads)}
-        options |= {"score_bias": matrix.score_bias.of_heads(heads)}
-        if matrix.sink is not None:
-            options["sink"] = matrix.sink.index_select(0, heads)
-        q = matrix.q.index_select(1, heads)
-        chosen = AttentionMatrix(q, of_each_head(matrix.k), **options)
+        chosen = AttentionMatrix(
+            matrix.q.index_select(1, heads),
+            of_each_head(matrix.k),
+            mask=matrix.mask.of_heads(heads),
+            score_bias=matrix.score_bias.of_heads(heads),
+            scale=matrix.scale,
+            softcap=matrix.softcap,
+            sink=None if matrix.sink is None else matrix.sink.index_select(0, heads),
+        )
         names = ("values", "outputs", "mixed")
         known = {name: x for name in names if (x := getattr(self, name)) is not None}
         changes: dict[str, Any] = {name: of_each_head(x) for name, x in known.items()}

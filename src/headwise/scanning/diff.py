@@ -66,9 +66,9 @@ class ScanDiff(Displayed):
         names = _shared_statistics(before, after)
         assignment = tuple(layer.heads for layer in before.layer_scans)
         if match:
-            purpose = "which assigns heads to heads"  # by the least total distance
+            purpose = "which assigns heads to heads"
             scipy = require_package("scipy.optimize", purpose=purpose, pip="scipy")
-            distances = _head_distances(before, after, names)
+            distances = _head_distances(before, after, names)  # of which the total is to be least
             columns = [scipy.linear_sum_assignment(each.numpy())[1].tolist() for each in distances]
             pairs = zip(assignment, columns, strict=True)
             assignment = tuple(tuple(heads[n] for n in chosen) for heads, chosen in pairs)

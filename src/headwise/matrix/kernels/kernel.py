@@ -42,8 +42,8 @@ class KernelInput:
         return self.q.shape[1] // self.k.shape[1]
 
     @property
-    def accumulation_dtype(self) -> torch.dtype:
-        return accumulation_dtype(self.q.dtype)
+    def accumulation_dtype(self) -> torch.dtype:  # read often, so it calls no function
+        return torch.float32 if self.q.dtype in HALF else self.q.dtype
 
     def scores_of_queries(self, rows: Tensor | None = None) -> Tensor:
         """Return the scores of some queries, or of all, in queries x keys memory."""
