@@ -20,9 +20,9 @@ from headwise.reports.diagnosis import (
     difference_percent_text,
     difference_scale_position,
     render_diagnosis_page,
-    save_diagnosis_page,
     stage_rows,
 )
+from headwise.support.files import write_whole
 from tests.reports.diagnoses import (
     HEADS,
     KV_HEADS,
@@ -285,5 +285,5 @@ def test_a_notebook_shows_the_page_in_a_frame() -> None:
 
 
 def test_save_writes_what_render_gives(tmp_path: Path) -> None:
-    page = save_diagnosis_page(report_of_weights(), tmp_path / "new" / "page.html")
+    page = write_whole(tmp_path / "new" / "page.html", render_diagnosis_page(report_of_weights()))
     assert page.read_text("utf-8") == render_diagnosis_page(report_of_weights())

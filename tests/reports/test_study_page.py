@@ -13,7 +13,8 @@ from headwise.errors import MissingExtraError
 from headwise.reports.templates import mark_identifiers_as_code
 from headwise.study import drawing as style
 from headwise.study import page as charts
-from headwise.study.page import render_study_page, save_study_page
+from headwise.study.page import render_study_page
+from headwise.support.files import write_whole
 from tests.reports.html import Tree, everything, outside
 from tests.study.answers import QUESTION, answer, made_up, missing
 
@@ -98,7 +99,7 @@ def test_a_picture_is_the_same_every_time() -> None:
 
 
 def test_save_writes_what_render_gives(tmp_path: Path) -> None:
-    page = save_study_page(made_up(), tmp_path / "new" / "page.html")
+    page = write_whole(tmp_path / "new" / "page.html", render_study_page(made_up()))
     assert page.read_text("utf-8") == render_study_page(made_up())
 
 

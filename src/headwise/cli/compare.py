@@ -6,15 +6,12 @@ import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from headwise.cli import output
-from headwise.support.files import make_parent_and_require_writable
-
-if TYPE_CHECKING:
-    from headwise.diagnosis.results import Diagnosis
+from headwise.support.files import make_parent_and_require_writable, write_whole
 
 Layer = Annotated[
     int | None,
@@ -109,7 +106,7 @@ def _require_options_that_agree(
 
 def _compare_files(
     first: Path, second: Path | None, options: Mapping[str, Any], counts: output.Counts
-) -> Diagnosis:
+) -> output.Diagnosis:
     with output.progress_bar(output.make_console(stderr=True), "loading torch") as progress:
         from headwise.checkpoints import attention, transformers
         from headwise.diagnosis import _compare, _verify
@@ -145,9 +142,13 @@ def _read_input_array(path: Path | None) -> Any:
 
 
 def _write_page(
-    diagnosis: Diagnosis, page: Path, first: Path, second: Path | None, options: Mapping[str, Any]
+    diagnosis: output.Diagnosis,
+    page: Path,
+    first: Path,
+    second: Path | None,
+    options: Mapping[str, Any],
 ) -> Path:
-    from headwise.reports.diagnosis import DiagnosisReport, save_diagnosis_page
+    from headwise.reports.diagnosis import DiagnosisReport, render_diagnosis_page
 
     words = [
         f"{output.option_text(name)}={value}"
@@ -160,4 +161,4 @@ def _write_page(
     paths = (first, second or options["against_model"])
     names = [prefix + path.resolve().name for path in paths]
     report = DiagnosisReport(diagnosis=diagnosis, first=names[0], second=names[1], call=call)
-    return save_diagnosis_page(report, page)
+    return write_whole(page, render_diagnosis_page(report))

@@ -29,7 +29,7 @@ from headwise.errors import HeadwiseError, UndecidedError, join_error_lines
 if TYPE_CHECKING:
     from rich.console import Console as Console
 
-    from headwise.diagnosis.results import Diagnosis
+    from headwise.diagnosis.results import Diagnosis as Diagnosis
     from headwise.support.progress import Progress as Progress
 
 YES, NO, USAGE, UNDECIDED = 0, 1, 2, 3

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headwise.cli import output
-from headwise.support.files import make_parent_and_require_writable
+from headwise.support.files import make_parent_and_require_writable, write_whole
 
 PAGE = Path("headwise-study/index.html")
 
@@ -43,7 +43,7 @@ def study(
             page.require_matplotlib()
             make_parent_and_require_writable(out)
             result = run.answer_questions(questions or [], progress=progress)
-            path = page.save_study_page(result, out)
+            path = write_whole(out, page.render_study_page(result))
     if as_list:
         for name in names:
             typer.echo(f"{name:<{max(map(len, names))}}  {question.load_question(name).asks}")

@@ -36,7 +36,10 @@ def scan_blobs(
     """Yield the name and the bytes of every blob of a scan; `maps` are those of its layers."""
     for index, text in enumerate(scan.texts):
         if has_known_tokens(text):
-            yield f"{prefix}/text/{index}", _token_words_json(text, name_of)
+            ids, places = torch.unique(text.ids, return_inverse=True)
+            words = [str(token) if name_of is None else name_of(token) for token in ids.tolist()]
+            content = {"words": words, "ids": places.tolist()}
+            yield f"{prefix}/text/{index}", json.dumps(content).encode()
     for index, values in enumerate(maps):
         if values is not None:
             yield f"{prefix}/map/{index}", quantise_square_roots(values)
@@ -54,7 +57,12 @@ def scan_blobs(
             b"".join(offset_profile_arrays(layer).tobytes() for layer in scan.layer_scans),
         )
     if RECEIVED in scan.measured:
-        yield f"{prefix}/received", _received_weights_json(scan, name_of)
+        rows = scan[RECEIVED]
+        received = [
+            [most_received_tokens(rows[index, head], name_of) for head in layer.heads]
+            for index, layer in enumerate(scan.layer_scans)
+        ]
+        yield f"{prefix}/received", json.dumps(received).encode()
     for index, layer in enumerate(scan.layer_scans):
         for head in heads_with_top_keys(scan, layer):
             yield f"{prefix}/top/{index}.{head}", _top_key_planes(scan, layer, head)
@@ -77,12 +85,7 @@ def head_map_arrays(scan: HeadScan, layer: LayerScan, *, most: int = MOST_CELLS)
     """Return (heads, rows, cols) of the weights of a layer in blocks, NaN for a head without.
 
     A single text of few tokens has a cell for each token. Otherwise the map is the finest in which
-    each block has a token.
-
-    Args:
-        scan: the scan.
-        layer: one of its layers.
-        most: the largest number of blocks on a side.
+    each block has a token. A side has at most ``most`` blocks.
     """
     summary = layer.summaries.get(MAP)
     if summary is None:
@@ -145,15 +148,6 @@ def offset_weights(layer: LayerScan, head: int) -> tuple[list[tuple[int, float]]
     return pairs, max(0.0, 1 - inside)
 
 
-def _received_weights_json(scan: HeadScan, name_of: Names | None) -> bytes:
-    rows = scan[RECEIVED]
-    layers = [
-        [most_received_tokens(rows[index, head], name_of) for head in layer.heads]
-        for index, layer in enumerate(scan.layer_scans)
-    ]
-    return json.dumps(layers).encode()
-
-
 def most_received_tokens(rows: Tensor, name_of: Names | None) -> list[tuple[int, str, float]]:
     """Return (key, its token's text, the weight that it receives), the most first."""
     received = []
@@ -175,12 +169,6 @@ def has_known_tokens(text: ScannedText) -> bool:
 def sequence_lengths_of_text(scan: HeadScan, text: int | None) -> tuple[int, ...]:
     """Return the lengths of the sequences of a text; none if it is unknown."""
     return () if text is None else scan.texts[text].lengths
-
-
-def _token_words_json(text: ScannedText, name_of: Names | None) -> bytes:
-    ids, index = torch.unique(text.ids, return_inverse=True)
-    words = [str(token) if name_of is None else name_of(token) for token in ids.tolist()]
-    return json.dumps({"words": words, "ids": index.tolist()}).encode()
 
 
 def heads_with_top_keys(scan: HeadScan, layer: LayerScan) -> list[int]:

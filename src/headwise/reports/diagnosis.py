@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from markupsafe import Markup, escape
 
@@ -23,7 +22,6 @@ from headwise.reports import images
 from headwise.reports.images import RGB, viridis_colour
 from headwise.reports.report import library_versions
 from headwise.reports.templates import secure_page, template_environment
-from headwise.support.files import write_whole
 from headwise.support.text import describe_count
 
 LEAST, MOST = 1e-6, 1.0  # sizes at the ends of the colour scale, which is logarithmic
@@ -211,20 +209,12 @@ MOST_NAMES = 8  # of layers in a heading
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DiagnosisReport:
-    """A diagnosis with the names of what was compared.
-
-    Attributes:
-        diagnosis: the result.
-        first: the name of the first; "" if it has none.
-        second: likewise.
-        call: the command or the call that compares them again.
-        versions: versions of the libraries.
-    """
+    """A diagnosis with the names of what was compared, which may be empty."""
 
     diagnosis: Diagnosis
     first: str = ""
     second: str = ""
-    call: str = "headwise.compare(first, second)"
+    call: str = "headwise.compare(first, second)"  # or the command that compares them again
     versions: Mapping[str, str] = field(default_factory=library_versions)
 
     @property
@@ -280,11 +270,6 @@ class DiagnosisReport:
             stage_tables(function, layers[0].name)
             for layers, function in self.differing_layer_groups[:MOST_GROUPS]
         ]
-
-
-def save_diagnosis_page(report: DiagnosisReport, path: Path) -> Path:
-    """Write the page as a whole, and return its absolute path."""
-    return write_whole(path, render_diagnosis_page(report))
 
 
 def render_diagnosis_page(report: DiagnosisReport) -> str:

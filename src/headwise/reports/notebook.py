@@ -8,13 +8,7 @@ from torch import nn
 from headwise.layouts._layout import Layout
 from headwise.masks.mask import Mask
 from headwise.matrix.operator import AttentionMatrix
-from headwise.reports import images
-from headwise.reports.report import (
-    change_scale_end,
-    diverging_colour,
-    most_changed_heads,
-    most_changed_statistic,
-)
+from headwise.reports import images, report
 from headwise.scanning.diff import ScanDiff
 
 UNKNOWN = 16  # queries of a mask that does not know how many there are
@@ -76,10 +70,10 @@ def layout_html(layout: Layout) -> str:
 
 def diff_html(diff: ScanDiff) -> str:
     """Return a grid of the statistic that changed most, and the heads that changed most."""
-    moved = most_changed_heads(diff)
+    moved = report.most_changed_heads(diff)
     if not moved:
         return f"<div>{_caption_html(repr(diff))}No head has changed.</div>"
-    name = most_changed_statistic(diff)
+    name = report.most_changed_statistic(diff)
     grid = "" if name is None else _signed_grid_html(diff, name)
     rows = "".join(
         f"<tr><td>{change.layer_index}.{change.head}</td><td>{change.value:.3g}</td></tr>"
@@ -91,7 +85,7 @@ def diff_html(diff: ScanDiff) -> str:
 
 
 def _signed_grid_html(diff: ScanDiff, name: str) -> str:
-    change, end = diff[name], change_scale_end(diff, name)
+    change, end = diff[name], report.change_scale_end(diff, name)
     rows = "".join(
         f"<tr><th>{index}</th>{''.join(_table_cell_html(value, end) for value in row)}</tr>"
         for index, row in enumerate(change.tolist())
@@ -105,7 +99,7 @@ def _signed_grid_html(diff: ScanDiff, name: str) -> str:
 def _table_cell_html(value: float, end: float) -> str:
     if value != value:
         return "<td>·</td>"
-    colour = diverging_colour(value / end)
+    colour = report.diverging_colour(value / end)
     style = f"background:{images.css_colour(colour)};color:{images.text_colour_on(colour)}"
     words = f"{value:+.2g}".replace("-", "−") if value else "0"
     return f'<td style="{style}">{words}</td>'

@@ -53,18 +53,11 @@ def library_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SameFunction:
-    """Comparison of headwise's layers with a model's own layers under the model's weights.
-
-    Attributes:
-        model: the model's name.
-        layers: the number of its attention layers.
-        shares: the largest share of the error budget over the layers, by the layer's name; the
-            model's own layers come last.
-    """
+    """Comparison of headwise's layers with a model's own layers under the model's weights."""
 
     model: str
-    layers: int
-    shares: Mapping[str, float]
+    layers: int  # the number of its attention layers
+    shares: Mapping[str, float]  # the largest of the error budget, by name; the model's come last
 
     @property
     def holds(self) -> bool:
@@ -89,35 +82,20 @@ class SameFunction:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScanReport:
-    """A scan with sentences on the model and its input.
-
-    Attributes:
-        scan: the scan.
-        title: the name of the model.
-        about: a phrase on its class, sizes and dtype.
-        read: a phrase on the input.
-        chosen: sentences on the tokens that count as separators and as special.
-        notes: sentences on problems, shown before those of the scan.
-        name_of: a function that returns the text of a token, if there is a tokenizer.
-        versions: versions of the libraries.
-        same_function: the comparison of headwise's layers with the model's own, if measured.
-        command: the command that stores what each token of a head looks at, with {heads} for it.
-        second: another scan of the same layers and heads, to compare with.
-        names: names of the two scans.
-    """
+    """A scan with sentences on the model and its input."""
 
     scan: HeadScan
-    title: str
-    about: str
-    read: str
-    chosen: str = ""
-    notes: tuple[str, ...] = ()
-    name_of: Callable[[int], str] | None = None
+    title: str  # the name of the model
+    about: str  # a phrase on its class, sizes and dtype
+    read: str  # a phrase on the input
+    chosen: str = ""  # sentences on the tokens that count as separators and as special
+    notes: tuple[str, ...] = ()  # sentences on problems, shown before those of the scan
+    name_of: Callable[[int], str] | None = None  # returns the text of a token
     versions: Mapping[str, str] = field(default_factory=library_versions)
     same_function: SameFunction | None = None
-    command: str | None = None
-    second: HeadScan | None = None
-    names: tuple[str, str] = ("A", "B")
+    command: str | None = None  # stores what each token of a head looks at, with {heads} for it
+    second: HeadScan | None = None  # another scan of the same layers and heads, to compare with
+    names: tuple[str, str] = ("A", "B")  # of the two scans
 
     @classmethod
     def of(
@@ -282,10 +260,8 @@ class DrawnStatistic:
     def is_constant(self) -> bool:
         """True if there are several heads and the picture would show the same for each."""
         real = [value for row in self.rows for value in row if value == value]
-        return len(real) > 1 and any(
-            len({digits(value) for value in real}) == 1
-            for digits in (self.scale.format_short, self.format_long)
-        )
+        forms = (self.scale.format_short, self.format_long)
+        return len(real) > 1 and any(len(set(map(form, real))) == 1 for form in forms)
 
     def is_far_above(self, value: float) -> bool:
         """True if a value is clearly above the middle head; see `RULE`."""
@@ -349,14 +325,15 @@ def drawn_statistics(scan: HeadScan) -> list[DrawnStatistic]:
 
 def statistics_whose_heads_differ(scan: HeadScan) -> list[DrawnStatistic]:
     """Return the statistics in whose picture heads differ."""
-    return [s for s in drawn_statistics(scan) if _heads_differ_in_picture(scan, s)]
-
-
-def _heads_differ_in_picture(scan: HeadScan, statistic: DrawnStatistic) -> bool:
-    reach = next(s.reach for s in scan.statistics if s.definition.name == statistic.name)
+    reach = {s.definition.name: s.reach for s in scan.statistics if s.reach is not None}
     # No token is further away. The longest of several texts is no longer than all together.
-    is_everything = statistic.name.startswith("within_") and reach >= scan.tokens - 1
-    return not is_everything and not statistic.is_constant
+    whole = {name for name, tokens in reach.items() if tokens >= scan.tokens - 1}
+    return [
+        statistic
+        for statistic in drawn_statistics(scan)
+        if not statistic.is_constant
+        and not (statistic.name.startswith("within_") and statistic.name in whole)
+    ]
 
 
 def _use_minus_sign(text: str) -> str:
@@ -414,12 +391,7 @@ def clearest_statistic(scan: HeadScan) -> DrawnStatistic | None:
 
 
 def first_head(scan: HeadScan, layer: int | None = None) -> tuple[int, int] | None:
-    """Return (layer, head) of the head that is shown first: one that stands out, else the first.
-
-    Args:
-        scan: the scan.
-        layer: the layer to choose from; all if None.
-    """
+    """Return (layer, head) of the head that is shown first: one that stands out, else the first."""
     if standouts := standout_heads(scan):
         head = standouts[0].head
         if layer in (None, head.layer_index):

@@ -55,13 +55,7 @@ def label_point(axes: Axes, words: str, point: Point, offset: Point, **look: Any
 
 
 class Sheet:
-    """Axes over a whole figure, in inches from the top left corner; words get their numbers.
-
-    Args:
-        figure: the figure, whose positions are then fixed.
-        n: the numbers that words, which are templates, speak of.
-        height: of the figure.
-    """
+    """Axes over a whole figure, in inches from the top left corner; words are templates over n."""
 
     def __init__(self, figure: Figure, n: Numbers, *, height: float) -> None:
         figure.set_layout_engine("none")
@@ -128,8 +122,7 @@ def signed_colours(
 ) -> list[list[tuple[float, ...]]]:
     """Return colours for an image: transparent at 0, opaque at ``top``, one colour for each sign.
 
-    Opacity is the square root of the size, which keeps small numbers visible. Transparent rather
-    than white suits a dark page too.
+    Opacity is the square root of the size, which keeps small numbers visible.
     """
     from matplotlib.colors import to_rgb
 

@@ -29,35 +29,23 @@ RANDOM = "an encoder with random weights"
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One attention layer during the model's own forward pass.
-
-    ``output`` is the result of the output projection, before the residual and the LayerNorm.
-    """
+    """One attention layer during the model's own forward pass."""
 
     x: Float[Tensor, "batch queries embed_dim"]
-    output: Float[Tensor, "batch queries embed_dim"]
+    output: Float[Tensor, "batch queries embed_dim"]  # before the residual and the LayerNorm
     weights: SharedWeights
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """Attention calls of an encoder over a text, and a shorter text padded to its length.
-
-    Attributes:
-        model: the model's name.
-        num_heads: heads of each layer.
-        tokens: the tokens of the whole text, which is sequence 0 of the batch and has no padding.
-        real: True where a position holds a token, False where it is padding.
-        calls: the call of each layer, in order.
-        missing: the reason why the trained encoder did not run, and the command that installs it.
-    """
+    """Attention calls of an encoder over a text, and a shorter text padded to its length."""
 
     model: str
-    num_heads: int
-    tokens: tuple[str, ...]
-    real: Bool[Tensor, "batch keys"]
-    calls: tuple[AttentionCall, ...]
-    missing: MissingExtraError | None = None
+    num_heads: int  # of each layer
+    tokens: tuple[str, ...]  # of the whole text: sequence 0 of the batch, without padding
+    real: Bool[Tensor, "batch keys"]  # False where a position is padding
+    calls: tuple[AttentionCall, ...]  # of each layer, in order
+    missing: MissingExtraError | None = None  # the reason why the trained encoder did not run
 
 
 _cache: list[RecordedRun] = []

@@ -45,10 +45,8 @@ class SharedWeights:
     """Separate projections, each used as in `torch.nn.Linear`: ``x @ matrix.mT + bias``.
 
     Head h has the rows from h * head_dim of ``q`` and ``k``, the rows from h * value_dim of ``v``,
-    and the same columns of ``out``. An `Implementation` takes square matrices only.
-
-    Attributes:
-        biases: the biases of ``q``, ``k``, ``v`` and ``out``, or None.
+    and the same columns of ``out``. An `Implementation` takes square matrices only. ``biases`` are
+    those of ``q``, ``k``, ``v`` and ``out``.
     """
 
     q: Float[Tensor, "heads_head_dim embed_dim"]
@@ -109,19 +107,12 @@ class SharedWeights:
 
 
 class Implementation(nn.Module):
-    """Multi-head self-attention as another library or paper implements it.
+    """Multi-head self-attention as another library or paper implements it."""
 
-    Attributes:
-        name: the name shown to people.
-        biased: True if the projections have biases.
-        projections: the names of the linear layers of q, k, v and the output.
-        mask_values: the mask's value for a key that may be attended, and for a hidden key.
-    """
-
-    name: ClassVar[str]
-    biased: ClassVar[bool] = True
-    projections: ClassVar[tuple[str, ...]] = ()
-    mask_values: ClassVar[tuple[Any, Any]] = (True, False)
+    name: ClassVar[str]  # shown to people
+    biased: ClassVar[bool] = True  # the projections have biases
+    projections: ClassVar[tuple[str, ...]] = ()  # names of the linear layers of q, k, v, output
+    mask_values: ClassVar[tuple[Any, Any]] = (True, False)  # of an attended, and of a hidden key
 
     def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -371,8 +362,7 @@ class XTransformers(Implementation):
 class OfTransformers(Implementation):
     """The first attention layer of a transformers model, with the model's initial weights.
 
-    Args:
-        implementation: transformers' ``attn_implementation``, the kernel.
+    ``implementation`` is transformers' ``attn_implementation``, the kernel.
     """
 
     def __init__(self, *sizes: int, implementation: str = "eager", **options: Any) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -16,7 +15,6 @@ from headwise.reports.templates import secure_page, template_environment
 from headwise.study import drawing
 from headwise.study.question import Answer
 from headwise.study.run import Study
-from headwise.support.files import write_whole
 from headwise.support.lazy import require_package
 
 HEIGHT = 3.4  # inches, of 72 px; a picture may ask for another
@@ -50,11 +48,6 @@ STYLE = {
     "lines.linewidth": 2,
     "legend.frameon": False,
 }
-
-
-def save_study_page(result: Study, path: Path) -> Path:
-    """Write the page as a whole, and return its absolute path."""
-    return write_whole(path, render_study_page(result))
 
 
 def render_study_page(result: Study) -> str:

@@ -34,36 +34,22 @@ SIGNIFICANT = 6  # digits: more is noise, and would triple the JSON
 class Question:
     """A question that people ask, and the experiment that answers it: NAME.py with NAME.md.
 
-    The texts are templates over the numbers.
-
-    Attributes:
-        id: the name on the command line and in the JSON: the files' name, with hyphens.
-        asks: the question, in the words of the people who ask it.
-        claim: the statement that the experiment tests.
-        verdict: the answer, shown if all facts hold.
-        why: the reason in a few sentences.
-        caption: how to read the picture; also its text for screen readers.
-        sentences: the facts, the statements that the numbers must confirm.
-        table: the figures beside the picture: a row of titles, then the others; empty without one.
-        measure: runs the experiment. It may use torch's global random numbers: `answer_question`
-            seeds them before the call and restores them afterwards.
-        facts: returns True for each of ``sentences`` that the numbers confirm.
-        draw: draws the picture from the numbers.
-        varies: keys of numbers that differ between machines: times and rounding errors.
+    The texts are templates over the numbers. `answer_question` seeds torch's random numbers before
+    ``measure`` and restores them afterwards.
     """
 
-    id: str
-    asks: str
-    claim: str
-    verdict: str
-    why: str
-    caption: str
-    sentences: Mapping[str, str]
-    table: Sequence[Sequence[str]]
+    id: str  # the name on the command line and in the JSON: the files' name, with hyphens
+    asks: str  # the question, in the words of the people who ask it
+    claim: str  # the statement that the experiment tests
+    verdict: str  # the answer, shown if all facts hold
+    why: str  # the reason in a few sentences
+    caption: str  # how to read the picture; also its text for screen readers
+    sentences: Mapping[str, str]  # the facts, which the numbers must confirm
+    table: Sequence[Sequence[str]]  # a row of titles, then the others; empty without a table
     measure: Callable[[Progress], Numbers]
-    facts: Callable[[Numbers], Mapping[str, bool]]
+    facts: Callable[[Numbers], Mapping[str, bool]]  # True for each of ``sentences`` that holds
     draw: Callable[[Figure, Numbers], None]
-    varies: Set[str]
+    varies: Set[str]  # keys of numbers that differ between machines: times and rounding errors
 
 
 def load_question(name: str) -> Question:

@@ -35,20 +35,12 @@ STEPS_PER_QUESTION = 100  # on the progress bar
 
 @dataclass(frozen=True)
 class Study:
-    """The answers, the questions left out, and the machine and versions of the measurement.
-
-    Attributes:
-        answers: the answers.
-        left_out: questions that cannot run here, each with the reason and the remedy.
-        setting: the machine and the versions.
-        fallback: the reason why the trained encoder did not run; None if it did, or if no question
-            needed an encoder.
-    """
+    """The answers, the questions left out, and the machine and versions of the measurement."""
 
     answers: tuple[Answer, ...]
-    left_out: tuple[tuple[Question, MissingExtraError], ...]
+    left_out: tuple[tuple[Question, MissingExtraError], ...]  # each with the reason and the remedy
     setting: Mapping[str, str | int]
-    fallback: MissingExtraError | None = None
+    fallback: MissingExtraError | None = None  # the reason why the trained encoder did not run
 
     def as_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers, with stable keys."""
@@ -80,12 +72,7 @@ def select_ids(ids: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def answer_questions(ids: Sequence[str] = (), *, progress: Progress = no_progress) -> Study:
-    """Answer the questions with these ids, or all.
-
-    Args:
-        ids: questions of the catalogue.
-        progress: called with (the stage, steps done, steps in all).
-    """
+    """Answer the questions with these ids, or all."""
     names = select_ids(ids)
     answers, left_out, whole = [], [], STEPS_PER_QUESTION * len(names)
     for count, name in enumerate(names):

@@ -22,27 +22,23 @@ INPUT, PROJECTED, ATTENDED, OUTPUT = range(4)
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 FUSED = "_scaled_dot_product"  # both products of attention in one operation
 
+_TOKENS, _PER_HEAD = ("batch", "length", "embed_dim"), ("batch", "heads", "length", "head_dim")
 # The axes of each stage. "a*b" is one axis that holds a and b.
-AXES = {
+AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {
-        "x": ("batch", "length", "embed_dim"),
+        "x": _TOKENS,
         "q": ("length", "batch", "embed_dim"),
         "per_head": ("batch*heads", "length", "head_dim"),
         "weights": ("batch*heads", "length", "length"),
         "head_outputs": ("batch*heads", "length", "head_dim"),
         "merged": ("length*batch", "embed_dim"),
         "output": ("length", "batch", "embed_dim"),
-        "returned": ("batch", "length", "embed_dim"),
+        "returned": _TOKENS,
     },
     "native": {
-        "x": ("batch", "length", "embed_dim"),
-        "q": ("batch", "length", "embed_dim"),
-        "per_head": ("batch", "heads", "length", "head_dim"),
+        **dict.fromkeys(("x", "q", "merged", "output", "returned"), _TOKENS),
+        **dict.fromkeys(("per_head", "head_outputs"), _PER_HEAD),
         "weights": ("batch", "heads", "length", "length"),
-        "head_outputs": ("batch", "heads", "length", "head_dim"),
-        "merged": ("batch", "length", "embed_dim"),
-        "output": ("batch", "length", "embed_dim"),
-        "returned": ("batch", "length", "embed_dim"),
     },
 }
 # Pairs of stages that hold the same numbers in another order of axes.
@@ -51,18 +47,11 @@ SAME_NUMBERS = (("q", "per_head"), ("head_outputs", "merged"), ("output", "retur
 
 @dataclass(frozen=True, eq=False)
 class TracedStep:
-    """One operation of a forward pass.
+    """One operation of a forward pass."""
 
-    Attributes:
-        operation: torch's name of the operation.
-        stage: the stage of its results.
-        inputs: the activations among its arguments, without parameters.
-        results: the tensors that it returned.
-    """
-
-    operation: str
-    stage: int
-    inputs: tuple[Tensor, ...]
+    operation: str  # torch's name
+    stage: int  # of its results
+    inputs: tuple[Tensor, ...]  # the activations among its arguments, without parameters
     results: tuple[Tensor, ...]
 
     @property

@@ -32,16 +32,10 @@ VARIES = {"cross_attention", "self_attention", "times"}
 
 
 class PackingForm(NamedTuple):
-    """One way to store the small matrices.
+    """One way to store the small matrices."""
 
-    Attributes:
-        sizes: the number of small matrices side by side in each stored matrix.
-        by_rows: True if a stored matrix has a row for each output, as in torch's Linear; False if
-            it has a column for each output, for x @ W.
-    """
-
-    sizes: tuple[int, ...]
-    by_rows: bool
+    sizes: tuple[int, ...]  # the number of small matrices side by side in each stored matrix
+    by_rows: bool  # a stored matrix has a row for each output, as torch's Linear; else a column
 
     def pack(self, small: Shaped[Tensor, "matrices embed_dim head_dim"]) -> list[Tensor]:
         """Pack the small matrices into the stored ones."""

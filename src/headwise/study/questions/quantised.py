@@ -66,11 +66,8 @@ def quantise_weight(weight: Float[Tensor, "out_features in_features"]) -> Tensor
 class StaticQuantised(nn.Module):
     """A projection in int8 with fixed input and output ranges; its input and output are floats.
 
-    Args:
-        projection: the projection in floats.
-        x: sample inputs, which determine the ranges.
-        packs_every_call: True to pack the weights into the kernel's order at every call, as
-            ``torch.ao.nn.quantized.functional.linear`` does; False to pack them once.
+    ``x`` are sample inputs, which determine the ranges. ``packs_every_call`` packs the weights into
+    the kernel's order at every call, as ``torch.ao.nn.quantized.functional.linear`` does, not once.
     """
 
     def __init__(self, projection: nn.Linear, x: Tensor, *, packs_every_call: bool) -> None:
