@@ -18,14 +18,7 @@ import torch
 from markupsafe import Markup, escape
 
 from headwise.errors import MissingExtraError
-from headwise.reports import blobs
-from headwise.reports.images import (
-    css_colour,
-    css_gradient,
-    encode_base85,
-    text_colour_on,
-    viridis_grid_data_uri,
-)
+from headwise.reports import blobs, images
 from headwise.reports.report import (
     RULE,
     WEIGHTS,
@@ -131,7 +124,7 @@ def _viewer_data_elements(meta: dict[str, Any], stored: Mapping[str, bytes]) -> 
         words = words.replace(character, f"\\u{ord(character):04x}")
     elements = [f'<script type="application/json" id="headwise-meta">{words}</script>']
     elements += [
-        f'<script type="text/plain" data-blob="{name}">{encode_base85(blob)}</script>'
+        f'<script type="text/plain" data-blob="{name}">{images.encode_base85(blob)}</script>'
         for name, blob in stored.items()
     ]
     return "\n".join(elements)
@@ -288,9 +281,9 @@ def static_template_environment() -> jinja2.Environment:
     """Return the environment of the pages of scans, with its filters."""
     environment = template_environment()
     environment.filters |= {
-        "css": css_colour,
-        "ink": text_colour_on,
-        "image": lambda statistic: viridis_grid_data_uri(
+        "css": images.css_colour,
+        "ink": images.text_colour_on,
+        "image": lambda statistic: images.viridis_grid_data_uri(
             [[statistic.scale.position(value) for value in row] for row in statistic.rows]
         ),
     }
@@ -323,7 +316,7 @@ def _template_context(report: ScanReport) -> dict[str, Any]:
         "with_numbers": all(layer.num_heads <= MOST_NUMBERS for layer in scan.layer_scans),
         "definitions": [scan.definition(name) for name in scan.measured],
         "table": scan.table(),
-        "gradient": Markup(css_gradient()),
+        "gradient": Markup(images.css_gradient()),
         "describe_count": describe_count,
     }
 
@@ -357,7 +350,7 @@ def map_images(scan: HeadScan, cards: list[HeadCard]) -> dict[tuple[int, int], s
     heads = {(index, head) for _, index, head in scan.heads}
     if len(heads) > MOST_MAPS:
         heads = {(card.layer, card.head) for card in cards}
-    images = {}
+    pictures = {}
     for index, layer in enumerate(scan.layer_scans):
         shown = [head for head in layer.heads if (index, head) in heads]
         maps = blobs.head_map_arrays(scan, layer, most=CELLS) if shown else None
@@ -365,7 +358,7 @@ def map_images(scan: HeadScan, cards: list[HeadCard]) -> dict[tuple[int, int], s
             continue
         positions = np.sqrt(np.maximum(maps, 0))
         for head in shown:
-            images[index, head] = viridis_grid_data_uri(
+            pictures[index, head] = images.viridis_grid_data_uri(
                 positions[layer.heads.index(head)], colours=MAP_COLOURS
             )
-    return images
+    return pictures

@@ -42,8 +42,11 @@ def measure_conventions(constructor: Constructor) -> dict[str, str | int | bool]
         "dropout_modules_called": called,
         "weights": attention_weight_axes(filled),
         "weights_in_training": weights_before_or_after_dropout(constructor),
-        "softmax_narrows": softmax_is_narrower_than_float64(
-            constructor(EMBED_DIM, NUM_HEADS).double()
+        "softmax_narrows": any(
+            weights.dtype != torch.float64
+            for _, weights in traced_softmaxes(
+                constructor(EMBED_DIM, NUM_HEADS).double(), random_tokens().double()
+            )
         ),
         "block": block_extras(filled),
     }
@@ -112,12 +115,6 @@ def masked_score_value(implementation: Implementation) -> str:
         return UNSEEN
     lowest = min(float(scores.min()) for scores, _ in softmaxes)
     return "−∞" if lowest == -math.inf else format_scientific(lowest).replace("-", "−")
-
-
-def softmax_is_narrower_than_float64(implementation: Implementation) -> bool:
-    """Check whether a layer in float64 computes its softmax in a narrower dtype."""
-    softmaxes = traced_softmaxes(implementation, random_tokens().double())
-    return any(weights.dtype != torch.float64 for _, weights in softmaxes)
 
 
 @torch.no_grad()
