@@ -19,15 +19,7 @@ from markupsafe import Markup, escape
 
 from headwise.errors import MissingExtraError
 from headwise.reports import blobs, images
-from headwise.reports.report import (
-    RULE,
-    WEIGHTS,
-    DrawnStatistic,
-    ScanReport,
-    clearest_statistic,
-    drawn_statistics,
-    standout_heads,
-)
+from headwise.reports import report as view
 from headwise.reports.templates import secure_page, template_environment
 from headwise.scanning.diff import ScanDiff
 from headwise.scanning.layer import LayerScan, StandoutHead
@@ -44,12 +36,12 @@ DATA = "<!-- data -->"  # where the page leaves room for the data of the viewer
 QUICK_LEVEL, QUICK_FROM = 6, 2**20  # zlib's level for blobs from so many bytes on; else 9
 
 
-def save_scan_page(path: Path, *reports: ScanReport) -> Path:
+def save_scan_page(path: Path, *reports: view.ScanReport) -> Path:
     """Write the page of one report or several as a whole, and return its absolute path."""
     return write_whole(path, render_scan_page(*reports))
 
 
-def render_scan_page(*reports: ScanReport) -> str:
+def render_scan_page(*reports: view.ScanReport) -> str:
     """Return the page as HTML: the viewer, its data, and the static form without script."""
     metas, data = zip(*map(viewer_data, reports), strict=True)
     several = len(reports) > 1
@@ -73,7 +65,7 @@ def render_scan(
     scan: HeadScan, *, title: str | None = None, name_of: Callable[[int], str] | None = None
 ) -> str:
     """Return the page of a scan alone."""
-    return render_scan_page(ScanReport.of(scan, title=title, name_of=name_of))
+    return render_scan_page(view.ScanReport.of(scan, title=title, name_of=name_of))
 
 
 def render_diff(
@@ -87,11 +79,11 @@ def render_diff(
     before, after = diff.before, diff.after
     assert isinstance(before, HeadScan)
     assert isinstance(after, HeadScan)
-    report = ScanReport.of(after, title=title, name_of=name_of)
+    report = view.ScanReport.of(after, title=title, name_of=name_of)
     return render_scan_page(replace(report, second=before, names=(names[1], names[0])))
 
 
-def viewer_data(report: ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
+def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the words and the deflated blobs of a report, for the viewer."""
     scans = [report.scan] if report.second is None else [report.scan, report.second]
     maps = [[blobs.head_map_arrays(scan, layer) for layer in scan.layer_scans] for scan in scans]
@@ -133,7 +125,7 @@ def _viewer_data_elements(meta: dict[str, Any], stored: Mapping[str, bytes]) -> 
 # ---- the data of the viewer in words -----------------------------------------------------------
 
 
-def report_meta(report: ScanReport, maps: Sequence[Maps]) -> dict[str, Any]:
+def report_meta(report: view.ScanReport, maps: Sequence[Maps]) -> dict[str, Any]:
     """Return the data of a report in words; `maps` are those of the layers of each of its scans."""
     second = report.second
     scans = [report.scan] if second is None else [report.scan, second]
@@ -148,7 +140,7 @@ def report_meta(report: ScanReport, maps: Sequence[Maps]) -> dict[str, Any]:
         "same": report.same_function.summary_sentences if report.same_function else "",
         "notes": list(report.all_notes),
         "missing": report.not_measured_sentences,
-        "rule": f"{RULE} {WEIGHTS}",
+        "rule": f"{view.RULE} {view.WEIGHTS}",
         "command": report.command,
         "scans": [_scan_meta(scan, name, its_maps) for scan, name, its_maps in each],
         "matched": None if second is None else _matched_heads(report.scan, second),
@@ -177,7 +169,7 @@ def _scan_meta(scan: HeadScan, name: str, maps: Maps) -> dict[str, Any]:
         "ranks": next((x["key"].shape[-1] for x in top_keys if x is not None), RANKS),
         "reach": blobs.OFFSET_REACH if blobs.OFFSETS in scan.measured else None,
         "received": blobs.RECEIVED in scan.measured,
-        "statistics": [_statistic_meta(scan, each) for each in drawn_statistics(scan)],
+        "statistics": [_statistic_meta(scan, each) for each in view.drawn_statistics(scan)],
         "standouts": [
             {
                 "layer": standout.head.layer_index,
@@ -186,7 +178,7 @@ def _scan_meta(scan: HeadScan, name: str, maps: Maps) -> dict[str, Any]:
                 "sentence": standout.sentence,
                 "middle": standout.middle,
             }
-            for standout in standout_heads(scan)
+            for standout in view.standout_heads(scan)
         ],
     }
 
@@ -206,7 +198,7 @@ def _layer_meta(scan: HeadScan, layer: LayerScan, maps: blobs.Array | None) -> d
     }
 
 
-def _statistic_meta(scan: HeadScan, statistic: DrawnStatistic) -> dict[str, Any]:
+def _statistic_meta(scan: HeadScan, statistic: view.DrawnStatistic) -> dict[str, Any]:
     definition = statistic.definition
     rows = [
         [_round_number(statistic.rows[index][head]) for head in layer.heads]
@@ -264,7 +256,7 @@ class HeadCard(NamedTuple):
     received: list[tuple[str, int, float]]
 
 
-def render_static(report: ScanReport) -> str:
+def render_static(report: view.ScanReport) -> str:
     """Return the static form as a page of its own, without script."""
     environment = static_template_environment()
     page = environment.get_template("scan.html").render(_template_context(report))
@@ -273,7 +265,7 @@ def render_static(report: ScanReport) -> str:
 
 def render_in_frame(scan: HeadScan) -> str:
     """Return the static form in a frame for a notebook, so that styles do not mix."""
-    page = escape(render_static(ScanReport.of(scan)))
+    page = escape(render_static(view.ScanReport.of(scan)))
     return f'<iframe srcdoc="{page}" width="100%" height="800" frameborder="0"></iframe>'
 
 
@@ -290,22 +282,22 @@ def static_template_environment() -> jinja2.Environment:
     return environment
 
 
-def render_static_body(environment: jinja2.Environment, report: ScanReport) -> str:
+def render_static_body(environment: jinja2.Environment, report: view.ScanReport) -> str:
     """Return the static form as a part of another page."""
     return environment.get_template("scan_static.html").render(_template_context(report))
 
 
-def _template_context(report: ScanReport) -> dict[str, Any]:
+def _template_context(report: view.ScanReport) -> dict[str, Any]:
     scan, cards = report.scan, standout_cards(report)
     maps = map_images(scan, cards)
     return {
         "report": report,
         "version": report.versions["headwise"],
         "scan": scan,
-        "columns": drawn_statistics(scan),
-        "grid": clearest_statistic(scan),
-        "rule": RULE,
-        "weights": WEIGHTS,
+        "columns": view.drawn_statistics(scan),
+        "grid": view.clearest_statistic(scan),
+        "rule": view.RULE,
+        "weights": view.WEIGHTS,
         "cards": cards,
         "maps": maps,
         "shown_heads": [
@@ -321,10 +313,10 @@ def _template_context(report: ScanReport) -> dict[str, Any]:
     }
 
 
-def standout_cards(report: ScanReport) -> list[HeadCard]:
+def standout_cards(report: view.ScanReport) -> list[HeadCard]:
     """Return a card for each head that stands out, with all of its reasons."""
     scan, by_head = report.scan, dict[tuple[int, int], list[StandoutHead]]()
-    for standout in standout_heads(scan):
+    for standout in view.standout_heads(scan):
         position = (standout.head.layer_index, standout.head.head)
         by_head.setdefault(position, []).append(standout)
     received = scan[blobs.RECEIVED] if blobs.RECEIVED in scan.measured else None

@@ -14,18 +14,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from headwise.reports import report as view
 from headwise.reports.images import css_colour, text_colour_on
-from headwise.reports.report import (
-    RULE,
-    DrawnStatistic,
-    Scale,
-    ScanReport,
-    change_label,
-    clearest_statistic,
-    most_changed_heads,
-    most_changed_statistic,
-    standout_heads,
-)
 from headwise.support.text import describe_count
 
 if TYPE_CHECKING:
@@ -44,7 +34,7 @@ GAP = 2  # columns between pictures, and of an indent
 
 def scan_text(scan: HeadScan) -> str:
     """Return the text of ``print(scan)``: the report of the scan alone, without colours."""
-    report = ScanReport.of(scan)
+    report = view.ScanReport.of(scan)
     with _captured() as (console, lines):
         print_input_and_standouts(report, console)
         print_statistic_grid(report, console)
@@ -53,8 +43,9 @@ def scan_text(scan: HeadScan) -> str:
 
 def diff_text(diff: ScanDiff) -> str:
     """Return the text of ``print(diff)``: the heads that changed most."""
-    heads, name = most_changed_heads(diff), most_changed_statistic(diff)
-    columns = ["layer", "head", "distance", *([] if name is None else [change_label(diff, name)])]
+    heads, name = view.most_changed_heads(diff), view.most_changed_statistic(diff)
+    label = [] if name is None else [view.change_label(diff, name)]
+    columns = ["layer", "head", "distance", *label]
     table = make_table([(column, True) for column in columns])
     for head in heads:
         values = [] if name is None else [f"{diff[name][head[1], head[2]]:+.3g}"]
@@ -79,7 +70,7 @@ def _captured() -> Iterator[tuple[Console, list[str]]]:
     lines += (line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
-def print_input_and_standouts(report: ScanReport, console: Console) -> None:
+def print_input_and_standouts(report: view.ScanReport, console: Console) -> None:
     """Print the input, the notes, and the heads that stand out."""
     _print_paragraph(console, f"{report.title}: {report.about}; {report.sizes_text}.")
     _print_paragraph(console, f"Input: {report.read}. {report.chosen}")
@@ -87,7 +78,7 @@ def print_input_and_standouts(report: ScanReport, console: Console) -> None:
         _print_paragraph(console, same.summary_sentences, "green" if same.holds else "bold red")
     for note in report.all_notes:
         _print_paragraph(console, f"Note: {note}.", "bold red")
-    if heads := standout_heads(report.scan):
+    if heads := view.standout_heads(report.scan):
         table = make_table([("layer", True), ("head", True), ("heads that stand out", False)])
         table.add_column("middle head", justify="right")
         for standout in heads:
@@ -96,12 +87,12 @@ def print_input_and_standouts(report: ScanReport, console: Console) -> None:
         console.print(table)
         console.print()
     elif report.num_heads > 1:
-        _print_paragraph(console, f"No head stands out. {RULE}")
+        _print_paragraph(console, f"No head stands out. {view.RULE}")
 
 
-def print_statistic_grid(report: ScanReport, console: Console) -> None:
+def print_statistic_grid(report: view.ScanReport, console: Console) -> None:
     """Print every head in the statistic that tells heads apart best, and what is missing."""
-    if (statistic := clearest_statistic(report.scan)) is not None:
+    if (statistic := view.clearest_statistic(report.scan)) is not None:
         _print_paragraph(
             console,
             "Every head: a row is a layer, a column a head, both counted from 0. In per cent, "
@@ -120,7 +111,7 @@ def _layer_names_legend(layers: tuple[str, ...]) -> str:
     return ", ".join([*names[:MOST_NAMES], *skipped, *names[MOST_NAMES:][-1:]])
 
 
-def draw_statistic(statistic: DrawnStatistic, width: int) -> Text:
+def draw_statistic(statistic: view.DrawnStatistic, width: int) -> Text:
     """Draw layers x heads, as numbers if they fit into the width, else as a bar for each head."""
     rows, scale = statistic.rows, statistic.scale
     heads = len(rows[0])
@@ -145,7 +136,7 @@ def draw_statistic(statistic: DrawnStatistic, width: int) -> Text:
     return drawn.append("\n")
 
 
-def _grid_cell(scale: Scale, value: float, width: int) -> Text:
+def _grid_cell(scale: view.Scale, value: float, width: int) -> Text:
     if value != value:
         return Text(f"{NO_VALUE:>{width}}", "dim")
     colour = scale.colour(value)
