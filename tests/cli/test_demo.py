@@ -16,7 +16,7 @@ from headwise.cli.output import NO
 from headwise.cli.scan import ScanOptions, run_scan_with_progress
 from headwise.errors import HeadwiseError, MissingExtraError
 from headwise.models import minilm
-from headwise.reports.page import ScanReport
+from headwise.reports.report import ScanReport
 from headwise.study import encoder
 from headwise.study.encoder import RecordedRun
 from tests.cli.alone import Alone

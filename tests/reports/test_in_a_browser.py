@@ -8,7 +8,7 @@ import pytest
 
 from headwise.reports import diagnosis
 from headwise.reports import page as scan_page
-from headwise.reports.report import SameFunction
+from headwise.reports.report import SameFunction, ScanReport
 from tests.reports.browser import FAULTS, NO_FAULTS, Chromium, needs_a_browser
 from tests.reports.diagnoses import report_of_many_heads, report_of_model, report_of_weights
 from tests.reports.scans import made_up, report
@@ -19,7 +19,7 @@ pytestmark = needs_a_browser
 NAME = "a_name_without_any_place_to_break_it/of-a-model-that-somebody-called-so"
 
 
-def report_of(heads: int) -> scan_page.ScanReport:
+def report_of(heads: int) -> ScanReport:
     scan = made_up(heads=heads, length=70, notes=("2 layers were not seen",))
     same = SameFunction(NAME, 3, {"headwise.MultiheadAttention": 0.41, "its own layers": 0.38})
     return report(scan, title=NAME, same_function=same)
