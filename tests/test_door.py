@@ -90,7 +90,7 @@ def test_rooms_export_what_type_checkers_see() -> None:
     for package in sorted(Path(headwise.__file__).parent.rglob("__init__.py")):
         if "export_lazily(" not in (text := package.read_text("utf-8")):
             continue
-        (table,) = re.findall(r"__name__,\s+(\{.+?\}),\n\)", text, re.S)
+        (table,) = re.findall(r"__name__,\s+(\{.+?\}),?\s*\)\n", text, re.S)
         names = {n: module for module, ns in ast.literal_eval(table).items() for n in ns.split()}
         assert names == names_for_type_checkers(package), package
         parts = package.parent.relative_to(Path(headwise.__file__).parents[1]).parts

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from headwise import detect, verify
-from headwise.checkpoints.config import ConfigFields
+from headwise.checkpoints.config import ConfigFields, merge_stated_counts
 from headwise.checkpoints.conversion import convert_checkpoint
 from headwise.checkpoints.description import (
     KEY,
@@ -320,7 +320,7 @@ DESCRIBED = Description(layout("llama"), 1, {"heads": 6}, ConfigFields({}), "the
 test_counts_that_contradict = refusals(
     {
         "another count": (
-            lambda: DESCRIBED.merge_known_counts({"heads": 3}),
+            lambda: merge_stated_counts(DESCRIBED.counts, {"heads": 3}, origin=DESCRIBED.origin),
             OptionError,
             ("heads 3, where the metadata of x says 6", "leave out heads"),
         )

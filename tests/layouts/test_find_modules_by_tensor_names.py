@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from headwise.layouts._layout import Layout
+from headwise.layouts._layout import SLOT, Layout
 from headwise.layouts.modules import (
     NamedPosition,
     NameForm,
     find_modules,
     find_unlisted_tensors_of_module,
     locate_weight_outside_attention,
-    template_fields,
 )
 from headwise.layouts.registry import catalogue_by_family
 
@@ -165,7 +164,7 @@ def test_every_layout_finds_its_own_modules(name: str, root: str) -> None:
     one = PUBLISHED[name]
     numbers = {"layer": "11", "stage": "2"}
     for role, template in one.where.items():
-        assert template_fields(template) <= numbers.keys()
+        assert {*SLOT.findall(template)} <= numbers.keys()
         prefix = root + template.format(**numbers)
         (module,) = find_modules(one, [prefix + local for local in one.tensors])
         assert (module.prefix, module.place.role, module.place.root) == (prefix, role, root)
@@ -187,7 +186,7 @@ def test_every_layout_finds_a_module_elsewhere(name: str) -> None:
 def test_every_layout_finds_what_is_outside(name: str) -> None:
     one = PUBLISHED[name]
     for template in one.outside:
-        numbers = dict.fromkeys(template_fields(template), "3")
+        numbers = dict.fromkeys(SLOT.findall(template), "3")
         found = locate_weight_outside_attention(
             one, "root." + template.format(**numbers), ["root."]
         )

@@ -7,7 +7,4 @@ from headwise.support.lazy import export_lazily
 if TYPE_CHECKING:
     from headwise.checkpoints.attention import load_attention as load_attention
 
-__getattr__, __dir__, __all__ = export_lazily(
-    __name__,
-    {"attention": "load_attention"},
-)
+__getattr__, __dir__, __all__ = export_lazily(__name__, {"attention": "load_attention"})

@@ -114,17 +114,9 @@ def attention_from_state(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Attention:
-    """Return the layer of one module; its rotation has the pairing of the layout.
+    """Return the layer of one module of a model; its rotation has the pairing of the layout.
 
-    Args:
-        module: the attention module to load.
-        modules: all modules of the model; T5 stores one table of distances for each side.
-        state: name -> tensor of the model.
-        layout: the layout of the weights in this layer, see `layout_in_layer`.
-        config: the settings that the layout leaves open.
-        sizes: heads, and kv_heads and rotary_width where they are known.
-        dtype: the dtype of the layer; that of its tensors if None.
-        options: arguments of `Attention` that override the config's.
+    ``layout`` is that of the layer, see `layout_in_layer`; ``options`` override the config's.
     """
     stored = {local: state[name] for name, local in module.tensors.items()}
     if isinstance(layout.function.score_bias, BucketRule):

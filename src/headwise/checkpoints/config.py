@@ -25,20 +25,13 @@ _MAX_TEXT = 200  # characters of a name
 _MAX_COUNT = 2**31 - 1
 _MAX_HEADS = 2**20  # heads or channels: detection may try every divisor of the heads
 
-# count -> its names in a config; the first name that is present counts.
+# count -> its names in a config, by spaces; the first name that is present counts.
 _NAMES = {
-    "heads": [
-        "num_attention_heads",
-        "n_head",
-        "n_heads",
-        "num_heads",
-        "attention_heads",
-        "encoder_attention_heads",
-        "decoder_attention_heads",
-    ],
-    "kv_heads": ["num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"],
-    "head_dim": ["head_dim", "d_kv", "kv_channels", "attention_head_size"],
-    "rotary_width": ["rotary_dim"],
+    "heads": "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
+    "decoder_attention_heads",
+    "kv_heads": "num_key_value_heads num_kv_heads n_head_kv multi_query_group_num",
+    "head_dim": "head_dim d_kv kv_channels attention_head_size",
+    "rotary_width": "rotary_dim",
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _LAYERS_OF_SIDES = {
@@ -268,7 +261,7 @@ def merge_stated_counts(
 
 
 def _read_counts(fields: ConfigFields) -> Sizes:
-    counts = {size: _read_first_count(fields, names) for size, names in _NAMES.items()}
+    counts = {size: _read_first_count(fields, names.split()) for size, names in _NAMES.items()}
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         counts["kv_heads"] = 1
     # MPT and DBRX have kv_n_heads in attn_config.
@@ -486,12 +479,7 @@ def layout_in_layer(layout: Layout, config: Config, number: int) -> Layout:
 def resolve(function: AttentionSpec, config: Config, *, layer: int) -> AttentionSpec:
     """Return a function with the numbers that its model's config states for one layer.
 
-    No field is FROM_CONFIG then, but for the scale where there is no config.
-
-    Args:
-        function: the function of the stored layout in that layer; see `layout_in_layer`.
-        config: the fields of config.json.
-        layer: the number of the layer, from 0.
+    No field is FROM_CONFIG then, but for the scale where there is no config. See `layout_in_layer`.
 
     Raises:
         OptionError: a rotary scaling that `Rotary` does not have; or a window in layers unstated.

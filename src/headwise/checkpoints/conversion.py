@@ -148,10 +148,7 @@ def _write_steps(
 
 
 def _write_converted(
-    plan: ConversionPlan,
-    step: ConversionStep,
-    names: Iterable[str],
-    parts: Sequence[PartialFile],
+    plan: ConversionPlan, step: ConversionStep, names: Iterable[str], parts: Sequence[PartialFile]
 ) -> None:
     """Run a step and its inverse, compare the bytes, and write its tensors in this order."""
     stored = {name: plan.source[name] for name in step.inputs}

@@ -65,14 +65,6 @@ class Description:
         """Return the text of a config.json, for transformers."""
         return json.dumps(_without_private_names(self.config), indent=2) + "\n"
 
-    def merge_known_counts(self, known: Mapping[str, int | None]) -> dict[str, int]:
-        """Return the known counts, where None means unknown, together with the description's.
-
-        Raises:
-            OptionError: a known count contradicts the description.
-        """
-        return config_json.merge_stated_counts(self.counts, known, origin=self.origin)
-
     def require_fit_to_headers(self, headers: Mapping[str, TensorHeader]) -> None:
         """Raise CheckpointError unless the description fits these tensor names and shapes."""
         described = f"{self.origin} describes {self.modules} modules of {self.layout.name}"
@@ -105,12 +97,7 @@ def describe_target(
 ) -> Description:
     """Return the description of tensors that are converted from one layout to another.
 
-    Args:
-        headers: name -> shape and dtype of the tensors in the source layout.
-        source: the source layout, with the function of the weights.
-        target: the layout of the converted tensors.
-        known: heads and other counts that no shape gives.
-        config: the fields of the model's config.json.
+    The source has the function of the weights; ``headers`` are those of its tensors.
     """
     modules, sizes = find_modules(source, headers), []
     for module in modules:
@@ -327,13 +314,9 @@ def open_checkpoint(
     config: Config | None = None,
     stored: str | Layout | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint with its description and config; no tensor is read.
+    """Open a checkpoint, or shares of tensor-parallel processes; no tensor is read.
 
-    Args:
-        path: a file, an index or a folder; also a folder with shares of tensor-parallel processes.
-        counts: the caller's counts, named as in ``COUNTS``; None where a count is unknown.
-        config: the fields of config.json; those of the files if None.
-        stored: the layout of shares; the one that the files state or fit if None.
+    ``counts`` are named as in ``COUNTS``, None where unknown; ``stored`` is the layout of shares.
 
     Raises:
         CheckpointError: no weights, or a description that does not fit them.
@@ -355,8 +338,9 @@ def open_checkpoint(
         if shares is None:
             require_all_shares(source, description.layout, described)
         description.require_fit_to_headers(source.headers)
-        description.merge_known_counts(counts)  # wrong counts of the caller before the config's
+        # wrong counts of the caller before the config's
+        config_json.merge_stated_counts(described, counts, origin=description.origin)
     known = config_json.merge_counts(stated, counts, origin=source.folder)
     if description is not None:
-        known = description.merge_known_counts(known)
+        known = config_json.merge_stated_counts(described, known, origin=description.origin)
     return Checkpoint(source, description, stated, known)

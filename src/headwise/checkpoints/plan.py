@@ -1,7 +1,5 @@
 """Plan of the conversion of a checkpoint, made before anything is written, and its report."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -193,6 +191,23 @@ class ConversionReport:
     not_copied: tuple[str, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class ConversionPlan:
+    """The steps and files of a conversion whose arguments have been checked.
+
+    ``layout`` is that of the target. A run resumes another one with the same ``identity``: a hash
+    of version, source, options and headers.
+    """
+
+    source: CheckpointSource
+    target: Path
+    steps: tuple[ConversionStep, ...]  # also those that only check
+    output: OutputPlan
+    layout: Layout
+    accepted: Mapping[str, tuple[str, str]]  # see `ConversionReport`
+    identity: str
+
+
 def plan_checkpoint_conversion(
     source: CheckpointSource,
     target: Path,
@@ -232,23 +247,6 @@ def plan_checkpoint_conversion(
     return ConversionPlan(
         source, target, tuple(steps), output, after, accepted, identity.hexdigest()
     )
-
-
-@dataclass(frozen=True, eq=False)
-class ConversionPlan:
-    """The steps and files of a conversion whose arguments have been checked.
-
-    ``layout`` is that of the target. A run resumes another one with the same ``identity``: a hash
-    of version, source, options and headers.
-    """
-
-    source: CheckpointSource
-    target: Path
-    steps: tuple[ConversionStep, ...]  # also those that only check
-    output: OutputPlan
-    layout: Layout
-    accepted: Mapping[str, tuple[str, str]]  # see `ConversionReport`
-    identity: str
 
 
 def report_conversion(plan: ConversionPlan, earlier_run: str) -> ConversionReport:

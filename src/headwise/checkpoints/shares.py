@@ -166,12 +166,7 @@ def open_shares(path: Path) -> JoinedSource | None:
 def join_shares(
     shares: JoinedSource, stored: Layout | None, known: Mapping[str, int]
 ) -> JoinedSource:
-    """Return the shares as one checkpoint.
-
-    Args:
-        shares: see `open_shares`.
-        stored: the layout of the shares; any that fits if None.
-        known: heads and other counts of the whole model, as far as they are known.
+    """Return the shares as one checkpoint, in the layout ``stored``, or any that fits if None.
 
     Raises:
         CheckpointError: the counts of the model need more shares.

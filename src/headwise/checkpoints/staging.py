@@ -8,8 +8,6 @@ A file gets its line in the manifest after its rename into ``files``, so that a 
 the first file without a valid line. One rename turns ``files`` into the target.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -19,7 +17,7 @@ import zlib
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from headwise.checkpoints.source import changed_error
 from headwise.errors import CheckpointError
@@ -89,11 +87,6 @@ class StagingDir:
     """Hidden folder of one run, which locks it.
 
     The folder is removed at the end of a ``with``; an interruption leaves it for a later run.
-
-    Attributes:
-        path: the hidden folder.
-        files_path: the folder of the finished files, within ``path``.
-        earlier_run: files of an earlier run: "nothing", "its beginning", or "other work".
     """
 
     def __init__(self, target: Path, peak_size: int) -> None:
@@ -104,7 +97,8 @@ class StagingDir:
             OSError: the folder cannot be written.
         """
         self._target, self.path = target, staging_path(target)
-        self.files_path, self.earlier_run = self.path / FILES, "nothing"
+        self.files_path = self.path / FILES  # of the finished files
+        self.earlier_run = "nothing"  # or "its beginning", or "other work", which is removed
         self._lines: dict[str, dict[str, Any]] = {}
         self._is_renamed = False
         allocated = sum(file.stat().st_blocks * 512 for file in self.path.rglob("*"))
@@ -187,7 +181,7 @@ class StagingDir:
                 f"{self.path} if it still exists",
             ) from error
 
-    def __enter__(self) -> StagingDir:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -48,11 +48,7 @@ class DescribedModel:
         state = convert(
             self.checkpoint.source, self.stored, self.target, accept=(), root=None, **known
         )
-        return kind, {
-            "pretrained_model_name_or_path": None,
-            "config": config,
-            "state_dict": state,
-        }
+        return kind, {"pretrained_model_name_or_path": None, "config": config, "state_dict": state}
 
 
 def open_described_model(path: Path) -> DescribedModel | None:
@@ -204,10 +200,7 @@ def load(
 ) -> StoredModel:
     """Load the model and the tokenizer of a folder, or of a file with a description.
 
-    Args:
-        folder: the folder or the file.
-        trust_remote_code: True to run code in the folder.
-        dtype: the dtype of the model; that of its file if None.
+    ``trust_remote_code`` is True to run code in the folder; ``dtype`` that of the file if None.
 
     Raises:
         MissingExtraError: transformers is not installed.

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Float
@@ -249,30 +249,17 @@ class Budget:
         """
         scale = options.get("scale")
         scale = stages.default_scale(q) if scale is None else scale
-        floors = rounding.gradient_floors(
-            _row_rounding(q, k, options),
-            q,
-            k,
-            v,
-            grad_output,
-            scale=scale,
-            bias_gradient=bias_gradient,
-        )
+        rows, extra = _row_rounding(q, k, options), {"bias_gradient": bias_gradient}
+        floors = rounding.gradient_floors(rows, q, k, v, grad_output, scale=scale, **extra)
         leaves = {"q": q, "k": k, "v": v}
         if (sink := options.get("sink")) is not None:
             leaves["sink"] = sink
         backward = partial(_compute_gradients, options=options, read=bias_gradient)
         family = rounding.measure_family(backward, (grad_output, *leaves.values()))
         names = [*leaves, "score_bias"][: len(family.exact)]
-        return {
-            name: cls(
-                f"gradient of {name}",
-                q.dtype,
-                exact,
-                family.allowed(number, factor=factor, floor=floors[name]),
-            )
-            for number, (name, exact) in enumerate(zip(names, family.exact, strict=True))
-        }
+        allowed = [family.allowed(i, factor=factor, floor=floors[n]) for i, n in enumerate(names)]
+        parts = zip(names, family.exact, allowed, strict=True)
+        return {n: cls(f"gradient of {n}", q.dtype, exact, error) for n, exact, error in parts}
 
     # ---- use --------------------------------------------------------------------------------
 
@@ -342,15 +329,8 @@ def _attention_product(q: Tensor, k: Tensor, v: Tensor, *, options: AttentionOpt
 
 def _scores_with_sink(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
     """Return the scores with the sink's logit as an extra key, -inf without a sink."""
-    s = stages.scores(
-        q,
-        k,
-        mask=options.get("mask"),
-        score_bias=options.get("score_bias"),
-        scale=options.get("scale"),
-        softcap=options.get("softcap"),
-    )
-    sink = options.get("sink")
+    others: dict[str, Any] = {name: x for name, x in options.items() if name != "sink"}
+    s, sink = stages.scores(q, k, **others), options.get("sink")
     logit = s.new_tensor(-torch.inf) if sink is None else sink.to(s.dtype)[:, None, None]
     return torch.cat([s, logit.expand(*s.shape[:-1], 1)], dim=-1)
 

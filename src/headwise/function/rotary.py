@@ -150,8 +150,6 @@ class Rotary:
         rotated = _apply_rotation(q, cos, sin, self.pairing)
         return rotated, _apply_rotation(k, cos, sin, self.pairing)
 
-    # ---- internals --------------------------------------------------------------------------
-
     def _cos_and_sin(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors of each channel and of its partner, (length, width).
 

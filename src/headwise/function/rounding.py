@@ -12,12 +12,10 @@ A sum of n terms is allowed ``growth(n)`` * u: n up to 16 terms, 4 * sqrt(n) bey
 errors are nearly independent (Higham and Mary 2019, SIAM J. Sci. Comput. 41(5)).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, Self, TypedDict
 
 import torch
 from torch import Tensor
@@ -53,7 +51,7 @@ class Roundoff:
     eta: float
 
     @classmethod
-    def of(cls, dtype: torch.dtype, *, with_reference: bool = True) -> Roundoff:
+    def of(cls, dtype: torch.dtype, *, with_reference: bool = True) -> Self:
         """Return the roundoffs of a dtype, including those of the float64 reference itself.
 
         ``with_reference=False`` leaves those of the reference out, where each side has its own.
@@ -212,15 +210,11 @@ def default_tolerance(*dtypes: torch.dtype) -> float:
 
 
 def input_share(terms: int, dtype: torch.dtype) -> float:
-    """Return the share by which inputs of an attention move where rounding moves its output.
+    """Return the share by which inputs move, where rounding of sums of ``terms`` moves the output.
 
     Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
     (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 3.1). The roundings of k
     stored results are independent, and move the output by sqrt(k) of one.
-
-    Args:
-        terms: the number of products in its longest sum.
-        dtype: of its arithmetic.
     """
     r = Roundoff.of(dtype, with_reference=False)
     return terms * r.u + (math.sqrt(STORED_BY_PLAIN_CODE) * r.U if r.u < r.U else 0.0)

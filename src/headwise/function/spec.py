@@ -387,13 +387,9 @@ def require_conflicts_accepted(
     between: str,
     do: str = "configure the model that reads the weights accordingly, and",
 ) -> None:
-    """Raise OptionError where two functions differ in a setting that is not accepted.
+    """Raise OptionError for `AttentionSpec.conflicts` in a setting that is not accepted.
 
-    Args:
-        conflicts: see `AttentionSpec.conflicts`.
-        accept: names of settings, those of `AttentionSpec.words`; one name may be given alone.
-        between: the two that are compared, such as "llama and gpt2".
-        do: the advice before 'pass accept=["rotary"]'.
+    One name may be given alone. ``do`` is the advice before 'pass accept=["rotary"]'.
     """
     accepted = {accept} if isinstance(accept, str) else {*accept}
     if unknown := sorted(accepted - {*SETTINGS}):

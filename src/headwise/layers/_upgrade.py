@@ -35,17 +35,11 @@ BATCH, LENGTH, SEED = 3, 17, 0  # of the input on which a layer is measured
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """Difference between the outputs of two runs.
+    """Difference between the outputs of two runs."""
 
-    Attributes:
-        largest: the largest absolute difference; infinite if a value was finite before only.
-        scale: the largest absolute value before.
-        mended: the number of values that were NaN or infinite before and are finite now.
-    """
-
-    largest: float
-    scale: float
-    mended: int
+    largest: float  # the largest absolute difference; infinite if a value was finite before only
+    scale: float  # the largest absolute value before
+    mended: int  # the number of values that were NaN or infinite before and are finite now
 
     def __str__(self) -> str:
         more = f"; {self.mended} NaN or infinite values are now finite" if self.mended else ""
@@ -54,19 +48,14 @@ class OutputDifference:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """Measured change of one layer alone, on a seeded random input.
+    """Measured change of one layer alone, on a seeded random input."""
 
-    Attributes:
-        difference: None if torch's forward cannot run: on the meta device, with parameters of
-            several dtypes, or with an ``out_proj`` without a weight.
-        verdict: the new output against the float64 reference; None if ``out_proj`` has hooks or is
-            no plain linear.
-        note: another change of behaviour, or None.
-    """
-
+    # None if torch's forward cannot run: on the meta device, with parameters of several dtypes, or
+    # with an ``out_proj`` without a weight
     difference: OutputDifference | None
+    # the new output against the float64 reference; None if out_proj has hooks or is no plain linear
     verdict: BudgetVerdict | None
-    note: str | None
+    note: str | None  # another change of behaviour
 
 
 @dataclass(frozen=True)
@@ -318,17 +307,10 @@ def _layer_error_budget(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...]
             name: None if weight is None else weight.to(query.dtype)
             for name, weight in parameters.items()
         }
-        output = multi_head_attention_forward(
-            query,
-            key,
-            value,
-            layer.embed_dim,
-            layer.num_heads,
-            add_zero_attn=layer.add_zero_attn,
-            dropout_p=0.0,
-            use_separate_proj_weight=not layer._qkv_same_embed_dim,
-            **cast,
-        )[0]
+        cast |= {"add_zero_attn": layer.add_zero_attn, "dropout_p": 0.0}
+        cast["use_separate_proj_weight"] = not layer._qkv_same_embed_dim
+        sizes = (layer.embed_dim, layer.num_heads)
+        output = multi_head_attention_forward(query, key, value, *sizes, **cast)[0]
         return output.transpose(0, 1) if layer.batch_first else output
 
     inputs = inputs[:1] if inputs[0] is inputs[1] else inputs

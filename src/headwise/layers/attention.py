@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.function.gate import gate_width
 from headwise.function.rotary import Rotary
-from headwise.function.spec import AttentionSpec, GateKind
+from headwise.function.spec import AttentionSpec, GateKind, require_conflicts_accepted
 from headwise.function.stages import STAGES, scores, split_heads
 from headwise.layers import checks, conversion, hooks, packing
 from headwise.layers.cache import Cache
@@ -402,7 +402,8 @@ class Attention(nn.Module):
                 do="load headwise.sharding.gather_state(layer) into a layer of its own first",
             )
         target = registry.layout(target)
-        conversion.require_same_function_as_target(target, self, accept)
+        conflicts = self.spec.conflicts(target.function)
+        require_conflicts_accepted(conflicts, accept, between=f"this layer and {target.name}")
         canonical = conversion.canonical_state(self, self.state_dict())
         if self.rotary is None:
             return target.pack(canonical)

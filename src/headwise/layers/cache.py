@@ -160,8 +160,6 @@ class Cache:
         """Remove all tokens; the buffers are reused."""
         self.length, self.dropped, self.padding, self.needs_mask = 0, 0, None, False
 
-    # ---- internals --------------------------------------------------------------------------
-
     def _starts_of(self, padding: Tensor | None) -> Tensor | None:
         return None if padding is None else (padding - self.dropped).clamp(min=0)
 

@@ -225,14 +225,6 @@ def require_same_function_as_source(
     )
 
 
-def require_same_function_as_target(
-    layout: Layout, layer: Attention, accept: Iterable[str]
-) -> None:
-    """Raise OptionError if modules of a layout compute another function than the layer."""
-    conflicts = spec_of_layer(layer).conflicts(layout.function)
-    rules.require_conflicts_accepted(conflicts, accept, between=f"this layer and {layout.name}")
-
-
 def advise_foreign_tensors(layer: Attention, state: Mapping[str, Tensor], prefix: str) -> list[str]:
     """Return the line that loads tensors under a prefix from another layout, or none."""
     names = layer.state_dict().keys()

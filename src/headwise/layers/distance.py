@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, Unpack, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from headwise.errors import OptionError
 from headwise.function import distance
 from headwise.function.spec import BIAS_MAX
+from headwise.layers.norm import Placement
 from headwise.masks.clause import Align
 from headwise.masks.score_bias import ScoreBias
 
@@ -46,16 +47,11 @@ class FixedTable(nn.Module):
     numbers: Tensor
 
     def __init__(
-        self,
-        numbers: tuple[float, ...] | tuple[int, ...],
-        *,
-        least: torch.dtype,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, numbers: tuple[float, ...], *, least: torch.dtype, **place: Unpack[Placement]
     ) -> None:
         super().__init__()
         self._exact, self._least = numbers, least
-        buffer = self._make_numbers(device, least if dtype is None else dtype)
+        buffer = self._make_numbers(place.get("device"), place.get("dtype") or least)
         self.register_buffer("numbers", buffer, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedTable:
@@ -117,17 +113,10 @@ class AlibiSlopes(FixedTable):
     slope, 2 ** -0.25, is 0.0011 in bfloat16: a score of 4.3 at a distance of 4,096.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        *,
-        bias_max: float,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, num_heads: int, *, bias_max: float, **place: Unpack[Placement]) -> None:
         _require_slope_options(num_heads, bias_max)
         slopes = distance.alibi_slope_values(num_heads, bias_max)
-        super().__init__(slopes, least=torch.float32, device=device, dtype=dtype)
+        super().__init__(slopes, least=torch.float32, **place)
         self.bias_max = bias_max
 
     def forward(self, *, align: Align | None) -> ScoreBias:
@@ -213,20 +202,12 @@ class T5Bias:
 class T5BucketTable(FixedTable):
     """Learned table of T5's bias, (buckets, heads), as ``relative_attention_bias.weight``."""
 
-    def __init__(
-        self,
-        options: T5Bias,
-        num_heads: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, options: T5Bias, num_heads: int, **place: Unpack[Placement]) -> None:
         reach = options.max_distance
         buckets = tuple(options.bucket_of(torch.arange(-reach, reach + 1, device="cpu")).tolist())
-        super().__init__(buckets, least=torch.int64, device=device)
+        super().__init__(buckets, least=torch.int64, device=place.get("device"))
         self.options = options
-        places: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.relative_attention_bias = nn.Embedding(options.buckets, num_heads, **places)
+        self.relative_attention_bias = nn.Embedding(options.buckets, num_heads, **place)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -201,19 +201,12 @@ def _rescale_query_projection(layer: Attention, source_scale: float) -> None:
 
 @dataclass(frozen=True)
 class LayerExplanation:
-    """Printable report that ``layer.explain(...)`` returns.
+    """Printable report that ``layer.explain(...)`` returns."""
 
-    Attributes:
-        tokens: the number of tokens that are computed.
-        projections: one line for each projection: name, kind, GFLOP, widths.
-        matrix: the kernels of the attention matrix.
-        weights: the computation of the returned weights; None for layers that return none.
-    """
-
-    tokens: str
-    projections: tuple[str, ...]
-    matrix: Explanation
-    weights: str | None = None
+    tokens: str  # the number of tokens that are computed
+    projections: tuple[str, ...]  # one line for each projection: name, kind, GFLOP, widths
+    matrix: Explanation  # the kernels of the attention matrix
+    weights: str | None = None  # how returned weights are computed; None where there are none
 
     def __str__(self) -> str:
         weights = [] if self.weights is None else [f"weights: {self.weights}"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypedDict, Unpack, get_args
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,13 @@ from headwise.support.text import describe_value
 
 Kind = Literal["rms", "layer"]
 _CHOICES = {"kind": get_args(Kind), "over": get_args(Over), "place": get_args(Place)}
+
+
+class Placement(TypedDict, total=False):
+    """Device and dtype of the parameters of a module, as in torch."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -117,18 +124,11 @@ class Norm(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        options: QKNorm,
-        width: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, options: QKNorm, width: int, **place: Unpack[Placement]) -> None:
         super().__init__()
         self.options = options
-        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
-        bias = torch.empty(width, device=device, dtype=dtype) if options.kind == "layer" else None
+        self.weight = nn.Parameter(torch.empty(width, **place))
+        bias = torch.empty(width, **place) if options.kind == "layer" else None
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         self.reset_parameters()
 

@@ -255,7 +255,7 @@ def left_pad_tokens(call: CallInputs, cache: Cache) -> Unpacked:
 
 
 def _check_mask_positions_fit_cache(call: CallInputs, cache: Cache) -> None:
-    named = [clause.named_align for clause in call.mask.clauses]
+    named = [getattr(clause, "align", None) for clause in call.mask.clauses]
     named += [part.align for part in call.score_bias.by_distance]
     if cache.seen and "top-left" in named:
         raise MaskError(

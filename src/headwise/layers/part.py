@@ -4,10 +4,8 @@ The outputs of all parts add up to the output of the layer. The arguments of a c
 bias, gate) are those of all heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,19 +19,12 @@ class HeadPart:
 
     The projections of a module with a part give the channels of these heads alone. A subclass may
     change gradients of inputs, and choose its share of a parameter.
-
-    Args:
-        heads: the query heads of this part.
-        num_heads: number of query heads of the whole layer.
-        num_kv_heads: number of kv heads of the whole layer.
-
-    Attributes:
-        kv_heads: the kv heads that the query heads use.
     """
 
     def __init__(self, heads: range, *, num_heads: int, num_kv_heads: int) -> None:
         self.heads, self.num_heads, self.num_kv_heads = heads, num_heads, num_kv_heads
         group = num_heads // num_kv_heads
+        # the kv heads that the query heads use
         self.kv_heads = range(heads.start // group, (heads.stop - 1) // group + 1)
         used = [head // group - self.kv_heads.start for head in heads]
         each = max(1, len(heads) // len(self.kv_heads))
@@ -55,8 +46,6 @@ class HeadPart:
         all heads is returned.
         """
         return weights * (len(self.heads) / self.num_heads) if average else weights
-
-    # ---- the part's share of what a call has for all heads ------------------------------------
 
     def mask(self, mask: Mask, *, device: torch.device, **sizes: int) -> Mask:
         """Return the mask of these heads, for ``sizes`` of batch, queries and keys.
@@ -90,9 +79,7 @@ class HeadPart:
     def _indices_of_own_heads(self, device: torch.device) -> Tensor:
         return torch.arange(self.heads.start, self.heads.stop, device=device)
 
-    # ---- as a value ---------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[Any, Any]) -> HeadPart:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
         """Return the part itself, which never changes."""
         return self
 

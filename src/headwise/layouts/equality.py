@@ -1,10 +1,9 @@
 """Equality of layouts, and of sets of canonical tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -109,7 +108,7 @@ class LayoutReading:
         shapes = {name: patterns[local].shape(narrow) for name, local in self.names.items()}
         return {name: torch.arange(1, prod(n) + 1).reshape(n) for name, n in shapes.items()}
 
-    def number_entries_converted_to(self, other: LayoutReading) -> bytes:
+    def number_entries_converted_to(self, other: Self) -> bytes:
         """Return where each entry of a narrower model goes in the layout of ``other``."""
         narrow = {**other.sizes, **{name: n for name, n in _NARROW.items() if name in other.sizes}}
         converted = other.layout.write(self.read(self.make_numbered_tensors()), sizes=narrow)

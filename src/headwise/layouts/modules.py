@@ -204,11 +204,6 @@ def _slot_numbers(match: re.Match[str]) -> Numbers:
     return tuple((name, number) for name, number in match.groupdict().items() if name != "root")
 
 
-def template_fields(template: str) -> set[str]:
-    """Return the names of the numbers in a template."""
-    return set(SLOT.findall(template))
-
-
 @cache
 def _template_regex(template: str, *, end: str = "") -> re.Pattern[str]:
     parts = [

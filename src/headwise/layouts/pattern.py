@@ -373,12 +373,7 @@ def solve_axis_sizes(
     known: Mapping[str, int],
     splits: Mapping[str, tuple[str, ...]],
 ) -> Sizes:
-    """Return the known sizes and every size that the shapes determine.
-
-    Args:
-        shapes: tensor name -> its pattern and its shape.
-        known: counts such as heads, which follow from no shape.
-        splits: axis -> the names that it is also written by, whose product it is.
+    """Return the known sizes, counts such as heads, and every size that the shapes determine.
 
     Raises:
         ShapeError: a shape does not fit its pattern, or a count does not divide.

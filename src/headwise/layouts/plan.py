@@ -21,8 +21,8 @@ from headwise.function.weights import ROTATED, State
 from headwise.layouts import modules as naming
 from headwise.layouts import pattern as notation
 from headwise.layouts import registry
-from headwise.layouts._layout import Layout
-from headwise.layouts.modules import NamedModule, NameForm, find_modules, template_fields
+from headwise.layouts._layout import SLOT, Layout
+from headwise.layouts.modules import NamedModule, NameForm, find_modules
 from headwise.layouts.pattern import Pattern, Sizes, parse_pattern, unpack_tensor
 from headwise.support.tensors import same_bytes, tensors_of_arrays
 
@@ -40,37 +40,6 @@ class TensorHeader(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the entries."""
-
-
-@dataclass(frozen=True)
-class ConversionStep:
-    """Some tensors of the target, computed from some of the source.
-
-    Attributes:
-        inputs: names in the source.
-        outputs: name in the target -> shape; none for biases that must be +0 to be left out.
-        sides: stored tensors -> canonical ones, by names of their own, and these -> tensors of the
-            target; None where the one output is the one input, byte for byte.
-    """
-
-    inputs: tuple[str, ...]
-    outputs: Mapping[str, tuple[int, ...]]
-    sides: (
-        tuple[ModuleTensors | TensorsOutsideAttention, ModuleTensors | TensorsOutsideAttention]
-        | None
-    ) = None
-
-    @property
-    def is_copy(self) -> bool:
-        """True if the step copies one tensor byte for byte."""
-        return self.sides is None
-
-    def convert(self, stored: Mapping[str, Tensor]) -> State:
-        """Compute the tensors of the target."""
-        if self.sides is None:
-            return dict(zip(self.outputs, (stored[name] for name in self.inputs), strict=True))
-        reader, writer = self.sides
-        return writer.write(reader.read(stored))
 
 
 @dataclass(frozen=True)
@@ -112,6 +81,37 @@ class TensorsOutsideAttention:
             for name, pattern in self.patterns.items()
             if set(pattern.tensors) <= canonical.keys()
         }
+
+
+@dataclass(frozen=True)
+class ConversionStep:
+    """Some tensors of the target, computed from some of the source.
+
+    Attributes:
+        inputs: names in the source.
+        outputs: name in the target -> shape; none for biases that must be +0 to be left out.
+        sides: stored tensors -> canonical ones, by names of their own, and these -> tensors of the
+            target; None where the one output is the one input, byte for byte.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: Mapping[str, tuple[int, ...]]
+    sides: (
+        tuple[ModuleTensors | TensorsOutsideAttention, ModuleTensors | TensorsOutsideAttention]
+        | None
+    ) = None
+
+    @property
+    def is_copy(self) -> bool:
+        """True if the step copies one tensor byte for byte."""
+        return self.sides is None
+
+    def convert(self, stored: Mapping[str, Tensor]) -> State:
+        """Compute the tensors of the target."""
+        if self.sides is None:
+            return dict(zip(self.outputs, (stored[name] for name in self.inputs), strict=True))
+        reader, writer = self.sides
+        return writer.write(reader.read(stored))
 
 
 def make_copy_step(name: str, new: str, header: TensorHeader) -> ConversionStep:
@@ -195,7 +195,7 @@ def _find_counterparts(
     patterns: dict[str, Pattern] = {}
     for template, text in target.outside.items():
         pattern = parse_pattern(text)
-        if held.issuperset(pattern.tensors) and template_fields(template) == numbered:
+        if held.issuperset(pattern.tensors) and {*SLOT.findall(template)} == numbered:
             held -= set(pattern.tensors)
             patterns[template] = pattern
     return patterns
@@ -448,7 +448,7 @@ def _target_prefix(module: NamedModule, target: Layout, form: NameForm) -> str:
             do="choose another one; or read one module by Attention.from_layout",
         )
     numbers = {name for name, _ in place.numbers}
-    if template is None or not template_fields(template) <= numbers:
+    if template is None or not numbers.issuperset(SLOT.findall(template)):
         places = ", ".join(f"{role} ({at})" for role, at in target.where.items())
         raise OptionError(
             saw=f"{module.prefix}, which is {place.role} attention",

@@ -89,13 +89,9 @@ class ShardMap:
 def derive_shard_map_from_shares(
     layout: Layout, shares: Shapes, count: int, known: Mapping[str, int]
 ) -> ShardMap:
-    """Return the division of tensors, from the shapes in one of the shares.
+    """Return the division of tensors, from the shapes in one of ``count`` shares.
 
-    Args:
-        layout: the layout of the shares.
-        shares: full name -> shape.
-        count: the number of shares.
-        known: heads and other counts of the whole model, as far as they are known.
+    ``known`` counts are those of the whole model.
 
     Raises:
         OptionError, ShapeError: names, shapes or counts that do not fit the layout.
@@ -122,12 +118,7 @@ def derive_shard_map_from_whole(
 ) -> ShardMap:
     """Return the division of whole tensors over this many processes.
 
-    Args:
-        layout: the layout of the tensors.
-        wholes: full name -> shape.
-        count: the number of shares.
-        known: heads and other counts that follow from no shape.
-        also: True for the axes in ``layout.sharded_also``.
+    ``also`` is True for the axes in ``layout.sharded_also``.
 
     Raises:
         OptionError, ShapeError: see `derive_shard_map_from_shares`; and counts that the processes

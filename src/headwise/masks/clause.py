@@ -96,23 +96,15 @@ class LoweredClause(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Clause(ABC):
-    """One condition of a mask.
+    """One condition of a mask."""
 
-    Attributes:
-        kind: the name under which a lowered clause is found again.
-        tensor_fields, integer_fields: the fields that are lowered.
-        is_relative: whether it depends on the distance ``key - query`` alone. Such a clause holds
-            also where tokens are packed, and where a cache has dropped some.
-        names_every_key: whether its tensors fix the number of keys.
-        is_written: whether it is a tensor over the matrix already.
-    """
-
-    kind: ClassVar[str]
-    tensor_fields: ClassVar[tuple[str, ...]] = ()
-    integer_fields: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str]  # the name under which a lowered clause is found again
+    tensor_fields: ClassVar[tuple[str, ...]] = ()  # that are lowered
+    integer_fields: ClassVar[tuple[str, ...]] = ()  # that are lowered
+    # True for the distance ``key - query`` alone: it holds also where tokens are packed or dropped
     is_relative: ClassVar[bool] = False
-    names_every_key: ClassVar[bool] = False
-    is_written: ClassVar[bool] = False
+    names_every_key: ClassVar[bool] = False  # True if its tensors fix the number of keys
+    is_written: ClassVar[bool] = False  # True for a tensor over the matrix
 
     # ---- at known sizes ---------------------------------------------------------------------
 
@@ -181,17 +173,9 @@ class Clause(ABC):
         """(batch,): the place of each sequence's first token; None where that is 0."""
         return None
 
-    # ---- as a value -------------------------------------------------------------------------
-
     def known_sizes(self) -> MatrixSizes:
         """The least sizes that it can be bound to; 1 where any will do."""
         return MatrixSizes(1, 1, 1, 1)
-
-    @property
-    def named_align(self) -> str | None:
-        """The alignment that the caller named; None where there is none, or none is needed."""
-        named: str | None = getattr(self, "align", None)
-        return named
 
     def aligned(self, align: str) -> Clause:
         """The clause with this alignment, where it needs one and names none."""

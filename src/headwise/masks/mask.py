@@ -49,11 +49,7 @@ class Mask(lazy.ShownInNotebook):
 
     @classmethod
     def window(
-        cls,
-        left: SupportsIndex | None,
-        right: SupportsIndex | None,
-        *,
-        align: Align | None = None,
+        cls, left: SupportsIndex | None, right: SupportsIndex | None, *, align: Align | None = None
     ) -> Mask:
         """A query sees ``left`` keys before its own position and ``right`` after it.
 

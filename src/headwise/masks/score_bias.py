@@ -48,20 +48,13 @@ class ByDistance:
     """The bias of each head as a function of ``key - query``.
 
     A value, not a function: a copy holds its own tensors, and a pickle holds them at all.
-
-    Attributes:
-        name: its formula, one of `_ROWS`.
-        given: the caller's tensor, with a row for each head, or one for all.
-        align: the key from which distances count.
-        heads: the numbers of chosen heads; None for all.
-        shift: added to distances, for a part of a matrix.
     """
 
-    name: str
-    given: Tensor
-    align: Align | None
-    heads: Tensor | None = None
-    shift: int = 0
+    name: str  # its formula, one of `_ROWS`
+    given: Tensor  # the caller's tensor, with a row for each head, or one for all
+    align: Align | None  # the key from which distances count
+    heads: Tensor | None = None  # the numbers of chosen heads; None for all
+    shift: int = 0  # added to distances, for a part of a matrix
 
     def __post_init__(self) -> None:
         clause.require_align(self.align)

@@ -186,13 +186,9 @@ def require_agreement_of_ranks(
 ) -> Agreement:
     """Compare what the ranks of a mesh pass to a call.
 
-    Args:
-        call: the call, for messages.
-        mesh: of one dimension.
-        numbers: checks this rank's operands, and returns the numbers of `LOCAL` and `SHARED`: of
-            contents, or of shapes and names alone.
-        check: "first" compares contents where the shapes and names of all ranks are new, "always"
-            in every call.
+    ``numbers`` checks this rank's operands, and returns the numbers of `LOCAL` and `SHARED`: of
+    contents, or of shapes and names alone. Contents are compared where the shapes and names of all
+    ranks are new, and in every call with ``check="always"``.
 
     Raises:
         HeadwiseError: of ``numbers``, on the rank that raised it.
@@ -252,11 +248,8 @@ def _compare_contents(
 def checksum(*values: Any, contents: bool = True) -> int:
     """Return a number for values; other values have another one nearly always.
 
-    Args:
-        values: plain values, tensors, functions, and dataclasses and containers of them. Of any
-            other object its type counts alone.
-        contents: True to read samples of tensors and the code of functions; False to read shapes
-            and names alone.
+    Read are plain values, samples of tensors, the code of functions, and what dataclasses and
+    containers hold; of any other object its type. Without ``contents``, shapes and names alone.
     """
     total = 0
     for part in _yield_parts(values, contents=contents, seen={}):

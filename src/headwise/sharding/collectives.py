@@ -65,33 +65,11 @@ class TokenGroup:
 # ---- tokens ------------------------------------------------------------------------------------
 
 
-def exchange_tokens_for_heads(x: Tensor, group: TokenGroup) -> Tensor:
+def send_heads(group: TokenGroup, x: Tensor) -> Tensor:
     """Exchange tokens for heads: (length, batch, heads, width) -> (tokens, batch, heads/n, width).
 
     Rank r gets the heads [r heads/n, (r + 1) heads/n) of all tokens.
     """
-    return _Collective.apply(_send_heads, _send_tokens, group, x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def exchange_heads_for_tokens(x: Tensor, group: TokenGroup) -> Tensor:
-    """Exchange heads for tokens: the inverse of `exchange_tokens_for_heads`."""
-    return _Collective.apply(_send_tokens, _send_heads, group, x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def gather_tokens(x: Tensor, group: TokenGroup) -> Tensor:
-    """Return the tokens of all ranks: (length, *) -> (tokens, *)."""
-    return _Collective.apply(_gather, _reduce_scatter, group, x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def reduce_scatter_tokens(x: Tensor, group: TokenGroup) -> Tensor:
-    """Sum over ranks, and keep the tokens of this one: (tokens, *) -> (length, *).
-
-    The parts travel in the dtype of ``x`` and are added in its accumulation dtype.
-    """
-    return _Collective.apply(_reduce_scatter, _gather, group, x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _send_heads(group: TokenGroup, x: Tensor) -> Tensor:
     parts = x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()
     out = x.new_empty(group.total_tokens, *parts.shape[2:])
     sent = [group.local_tokens] * group.size
@@ -99,7 +77,8 @@ def _send_heads(group: TokenGroup, x: Tensor) -> Tensor:
     return out
 
 
-def _send_tokens(group: TokenGroup, x: Tensor) -> Tensor:
+def send_tokens(group: TokenGroup, x: Tensor) -> Tensor:
+    """Exchange heads for tokens: the inverse of `send_heads`."""
     return _tokens_from_ranks(group, x).movedim(0, 2).flatten(2, 3)
 
 
@@ -111,7 +90,8 @@ def _tokens_from_ranks(group: TokenGroup, x: Tensor) -> Tensor:
     return parts
 
 
-def _gather(group: TokenGroup, x: Tensor) -> Tensor:
+def gather(group: TokenGroup, x: Tensor) -> Tensor:
+    """Return the tokens of all ranks: (length, *) -> (tokens, *)."""
     longest = max(group.lengths)
     padded = x.contiguous()
     if missing := longest - group.local_tokens:
@@ -124,8 +104,24 @@ def _gather(group: TokenGroup, x: Tensor) -> Tensor:
     return torch.cat([part[:length] for part, length in parts])
 
 
-def _reduce_scatter(group: TokenGroup, x: Tensor) -> Tensor:
+def reduce_scatter(group: TokenGroup, x: Tensor) -> Tensor:
+    """Sum over ranks, and keep the tokens of this one: (tokens, *) -> (length, *).
+
+    The parts travel in the dtype of ``x`` and are added in its accumulation dtype.
+    """
     return _tokens_from_ranks(group, x).sum(0, dtype=accumulation_dtype(x.dtype)).to(x.dtype)
+
+
+# A function, and its adjoint.
+HEADS = send_heads, send_tokens
+TOKENS = send_tokens, send_heads
+WHOLE = gather, reduce_scatter
+SUMS = reduce_scatter, gather
+
+
+def exchange(pair: tuple[Any, Any], x: Tensor, group: TokenGroup) -> Tensor:
+    """Return what the function of a pair gives this rank; its adjoint gives the gradient."""
+    return _Collective.apply(*pair, group, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # ---- point to point ----------------------------------------------------------------------------
@@ -235,22 +231,18 @@ def _add(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def gather_heads_of_ranks(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the heads, the axis before the last two, of all ranks."""
-    gathered: Tensor = _GatherHeads.apply(group, x)  # type: ignore[no-untyped-call]
-    return gathered
+    return _Collective.apply(_gather_heads, _take_heads, group, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _GatherHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-        ctx.first, ctx.heads = group.rank() * x.shape[-3], x.shape[-3]
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x, group=group)
-        return torch.cat(parts, dim=-3)
+def _gather_heads(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return torch.cat(parts, dim=-3)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient.narrow(-3, ctx.first, ctx.heads)
+
+def _take_heads(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    return x.chunk(group.size(), dim=-3)[group.rank()]
 
 
 def clip_gradients(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor:

@@ -61,12 +61,7 @@ def scan_sharded(model: nn.Module, inputs: Any, **options: Any) -> HeadScan:
 
 
 def _gather_tensor_heads_from_ranks(part: Tensor, weight: DTensor) -> Tensor:
-    """Return a tensor with the heads of all ranks on axis 1, in the order of the weight's inputs.
-
-    Args:
-        part: the tensor of this rank's heads.
-        weight: the weight of the output projection, whose inputs are divided.
-    """
+    """Join heads on axis 1, in the order of the inputs of the output projection's ``weight``."""
     dims = [
         dim
         for dim, placement in enumerate(weight.placements)

@@ -19,20 +19,14 @@ from headwise.support.text import describe_value
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
 OWNERS = ("self", "cls")
 
 
 class ArgumentAdvice(NamedTuple):
-    """Advice for an argument name of another library.
+    """Advice for an argument name of another library."""
 
-    Attributes:
-        needed: how headwise has it.
-        do: what to pass instead; ``{value}`` stands for the value that was given.
-    """
-
-    needed: str
-    do: str
+    needed: str  # the form that headwise has
+    do: str  # what to pass instead; ``{value}`` stands for the value that was given
 
 
 def renamed_arguments(**aliases: str) -> dict[str, ArgumentAdvice]:
@@ -78,11 +72,8 @@ def explain_arguments(
 
     Where it takes any keyword, only those in ``answers`` are refused.
 
-    The signature, the types and what a compiler sees of the method stay as they are.
-
-    Args:
-        answers: another library's word for an argument, and what to pass instead.
-        beyond: the answer to more positional arguments than the method takes, from all of them.
+    The signature, the types and what a compiler sees of the method stay as they are. ``beyond``
+    gives the answer to more positional arguments than the method takes, from all of them.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -82,11 +82,7 @@ def _unwritable_folder_error(path: Path, error: OSError) -> OptionError:
 
 
 def parse_json_object(text: str | bytes, *, unique: bool = True) -> dict[str, Any]:
-    """Return the JSON object in a text.
-
-    Args:
-        text: the text; bytes are read as UTF-8.
-        unique: False to take the last of several fields with one name.
+    """Return the JSON object in a text; without ``unique``, the last of several fields of one name.
 
     Raises:
         ValueError: the rest of a sentence about the text: "is no JSON: ..." or "holds a list".

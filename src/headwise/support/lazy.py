@@ -21,12 +21,9 @@ OLD_LAYERS = frozenset(("headwise.layer", "headwise.drop_in", "headwise.layers.n
 def export_lazily(
     room: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package: module -> its public names.
 
-    Args:
-        room: the ``__name__`` of the package.
-        names: module, relative to the package -> its public names, by spaces. Type checkers and the
-            reference read the same names below ``if TYPE_CHECKING``; a test compares the two.
+    Type checkers and the reference read these below ``if TYPE_CHECKING``; a test compares the two.
     """
     homes = {name: module for module, words in names.items() for name in words.split()}
 
@@ -121,11 +118,9 @@ def silence_imports() -> Iterator[None]:
 def require_package(module: str, *, purpose: str, pip: str = "'headwise[demo]'") -> Any:
     """Import a module of an optional package without its warnings, and return the module.
 
-    Args:
-        module: the full name. Name a module that its package loads lazily, to silence its warnings:
-            transformers imports other installed packages, which may log many.
-        purpose: the use of the package in headwise, for the message.
-        pip: the argument of pip install, for a package outside the extra demo.
+    Name a module that its package loads lazily, to silence its warnings: transformers imports other
+    installed packages, which may log many. ``purpose`` is the use of the package in headwise, and
+    ``pip`` the argument of pip install.
 
     Raises:
         MissingExtraError: the package is not installed.

@@ -60,11 +60,7 @@ TO_COPY = "aten::_to_copy"
 
 
 def is_in_functorch(*, unknown: bool) -> bool:
-    """True if a transform of torch.func (grad, vmap, jvp, ...) is running.
-
-    Args:
-        unknown: the answer where torch does not say.
-    """
+    """True if a transform of torch.func (grad, vmap, ...) runs; ``unknown`` if torch hides it."""
     return unknown if _interpreter_stack is None else _interpreter_stack() is not None
 
 

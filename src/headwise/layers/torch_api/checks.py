@@ -52,16 +52,7 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool, bo
 
 
 class Call(NamedTuple):
-    """One call: inputs, masks, options, and the parameters before the output projection.
-
-    Attributes:
-        width: that of all heads together: of the projected queries, keys and values.
-        weights: one packed weight, or those of queries, keys and values.
-        bias: those of queries, keys and values, packed.
-        bias_k: the key of a slot that every query may attend to.
-        bias_v: its value.
-        add_zero_attn: True for a slot of zeros.
-    """
+    """One call: inputs, masks, options, and the parameters before the output projection."""
 
     query: Tensor
     key: Tensor
@@ -74,13 +65,13 @@ class Call(NamedTuple):
     dropout_p: float
     batch_first: bool
     embed_dim: int
-    width: int
+    width: int  # that of all heads together: of the projected queries, keys and values
     num_heads: int
-    weights: tuple[Tensor | None, ...]
-    bias: Tensor | None
-    bias_k: Tensor | None
-    bias_v: Tensor | None
-    add_zero_attn: bool
+    weights: tuple[Tensor | None, ...]  # one packed weight, or those of queries, keys and values
+    bias: Tensor | None  # those of queries, keys and values, packed
+    bias_k: Tensor | None  # the key of a slot that every query may attend to
+    bias_v: Tensor | None  # its value
+    add_zero_attn: bool  # True for a slot of zeros
     static_k: Tensor | None = None
     static_v: Tensor | None = None
 
@@ -345,12 +336,7 @@ def _check_slots(call: Call) -> None:
 
 
 def cast_under_autocast_or_raise(name: str, x: Tensor, like: Tensor) -> Tensor:
-    """Return ``x`` in the dtype of ``like``; under autocast it is cast.
-
-    Raises:
-        RuntimeDTypeError: another dtype without autocast.
-        RuntimeDeviceError: another device.
-    """
+    """Return ``x`` in the dtype of ``like``; raise for another one without autocast, or device."""
     if x.device != like.device:
         _refuse_device(name, x, like, "the queries")
     if x.dtype == like.dtype:

@@ -42,16 +42,14 @@ def match_projection_form(
     to ``error_msgs``, as torch does for sizes, for both values of ``strict``.
     """
     packed, separate = prefix + PACKED, [prefix + name for name in SEPARATE]
-    has_packed, has_separate = packed in state_dict, all(key in state_dict for key in separate)
-    if has_packed == has_separate:  # neither form, or both
-        return state_dict
+    forms = packed in state_dict, all(key in state_dict for key in separate)
     held = {name: x for name, x in layer._parameters.items() if x is not None}
-    if has_packed and PACKED not in held and held.keys() >= set(SEPARATE):
+    here = PACKED in held, held.keys() >= set(SEPARATE)
+    converted: dict[str, Tensor] | None = None
+    if (forms, here) == ((True, False), (False, True)):
         converted = _split_packed_weight(state_dict[packed], held, packed, error_msgs)
-    elif has_separate and PACKED in held and SEPARATE[0] not in held:
+    elif (forms, here) == ((False, True), (True, False)):
         converted = _pack_separate_weights(state_dict, held[PACKED], prefix, error_msgs)
-    else:
-        return state_dict
     if converted is None:
         return state_dict
     if local_metadata.get("assign_to_params_buffers", False):

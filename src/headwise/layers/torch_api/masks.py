@@ -41,13 +41,8 @@ def convert_masks(
 ) -> tuple[Mask | None, ScoreBias | None]:
     """Return torch's two masks as one `Mask` and one `ScoreBias`, None for an absent one.
 
-    Args:
-        padding: (batch, keys), bool or float.
-        attn_mask: (queries, keys) or (batch*heads, queries, keys), bool or float.
-        num_heads: number of heads in the first axis of a 3-D mask.
-        slots: keys appended by bias_k and add_zero_attn, open to every query.
-        hinted: the call's ``is_causal``: a hint to test ``attn_mask``, never a mask itself.
-        dtype: the dtype of the queries.
+    ``slots`` are keys appended by bias_k and add_zero_attn, open to every query; ``hinted`` is the
+    call's ``is_causal``: a hint to test ``attn_mask``, never a mask; ``dtype`` that of the queries.
     """
     mask: Mask | None = None
     score_bias: ScoreBias | None = None

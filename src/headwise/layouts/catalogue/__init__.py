@@ -58,21 +58,11 @@ _OUTSIDE = {
 
 
 def describe_layout(
-    name: str,
-    *,
-    model: str = "",
-    outside: str | Tensors = "",
-    columns: bool = False,
-    **fields: Any,
+    name: str, *, model: str = "", outside: str | Tensors = "", columns: bool = False, **fields: Any
 ) -> Layout:
-    """Return a layout of the catalogue.
+    """Return a layout; without a ``source``, that of the folder ``model`` of transformers.
 
-    Args:
-        name: in kebab case.
-        model: the folder of transformers that it was read from, where there is no ``source``.
-        outside: weights outside of attention, or the words of `weights_outside_attention`.
-        columns: goes with these words.
-        fields: the other fields of `Layout`.
+    ``outside`` may be the words of `weights_outside_attention`, with their ``columns``.
     """
     model = model or name.replace("-", "_")
     source = {"source": f"transformers, models/{model}/modeling_{model}.py"}
@@ -137,12 +127,7 @@ def output_projection(name: str, *, bias: bool = True) -> Tensors:
 
 
 def qkv_fused_by_projection(
-    name: str,
-    out: str = "",
-    *,
-    kv_heads: str = "heads",
-    bias: bool = True,
-    columns: bool = False,
+    name: str, out: str = "", *, kv_heads: str = "heads", bias: bool = True, columns: bool = False
 ) -> Tensors:
     """Return one linear layer of all queries, then all keys, then all values.
 

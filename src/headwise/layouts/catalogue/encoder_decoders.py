@@ -4,7 +4,7 @@ from headwise.function.spec import AttentionSpec, BucketRule
 from headwise.layouts.catalogue import both_sides, describe_layout, projections
 
 _T5 = projections("q k v o", source="source_dim", biases="") | {
-    "relative_attention_bias.weight": "distances: buckets heads",
+    "relative_attention_bias.weight": "distances: buckets heads"
 }
 _T5_WHERE = both_sides("{side}.block.{layer}.layer.", "0.SelfAttention.", "1.EncDecAttention.")
 _T5_FUNCTION = AttentionSpec(scale=1.0, score_bias=BucketRule())

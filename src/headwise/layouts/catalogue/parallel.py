@@ -44,7 +44,6 @@ _MEGATRON_OUT = output_projection("linear_proj")
 _MEGATRON_NORMS = catalogue.head_norms("q_layernorm", "k_layernorm", bias=True)
 _SELF = {"self": "decoder.layers.{layer}.self_attention."}
 
-
 _GROUPED = catalogue.qkv_fused_by_group("linear_qkv") | _MEGATRON_OUT | _MEGATRON_NORMS
 _MEGATRON_CORE = (
     describe_layout(
@@ -131,7 +130,6 @@ _LEGACY_LAYOUTS = (
     _legacy_megatron_layout(2, "2.0 and later", _NEW_MODULE, catalogue.qkv_fused_by_head(_FUSED)),
 )
 
-
 _TE_REST = output_projection("proj") | catalogue.head_norms("q_norm", "k_norm", bias=True)
 _ENGINE = (
     describe_layout(
@@ -215,8 +213,7 @@ LAYOUTS = (
     describe_layout(
         name="metaseq",
         tensors=catalogue.fused_projection_by_pattern(
-            "qkv_proj",
-            "([wk: heads head_dim | wv: heads head_dim | wq: heads head_dim])",
+            "qkv_proj", "([wk: heads head_dim | wv: heads head_dim | wq: heads head_dim])"
         )
         | output_projection("out_proj"),
         where={"self": "decoder.layers.{layer}.self_attn."},

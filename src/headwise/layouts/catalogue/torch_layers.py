@@ -12,10 +12,7 @@ _PACKED = {
     **_OUT,
 }
 # add_bias_kv=True: one more key and value, after the projection.
-_EXTRA = {
-    "bias_k": "extra_k: () () (heads head_dim)",
-    "bias_v": "extra_v: () () (heads head_dim)",
-}
+_EXTRA = {"bias_k": "extra_k: () () (heads head_dim)", "bias_v": "extra_v: () () (heads head_dim)"}
 _WHERE = {"self": "layers.{layer}.self_attn.", "cross": "layers.{layer}.multihead_attn."}
 # Those of a layer are torch's own. Around the layers torch has no class; the names are BERT's.
 _LAYER = (

@@ -25,14 +25,7 @@ P = TypeVar("P", Tensor, Tensor | None)
 
 
 class RankHeads(HeadPart):
-    """The heads that this process computes; each rank of the mesh has as many.
-
-    Args:
-        mesh: the ranks, in one dimension.
-        num_heads: as in `HeadPart`.
-        num_kv_heads: as in `HeadPart`.
-        check_inputs: the calls in which all ranks compare their inputs; see `Heads`.
-    """
+    """The heads that this process computes; each rank of the mesh has as many."""
 
     def __init__(
         self, mesh: DeviceMesh, *, num_heads: int, num_kv_heads: int, check_inputs: agreement.Check
@@ -82,10 +75,8 @@ class RankHeads(HeadPart):
 def local_part(parameter: P, *, heads_of_this_rank: bool = True) -> P:
     """Return what this rank holds of a parameter, as a plain tensor.
 
-    Args:
-        parameter: a DTensor on the mesh of the heads, or what is none.
-        heads_of_this_rank: True if the tensor is used for the heads of this rank alone: where all
-            ranks hold the whole, the gradient is then the sum over ranks.
+    With ``heads_of_this_rank`` it is used for these alone: where all ranks hold the whole, the
+    gradient is then the sum over ranks.
 
     Raises:
         OptionError: a parameter that FSDP divides as well, and has not gathered for this call.

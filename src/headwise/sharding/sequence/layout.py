@@ -195,23 +195,23 @@ class SharedTokens(collectives.TokenGroup):
 
     def gather(self, x: Tensor, *, dim: int = 2) -> Tensor:
         """Return the whole sequence on every rank."""
-        tokens_first = collectives.gather_tokens(x.movedim(dim, 0), self)
+        tokens_first = collectives.exchange(collectives.WHOLE, x.movedim(dim, 0), self)
         return self.layout.to_sequence_order(tokens_first, dim=0).movedim(0, dim)
 
     def exchange_for_heads(self, x: Tensor) -> Tensor:
         """Return some heads of the whole sequence, (batch, heads/n, tokens, width)."""
-        tokens_first = collectives.exchange_tokens_for_heads(x.permute(2, 0, 1, 3), self)
+        tokens_first = collectives.exchange(collectives.HEADS, x.permute(2, 0, 1, 3), self)
         return self.layout.to_sequence_order(tokens_first, dim=0).permute(1, 2, 0, 3)
 
     def exchange_for_tokens(self, x: Tensor) -> Tensor:
         """Return all heads of this rank's tokens: the inverse of `exchange_for_heads`."""
         tokens_first = self.layout.to_rank_order(x.permute(2, 0, 1, 3), dim=0)
-        return collectives.exchange_heads_for_tokens(tokens_first, self).permute(1, 2, 0, 3)
+        return collectives.exchange(collectives.TOKENS, tokens_first, self).permute(1, 2, 0, 3)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Sum (batch, heads, tokens, *) of the whole sequence; keep the tokens of this rank."""
         tokens_first = self.layout.to_rank_order(x.movedim(2, 0), dim=0)
-        return collectives.reduce_scatter_tokens(tokens_first, self).movedim(0, 2)
+        return collectives.exchange(collectives.SUMS, tokens_first, self).movedim(0, 2)
 
 
 def _require_counts(length: SupportsIndex, ranks: SupportsIndex) -> tuple[int, int]:

@@ -85,7 +85,7 @@ class SequenceMatrix(LeftOperand):
     @property
     def positions(self) -> Int[Tensor, " queries"]:
         """The positions of this rank's queries in the sequence."""
-        return self._queries.layout.positions(self._queries.rank, device=self._device)
+        return self._queries.layout.positions(self._queries.rank, device=self._q.device)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={n}" for axis, n in zip(MATRIX_AXES, self.shape, strict=True))
@@ -174,7 +174,7 @@ class SequenceMatrix(LeftOperand):
             OptionError: as `AttentionMatrix.topk`.
         """
         if queries is None:
-            queries = torch.arange(self._queries.local_tokens, device=self._device)
+            queries = torch.arange(self._queries.local_tokens, device=self._q.device)
         queries = checks.require_query_positions(
             queries, self._queries.local_tokens, call=f"topk({k}, queries=index)"
         )
@@ -222,26 +222,20 @@ class SequenceMatrix(LeftOperand):
         queries = checks.require_block_count("queries", queries, length)
         keys = checks.require_block_count("keys", keys, width)
         block = self.positions * queries // max(1, length)
-        exact = accumulation_dtype(self._dtype)
-        cells = torch.zeros(batch, heads, queries, keys, dtype=exact, device=self._device)
+        exact = accumulation_dtype(self._q.dtype)
+        cells = torch.zeros(batch, heads, queries, keys, dtype=exact, device=self._q.device)
         rows = self._concatenate_over_runs(
             lambda matrix: matrix.pool(max(1, matrix.shape[2]), keys)
         )
         cells = cells.index_add(2, block, rows[:, :, : len(block)].to(exact))
-        whole = torch.arange(length, device=self._device) * queries // max(1, length)
+        whole = torch.arange(length, device=self._q.device) * queries // max(1, length)
         counts = torch.bincount(whole, minlength=queries).clamp(min=1).to(exact)
         total = sum_forward_and_backward(cells, group=self._queries.group)
-        return (total / counts[:, None]).to(self._dtype)
-
-    # ---- internals --------------------------------------------------------------------------
+        return (total / counts[:, None]).to(self._q.dtype)
 
     @property
-    def _device(self) -> torch.device:
-        return self.parts[0][1].q.device
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.parts[0][1].q.dtype
+    def _q(self) -> Tensor:
+        return self.parts[0][1].q
 
     def _concatenate_over_runs(
         self, read: Callable[[AttentionMatrix], Tensor], *, dim: int = 2

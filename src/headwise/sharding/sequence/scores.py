@@ -102,15 +102,8 @@ def agree_on_scores(
 ) -> SequenceScores:
     """Check the operands of all ranks, and return the scores that they share: a collective.
 
-    Nothing is sent with ``check="never"``, and while torch.compile traces.
-
-    Args:
-        call: the call, for messages.
-        operands: q and k of this rank, and v where the call has values.
-        mesh: of one dimension.
-        options: the other arguments of the call.
-        further: checks other arguments, and returns plain values that are the same on every rank.
-        check: the calls in which contents are compared; see `require_agreement_of_ranks`.
+    Nothing is sent with ``check="never"``, and while torch.compile traces. ``further`` checks other
+    arguments, and returns plain values that are the same on every rank.
     """
     agreement.require_mesh(mesh, call)
 
