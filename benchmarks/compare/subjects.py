@@ -10,8 +10,7 @@ from benchmarks.faults.fault_case import LayerStack, Probe
 from benchmarks.faults.fault_case import Subject as Layer
 from benchmarks.faults.geometry import NormSettings, RotarySettings
 from benchmarks.faults.reference_layer import STAGES, ReferenceLayer
-from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling

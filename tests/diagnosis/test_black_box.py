@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headwise import Attention, compare
 from headwise.diagnosis.results import Verdict
-from headwise.diagnosis.simulation.stages import Inputs
+from headwise.diagnosis.simulation.model import Inputs
 from headwise.errors import MaskError, OptionError, ShapeError
 
 WIDTH, HEADS = 40, 5

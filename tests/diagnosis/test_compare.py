@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headwise import Attention, Mask, Rotary, compare
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.stages import Inputs
+from headwise.diagnosis.simulation.model import Inputs
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.errors import OptionError, ShapeError
 from headwise.layers.distance import Alibi

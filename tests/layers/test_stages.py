@@ -8,8 +8,7 @@ from torch import Tensor
 
 from headwise import Attention, Mask, Rotary, compare
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.function.stages import STAGES
 from headwise.layers.conversion import state_per_head
 from headwise.layers.distance import Alibi, T5Bias

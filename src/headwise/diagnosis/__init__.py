@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headwise.diagnosis.results import Diagnosis as Diagnosis
     from headwise.diagnosis.results import ModuleMoves as ModuleMoves
     from headwise.diagnosis.results import Verdict as Verdict
-    from headwise.diagnosis.simulation.stages import Inputs as Inputs
+    from headwise.diagnosis.simulation.model import Inputs as Inputs
     from headwise.diagnosis.subjects.recording import record_activations as record_activations
 
 __getattr__, __dir__, __all__ = export_lazily(
@@ -28,7 +28,7 @@ __getattr__, __dir__, __all__ = export_lazily(
         "detection": "Detection",
         "probes": "ComparisonInputs",
         "results": "Diagnosis ModuleMoves Verdict",
-        "simulation.stages": "Inputs",
+        "simulation.model": "Inputs",
         "subjects.recording": "record_activations",
     },
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.source import CheckpointSource
-from headwise.diagnosis import blind_spots, catalogue, functions, models, probes, search
+from headwise.diagnosis import catalogue, functions, models, probes, search
 from headwise.diagnosis._verify import verify_opened
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import SEED
@@ -23,8 +23,7 @@ from headwise.diagnosis.detection import GivenWeights, open_weights
 from headwise.diagnosis.probes import ComparisonInputs, NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects import layers, recording, subject, transformers
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, read_vocabulary_size, run_model
@@ -269,7 +268,7 @@ class Comparison:
             blind=blind,
             isolated=self._probe_parts_of_function(side) if verdict is Verdict.UNKNOWN else (),
             tried=0 if explained.has_other_rows else len(self.candidates),
-            unseen=blind_spots.find_unseen_setting_changes(self.model, calls, self.dtype)
+            unseen=probes.find_unseen_setting_changes(self.model, calls, self.dtype)
             if hidden
             else (),
             unprobed=tuple(self._list_unprobed_arguments()) if hidden else (),
@@ -357,9 +356,9 @@ class Comparison:
 
     def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
         """Return the reason why these inputs could not show a difference; "" if they could."""
-        if blind := blind_spots.explain_insensitivity_to_scores(self.model, calls, self.dtype):
+        if blind := probes.explain_insensitivity_to_scores(self.model, calls, self.dtype):
             return blind
-        reason = blind_spots.describe_unseen_setting(
+        reason = probes.describe_unseen_setting(
             self.first.model, self.second.model, calls, self.dtype
         )
         are_data = self.first.model is not None and self.second.model is not None
@@ -368,7 +367,7 @@ class Comparison:
         )
         if differ and not self._outputs_agree_on_probes():
             elsewhere = "outputs agree on these inputs and differ on those that headwise makes"
-            reason = reason or blind_spots.describe_degenerate_attention(self.model, calls)
+            reason = reason or probes.describe_degenerate_attention(self.model, calls)
             return "; ".join(filter(None, [reason, elsewhere]))
         return reason
 

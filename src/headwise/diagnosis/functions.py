@@ -24,8 +24,7 @@ from headwise.diagnosis.simulation.gaps import (
     absolute_difference,
     allowed_difference,
 )
-from headwise.diagnosis.simulation.model import AttentionModel, visible_keys
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall, visible_keys
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.run import relative_difference_norm
 from headwise.errors import OptionError, ShapeError

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import blind_spots, catalogue, search
+from headwise.diagnosis import catalogue, probes, search
 from headwise.diagnosis.comparison import (
     SEED,
     FunctionComparison,
@@ -25,8 +25,7 @@ from headwise.diagnosis.comparison import (
 )
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, relative_difference_norm
 from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
 from headwise.errors import OptionError, ShapeError
@@ -231,12 +230,12 @@ class LayerPair:
         if dropout := describe_dropout_difference(self.mine.dropout, self.theirs.dropout):
             return dropout
         if self.mine.window != self.theirs.window:
-            return blind_spots.describe_unseen_window(self.mine.window, self.theirs.window, calls)
-        if unseen := blind_spots.describe_unseen_setting(mine, theirs, calls, calls[0].dtype):
+            return probes.describe_unseen_window(self.mine.window, self.theirs.window, calls)
+        if unseen := probes.describe_unseen_setting(mine, theirs, calls, calls[0].dtype):
             return unseen
         if self._known_model is None or (mine and theirs and mine.is_equal(theirs)):
             return ""
-        return blind_spots.explain_insensitivity_to_scores(self._known_model, calls, calls[0].dtype)
+        return probes.explain_insensitivity_to_scores(self._known_model, calls, calls[0].dtype)
 
     def _find_exchanged_layer(self) -> str:
         """Return the other layer of the second model that computes the same; "" for none."""

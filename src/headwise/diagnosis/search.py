@@ -14,14 +14,13 @@ from torch import Tensor
 
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import CAUSES, Cause
-from headwise.diagnosis.causes import axes, gates, masks, norms, rotary, scores, weights
+from headwise.diagnosis.causes import axes, masks, norms, rotary, scores, weights
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant
 from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import WHOLE, Cell, Gap, Gaps, measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
-from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.errors import OptionError
 from headwise.function.rounding import is_coarser
 from headwise.function.stages import STAGES
@@ -30,7 +29,7 @@ from headwise.function.stages import STAGES
 SEARCHES: Mapping[Cause, Search] = {
     cause: vars(module)[f"_{name.lower()}"]
     for name, cause in vars(catalogue).items()
-    for module in (weights, axes, norms, rotary, scores, gates, masks)
+    for module in (weights, axes, norms, rotary, scores, masks)
     if f"_{name.lower()}" in vars(module)
 }
 MOST_CAUSES = 4

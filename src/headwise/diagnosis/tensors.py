@@ -16,8 +16,8 @@ from torch import Tensor
 from headwise.checkpoints.attention import attention_from_state
 from headwise.checkpoints.config import Config, attention_window, layout_in_layer, resolve
 from headwise.diagnosis.catalogue import cause_of_layer_shifts
+from headwise.diagnosis.moves.find import find_state_moves
 from headwise.diagnosis.moves.move import MoveReport
-from headwise.diagnosis.moves.state import find_state_moves
 from headwise.diagnosis.results import (
     ModuleMoves,
     OutputComparison,

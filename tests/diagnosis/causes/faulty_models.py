@@ -10,8 +10,7 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import CAUSES
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.search import CauseSearchResult, search_causes
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Inputs, RecordedCall
 from headwise.function.spec import AttentionSpec, RotaryRule
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WIDTH = 4, 2, 10, 6, 26

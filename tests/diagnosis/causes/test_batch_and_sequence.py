@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise import compare
-from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from tests.diagnosis.causes.faulty_models import (
     BATCH,
     inputs_of,

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Inputs, RecordedCall
 from tests.diagnosis.causes.faulty_models import (
     BATCH,
     TOKENS,

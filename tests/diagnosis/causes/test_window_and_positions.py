@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import Inputs
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs
 from headwise.function.spec import NormRule
 from tests.diagnosis.causes.faulty_models import (
     HEADS,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.diagnosis.moves.find import extract_rows, find_state_moves, replace_rows
 from headwise.diagnosis.moves.move import apply_moves
-from headwise.diagnosis.moves.state import extract_rows, find_state_moves, replace_rows
 from headwise.function.weights import State
 from tests.diagnosis.moves.projections import GEOMETRIES, halves, projections
 

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.moves.find import HeadsAndOutput, find_moves
+from headwise.diagnosis.moves.find import HeadsAndOutput, extract_rows, find_moves, replace_rows
 from headwise.diagnosis.moves.maps import MatrixMap, Rows
 from headwise.diagnosis.moves.move import Edited, Move, Taken
-from headwise.diagnosis.moves.state import extract_rows, replace_rows
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.rounding import default_tolerance
 from headwise.function.stages import STAGES
 

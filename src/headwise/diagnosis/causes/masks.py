@@ -16,8 +16,12 @@ from torch import Tensor
 
 from headwise.diagnosis.catalogue import PLACED, SCORES
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, key_query_distances
-from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.diagnosis.simulation.model import (
+    AttentionModel,
+    ForcedStage,
+    RecordedCall,
+    key_query_distances,
+)
 from headwise.function.stages import repeat_kv_heads
 
 MOST_SHIFTS = 12

@@ -1,4 +1,4 @@
-"""Causes in norms and residuals: of queries and keys, and of the input and the output."""
+"""Causes in norms and residuals, of queries, keys, input and output; and in the output gate."""
 
 from __future__ import annotations
 
@@ -115,3 +115,11 @@ def _residual_inside(evidence: Evidence) -> Variants:
     if evidence.model.weights["wo"].shape[2] == evidence.model.weights["wq"].shape[2]:
         model = evidence.replace_stages(OUTPUT, _add_residual)
         yield Variant(model, {}, "compare without the residual: a(x) - x")
+
+
+def _output_gate_missing(evidence: Evidence) -> Variants:
+    if "wg" in evidence.model.weights:
+        model = evidence.model.with_weights(wg=None, bg=None).with_settings(output_gate=None)
+        kind = evidence.model.settings.output_gate
+        repair = f'multiply the head outputs by the sigmoid of gate_proj(x): output_gate="{kind}"'
+        yield Variant(model, {"gate": "none"}, repair)

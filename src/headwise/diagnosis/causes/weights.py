@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence, Variant, Variants, flatten_tokens
-from headwise.diagnosis.moves import state
+from headwise.diagnosis.moves import find
 from headwise.diagnosis.moves.maps import MapName, Rows
 from headwise.diagnosis.moves.move import ROUNDED, cast_and_back, format_dtype
 from headwise.diagnosis.simulation.gaps import (
@@ -107,7 +107,7 @@ WIDEST = 0.15
 
 
 def _initial_weights(evidence: Evidence) -> Variants:
-    rows = state.extract_rows(evidence.model.weights)
+    rows = find.extract_rows(evidence.model.weights)
     for role, stage in STAGE_OF.items():
         parted = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
         if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
@@ -117,7 +117,7 @@ def _initial_weights(evidence: Evidence) -> Variants:
             continue
         if not _has_no_trace_of_right_weights(evidence, role, tokens[0], whitened):
             continue
-        for kind in state.list_initialisations(role, rows):
+        for kind in find.list_initialisations(role, rows):
             if _is_drawn_from(whitened, kind):
                 variant = _fit_weights_variant(evidence, role, *tokens, kind)
                 if not _has_permuted_entries(variant.model.weights[f"w{role}"], rows):
@@ -132,9 +132,9 @@ def _has_no_trace_of_right_weights(
 
     Where the right weights look initialised themselves, some stage must agree as well.
     """
-    rows = state.extract_rows(evidence.model.weights)
+    rows = find.extract_rows(evidence.model.weights)
     all_parted = all(evidence.parted_calls_and_heads(stage) for stage in ("q", "k", "v"))
-    if all_parted and state.recognise_initialisation(role, rows) is not None:
+    if all_parted and find.recognise_initialisation(role, rows) is not None:
         return False
     roles = [role] if role == "o" else [each for each in rows.roles if each != "o"]
     for each in roles:
@@ -182,14 +182,14 @@ def _whiten_tokens(x: Tensor, y: Tensor) -> Tensor | None:
     return products if products.numel() >= LEAST_ENTRIES else None
 
 
-def _is_drawn_from(products: Tensor, kind: state.Initialisation) -> bool:
+def _is_drawn_from(products: Tensor, kind: find.Initialisation) -> bool:
     """True if products with unit vectors are independent normal numbers of the right variance."""
     combinations, rows = products.shape
-    normal = state.Initialisation(kind.text, kind.standard_deviation, is_uniform=False)
+    normal = find.Initialisation(kind.text, kind.standard_deviation, is_uniform=False)
     apart = float(products.square().mean().sqrt()) / kind.standard_deviation - 1
     if abs(apart) * (2 * products.numel()) ** 0.5 > MOST_DEVIATIONS:
         return False
-    if state.kolmogorov_smirnov_statistic(products.flatten(), normal) >= state.CRITICAL:
+    if find.kolmogorov_smirnov_statistic(products.flatten(), normal) >= find.CRITICAL:
         return False
     gram = (products / kind.standard_deviation) @ (products / kind.standard_deviation).T / rows
     size = float((gram - torch.eye(combinations, dtype=gram.dtype)).square().sum())
@@ -197,7 +197,7 @@ def _is_drawn_from(products: Tensor, kind: state.Initialisation) -> bool:
 
 
 def _fit_weights_variant(
-    evidence: Evidence, role: str, x: Tensor, y: Tensor, kind: state.Initialisation
+    evidence: Evidence, role: str, x: Tensor, y: Tensor, kind: find.Initialisation
 ) -> Variant:
     weights = evidence.model.weights
     biased = f"b{role}" in weights

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED, Cause
-from headwise.diagnosis.moves.labels import read_bits
 from headwise.diagnosis.moves.maps import BOTH, MapName, MatrixMap, RowMap, Rows, take_rows
+from headwise.diagnosis.moves.search import read_bits
 
 Edit = Callable[[Tensor], Tensor]  # of rows (heads, channels, columns)
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headwise.diagnosis.simulation import model as simulated
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
-from headwise.diagnosis.simulation.stages import RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.function import distance, rotary, rounding
 from headwise.function.stages import BEFORE, STAGES, repeat_kv_heads
 

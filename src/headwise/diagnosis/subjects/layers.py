@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints import config as configs
 from headwise.checkpoints.attention import attention_from_state
-from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.spec import AttentionSpec

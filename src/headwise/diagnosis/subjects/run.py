@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.comparison import SEED
-from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.function import FAILURES, describe_error
 from headwise.diagnosis.subjects.layers import ModuleData, read_attention_modules
 from headwise.diagnosis.subjects.subject import read_dropout

@@ -11,8 +11,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.simulation.model import AttentionModel
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.errors import OptionError
 from headwise.layouts.equality import PARTS
 from headwise.support.quantised import require_unquantised

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise.checkpoints.config import attention_window
-from headwise.diagnosis.simulation.model import AttentionModel, key_query_distances
-from headwise.diagnosis.simulation.stages import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import (
+    AttentionModel,
+    Inputs,
+    RecordedCall,
+    key_query_distances,
+)
 from headwise.diagnosis.subjects.function import FAILURES, describe_error
 from headwise.diagnosis.subjects.layers import read_attention_modules
 from headwise.diagnosis.subjects.run import find_main_tensor, record_layers
