@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.running import FirstCall, pair_modules, record_first_calls
+from headwise.diagnosis.running import is_over_sequences, pair_modules, record_first_calls
 from headwise.layouts.modules import NamedModule, NamedPosition
+from headwise.scanning.call import CapturedCall
 from tests.scanning.models import BATCH, LENGTH, WIDTH, Caller
 
 NAMES = ("deep.0", "deep.1", "side")
@@ -28,7 +29,7 @@ class Parts(nn.Module):
         return x
 
 
-def seen() -> tuple[State, list[FirstCall]]:
+def seen() -> tuple[State, list[CapturedCall]]:
     model = Parts()
     return model.state_dict(), record_first_calls(model, {"x": torch.randn(BATCH, LENGTH, WIDTH)})
 
@@ -47,17 +48,17 @@ def modules(state: State) -> list[NamedModule]:
     ]
 
 
-def names(state: State, found: list[FirstCall]) -> dict[str, str]:
+def names(state: State, found: list[CapturedCall]) -> dict[str, str]:
     pairs = pair_modules(modules(state), found, state)
-    return {module.prefix.rstrip("."): own.name for module, own in pairs}
+    return {module.prefix.rstrip("."): own.layer for module, own in pairs}
 
 
 def test_each_module_is_seen_once_with_what_it_was_given_first() -> None:
     model, x = Parts(), torch.randn(BATCH, LENGTH, WIDTH)
     found = record_first_calls(model, {"x": x})
-    assert [one.name for one in found] == ["side", "deep.0", "deep.1"]
-    assert torch.equal(found[0].x, x)
-    assert all(one.is_over_sequences for one in found)
+    assert [one.layer for one in found] == ["side", "deep.0", "deep.1"]
+    assert torch.equal(found[0].state, x)
+    assert all(is_over_sequences(one) for one in found)
 
 
 def test_a_module_that_runs_again_at_once_is_seen_with_its_first_input() -> None:
@@ -79,7 +80,7 @@ def test_a_module_that_runs_again_at_once_is_seen_with_its_first_input() -> None
 
     x = torch.randn(BATCH, LENGTH, WIDTH)
     [one] = record_first_calls(Twice(), {"x": x})
-    assert torch.equal(one.x, x)
+    assert torch.equal(one.state, x)
 
 
 def test_what_is_held_tells_whatever_it_is_called() -> None:
@@ -129,6 +130,6 @@ def test_windows_of_a_picture_are_no_sequences() -> None:
             return super().forward(x.unflatten(1, (2, -1)).flatten(0, 1), mask)
 
     [one] = record_first_calls(nn.Sequential(Windows()), {"input": torch.randn(BATCH, 6, WIDTH)})
-    assert not one.is_over_sequences
+    assert not is_over_sequences(one)
     [one] = record_first_calls(nn.Sequential(Caller()), {"input": torch.randn(BATCH, 6, WIDTH)})
-    assert one.is_over_sequences
+    assert is_over_sequences(one)

@@ -300,7 +300,6 @@ class Comparison:
         return calls, names
 
     def _list_unprobed_arguments(self) -> Iterator[str]:
-        """Yield the arguments that no input has and one side takes, with the side that does not."""
         inputs = [probe.inputs for probe in self.probes]
         for name in ("mask", "source"):
             takes = [getattr(each, f"takes_{name}") for each in (self.first, self.second)]
@@ -310,7 +309,6 @@ class Comparison:
                 yield f"a {name}{lacks}"
 
     def _probe_parts_of_function(self, side: str) -> tuple[str, ...]:
-        """Return what probes of a function say about its parts."""
         function, sizes = self.doubtful, self.known.input_widths
         if not isinstance(function, BlackBox) or sizes is None:
             return ()
@@ -468,7 +466,6 @@ def _take_layer_like(module: nn.Module, stored: GivenWeights) -> GivenWeights:
 
 
 def _find_stored_attention_modules(stored: GivenWeights) -> tuple[NamedModule, ...]:
-    """Return the attention modules of stored weights, in the layout that finds most."""
     detection = replace(stored, known={}).detection()  # by names: the layer may have other counts
     groups = (*detection.candidates, *detection.misplaced, *detection.damaged)
     return max((group[0].modules for group in groups), key=len, default=())

@@ -74,13 +74,11 @@ class _Side:
 
     @property
     def candidates(self) -> list[CandidateLayout]:
-        """A layout of each map and function that fits."""
         groups = self.detection.fitting or self.detection.damaged
         return [group[0] for group in groups][: 1 if self.layout else None]
 
     @property
     def description(self) -> str:
-        """The name of the layout, with its counts."""
         candidate = next(iter(self.candidates), None)
         if candidate is None:
             return ""
@@ -115,7 +113,6 @@ class _Reading:
         return self.pair[0].layout, self.pair[1].layout
 
     def find_difference(self, sides: Sides, at: int) -> str | None:
-        """Return the first difference in attention, as one of side ``at``; None if it is equal."""
         mine, theirs = self.pair[at], self.pair[1 - at]
         states = sides[at].weights.tensors, sides[1 - at].weights.tensors
         called, names_heads = f"the {SIDES[1 - at]}", "heads" not in self.effects

@@ -145,7 +145,6 @@ def _list_module_sizes(
 def _find_module_faults(
     module_fit: ModuleFit, whole: NamedModule, layout: Layout, headers: Headers
 ) -> list[str]:
-    """Return the faults of a module, by comparison with a whole one."""
     module, fits = module_fit
     mine, like = ({v: k for k, v in each.tensors.items()} for each in (module, whole))
     if missing := sorted(layout.required - mine.keys()):
@@ -164,7 +163,6 @@ def _find_module_faults(
 
 
 def _possible_sizes(layout: Layout, shapes: Shapes, counts: Mapping[str, int]) -> Iterator[Sizes]:
-    """Yield the sizes that a module may have; try every number of heads if it is open."""
     axes = {name for pattern in layout.patterns.values() for name in pattern.axis_names()}
     if (sizes := _solve_sizes(layout, shapes, counts)) is not None:
         yield sizes

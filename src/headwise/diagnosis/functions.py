@@ -89,8 +89,6 @@ def _in_dtype(function: BlackBox, dtype: torch.dtype) -> BlackBox:
 
 @dataclass(frozen=True)
 class _FunctionPair:
-    """Two functions on the same input in a dtype."""
-
     first: BlackBox
     second: BlackBox
     given: Inputs
@@ -118,7 +116,6 @@ class _FunctionPair:
 
     @property
     def gap(self) -> float:
-        """The relative difference of the outputs."""
         return relative_difference_norm(*self.outputs)
 
     @cached_property
@@ -143,7 +140,6 @@ class _FunctionPair:
 
     @property
     def differs(self) -> bool:
-        """True if the outputs are apart by more than both noise floors explain."""
         return bool((absolute_difference(*self.outputs) > sum(self.floors)).any())
 
     def __str__(self) -> str:
@@ -214,7 +210,6 @@ class BlackBoxComparison:
         return self.widths[0] != self.widths[1]
 
     def _compare_one_token(self) -> Iterator[str]:
-        """Compare the outputs for one key, and then the weights for several."""
         if "sink" in self.model.weights:  # a share of the weight has no value
             return
         source = (
@@ -240,7 +235,6 @@ class BlackBoxComparison:
             yield from self._compare_recovered_attention_weights()
 
     def _compare_visible_keys(self) -> Iterator[str]:
-        """Compare the pairs of a query and another token that it sees."""
         if self._is_cross_attention:
             return
         x = _draw_token_vectors(1, TOKENS, self.widths[0], TOKENS_SEED)

@@ -404,7 +404,6 @@ def _without_setting(model: AttentionModel, name: str) -> list[AttentionModel]:
 
 
 def _is_seen(model: AttentionModel, other: AttentionModel, calls: Sequence[RecordedCall]) -> bool:
-    """True if what was recorded of a call would be apart by more than rounding."""
     return any(_differs(model, call, stage, other) for call in calls for stage in call.stages)
 
 

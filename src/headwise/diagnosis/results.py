@@ -396,7 +396,6 @@ def _append_place(name: str, where: str) -> str:
 
 
 def _describe_tensors(singular: str, plural: str, tensors: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a clause with a verb and the first tensors' names and heads; [] without tensors."""
     shown = [(f"`{name}`", where) for name, where in tensors]
     if len(shown) < 2:
         return [_append_place(f"{name} {singular}", where) for name, where in shown]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,48 +32,14 @@ from headwise.scanning.inputs import require_finite_parameters
 from headwise.scanning.record import record_attention
 
 
-@dataclass(frozen=True, eq=False)
-class FirstCall:
-    """First attention call of one module of a model."""
-
-    module: nn.Module
-    name: str
-    x: Tensor
-    # (batch, heads, queries, keys): scale * q.k in float64, before masks and softcaps.
-    scores: Tensor
-    values: Tensor  # (batch, heads, keys, value_dim), in float64
-    # Each head's part of the output projection; None if it was not captured.
-    out_proj: Tensor | None
-    is_capped: bool  # True if the scores have a softcap
-
-    @property
-    def is_over_sequences(self) -> bool:
-        """True if ``x`` is (batch, length, embed_dim) and its tokens attend to each other.
-
-        Layers that cut pictures into windows, or join sequences, have other inputs.
-        """
-        batch, _, queries, keys = self.scores.shape
-        return self.x.dim() == 3 and self.x.shape[:2] == (batch, queries) and queries == keys
-
-
-def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[FirstCall]:
+def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[CapturedCall]:
     """Return the first call of each self-attention module of a model, in the order of the run."""
-    calls: dict[nn.Module, FirstCall] = {}
+    calls: dict[nn.Module, CapturedCall] = {}
 
     def on_complete(call: CapturedCall) -> None:
-        if call.module is None or call.is_cross or call.module in calls:
-            return
-        if call.state is None or call.values is None:
-            return
-        calls[call.module] = FirstCall(
-            module=call.module,
-            name=call.layer,
-            x=call.state,
-            scores=compute_scaled_scores(call.matrix),
-            values=call.values.double(),
-            out_proj=call.out_proj,
-            is_capped=call.matrix.softcap is not None,
-        )
+        is_known = call.state is not None and call.values is not None
+        if call.module is not None and not call.is_cross and is_known:
+            calls.setdefault(call.module, call)
 
     require_finite_parameters(model)  # NaN agrees with nothing
     with record_attention(model, on_complete=on_complete) as recorder:
@@ -82,15 +48,26 @@ def record_first_calls(model: nn.Module, inputs: Mapping[str, Any]) -> list[Firs
     return list(calls.values())
 
 
+def is_over_sequences(call: CapturedCall) -> bool:
+    """True if the input is (batch, length, embed_dim) and its tokens attend to each other.
+
+    Layers that cut pictures into windows, or join sequences, have other inputs.
+    """
+    assert call.state is not None
+    batch, _, queries, keys = call.matrix.shape
+    is_of_tokens = call.state.dim() == 3 and call.state.shape[:2] == (batch, queries)
+    return is_of_tokens and queries == keys
+
+
 def compute_scaled_scores(matrix: AttentionMatrix) -> Tensor:
-    """Return scale * q.k in float64."""
+    """Return scale * q.k in float64, before masks and softcaps."""
     q, k = matrix.q.double(), matrix.k.double()
     return scaled_products(q, k, scale=matrix.scale, softcap=None)
 
 
 def pair_modules(
-    modules: Iterable[NamedModule], calls: Iterable[FirstCall], state: Mapping[str, Tensor]
-) -> list[tuple[NamedModule, FirstCall]]:
+    modules: Iterable[NamedModule], calls: Iterable[CapturedCall], state: Mapping[str, Tensor]
+) -> list[tuple[NamedModule, CapturedCall]]:
     """Pair the modules of a checkpoint with the calls of modules that hold the same matrices.
 
     A module with no equal matrices (other weights, or another layout) is paired by name. If there
@@ -108,7 +85,7 @@ def pair_modules(
     for module in list(waiting):
         name = f".{module.prefix.rstrip('./')}."
         # One name is part of the other: base models omit a prefix.
-        similar = (c for c in unpaired if name in f".{c.name}." or f".{c.name}." in name)
+        similar = (c for c in unpaired if name in f".{c.layer}." or f".{c.layer}." in name)
         if module.prefix and (call := next(similar, None)) is not None:
             unpaired.remove(call)
             waiting.remove(module)
@@ -119,16 +96,15 @@ def pair_modules(
 
 
 def _find_call_sharing_most_matrices(
-    tensors: Iterable[Tensor], calls: Iterable[FirstCall]
-) -> FirstCall | None:
+    tensors: Iterable[Tensor], calls: Iterable[CapturedCall]
+) -> CapturedCall | None:
     """Return the call whose module shares most matrices: some may be the same in all modules."""
     matrices = [x for x in tensors if x.dim() > 1]
-    shared = {
-        call: sum(
-            any(_is_equal_after_cast(x, p) for p in call.module.parameters()) for x in matrices
-        )
-        for call in calls
-    }
+    shared: dict[CapturedCall, int] = {}
+    for call in calls:
+        assert call.module is not None
+        held = [*call.module.parameters()]
+        shared[call] = sum(any(_is_equal_after_cast(x, p) for p in held) for x in matrices)
     most = max(shared.values(), default=0)
     return next((call for call, count in shared.items() if count == most), None) if most else None
 
@@ -204,20 +180,20 @@ class _Trial:
 
     candidate: CandidateLayout
     state: Mapping[str, Tensor]
-    calls: list[FirstCall]
+    calls: list[CapturedCall]
     config: Mapping[str, Any]
 
     @cached_property
-    def pair_modules_with_calls(self) -> list[tuple[NamedModule, FirstCall]]:
+    def pair_modules_with_calls(self) -> list[tuple[NamedModule, CapturedCall]]:
         modules = [each for each in self.candidate.modules if each.place.role != "cross"]
         pairs = pair_modules(modules, self.calls, self.state)
-        return [(module, call) for module, call in pairs if call.is_over_sequences]
+        return [(module, call) for module, call in pairs if is_over_sequences(call)]
 
     def find_agreeing_sizes(self) -> Sizes | str | NotComparedError:
         """Return the first sizes that agree; else the first difference, or why none was sought."""
         first = self.candidate.modules[0]
         pairs = self.pair_modules_with_calls
-        heads = next((call.scores.shape[1] for module, call in pairs if module is first), None)
+        heads = next((call.matrix.shape[1] for module, call in pairs if module is first), None)
         fits = [fit for fit in self.candidate.fits if heads in (None, fit["heads"])]
         outcomes = [self._compare_with_sizes(fit) for fit in fits]
         if None in outcomes:
@@ -227,7 +203,6 @@ class _Trial:
         return next(uncompared, differences[0] if differences else f"the model has {heads} heads")
 
     def with_comparison_as_reason(self, candidate: CandidateLayout) -> CandidateLayout:
-        """Return a candidate of the same map with the comparison as one more reason."""
         compared, total = len(self.pair_modules_with_calls), len(candidate.modules)
         reason = f"behaviour: {compared} of {total} modules compared, alike"
         return replace(candidate, reasons=(*candidate.reasons, reason))
@@ -235,7 +210,7 @@ class _Trial:
     def _compare_with_sizes(self, sizes: Sizes) -> str | NotComparedError | None:
         """Return the first difference, or why a layer cannot be compared; None if all agree."""
         if not self.pair_modules_with_calls:
-            number = sum(call.is_over_sequences for call in self.calls)
+            number = sum(is_over_sequences(call) for call in self.calls)
             return NotComparedError(
                 saw=f"none of its {len(self.candidate.modules)} modules is one of the {number} "
                 "that attend to whole sequences",
@@ -251,14 +226,14 @@ class _Trial:
             return NotComparedError(error.saw, error.needed)
 
     def _find_difference(
-        self, module: NamedModule, call: FirstCall, sizes: Sizes
+        self, module: NamedModule, call: CapturedCall, sizes: Sizes
     ) -> str | NotComparedError | None:
         layout = layout_in_layer(self.candidate.layout, self.config, module.layer)
         # Without the operations on finished scores.
         dropped: dict[str, Any] = dict.fromkeys(("score_bias", "softcap", "window", "clip"), ABSENT)
         layout = replace(layout, function=replace(layout.function, **dropped))
         # Head counts may differ between towers of a model.
-        call_heads, (heads, kv_heads) = call.scores.shape[1], query_and_kv_head_counts(sizes)
+        call_heads, (heads, kv_heads) = call.matrix.shape[1], query_and_kv_head_counts(sizes)
         counts = {"heads": call_heads, "kv_heads": max(1, kv_heads * call_heads // heads)}
         layer = self._build_layer(layout, module, counts)
         part = _find_differing_stage(layer, self.candidate.layout.function, call)
@@ -270,7 +245,6 @@ class _Trial:
     def _describe_unknown_rotation(
         self, layout: Layout, module: NamedModule
     ) -> NotComparedError | None:
-        """Return why different scores decide nothing, if the rotation of the model is unknown."""
         rotary = layout.function.rotary
         rotation = rotary_section_of_layer(self.config, module.layer)
         if rotary is FROM_CONFIG:
@@ -302,30 +276,33 @@ class _Trial:
 
 
 @torch.no_grad()
-def _find_differing_stage(layer: Attention, spec: AttentionSpec, call: FirstCall) -> str | None:
+def _find_differing_stage(layer: Attention, spec: AttentionSpec, call: CapturedCall) -> str | None:
     """Return the stage of a layer that differs by more than rounding in the model's dtype."""
-    if spec.softcap is not FROM_CONFIG and (spec.softcap is not ABSENT) != call.is_capped:
+    if spec.softcap is not FROM_CONFIG and (spec.softcap is not ABSENT) != (
+        call.matrix.softcap is not None
+    ):
         return "softcaps"
     if call.out_proj is not None:
         heads = layer.out_proj.weight.mT.unflatten(0, (layer.num_heads, layer.value_dim))
         if not torch.equal(heads.to(call.out_proj.dtype), call.out_proj):
             return "output projections"
     # transformers rotates and normalises in float32, even if all else is float64.
-    x = call.x.float() if call.x.dtype == torch.float64 else call.x
+    assert call.state is not None
+    assert call.values is not None
+    x = call.state.float() if call.state.dtype == torch.float64 else call.state
     rounded = deepcopy(layer).to(x.dtype)
 
-    def in_dtype_of(x: Tensor) -> Attention:
-        return layer if x.dtype == torch.float64 else rounded
+    theirs = {SCORES: compute_scaled_scores(call.matrix), VALUES: call.values.double()}
 
-    def scores(x: Tensor) -> Tensor:
-        return compute_scaled_scores(in_dtype_of(x).matrix(x))
+    def compute(stage: str, x: Tensor) -> Tensor:
+        run = layer if x.dtype == torch.float64 else rounded
+        if stage == SCORES:
+            return compute_scaled_scores(run.matrix(x))
+        v = split_heads(run.v_proj(x), heads=layer.num_kv_heads)
+        return repeat_kv_heads(v, heads=theirs[VALUES].shape[1])  # some models repeat theirs first
 
-    def values(x: Tensor) -> Tensor:
-        v = split_heads(in_dtype_of(x).v_proj(x), heads=layer.num_kv_heads)
-        return repeat_kv_heads(v, heads=call.values.shape[1])  # some models repeat theirs first
-
-    for stage, ours, theirs in ((SCORES, scores, call.scores), (VALUES, values, call.values)):
-        budget = Budget.for_function(ours, x)
-        if budget.exact.shape != theirs.shape or not budget.check(theirs):
+    for stage, recorded in theirs.items():
+        budget = Budget.for_function(partial(compute, stage), x)
+        if budget.exact.shape != recorded.shape or not budget.check(recorded):
             return stage
     return None

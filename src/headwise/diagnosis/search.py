@@ -519,7 +519,6 @@ class ExplainedCalls:
 
     @property
     def _stage_gaps(self) -> tuple[StageGaps, ...]:
-        """The gaps of each stage and call, before any cause, for the report."""
         heads: dict[tuple[str, int], list[Gap]] = {}
         for (stage, number, _), gap in self.gaps.cells.items():
             heads.setdefault((stage, number), []).append(gap)

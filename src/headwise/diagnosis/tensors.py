@@ -139,7 +139,6 @@ def compare_tensors(
 
 
 def _all_modules_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
-    """True if every module has all its tensors in shapes that fit."""
     with suppress(*UNREADABLE):
         _require_fit(state, of, counts)
         return True
@@ -151,7 +150,6 @@ def _require_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> None:
 
 
 def _only_some_modules_fit(state: Stored, of: Layout, counts: Mapping[str, int]) -> bool:
-    """True if some modules fit and others do not."""
     return not _all_modules_fit(state, of, counts) and any(
         _all_modules_fit(
             {name: state[name] for name in (*module.tensors, *module.beside)}, of, counts
@@ -205,7 +203,6 @@ def _compare_converted(
 
 
 def _strip_prefix(stored: Stored, prefix: str) -> Stored:
-    """Return the tensors under the names that they have within their module."""
     if not all(name.startswith(prefix) for name in stored):
         return stored
     return {name.removeprefix(prefix): stored[name] for name in stored}
@@ -213,8 +210,6 @@ def _strip_prefix(stored: Stored, prefix: str) -> Stored:
 
 @dataclass
 class _StepwiseTensorEvidence:
-    """Evidence collected from one conversion step after another."""
-
     first: Stored
     second: Stored
     source: Layout
@@ -228,7 +223,6 @@ class _StepwiseTensorEvidence:
     only_first: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def compare_step(self, step: plan.ConversionStep) -> None:
-        """Compare the outputs of one step with the second's tensors."""
         stored = {name: self.first[name] for name in step.inputs}
         if not step.outputs:  # biases that the second's layout has no tensor for
             nonzero = [name for name, tensor in stored.items() if not is_positive_zero(tensor)]
@@ -450,7 +444,6 @@ def _unpack_module(
 def _find_module_with_weights(
     state: State, modules: Sequence[NamedModule], read: Callable[[NamedModule], State]
 ) -> NamedModule | None:
-    """Return the module that has exactly these weights."""
     for module in modules:
         with suppress(*UNREADABLE):
             if not equality.list_differing_tensors(state, read(module)):

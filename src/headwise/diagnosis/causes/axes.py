@@ -67,12 +67,10 @@ def _head_outputs_along_batch(forced: ForcedStage) -> Tensor:
 
 
 def _rotate_along_batch(forced: ForcedStage) -> Tensor:
-    """Return queries or keys rotated by their place in the batch."""
     return forced.with_inputs(positions=_positions_in_batch(forced)).usual_result()
 
 
 def _positions_in_batch(forced: ForcedStage) -> Tensor:
-    """Return the place in the batch as a position, (batch, tokens)."""
     batch, tokens = forced.call.inputs.x.shape[:2]
     return torch.arange(batch)[:, None].expand(batch, tokens)
 
@@ -116,7 +114,6 @@ def _number_of_heads(evidence: Evidence) -> Variants:
 
 
 def _count_recorded_heads(evidence: Evidence) -> int | None:
-    """Return the number of heads of recorded queries; None where they were not recorded."""
     recorded = (call.stages["q"].shape[1] for call in evidence.calls if "q" in call.stages)
     return next(recorded, None)
 

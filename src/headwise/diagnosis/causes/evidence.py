@@ -144,7 +144,6 @@ Search: TypeAlias = Callable[[Evidence], Variants]
 
 
 def _apply_move_to_model(model: AttentionModel, move: Move) -> AttentionModel:
-    """Return the model after a move of its weights and biases."""
     change, weights = move.change, dict(model.weights)
     if isinstance(change, Taken) and isinstance(change.step, MatrixMap):
         change = Taken(replace(change.step, given=None))  # of weights in place of activations
@@ -189,7 +188,6 @@ def _subtract_biases(rows: Rows, biases: Mapping[str, Tensor], roles: Sequence[s
 
 
 def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
-    """Yield moves of the output projection."""
     model, calls = evidence.model, evidence.calls
     recorded = [{"head outputs", "output"} <= set(call.stages) for call in calls]
     if not evidence.parted_calls_and_heads("output") or not all(recorded):
@@ -212,7 +210,6 @@ def _yield_output_moves(evidence: Evidence) -> Iterator[Move]:
 def _collect_stage_rows(
     model: AttentionModel, calls: Sequence[RecordedCall]
 ) -> tuple[Rows, Rows] | None:
-    """Return the rows of a and of b, of the stages that every call has."""
     roles = [role for role in "qkv" if all(role in call.stages for call in calls)]
     ours = {role: _channels_by_head([call.stages[role] for call in calls]) for role in roles}
     theirs = _predict_rows(model, calls, roles).matrices
@@ -235,7 +232,6 @@ def _channels_by_head(stages: Sequence[Tensor]) -> Tensor:
 def _predict_with_transposed_square_matrices(
     model: AttentionModel, calls: Sequence[RecordedCall], roles: Sequence[str]
 ) -> Rows | None:
-    """Return the rows of b with each square matrix transposed, None where none is square."""
     weights = extract_rows(model.weights)
     square = tuple(role for role in weights.list_square_roles() if role in roles)
     if not square:

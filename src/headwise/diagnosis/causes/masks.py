@@ -195,7 +195,6 @@ def _scores_with_window(length: int | None, forced: ForcedStage) -> Tensor:
 
 
 def _largest_distances_before_and_after(evidence: Evidence) -> tuple[int, int]:
-    """Return the largest distances at which recorded scores show a key before and after."""
     before, after = [0], [0]
     for call in evidence.calls:
         scores = call.stages.get("scores")
@@ -210,7 +209,6 @@ def _largest_distances_before_and_after(evidence: Evidence) -> tuple[int, int]:
 def _change_later_calls(
     evidence: Evidence, stages: Sequence[str], change: Callable[[ForcedStage], ForcedStage]
 ) -> AttentionModel:
-    """Return the model with stages that are changed in calls with earlier keys."""
 
     def in_later_calls(forced: ForcedStage) -> Tensor:
         return (change(forced) if forced.call.earlier else forced).usual_result()
@@ -310,7 +308,6 @@ class Eviction:
 
 
 def _list_evictions(past: int) -> Iterator[Eviction]:
-    """Yield evictions of up to ``past`` keys."""
     for last in range(past):
         yield Eviction(missing=last + 1)
         for first in FIRST:
@@ -350,6 +347,5 @@ def _hide_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
 
 
 def _mix_remaining_values(eviction: Eviction, forced: ForcedStage) -> Tensor:
-    """Return the head outputs of weights over the keys that are left."""
     values = forced.values_of_all_calls[:, :, eviction.remaining_keys(forced.call)]
     return forced["weights"] @ repeat_kv_heads(values, heads=forced["weights"].shape[1])

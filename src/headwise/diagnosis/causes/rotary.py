@@ -197,7 +197,6 @@ def _rotary_scaling_kind(evidence: Evidence, rotary: RotaryRule) -> Variants:
 def _list_other_scalings(
     rotary: RotaryRule, factors: Sequence[float], lengths: Sequence[int]
 ) -> Iterator[Scaling | None]:
-    """Return the scalings of other kinds that have frequencies for this rotation."""
     made: list[Scaling | None] = [None]
     for factor in factors:
         made += [LinearScaling(factor), NTKScaling(factor)]

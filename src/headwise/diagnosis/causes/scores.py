@@ -83,7 +83,6 @@ def _distance_bias_slope_rule(evidence: Evidence) -> Variants:
 
 
 def _slopes_of_every_rule(heads: int) -> dict[str, Tensor]:
-    """Return slopes by the name of their rule."""
     index = torch.arange(heads, dtype=torch.float64)
     powers = {"lower": 2 ** math.floor(math.log2(heads)), "upper": 2 ** math.ceil(math.log2(heads))}
     rules: dict[str, Tensor] = {}
@@ -123,7 +122,6 @@ def _softmax_dtype(evidence: Evidence) -> Variants:
 def _softmax_in_dtypes(
     stored: torch.dtype, within: torch.dtype, after: torch.dtype, forced: ForcedStage
 ) -> Tensor:
-    """Return the softmax of scores that are stored in a dtype, computed and stored in others."""
     scores = forced["scores"].to(stored).to(within)
     return _softmax_with_sink(scores, forced.weight("sink")).to(after).double()
 

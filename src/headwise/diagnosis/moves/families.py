@@ -31,7 +31,6 @@ _EXCHANGES = {
 
 
 def _draft_exchanged_roles(sizes: RowSizes) -> Iterator[Draft]:
-    """Yield the exchanges of two roles, and one role in the place of another."""
     indices = sizes.number_rows()
     for cause, (first, second) in _EXCHANGES.items():
         if indices[first].numel() != indices[second].numel():
@@ -79,7 +78,6 @@ def _draft_fused_orders(sizes: RowSizes) -> Iterator[Draft]:
 
 
 def _draft_fused_kv_orders(sizes: RowSizes) -> Iterator[Draft]:
-    """Yield keys and values that are fused without the queries."""
     if sizes.head_dim != sizes.value_dim:
         return
     lengths = sizes.lengths()
@@ -119,13 +117,11 @@ class _Nest:
     splits: Splits
 
     def write(self, order: tuple[str, ...]) -> str:
-        """Return the pattern with the blocks in an order."""
         inner = dict(zip(USUAL, self.blocks, strict=True))
         blocks = " | ".join(f"{TENSORS[role]}: {inner[role]}" for role in order)
         return f"({self.before}[{blocks}]) embed_dim"
 
     def describe(self, order: tuple[str, ...]) -> str:
-        """Return the name with the blocks in an order."""
         return self.name.replace("*", f"[{'|'.join(order)}]")
 
 
@@ -181,7 +177,6 @@ def _draft_interleaved_heads(sizes: RowSizes) -> Iterator[Draft]:
 
 
 def _draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
-    """Yield heads in another order of groups."""
     indices = sizes.number_rows()
     for number in (n for n in range(2, sizes.heads) if sizes.heads % n == 0):
         group = sizes.heads // number

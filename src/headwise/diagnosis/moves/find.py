@@ -169,7 +169,6 @@ def _unite_changes_over_roles(changed: list[Move]) -> tuple[Move, ...]:
 def _list_wrong_biases(
     moves: Sequence[Move], a: Rows, b: Rows, tolerance: float
 ) -> tuple[str, ...]:
-    """Return the roles whose biases differ after the moves."""
     ours, made = a.biases, apply_moves(moves, b).biases
     return tuple(r for r in a.roles if not _biases_equal(ours.get(r), made.get(r), tolerance))
 
@@ -216,7 +215,6 @@ def _keep_bias_in_place(
 
 
 def _find_cleared_biases(wrong: Sequence[str], a: Rows) -> tuple[Move, ...]:
-    """Return the moves of wrong biases that are missing, and of those that are zero."""
     dropped = tuple(role for role in wrong if role not in a.biases)
     zero = tuple(role for role in wrong if role in a.biases and not bool(a.biases[role].any()))
     cleared = Edited(dict.fromkeys(zero, torch.zeros_like), parts=BIASES)
@@ -228,7 +226,6 @@ def _find_cleared_biases(wrong: Sequence[str], a: Rows) -> tuple[Move, ...]:
 
 
 def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tuple[Move, ...]:
-    """Return moves of biases that are not those of their weights."""
     roles = tuple(role for role in a.roles if role in a.biases and role in b.biases)
     if not set(wrong) <= set(roles):
         return ()
@@ -295,7 +292,6 @@ class HeadsAndOutput:
                 yield Move.of_step(step, WEIGHTS)
 
     def _yield_block_moves(self) -> Iterator[Move]:
-        """Yield orders of heads and shards, and factors of heads."""
         sizes = self.rows.head_counts_and_dims()
         for blocks in search.list_block_counts("o", sizes):
             if blocks > MOST_BLOCKS:
@@ -396,7 +392,6 @@ def find_state_moves(
 
 
 def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -> list[Move]:
-    """Return the moves of roles that were initialised anew."""
     fresh: dict[str, list[str]] = {}
     for role in unexplained:
         if role not in ours.roles or not _has_few_equal_entries(role, ours, theirs):
@@ -425,7 +420,6 @@ def _has_few_equal_entries(role: str, a: Rows, b: Rows) -> bool:
 
 
 def _equalise_kv_heads(a: Rows, b: Rows) -> tuple[Rows, Rows]:
-    """Return rows with the kv heads of the side with fewer of them repeated."""
     counts = [x.matrices["k"].shape[0] if "k" in x.matrices else 0 for x in (a, b)]
     most = max(counts)
     if min(counts) == most or not min(counts) or most % min(counts):

@@ -207,7 +207,6 @@ def _label_nearest_directions(ours: Tensor, theirs: Tensor, *, start: int) -> tu
 
 
 def _find_nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest right row of each row, and 1 - |cosine|."""
     nearest = torch.zeros(len(ours), dtype=torch.int64)
     apart = torch.ones(len(ours), dtype=torch.float64)
     for place in range(0, len(ours) if len(theirs) else 0, _ROWS_AT_ONCE):
@@ -311,7 +310,6 @@ def _yield_steps_with_block_order(
     sizes: RowSizes,
     roles: tuple[str, ...],
 ) -> Iterator[Steps]:
-    """Yield a step and an order of blocks, in either order."""
     for side, other in ((forward, a), (backward, b)):
         possible = _mark_block_permutations(side.labels[1:], other, sizes, roles)
         for place in (possible.nonzero().flatten() + 1).tolist():
@@ -371,7 +369,6 @@ def explain_roles(
 
 
 def _has_known_labels_by_role(a: Labelled, b: Labelled) -> dict[str, bool]:
-    """Return whether each label of a role of a is one of b's."""
     every = torch.cat([b.plain, *b.by_map.values()])
     spans = a.sizes.spans()
     known = {role: bool(torch.isin(a.plain[span], every).all()) for role, span in spans.items()}
@@ -398,7 +395,6 @@ def _group_roles_exchanging_rows(
 
 
 def _restrict_steps_to_roles(steps: Steps, roles: tuple[str, ...], sizes: RowSizes) -> Steps:
-    """Return steps that leave all other roles where they are."""
     return tuple(_restrict_step_to_roles(step, roles, sizes) for step in steps)
 
 

@@ -153,7 +153,6 @@ def _largest_change_by_perturbation(forced: ForcedStage, r: rounding.Roundoff) -
 
 
 def _count_summed_terms(forced: ForcedStage) -> int:
-    """Return the number of products in the longest sum."""
     tensors = (*forced.model.weights.values(), forced.call.inputs.x)
     return max([sum(x.shape[-2:]) for x in tensors if x.dim() > 1])
 
@@ -180,7 +179,6 @@ def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
 
 
 def _name_used_weights(call: RecordedCall, stage: str) -> set[str]:
-    """Return names of the weights by which a stage is computed from the recorded ones."""
     names = {*WEIGHTS_OF.get(stage, ())}
     for earlier in BEFORE[stage]:
         if earlier not in call.stages:

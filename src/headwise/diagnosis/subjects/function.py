@@ -221,7 +221,6 @@ class BlackBox(Subject):
 
 
 def _narrowest_dtype(x: Tensor) -> torch.dtype:
-    """Return the coarsest dtype that holds every entry of a tensor."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if torch.equal(x.to(dtype).to(x.dtype), x):
             return dtype if is_coarser(dtype, x.dtype) else x.dtype

@@ -201,7 +201,6 @@ def read_attention_modules(model: nn.Module) -> list[ModuleData]:
 
 
 def _read_native_or_torch_layer(name: str, module: nn.Module) -> ModuleData | None:
-    """Return a layer of headwise or torch as data."""
     prefix = f"{name}." if name else ""
     if isinstance(module, Attention):
         parts = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
@@ -217,7 +216,6 @@ def _read_native_or_torch_layer(name: str, module: nn.Module) -> ModuleData | No
 
 
 def _read_transformers_modules(model: nn.Module) -> list[ModuleData]:
-    """Return the attention of a model of transformers, by its config and its layout."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict[str, Any])
     fields: dict[str, Any] = to_dict()
     name = configs.layout_name(fields) if fields else None

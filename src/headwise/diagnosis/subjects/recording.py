@@ -223,7 +223,6 @@ def record_activations(
 
 
 def _split_output(output: Tensor, stage: str, heads: int, kv_heads: int | None) -> Tensor:
-    """Return the output of a part, split into heads if they are joined."""
     if stage == "output" or output.dim() != 3:
         return output
     heads = (kv_heads or heads) if stage[0] in "kv" else heads

@@ -71,7 +71,6 @@ def relative_difference_norm(first: Tensor, second: Tensor) -> float:
 
 
 def _list_gaps(first: Tensors, second: Tensors) -> dict[str, float]:
-    """Return the relative difference of each tensor that both have."""
     return {n: relative_difference_norm(x, second[n]) for n, x in first.items() if n in second}
 
 
@@ -120,7 +119,6 @@ def run_model(
 def _run_in_dtype(
     dtype: torch.dtype, model: nn.Module, arguments: Arguments
 ) -> tuple[list[LayerRun], dict[str, Tensor]]:
-    """Return the attentions and the outputs of a run in a dtype."""
     positional, named = arguments
 
     def cast(part: Any) -> Any:
@@ -256,14 +254,11 @@ def _random_tokens(model: nn.Module, vocabulary: int | None) -> dict[str, Tensor
 
 @dataclass(frozen=True, eq=False)
 class _Projections:
-    """The attention modules of a model as data, and what their projections took and returned."""
-
     model: nn.Module
     modules: list[ModuleData]
     runs: Mapping[nn.Module, Sequence[ModuleRun]]
 
     def find_module_data(self, call: CapturedCall) -> ModuleData | None:
-        """Return the module of a captured call as data."""
         named = self.model.named_modules()  # without the number of a run
         name = next((name for name, module in named if module is call.module), call.layer)
         return next((data for data in self.modules if data.covers_module(name)), None)

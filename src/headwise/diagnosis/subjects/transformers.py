@@ -115,7 +115,6 @@ class _OneModuleModel(nn.Module):
             self.window = attention_window(self.config.to_dict(), self.number)
 
     def forward(self, inputs: Inputs, dtype: torch.dtype) -> Any:
-        """Return the result of the module."""
         [module] = self.layers.values()
         names = inspect.signature(module.forward).parameters
         x = inputs.x.to(dtype)
