@@ -189,22 +189,6 @@ def _make_subject(name: str, value: object) -> Subject:
     )
 
 
-def _build_model_as_run(
-    model: AttentionModel, calls: Sequence[RecordedCall]
-) -> AttentionModel | None:
-    """Return the model that predicts a layer's own calls, such as with hooks of its modules.
-
-    It is None where no cause explains the calls.
-    """
-    evidence = Evidence.of(model, calls)
-    named = search.search_causes(evidence, catalogue.CAUSES)
-    if named.left.cells_beyond_rounding:
-        return None
-    if not named.causes:
-        return model
-    return replace(named.causes[-1].model, of_weights=model)
-
-
 class Comparison:
     """Two subjects run on the same inputs.
 
@@ -233,9 +217,12 @@ class Comparison:
         self.known_calls = [*chain.from_iterable(calls)]
         if isinstance(self.doubtful, recording.Recording):
             self.doubtful.require_shapes_of(self.known_calls[0])
-        as_run = _build_model_as_run(self.known.model, self.known_calls)
-        self.model: AttentionModel = as_run or self.known.model
-        self.runs_as_stated = as_run is not None
+        # A layer's own calls may have causes too, such as hooks of its modules.
+        self.model: AttentionModel = self.known.model
+        own = search.search_causes(Evidence.of(self.model, self.known_calls), catalogue.CAUSES)
+        self.runs_as_stated = not own.left.cells_beyond_rounding
+        if own.causes and self.runs_as_stated:
+            self.model = replace(own.causes[-1].model, of_weights=self.model)
 
     def diagnosis(self) -> Diagnosis:
         """Return the verdict and its evidence."""
@@ -246,8 +233,10 @@ class Comparison:
         explained = search.ExplainedCalls(
             self.model, calls, names, self.dtype, self.candidates, side
         )
-        if not explained.outputs_agree and not explained.is_explained_by_one_cause:
-            explained = self._explain_with_roles_swapped(calls, names, explained) or explained
+        if not explained.outputs_agree:
+            found, left = explained.search
+            if left.cells_beyond_rounding or len(found) > 1:
+                explained = self._explain_with_roles_swapped(calls, names, explained) or explained
         verdict, blind = explained.verdict, ""
         if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():
             verdict = Verdict.SAME

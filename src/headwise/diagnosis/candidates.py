@@ -16,6 +16,7 @@ from headwise.layouts.modules import NamedModule, find_modules, replace_numbers_
 from headwise.layouts.pattern import Sizes
 from headwise.layouts.plan import TensorHeader
 from headwise.layouts.registry import layouts_by_name
+from headwise.support.text import list_some
 
 NAMED = 3  # tensors, as an example
 LISTED = 6  # numbers of heads that fit
@@ -220,9 +221,7 @@ def _describe_match_reasons(
     fixed = ", ".join(f"{name} {sizes[0]}" for name, sizes in values.items() if len(sizes) == 1)
     words = [f"they fit with {fixed}"] if fixed else []
     if name := next((name for name, sizes in values.items() if len(sizes) > 1), ""):
-        sizes = values[name]
-        rest = f" and {len(sizes) - LISTED} more" if len(sizes) > LISTED else ""
-        words.append(f"{name} may be {', '.join(map(str, sizes[:LISTED]))}{rest}")
+        words.append(f"{name} may be {list_some([*map(str, values[name])], LISTED)}")
     return f"names: {len(modules)} modules with {names}{more}", f"shapes: {'; '.join(words)}"
 
 

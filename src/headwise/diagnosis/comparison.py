@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
 from headwise.diagnosis.catalogue import Cause, cause_of_layer_shifts
+from headwise.support.text import list_some
 
 SEED = 0  # of random inputs
 ALL = 0.999  # of the differences
@@ -228,8 +229,7 @@ class FunctionComparison:
 
         Numbers that are not finite, which JSON lacks, are None.
         """
-        fields: dict[str, Any] = _convert_to_json(asdict(self))
-        return fields
+        return dict(_convert_to_json(asdict(self)))
 
     @property
     def cause_names(self) -> list[str]:
@@ -285,9 +285,7 @@ def _format_noun_with_numbers(noun: str, numbers: tuple[int, ...]) -> str:
         return f"{noun} {first}"
     if numbers == tuple(range(first, last + 1)):
         return f"{noun}s {first} to {last}"
-    shown = ", ".join(map(str, numbers[:MOST_NUMBERS]))
-    more = len(numbers) - MOST_NUMBERS
-    return f"{noun}s {shown}" + (f" and {more} more" if more > 0 else "")
+    return f"{noun}s {list_some([*map(str, numbers)], MOST_NUMBERS)}"
 
 
 def _format_roles(roles: str) -> str:
@@ -301,10 +299,6 @@ def _format_parameter(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(_format_parameter, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _fields_to_json(value: object, names: Iterable[str]) -> dict[str, Any]:
-    return {name: _convert_to_json(getattr(value, name)) for name in names}
 
 
 def _convert_to_json(value: Any) -> Any:
@@ -468,17 +462,16 @@ class ModelComparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as numbers, texts, lists and dicts, for JSON."""
-        of_model = ("kinds", "inputs", "seed", "output_gap", "uncompared")
+        fields = ("kinds", "inputs", "seed", "output_gap", "uncompared")
         of_layer = ("name", "other_name", "input_gap", "has_other_input", "exchanged_with")
-        return {
-            **_fields_to_json(self, of_model),
-            "outside": self.difference_outside_attention,
-            "layers": [
-                _fields_to_json(layer, (*of_layer, "is_of_second", "note"))
-                | {"comparison": layer.comparison.as_dict()}
-                for layer in self.layers
-            ],
-        }
+        layers = [
+            {name: getattr(layer, name) for name in (*of_layer, "is_of_second", "note")}
+            | {"comparison": layer.comparison.as_dict()}
+            for layer in self.layers
+        ]
+        whole = {name: getattr(self, name) for name in fields}
+        outside = {"outside": self.difference_outside_attention, "layers": layers}
+        return dict(_convert_to_json(whole | outside))
 
     @property
     def lines(self) -> list[str]:
@@ -517,6 +510,4 @@ def _group_key_of_layer(layer: LayerComparison) -> tuple[str, ...]:
 
 
 def _join_layer_names(layers: list[LayerComparison]) -> str:
-    names = [f"`{layer.name}`" for layer in layers[:MOST_NAMES]]
-    more = len(layers) - MOST_NAMES
-    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
+    return list_some([f"`{layer.name}`" for layer in layers], MOST_NAMES)

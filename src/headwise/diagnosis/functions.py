@@ -20,9 +20,9 @@ from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import (
     DRAWS,
-    PERTURBED,
     absolute_difference,
     allowed_difference,
+    perturb,
 )
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall, visible_keys
 from headwise.diagnosis.subjects.function import BlackBox
@@ -119,20 +119,17 @@ class _FunctionPair:
         return relative_difference_norm(*self.outputs)
 
     @cached_property
-    def floors(self) -> tuple[float, float]:
+    def floors(self) -> list[float]:
         """The noise floor of each: the largest absolute change of its output by rounding."""
-        first, second = self.outputs
-        return self._noise_floor(self.first, first), self._noise_floor(self.second, second)
-
-    def _noise_floor(self, function: BlackBox, output: Tensor) -> float:
-        terms, x = sum(self.inputs.x.shape[-2:]), self.inputs.x
-        share = input_share(terms, function.dtype)
-        changes = [
-            (self.run_at(function, PERTURBED.perturb(x, "x", draw, share)) - output).abs().amax()
-            for draw in range(DRAWS)
-        ]
-        last = terms * Roundoff.of(function.dtype).u * output.abs().amax()
-        return float(torch.stack(changes).amax() + last)
+        floors, x = [], self.inputs.x
+        terms = sum(x.shape[-2:])
+        for function, output in zip((self.first, self.second), self.outputs, strict=True):
+            share = input_share(terms, function.dtype)
+            near = (perturb(x, "x", draw, share) for draw in range(DRAWS))
+            changes = [(self.run_at(function, each) - output).abs().amax() for each in near]
+            last = terms * Roundoff.of(function.dtype).u * output.abs().amax()
+            floors.append(float(torch.stack(changes).amax() + last))
+        return floors
 
     def run_at(self, function: BlackBox, x: Tensor) -> Tensor:
         """Return the output of a function at other tokens, in float64."""
@@ -206,18 +203,15 @@ class BlackBoxComparison:
         return tuple(sentences)
 
     @property
-    def _is_cross_attention(self) -> bool:
+    def _crosses(self) -> bool:
         return self.widths[0] != self.widths[1]
 
     def _compare_one_token(self) -> Iterator[str]:
         if "sink" in self.model.weights:  # a share of the weight has no value
             return
-        source = (
-            _draw_token_vectors(BATCH, 1, self.widths[1], TOKENS_SEED + 1)
-            if self._is_cross_attention
-            else None
-        )
-        inputs = Inputs(_draw_token_vectors(BATCH, 1, self.widths[0], TOKENS_SEED), source)
+        widths = enumerate(self.widths, TOKENS_SEED)
+        x, source = (_draw_tokens(BATCH, 1, width, seed) for seed, width in widths)
+        inputs = Inputs(x, source if self._crosses else None)
         output, predicted, bound = self._run_both_with_bound(inputs)
         if predicted.shape != output.shape:
             yield f"outputs of the {self.side} have another width"
@@ -235,12 +229,12 @@ class BlackBoxComparison:
             yield from self._compare_recovered_attention_weights()
 
     def _compare_visible_keys(self) -> Iterator[str]:
-        if self._is_cross_attention:
+        if self._crosses:
             return
-        x = _draw_token_vectors(1, TOKENS, self.widths[0], TOKENS_SEED)
+        x = _draw_tokens(1, TOKENS, self.widths[0], TOKENS_SEED)
         moved = x.repeat(TOKENS, 1, 1)
         places = torch.arange(TOKENS)
-        moved[places, places] = _draw_token_vectors(1, TOKENS, self.widths[0], TOKENS_SEED + 1)[0]
+        moved[places, places] = _draw_tokens(1, TOKENS, self.widths[0], TOKENS_SEED + 1)[0]
         output, predicted, bound = self._run_both_with_bound(Inputs(torch.cat([x, moved])))
         if predicted.shape != output.shape:
             return
@@ -264,9 +258,9 @@ class BlackBoxComparison:
         weights = self.model.weights
         heads, value_dim, out_dim = weights["wo"].shape
         tokens = min(value_dim - 1, out_dim // heads, MOST_WEIGHTS)
-        if tokens < 2 or self._is_cross_attention:
+        if tokens < 2 or self._crosses:
             return
-        inputs = Inputs(_draw_token_vectors(BATCH, tokens, self.widths[0], TOKENS_SEED + 2))
+        inputs = Inputs(_draw_tokens(BATCH, tokens, self.widths[0], TOKENS_SEED + 2))
         output, _, bound = self._run_both_with_bound(inputs)
         run = self.model.predict_all_stages(RecordedCall(inputs, {}))
         values = repeat_kv_heads(run["v"], heads=heads)
@@ -289,10 +283,10 @@ class BlackBoxComparison:
         """Return the output of the function, that of the model, and what rounding explains."""
         output = self.function.output(inputs)
         forced = self.model.prepare_stage("output", RecordedCall(inputs, {}, self.dtype))
-        return output.double(), forced.compute_stage(), allowed_difference(forced)
+        return output.double(), forced.result, allowed_difference(forced)
 
 
-def _draw_token_vectors(batch: int, tokens: int, width: int, seed: int) -> Tensor:
+def _draw_tokens(batch: int, tokens: int, width: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, tokens, width, generator=generator)
     return (x / UNIT).round() * UNIT

@@ -7,7 +7,7 @@ settings and weights state, and, where the inputs are the same, whether the reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from headwise.diagnosis.comparison import (
 )
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.run import LayerRun, ModelRun, relative_difference_norm
 from headwise.diagnosis.subjects.subject import Subject, describe_dropout_difference
 from headwise.errors import OptionError, ShapeError
@@ -171,46 +171,34 @@ class LayerPair:
 
     def compare(self, named: list[catalogue.Cause]) -> LayerComparison:
         """Compare the two; ``named`` has the causes of earlier layers, and gets those of this."""
-        if self._known_model is None:
+        if (model := self._known.model) is None:
             return self._compare_stages_directly(NO_DATA)
-        sides = ("second", "first") if self._known_side_run is self.theirs else ("first", "second")
+        sides = ("second", "first") if self._known is self.theirs else ("first", "second")
+        calls = (self._known.call, self._call_to_explain)
         known, explained = (
-            search.ExplainedCalls(
-                self._known_model,
-                [call],
-                [self.first.inputs],
-                self.mine.stored,
-                side=side,
-            )
-            for call, side in zip(
-                (self._known_side_run.call, self._call_to_explain), sides, strict=True
+            search.ExplainedCalls(model, [call], [self.first.inputs], stored, side=side)
+            for call, stored, side in zip(
+                calls, (self._known.stored, self.mine.stored), sides, strict=True
             )
         )
-        known = replace(known, stored=self._known_side_run.stored)
         if known.gaps.cells_beyond_rounding and explained.gaps.cells_beyond_rounding:
             return self._compare_stages_directly(NOT_AS_STATED)
         if known.gaps.cells_beyond_rounding:
-            is_of_second = self._known_side_run is self.theirs
+            is_of_second = self._known is self.theirs
             return self._report_explained_calls(known, named, is_of_second=is_of_second)
-        exchanged_with = (
-            self._find_exchanged_layer() if explained.gaps.cells_beyond_rounding else ""
-        )
-        return self._report_explained_calls(explained, named, exchanged_with=exchanged_with)
+        exchanged = self._find_exchanged_layer() if explained.gaps.cells_beyond_rounding else ""
+        return self._report_explained_calls(explained, named, exchanged_with=exchanged)
 
     @property
-    def _known_side_run(self) -> LayerRun:
+    def _known(self) -> LayerRun:
         """The attention that is known as data, that of the second if both are."""
         return self.theirs if self.theirs.model else self.mine
 
     @property
-    def _known_model(self) -> AttentionModel | None:
-        return self._known_side_run.model
-
-    @property
     def _call_to_explain(self) -> RecordedCall:
         """The call of the other, with the mask of the known one."""
-        call = self.mine.call if self._known_side_run is self.theirs else self.theirs.call
-        known = self._known_side_run.call.inputs
+        call = self.mine.call if self._known is self.theirs else self.theirs.call
+        known = self._known.call.inputs
         if known.x.shape[:2] == call.inputs.x.shape[:2]:
             call = replace(call, inputs=replace(call.inputs, mask=known.mask))
         return call
@@ -233,9 +221,9 @@ class LayerPair:
             return probes.describe_unseen_window(self.mine.window, self.theirs.window, calls)
         if unseen := probes.describe_unseen_setting(mine, theirs, calls, calls[0].dtype):
             return unseen
-        if self._known_model is None or (mine and theirs and mine.is_equal(theirs)):
+        if self._known.model is None or (mine and theirs and mine.is_equal(theirs)):
             return ""
-        return probes.explain_insensitivity_to_scores(self._known_model, calls, calls[0].dtype)
+        return probes.explain_insensitivity_to_scores(self._known.model, calls, calls[0].dtype)
 
     def _find_exchanged_layer(self) -> str:
         """Return the other layer of the second model that computes the same; "" for none."""
@@ -249,7 +237,7 @@ class LayerPair:
     def _compare_stages_directly(self, reason: str) -> LayerComparison:
         """Compare the recorded stages; ``reason`` says why, where that is not possible either."""
         if self._has_other_input:
-            return self._make_layer_comparison(self._make_empty_comparison(), note=reason)
+            return self._make_layer_comparison(self._make_comparison(), note=reason)
         mine, theirs = self.mine.call.stages, self.theirs.call.stages
         common = tuple(stage for stage in STAGES if stage in mine and stage in theirs)
         gaps = {stage: relative_difference_norm(mine[stage], theirs[stage]) for stage in common}
@@ -260,8 +248,7 @@ class LayerPair:
                 gap, *(each.roundings.get(stage, 0.0) for each in (self.mine, self.theirs))
             )
         )
-        report = replace(
-            self._make_empty_comparison(),
+        report = self._make_comparison(
             stages=common,
             parted=parted,
             blind="" if parted else self._describe_blind_spot(),
@@ -283,30 +270,22 @@ class LayerPair:
         elif named:
             likely = replace(explained, candidates=tuple(named))
             explained = explained if likely.search.left.cells_beyond_rounding else likely
-        report = explained.report(
-            kinds=(self.first.kind, self.second.kind),
-            probes=(self.first.inputs,),
-            seed=SEED,
-            blind=self._describe_blind_spot() if explained.outputs_agree else "",
-        )
+        blind = self._describe_blind_spot() if explained.outputs_agree else ""
+        report = explained.report(**self._stated, blind=blind)
         if not exchanged_with:
             causes = [each.cause for each in explained.search.causes]
             named += [cause for cause in causes if cause not in named]
-        return self._make_layer_comparison(
-            report,
-            outputs_agree=explained.outputs_agree,
-            exchanged_with=exchanged_with,
-            is_of_second=is_of_second,
-        )
+        more = {"exchanged_with": exchanged_with, "is_of_second": is_of_second}
+        return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
 
-    def _make_empty_comparison(self) -> FunctionComparison:
-        return FunctionComparison(
-            kinds=(self.first.kind, self.second.kind),
-            probes=(self.first.inputs,),
-            seed=SEED,
-            output_gap=torch.nan,
-            stages=(),
-        )
+    @property
+    def _stated(self) -> dict[str, Any]:
+        kinds = (self.first.kind, self.second.kind)
+        return {"kinds": kinds, "probes": (self.first.inputs,), "seed": SEED}
+
+    def _make_comparison(self, **fields: Any) -> FunctionComparison:
+        fields = {"output_gap": torch.nan, "stages": (), **self._stated, **fields}
+        return FunctionComparison(**fields)
 
     def _make_layer_comparison(
         self, comparison: FunctionComparison, *, outputs_agree: bool = True, **more: Any
@@ -335,28 +314,21 @@ def compare_gradients(
     """
     worst: dict[str, GradientGap] = {}
     for inputs in probes:
-        for gap in _yield_gradient_gaps(first, second, inputs, with_weights=with_weights):
-            known = worst.setdefault(gap.name, gap)
-            if gap.size * known.allowed > known.size * gap.allowed:
-                worst[gap.name] = gap
-    return tuple(worst.values())
-
-
-def _yield_gradient_gaps(
-    first: Subject, second: Subject, inputs: Inputs, *, with_weights: bool
-) -> Iterator[GradientGap]:
-    shape = second.output(inputs).shape
-    generator = torch.Generator().manual_seed(SEED)
-    direction = torch.randn(shape, generator=generator, dtype=torch.float64)
-    wide, narrow = (
-        [subject.gradients(inputs, direction, dtype) for subject in (first, second)]
-        for dtype in (torch.float64, torch.float32)
-    )
-    for name in wide[0]:  # in this order in every run, which a set has not
-        if name not in wide[1] or not (with_weights or name in ("x", "source")):
-            continue
-        rounding = max(
-            relative_difference_norm(n[name], w[name]) for n, w in zip(narrow, wide, strict=True)
+        generator = torch.Generator().manual_seed(SEED)
+        shape = second.output(inputs).shape
+        direction = torch.randn(shape, generator=generator, dtype=torch.float64)
+        wide, narrow = (
+            [subject.gradients(inputs, direction, dtype) for subject in (first, second)]
+            for dtype in (torch.float64, torch.float32)
         )
-        size = relative_difference_norm(wide[0][name], wide[1][name])
-        yield GradientGap(name=name, size=size, allowed=BACKWARD * rounding)
+        for name in wide[0]:  # in this order in every run, which a set has not
+            if name in wide[1] and (with_weights or name in ("x", "source")):
+                pairs = zip(narrow, wide, strict=True)
+                allowed = BACKWARD * max(
+                    relative_difference_norm(n[name], w[name]) for n, w in pairs
+                )
+                size = relative_difference_norm(wide[0][name], wide[1][name])
+                known = worst.get(name)
+                if known is None or size * known.allowed > known.size * allowed:
+                    worst[name] = GradientGap(name=name, size=size, allowed=allowed)
+    return tuple(worst.values())

@@ -445,5 +445,5 @@ def _differs(
     """True if a stage of another model, or of a moved call, is apart by more than rounding."""
     theirs = other.predict_stage(stage, call if moved is None else moved)
     forced = model.prepare_stage(stage, call)
-    apart = absolute_difference(forced.compute_stage(), theirs)
+    apart = absolute_difference(forced.result, theirs)
     return bool((apart > allowed_difference(forced)).any())

@@ -10,6 +10,7 @@ from typing import Any
 from headwise.diagnosis.comparison import FunctionComparison, ModelComparison
 from headwise.layouts._layout import Layout
 from headwise.support.lazy import Displayed
+from headwise.support.text import list_some
 
 NAMED = 3  # tensors, in the sentence about all of them
 SHOWN = 8  # differences of a kind; more are only counted
@@ -46,7 +47,7 @@ _ANSWERS = {
 }
 
 # Words for the kinds of entries that differ, by their names in `TensorEvidence.numbers`.
-_KINDS = {
+KINDS = {
     "apart": "by at most {largest:.3g}",
     "infinite": "where one is infinite",
     "nan": "where one alone is NaN",
@@ -76,11 +77,8 @@ class TensorEvidence:
         if self.sides:
             return f"{self.kind} {' against '.join(self.sides)}"
         counts = self.numbers
-        kinds = [
-            (counts[kind], words.format_map(counts))
-            for kind, words in _KINDS.items()
-            if counts.get(kind)
-        ]
+        present = [kind for kind in KINDS if counts.get(kind)]
+        kinds = [(counts[kind], KINDS[kind].format_map(counts)) for kind in present]
         counted = f"{counts['differing']} of {counts['entries']} entries"
         if len(kinds) < 2:
             return ", ".join([counted, *(words for _, words in kinds)])
@@ -114,12 +112,8 @@ class TensorComparison:
     @property
     def total(self) -> int:
         """Number of tensors that were compared or have no counterpart."""
-        return (
-            self.same
-            + len(self.differences)
-            + len(self._list_missing_in_second)
-            + len(self.only_second)
-        )
+        parts = (self.differences, self._list_missing_in_second, self.only_second)
+        return self.same + sum(map(len, parts))
 
     def swapped(self) -> TensorComparison:
         """Return the comparison with first and second exchanged."""
@@ -247,10 +241,8 @@ class ModuleMoves:
         name = f"`{self.name}`" if self.name else "the layer"
         if self.is_other_module:
             return f"{name} has the weights of `{self.is_other_module}`: {self.causes[0]}"
-        left = (
-            [f"no known change explains {', '.join(self.unexplained)}"] if self.unexplained else []
-        )
-        return f"{name}: {'; then '.join([*self.moves, *left])}"
+        left = f"no known change explains {', '.join(self.unexplained)}"
+        return f"{name}: {'; then '.join([*self.moves, *[left] * bool(self.unexplained)])}"
 
     @property
     def repair(self) -> str:
@@ -401,6 +393,5 @@ def _describe_tensors(singular: str, plural: str, tensors: Iterable[tuple[str, s
         return [_append_place(f"{name} {singular}", where) for name, where in shown]
     names = [_append_place(name, where) for name, where in shown]
     if len(names) > NAMED:
-        more = f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
-        return [f"{len(names)} {plural}: {more}"]
+        return [f"{len(names)} {plural}: {list_some(names, NAMED)}"]
     return [f"{', '.join(names[:-1])} and {names[-1]} {plural}"]

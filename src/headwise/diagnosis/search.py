@@ -98,11 +98,13 @@ def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> CauseSearchRes
     """
     named: list[NamedCause] = []
     while evidence.gaps.cells_beyond_rounding and len(named) < MOST_CAUSES:
-        chosen = (
-            _find_best_single_cause(evidence, causes)
-            or _find_additional_cause(named, evidence, causes)
-            or _find_best_pair(evidence, causes)
-        )
+        chosen = _find_best_single_cause(evidence, causes)
+        # A cause that does not explain one of its stages may have been there nevertheless, with
+        # another fault, where the last one is in all its stages.
+        if not chosen and named and named[-1].is_partial:
+            everywhere = Evidence.of(named[-1].variant.model, evidence.calls)
+            chosen = _find_best_single_cause(everywhere, causes)
+        chosen = chosen or _find_best_pair(evidence, causes)
         if not chosen:
             break
         named += [
@@ -129,19 +131,6 @@ def _find_best_single_cause(evidence: Evidence, causes: Sequence[Cause]) -> list
     )
     others.pop(best.cause.name)
     return [replace(best, equals=tuple(others))]
-
-
-def _find_additional_cause(
-    named: Sequence[NamedCause], evidence: Evidence, causes: Sequence[Cause]
-) -> list[NamedCause]:
-    """Return a cause that explains more beside the last one, where that is in all its stages.
-
-    A cause that does not explain one of its stages may have been there nevertheless, with another
-    fault.
-    """
-    if not named or not named[-1].is_partial:
-        return []
-    return _find_best_single_cause(Evidence.of(named[-1].variant.model, evidence.calls), causes)
 
 
 def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant]:
@@ -401,16 +390,6 @@ class ExplainedCalls:
         return measure_gaps(self.model, self.calls)
 
     @property
-    def stage_names(self) -> tuple[str, ...]:
-        """The stages that were recorded."""
-        return tuple(s for s in STAGES if any(s in call.stages for call in self.calls))
-
-    @property
-    def is_explained_by_one_cause(self) -> bool:
-        """True if at most one cause explains every difference."""
-        return not self.search.left.cells_beyond_rounding and len(self.search.causes) < 2
-
-    @property
     def causes(self) -> tuple[FoundCause, ...]:
         """The causes as they are reported."""
         causes = self.search.causes
@@ -452,11 +431,6 @@ class ExplainedCalls:
         ]
         apart = {position for position, size in sizes if size}
         return None if apart == {position for position, _ in sizes} else tuple(sorted(apart))
-
-    @property
-    def output_gap(self) -> float:
-        """The largest relative difference of the outputs."""
-        return max(gap for gap, _ in self._output_gaps)
 
     @cached_property
     def outputs_agree(self) -> bool:
@@ -510,8 +484,8 @@ class ExplainedCalls:
         """Return the comparison of the calls; ``fields`` are those that they do not tell."""
         return FunctionComparison(
             **fields,
-            output_gap=self.output_gap,
-            stages=self.stage_names,
+            output_gap=max(gap for gap, _ in self._output_gaps),
+            stages=tuple(s for s in STAGES if any(s in call.stages for call in self.calls)),
             parted=self.parted_stages,
             causes=self.causes,
             gaps=self._stage_gaps,
@@ -562,7 +536,7 @@ class ExplainedCalls:
         """
         last = [stage for stage in STAGES if stage in call.stages][-1]
         forced = model.prepare_stage(last, replace(call, stages={}))
-        mine, theirs = call.stages[last], forced.compute_stage()
+        mine, theirs = call.stages[last], forced.result
         if mine.shape != theirs.shape:
             return torch.inf, forced, torch.tensor(torch.inf)
         apart = gaps.absolute_difference(theirs, mine)

@@ -19,6 +19,7 @@ from headwise.diagnosis.catalogue import cause_of_layer_shifts
 from headwise.diagnosis.moves.find import find_state_moves
 from headwise.diagnosis.moves.move import MoveReport
 from headwise.diagnosis.results import (
+    KINDS,
     ModuleMoves,
     OutputComparison,
     TensorComparison,
@@ -36,7 +37,6 @@ from headwise.layouts.registry import layout
 from headwise.support.progress import Progress, no_progress
 from headwise.support.tensors import is_positive_zero, same_bytes
 
-KINDS = ("apart", "infinite", "nan", "nan_bits", "zero_signs")  # of entries that differ
 PART = 1 << 20  # entries that are compared at a time
 BATCH, LENGTH = 2, 48
 UNREADABLE = (OptionError, ShapeError, DTypeError)
@@ -344,9 +344,6 @@ def _count_differing_entries(a: Tensor, b: Tensor) -> dict[str, int | float]:
     return counts
 
 
-Fields = dict[str, str]
-
-
 def find_config_differences(
     first: Config, second: Config, layouts: tuple[Layout, Layout], layers: Iterable[int]
 ) -> dict[str, tuple[str, str]]:
@@ -370,7 +367,7 @@ def find_config_differences(
     return differing
 
 
-def _read_attention_settings(config: Config, layout: Layout, layer: int) -> Fields:
+def _read_attention_settings(config: Config, layout: Layout, layer: int) -> dict[str, str]:
     described = layout_in_layer(layout, config, layer)
     spec = resolve(replace(described.function, window=ABSENT), config, layer=layer)
     fields = {"window": str(attention_window(config, layer))}

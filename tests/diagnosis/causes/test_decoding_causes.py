@@ -132,7 +132,7 @@ def short_cache(model: AttentionModel, keep: Callable[[int, int], list[int]]) ->
         return forced.usual_result()[..., kept(forced)]
 
     def outputs(forced: ForcedStage) -> Tensor:
-        values = forced.values_of_all_calls[:, :, kept(forced)].repeat_interleave(2, 1)
+        values = forced.of_all_calls("v")[:, :, kept(forced)].repeat_interleave(2, 1)
         return forced["weights"] @ values
 
     def kept(forced: ForcedStage) -> list[int]:

@@ -120,7 +120,7 @@ def dropped_without_a_factor(weights: Tensor) -> Tensor:
 
 
 def other_kv_heads(forced: ForcedStage) -> Tensor:
-    keys = forced.keys_of_all_calls[:, [0, 1, 1, 0]]
+    keys = forced.of_all_calls("k after rotary")[:, [0, 1, 1, 0]]
     return forced["q after rotary"] @ keys.mT * forced.settings.factor
 
 

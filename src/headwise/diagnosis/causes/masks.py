@@ -347,5 +347,5 @@ def _hide_evicted_keys(eviction: Eviction, forced: ForcedStage) -> Tensor:
 
 
 def _mix_remaining_values(eviction: Eviction, forced: ForcedStage) -> Tensor:
-    values = forced.values_of_all_calls[:, :, eviction.remaining_keys(forced.call)]
+    values = forced.of_all_calls("v")[:, :, eviction.remaining_keys(forced.call)]
     return forced["weights"] @ repeat_kv_heads(values, heads=forced["weights"].shape[1])

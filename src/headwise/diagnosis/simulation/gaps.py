@@ -29,41 +29,30 @@ from headwise.function.stages import BEFORE, STAGES, repeat_kv_heads
 MOST_KEPT = 1 << 22  # entries of a tensor whose moved copies are kept
 
 
-class PerturbedTensors:
-    """Moved copies of tensors, kept as long as the tensor itself is.
+# Moved copies of a tensor, kept as long as it is: the causes of a search mostly share the weights
+# and stages of one model.
+_KEPT = WeakTensorKeyDictionary()
 
-    The causes of a search mostly share the weights and stages of one model.
+
+def perturb(x: Tensor, name: str, draw: int, share: float) -> Tensor:
+    """Return x in float64, each entry times 1 + s, with s uniform from -share to share.
+
+    The draws of a name and a number are the same in every call.
     """
-
-    def __init__(self) -> None:
-        self._kept = WeakTensorKeyDictionary()
-
-    def perturb(self, x: Tensor, name: str, draw: int, share: float) -> Tensor:
-        """Return x in float64, each entry times 1 + s, with s uniform from -share to share.
-
-        The draws of a name and a number are the same in every call.
-        """
-        if x.numel() > MOST_KEPT:
-            return _perturb_tensor(x, name, draw, share)
-        copies = self._kept.setdefault(x, {})
-        key = (name, draw, share)
-        if key not in copies:
-            copies[key] = _perturb_tensor(x, name, draw, share)
-        moved: Tensor = copies[key]
-        return moved
-
-
-def _perturb_tensor(x: Tensor, name: str, draw: int, share: float) -> Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {draw}".encode()))
-    shares = torch.rand(x.shape, generator=generator).mul_(2).sub_(1).double()
-    return x.double() * shares.mul_(share).add_(1)
+    copies = _KEPT.setdefault(x, {}) if x.numel() <= MOST_KEPT else {}
+    key = (name, draw, share)
+    if key not in copies:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {draw}".encode()))
+        shares = torch.rand(x.shape, generator=generator).mul_(2).sub_(1).double()
+        copies[key] = x.double() * shares.mul_(share).add_(1)
+    moved: Tensor = copies[key]
+    return moved
 
 
 # Both sides round, and the frequencies and slopes of both may be float32.
 SIDES = 2
 DRAWS = 3
 FAR = 30  # times one draw's change: no three draws differ by as much
-PERTURBED = PerturbedTensors()
 FLOAT32 = rounding.Roundoff.of(torch.float32, with_reference=False).u
 WEIGHTS_OF = {
     "q": ("wq", "bq"),
@@ -101,10 +90,15 @@ def allowed_difference(forced: ForcedStage) -> Tensor:
         return SIDES * _BOUNDS[forced.stage](forced, r)
     call, is_bare = forced.call, not forced.call.stages and not forced.model.replaced
     if is_bare and call.dtype != torch.float64:
-        exact = forced.compute_stage()
+        exact = forced.result
         allowed = allow_output(forced.model, call, forced.stage, call.dtype)
         return allowed + rounding.last_rounding(exact.nan_to_num(0.0, 0.0, 0.0), call.dtype)
-    return SIDES * _largest_change_by_perturbation(forced, r)
+    # Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
+    # (Higham 2002, section 3.1). Some draws of such factors stand for all.
+    exact = forced.result
+    changes = [_change_by_one_perturbation(forced, draw).amax() for draw in range(DRAWS)]
+    last = _count_summed_terms(forced) * r.u * exact.abs().nan_to_num(0.0, posinf=0.0)
+    return SIDES * (torch.stack(changes).amax().expand_as(exact) + last)
 
 
 def _can_bound_by_formula(forced: ForcedStage) -> bool:
@@ -121,7 +115,7 @@ def _can_bound_by_formula(forced: ForcedStage) -> bool:
     if (weights.shape[0], weights.shape[-1]) != (len(call.inputs.x), call.key_positions.shape[1]):
         return False
     is_usual = forced.model.replaced.keys().isdisjoint(("scores", "weights"))
-    return is_usual or replace(forced, stage="weights").compute_stage().shape == weights.shape
+    return is_usual or replace(forced, stage="weights").result.shape == weights.shape
 
 
 def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
@@ -134,22 +128,9 @@ def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
         return False
     change = (
         _change_by_one_perturbation(forced, 0).amax()
-        + _count_summed_terms(forced) * r.u * forced.compute_stage().abs().amax()
+        + _count_summed_terms(forced) * r.u * forced.result.abs().amax()
     )
     return bool(apart.amax() > FAR * SIDES * change)
-
-
-def _largest_change_by_perturbation(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    """Return the largest change of a stage when all that it is made of changes by n u.
-
-    Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
-    (Higham 2002, section 3.1). Some draws of such factors stand for all.
-    """
-    exact = forced.compute_stage()
-    changes = [_change_by_one_perturbation(forced, draw).amax() for draw in range(DRAWS)]
-    largest = torch.stack(changes).amax()
-    last = _count_summed_terms(forced) * r.u * exact.abs().nan_to_num(0.0, posinf=0.0)
-    return largest.expand_as(exact) + last
 
 
 def _count_summed_terms(forced: ForcedStage) -> int:
@@ -163,7 +144,7 @@ def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
     share = rounding.input_share(_count_summed_terms(forced), forced.call.dtype)
 
     def moved(x: Tensor, name: str) -> Tensor:
-        return PERTURBED.perturb(x, name, draw, share)
+        return perturb(x, name, draw, share)
 
     used, source = _name_used_weights(call, stage), call.inputs.source
     weights = {name: moved(x, name) if name in used else x for name, x in model.weights.items()}
@@ -173,8 +154,13 @@ def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
         source=None if source is None else moved(source, "source"),
     )
     near = replace(call, inputs=inputs, stages={n: moved(x, n) for n, x in call.stages.items()})
-    other = _with_float32_angles(replace(model, weights=weights))
-    change = other.predict_stage(stage, near) - forced.compute_stage()
+    other = replace(model, weights=weights)
+    if model.settings.rotation is not None:
+        # Float32 frequencies: with theta * (1 + d), pair i turns by e d theta ** -e less, where
+        # e = 2i / width, which is at most d / (2.718 log(theta)).
+        theta = model.settings.rotation.theta
+        other = other.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
+    change = other.predict_stage(stage, near) - forced.result
     return change.abs().nan_to_num(0.0, posinf=0.0)
 
 
@@ -184,18 +170,6 @@ def _name_used_weights(call: RecordedCall, stage: str) -> set[str]:
         if earlier not in call.stages:
             names |= _name_used_weights(call, earlier)
     return names
-
-
-def _with_float32_angles(model: AttentionModel) -> AttentionModel:
-    """Return the model with angles that are off by as much as float32 frequencies make them.
-
-    With theta * (1 + d), pair i turns by e d theta ** -e less, e = 2i / width, which is at most
-    d / (2.718 log(theta)).
-    """
-    if model.settings.rotation is None:
-        return model
-    theta = model.settings.rotation.theta
-    return model.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
 
 
 def _bound_projection(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
@@ -211,7 +185,7 @@ def _bound_linear(forced: ForcedStage, role: str, x: Tensor, r: rounding.Roundof
 
 
 def _bound_norm(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    x = forced.compute_stage()
+    x = forced.result
     count = x.shape[1] * x.shape[3]
     # a mean that is subtracted cancels digits of the largest entry
     return (count * r.u + 8 * r.U) * x.abs().amax((1, 3), keepdim=True).expand_as(x)
@@ -223,7 +197,7 @@ def _bound_rotation(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
     if form is None or not form.width:
         return bound
     role = forced.stage[0]
-    call, x = forced.call, forced.compute_stage()
+    call, x = forced.call, forced.result
     positions = call.query_positions if role == "q" else call.new_key_positions
     largest = positions.abs().max() * rotary.frequencies_of_rule(form).max()
     size = forced[f"{role} after norm"].abs().amax(3, keepdim=True)
@@ -231,10 +205,14 @@ def _bound_rotation(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
 
 
 def _bound_scores(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    q, keys, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
+    q, keys, settings = (
+        forced["q after rotary"],
+        forced.of_all_calls("k after rotary"),
+        forced.settings,
+    )
     sizes = q.abs() @ repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.factor)
     bound = (q.shape[-1] * r.u + 8 * r.U) * sizes
-    scores = forced.compute_stage()
+    scores = forced.result
     if scores.shape == bound.shape:  # numbers that are added to products round at their size
         bound = bound + 8 * r.U * scores.abs().nan_to_num(0.0, posinf=0.0)
     if (slopes := distance.slopes_of(settings)) is not None:
@@ -244,7 +222,7 @@ def _bound_scores(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
 
 
 def _bound_softmax(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    s, weights = forced["scores"], forced.compute_stage()
+    s, weights = forced["scores"], forced.result
     seen = s.masked_fill(~s.isfinite(), 0.0)
     largest = seen.abs().amax(-1, keepdim=True)
     tiny = torch.finfo(forced.call.dtype).tiny
@@ -253,7 +231,7 @@ def _bound_softmax(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
 
 def _bound_head_outputs(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
     weights = forced["weights"]
-    values = repeat_kv_heads(forced.values_of_all_calls, heads=weights.shape[1]).abs()
+    values = repeat_kv_heads(forced.of_all_calls("v"), heads=weights.shape[1]).abs()
     # A fused kernel computes scores and weights again, with a rounding of its own.
     again = _bound_softmax(replace(forced, stage="weights"), r)
     again = again + 2 * weights.abs() * _bound_scores(forced, r).amax(-1, keepdim=True)
@@ -405,7 +383,7 @@ def all_heads_agree_within_rounding(
     if stage in _list_misshapen_stages(model, call):
         return False
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
-    predicted = forced.compute_stage()
+    predicted = forced.result
     if predicted.shape != actual.shape:
         return False
     apart = absolute_difference(predicted, actual)
@@ -431,7 +409,7 @@ def _compare_stage(
     What is not finite in the stage is 0.
     """
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
-    predicted = forced.compute_stage()
+    predicted = forced.result
     if predicted.shape != actual.shape:
         return None
     apart, bound = absolute_difference(predicted, actual), _rounding_bound(forced, actual)
@@ -482,10 +460,10 @@ def replace_model_stage_in_heads(
     """Return ``base`` with a stage of ``changed``, in some heads alone (all for None or WHOLE)."""
 
     def stage_function(forced: ForcedStage) -> Tensor:
-        other = ForcedStage(changed, forced.call, stage).compute_stage()
+        other = ForcedStage(changed, forced.call, stage).result
         if heads is None or WHOLE in heads:
             return other
-        usual = ForcedStage(base, forced.call, stage).compute_stage()
+        usual = ForcedStage(base, forced.call, stage).result
         chosen = torch.zeros(usual.shape[1], dtype=torch.bool)
         chosen[list(heads)] = True
         return torch.where(chosen[:, None, None], other, usual)

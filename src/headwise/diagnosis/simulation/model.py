@@ -233,7 +233,7 @@ class AttentionModel:
 
     def predict_stage(self, stage: str, call: RecordedCall) -> Tensor:
         """Return a stage of the call, computed from the recorded stages before it."""
-        return self.prepare_stage(stage, call).compute_stage()
+        return self.prepare_stage(stage, call).result
 
     def prepare_stage(self, stage: str, call: RecordedCall) -> ForcedStage:
         """Return a stage of the call, to be computed from the recorded stages before it."""
@@ -284,12 +284,9 @@ class ForcedStage:
         inputs = replace(self.call.inputs, **changes)
         return replace(self, call=replace(self.call, inputs=inputs))
 
-    def compute_stage(self) -> Tensor:
-        """Return the stage, which is computed once."""
-        return self._computed_stage
-
     @cached_property
-    def _computed_stage(self) -> Tensor:
+    def result(self) -> Tensor:
+        """The stage."""
         function = self.model.replaced.get(self.stage)
         return self.usual_result() if function is None else function(self)
 
@@ -303,23 +300,14 @@ class ForcedStage:
         """Return an earlier stage: as recorded, or else computed by the model."""
         if stage in self.call.stages:
             return self.call.stages[stage]
-        return ForcedStage(self.model, self.call, stage).compute_stage()
+        return ForcedStage(self.model, self.call, stage).result
 
     def weight(self, name: str) -> Tensor | None:
         """Return a tensor of the weights, None where the model has none."""
         return self.model.weights.get(name)
 
-    @property
-    def keys_of_all_calls(self) -> Tensor:
-        """Rotated keys of earlier calls and of this one, (batch, kv_heads, keys, head_dim)."""
-        return self._join_stage_over_calls("k after rotary")
-
-    @property
-    def values_of_all_calls(self) -> Tensor:
-        """Values of earlier calls and of this one, (batch, kv_heads, keys, value_dim)."""
-        return self._join_stage_over_calls("v")
-
-    def _join_stage_over_calls(self, stage: str) -> Tensor:
+    def of_all_calls(self, stage: str) -> Tensor:
+        """Return keys or values of earlier calls and of this one, (batch, kv_heads, keys, ...)."""
         calls = [*self.call.earlier, self.call]
         parts = tuple(ForcedStage(self.model, call, stage)[stage] for call in calls)
         return self.model.memory.compute(torch.cat, parts, 2)
@@ -382,7 +370,11 @@ def compute_scores(forced: ForcedStage) -> Tensor:
 
 def scale_products(forced: ForcedStage) -> Tensor:
     """Return scaled and softcapped products of queries and keys."""
-    q, k, settings = forced["q after rotary"], forced.keys_of_all_calls, forced.settings
+    q, k, settings = (
+        forced["q after rotary"],
+        forced.of_all_calls("k after rotary"),
+        forced.settings,
+    )
     return forced.model.memory.compute(
         stages.scaled_products, q, k, scale=settings.factor, softcap=settings.cap
     )
@@ -427,7 +419,7 @@ def softmax_scores(forced: ForcedStage) -> Tensor:
 def mix_values(forced: ForcedStage) -> Tensor:
     """Return weights @ values for each head, times its output gate."""
     memory = forced.model.memory
-    outputs = memory.compute(stages.mix_values, forced["weights"], forced.values_of_all_calls)
+    outputs = memory.compute(stages.mix_values, forced["weights"], forced.of_all_calls("v"))
     gates = output_gates(forced)
     return outputs if gates is None else memory.compute(torch.mul, outputs, gates)
 
