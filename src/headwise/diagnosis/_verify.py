@@ -10,27 +10,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, product
+from typing import Any
 
 from headwise.checkpoints.config import Config
 from headwise.checkpoints.description import COUNTS
 from headwise.diagnosis import detection as detecting
+from headwise.diagnosis import results, tensors
 from headwise.diagnosis.candidates import CandidateLayout, query_and_kv_head_counts
 from headwise.diagnosis.detection import Detection, Given, GivenWeights, open_weights
-from headwise.diagnosis.results import (
-    Diagnosis,
-    ModuleMoves,
-    OutputComparison,
-    UnappliedSetting,
-    Verdict,
-    shorten_lines,
-)
-from headwise.diagnosis.tensors import (
-    UNREADABLE,
-    compare_outputs_of_layers,
-    compare_tensors,
-    find_config_differences,
-    find_module_moves,
-)
+from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.errors import OptionError
 from headwise.function.weights import AXES
 from headwise.layouts import equality, modules, registry
@@ -123,12 +111,10 @@ class _Reading:
     def is_same(self, sides: Sides) -> bool:
         """True if all tensors are equal, those outside of attention too."""
         first, second = (side.weights.tensors for side in sides)
-        with suppress(*UNREADABLE):
+        with suppress(*tensors.UNREADABLE):
             mine, theirs = self.layouts
-            compared = compare_tensors(
-                first, second, mine, theirs, progress=no_progress, names_heads=False, **self.counts
-            )
-            return bool(compared)
+            options: dict[str, Any] = {"names_heads": False, **self.counts}
+            return bool(tensors.compare_tensors(first, second, mine, theirs, **options))
         return False
 
     def count_differing_tensors(self, sides: Sides) -> int:
@@ -196,7 +182,7 @@ def _effect_of_conversion(mine: CandidateLayout, theirs: CandidateLayout) -> obj
     if mine.layout == theirs.layout:
         return names
     first, second = (each.layout_reading(each.fits[0]) for each in (mine, theirs))
-    with suppress(*UNREADABLE):
+    with suppress(*tensors.UNREADABLE):
         return names, first.number_entries_converted_to(second)
     return names, tuple(first.sizes.items())
 
@@ -248,25 +234,25 @@ def _choose_reading(sides: Sides, readings: list[_Reading]) -> LayoutPair:
 
 def _describe_readings(readings: list[_Reading], why: list[str | None]) -> list[str]:
     """Return a line for each result: the layouts and counts, and the first difference."""
-    results: dict[str | None, dict[str, dict[str, set[int]]]] = {}
+    found: dict[str | None, dict[str, dict[str, set[int]]]] = {}
     for reading, reason in zip(readings, why, strict=True):
         names = " and ".join(layout.name for layout in reading.layouts)
-        counts = results.setdefault(reason, {}).setdefault(names, {})
+        counts = found.setdefault(reason, {}).setdefault(names, {})
         for name, values in reading.effects.items():
             counts.setdefault(name, set()).update(values)
     lines = []
-    for reason, layouts in sorted(results.items(), key=lambda each: each[0] is not None):
+    for reason, layouts in sorted(found.items(), key=lambda each: each[0] is not None):
         ways = [
             ", ".join([names, *(f"{n} {_list_counts(values)}" for n, values in counts.items())])
             for names, counts in layouts.items()
         ]
-        shown = "; ".join(shorten_lines(ways, NAMED))
+        shown = "; ".join(results.shorten_lines(ways, NAMED))
         lines.append(f"read as {shown}: {reason or 'attention is equal'}")
     return lines
 
 
 def _list_counts(values: set[int]) -> str:
-    *most, last = shorten_lines(map(str, sorted(values)), NAMED)
+    *most, last = results.shorten_lines(map(str, sorted(values)), NAMED)
     return f"{', '.join(most)} {'' if last.startswith('and') else 'or '}{last}" if most else last
 
 
@@ -386,14 +372,14 @@ def verify_opened(
         return Diagnosis(verdict=Verdict.DIFFERENT, layouts=None, notes=pair.lines, tensors=None)
     mine, theirs, counts = *pair.layouts, pair.counts
     a, b = first.tensors, second.tensors
-    tensors = compare_tensors(
+    compared = tensors.compare_tensors(
         a, b, mine, theirs, progress=progress, names_heads=pair.names_heads, **counts
     )
     layers = [module.layer for module in modules.find_modules(theirs, b)]
-    conflicts = find_config_differences(first.config, second.config, pair.layouts, layers)
-    tensors = replace(tensors, conflicts={**tensors.conflicts, **conflicts})
-    runs: list[OutputComparison] = []
-    if outputs and pair.can_run and pair.is_decided and not tensors.unheld:
+    conflicts = tensors.find_config_differences(first.config, second.config, pair.layouts, layers)
+    compared = replace(compared, conflicts={**compared.conflicts, **conflicts})
+    runs: list[results.OutputComparison] = []
+    if outputs and pair.can_run and pair.is_decided and not compared.unheld:
         if not pair.names_heads:
             raise OptionError(
                 saw="{outputs}, where neither the call nor a config has the number of heads",
@@ -402,19 +388,19 @@ def verify_opened(
                 parameter={"outputs": (), "heads": (), "kv_heads": ()},
             )
         config = first.config or second.config
-        runs = compare_outputs_of_layers(a, b, mine, theirs, config, **counts)
-    moves: list[ModuleMoves] = []
-    if tensors.differences and pair.can_run:
-        differing = [tensor.name for tensor in tensors.differences]
-        moves = find_module_moves(a, b, pair.layouts, differing, counts)
-    is_same = bool(tensors) and all(layer.is_same for layer in runs)
+        runs = tensors.compare_outputs_of_layers(a, b, mine, theirs, config, **counts)
+    moves: list[results.ModuleMoves] = []
+    if compared.differences and pair.can_run:
+        differing = [tensor.name for tensor in compared.differences]
+        moves = tensors.find_module_moves(a, b, pair.layouts, differing, counts)
+    is_same = bool(compared) and all(layer.is_same for layer in runs)
     if is_same and not pair.is_decided:
         return Diagnosis(verdict=Verdict.INCONCLUSIVE, notes=pair.lines)
     return Diagnosis(
         verdict=Verdict.SAME if is_same else Verdict.DIFFERENT,
         layouts=pair.layouts,
         notes=pair.lines,
-        tensors=tensors,
+        tensors=compared,
         outputs=tuple(runs),
         moves=tuple(moves),
         unapplied=_find_unapplied_settings((first, second), pair.layouts),
@@ -423,7 +409,7 @@ def verify_opened(
 
 def _find_unapplied_settings(
     sides: tuple[GivenWeights, GivenWeights], layouts: tuple[Layout, Layout]
-) -> tuple[UnappliedSetting, ...]:
+) -> tuple[results.UnappliedSetting, ...]:
     """Return what the metadata of one file record, and what the code of its layout does not do.
 
     Two files with the same metadata are used alike, by whatever reads them.
@@ -431,7 +417,7 @@ def _find_unapplied_settings(
     if layouts[0] == layouts[1]:
         return ()
     return tuple(
-        UnappliedSetting(side, layout.name, name, recorded, applied)
+        results.UnappliedSetting(side, layout.name, name, recorded, applied)
         for side, weights, layout in zip(SIDES, sides, layouts, strict=True)
         if weights.description is not None and layout.name in registry.layouts_by_name()
         for name, (recorded, applied) in layout.function.conflicts(

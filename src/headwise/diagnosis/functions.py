@@ -18,12 +18,7 @@ from torch import Tensor, nn
 from headwise.diagnosis.comparison import SEED, FunctionComparison
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
-from headwise.diagnosis.simulation.gaps import (
-    DRAWS,
-    absolute_difference,
-    allowed_difference,
-    perturb,
-)
+from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall, visible_keys
 from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.run import relative_difference_norm
@@ -125,7 +120,7 @@ class _FunctionPair:
         terms = sum(x.shape[-2:])
         for function, output in zip((self.first, self.second), self.outputs, strict=True):
             share = input_share(terms, function.dtype)
-            near = (perturb(x, "x", draw, share) for draw in range(DRAWS))
+            near = (gaps.perturb(x, "x", draw, share) for draw in range(gaps.DRAWS))
             changes = [(self.run_at(function, each) - output).abs().amax() for each in near]
             last = terms * Roundoff.of(function.dtype).u * output.abs().amax()
             floors.append(float(torch.stack(changes).amax() + last))
@@ -137,10 +132,10 @@ class _FunctionPair:
 
     @property
     def differs(self) -> bool:
-        return bool((absolute_difference(*self.outputs) > sum(self.floors)).any())
+        return bool((gaps.absolute_difference(*self.outputs) > sum(self.floors)).any())
 
     def __str__(self) -> str:
-        apart = float(absolute_difference(*self.outputs).amax())
+        apart = float(gaps.absolute_difference(*self.outputs).amax())
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"in {dtype} the outputs differ by {self.gap:.2g} of their size, by {apart:.2g} at "
@@ -215,7 +210,7 @@ class BlackBoxComparison:
         output, predicted, bound = self._run_both_with_bound(inputs)
         if predicted.shape != output.shape:
             yield f"outputs of the {self.side} have another width"
-        elif bool((absolute_difference(predicted, output) > bound).any()):
+        elif bool((gaps.absolute_difference(predicted, output) > bound).any()):
             gap = float((predicted - output).norm() / predicted.norm())
             yield (
                 f"with one token, which has all the weight, the outputs differ by {gap:.2g}: look "
@@ -283,7 +278,7 @@ class BlackBoxComparison:
         """Return the output of the function, that of the model, and what rounding explains."""
         output = self.function.output(inputs)
         forced = self.model.prepare_stage("output", RecordedCall(inputs, {}, self.dtype))
-        return output.double(), forced.result, allowed_difference(forced)
+        return output.double(), forced.result, gaps.allowed_difference(forced)
 
 
 def _draw_tokens(batch: int, tokens: int, width: int, seed: int) -> Tensor:

@@ -15,16 +15,10 @@ from torch import Tensor
 
 from headwise.checkpoints.attention import attention_from_state
 from headwise.checkpoints.config import Config, attention_window, layout_in_layer, resolve
+from headwise.diagnosis import results
 from headwise.diagnosis.catalogue import cause_of_layer_shifts
 from headwise.diagnosis.moves.find import find_state_moves
 from headwise.diagnosis.moves.move import MoveReport
-from headwise.diagnosis.results import (
-    KINDS,
-    ModuleMoves,
-    OutputComparison,
-    TensorComparison,
-    TensorEvidence,
-)
 from headwise.errors import DTypeError, OptionError, ShapeError
 from headwise.function import rounding
 from headwise.function.spec import ABSENT, Softcap
@@ -51,7 +45,7 @@ def compare_outputs_of_layers(
     second_layout: Layout,
     config: Mapping[str, Any],
     **counts: int,
-) -> list[OutputComparison]:
+) -> list[results.OutputComparison]:
     """Run every layer of both in float64, and compare the outputs.
 
     Rounding in the coarser dtype of the two sets is allowed. Each layer pairs rotated channels as
@@ -79,7 +73,7 @@ def _build_float64_layers(
 
 
 @torch.no_grad()
-def _run_both(first: BuiltLayer, second: BuiltLayer) -> OutputComparison:
+def _run_both(first: BuiltLayer, second: BuiltLayer) -> results.OutputComparison:
     (name, a, dtypes), (other_name, b, other_dtypes) = first, second
     dtype = rounding.coarsest(dtypes + other_dtypes)
     generator = torch.Generator().manual_seed(0)
@@ -105,7 +99,7 @@ def _run_both(first: BuiltLayer, second: BuiltLayer) -> OutputComparison:
         )
     apart = (mine - b(*(x.double() for x in inputs))).abs().max()
     shares = float(apart) / largest, float(allowed.max()) / largest
-    return OutputComparison(name, other_name, *shares)
+    return results.OutputComparison(name, other_name, *shares)
 
 
 def compare_tensors(
@@ -117,7 +111,7 @@ def compare_tensors(
     progress: Progress = no_progress,
     names_heads: bool = True,
     **counts: int,
-) -> TensorComparison:
+) -> results.TensorComparison:
     """Convert the first to the layout of the second, step by step, and compare every byte.
 
     A bias of attention that is +0 in one set and absent in the other is no difference. Tensors
@@ -168,7 +162,7 @@ def _compare_converted(
     progress: Progress,
     names_heads: bool,
     is_damaged: bool = False,
-) -> TensorComparison:
+) -> results.TensorComparison:
     conflicts = source.function.conflicts(target.function)
     # Names as in the second, if the layouts list every module's name or both hold a single module.
     mine, theirs = find_modules(source, first), find_modules(target, second)
@@ -192,7 +186,7 @@ def _compare_converted(
             _require_fit(first, source, counts)
             with suppress(ShapeError, DTypeError):
                 _require_fit(second, target, counts)
-            return TensorComparison(
+            return results.TensorComparison(
                 conflicts=conflicts, unheld=f"{error.saw}; needed: {error.needed}"
             )
     evidence = _StepwiseTensorEvidence(first, second, source, target, steps, counts, names_heads)
@@ -219,7 +213,7 @@ class _StepwiseTensorEvidence:
     names_heads: bool
     same: int = 0
     compared: set[str] = field(default_factory=set)
-    differences: list[TensorEvidence] = field(default_factory=list)
+    differences: list[results.TensorEvidence] = field(default_factory=list)
     only_first: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def compare_step(self, step: plan.ConversionStep) -> None:
@@ -238,10 +232,10 @@ class _StepwiseTensorEvidence:
         if missing:
             self.only_first |= dict.fromkeys(step.inputs, tuple(missing))
 
-    def comparison(self, conflicts: Mapping[str, tuple[str, str]]) -> TensorComparison:
+    def comparison(self, conflicts: Mapping[str, tuple[str, str]]) -> results.TensorComparison:
         """Return the evidence of all steps, and the second's tensors that no step made."""
         left = [name for name in self.second if name not in self.compared]
-        return TensorComparison(
+        return results.TensorComparison(
             same=self.same,
             differences=tuple(self.differences),
             only_first=self.only_first,
@@ -278,7 +272,7 @@ class _StepwiseTensorEvidence:
                 "numbers": _count_differing_entries(tensor, other),
                 "where": self._locate_difference(name, tensor),
             }
-        self.differences.append(TensorEvidence(name=name, made_of=step.inputs, **evidence))
+        self.differences.append(results.TensorEvidence(name=name, made_of=step.inputs, **evidence))
 
     def _locate_difference(self, name: str, tensor: Tensor) -> str:
         """Return the projections and heads that differ; "" outside attention."""
@@ -323,7 +317,7 @@ def _count_differing_entries(a: Tensor, b: Tensor) -> dict[str, int | float]:
     counts: dict[str, int | float] = {"entries": a.numel(), "differing": 0}
     if not a.is_floating_point():
         return counts | {"differing": int(equality.mark_differing_entries(a, b).sum())}
-    counts |= dict.fromkeys((*KINDS, "largest"), 0)
+    counts |= dict.fromkeys((*results.KINDS, "largest"), 0)
     for x, y in zip(*(t.reshape(-1).split(PART) for t in (a, b)), strict=True):
         differ = equality.mark_differing_entries(x, y)
         counts["differing"] += int(differ.sum())
@@ -337,7 +331,7 @@ def _count_differing_entries(a: Tensor, b: Tensor) -> dict[str, int | float]:
             x.isnan() & y.isnan(),
             x == y,
         )
-        for name, kind in zip(KINDS, kinds, strict=True):
+        for name, kind in zip(results.KINDS, kinds, strict=True):
             counts[name] += int(kind.sum())
         finite = (x - y)[kinds[0]].abs()
         counts["largest"] = max(counts["largest"], float(finite.max()) if len(finite) else 0.0)
@@ -384,7 +378,7 @@ def find_module_moves(
     layouts: tuple[Layout, Layout],
     differing: Sequence[str],
     counts: Mapping[str, int],
-) -> list[ModuleMoves]:
+) -> list[results.ModuleMoves]:
     """Name the moves in every module that has one of the tensors ``differing`` of the second.
 
     Modules are paired in their order. Those that cannot be read are left out.
@@ -411,7 +405,9 @@ def find_module_moves(
             if other is not None:
                 shifts.add(other.layer - a.layer)
                 names = [each.prefix.rstrip(".") for each in (a, other)]
-                named.append(ModuleMoves(name=names[0], layer=a.layer, is_other_module=names[1]))
+                named.append(
+                    results.ModuleMoves(name=names[0], layer=a.layer, is_other_module=names[1])
+                )
             else:
                 report = find_state_moves(
                     state,
@@ -448,8 +444,8 @@ def _find_module_with_weights(
     return None
 
 
-def _describe_moves_of_module(module: NamedModule, report: MoveReport) -> ModuleMoves:
-    return ModuleMoves(
+def _describe_moves_of_module(module: NamedModule, report: MoveReport) -> results.ModuleMoves:
+    return results.ModuleMoves(
         name=module.prefix.rstrip("."),
         layer=module.layer,
         moves=tuple(map(str, report.moves)),

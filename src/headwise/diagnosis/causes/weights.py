@@ -17,11 +17,7 @@ from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence, Variant, Vari
 from headwise.diagnosis.moves import find
 from headwise.diagnosis.moves.maps import MapName, Rows
 from headwise.diagnosis.moves.move import ROUNDED, cast_and_back, format_dtype
-from headwise.diagnosis.simulation.gaps import (
-    WHOLE,
-    allowed_difference,
-    replace_model_stage_in_heads,
-)
+from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.model import AttentionModel
 
 
@@ -110,7 +106,7 @@ def _initial_weights(evidence: Evidence) -> Variants:
     rows = find.extract_rows(evidence.model.weights)
     for role, stage in STAGE_OF.items():
         parted = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
-        if parted != ({WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
+        if parted != ({gaps.WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
             continue
         tokens = evidence.projection_tokens(role)
         if tokens is None or (whitened := _whiten_tokens(*tokens)) is None:
@@ -234,14 +230,15 @@ def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | 
     """
     stage, weight = STAGE_OF[role], evidence.model.weights[f"w{role}"]
     heads = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
-    every = {WHOLE} if role == "o" else set(range(len(weight)))
+    every = {gaps.WHOLE} if role == "o" else set(range(len(weight)))
     tokens = evidence.projection_tokens(role) if heads == every else None
     if tokens is None:
         return None
     x, recorded = tokens
     predicted = flatten_tokens(evidence.model.predict_stage(stage, call) for call in evidence.calls)
     bound = flatten_tokens(
-        allowed_difference(evidence.model.prepare_stage(stage, call)) for call in evidence.calls
+        gaps.allowed_difference(evidence.model.prepare_stage(stage, call))
+        for call in evidence.calls
     )
     if predicted.shape != recorded.shape:
         return None
@@ -284,6 +281,6 @@ def _module_bypassed(evidence: Evidence) -> Variants:
     for roles in _all_and_each(evidence.parted_roles):
         model = evidence.model
         for role in roles:
-            model = replace_model_stage_in_heads(model, of_weights, STAGE_OF[role], None)
+            model = gaps.replace_model_stage_in_heads(model, of_weights, STAGE_OF[role], None)
         repair = f"call the modules of {', '.join(roles)}"
         yield Variant(model, {"roles": "".join(roles)}, repair)

@@ -33,16 +33,7 @@ from headwise.diagnosis.moves.maps import (
     Rows,
     RowSizes,
 )
-from headwise.diagnosis.moves.move import (
-    ROUNDED,
-    BiasDropped,
-    Edited,
-    Move,
-    MoveReport,
-    apply_moves,
-    largest_residual,
-    multiply,
-)
+from headwise.diagnosis.moves.move import Edited, Move, MoveReport
 from headwise.errors import ShapeError
 from headwise.function.rounding import default_tolerance
 from headwise.function.weights import State
@@ -113,7 +104,7 @@ def _list_rounding_dtypes(a: Rows, b: Rows) -> list[torch.dtype]:
     """Return the dtypes in which a role of one side is stored, but for the dtype that it has."""
     return [
         dtype
-        for dtype in ROUNDED
+        for dtype in changes.ROUNDED
         if any(
             x.dtype != dtype and x.any() and changes.have_same_bits(x, x.to(dtype).to(x.dtype))
             for rows in (a, b)
@@ -133,7 +124,7 @@ def _make_move_report(
     # Names that are equal for the weights may differ for the biases.
     sequences.sort(key=lambda moves: len(_list_wrong_biases(moves, a, b, tolerance)))
     moves = sequences[0] if sequences else ()
-    made = apply_moves(moves, b)
+    made = changes.apply_moves(moves, b)
     changed, residual, unexplained = [], {}, []
     for role in sizes.roles:
         ours, theirs = a.matrices[role], made.matrices[role]
@@ -169,7 +160,7 @@ def _unite_changes_over_roles(changed: list[Move]) -> tuple[Move, ...]:
 def _list_wrong_biases(
     moves: Sequence[Move], a: Rows, b: Rows, tolerance: float
 ) -> tuple[str, ...]:
-    ours, made = a.biases, apply_moves(moves, b).biases
+    ours, made = a.biases, changes.apply_moves(moves, b).biases
     return tuple(r for r in a.roles if not _biases_equal(ours.get(r), made.get(r), tolerance))
 
 
@@ -183,9 +174,9 @@ def _explain_biases(
     moves = _keep_bias_in_place(moves, wrong, a, b, tolerance)
     moves += _find_cleared_biases(list_wrong(moves), a)
     if wrong := list_wrong(moves):
-        moves += _find_moves_of_biases_alone(wrong, a, apply_moves(moves, b))
+        moves += _find_moves_of_biases_alone(wrong, a, changes.apply_moves(moves, b))
     for role in list_wrong(moves):
-        moves += _find_bias_factor_or_rounding(role, a, apply_moves(moves, b), tolerance)
+        moves += _find_bias_factor_or_rounding(role, a, changes.apply_moves(moves, b), tolerance)
     return moves, list_wrong(moves)
 
 
@@ -270,7 +261,7 @@ class HeadsAndOutput:
         """Yield the moves of the output projection that make the outputs."""
         for move in (
             *self._yield_map_moves(),
-            *(changes.name_rounding("o", dtype, WEIGHTS) for dtype in ROUNDED),
+            *(changes.name_rounding("o", dtype, WEIGHTS) for dtype in changes.ROUNDED),
             *self._yield_block_moves(),
         ):
             projection = move.change.apply(self.rows).matrices["o"]
@@ -325,7 +316,10 @@ class HeadsAndOutput:
         if factor != 1 and apart <= self.tolerance * float(output.square().mean().sqrt()):
             cause = SIGN if factor == -1 else FACTOR
             name = MapName(cause, f"{factor:.6g}", ("o",), 0, (("factor", factor),))
-            yield Move(name, Edited({"o": multiply(torch.tensor([[factor]], dtype=torch.float64))}))
+            yield Move(
+                name,
+                Edited({"o": changes.multiply(torch.tensor([[factor]], dtype=torch.float64))}),
+            )
 
 
 def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
@@ -342,7 +336,7 @@ def _yield_head_factor_moves(shares: Tensor) -> Iterator[Move]:
         parameters, text = (("factor", float(snapped[0])),), f"{float(snapped[0]):.6g}"
     kinds = {float(snapped[head]) for head in changed}
     cause = SIGN if kinds == {-1.0} else ROWS_ZERO if kinds == {0.0} else FACTOR
-    change = Edited({"o": multiply(snapped[:, None])}, parts=WEIGHTS)
+    change = Edited({"o": changes.multiply(snapped[:, None])}, parts=WEIGHTS)
     yield Move(MapName(cause, text, ("o",), 0, parameters), change)
 
 
@@ -435,11 +429,11 @@ def _find_output_bias_move(
         if b is None or not bool(b.any()):
             return True
         text = OUTPUT_BIAS if a is None else f"{OUTPUT_BIAS}, zero"
-        return Move(MapName(BIAS_MISSING, text, ("o",)), BiasDropped(("o",)))
+        return Move(MapName(BIAS_MISSING, text, ("o",)), changes.BiasDropped(("o",)))
     if b is None or a.shape != b.shape:
         return False
     limit = default_tolerance(a.dtype, b.dtype) if tolerance is None else tolerance
-    return largest_residual(a, b) <= limit
+    return changes.largest_residual(a, b) <= limit
 
 
 CRITICAL = 1.95
