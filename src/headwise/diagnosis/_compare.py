@@ -38,11 +38,7 @@ UNSTATED = "the layer runs otherwise than its weights and settings state, such a
 
 
 def compare(
-    a: Comparable,
-    b: Comparable,
-    inputs: ComparisonInputs | None = None,
-    *,
-    gradients: bool = False,
+    a: Comparable, b: Comparable, inputs: ComparisonInputs | None = None, *, gradients: bool = False
 ) -> Diagnosis:
     """Say whether two attentions are the same function, and if not, why.
 

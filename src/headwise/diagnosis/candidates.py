@@ -226,8 +226,7 @@ def _describe_match_reasons(
 
 
 def group_equal_layouts(
-    groups: Iterable[LayoutGroup],
-    is_same_use: Callable[[AttentionSpec, AttentionSpec], bool],
+    groups: Iterable[LayoutGroup], is_same_use: Callable[[AttentionSpec, AttentionSpec], bool]
 ) -> tuple[LayoutGroup, ...]:
     """Join groups whose first candidates are the same map and are used in the same way."""
     joined: list[LayoutGroup] = []

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.checkpoints import config as configs
 from headwise.checkpoints import description as descriptions
@@ -177,19 +177,12 @@ def detect_by_names_and_shapes(
     detection = _narrow_by_metadata_and_config(candidates, described, config or {})
     if not candidates:
         return replace(detection, obstacle=find_obstacle(headers))
-    groups = tuple(
-        tuple(
-            replace(
-                each,
-                faults=(
-                    *each.faults,
-                    *configs.find_missing_layers(config or {}, each.modules, headers),
-                ),
-            )
-            for each in group
-        )
-        for group in detection.fitting
-    )
+
+    def with_missing_layers(each: CandidateLayout) -> CandidateLayout:
+        missing = configs.find_missing_layers(config or {}, each.modules, headers)
+        return replace(each, faults=(*each.faults, *missing))
+
+    groups = tuple(tuple(map(with_missing_layers, group)) for group in detection.fitting)
     if any(each.faults for group in groups for each in group):
         return replace(detection, candidates=(), misplaced=(), damaged=groups)
     return detection
@@ -218,10 +211,7 @@ def _narrow_by_metadata_and_config(
             against = f"the config says model_type {kind}, whose layout is {by_config}, but {why}"
         placed = tuple(g for g in groups if any(each.misplacement is None for each in g))
         misplaced = tuple(
-            tuple(
-                replace(each, reasons=(*each.reasons, f"place: {each.misplacement}"))
-                for each in group
-            )
+            tuple(replace(e, reasons=(*e.reasons, f"place: {e.misplacement}")) for e in group)
             for group in groups
             if group not in placed
         )
@@ -234,10 +224,7 @@ def _narrow_by_metadata_and_config(
 
 def _groups_to_json(groups: Iterable[LayoutGroup]) -> list[list[dict[str, Any]]]:
     return [
-        [
-            {"layout": each.layout.name, "sizes": each.sizes, "reasons": each.reasons}
-            for each in group
-        ]
+        [{"layout": e.layout.name, "sizes": e.sizes, "reasons": e.reasons} for e in group]
         for group in groups
     ]
 
@@ -251,14 +238,9 @@ def narrow_detection(
     functions conflict; what a function leaves open is no conflict.
     """
     joined = grouping.group_equal_layouts(groups, lambda a, b: not a.conflicts(b))
-    compared = (*detection.compared, by)
-    return Detection(
-        joined,
-        refuted,
-        contradiction=detection.contradiction,
-        compared=compared,
-        obstacle=detection.obstacle,
-    )
+    compared, against = (*detection.compared, by), detection.contradiction
+    obstacle = detection.obstacle
+    return Detection(joined, refuted, None, against, compared, obstacle=obstacle)
 
 
 def _find_refutation(
@@ -354,9 +336,8 @@ class GivenWeights:
     tensors: Mapping[str, Tensor]  # tensors by name; those of a file are memory-mapped
     config: dict[str, Any]  # as in config.json; empty if there is none
     known: dict[str, int]  # counts that the config or the caller states: heads, kv_heads and others
-    description: descriptions.Description | None = (
-        None  # the metadata of the files; None if they have none
-    )
+    # The metadata of the files; None if they have none.
+    description: descriptions.Description | None = None
 
     @property
     def headers(self) -> Mapping[str, TensorHeader]:
@@ -380,8 +361,7 @@ class GivenWeights:
         counts = {**counts, **self.known}
         if detection.fitting or detection.damaged or detection.refuted or not counts:
             return
-        fitting = detect_by_names_and_shapes(self.headers).fitting
-        if fitting:
+        if fitting := detect_by_names_and_shapes(self.headers).fitting:
             names = [each.layout.name for group in fitting for each in group]
             raise OptionError(
                 saw=", ".join(f"{name} {count}" for name, count in counts.items()),
@@ -396,10 +376,8 @@ class GivenWeights:
         Raises:
             OptionError: no layout has this name, or the weights are in another layout.
         """
-        layout, detection = (
-            descriptions.layout_with_described_function(name, self.description),
-            self.detection(),
-        )
+        layout = descriptions.layout_with_described_function(name, self.description)
+        detection = self.detection()
         why = detection.refuted.get(layout.name)
         fitting = {each.layout.name for group in detection.candidates for each in group}
         if self.description is not None and layout.name not in fitting:
@@ -462,20 +440,16 @@ def open_weights(
         )
     is_mapping = isinstance(given, Mapping)
     if not is_mapping or not given:
-        raise OptionError(
-            saw=f"{title}, which is empty"
-            if is_mapping
-            else f"weights of type {type(given).__name__}",
-            needed="names and tensors of a model"
-            if is_mapping
-            else "a path, or a state dict: names and tensors",
-            do="give model.state_dict(), or the path of a file or a folder",
-        )
+        saw, needed = f"{title}, which is empty", "names and tensors of a model"
+        if not is_mapping:
+            saw = f"weights of type {type(given).__name__}"
+            needed = "a path, or a state dict: names and tensors"
+        do = "give model.state_dict(), or the path of a file or a folder"
+        raise OptionError(saw=saw, needed=needed, do=do)
     state = tensors_of_arrays(given, title=title)
     fields = configs.ConfigFields.wrap(config or {})
-    return GivenWeights(
-        title, state, fields, configs.merge_counts(fields, counts, origin=Path(title))
-    )
+    known = configs.merge_counts(fields, counts, origin=Path(title))
+    return GivenWeights(title, state, fields, known)
 
 
 def require_whole_counts(counts: Counts) -> Counts:
@@ -510,13 +484,10 @@ def narrow_by_reference_values(
     """
     groups: list[LayoutGroup] = []
     refuted = dict(detection.refuted)
-    references = [
-        each for group in reference.fitting for each in split_candidate_by_sizes(group[0])
-    ]
+    split = split_candidate_by_sizes
+    references = [each for group in reference.fitting for each in split(group[0])]
     for group in (*detection.candidates, *detection.misplaced):
-        match = _find_first_match(
-            split_candidate_by_sizes(group[0]), state, references, other, called
-        )
+        match = _find_first_match(split(group[0]), state, references, other, called)
         if isinstance(match, CandidateLayout):
             groups.append(tuple(each.with_sizes(match.fits[0]) for each in group))
         else:
@@ -597,21 +568,6 @@ def read_canonical_state(
     return reading.read({name: state[name] for name in reading.names})
 
 
-def narrow_by_running(
-    detection: Detection,
-    state: Mapping[str, Tensor],
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    config: Mapping[str, Any],
-) -> Detection:
-    """Return the detection with the candidates that compute the same: see `compare_by_running`."""
-    from headwise.diagnosis.running import compare_by_running
-
-    candidates = (*detection.candidates, *detection.misplaced)
-    groups, refuted = compare_by_running(candidates, state, model, inputs, config)
-    return narrow_detection(detection, groups, {**detection.refuted, **refuted}, by="behaviour")
-
-
 LENGTH = 48  # tokens of the input with which a model is run
 
 
@@ -670,7 +626,7 @@ def _detect_by_running(
             do="save the model with save_pretrained, and give that folder",
         )
     from headwise.checkpoints.transformers import load
-    from headwise.diagnosis.running import USE_REFERENCE
+    from headwise.diagnosis.running import USE_REFERENCE, narrow_by_running
     from headwise.scanning.inputs import explain_failure_on_token_ids
 
     stored = load(Path(against))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.config import layout_in_layer, resolve, rotary_section_of_layer
 from headwise.diagnosis.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
+from headwise.diagnosis.detection import Detection, narrow_detection
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.function.budget import Budget
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec
@@ -126,14 +127,14 @@ class NotComparedError(NamedTuple):
     needed: str
 
 
-def compare_by_running(
-    candidates: Iterable[LayoutGroup],
+def narrow_by_running(
+    detection: Detection,
     state: Mapping[str, Tensor],
     model: nn.Module,
     inputs: Mapping[str, Any],
     config: Mapping[str, Any],
-) -> tuple[list[LayoutGroup], dict[str, str]]:
-    """Return the candidates whose layers compute the same as the model's, and why others do not.
+) -> Detection:
+    """Return the detection with the candidates whose layers compute the same as the model's.
 
     ``state`` holds the tensors of the checkpoint. The model has the same weights; its inputs hold
     at least some tens of tokens, and its config the numbers of rotations and norms.
@@ -150,9 +151,9 @@ def compare_by_running(
             do=USE_REFERENCE,
         )
     groups: list[LayoutGroup] = []
-    refuted: dict[str, str] = {}
+    refuted = {**detection.refuted}
     uncompared: list[tuple[LayoutGroup, NotComparedError]] = []
-    for group in candidates:
+    for group in (*detection.candidates, *detection.misplaced):
         trial = _Trial(group[0], state, calls, config)
         verdict = trial.find_agreeing_sizes()
         if isinstance(verdict, NotComparedError):
@@ -171,7 +172,7 @@ def compare_by_running(
                 do=USE_REFERENCE,
             )
         refuted |= {each.layout.name: f"not compared: {why.saw}" for each in group}
-    return groups, refuted
+    return narrow_detection(detection, groups, refuted, by="behaviour")
 
 
 @dataclass(frozen=True, eq=False)

@@ -77,11 +77,9 @@ def _run_both(first: BuiltLayer, second: BuiltLayer) -> results.OutputComparison
     (name, a, dtypes), (other_name, b, other_dtypes) = first, second
     dtype = rounding.coarsest(dtypes + other_dtypes)
     generator = torch.Generator().manual_seed(0)
-    widths = dict.fromkeys((a.embed_dim, a.source_dim))
-    inputs = [
-        torch.randn(BATCH, LENGTH, width, generator=generator, dtype=torch.float64).to(dtype)
-        for width in widths
-    ]
+    shapes = ((BATCH, LENGTH, n) for n in dict.fromkeys((a.embed_dim, a.source_dim)))
+    random = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    inputs = [x.to(dtype) for x in random]
     narrow = copy.deepcopy(a).to(torch.float32 if dtype == torch.float64 else dtype)
 
     def run(*inputs: Tensor) -> Tensor:
@@ -261,17 +259,15 @@ class _StepwiseTensorEvidence:
         if same_bytes(tensor, other):
             self.same += 1
             return
-        evidence: dict[str, Any] = {"kind": "entries"}
-        for kind in ("dtype", "shape"):
-            mine, theirs = getattr(tensor, kind), getattr(other, kind)
-            if mine != theirs:
-                sides = (mine, theirs) if kind == "dtype" else (tuple(mine), tuple(theirs))
-                evidence = {"kind": kind, "sides": tuple(map(str, sides))}
-        if evidence["kind"] == "entries":
-            evidence |= {
-                "numbers": _count_differing_entries(tensor, other),
-                "where": self._locate_difference(name, tensor),
-            }
+        evidence: dict[str, Any]
+        pair = (tensor, other)
+        if tensor.shape != other.shape:
+            evidence = {"kind": "shape", "sides": tuple(str(tuple(x.shape)) for x in pair)}
+        elif tensor.dtype != other.dtype:
+            evidence = {"kind": "dtype", "sides": tuple(str(x.dtype) for x in pair)}
+        else:
+            evidence = {"kind": "entries", "numbers": _count_differing_entries(*pair)}
+            evidence["where"] = self._locate_difference(name, tensor)
         self.differences.append(results.TensorEvidence(name=name, made_of=step.inputs, **evidence))
 
     def _locate_difference(self, name: str, tensor: Tensor) -> str:

@@ -317,8 +317,7 @@ class HeadsAndOutput:
             cause = SIGN if factor == -1 else FACTOR
             name = MapName(cause, f"{factor:.6g}", ("o",), 0, (("factor", factor),))
             yield Move(
-                name,
-                Edited({"o": changes.multiply(torch.tensor([[factor]], dtype=torch.float64))}),
+                name, Edited({"o": changes.multiply(torch.tensor([[factor]], dtype=torch.float64))})
             )
 
 

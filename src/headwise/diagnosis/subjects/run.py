@@ -75,10 +75,7 @@ def _list_gaps(first: Tensors, second: Tensors) -> dict[str, float]:
 
 
 def run_model(
-    model: nn.Module,
-    inputs: Tensor | ModelInputs | None = None,
-    *,
-    vocabulary: int | None = None,
+    model: nn.Module, inputs: Tensor | ModelInputs | None = None, *, vocabulary: int | None = None
 ) -> ModelRun:
     """Run a float64 copy of a model in eval mode, and record the stages of each attention.
 
@@ -288,10 +285,7 @@ def _put_batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
 
 
 def _make_layer_run(
-    call: CapturedCall,
-    projected: _Projections,
-    dtype: torch.dtype,
-    before: Sequence[RecordedCall],
+    call: CapturedCall, projected: _Projections, dtype: torch.dtype, before: Sequence[RecordedCall]
 ) -> LayerRun:
     """Return a captured call as data; ``before`` has the earlier calls of its module."""
     data = projected.find_module_data(call)
