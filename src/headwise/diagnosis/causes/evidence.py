@@ -220,11 +220,11 @@ def _collect_stage_rows(
 def _predict_rows(
     model: AttentionModel, calls: Sequence[RecordedCall], roles: Iterable[str]
 ) -> Rows:
-    predicted = ((role, [model.predict_stage(role, call) for call in calls]) for role in roles)
+    predicted = ((role, (model.predict_stage(role, call) for call in calls)) for role in roles)
     return Rows({role: _channels_by_head(stages) for role, stages in predicted})
 
 
-def _channels_by_head(stages: Sequence[Tensor]) -> Tensor:
+def _channels_by_head(stages: Iterable[Tensor]) -> Tensor:
     """Return (heads, channels, tokens) of stages (batch, heads, length, channels)."""
     return torch.cat([x.permute(1, 3, 0, 2).flatten(2) for x in stages], 2)
 

@@ -94,9 +94,8 @@ class BlackBox(Subject):
         """
         if self._first is not None:
             inputs, output = self._first
-            self._require_same(
-                output, self._call_function(inputs), "on the same input, after other inputs"
-            )
+            now = self._call_function(inputs)
+            self._require_same(output, now, "on the same input, after other inputs")
 
     def _require_same(self, before: Tensor, now: Tensor, when: str) -> None:
         if before.shape != now.shape:
@@ -116,17 +115,13 @@ class BlackBox(Subject):
         output = self.output(inputs)
         return RecordedCall(inputs, {"output": output.double()}, self.dtype)
 
-    def gradients(
-        self,
-        inputs: Inputs,
-        direction: Tensor,
-        dtype: torch.dtype,  # noqa: ARG002 (a function computes in its own)
-    ) -> dict[str, Tensor]:
+    def gradients(self, inputs: Inputs, direction: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the gradients of the inputs.
 
         Raises:
             OptionError: no gradient of the output is recorded.
         """
+        del dtype  # a function computes in its own
 
         def run(given: Inputs) -> Tensor:
             output = self._call_function(given)
@@ -186,7 +181,13 @@ class BlackBox(Subject):
             try:
                 ran = self._run_on_arrays(given)
             except FAILURES_OF_A_FUNCTION as other:
-                raise self._make_failure_error(given, error, other) from error
+                shapes = (f"{name} of shape {tuple(x.shape)}" for name, x in given.items())
+                raise OptionError(
+                    saw=f"{self.kind} that fails on tensors ({describe_error(error)}) and on NumPy "
+                    f"arrays ({describe_error(other)})",
+                    needed=f"a function that runs on {' and '.join(shapes)}, float32",
+                    do="run it on such an input first",
+                ) from error
             self.takes_arrays = True
             return ran
 
@@ -198,17 +199,6 @@ class BlackBox(Subject):
     def _call_with_named_arguments(self, arguments: Mapping[str, Any]) -> Any:
         named = {**arguments}
         return self.function(named.pop("x"), **named)
-
-    def _make_failure_error(
-        self, given: Mapping[str, Tensor], on_tensors: Exception, on_arrays: Exception
-    ) -> OptionError:
-        shapes = " and ".join(f"{name} of shape {tuple(x.shape)}" for name, x in given.items())
-        return OptionError(
-            saw=f"{self.kind} that fails on tensors ({describe_error(on_tensors)}) and on NumPy "
-            f"arrays ({describe_error(on_arrays)})",
-            needed=f"a function that runs on {shapes}, float32",
-            do="run it on such an input first",
-        )
 
     def _takes(self, name: str) -> bool:
         """True if the function has an argument of this name; ``**kwargs`` may ignore it."""

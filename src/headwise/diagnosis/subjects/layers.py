@@ -109,10 +109,10 @@ def mask_from_inputs(inputs: Inputs) -> Mask | None:
     if inputs.mask is None:
         return None
     batch, queries = inputs.x.shape[:2]
-    keys = inputs.key_source.shape[1]
-    allowed = inputs.mask.expand(batch, -1, queries, keys)
-    axes = "batch queries keys" if allowed.shape[1] == 1 else "batch heads queries keys"
-    return Mask.may_attend(allowed.squeeze(1) if allowed.shape[1] == 1 else allowed, axes=axes)
+    allowed = inputs.mask.expand(batch, -1, queries, inputs.key_source.shape[1])
+    if allowed.shape[1] == 1:
+        return Mask.may_attend(allowed.squeeze(1), axes="batch queries keys")
+    return Mask.may_attend(allowed, axes="batch heads queries keys")
 
 
 class TorchSubject(ModuleSubject):
@@ -192,12 +192,8 @@ class ModuleData:
 
 def read_attention_modules(model: nn.Module) -> list[ModuleData]:
     """Return the attention modules of a model whose weights and settings can be read."""
-    modules = [
-        data
-        for name, module in model.named_modules()
-        if (data := _read_native_or_torch_layer(name, module))
-    ]
-    return modules or _read_transformers_modules(model)
+    layers = (_read_native_or_torch_layer(name, x) for name, x in model.named_modules())
+    return [*filter(None, layers)] or _read_transformers_modules(model)
 
 
 def _read_native_or_torch_layer(name: str, module: nn.Module) -> ModuleData | None:

@@ -166,11 +166,9 @@ def _unreadable_error(path: Path, reason: str) -> OptionError:
 
 def is_recording(value: object) -> bool:
     """True if a value is the path of a file that may hold a recording."""
-    if not isinstance(value, str | Path) or Path(value).suffix not in ENDINGS:
-        return False
-    path = Path(value)
-    if not path.is_file() or path.suffix == ".npz":
-        return path.is_file()
+    path = Path(value) if isinstance(value, str | Path) else Path()
+    if path.suffix not in ENDINGS or not path.is_file() or path.suffix == ".npz":
+        return path.suffix in ENDINGS and path.is_file()
     with suppress(SafetensorError), safe_open(path, framework="pt") as file:
         return "output" in file.keys()  # noqa: SIM118 (it is no mapping)
     return False

@@ -175,15 +175,20 @@ def record_layers(
         recorder.begin_input()
         output = model(*arguments[0], **arguments[1])
     recorder.require_any_captured(type(model).__name__)
-    projected = _Projections(model, modules, passes)
     # transformers computes rotations and norms in float32, whatever the dtype of the model is.
     is_single = hasattr(model, "config")
     dtype = torch.float32 if is_single else next(model.parameters()).dtype
     runs: dict[nn.Module | None, list[LayerRun]] = {}  # of each module, which may attend again
+    named: dict[nn.Module | None, str] = {part: name for name, part in model.named_modules()}
     layers = []
     for call in calls:
         before = runs.setdefault(call.module, [])
-        layer = _make_layer_run(call, projected, dtype, [run.call for run in before])
+        place = named.get(call.module, call.layer)  # without the number of a run
+        data = next((each for each in modules if each.covers_module(place)), None)
+        projections = {} if data is None else data.projections
+        parts = {role: model.get_submodule(name) for role, name in projections.items()}
+        turns = {role: _read_turn(x, passes[x][len(before) :]) for role, x in parts.items()}
+        layer = _make_layer_run(call, data, turns, dtype, [run.call for run in before])
         dropout = None if call.module is None else dropouts.get(call.module)
         before.append(replace(layer, dropout=dropout))
         layers.append(before[-1])
@@ -249,29 +254,6 @@ def _random_tokens(model: nn.Module, vocabulary: int | None) -> dict[str, Tensor
     return {name: torch.randint(vocabulary, (BATCH, TOKENS), generator=generator) for name in names}
 
 
-@dataclass(frozen=True, eq=False)
-class _Projections:
-    model: nn.Module
-    modules: list[ModuleData]
-    runs: Mapping[nn.Module, Sequence[ModuleRun]]
-
-    def find_module_data(self, call: CapturedCall) -> ModuleData | None:
-        named = self.model.named_modules()  # without the number of a run
-        name = next((name for name, module in named if module is call.module), call.layer)
-        return next((data for data in self.modules if data.covers_module(name)), None)
-
-    def read_turn(self, name: str, turn: int) -> _Turn:
-        """Return the tensors of one pass of a projection; none where it did not run again."""
-        module = self.model.get_submodule(name)
-        run = dict(enumerate(self.runs[module])).get(turn)
-        if run is None or not isinstance(run.first, Tensor):
-            return _Turn()
-        if not isinstance(module, nn.MultiheadAttention):
-            return _Turn(run.first, run.output if isinstance(run.output, Tensor) else None)
-        x, source = (_put_batch_first(module, x) for x in [*run.args, *run.kwargs.values()][:2])
-        return _Turn(x, _put_batch_first(module, run.output[0]), source)
-
-
 class _Turn(NamedTuple):
     """Input and output of a projection; the source too of torch's layer, as it is an argument."""
 
@@ -280,17 +262,29 @@ class _Turn(NamedTuple):
     source: Tensor | None = None
 
 
+def _read_turn(module: nn.Module, runs: Sequence[ModuleRun]) -> _Turn:
+    """Return the tensors of the first pass of a projection; none where it did not run again."""
+    if not runs or not isinstance(runs[0].first, Tensor):
+        return _Turn()
+    [run, *_] = runs
+    if not isinstance(module, nn.MultiheadAttention):
+        return _Turn(run.first, run.output if isinstance(run.output, Tensor) else None)
+    x, source = (_put_batch_first(module, x) for x in [*run.args, *run.kwargs.values()][:2])
+    return _Turn(x, _put_batch_first(module, run.output[0]), source)
+
+
 def _put_batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
     return x if module.batch_first or x.dim() < 3 else x.transpose(0, 1)
 
 
 def _make_layer_run(
-    call: CapturedCall, projected: _Projections, dtype: torch.dtype, before: Sequence[RecordedCall]
+    call: CapturedCall,
+    data: ModuleData | None,
+    turns: Mapping[str, _Turn],
+    dtype: torch.dtype,
+    before: Sequence[RecordedCall],
 ) -> LayerRun:
     """Return a captured call as data; ``before`` has the earlier calls of its module."""
-    data = projected.find_module_data(call)
-    names = {} if data is None else data.projections
-    turns = {role: projected.read_turn(name, len(before)) for role, name in names.items()}
     q, k, o = (turns.get(role, _Turn()) for role in "qko")
     x = q.input if o.source is None else o.input
     x = call.state if x is None else x
