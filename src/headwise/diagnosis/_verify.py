@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from typing import Any
 
@@ -30,21 +30,6 @@ SIDES = ("first", "second")
 NAMED = 4  # layouts, or counts, of one result
 COUNTED = ("heads", "kv_heads", "rotary_width")  # that shapes may leave open
 LayoutNames = tuple[str | Layout | None, str | Layout | None]
-
-
-@dataclass(frozen=True)
-class LayoutPair:
-    """Layouts in which two sets of weights are read."""
-
-    # Of the first and of the second; None where their configs contradict each other.
-    layouts: tuple[Layout, Layout] | None
-    # Heads, and other counts: of the configs, of the caller, or some that fit.
-    counts: dict[str, int]
-    # The evidence for these layouts, or the reasons why the weights are not the same.
-    lines: tuple[str, ...]
-    can_run: bool = True  # the layers of both can be run
-    names_heads: bool = True  # the number of heads is known, so that heads can be named
-    is_decided: bool = True  # False if other layouts or counts that fit make the weights different
 
 
 @dataclass(frozen=True)
@@ -89,23 +74,29 @@ Sides = tuple[_Side, _Side]
 
 @dataclass(frozen=True)
 class _Reading:
-    """Layouts and counts that fit both sets."""
+    """Layouts and counts in which both sets are read."""
 
-    pair: tuple[CandidateLayout, CandidateLayout]  # the two layouts, each with sizes that fit
-    counts: dict[str, int]  # heads, and other counts that are known or fit
+    layouts: tuple[Layout, Layout]
+    # Heads, and other counts: of the configs, of the caller, or some that fit.
+    counts: dict[str, int]
+    pair: tuple[CandidateLayout, ...] = ()  # of these layouts, with sizes that fit, where they do
     # The counts that nothing states, each with the values of the same effect.
-    effects: dict[str, tuple[int, ...]]
+    effects: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()  # the evidence for these layouts
+    can_run: bool = True  # the layers of both can be run
+    is_decided: bool = True  # False if other layouts or counts that fit make the weights different
 
     @property
-    def layouts(self) -> tuple[Layout, Layout]:
-        return self.pair[0].layout, self.pair[1].layout
+    def names_heads(self) -> bool:
+        """True if the number of heads is known, so that heads can be named."""
+        return "heads" not in self.effects
 
     def find_difference(self, sides: Sides, at: int) -> str | None:
         mine, theirs = self.pair[at], self.pair[1 - at]
         states = sides[at].weights.tensors, sides[1 - at].weights.tensors
-        called, names_heads = f"the {SIDES[1 - at]}", "heads" not in self.effects
+        called = f"the {SIDES[1 - at]}"
         return detecting.describe_difference_from_reference(
-            mine, states[0], theirs, states[1], called, names_heads=names_heads
+            mine, states[0], theirs, states[1], called, names_heads=self.names_heads
         )
 
     def is_same(self, sides: Sides) -> bool:
@@ -153,7 +144,8 @@ def _list_readings(sides: Sides, known: Mapping[str, int]) -> list[_Reading]:
         counts = {name: sizes[name] for name in open_counts if name in sizes}
         names = mine.layout.name, theirs.layout.name
         key = _effect_of_conversion(mine, theirs) if pairs else names
-        reading = readings.setdefault(key, _Reading((mine, theirs), counts | {**known}, {}))
+        made = _Reading((mine.layout, theirs.layout), counts | {**known}, (mine, theirs))
+        reading = readings.setdefault(key, made)
         for name, count in counts.items():
             reading.effects[name] = tuple(sorted({*reading.effects.get(name, ()), count}))
     return sorted(
@@ -187,7 +179,7 @@ def _effect_of_conversion(mine: CandidateLayout, theirs: CandidateLayout) -> obj
     return names, tuple(first.sizes.items())
 
 
-def _choose_reading(sides: Sides, readings: list[_Reading]) -> LayoutPair:
+def _choose_reading(sides: Sides, readings: list[_Reading]) -> _Reading:
     """Choose the reading that shows the verdict; undecided if verdicts differ.
 
     Weights with the same names that are equal in one layout are the same in every layout.
@@ -222,14 +214,8 @@ def _choose_reading(sides: Sides, readings: list[_Reading]) -> LayoutPair:
         words = f"read as {' and '.join(layout.name for layout in chosen.layouts)}"
         rest = "" if equal else f"; no other of {len(readings)} ways to read them makes them equal"
         lines = [*lines, words + rest]
-    return LayoutPair(
-        chosen.layouts,
-        chosen.counts,
-        tuple(lines),
-        can_run=not (others or faults),
-        names_heads="heads" not in chosen.effects,
-        is_decided=is_decided,
-    )
+    can_run = not (others or faults)
+    return replace(chosen, lines=tuple(lines), can_run=can_run, is_decided=is_decided)
 
 
 def _describe_readings(readings: list[_Reading], why: list[str | None]) -> list[str]:
@@ -256,7 +242,7 @@ def _list_counts(values: set[int]) -> str:
     return f"{', '.join(most)} {'' if last.startswith('and') else 'or '}{last}" if most else last
 
 
-def choose_layouts(first: GivenWeights, second: GivenWeights, named: LayoutNames) -> LayoutPair:
+def _choose_layouts(first: GivenWeights, second: GivenWeights, named: LayoutNames) -> _Reading:
     """Choose the layouts in which two sets of weights are compared.
 
     Agreement of the values decides nothing: where layouts or counts that fit have other verdicts,
@@ -266,13 +252,6 @@ def choose_layouts(first: GivenWeights, second: GivenWeights, named: LayoutNames
         OptionError: a named layout is contradicted, or counts fit no layout.
         UndecidedError: a set holds no attention of the catalogue.
     """
-    contradictions = [
-        f"{name}: {count} in the first's config, {second.known[name]} in the second's"
-        for name, count in first.known.items()
-        if second.known.get(name, count) != count
-    ]
-    if contradictions:
-        return LayoutPair(None, {}, tuple(contradictions))
     counts = first.known | second.known  # one config may stand for both
     parameters = [f"{which}_layout" for which in SIDES]
     sides = (
@@ -288,7 +267,7 @@ def choose_layouts(first: GivenWeights, second: GivenWeights, named: LayoutNames
     readings = _list_readings(sides, counts)
     if not readings:  # a layout that is named does not fit: the comparison says why
         layouts = [side.layout or side.candidates[0].layout for side in sides]
-        return LayoutPair((layouts[0], layouts[1]), counts, ())
+        return _Reading((layouts[0], layouts[1]), counts)
     return _choose_reading(sides, readings)
 
 
@@ -367,9 +346,14 @@ def verify_opened(
     progress: Progress = no_progress,
 ) -> Diagnosis:
     """Compare two sets of weights that are open, as `verify` does."""
-    pair = choose_layouts(first, second, named)
-    if pair.layouts is None:
-        return Diagnosis(verdict=Verdict.DIFFERENT, layouts=None, notes=pair.lines, tensors=None)
+    contradictions = tuple(
+        f"{name}: {count} in the first's config, {second.known[name]} in the second's"
+        for name, count in first.known.items()
+        if second.known.get(name, count) != count
+    )
+    if contradictions:
+        return Diagnosis(verdict=Verdict.DIFFERENT, notes=contradictions)
+    pair = _choose_layouts(first, second, named)
     mine, theirs, counts = *pair.layouts, pair.counts
     a, b = first.tensors, second.tensors
     compared = tensors.compare_tensors(

@@ -161,8 +161,10 @@ def narrow_by_running(
         elif isinstance(verdict, str):
             refuted |= {each.layout.name: verdict for each in group}
         else:
-            sized = [each.with_sizes(verdict) for each in group]
-            groups.append(tuple(trial.with_comparison_as_reason(each) for each in sized))
+            count, modules = len(trial.pair_modules_with_calls), group[0].modules
+            reason = f"behaviour: {count} of {len(modules)} modules compared, alike"
+            sized = (each.with_sizes(verdict) for each in group)
+            groups.append(tuple(replace(x, reasons=(*x.reasons, reason)) for x in sized))
     for group, why in uncompared:
         if not groups:
             raise UndecidedError(
@@ -202,11 +204,6 @@ class _Trial:
         differences = [outcome for outcome in outcomes if outcome is not None]
         uncompared = (each for each in differences if isinstance(each, NotComparedError))
         return next(uncompared, differences[0] if differences else f"the model has {heads} heads")
-
-    def with_comparison_as_reason(self, candidate: CandidateLayout) -> CandidateLayout:
-        compared, total = len(self.pair_modules_with_calls), len(candidate.modules)
-        reason = f"behaviour: {compared} of {total} modules compared, alike"
-        return replace(candidate, reasons=(*candidate.reasons, reason))
 
     def _compare_with_sizes(self, sizes: Sizes) -> str | NotComparedError | None:
         """Return the first difference, or why a layer cannot be compared; None if all agree."""

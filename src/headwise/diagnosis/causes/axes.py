@@ -94,6 +94,8 @@ def _number_of_heads(evidence: Evidence) -> Variants:
     if not model.replaced.keys() <= {"output"}:
         return  # a replaced stage keeps its number of heads
     widths = {role: model.weights[f"w{role}"].flatten(0, 1).shape[0] for role in "qkv"}
+    recorded = (call.stages["q"].shape[1] for call in evidence.calls if "q" in call.stages)
+    seen = next(recorded, None)
     for heads in range(1, widths["q"] + 1):
         head_dim, rest = divmod(widths["q"], heads)
         kv_heads, other = divmod(widths["k"], head_dim) if not rest else (0, 1)
@@ -109,13 +111,7 @@ def _number_of_heads(evidence: Evidence) -> Variants:
             other_model = _make_model_with_heads(model, heads, kv_heads, scale)
             if other_model is not None:
                 repair = f"num_heads={settings.num_heads}"
-                is_seen = heads == _count_recorded_heads(evidence)
-                yield Variant(other_model, {"heads": heads}, repair, is_step=is_seen)
-
-
-def _count_recorded_heads(evidence: Evidence) -> int | None:
-    recorded = (call.stages["q"].shape[1] for call in evidence.calls if "q" in call.stages)
-    return next(recorded, None)
+                yield Variant(other_model, {"heads": heads}, repair, is_step=heads == seen)
 
 
 def _make_model_with_heads(

@@ -46,13 +46,9 @@ class RowSizes:
         """Return the number of heads of a role."""
         return self.heads if role in "qo" else self.kv_heads
 
-    def count_channels(self, role: str) -> int:
-        """Return the channels of each head of a role."""
-        return self.head_dim if role in "qk" else self.value_dim
-
     def count_rows(self, role: str) -> int:
         """Return the number of rows of a role."""
-        return self.count_heads(role) * self.count_channels(role)
+        return self.count_heads(role) * (self.head_dim if role in "qk" else self.value_dim)
 
     def spans(self) -> dict[str, slice]:
         """Return the rows of each role among the rows of all roles."""
@@ -336,18 +332,10 @@ class MatrixMap:
             return Rows({**rows.matrices, **taken}, rows.biases)
         matrices = dict(rows.matrices)
         for role in self.roles:
-            matrices[role] = transpose_into_same_shape(
-                rows.matrix_of_role(role), is_reversed=self.is_reversed != undone
-            ).view_as(rows.matrices[role])
+            matrix = rows.matrix_of_role(role)
+            if self.is_reversed != undone:
+                turned = matrix.reshape(matrix.T.shape).T.contiguous()
+            else:
+                turned = matrix.T.reshape(matrix.shape)
+            matrices[role] = turned.view_as(rows.matrices[role])
         return Rows(matrices, rows.biases)
-
-
-def transpose_into_same_shape(matrix: Tensor, *, is_reversed: bool) -> Tensor:
-    """Return a matrix (rows, columns) whose entries were stored or read with exchanged axes.
-
-    ``is_reversed`` cuts it first and transposes it afterwards.
-    """
-    rows, columns = matrix.shape
-    if is_reversed:
-        return matrix.reshape(columns, rows).T.contiguous()
-    return matrix.T.reshape(rows, columns)

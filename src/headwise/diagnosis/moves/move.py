@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,10 +64,6 @@ class Edited(Change):
 def cast_and_back(dtype: torch.dtype) -> Edit:
     """Return the edit that rounds to a dtype."""
     return lambda x: x.to(dtype).to(x.dtype)
-
-
-def _clear_rows(zeros: Tensor, x: Tensor) -> Tensor:
-    return torch.where(zeros[..., None], torch.zeros_like(x), x)
 
 
 def multiply(factors: Tensor) -> Edit:
@@ -212,7 +207,10 @@ def find_row_change(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[
     rounding = _find_rounding_dtype(a, b)
     if rounding is not None:
         return name_rounding(role, rounding), 0.0
-    grouped = _fit_grouped_factors(a, b, max(tolerance, 1e-9))
+    # Most pairs have no groups of factors in their first head already.
+    limit, columns = max(tolerance, 1e-9), a.shape[2]
+    grouped = _group_factors(_fit_row_factors(a[:1], b[:1]), limit, columns)
+    grouped = grouped and _group_factors(_fit_row_factors(a, b), limit, columns)
     if grouped is None:
         return None, largest_residual(a, b)
     name, factors = grouped
@@ -249,13 +247,6 @@ def _fit_row_factors(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.to(torch.float64), b.to(torch.float64)
     size = (b * b).sum(2)
     return torch.where(size > 0, (a * b).sum(2) / size.where(size > 0, 1.0), 1.0)
-
-
-def _fit_grouped_factors(a: Tensor, b: Tensor, tolerance: float) -> tuple[MapName, Tensor] | None:
-    """Return the factors of all rows by group; None as soon as the first head has no groups."""
-    if _group_factors(_fit_row_factors(a[:1], b[:1]), tolerance, a.shape[2]) is None:
-        return None
-    return _group_factors(_fit_row_factors(a, b), tolerance, a.shape[2])
 
 
 def _group_factors(
@@ -331,7 +322,10 @@ def find_zeroed_rows(role: str, a: Tensor, b: Tensor, tolerance: float) -> Move 
     zeros = ~a.any(2) & b.any(2)
     if not bool(zeros.any()):
         return None
-    edit = partial(_clear_rows, zeros)
+
+    def edit(x: Tensor) -> Tensor:
+        return torch.where(zeros[..., None], torch.zeros_like(x), x)
+
     if largest_residual(a, edit(b)) > tolerance:
         return None
     heads = tuple(zeros.all(1).nonzero().flatten().tolist())

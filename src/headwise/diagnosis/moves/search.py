@@ -8,7 +8,7 @@ blocks of rows, heads or shards, are read off the labels.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeAlias
@@ -53,14 +53,6 @@ def hash_rows(rows: Tensor) -> Tensor:
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     blocks = (read_bits(block).to(torch.int64) for block in rows.split(step))
     return mix_bits(torch.cat([(bits * multipliers).sum(1) for bits in blocks]))
-
-
-def hash_sequences(labels: Tensor, weights: Tensor) -> Tensor:
-    """Return one hash for each sequence of labels (sequences, rows), int64.
-
-    ``weights`` are numbers of the rows; 0 for a row that does not count.
-    """
-    return (labels * weights).sum(-1)
 
 
 @dataclass
@@ -247,8 +239,8 @@ def search_steps(
     for role, span in a.sizes.spans().items():
         if role not in roles:
             weights[span] = 0
-    wanted = int(hash_sequences(a.plain, weights))
-    hashes = hash_sequences(forward.labels, weights).tolist()
+    wanted = int((a.plain * weights).sum(-1))
+    hashes = (forward.labels * weights).sum(-1).tolist()
     if hashes[0] == wanted:
         return [()]
     single: list[Steps] = [
@@ -296,7 +288,7 @@ def _yield_meeting_steps(
     for step, value in zip(forward.steps, hashes, strict=True):
         if step is not None:
             before[value].append(step)
-    values = hash_sequences(backward.labels, weights).tolist()
+    values = (backward.labels * weights).sum(-1).tolist()
     for second, value in zip(backward.steps, values, strict=True):
         if second is not None:
             yield from ((first, second) for first in before.get(value, ()))
@@ -355,7 +347,10 @@ def explain_roles(
     for together in dict.fromkeys((roles, moved)):
         sequences = search_steps(a, b, catalogue, matrix_maps, together)
         if sequences:
-            kept = (_restrict_steps_to_roles(steps, together, a.sizes) for steps in sequences)
+            kept = (
+                tuple(_restrict_step(step, together, a.sizes) for step in steps)
+                for steps in sequences
+            )
             return RoleSteps(tuple(kept), roles)
     steps: list[Step] = []
     explained = list(still)
@@ -363,7 +358,7 @@ def explain_roles(
         sequences = search_steps(a, b, catalogue, matrix_maps, group)
         if sequences:
             explained += group
-            more = _restrict_steps_to_roles(sequences[0], group, a.sizes)
+            more = (_restrict_step(step, group, a.sizes) for step in sequences[0])
             steps = _merge_steps(steps, more, group, a.sizes)
     return RoleSteps((tuple(steps),), tuple(r for r in a.sizes.roles if r in explained))
 
@@ -394,11 +389,8 @@ def _group_roles_exchanging_rows(
     return [tuple(role for role in roles if role in group) for group in groups]
 
 
-def _restrict_steps_to_roles(steps: Steps, roles: tuple[str, ...], sizes: RowSizes) -> Steps:
-    return tuple(_restrict_step_to_roles(step, roles, sizes) for step in steps)
-
-
-def _restrict_step_to_roles(step: Step, roles: tuple[str, ...], sizes: RowSizes) -> Step:
+def _restrict_step(step: Step, roles: tuple[str, ...], sizes: RowSizes) -> Step:
+    """Return a step that leaves all other roles where they are."""
     if isinstance(step, MatrixMap):
         return replace(step, roles=tuple(r for r in step.roles if r in roles))
     if all(set(name.roles) <= set(roles) for name in step.names):
@@ -417,7 +409,7 @@ def _take_from(source: Tensor, index: Tensor, roles: tuple[str, ...], sizes: Row
 
 
 def _merge_steps(
-    steps: list[Step], more: Steps, roles: tuple[str, ...], sizes: RowSizes
+    steps: list[Step], more: Iterable[Step], roles: tuple[str, ...], sizes: RowSizes
 ) -> list[Step]:
     """Return steps of separate groups of roles, those of the same name as one."""
     merged = list(steps)
@@ -457,7 +449,7 @@ HEADS_ORDER, ROLLED_ORDER, SHARDS_ORDER = 1000, 990, 1010
 def _hash_blocks(labels: Tensor, blocks: int) -> Tensor:
     """Return a hash for each of some blocks of rows of labels (sequences, rows)."""
     rows = labels.unflatten(-1, (blocks, -1))
-    return mix_bits(hash_sequences(rows, make_multipliers(rows.shape[-1], seed=1)))
+    return mix_bits((rows * make_multipliers(rows.shape[-1], seed=1)).sum(-1))
 
 
 def _mark_block_permutations(

@@ -41,15 +41,6 @@ def layer_with_adapters(value: Any) -> Any:
     return base if isinstance(base, Attention) else value
 
 
-def merge_adapters(module: nn.Module) -> nn.Module:
-    """Merge each active adapter into the weight below it, in place, and return the module."""
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(getattr(child, "base_layer", None), nn.Module):
-                setattr(parent, name, _merged(child))
-    return module
-
-
 @torch.no_grad()
 def _merged(wrapper: Any) -> nn.Module:
     """Return the module under a wrapper of peft, with the active adapter in its weights."""
@@ -76,7 +67,11 @@ class NativeSubject(ModuleSubject):
     @cached_property
     def model(self) -> AttentionModel:
         """The layer as data; OptionError for a score bias whose formula is not known."""
-        merged = merge_adapters(copy.deepcopy(self.float64_layer))
+        merged = copy.deepcopy(self.float64_layer)
+        for parent in list(merged.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(getattr(child, "base_layer", None), nn.Module):
+                    setattr(parent, name, _merged(child))
         weights = conversion.state_per_head(self.float64_layer, merged.state_dict())
         bias = self.module.score_bias
         if not isinstance(bias, distance.AlibiSlopes | distance.T5BucketTable | None):
