@@ -303,11 +303,8 @@ class Comparison:
     def _explain_with_roles_swapped(
         self, calls: Sequence[RecordedCall], names: Sequence[str], forward: search.ExplainedCalls
     ) -> search.ExplainedCalls | None:
-        """Return the known calls, explained by the doubtful one where it is known as data too.
-
-        So a part is named that the doubtful one has and the known one lacks. None where that does
-        not explain every difference, by fewer causes than ``forward`` if that explains it too.
-        """
+        """Return the known calls as the doubtful one explains them, if that needs fewer causes."""
+        # So a part is named that the doubtful one has and the known one lacks.
         model, side = self.doubtful.model, "second" if self.doubtful is self.first else "first"
         if model is None or not self.runs_as_stated:
             return None
@@ -386,10 +383,7 @@ NAMED_LAYERS = (Attention, nn.MultiheadAttention)
 
 
 def _can_compare_as_weights(a: object, b: object) -> bool:
-    """True for two sets of weights, and for a set with a module whose weights have names.
-
-    Those are layers of headwise and torch and, beside a state dict, modules with a config.
-    """
+    """True for two sets of weights, and for one and a module whose weights have names."""
     stored = [isinstance(each, WEIGHTS) and not recording.is_recording(each) for each in (a, b)]
     if all(stored) or not any(stored):
         return all(stored)
@@ -420,11 +414,7 @@ def _compare_stored_weights(*sides: Any) -> Diagnosis:
 
 
 def _take_layer_like(module: nn.Module, stored: GivenWeights) -> GivenWeights:
-    """Return the stored weights of the layer that a module is; all for a whole model.
-
-    Raises:
-        OptionError: one layer beside several, and it does not say which of them it is.
-    """
+    """Return the stored weights of the layer that a module is; all for a whole model."""
     modules = matching = _find_stored_attention_modules(stored) if _is_layer(module) else ()
     if len(modules) > 1:
         number = (

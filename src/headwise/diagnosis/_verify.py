@@ -180,10 +180,7 @@ def _effect_of_conversion(mine: CandidateLayout, theirs: CandidateLayout) -> obj
 
 
 def _choose_reading(sides: Sides, readings: list[_Reading]) -> _Reading:
-    """Choose the reading that shows the verdict; undecided if verdicts differ.
-
-    Weights with the same names that are equal in one layout are the same in every layout.
-    """
+    """Choose the reading that shows the verdict; undecided if verdicts differ."""
     at = 0 if sides[0].layout is None else 1
     likeliest = readings[0]
     has_one_layout = likeliest.layouts[0] == likeliest.layouts[1]
@@ -394,10 +391,7 @@ def verify_opened(
 def _find_unapplied_settings(
     sides: tuple[GivenWeights, GivenWeights], layouts: tuple[Layout, Layout]
 ) -> tuple[results.UnappliedSetting, ...]:
-    """Return what the metadata of one file record, and what the code of its layout does not do.
-
-    Two files with the same metadata are used alike, by whatever reads them.
-    """
+    """Return what the metadata of one file record, and the code of its layout does not do."""
     if layouts[0] == layouts[1]:
         return ()
     return tuple(

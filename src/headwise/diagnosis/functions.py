@@ -144,11 +144,9 @@ class _FunctionPair:
 
 
 def _describe_insensitivity(pair: _FunctionPair) -> str:
-    """Return the reason why other scores would not change the outputs; "" if they would.
-
-    Along a line of inputs the output of an attention bends where its weights change. Where each
-    query gives all its weight to one key, or all values are equal, it is straight.
-    """
+    """Return the reason why other scores would not change the outputs; "" if they would."""
+    # Along a line of inputs an output bends where its weights change. It is straight where each
+    # query gives all its weight to one key, or all values are equal.
     x, keys = pair.inputs.x, pair.inputs.key_source
     # Smaller tokens keep the largest score of a query. A norm may undo that; tokens that are mixed
     # with those before them pass it, but may have another largest score. Their step is as far above

@@ -99,11 +99,7 @@ def _require_comparable_layers(first: ModelRun, second: ModelRun) -> None:
 
 
 def _pair_outputs(first: Outputs, second: Outputs) -> dict[str, str]:
-    """Return the names of the outputs to compare: of one name and shape, of one shape, of one name.
-
-    Outputs of one shape and other names, such as the first of a tuple beside ``.logits``, are
-    paired in their order. What is left with one name has two shapes, and differs.
-    """
+    """Return the outputs to compare: of one name and shape, of one shape, of one name."""
     pairs: dict[str, str] = {}
     rules: tuple[Callable[[str, str], bool], ...] = (
         lambda mine, theirs: mine == theirs and first[mine].shape == second[theirs].shape,

@@ -178,11 +178,7 @@ def choose_inputs(
 def _read_widths_of_given(
     subjects: Sequence[Subject], inputs: Tensor | Inputs | None
 ) -> tuple[int, int]:
-    """Return the widths of the caller's inputs, for two functions that know none.
-
-    Raises:
-        OptionError: no inputs, or a recording beside a function.
-    """
+    """Return the widths of the caller's inputs, for two functions that know none."""
     kinds = " and ".join(subject.kind for subject in subjects)
     if any(isinstance(each, Recording) for each in subjects):
         raise OptionError(
@@ -237,11 +233,8 @@ def _enlarge_to_reach_softcap(probe: NamedInputs, model: AttentionModel) -> Name
 def _add_causal_mask(
     subjects: Sequence[Subject], probes: Sequence[NamedInputs]
 ) -> list[NamedInputs]:
-    """Return the inputs under a causal mask, where it is a setting of one and an argument of one.
-
-    The model of an attention module of transformers makes that mask. The layer that it is compared
-    with gets it from its caller.
-    """
+    """Return the inputs under a causal mask, where one subject has it as a setting, one not."""
+    # The model of an attention module of transformers makes that mask.
     states = [each.is_causal for each in subjects]
     if True not in states or None not in states or not all(each.takes_mask for each in subjects):
         return [*probes]

@@ -528,12 +528,7 @@ class ExplainedCalls:
     def _compare_output(
         call: RecordedCall, model: AttentionModel
     ) -> tuple[float, ForcedStage, Tensor]:
-        """Compare the last stage that was recorded with the model's, computed from the inputs.
-
-        Returns:
-            The relative difference, the model's stage, and the difference of each entry; an
-            infinite number for another shape.
-        """
+        """Return how far the last recorded stage is from the model's: relative, and each entry."""
         last = [stage for stage in STAGES if stage in call.stages][-1]
         forced = model.prepare_stage(last, replace(call, stages={}))
         mine, theirs = call.stages[last], forced.result

@@ -117,10 +117,7 @@ def _number_of_heads(evidence: Evidence) -> Variants:
 def _make_model_with_heads(
     model: AttentionModel, heads: int, kv_heads: int, scale: float
 ) -> AttentionModel | None:
-    """Return the model with its rows in other heads; None where tensors of heads do not fit.
-
-    The logits of sinks are left out: those of other heads are another cause.
-    """
+    """Return the model, without sinks, with rows in other heads; None where tensors do not fit."""
     counts = {"q": heads, "k": kv_heads, "v": kv_heads, "o": heads}
     roles = {f"{kind}{role}": role for kind in "wb" for role in counts if kind + role != "bo"}
     roles |= {f"{role}_norms{bias}": role for role in "qk" for bias in ("", "_bias")}

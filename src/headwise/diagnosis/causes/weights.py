@@ -124,11 +124,9 @@ def _initial_weights(evidence: Evidence) -> Variants:
 def _has_no_trace_of_right_weights(
     evidence: Evidence, role: str, x: Tensor, products: Tensor
 ) -> bool:
-    """True if products correlate with the right weights of no projection, as if in this place.
-
-    Where the right weights look initialised themselves, some stage must agree as well.
-    """
+    """True if products correlate with the right weights of no projection, as if in this place."""
     rows = find.extract_rows(evidence.model.weights)
+    # Where these weights look initialised themselves, some stage must agree as well.
     all_parted = all(evidence.parted_calls_and_heads(stage) for stage in ("q", "k", "v"))
     if all_parted and find.recognise_initialisation(role, rows) is not None:
         return False
@@ -166,11 +164,7 @@ def _has_permuted_entries(weights: Tensor, rows: Rows) -> bool:
 
 
 def _whiten_tokens(x: Tensor, y: Tensor) -> Tensor | None:
-    """Return combinations of tokens that have unit inputs, at right angles to each other.
-
-    Returns:
-        (combinations, rows): the products of the weights with them; None where they are too few.
-    """
+    """Return products (tokens, rows) of weights with orthonormal tokens; None if too few."""
     x, y = x - x.mean(0), y - y.mean(0)
     tokens, lengths, _ = torch.linalg.svd(x, full_matrices=False)
     kept = lengths > 1e-6 * lengths[0]

@@ -102,16 +102,13 @@ def allowed_difference(forced: ForcedStage) -> Tensor:
 
 
 def _can_bound_by_formula(forced: ForcedStage) -> bool:
-    """True if all that the stage is made of was recorded, in its usual shape.
-
-    Weights are not where they have other keys or batches than the call or the model.
-    """
+    """True if all that the stage is made of was recorded, in its usual shape."""
     call, stage = forced.call, forced.stage
     if any(before not in call.stages for before in BEFORE[stage]):
         return False
     if stage != "head outputs":
         return True
-    weights = call.stages["weights"]
+    weights = call.stages["weights"]  # usual ones have the keys and batches of call and model
     if (weights.shape[0], weights.shape[-1]) != (len(call.inputs.x), call.key_positions.shape[1]):
         return False
     is_usual = forced.model.replaced.keys().isdisjoint(("scores", "weights"))
@@ -404,10 +401,7 @@ def _rounding_bound(forced: ForcedStage, actual: Tensor) -> Tensor:
 def _compare_stage(
     model: AttentionModel, call: RecordedCall, stage: str
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the difference of a stage, what rounding explains, and the stage; None if misshapen.
-
-    What is not finite in the stage is 0.
-    """
+    """Return the difference of a stage, what rounding explains, and the stage, or None."""
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
     predicted = forced.result
     if predicted.shape != actual.shape:

@@ -167,11 +167,7 @@ class BlackBox(Subject):
         return result
 
     def _run_on_copies(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
-        """Run the function on copies: tensors, or NumPy arrays where it fails on tensors.
-
-        Returns:
-            Its result, and the copies as it left them.
-        """
+        """Return the result on copies, tensors or else arrays, and what is left of these."""
         if self.takes_arrays:
             return self._run_on_arrays(given)
         copies = {name: x.clone() for name, x in given.items()}

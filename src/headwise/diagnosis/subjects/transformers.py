@@ -139,10 +139,7 @@ class _OneModuleModel(nn.Module):
             ) from error
 
     def _mask_as_added_numbers(self, inputs: Inputs, dtype: torch.dtype) -> Tensor:
-        """Return the mask of the model and of the caller, as transformers adds it to scores.
-
-        It is (batch, 1 or heads, queries, keys).
-        """
+        """Return the masks of model and caller as numbers (batch, heads or 1, queries, keys)."""
         ahead = key_query_distances(RecordedCall(inputs, {}))
         seen = torch.ones_like(ahead, dtype=torch.bool)
         if self.is_causal:
