@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headwise.diagnosis.detection import Detection, open_weights
-from headwise.diagnosis.running import narrow_by_running
+from headwise.diagnosis.detection import Detection, narrow_by_running, open_weights
 from headwise.errors import HeadwiseError
 
 BY_RUN, BY_CONFIG, REFUTED = "run", "config", "refuted"

@@ -568,6 +568,15 @@ def read_canonical_state(
     return reading.read({name: state[name] for name in reading.names})
 
 
+def narrow_by_running(detection: Detection, state: Mapping[str, Tensor], *run: Any) -> Detection:
+    """Return the detection with the candidates that compute the same: see `compare_by_running`."""
+    from headwise.diagnosis.running import compare_by_running
+
+    candidates = (*detection.candidates, *detection.misplaced)
+    groups, refuted = compare_by_running(candidates, state, *run)
+    return narrow_detection(detection, groups, {**detection.refuted, **refuted}, by="behaviour")
+
+
 LENGTH = 48  # tokens of the input with which a model is run
 
 
@@ -626,7 +635,7 @@ def _detect_by_running(
             do="save the model with save_pretrained, and give that folder",
         )
     from headwise.checkpoints.transformers import load
-    from headwise.diagnosis.running import USE_REFERENCE, narrow_by_running
+    from headwise.diagnosis.running import USE_REFERENCE
     from headwise.scanning.inputs import explain_failure_on_token_ids
 
     stored = load(Path(against))

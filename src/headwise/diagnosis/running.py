@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.config import layout_in_layer, resolve, rotary_section_of_layer
 from headwise.diagnosis.candidates import CandidateLayout, LayoutGroup, query_and_kv_head_counts
-from headwise.diagnosis.detection import Detection, narrow_detection
 from headwise.errors import HeadwiseError, OptionError, UndecidedError
 from headwise.function.budget import Budget
 from headwise.function.spec import ABSENT, FROM_CONFIG, AttentionSpec
@@ -127,14 +126,14 @@ class NotComparedError(NamedTuple):
     needed: str
 
 
-def narrow_by_running(
-    detection: Detection,
+def compare_by_running(
+    candidates: Iterable[LayoutGroup],
     state: Mapping[str, Tensor],
     model: nn.Module,
     inputs: Mapping[str, Any],
     config: Mapping[str, Any],
-) -> Detection:
-    """Return the detection with the candidates whose layers compute the same as the model's.
+) -> tuple[list[LayoutGroup], dict[str, str]]:
+    """Return the candidates whose layers compute the same as the model's, and why others do not.
 
     ``state`` holds the tensors of the checkpoint. The model has the same weights; its inputs hold
     at least some tens of tokens, and its config the numbers of rotations and norms.
@@ -151,9 +150,9 @@ def narrow_by_running(
             do=USE_REFERENCE,
         )
     groups: list[LayoutGroup] = []
-    refuted = {**detection.refuted}
+    refuted: dict[str, str] = {}
     uncompared: list[tuple[LayoutGroup, NotComparedError]] = []
-    for group in (*detection.candidates, *detection.misplaced):
+    for group in candidates:
         trial = _Trial(group[0], state, calls, config)
         verdict = trial.find_agreeing_sizes()
         if isinstance(verdict, NotComparedError):
@@ -174,7 +173,7 @@ def narrow_by_running(
                 do=USE_REFERENCE,
             )
         refuted |= {each.layout.name: f"not compared: {why.saw}" for each in group}
-    return narrow_detection(detection, groups, refuted, by="behaviour")
+    return groups, refuted
 
 
 @dataclass(frozen=True, eq=False)
