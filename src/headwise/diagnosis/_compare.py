@@ -215,10 +215,10 @@ class Comparison:
             self.doubtful.require_shapes_of(self.known_calls[0])
         # A layer's own calls may have causes too, such as hooks of its modules.
         self.model: AttentionModel = self.known.model
-        own = search.search_causes(Evidence.of(self.model, self.known_calls), catalogue.CAUSES)
-        self.runs_as_stated = not own.left.cells_beyond_rounding
-        if own.causes and self.runs_as_stated:
-            self.model = replace(own.causes[-1].model, of_weights=self.model)
+        named = search.search_causes(Evidence.of(self.model, self.known_calls), catalogue.CAUSES)
+        self.runs_as_stated = not named.left.cells_beyond_rounding
+        if named.causes and self.runs_as_stated:
+            self.model = replace(named.causes[-1].model, of_weights=self.model)
 
     def diagnosis(self) -> Diagnosis:
         """Return the verdict and its evidence."""
@@ -230,8 +230,8 @@ class Comparison:
             self.model, calls, names, self.dtype, self.candidates, side
         )
         if not explained.outputs_agree:
-            found, left = explained.search
-            if left.cells_beyond_rounding or len(found) > 1:
+            causes, left = explained.search
+            if left.cells_beyond_rounding or len(causes) > 1:
                 explained = self._explain_with_roles_swapped(calls, names, explained) or explained
         verdict, blind = explained.verdict, ""
         if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():

@@ -6,7 +6,7 @@ answer is theirs if they agree: equal values do not show which of them is right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
@@ -217,14 +217,14 @@ def _choose_reading(sides: Sides, readings: list[_Reading]) -> _Reading:
 
 def _describe_readings(readings: list[_Reading], why: list[str | None]) -> list[str]:
     """Return a line for each result: the layouts and counts, and the first difference."""
-    found: dict[str | None, dict[str, dict[str, set[int]]]] = {}
+    outcomes: dict[str | None, dict[str, dict[str, set[int]]]] = {}
     for reading, reason in zip(readings, why, strict=True):
         names = " and ".join(layout.name for layout in reading.layouts)
-        counts = found.setdefault(reason, {}).setdefault(names, {})
+        counts = outcomes.setdefault(reason, {}).setdefault(names, {})
         for name, values in reading.effects.items():
             counts.setdefault(name, set()).update(values)
     lines = []
-    for reason, layouts in sorted(found.items(), key=lambda each: each[0] is not None):
+    for reason, layouts in sorted(outcomes.items(), key=lambda each: each[0] is not None):
         ways = [
             ", ".join([names, *(f"{n} {_list_counts(values)}" for n, values in counts.items())])
             for names, counts in layouts.items()
@@ -359,7 +359,7 @@ def verify_opened(
     layers = [module.layer for module in modules.find_modules(theirs, b)]
     conflicts = tensors.find_config_differences(first.config, second.config, pair.layouts, layers)
     compared = replace(compared, conflicts={**compared.conflicts, **conflicts})
-    runs: list[results.OutputComparison] = []
+    runs: Sequence[results.OutputComparison] = ()
     if outputs and pair.can_run and pair.is_decided and not compared.unheld:
         if not pair.names_heads:
             raise OptionError(
@@ -370,10 +370,8 @@ def verify_opened(
             )
         config = first.config or second.config
         runs = tensors.compare_outputs_of_layers(a, b, mine, theirs, config, **counts)
-    moves: list[results.ModuleMoves] = []
-    if compared.differences and pair.can_run:
-        differing = [tensor.name for tensor in compared.differences]
-        moves = tensors.find_module_moves(a, b, pair.layouts, differing, counts)
+    differing = [tensor.name for tensor in compared.differences if pair.can_run]
+    moves = tensors.find_module_moves(a, b, pair.layouts, differing, counts)
     is_same = bool(compared) and all(layer.is_same for layer in runs)
     if is_same and not pair.is_decided:
         return Diagnosis(verdict=Verdict.INCONCLUSIVE, notes=pair.lines)

@@ -386,6 +386,8 @@ def find_module_moves(
         (a, b) for a, b in zip(mine, theirs, strict=True) if not {*b.tensors}.isdisjoint(differing)
     ]
     named, shifts = [], set()
+    options: dict[str, Any] = {"rotary_width": counts.get("rotary_width")}
+    options["was_interleaved"] = layouts[0].rows == "interleaved"
 
     def read_second(module: NamedModule) -> State:
         return _unpack_module(second, module, layouts[1], counts)
@@ -405,12 +407,7 @@ def find_module_moves(
                     results.ModuleMoves(name=names[0], layer=a.layer, is_other_module=names[1])
                 )
             else:
-                report = find_state_moves(
-                    state,
-                    read_second(b),
-                    rotary_width=counts.get("rotary_width"),
-                    was_interleaved=layouts[0].rows == "interleaved",
-                )
+                report = find_state_moves(state, read_second(b), **options)
                 if report.moves or report.unexplained:  # signs of zeros alone move nothing
                     named.append(_describe_moves_of_module(a, report))
     exchange = cause_of_layer_shifts(shifts)
