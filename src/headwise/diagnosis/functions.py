@@ -4,8 +4,6 @@ Both run on the same input in float32 and in float64. The noise floor of a funct
 its output when the input moves by as much as the results of an attention are rounded.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import suppress

@@ -5,8 +5,6 @@ more facts decide whether that prediction may be believed: whether the second ru
 settings and weights state, and, where the inputs are the same, whether the recorded stages are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 They are those of a recording, the caller's, or some that are made from a seed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The scores, the values and each head's part of the output projection are capture
 the model. A layout fits if a layer made with it computes the same from the same inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace

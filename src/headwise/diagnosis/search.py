@@ -1,7 +1,5 @@
 """Search for the causes why recorded calls and a model part, and what they explain."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Comparison of stored weights: bytes, configs, outputs of their layers, and what moved."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

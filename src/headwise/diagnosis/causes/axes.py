@@ -1,7 +1,5 @@
 """Causes in the axes: heads split, merged, counted or repeated otherwise, batch as tokens."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ Masks have another polarity, alignment or window, and padding is on another side
 other positions, windows or padding, or lack keys.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

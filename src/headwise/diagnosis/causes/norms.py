@@ -1,7 +1,5 @@
 """Causes in norms and residuals, of queries, keys, input and output; and in the output gate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Causes in the rotation of queries and keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace

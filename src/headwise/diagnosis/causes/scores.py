@@ -4,8 +4,6 @@ The scale, the softcap and the bias by distance; the axis, the dtype and the sin
 and dropout of its weights.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

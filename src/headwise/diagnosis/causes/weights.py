@@ -3,8 +3,6 @@
 Most mistakes in weights are moves (`headwise.diagnosis.moves`), and have no function here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import permutations
 

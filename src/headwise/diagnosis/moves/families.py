@@ -1,7 +1,5 @@
 """Families of named maps of rows (roles, fused rows, rotated rows, heads), and all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache

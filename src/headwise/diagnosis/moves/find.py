@@ -9,8 +9,6 @@ largest distance of the distribution function from that of an initialisation (Ko
 is compared with 1.95 / sqrt(n), which chance passes once in 1,000.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ the middle: maps applied to b on one side, inverse maps applied to a on the othe
 blocks of rows, heads or shards, are read off the labels.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A function as the subject of a comparison: nothing but its outputs is known."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers of headwise and torch, and the attention modules of a model, as data."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from contextlib import suppress

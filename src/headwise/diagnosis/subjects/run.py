@@ -1,7 +1,5 @@
 """A whole model, run with the stages of each attention recorded."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace

@@ -1,7 +1,5 @@
 """Base class of the subjects of a comparison."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable

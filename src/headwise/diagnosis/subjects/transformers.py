@@ -1,7 +1,5 @@
 """An attention module of transformers as the subject of a comparison."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys
