@@ -26,7 +26,8 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.function import rounding, stages
-from headwise.function.rounding import AttentionOptions, Read
+from headwise.function.rounding import Read
+from headwise.function.stages import AttentionOptions
 from headwise.masks.score_bias import ScoreBias
 from headwise.support.text import MATRIX_AXES
 

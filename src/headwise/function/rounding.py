@@ -15,31 +15,19 @@ errors are nearly independent (Higham and Mary 2019, SIAM J. Sci. Comput. 41(5))
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self, TypedDict
+from typing import NamedTuple, Self, Unpack
 
 import torch
 from torch import Tensor
 
 from headwise.errors import DTypeError
 from headwise.function import stages
-from headwise.masks.mask import Mask
-from headwise.masks.score_bias import ScoreBias
 
 LAMBDA = 4.0
 # exp, log and tanh of common vector libraries have errors of at most 2 units in the last place.
 ELEMENTARY = 4.0
 
 Read = Callable[[Tensor], Tensor]
-
-
-class AttentionOptions(TypedDict, total=False):
-    """Options of an attention matrix besides q and k; see `headwise.function.stages`."""
-
-    mask: Mask | None
-    score_bias: ScoreBias | None
-    scale: float | None
-    softcap: float | None
-    sink: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -257,17 +245,13 @@ def row_rounding(
     k: Tensor,
     r: Roundoff,
     *,
-    mask: Mask | None = None,
-    score_bias: ScoreBias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     sink: Tensor | None = None,
+    **options: Unpack[stages.ScoreOptions],
 ) -> RowRounding:
     """Return scores, weights and their errors (docs/budget.md, "Scores" and "Weights")."""
     q, k = q.detach().double(), k.detach().double()
     sink = None if sink is None else sink.detach().double()
-    s = stages.scores(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap)
-    s = s.detach()  # a score bias may be a parameter
+    s = stages.scores(q, k, **options).detach()  # a score bias may be a parameter
     live = s > -torch.inf
     logit = s.new_full((*s.shape[:-1], 1), -torch.inf)
     if sink is not None:
@@ -279,7 +263,9 @@ def row_rounding(
     share = torch.exp(logit - logsumexp)
     weights = stages.weights_from_scores(s, sink)
 
-    capped, slope, slope_error, error = _softcapped_scores_with_errors(q, k, r, scale, softcap)
+    capped, slope, slope_error, error = _softcapped_scores_with_errors(
+        q, k, r, options.get("scale"), options.get("softcap")
+    )
     error = error + r.u * ((s - capped).abs() + 2 * s.abs() + (peak - s))
     error = error.where(live, 0.0)
     sink_error = (r.u * (2 * logit.abs() + peak - logit)).where(logit > -torch.inf, 0.0)

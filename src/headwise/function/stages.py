@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TypedDict, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -33,6 +34,22 @@ from headwise.function.spec import AttentionSpec
 from headwise.masks.bound import BoundMask
 from headwise.masks.mask import Mask
 from headwise.masks.score_bias import BoundBias, ScoreBias, cast_biases_for_sum
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Options of the scores besides q and k."""
+
+    mask: Mask | None
+    score_bias: ScoreBias | None
+    scale: float | None
+    softcap: float | None
+
+
+class AttentionOptions(ScoreOptions, total=False):
+    """Options of an attention matrix besides q and k."""
+
+    sink: Tensor | None
+
 
 # The name of each stage -> the stages that it is computed from, in order.
 BEFORE: Mapping[str, tuple[str, ...]] = {
@@ -193,31 +210,21 @@ def weights(
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     *,
-    mask: Mask | None = None,
-    score_bias: ScoreBias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     sink: Float[Tensor, " heads"] | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> Float[Tensor, "batch heads queries keys"]:
     """Return the attention matrix as a dense tensor."""
-    s = scores(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap)
-    return weights_from_scores(s, sink)
+    return weights_from_scores(scores(q, k, **options), sink)
 
 
 def head_outputs(
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
-    *,
-    mask: Mask | None = None,
-    score_bias: ScoreBias | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Float[Tensor, " heads"] | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Return weights @ v for each head."""
-    w = weights(q, k, mask=mask, score_bias=score_bias, scale=scale, softcap=softcap, sink=sink)
-    return mix_values(w, v)
+    return mix_values(weights(q, k, **options), v)
 
 
 def repeat_kv_heads(
