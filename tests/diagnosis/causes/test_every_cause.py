@@ -25,6 +25,7 @@ from headwise.diagnosis.catalogue import (
     Page,
 )
 from headwise.diagnosis.causes import axes, masks, norms, rotary, scores, weights
+from headwise.diagnosis.causes.evidence import Variants
 from headwise.diagnosis.moves.families import make_row_map_catalogue
 from headwise.diagnosis.moves.maps import RowSizes
 from headwise.diagnosis.moves.search import list_matrix_maps
@@ -152,7 +153,7 @@ def test_each_function_that_looks_for_a_cause_has_the_name_of_a_row() -> None:
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
         if [*inspect.signature(value).parameters] == ["evidence"]
-        if value.__annotations__["return"] == "Variants"
+        if value.__annotations__["return"] == Variants
     }
     assert functions == {function.__name__ for function in SEARCHES.values()}
     assert len(functions) > 40
