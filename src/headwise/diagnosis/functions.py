@@ -89,9 +89,7 @@ class _FunctionPair:
 
     @property
     def inputs(self) -> Inputs:
-        source = self.given.source
-        source = None if source is None else source.to(self.dtype)
-        return replace(self.given, x=self.given.x.to(self.dtype), source=source)
+        return self.given.map_tokens(lambda x: x.to(self.dtype))
 
     @cached_property
     def outputs(self) -> tuple[Tensor, Tensor]:

@@ -61,8 +61,7 @@ def make_probe_inputs(
         return Inputs(_draw_tokens(length, widths[0], generator), source)
 
     usual = tokens(QUERIES)
-    source = None if usual.source is None else _three_times(usual.source, generator)
-    larger = Inputs(_three_times(usual.x, generator), source)
+    larger = usual.map_tokens(lambda x: _three_times(x, generator))
     name = f"{QUERIES} random tokens"
     probes = [NamedInputs(name, usual), NamedInputs(f"{name}, three times as large", larger)]
     probes.append(NamedInputs(f"{FEW} random tokens", tokens(FEW)))
@@ -222,9 +221,7 @@ def _enlarge_to_reach_softcap(probe: NamedInputs, model: AttentionModel) -> Name
     share = float(scores.masked_fill(scores.isinf(), 0.0).abs().max()) / model.settings.cap
     # Scores grow with the square of the tokens. A power of two leaves them exact.
     factor = 2 ** min(LARGEST, max(1, round(-math.log2(max(share, TINY)) / 2)))
-    inputs, source = probe.inputs, probe.inputs.source
-    source = None if source is None else factor * source
-    larger = replace(inputs, x=factor * inputs.x, source=source)
+    larger = probe.inputs.map_tokens(lambda x: factor * x)
     return NamedInputs(f"{probe.name}, {factor} times as large", larger)
 
 

@@ -32,11 +32,10 @@ def _merge_without_transpose(evidence: Evidence) -> Variants:
 
 
 def _project_unmerged_heads(forced: ForcedStage) -> Tensor:
-    heads, bias = forced["head outputs"], forced.weight("bo")
-    batch, _, length, _ = heads.shape
-    joined = heads.reshape(batch, length, -1)
-    projected = joined @ forced.model.weights["wo"].flatten(0, 1)
-    return projected if bias is None else projected + bias
+    heads = forced["head outputs"]
+    split = heads.reshape(heads.transpose(1, 2).shape).transpose(1, 2)
+    stages = {**forced.call.stages, "head outputs": split}
+    return replace(forced, call=replace(forced.call, stages=stages)).usual_result()
 
 
 def _batch_sequence_exchanged(evidence: Evidence) -> Variants:
@@ -47,7 +46,9 @@ def _batch_sequence_exchanged(evidence: Evidence) -> Variants:
         model = evidence.replace_stages(("head outputs",), _head_outputs_along_batch)
         model = model.with_stage_function("scores", partial(_scores_along_batch, by_batch))
         for stage in ROTATED if rotates else ():
-            model = model.with_stage_function(stage, _rotate_along_batch)
+            model = model.with_stage_function(
+                stage, lambda x: x.with_inputs(positions=_positions_in_batch(x)).usual_result()
+            )
         yield Variant(model, {}, "batch_first=True, or x.transpose(0, 1) on both sides")
 
 
@@ -62,10 +63,6 @@ def _head_outputs_along_batch(forced: ForcedStage) -> Tensor:
     if len(forced["weights"]) != forced.call.inputs.x.shape[1]:
         return forced.usual_result()
     return _exchange_batch_and_sequence(forced, None).usual_result().transpose(0, 2)
-
-
-def _rotate_along_batch(forced: ForcedStage) -> Tensor:
-    return forced.with_inputs(positions=_positions_in_batch(forced)).usual_result()
 
 
 def _positions_in_batch(forced: ForcedStage) -> Tensor:

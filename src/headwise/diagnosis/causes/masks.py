@@ -71,6 +71,14 @@ def _vary_mask(evidence: Evidence, change: MaskChange, repair: str) -> Variants:
         yield Variant(scores, {}, repair)
 
 
+def _padding_ignored(evidence: Evidence) -> Variants:
+    return _vary_mask(evidence, _ignore_mask, "pass the mask on")
+
+
+def _padding_side(evidence: Evidence) -> Variants:
+    return _vary_mask(evidence, _flip_keys, 'Mask.lengths(..., side="left"), or side="right"')
+
+
 def _mask_added_as_numbers(evidence: Evidence) -> Variants:
     for is_inverted in (False, True) if evidence.has_masks else ():
         model = evidence.replace_stages(SCORES, _add_mask, 1.0, is_inverted)
@@ -94,14 +102,6 @@ def _mask_polarity(evidence: Evidence) -> Variants:
     for number in LOWEST if evidence.has_masks else ():
         model = evidence.replace_stages(SCORES, _add_mask, number, False)
         yield Variant(model, {"added": number}, repair)
-
-
-def _padding_ignored(evidence: Evidence) -> Variants:
-    yield from _vary_mask(evidence, _ignore_mask, "pass the mask on")
-
-
-def _padding_side(evidence: Evidence) -> Variants:
-    yield from _vary_mask(evidence, _flip_keys, 'Mask.lengths(..., side="left"), or side="right"')
 
 
 def _rows_without_keys(evidence: Evidence) -> Variants:

@@ -24,13 +24,11 @@ def _qk_norm_kind(evidence: Evidence) -> Variants:
         repair = f"{norm.kind} norm over the {norm.over}"
         yield Variant(evidence.model.with_settings(qk_norm=None), {"norm": "none"}, repair)
     for kind, over in product(KINDS, OVER):
+        words = f"{kind} over the {over}"
         if norm is None:
-            words, other = (
-                f"{kind} over the {over}, without weights",
-                NormRule(kind, over, eps=1e-6),
-            )
+            words, other = f"{words}, without weights", NormRule(kind, over, eps=1e-6)
         else:
-            words, other = f"{kind} over the {over}", replace(norm, kind=kind, over=over)
+            other = replace(norm, kind=kind, over=over)
         if other != norm:
             yield Variant(evidence.model.with_settings(qk_norm=other), {"norm": words}, repair)
 
@@ -100,9 +98,8 @@ def _normalise_last_axis(kind: str, eps: float, x: Tensor) -> Tensor:
 
 
 def _project_normed_input(norm: Norm, forced: ForcedStage) -> Tensor:
-    inputs = forced.call.inputs
-    source = None if inputs.source is None else norm(inputs.source.double())
-    return project_heads(forced.with_inputs(x=norm(inputs.x.double()), source=source))
+    normed = forced.call.inputs.map_tokens(lambda x: norm(x.double()))
+    return project_heads(forced.with_inputs(x=normed.x, source=normed.source))
 
 
 def _add_residual(forced: ForcedStage) -> Tensor:

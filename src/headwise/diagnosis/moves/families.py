@@ -195,7 +195,9 @@ def _draft_head_group_orders(sizes: RowSizes) -> Iterator[Draft]:
                 kinds.append((catalogue.KV_HEADS_TILED, words, TILED, "kv"))
             for cause, words, place, roles in kinds:
                 name = MapName(cause, words, (), place + back, (("kv_heads", number),))
-                yield name, {role: _regroup_heads(indices[role], groups) for role in roles}
+                # The heads of all groups, in the order of their place in the group.
+                grouped = {role: indices[role].unflatten(0, (groups, -1)) for role in roles}
+                yield name, {role: rows.transpose(0, 1) for role, rows in grouped.items()}
 
 
 def _draft_repeated_first_shards(sizes: RowSizes) -> Iterator[Draft]:
@@ -207,12 +209,6 @@ def _draft_repeated_first_shards(sizes: RowSizes) -> Iterator[Draft]:
                 text, parameters = f"every of {shards} shards is the first", (("shards", shards),)
                 name = MapName(catalogue.SHARD_ORDER, text, (), FIRST_SHARD, parameters)
                 yield name, {role: rows[: len(rows) // shards].repeat(shards)}
-
-
-def _regroup_heads(rows: Tensor, groups: int) -> Tensor:
-    """Return heads of ``groups`` groups in the order of their place in the group."""
-    heads, channels, _ = rows.shape
-    return rows.reshape(groups, heads // groups, channels).transpose(0, 1)
 
 
 ROTATED_SCOPES = (("q", "k"), ("q",), ("k",))

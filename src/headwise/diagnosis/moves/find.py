@@ -21,16 +21,7 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import BIAS_MISSING, FACTOR, INITIAL_WEIGHTS, ROWS_ZERO, SIGN
 from headwise.diagnosis.moves import families, search
 from headwise.diagnosis.moves import move as changes
-from headwise.diagnosis.moves.maps import (
-    BIASES,
-    BOTH,
-    ROLES,
-    WEIGHTS,
-    MapName,
-    MatrixMap,
-    Rows,
-    RowSizes,
-)
+from headwise.diagnosis.moves.maps import BIASES, ROLES, WEIGHTS, MapName, Rows, RowSizes
 from headwise.diagnosis.moves.move import Edited, Move, MoveReport
 from headwise.errors import ShapeError
 from headwise.function.rounding import default_tolerance
@@ -116,8 +107,7 @@ def _make_move_report(
 ) -> MoveReport:
     """Return what is explained after the steps and changes that move nothing, on every entry."""
     sequences = [
-        tuple(Move.of_step(s, WEIGHTS if isinstance(s, MatrixMap) else BOTH) for s in steps)
-        for steps in explanation.sequences[: MOST_LISTED + 1]
+        tuple(map(Move.of_step, steps)) for steps in explanation.sequences[: MOST_LISTED + 1]
     ]
     # Names that are equal for the weights may differ for the biases.
     sequences.sort(key=lambda moves: len(_list_wrong_biases(moves, a, b, tolerance)))
@@ -144,14 +134,12 @@ def _unite_changes_over_roles(changed: list[Move]) -> tuple[Move, ...]:
     """Return edits of several roles as one where they have the same cause and parameters."""
     united: dict[object, Move] = {}
     for move in changed:
-        name, key = move.name, (move.cause, move.name.text)
-        other = None if name.cause == ROWS_ZERO else united.get(key)
-        if other is None:
-            united[(*key, *name.roles) if name.cause == ROWS_ZERO else key] = move
-            continue
-        edits = [each.change.edits for each in (other, move) if isinstance(each.change, Edited)]
-        roles = (*other.roles, *move.roles)
-        united[key] = Move(replace(other.name, roles=roles), Edited({**edits[0], **edits[1]}))
+        key = (move.cause, move.name.text, move.roles if move.cause == ROWS_ZERO else ())
+        if (other := united.get(key)) is not None:
+            edits = [each.change.edits for each in (other, move) if isinstance(each.change, Edited)]
+            name = replace(other.name, roles=(*other.roles, *move.roles))
+            move = Move(name, Edited({**edits[0], **edits[1]}))
+        united[key] = move
     return tuple(united.values())
 
 
@@ -174,7 +162,11 @@ def _explain_biases(
     if wrong := list_wrong(moves):
         moves += _find_moves_of_biases_alone(wrong, a, changes.apply_moves(moves, b))
     for role in list_wrong(moves):
-        moves += _find_bias_factor_or_rounding(role, a, changes.apply_moves(moves, b), tolerance)
+        made = changes.apply_moves(moves, b)
+        if role in a.biases and role in made.biases:  # all heads of a bias count as a row
+            ours, theirs = (rows.biases[role].flatten()[None, None] for rows in (a, made))
+            if (move := changes.find_row_change(role, ours, theirs, tolerance)[0]) is not None:
+                moves += (replace(move, change=replace(move.change, parts=BIASES)),)
     return moves, list_wrong(moves)
 
 
@@ -230,17 +222,6 @@ def _find_moves_of_biases_alone(wrong: tuple[str, ...], a: Rows, b: Rows) -> tup
     return tuple(Move.of_step(step, BIASES) for step in (sequences[0] if sequences else ()))
 
 
-def _find_bias_factor_or_rounding(
-    role: str, a: Rows, b: Rows, tolerance: float
-) -> tuple[Move, ...]:
-    """Return a factor or a rounding of a bias; each head's bias counts as a row."""
-    if role not in a.biases or role not in b.biases:
-        return ()
-    ours, theirs = (rows.biases[role].flatten()[None, None] for rows in (a, b))
-    move, _ = changes.find_row_change(role, ours, theirs, tolerance)
-    return () if move is None else (replace(move, change=replace(move.change, parts=BIASES)),)
-
-
 FIRST_TOKENS = 4  # a map that fails on them is not tried on all
 MOST_BLOCKS = 64
 EQUATIONS = 6  # times the number of unknown coefficients
@@ -257,10 +238,13 @@ class HeadsAndOutput:
 
     def find_moves(self) -> Iterator[Move]:
         """Yield the moves of the output projection that make the outputs."""
+        sizes = self.rows.head_counts_and_dims()
+        maps = families.make_row_map_catalogue(sizes, self.rows.column_counts()).maps
+        steps: list[search.Step] = [*maps, *search.list_matrix_maps(self.rows, sizes)]
         for move in (
-            *self._yield_map_moves(),
+            *(Move.of_step(step, WEIGHTS) for step in steps if step.names[0].roles == ("o",)),
             *(changes.name_rounding("o", dtype, WEIGHTS) for dtype in changes.ROUNDED),
-            *self._yield_block_moves(),
+            *self._yield_block_moves(sizes),
         ):
             projection = move.change.apply(self.rows).matrices["o"]
             if all(self._makes_outputs(projection, count) for count in (FIRST_TOKENS, None)):
@@ -272,16 +256,7 @@ class HeadsAndOutput:
         apart = self.heads[:count].flatten(1) @ projection.flatten(0, 1) - ours
         return float(apart.abs().max()) <= self.tolerance * float(ours.square().mean().sqrt())
 
-    def _yield_map_moves(self) -> Iterator[Move]:
-        sizes = self.rows.head_counts_and_dims()
-        maps = families.make_row_map_catalogue(sizes, self.rows.column_counts()).maps
-        steps: list[search.Step] = [*maps, *search.list_matrix_maps(self.rows, sizes)]
-        for step in steps:
-            if step.names[0].roles == ("o",):
-                yield Move.of_step(step, WEIGHTS)
-
-    def _yield_block_moves(self) -> Iterator[Move]:
-        sizes = self.rows.head_counts_and_dims()
+    def _yield_block_moves(self, sizes: RowSizes) -> Iterator[Move]:
         for blocks in search.list_block_counts("o", sizes):
             if blocks > MOST_BLOCKS:
                 continue
@@ -367,7 +342,10 @@ def find_state_moves(
     Raises:
         ShapeError: the two have other sizes.
     """
-    ours, theirs = _equalise_kv_heads(extract_rows(a), extract_rows(b))
+    ours, theirs = extract_rows(a), extract_rows(b)
+    few, most = sorted(len(rows.matrices.get("k", ())) for rows in (ours, theirs))
+    if 0 < few < most and most % few == 0:
+        ours, theirs = (x.repeat_kv_heads(most // len(x.matrices["k"])) for x in (ours, theirs))
     report = find_moves(ours, theirs, tolerance=tolerance, **options)
     moves = [*report.moves, *_find_initial_values(report.unexplained, ours, theirs)]
     named = {role for move in moves[len(report.moves) :] for role in move.roles}
@@ -384,38 +362,19 @@ def find_state_moves(
 
 def _find_initial_values(unexplained: Sequence[str], ours: Rows, theirs: Rows) -> list[Move]:
     fresh: dict[str, list[str]] = {}
-    for role in unexplained:
-        if role not in ours.roles or not _has_few_equal_entries(role, ours, theirs):
+    for role in (each for each in unexplained if each in ours.roles):
+        equal = ours.matrices[role] == theirs.matrices[role]
+        if float(equal.double().mean()) >= MOST_EQUAL:
             continue
         if initialisation := recognise_initialisation(role, ours):
             fresh.setdefault(initialisation.text, []).append(role)
     return [
         Move(
             MapName(INITIAL_WEIGHTS, text, tuple(roles)),
-            Edited({role: partial(_replace, ours.matrices[role]) for role in roles}, parts=WEIGHTS),
+            Edited({role: ours.matrices[role].view_as for role in roles}, parts=WEIGHTS),
         )
         for text, roles in fresh.items()
     ]
-
-
-def _replace(new: Tensor, _old: Tensor) -> Tensor:
-    return new
-
-
-def _has_few_equal_entries(role: str, a: Rows, b: Rows) -> bool:
-    """True if so few entries agree that the matrix may be another draw."""
-    if role not in b.roles or a.matrices[role].shape != b.matrices[role].shape:
-        return True
-    equal = a.matrices[role] == b.matrices[role]
-    return float(equal.double().mean()) < MOST_EQUAL
-
-
-def _equalise_kv_heads(a: Rows, b: Rows) -> tuple[Rows, Rows]:
-    counts = [x.matrices["k"].shape[0] if "k" in x.matrices else 0 for x in (a, b)]
-    most = max(counts)
-    if min(counts) == most or not min(counts) or most % min(counts):
-        return a, b
-    return a.repeat_kv_heads(most // counts[0]), b.repeat_kv_heads(most // counts[1])
 
 
 def _find_output_bias_move(
@@ -490,9 +449,8 @@ def recognise_initialisation(role: str, rows: Rows) -> Initialisation | None:
     if values.numel() < LEAST_ENTRIES:
         return None
     kinds = list_initialisations(role, rows)
-    apart = [kolmogorov_smirnov_statistic(values, each) for each in kinds]
-    nearest = min(range(len(kinds)), key=apart.__getitem__)
-    return kinds[nearest] if apart[nearest] < CRITICAL else None
+    apart, place = min((kolmogorov_smirnov_statistic(values, x), n) for n, x in enumerate(kinds))
+    return kinds[place] if apart < CRITICAL else None
 
 
 def kolmogorov_smirnov_statistic(values: Tensor, kind: Initialisation) -> float:

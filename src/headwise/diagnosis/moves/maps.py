@@ -145,41 +145,36 @@ class Rows:
 def take_rows(rows: Rows, index: Tensor, sizes: RowSizes, parts: tuple[str, ...]) -> Rows:
     """Return rows whose row i of all roles is row ``index[i]`` of ``rows``.
 
-    ``parts`` says which of weights and biases move.
+    ``parts`` says which of weights and biases move. A bias stays where its source is absent.
     """
-    matrices, biases = dict(rows.matrices), dict(rows.biases)
     spans = sizes.spans()
-    for role, span in spans.items():
-        taken = index[span]
-        if torch.equal(taken, torch.arange(span.start, span.stop)):
-            continue
-        if "weights" in parts:
-            taken_rows = _take_rows_at(taken, {r: rows.matrix_of_role(r) for r in spans}, spans)
-            matrices[role] = taken_rows.view_as(rows.matrices[role])
-        present = {r: rows.biases[r].flatten()[:, None] for r in spans if r in rows.biases}
-        sources = {r for r, s in spans.items() if bool(_is_in_span(taken, s).any())}
-        if "biases" in parts and role in rows.biases and sources <= set(present):
-            biases[role] = _take_rows_at(taken, present, spans).view_as(rows.biases[role])
-    return Rows(matrices, biases)
+
+    def take(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        taken = dict(part)
+        for role, x in part.items():
+            places = index[spans[role]]
+            inside = {source: _is_in_span(places, span) for source, span in spans.items()}
+            sources = [source for source, is_there in inside.items() if bool(is_there.any())]
+            is_still = torch.equal(places, torch.arange(len(index))[spans[role]])
+            if is_still or not part.keys() >= {*sources}:
+                continue
+            flat = {source: part[source].flatten(0, 1) for source in sources}
+            moved = flat[sources[0]].new_empty(len(places), *x.shape[2:])
+            for source in sources:
+                rows_of_source = places[inside[source]] - spans[source].start
+                moved[inside[source]] = flat[source][rows_of_source].to(moved.dtype)
+            taken[role] = moved.view_as(x)
+        return taken
+
+    return Rows(
+        take(rows.matrices) if "weights" in parts else rows.matrices,
+        take(rows.biases) if "biases" in parts else rows.biases,
+    )
 
 
 def _is_in_span(index: Tensor, span: slice) -> Tensor:
     inside: Tensor = (index >= span.start) & (index < span.stop)
     return inside
-
-
-def _take_rows_at(index: Tensor, flat: Mapping[str, Tensor], spans: Mapping[str, slice]) -> Tensor:
-    """Return the rows at ``index``, of as many columns as their source has."""
-    taken = None
-    for role, span in spans.items():
-        inside = _is_in_span(index, span)
-        if not bool(inside.any()):
-            continue
-        if taken is None:
-            taken = flat[role].new_empty(len(index), flat[role].shape[1])
-        taken[inside] = flat[role][index[inside] - span.start].to(taken.dtype)
-    assert taken is not None
-    return taken
 
 
 @dataclass(frozen=True)
@@ -255,8 +250,7 @@ def make_distinct_maps(
         kept[spans[role]] = torch.arange(span.start, span.stop)
     width = dict(zip(sizes.roles, columns, strict=True))
     still = torch.arange(sizes.total_rows)
-    names: dict[bytes, list[MapName]] = {}
-    indices: dict[bytes, Tensor] = {}
+    distinct: dict[bytes, tuple[Tensor, list[MapName]]] = {}
     for name, moved in drafts:
         moved = {role: index for role, index in moved.items() if role in sizes.roles}
         if not _fits_present_rows(moved, spans, width):
@@ -267,18 +261,17 @@ def make_distinct_maps(
         index = kept[index[kept >= 0]]
         if torch.equal(index, still):
             continue
-        key = index.numpy().tobytes()
-        indices[key] = index
         roles = tuple(r for r, s in sizes.spans().items() if not torch.equal(index[s], still[s]))
-        names.setdefault(key, []).append(replace(name, roles=roles))
+        _, names = distinct.setdefault(index.numpy().tobytes(), (index, []))
+        names.append(replace(name, roles=roles))
     maps = [
         RowMap(
-            tuple(sorted(names[key], key=lambda name: name.order)),
+            tuple(sorted(names, key=lambda name: name.order)),
             index,
             bool((torch.bincount(index, minlength=sizes.total_rows) == 1).all()),
             sizes.roles,
         )
-        for key, index in indices.items()
+        for index, names in distinct.values()
     ]
     return tuple(sorted(maps, key=lambda row_map: row_map.names[0].order))
 

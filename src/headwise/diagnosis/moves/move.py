@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import FACTOR, ROWS_ZERO, SIGN, WEIGHTS_ROUNDED, Cause
-from headwise.diagnosis.moves.maps import BOTH, MapName, MatrixMap, RowMap, Rows, take_rows
+from headwise.diagnosis.moves.maps import BOTH, WEIGHTS, MapName, MatrixMap, RowMap, Rows, take_rows
 from headwise.diagnosis.moves.search import read_bits
 
 Edit = Callable[[Tensor], Tensor]  # of rows (heads, channels, columns)
@@ -92,8 +92,9 @@ class Move:
     equals: tuple[MapName, ...] = ()  # other names of the same effect at these sizes
 
     @classmethod
-    def of_step(cls, step: RowMap | MatrixMap, parts: tuple[str, ...]) -> Move:
-        """Return a map as a move with its simplest name."""
+    def of_step(cls, step: RowMap | MatrixMap, parts: tuple[str, ...] = BOTH) -> Move:
+        """Return a map as a move with its simplest name; one of matrices moves weights alone."""
+        parts = WEIGHTS if isinstance(step, MatrixMap) else parts
         return cls(step.names[0], Taken(step, parts=parts), step.names[1:])
 
     @property
@@ -204,10 +205,10 @@ def find_row_change(role: str, a: Tensor, b: Tensor, tolerance: float) -> tuple[
     """
     if have_same_bits(a, b):
         return None, 0.0
-    rounding = _find_rounding_dtype(a, b)
-    if rounding is not None:
-        return name_rounding(role, rounding), 0.0
-    # Most pairs have no groups of factors in their first head already.
+    # Most pairs differ in their first head already.
+    for dtype in ROUNDED:
+        if dtype != a.dtype and all(_is_rounding(x, y, dtype) for x, y in ((a[:1], b[:1]), (a, b))):
+            return name_rounding(role, dtype), 0.0
     limit, columns = max(tolerance, 1e-9), a.shape[2]
     grouped = _group_factors(_fit_row_factors(a[:1], b[:1]), limit, columns)
     grouped = grouped and _group_factors(_fit_row_factors(a, b), limit, columns)
@@ -226,16 +227,8 @@ def name_rounding(role: str, dtype: torch.dtype, parts: tuple[str, ...] = BOTH) 
     return Move(name, Edited({role: cast_and_back(dtype)}, parts=parts))
 
 
-def _find_rounding_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
-    """Return the dtype to which one of the two is the other's rounding, or None."""
-    for dtype in ROUNDED:
-        # Most pairs differ in their first head already.
-        if dtype != a.dtype and all(_is_rounding(x, y, dtype) for x, y in ((a[:1], b[:1]), (a, b))):
-            return dtype
-    return None
-
-
 def _is_rounding(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """True if one of the two is the rounding of the other to a dtype."""
     rounded_a, rounded_b = map(cast_and_back(dtype), (a, b))
     return have_same_bits(rounded_a, rounded_b) and (
         have_same_bits(a, rounded_a) or have_same_bits(b, rounded_b)

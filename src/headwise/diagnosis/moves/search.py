@@ -25,11 +25,7 @@ _MULTIPLIER = -7046029254386353131
 
 
 def make_multipliers(count: int, seed: int = 0) -> Tensor:
-    """Return random odd numbers to multiply bits by, the first ones equal for every count.
-
-    Returns:
-        (count), int64.
-    """
+    """Return (count) random odd numbers, int64; the first ones are equal for every count."""
     generator = torch.Generator().manual_seed(_SEED + seed)
     return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
 
@@ -159,14 +155,12 @@ def label_directions(ours: _Parts, theirs: _Parts) -> tuple[_Parts, _Parts]:
 
 def _project_and_normalise_rows(parts: list[Tensor], columns: int) -> Tensor:
     """Return rows of length 1 in at most 64 dimensions; rows of zeros stay zero."""
-    if not parts:
-        return torch.zeros(0, min(columns, DIMENSIONS), dtype=torch.float64)
     projection = None
     if columns > DIMENSIONS:
         generator = torch.Generator().manual_seed(columns)
         projection = torch.randn(columns, DIMENSIONS, generator=generator, dtype=torch.float64)
     projected = []
-    for part in parts:
+    for part in parts or [torch.zeros(0, columns)]:
         for block in part.split(_ROWS_AT_ONCE):
             rows = block.to(torch.float64)
             largest = rows.abs().amax(1, keepdim=True)
@@ -177,34 +171,20 @@ def _project_and_normalise_rows(parts: list[Tensor], columns: int) -> Tensor:
 
 def _label_nearest_directions(ours: Tensor, theirs: Tensor, *, start: int) -> tuple[Tensor, Tensor]:
     """Return labels from ``start`` on for directions; equal labels for those that are parallel."""
-    nearest, apart = _find_nearest_rows(ours, theirs)
+    unknown = _UNKNOWN - start - torch.arange(len(ours))
+    unknown[~ours.any(1)] = _ZERO
+    if not len(theirs):
+        return unknown, torch.arange(0)
+    best = [(block @ theirs.T).abs().max(1) for block in ours.split(_ROWS_AT_ONCE)]
+    nearest, apart = torch.cat([x.indices for x in best]), 1 - torch.cat([x.values for x in best])
     known = apart < 1 - LEAST_COSINE
     noise = float(apart[known].quantile(0.9)) if bool(known.any()) else 0.0
     parallel = min(_WIDEST, max(_SAME, 4 * noise))
-    first = torch.arange(len(theirs))
-    for place in range(0, len(theirs), _ROWS_AT_ONCE):
-        block = theirs[place : place + _ROWS_AT_ONCE]
-        same = 1 - (block @ theirs.T).abs() <= parallel
-        # The first of all parallel rows stands for them.
-        first[place : place + len(block)] = same.to(torch.uint8).argmax(1)
-    right = first + start
+    # The first of all parallel rows stands for them.
+    same = (1 - (block @ theirs.T).abs() <= parallel for block in theirs.split(_ROWS_AT_ONCE))
+    right = start + torch.cat([x.to(torch.uint8).argmax(1) for x in same])
     right[~theirs.any(1)] = _ZERO
-    unknown = _UNKNOWN - start - torch.arange(len(ours))
-    found_in = right[nearest] if len(theirs) else unknown
-    labels = found_in.where(known, unknown)
-    labels[~ours.any(1)] = _ZERO
-    return labels, right
-
-
-def _find_nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    nearest = torch.zeros(len(ours), dtype=torch.int64)
-    apart = torch.ones(len(ours), dtype=torch.float64)
-    for place in range(0, len(ours) if len(theirs) else 0, _ROWS_AT_ONCE):
-        block = ours[place : place + _ROWS_AT_ONCE]
-        best = (block @ theirs.T).abs().max(1)
-        nearest[place : place + len(block)] = best.indices
-        apart[place : place + len(block)] = 1 - best.values
-    return nearest, apart
+    return right[nearest].where(known, unknown), right
 
 
 Step: TypeAlias = RowMap | MatrixMap
@@ -213,10 +193,10 @@ Steps: TypeAlias = tuple[Step, ...]  # applied to b in this order
 
 @dataclass(frozen=True)
 class LabelsAfterSteps:
-    """Sequences of labels, each after a step; the first is after none."""
+    """Sequences of labels, each after at most one step; the first is after none."""
 
-    steps: Sequence[Step | None]
-    labels: Tensor  # (steps, rows of all roles)
+    steps: Sequence[Steps]
+    labels: Tensor  # (sequences of steps, rows of all roles)
 
 
 def search_steps(
@@ -231,8 +211,9 @@ def search_steps(
     Both sides have labels of the ``matrix_maps``. The ``roles`` of a must come out right; the
     sequences have equal effect on them.
     """
+    steps: list[Step] = [*catalogue.maps, *matrix_maps]
     whole = [b.plain, *b.plain[catalogue.indices], *(b.labels_after_map(m) for m in matrix_maps)]
-    forward = LabelsAfterSteps([None, *catalogue.maps, *matrix_maps], torch.stack(whole))
+    forward = LabelsAfterSteps([(), *((step,) for step in steps)], torch.stack(whole))
     weights = make_multipliers(a.sizes.total_rows, seed=2)
     for role, span in a.sizes.spans().items():
         if role not in roles:
@@ -241,11 +222,7 @@ def search_steps(
     hashes = (forward.labels * weights).sum(-1).tolist()
     if hashes[0] == wanted:
         return [()]
-    single: list[Steps] = [
-        (step,)
-        for step, value in zip(forward.steps, hashes, strict=True)
-        if value == wanted and step is not None
-    ]
+    single = [s for s, value in zip(forward.steps, hashes, strict=True) if value == wanted]
     blocks = find_block_maps(a.plain, b.plain, a.sizes, roles)
     if blocks is not None and len(blocks) == 1:
         single.append(tuple(blocks))
@@ -272,24 +249,21 @@ def _backward_labels(
     closed = (counted[catalogue.inverses] == counted).all(1)
     maps = [m for m, kept in zip(catalogue.permutations, closed.tolist(), strict=True) if kept]
     whole = [m for m in matrix_maps if m.given is None and set(m.roles) <= set(roles)]
-    labels = [
-        *a.plain[catalogue.inverses[closed]],
-        *(a.labels_after_map(m, undone=True) for m in whole),
-    ]
-    return LabelsAfterSteps([None, *maps, *whole], torch.stack([a.plain, *labels]))
+    steps: list[Step] = [*maps, *whole]
+    undone = (a.labels_after_map(m, undone=True) for m in whole)
+    labels = [a.plain, *a.plain[catalogue.inverses[closed]], *undone]
+    return LabelsAfterSteps([(), *((step,) for step in steps)], torch.stack(labels))
 
 
 def _yield_meeting_steps(
     forward: LabelsAfterSteps, hashes: Sequence[int], backward: LabelsAfterSteps, weights: Tensor
 ) -> Iterator[Steps]:
-    before: dict[int, list[Step]] = defaultdict(list)
-    for step, value in zip(forward.steps, hashes, strict=True):
-        if step is not None:
-            before[value].append(step)
+    before: dict[int, list[Steps]] = defaultdict(list)
+    for steps, value in zip(forward.steps, hashes, strict=True):
+        before[value].append(steps)
     values = (backward.labels * weights).sum(-1).tolist()
     for second, value in zip(backward.steps, values, strict=True):
-        if second is not None:
-            yield from ((first, second) for first in before.get(value, ()))
+        yield from (first + second for first in before.get(value, ()) if first and second)
 
 
 def _yield_steps_with_block_order(
@@ -303,11 +277,10 @@ def _yield_steps_with_block_order(
     for side, other in ((forward, a), (backward, b)):
         possible = _mark_block_permutations(side.labels[1:], other, sizes, roles)
         for place in (possible.nonzero().flatten() + 1).tolist():
-            labels, step = side.labels[place], side.steps[place]
+            labels, steps = side.labels[place], side.steps[place]
             pair = (a, labels) if side is forward else (labels, b)
-            blocks = find_block_maps(*pair, sizes, roles)
-            if blocks is not None and step is not None:
-                yield (step, *blocks) if side is forward else (*blocks, step)
+            if (blocks := find_block_maps(*pair, sizes, roles)) is not None:
+                yield (*steps, *blocks) if side is forward else (*blocks, *steps)
 
 
 def _select_shortest_sequences(sequences: Sequence[Steps], roles: tuple[str, ...]) -> list[Steps]:
@@ -336,10 +309,11 @@ def explain_roles(
     a: Labelled, b: Labelled, catalogue: RowMapCatalogue, matrix_maps: Sequence[MatrixMap]
 ) -> RoleSteps:
     """Return the steps that make a's labels of b's, for all roles whose labels b has."""
-    spans, known = a.sizes.spans(), _has_known_labels_by_role(a, b)
-    roles = tuple(role for role in a.sizes.roles if known[role])
+    spans, every = a.sizes.spans(), torch.cat([b.plain, *b.by_map.values()])
+    known = {role for role, span in spans.items() if torch.isin(a.plain[span], every).all()}
+    known |= {role for (role, _), x in a.by_map.items() if torch.isin(x, b.plain).all()}
+    roles = tuple(role for role in a.sizes.roles if role in known)
     moved = tuple(r for r in roles if not torch.equal(a.plain[spans[r]], b.plain[spans[r]]))
-    still = tuple(role for role in roles if role not in moved)
     if not moved:
         return RoleSteps(((),), roles)
     for together in dict.fromkeys((roles, moved)):
@@ -351,7 +325,7 @@ def explain_roles(
             )
             return RoleSteps(tuple(kept), roles)
     steps: list[Step] = []
-    explained = list(still)
+    explained = [role for role in roles if role not in moved]
     for group in _group_roles_exchanging_rows(a, b, moved):
         sequences = search_steps(a, b, catalogue, matrix_maps, group)
         if sequences:
@@ -359,15 +333,6 @@ def explain_roles(
             more = (_restrict_step(step, group, a.sizes) for step in sequences[0])
             steps = _merge_steps(steps, more, group, a.sizes)
     return RoleSteps((tuple(steps),), tuple(r for r in a.sizes.roles if r in explained))
-
-
-def _has_known_labels_by_role(a: Labelled, b: Labelled) -> dict[str, bool]:
-    every = torch.cat([b.plain, *b.by_map.values()])
-    spans = a.sizes.spans()
-    known = {role: bool(torch.isin(a.plain[span], every).all()) for role, span in spans.items()}
-    for (role, _), labels in a.by_map.items():
-        known[role] |= bool(torch.isin(labels, b.plain).all())
-    return known
 
 
 def _group_roles_exchanging_rows(

@@ -145,11 +145,8 @@ def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
 
     used, source = _name_used_weights(call, stage), call.inputs.source
     weights = {name: moved(x, name) if name in used else x for name, x in model.weights.items()}
-    inputs = replace(
-        call.inputs,
-        x=moved(call.inputs.x, "x"),
-        source=None if source is None else moved(source, "source"),
-    )
+    source = None if source is None else moved(source, "source")
+    inputs = replace(call.inputs, x=moved(call.inputs.x, "x"), source=source)
     near = replace(call, inputs=inputs, stages={n: moved(x, n) for n, x in call.stages.items()})
     other = replace(model, weights=weights)
     if model.settings.rotation is not None:
@@ -202,11 +199,8 @@ def _bound_rotation(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
 
 
 def _bound_scores(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    q, keys, settings = (
-        forced["q after rotary"],
-        forced.of_all_calls("k after rotary"),
-        forced.settings,
-    )
+    q, keys = forced["q after rotary"], forced.of_all_calls("k after rotary")
+    settings = forced.settings
     sizes = q.abs() @ repeat_kv_heads(keys, heads=q.shape[1]).abs().mT * abs(settings.factor)
     bound = (q.shape[-1] * r.u + 8 * r.U) * sizes
     scores = forced.result
@@ -357,10 +351,7 @@ def _list_misshapen_stages(model: AttentionModel, call: RecordedCall) -> set[str
     misshapen: set[str] = set()
     has_other_heads: set[str] = set()
     for stage, before in BEFORE.items():
-        batches = set()
-        for each in before:
-            if each in call.stages:
-                batches.add(len(call.stages[each]))
+        batches = {len(call.stages[each]) for each in before if each in call.stages}
         if len(batches) > 1 or not (misshapen | has_other_heads).isdisjoint(before):
             misshapen.add(stage)
         recorded = call.stages.get(stage)

@@ -83,16 +83,15 @@ class NativeSubject(ModuleSubject):
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a layer in its dtype."""
         dtype = next(module.parameters()).dtype
-        source = None if inputs.source is None else inputs.source.to(dtype)
-        output: Tensor = module(inputs.x.to(dtype), source, mask=mask_from_inputs(inputs))
+        given = inputs.map_tokens(lambda x: x.to(dtype))
+        output: Tensor = module(given.x, given.source, mask=mask_from_inputs(inputs))
         return output
 
     @torch.no_grad()
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return all stages but the scores, each computed by the modules of the layer."""
-        source = None if inputs.source is None else inputs.source.double()
-        mask = mask_from_inputs(inputs)
-        stages = self.float64_layer.stages(inputs.x.double(), source, mask=mask)
+        wide, mask = inputs.map_tokens(Tensor.double), mask_from_inputs(inputs)
+        stages = self.float64_layer.stages(wide.x, wide.source, mask=mask)
         del stages["scores"]  # computed from q and k, and not by the layer
         return RecordedCall(inputs, stages)
 
