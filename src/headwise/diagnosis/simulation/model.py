@@ -304,15 +304,11 @@ class ForcedStage:
         """Return a tensor of the weights, None where the model has none."""
         return self.model.weights.get(name)
 
-    def compute(self, function: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
-        """Return a function of these arguments, from the memory of the model if it is there."""
-        return self.model.memory.compute(function, *arguments, **options)
-
     def of_all_calls(self, stage: str) -> Tensor:
         """Return keys or values of earlier calls and of this one, (batch, kv_heads, keys, ...)."""
         calls = [*self.call.earlier, self.call]
         parts = tuple(ForcedStage(self.model, call, stage)[stage] for call in calls)
-        return self.compute(torch.cat, parts, 2)
+        return self.model.memory.compute(torch.cat, parts, 2)
 
 
 # ---- the usual function of each stage, by `headwise.function.stages` ----------------------------
@@ -323,7 +319,7 @@ def project_heads(forced: ForcedStage) -> Tensor:
     role, inputs = forced.stage, forced.call.inputs
     x = inputs.x if role == "q" else inputs.key_source
     weight, bias = forced.model.weights[f"w{role}"], forced.weight(f"b{role}")
-    return forced.compute(stages.project_heads, x, weight, bias)
+    return forced.model.memory.compute(stages.project_heads, x, weight, bias)
 
 
 def normalise_heads(forced: ForcedStage) -> Tensor:
@@ -339,7 +335,7 @@ def rotate_heads(forced: ForcedStage) -> Tensor:
         is_query = role == "q"
         positions = forced.call.query_positions if is_query else forced.call.new_key_positions
         offset = rule.q_offset if is_query else rule.k_offset
-        x = forced.compute(_rotate_from_offset, rule, x, positions, offset)
+        x = forced.model.memory.compute(_rotate_from_offset, rule, x, positions, offset)
     return _apply_norm_at_place(forced, x, "after")
 
 
@@ -354,21 +350,23 @@ def _apply_norm_at_place(forced: ForcedStage, x: Tensor, place: str) -> Tensor:
     weight, bias = forced.weight(f"{role}_norm"), forced.weight(f"{role}_norm_bias")
     if weight is None:
         weight, bias = forced.weight(f"{role}_norms"), forced.weight(f"{role}_norms_bias")
-    return forced.compute(norm.normalise_heads, rule, x, weight, bias)
+    return forced.model.memory.compute(norm.normalise_heads, rule, x, weight, bias)
 
 
 def compute_scores(forced: ForcedStage) -> Tensor:
     """Return the scores, -inf where a key is hidden."""
     products, distances = scale_products(forced), key_query_distances(forced.call)
     mask, table = forced.call.inputs.mask, forced.weight("distances")
-    return forced.compute(_bias_and_hide, forced.settings, products, distances, mask, table)
+    return forced.model.memory.compute(
+        _bias_and_hide, forced.settings, products, distances, mask, table
+    )
 
 
 def scale_products(forced: ForcedStage) -> Tensor:
     """Return scaled and softcapped products of queries and keys."""
     q, k = forced["q after rotary"], forced.of_all_calls("k after rotary")
     scale, softcap = forced.settings.factor, forced.settings.cap
-    return forced.compute(stages.scaled_products, q, k, scale=scale, softcap=softcap)
+    return forced.model.memory.compute(stages.scaled_products, q, k, scale=scale, softcap=softcap)
 
 
 def key_query_distances(call: RecordedCall) -> Tensor:
@@ -402,14 +400,18 @@ def visible_keys(forced: ForcedStage) -> Tensor:
 
 def softmax_scores(forced: ForcedStage) -> Tensor:
     """Return the weights of the scores; a row without keys is 0."""
-    return forced.compute(stages.weights_from_scores, forced["scores"], forced.weight("sink"))
+    return forced.model.memory.compute(
+        stages.weights_from_scores, forced["scores"], forced.weight("sink")
+    )
 
 
 def mix_values(forced: ForcedStage) -> Tensor:
     """Return weights @ values for each head, times its output gate."""
-    outputs = forced.compute(stages.mix_values, forced["weights"], forced.of_all_calls("v"))
+    outputs = forced.model.memory.compute(
+        stages.mix_values, forced["weights"], forced.of_all_calls("v")
+    )
     gates = output_gates(forced)
-    return outputs if gates is None else forced.compute(torch.mul, outputs, gates)
+    return outputs if gates is None else forced.model.memory.compute(torch.mul, outputs, gates)
 
 
 def output_gates(forced: ForcedStage) -> Tensor | None:
@@ -417,13 +419,13 @@ def output_gates(forced: ForcedStage) -> Tensor | None:
     weight, bias = forced.weight("wg"), forced.weight("bg")
     if weight is None:
         return None
-    return forced.compute(gate.output_gate, forced.call.inputs.x, weight, bias)
+    return forced.model.memory.compute(gate.output_gate, forced.call.inputs.x, weight, bias)
 
 
 def project_output(forced: ForcedStage) -> Tensor:
     """Return the projected head outputs."""
     heads, weight, bias = forced["head outputs"], forced.model.weights["wo"], forced.weight("bo")
-    return forced.compute(stages.project_output, heads, weight, bias)
+    return forced.model.memory.compute(stages.project_output, heads, weight, bias)
 
 
 USUAL: Mapping[str, StageFunction] = {

@@ -85,10 +85,12 @@ class Map(statistic.TileStatistic):
         self.cells = cells
 
     def start(self, call: CapturedCall) -> Summary:
+        """Return a sum for each cell, and a number of queries for each block of queries."""
         count = call.matrix.q.new_zeros(call.matrix.shape[1], self.cells, dtype=torch.float64)
         return {"sum": count[..., None].repeat(1, 1, self.cells), "count": count}
 
     def update(self, gathered: Summary, tile: WeightTile) -> None:
+        """Add the weights of the tile to the cells."""
         blocks, weights = tile.weight_by_query_block
         key_cells = tile.call.key_map_block_one_hot[tile.batches, tile.columns].to(weights.dtype)
         weights = torch.matmul(weights, key_cells[:, None])
@@ -100,6 +102,7 @@ class Map(statistic.TileStatistic):
         gathered["count"][tile.heads, blocks] += counted.double().sum(0)
 
     def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:
+        """Return a difference in the number of cells."""
         here, there = summary["count"].shape[-1], other["count"].shape[-1]
         return None if here == there else f"a map of {here} cells, and one of {there}"
 
@@ -331,6 +334,7 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         return [position for position, number in enumerate(numbers) if number in chosen]
 
     def start(self, call: CapturedCall) -> _Rows:
+        """Return room for every real query of the chosen heads."""
         real, heads = call.real_queries, self._chosen_head_positions(call)
         row = (real.flatten().cumsum(0) - 1).masked_fill(~real.flatten(), -1)
         size = len(heads), int(real.sum()), self.ranks
@@ -355,6 +359,7 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
             gathered.key[at] = key[counted].int().masked_fill(none, NOTHING)
 
     def make_summary(self, gathered: _Rows, call: CapturedCall) -> Summary:
+        """Return each head's row of keys and shares (−1 if it was not chosen), and the lengths."""
         row = torch.full((call.matrix.shape[1],), NOTHING)  # of keys and shares, for each head
         row[gathered.heads] = torch.arange(len(gathered.heads))
         lengths = call.real_queries.sum(-1).cpu()
@@ -362,12 +367,14 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
         return {"row": row, "lengths": lengths, **stored}
 
     def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:
+        """Return a difference in the chosen heads, or in the number of ranks."""
         if not torch.equal(summary["row"], other["row"]):
             return "the top keys of some heads, and of others"
         ranks, other_ranks = (each["key"].shape[-1] for each in (summary, other))
         return None if ranks == other_ranks else f"{ranks} top keys a query, and {other_ranks}"
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
+        """Return the queries of all calls, one sequence after another."""
         axes = {"lengths": 0, "key": 1, "share": 1}  # along which sequences stand
         joined = {name: torch.cat([x[name] for x in summaries], n) for name, n in axes.items()}
         return {"row": summaries[0]["row"].clone(), **joined}
