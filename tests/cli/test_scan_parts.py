@@ -31,10 +31,14 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     tmp_path.joinpath("texts").mkdir()
+    write_texts(range(TEXTS))
+
+
+def write_texts(numbers: range) -> None:
     words, draw = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "it"], random.Random(0)
-    for number in range(TEXTS):
-        content = " ".join(draw.choices(words, k=30 + 15 * number))
-        tmp_path.joinpath("texts", f"{number}.txt").write_text(content, "utf-8")
+    for number in numbers:
+        content = " ".join(draw.choices(words, k=30 + 15 * (number % TEXTS)))
+        Path("texts", f"{number}.txt").write_text(content, "utf-8")
 
 
 def parts(out: str = "out") -> list[Path]:
@@ -167,6 +171,7 @@ def test_a_killed_process_costs_its_text_and_the_same_command_resumes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_command(number: signal.Signals) -> None:
+    write_texts(range(TEXTS, 5 * TEXTS))  # more than a busy machine scans before the signal
     child = begun("--processes", 2)
     running = workers_of(child)
     child.send_signal(number)
@@ -174,7 +179,7 @@ def test_no_process_outlives_the_command(number: signal.Signals) -> None:
     wait_until(lambda: not any(process.is_running() for process in running))
     if number == signal.SIGINT:
         assert child.returncode == 130
-        assert "of 8 texts are in out. Run the same command again to resume." in err
+        assert "of 40 texts are in out. Run the same command again to resume." in err
     run(*OPTIONS, "--out", "out", "--page", "again.html")
     run(*OPTIONS, "--out", "one", "--page", "one.html")
     assert content("out").keys() - content("one").keys() <= {
