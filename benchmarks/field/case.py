@@ -1,0 +1,104 @@
+"""Cases of the field bench: a port, and the edits of its text that make a fault."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).parent
+KINDS = ("single", "pair", "same", "unknown")
+FAMILIES = (
+    "weights",
+    "bias",
+    "heads",
+    "axes",
+    "rotary",
+    "masks",
+    "scores",
+    "norms",
+    "cache",
+    "dtype",
+)
+
+
+@dataclass(frozen=True)
+class FieldCase:
+    """A port whose text is edited.
+
+    Attributes:
+        port: the name of its file.
+        name: of the case.
+        kind: one of `KINDS`.
+        family: one of `FAMILIES`.
+        causes: what is wrong, in plain words; two for a pair.
+        where: the roles or heads in which it is wrong.
+        reports: addresses of public reports that it follows.
+        edits: texts of the port, and the texts in their place.
+    """
+
+    port: str
+    name: str
+    kind: str
+    family: str
+    causes: tuple[str, ...]
+    where: str
+    reports: tuple[str, ...]
+    edits: tuple[tuple[str, str], ...]
+
+    def module(self) -> ModuleType:
+        """Return the port with its edits, as a module.
+
+        Raises:
+            ValueError: a text that is not in the port exactly once.
+        """
+        return load_port(self.port, self.edits)
+
+
+def load_port(name: str, edits: tuple[tuple[str, str], ...] = ()) -> ModuleType:
+    """Return a port as a module, after edits of its text.
+
+    Raises:
+        ValueError: a text that is not in the port exactly once.
+    """
+    path = HERE / "ports" / f"{name}.py"
+    text = path.read_text("utf-8")
+    for before, after in edits:
+        if text.count(before) != 1:
+            raise ValueError(f"{name}: {text.count(before)} places of {before!r}, not one")
+        text = text.replace(before, after)
+    module = sys.modules[f"field_{name}"] = ModuleType(f"field_{name}")
+    exec(compile(text, str(path), "exec"), vars(module))
+    return module
+
+
+def read_cases(names: list[str] | None = None) -> Iterator[FieldCase]:
+    """Yield the cases of the named ports; of all without names.
+
+    Raises:
+        ValueError: a kind or a family that is none.
+    """
+    for path in sorted((HERE / "cases").glob("*.toml")):
+        if names and path.stem not in names:
+            continue
+        for row in tomllib.loads(path.read_text("utf-8"))["case"]:
+            yield _read_case(path.stem, row)
+
+
+def _read_case(port: str, row: Mapping[str, Any]) -> FieldCase:
+    if row["kind"] not in KINDS or row["family"] not in FAMILIES:
+        raise ValueError(f"{port}, {row['name']}: kind {row['kind']}, family {row['family']}")
+    return FieldCase(
+        port,
+        row["name"],
+        row["kind"],
+        row["family"],
+        tuple(row["cause"]),
+        row.get("where", ""),
+        tuple(row.get("report", ())),
+        tuple((before, after) for before, after in row.get("edits", ())),
+    )
