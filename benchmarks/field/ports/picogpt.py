@@ -1,6 +1,8 @@
 """GPT-2's attention in plain NumPy, one sequence at a time: jaymody/picoGPT, gpt2.py."""
 # ruff: noqa: RET504
 
+import math
+
 import numpy as np
 
 SETTINGS = {"embed_dim": 70, "num_heads": 5, "causal": True}
@@ -18,7 +20,7 @@ def linear(x, w, b):  # [m, in], [in, out], [out] -> [m, out]
 
 
 def attention(q, k, v, mask):  # [n_q, d_k], [n_k, d_k], [n_k, d_v], [n_q, n_k] -> [n_q, d_v]
-    return softmax(q @ k.T / np.sqrt(q.shape[-1]) + mask) @ v
+    return softmax(q @ k.T / math.sqrt(q.shape[-1]) + mask) @ v
 
 
 def mha(x, c_attn, c_proj, n_head):  # [n_seq, n_embd] -> [n_seq, n_embd]
