@@ -1,7 +1,4 @@
-"""Qwen3-Next's gated attention with partial rotations.
-
-Source: huggingface/transformers, src/transformers/models/qwen3_next/modeling_qwen3_next.py.
-"""
+"""Qwen3-Next's attention (huggingface/transformers, models/qwen3_next/modeling_qwen3_next.py)."""
 
 import torch
 from torch import nn

@@ -18,7 +18,6 @@ SETTINGS = {
     "qk_norm": {"kind": "rms", "eps": 1e-6, "over": "head", "offset": 1},
 }
 TAKES = ("mask",)
-MASKED = -2.3819763e38
 
 
 def precompute_freqs_cis(dim, end, theta=10000.0):
@@ -64,8 +63,7 @@ class GemmaAttention(nn.Module):
 
     def local_mask(self, n, device):
         all_ones = torch.ones(n, n, dtype=torch.bool, device=device)
-        causal = torch.tril(all_ones)
-        return causal & torch.triu(all_ones, -self.sliding_window_size + 1)
+        return torch.tril(all_ones) & torch.triu(all_ones, -self.sliding_window_size + 1)
 
     def forward(self, hidden_states, mask=None):
         b, n, _ = hidden_states.shape
@@ -76,19 +74,15 @@ class GemmaAttention(nn.Module):
         xv = xv.view(b, n, self.num_kv_heads, self.head_dim).transpose(1, 2)
         xq, xk = self.query_norm(xq), self.key_norm(xk)
         freqs_cis = self.freqs_cis[:n].to(xq.device)
-        xq = apply_rotary_emb(xq, freqs_cis)
-        xk = apply_rotary_emb(xk, freqs_cis)
+        xq, xk = apply_rotary_emb(xq, freqs_cis), apply_rotary_emb(xk, freqs_cis)
         groups = self.num_heads // self.num_kv_heads
-        key = torch.repeat_interleave(xk, groups, dim=1)
-        value = torch.repeat_interleave(xv, groups, dim=1)
-
-        xq = xq * self.scaling
-        scores = xq @ key.transpose(2, 3)
+        key, value = (torch.repeat_interleave(t, groups, dim=1) for t in (xk, xv))
+        scores = (xq * self.scaling) @ key.transpose(2, 3)
         scores = torch.tanh(scores / self.attn_logit_softcapping) * self.attn_logit_softcapping
         allowed = self.local_mask(n, scores.device)
         if mask is not None:
             allowed = allowed & mask
-        scores = torch.where(allowed, scores, MASKED)
+        scores = torch.where(allowed, scores, -2.3819763e38)
         probs = F.softmax(scores, dim=-1)
         output = (probs @ value).transpose(1, 2).reshape(b, n, self.q_size)
         return self.o_proj(output)

@@ -55,7 +55,8 @@ def sdpa(Q, K, V, S, sm_scale, sliding_window, mask=None):
     QK = QK * sm_scale
     QK = QK + bias
     if mask is not None:
-        QK = QK.masked_fill(~mask[:, :, None], -float("inf"))
+        mask = mask.expand(bsz, n_kv * q_mult, -1, n_tokens).unflatten(1, (n_kv, q_mult))
+        QK = QK.masked_fill(~mask, -float("inf"))
     QK = torch.cat([QK, S], dim=-1)
     W = torch.softmax(QK, dim=-1)
     W = W[..., :-1]
@@ -67,11 +68,10 @@ class AttentionBlock(nn.Module):
     def __init__(self, hidden_size, heads, kv_heads, head_dim, sliding_window, base):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.sliding_window = sliding_window
         self.sinks = nn.Parameter(torch.empty(heads))
         self.qkv = nn.Linear(hidden_size, head_dim * (heads + 2 * kv_heads))
         self.out = nn.Linear(head_dim * heads, hidden_size)
-        self.sm_scale = 1 / math.sqrt(head_dim)
+        self.sm_scale, self.sliding_window = 1 / math.sqrt(head_dim), sliding_window
         self.rope = RotaryEmbedding(head_dim, base)
 
     def forward(self, x, mask=None):

@@ -1,7 +1,4 @@
-"""Llama 3's grouped attention with rotate_half and its scaling of frequencies.
-
-Source: huggingface/transformers, src/transformers/models/llama/modeling_llama.py.
-"""
+"""Llama 3's attention (huggingface/transformers, models/llama/modeling_llama.py)."""
 
 import math
 
@@ -62,8 +59,7 @@ def apply_rotary_pos_emb(q, k, cos, sin):
 
 
 def repeat_kv(hidden_states, n_rep):
-    expanded = hidden_states[:, :, None].expand(-1, -1, n_rep, -1, -1)
-    return expanded.flatten(1, 2)
+    return hidden_states[:, :, None].expand(-1, -1, n_rep, -1, -1).flatten(1, 2)
 
 
 class LlamaAttention(nn.Module):
@@ -85,10 +81,8 @@ class LlamaAttention(nn.Module):
         query_states = self.q_proj(hidden_states).view(per_head).transpose(1, 2)
         key_states = self.k_proj(hidden_states).view(per_head).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(per_head).transpose(1, 2)
-
         cos, sin = self.rotary_emb(torch.arange(q_len, device=hidden_states.device))
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-
         key_states = repeat_kv(key_states, self.num_key_value_groups)
         value_states = repeat_kv(value_states, self.num_key_value_groups)
         attn_weights = query_states @ key_states.transpose(2, 3) * self.scaling

@@ -1,7 +1,4 @@
-"""Qwen2's grouped attention with a cache that keeps a window.
-
-Source: huggingface/transformers, models/qwen2/modeling_qwen2.py and cache_utils.py.
-"""
+"""Qwen2's attention with a cache (huggingface/transformers, cache_utils.py, modeling_qwen2.py)."""
 
 import torch
 from torch import nn
