@@ -23,11 +23,9 @@ class Qwen3NextRMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.zeros(dim))
 
-    def _norm(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
     def forward(self, x):
-        return self._norm(x) * (1.0 + self.weight)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * (1.0 + self.weight)
 
 
 def rotary_embedding(head_dim, theta, partial_rotary_factor, position_ids, dtype):
@@ -39,8 +37,7 @@ def rotary_embedding(head_dim, theta, partial_rotary_factor, position_ids, dtype
 
 
 def rotate_half(x):
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
+    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)
 
 
@@ -84,7 +81,6 @@ class Qwen3NextAttention(nn.Module):
         query_states = self.q_norm(query_states).transpose(1, 2)
         key_states = self.k_norm(self.k_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-
         rope = (self.head_dim, self.rope_theta, self.partial_rotary_factor)
         cos, sin = rotary_embedding(*rope, torch.arange(seq_len), hidden_states.dtype)
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
