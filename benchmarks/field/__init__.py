@@ -4,6 +4,7 @@
 * `cases`: for each port its faults, as edits of its text, and what they are in plain words.
 * `models`: whole models written by hand, beside those of transformers, with cases of their own.
 * `reports`: the public bug reports that cases follow, with their addresses.
+* `second`: a second set of ports and cases, written apart, which is run once.
 * `formulas`: attention in NumPy and float64, from the words of `SETTINGS` alone.
 * `check`: a correct port agrees with the formulas, and a fault does not.
 """

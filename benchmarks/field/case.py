@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HERE = Path(__file__).parent
+FIRST = Path(__file__).parent
+SECOND = FIRST / "second"  # written apart from the first set and from the search; run once
 KINDS = ("single", "pair", "same", "unknown")
 FAMILIES = (
     "weights",
@@ -31,6 +32,7 @@ class FieldCase:
     """A port whose text is edited.
 
     Attributes:
+        folder: of the set.
         port: the name of its file.
         name: of the case.
         kind: one of `KINDS`.
@@ -41,6 +43,7 @@ class FieldCase:
         edits: texts of the port, and the texts in their place.
     """
 
+    folder: Path
     port: str
     name: str
     kind: str
@@ -56,16 +59,16 @@ class FieldCase:
         Raises:
             ValueError: a text that is not in the port exactly once.
         """
-        return load_port(self.port, self.edits)
+        return load_port(self.folder, self.port, self.edits)
 
 
-def load_port(name: str, edits: tuple[tuple[str, str], ...] = ()) -> ModuleType:
+def load_port(folder: Path, name: str, edits: tuple[tuple[str, str], ...] = ()) -> ModuleType:
     """Return a port as a module, after edits of its text.
 
     Raises:
         ValueError: a text that is not in the port exactly once.
     """
-    path = HERE / "ports" / f"{name}.py"
+    path = folder / "ports" / f"{name}.py"
     text = path.read_text("utf-8")
     for before, after in edits:
         if text.count(before) != 1:
@@ -76,23 +79,24 @@ def load_port(name: str, edits: tuple[tuple[str, str], ...] = ()) -> ModuleType:
     return module
 
 
-def read_cases(names: list[str] | None = None) -> Iterator[FieldCase]:
-    """Yield the cases of the named ports; of all without names.
+def read_cases(folder: Path = FIRST, names: Sequence[str] = ()) -> Iterator[FieldCase]:
+    """Yield the cases of the named ports of a set; of all without names.
 
     Raises:
         ValueError: a kind or a family that is none.
     """
-    for path in sorted((HERE / "cases").glob("*.toml")):
+    for path in sorted((folder / "cases").glob("*.toml")):
         if names and path.stem not in names:
             continue
         for row in tomllib.loads(path.read_text("utf-8"))["case"]:
-            yield _read_case(path.stem, row)
+            yield _read_case(folder, path.stem, row)
 
 
-def _read_case(port: str, row: Mapping[str, Any]) -> FieldCase:
+def _read_case(folder: Path, port: str, row: Mapping[str, Any]) -> FieldCase:
     if row["kind"] not in KINDS or row["family"] not in FAMILIES:
         raise ValueError(f"{port}, {row['name']}: kind {row['kind']}, family {row['family']}")
     return FieldCase(
+        folder,
         port,
         row["name"],
         row["kind"],

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.field import formulas
-from benchmarks.field.case import HERE, FieldCase, load_port, read_cases
+from benchmarks.field.case import FIRST, SECOND, FieldCase, load_port, read_cases
 
 AGREES, DIFFERS = 1e-6, 1e-4  # rotary tables are often float32
 CHUNKS = ((1,) * 9, (4, 1, 1, 3), (9,))  # tokens of each call with a cache
@@ -33,12 +33,13 @@ class Input(NamedTuple):
 def main(names: list[str]) -> int:
     """Print a line for each case, and return 1 if one of them is not what it says."""
     wrong = 0
-    for path in sorted((HERE / "ports").glob("*.py")):
+    ports = [path for folder in (FIRST, SECOND) for path in sorted(folder.glob("ports/*.py"))]
+    for path in ports:
         if names and path.stem not in names:
             continue
-        cases = [None, *read_cases([path.stem])]
-        for case in cases:
-            gaps = measure(load_port(path.stem) if case is None else case.module())
+        folder = path.parents[1]
+        for case in (None, *read_cases(folder, [path.stem])):
+            gaps = measure(load_port(folder, path.stem) if case is None else case.module())
             fits = _fits(case, gaps)
             wrong += not fits
             name = "(without edits)" if case is None else f"{case.kind}: {case.name}"
