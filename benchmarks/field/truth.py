@@ -5,9 +5,10 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from benchmarks.field.case import HERE, read_cases
+from benchmarks.field.case import FIRST, read_cases
 from headwise.diagnosis.catalogue import CAUSES
 
 FAULTS = {"single": 1, "pair": 2}  # of a case of this kind
@@ -40,17 +41,17 @@ class Truth:
     note: str
 
 
-def read_truth() -> dict[tuple[str, str], Truth]:
-    """Return the right answers by port and case.
+def read_truth(folder: Path = FIRST) -> dict[tuple[str, str], Truth]:
+    """Return the right answers of a set by port and case.
 
     Raises:
         ValueError: a single or a pair without an entry, an entry without a case, a number of causes
             that is not that of the faults, or a name that is none.
     """
-    faults = {(c.port, c.name): FAULTS[c.kind] for c in read_cases() if c.kind in FAULTS}
+    faults = {(c.port, c.name): FAULTS[c.kind] for c in read_cases(folder) if c.kind in FAULTS}
     found = {
         (path.stem, name): _read_row(row)
-        for path in sorted((HERE / "truth").glob("*.toml"))
+        for path in sorted((folder / "truth").glob("*.toml"))
         for name, row in tomllib.loads(path.read_text("utf-8")).items()
     }
     if odd := sorted(faults.keys() ^ found.keys()):
