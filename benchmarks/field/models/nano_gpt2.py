@@ -1,6 +1,6 @@
 """GPT-2 as in nanoGPT, with weights of transformers: karpathy/nanoGPT, model.py.
 
-`GPT.forward(input_ids)` takes token ids of (batch, tokens) and returns logits for each token.
+`GPT.forward(input_ids)` takes token ids of (batch, tokens) and returns logits.
 """
 # ruff: noqa: N806, RET504
 
