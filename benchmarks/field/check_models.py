@@ -123,9 +123,9 @@ def build_peer(module: ModuleType) -> nn.Module:
         for parameter in peer.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-        for part in peer.modules():
-            if isinstance(part, nn.Embedding) and part.embedding_dim == width:
-                part.weight.mul_(0.2)
+        tables = [part for part in peer.modules() if isinstance(part, nn.Embedding)]
+        for weight in {table.weight for table in tables if table.embedding_dim == width}:
+            weight.mul_(0.2)
     return peer
 
 
