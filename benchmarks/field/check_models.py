@@ -163,7 +163,9 @@ def main_output(output: Any) -> torch.Tensor:
         output = output[0]
     if isinstance(output, torch.Tensor):
         return output
-    return output.logits if hasattr(output, "logits") else output.last_hidden_state
+    found = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 if __name__ == "__main__":
