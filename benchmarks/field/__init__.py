@@ -2,7 +2,7 @@
 
 * `ports`: one file each, in plain PyTorch or NumPy, that knows nothing of headwise.
 * `cases`: for each port its faults, as edits of its text, and what they are in plain words.
-* `truth`: the names of the catalogue that are right for each fault, written before any was compared.
+* `truth`: the names of causes that are right for each fault, written before any was compared.
 * `models`: whole models written by hand, beside those of transformers, with cases of their own.
 * `reports`: the public bug reports that cases follow, with their addresses.
 * `second`: a second set of ports and cases, written apart, which is run once.

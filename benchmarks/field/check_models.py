@@ -17,9 +17,9 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.field.case import HERE
+from benchmarks.field.case import FIRST
 
-MODELS = HERE / "models"
+MODELS = FIRST / "models"
 KINDS = ("single", "same", "outside")
 AGREES, DIFFERS = 1e-6, 1e-4  # norms, rotary tables and the softmax of a peer are often float32
 
