@@ -7,6 +7,7 @@
 # make bench-viewer  the page in a browser: sizes, first paint, frames
 # make browser install Debian's chromium, with which the tests of the pages run (needs root)
 # make bench-compare  how often headwise.compare names a fault's cause
+# make bench-field  the same on attention as people write it
 # make study   measure the study again, and write what the documentation says of it
 # make classes try every model type of transformers, and write docs/huggingface.md
 # make proof   measure what a rebuilt house must keep, and compare with tools/proof.json (BENCH=1: faults too)
@@ -31,7 +32,7 @@ OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
 ENDS_TESTS := tests/contract tests/layers tests/function tests/matrix tests/paths
 
-.PHONY: demo test suite check lint api bench bench-viewer bench-compare browser study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
+.PHONY: demo test suite check lint api bench bench-viewer bench-compare bench-field browser study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
 .DEFAULT_GOAL := demo
 
 # Without bytecode on disk, each worker and each process that a test starts compiles all files anew.
@@ -99,6 +100,11 @@ browser:
 # second set, which runs only if it is named.
 bench-compare: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.compare $(CASES)
+
+# The field bench; choose with CASES='nanogpt --kind single'. CASES='--set second' runs the second
+# set, which is run when the work on the search is done.
+bench-field: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.field $(CASES)
 
 study: $(READY)
 	$(BIN)/python -m tools.study

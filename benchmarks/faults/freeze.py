@@ -16,7 +16,8 @@ RECORD = "FROZEN"
 
 def frozen_files(folder: Path | None = None) -> list[Path]:
     """Return the files that make the cases of a folder, this one by default: all but this file."""
-    return sorted(path for path in (folder or FOLDER).rglob("*.py") if path != Path(__file__))
+    files = (path for kind in ("py", "toml") for path in (folder or FOLDER).rglob(f"*.{kind}"))
+    return sorted(path for path in files if path != Path(__file__))
 
 
 def digest(files: list[Path], folder: Path | None = None) -> str:

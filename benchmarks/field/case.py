@@ -12,6 +12,7 @@ from typing import Any
 
 FIRST = Path(__file__).parent
 SECOND = FIRST / "second"  # written apart from the first set and from the search; run once
+FROZEN = (FIRST / "ports", FIRST / "cases", FIRST / "truth", FIRST / "models", SECOND)
 KINDS = ("single", "pair", "same", "unknown")
 FAMILIES = (
     "weights",

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+Array: TypeAlias = Any  # of float64; NumPy's operators on Any are Any
 DEFAULTS: dict[str, Any] = {
     "num_kv_heads": None,
     "head_dim": None,

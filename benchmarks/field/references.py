@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from benchmarks.field import formulas
 from headwise import Attention, Rotary
 from headwise.function import LinearScaling, Llama3Scaling
+from headwise.function.spec import Pairing
 from headwise.layers import Alibi, QKNorm, T5Bias
 
-PAIRINGS = {"halves": "half-split", "interleaved": "interleaved"}
+PAIRINGS: dict[str, Pairing] = {"halves": "half-split", "interleaved": "interleaved"}
+OVER: dict[str, Literal["head", "width"]] = {"head": "head", "all": "width"}
 
 
 def layer(settings: Mapping[str, Any], weights: Mapping[str, formulas.Array]) -> Attention:
@@ -35,7 +37,10 @@ def layer(settings: Mapping[str, Any], weights: Mapping[str, formulas.Array]) ->
         sink=s["sinks"],
         output_gate=s["output_gate"],
         gate_bias=False,
-        **{f"{name}_bias": name[0] in s["bias"] for name in ("q", "k", "v", "out")},
+        q_bias="q" in s["bias"],
+        k_bias="k" in s["bias"],
+        v_bias="v" in s["bias"],
+        out_bias="o" in s["bias"],
     )
     tensors = {_name(name): torch.from_numpy(w).float() for name, w in weights.items()}
     made.load_state_dict(tensors, strict=True)
@@ -59,7 +64,8 @@ def _name(name: str) -> str:
 def _rotary(rotary: Mapping[str, Any] | None) -> Rotary | None:
     if rotary is None:
         return None
-    scaling, rule = rotary.get("scaling"), None
+    scaling = rotary.get("scaling")
+    rule: LinearScaling | Llama3Scaling | None = None
     if scaling and scaling["rope_type"] == "linear":
         rule = LinearScaling(scaling["factor"])
     elif scaling:
@@ -81,6 +87,6 @@ def _score_bias(s: Mapping[str, Any]) -> Alibi | T5Bias | None:
 def _qk_norm(norm: Mapping[str, Any] | None) -> QKNorm | None:
     if norm is None:
         return None
-    over = {"head": "head", "all": "width"}[norm["over"]]
+    over = OVER[norm["over"]]
     one_plus = bool(norm.get("offset", 0))
     return QKNorm(norm["kind"], over, one_plus=one_plus, eps=norm.get("eps", 1e-6))
