@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 import torch
 import typer
 
-from benchmarks.field.case import FAMILIES, FIRST, KINDS, SECOND, FieldCase, read_cases
-from benchmarks.field.score import Score, interval, score
-from benchmarks.field.truth import Truth, read_truth
+from benchmarks.field.case import FAMILIES, FIRST, KINDS, SECOND, read_cases
+from benchmarks.field.score import Score, interval, score_job
+from benchmarks.field.truth import read_truth
 
 RECORD = Path("build") / "field.jsonl"
 FOLDERS = {"first": FIRST, "second": SECOND}
@@ -37,23 +37,15 @@ def main(
     scores = []
     with (
         RECORD.open("w", encoding="utf-8") as record,
-        multiprocessing.get_context("spawn").Pool(processes, _use_one_thread) as pool,
+        multiprocessing.get_context("spawn").Pool(processes, torch.set_num_threads, (1,)) as pool,
     ):
-        for each in pool.imap(_score, jobs):
+        for each in pool.imap(score_job, jobs):
             scores.append(each)
             record.write(json.dumps(_as_dict(each)) + "\n")
             record.flush()
             print(_line(each), flush=True)
     for line in table(scores):
         print(line)
-
-
-def _use_one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def _score(job: tuple[FieldCase, Truth | None]) -> Score:
-    return score(*job)
 
 
 def _as_dict(each: Score) -> dict[str, object]:

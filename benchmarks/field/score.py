@@ -61,6 +61,11 @@ def score(case: FieldCase, truth: Truth | None) -> Score:
     return Score(case, answer, named, seconds)
 
 
+def score_job(job: tuple[FieldCase, Truth | None]) -> Score:
+    """Score a case in a process beside others."""
+    return score(*job)
+
+
 def _judge(diagnosis: Diagnosis, truth: Truth | None) -> tuple[str, tuple[str, ...]]:
     if diagnosis.verdict.is_same:
         return "same", ()
