@@ -84,6 +84,7 @@ def test_a_float32_port_of_a_narrow_layer_is_the_same(dtype: torch.dtype) -> Non
     assert compare(lambda x, mask=None: fused(half, x, mask), known).verdict.is_same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "dtype"),
     [("mask", torch.bfloat16), ("bias", torch.bfloat16), ("scale", torch.float16)],
@@ -102,6 +103,7 @@ def test_a_fault_is_no_rounding(fault: str, dtype: torch.dtype) -> None:
     assert fault == "mask" or "does not see" not in str(diagnosis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NARROW)
 def test_rounding_of_large_added_numbers_explains_nothing(dtype: torch.dtype) -> None:
     known = layer(dtype)
