@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -24,12 +24,18 @@ from headwise.diagnosis.probes import ComparisonInputs, NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
-from headwise.diagnosis.subjects import layers, recording, subject, transformers
+from headwise.diagnosis.subjects import layers, recording, steps, subject, transformers
 from headwise.diagnosis.subjects.function import BlackBox
-from headwise.diagnosis.subjects.run import LayerRun, ModelRun, read_vocabulary_size, run_model
+from headwise.diagnosis.subjects.run import (
+    LayerRun,
+    ModelRun,
+    read_vocabulary_size,
+    relative_difference_norm,
+    run_model,
+)
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
-from headwise.function.rounding import coarsest
+from headwise.function.rounding import coarsest, default_tolerance
 from headwise.layers.attention import Attention
 from headwise.layouts.modules import NamedModule
 
@@ -176,8 +182,8 @@ def _make_subject(name: str, value: object) -> Subject:
             if isinstance(value, Mapping)
             else f"load the layer: {name}=headwise.checkpoints.load_attention(path, layer=3)",
         )
-    if callable(value):
-        return BlackBox(value, kind=type(value).__name__)
+    if (function := steps.make_function(value, type(value).__name__)) is not None:
+        return function
     raise OptionError(
         saw=f"{name} of type {type(value).__name__}",
         needed="an attention layer, a function of tensors, or weights",
@@ -209,8 +215,8 @@ class Comparison:
                 needed="on one side, a class with a layout in the catalogue: headwise layouts",
                 do="compare their outputs: compare(lambda x: a(x)[0], lambda x: b(x)[0], x)",
             )
-        calls = (self.known.record_calls(probe.inputs) for probe in probes)
-        self.known_calls = [*chain.from_iterable(calls)]
+        self.failed: list[str] = []  # inputs on which the doubtful one failed, in words
+        self.known_calls, self.known_names = _record(self.known, filter(self._is_known, probes))
         if isinstance(self.doubtful, recording.Recording):
             self.doubtful.require_shapes_of(self.known_calls[0])
         # A layer's own calls may have causes too, such as hooks of its modules.
@@ -220,19 +226,22 @@ class Comparison:
         if named.causes and self.runs_as_stated:
             self.model = replace(named.causes[-1].model, of_weights=self.model)
 
+    def _is_known(self, probe: NamedInputs) -> bool:
+        """True if the known side takes an input; the model of one without a cache computes it."""
+        return not probe.inputs.steps or self.known.step_arguments is not None
+
     def diagnosis(self) -> Diagnosis:
         """Return the verdict and its evidence."""
         calls, names = self._record_doubtful(self.probes)
         if isinstance(self.doubtful, BlackBox):
             self.doubtful.require_stateless()
-        side = "first" if self.doubtful is self.first else "second"
-        explained = search.ExplainedCalls(
-            self.model, calls, names, self.dtype, self.candidates, side
-        )
+        side = self._side
+        everything = self._explain(calls, names, side)
+        explained = self._explain_by_few_calls(everything)
         if not explained.outputs_agree:
             causes, left = explained.search
             if left.cells_beyond_rounding or len(causes) > 1:
-                explained = self._explain_with_roles_swapped(calls, names, explained) or explained
+                explained = self._explain_with_roles_swapped(calls, explained) or explained
         verdict, blind = explained.verdict, ""
         if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():
             verdict = Verdict.SAME
@@ -256,7 +265,8 @@ class Comparison:
             unseen=probes.find_unseen_setting_changes(self.model, calls, self.dtype)
             if hidden
             else (),
-            unprobed=tuple(self._list_unprobed_arguments()) if hidden else (),
+            unprobed=(*(self._list_unprobed_arguments() if hidden else ()), *self.failed),
+            ways=(*self._describe_ways(everything), *self._compare_with_one_call(everything)),
         )
         return Diagnosis(verdict=verdict, function=comparison)
 
@@ -274,12 +284,7 @@ class Comparison:
         self, probes: Sequence[NamedInputs]
     ) -> tuple[list[RecordedCall], list[str]]:
         """Return the calls of the doubtful one on some inputs, and the name of each input."""
-        calls: list[RecordedCall] = []
-        names: list[str] = []
-        for probe in probes:
-            recorded = self.doubtful.record_calls(probe.inputs)
-            calls += recorded
-            names += [probe.name] * len(recorded)
+        calls, names = _record(self.doubtful, probes, self.failed)
         if isinstance(self.doubtful, BlackBox):  # whose dtype is known after all calls
             calls = [replace(call, dtype=self.dtype) for call in calls]
         return calls, names
@@ -300,8 +305,72 @@ class Comparison:
         parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
         return parts.sentences
 
+    def _explain(
+        self, calls: Sequence[RecordedCall], names: Sequence[str], side: str
+    ) -> search.ExplainedCalls:
+        return search.ExplainedCalls(self.model, calls, names, self.dtype, self.candidates, side)
+
+    def _explain_by_few_calls(self, everything: search.ExplainedCalls) -> search.ExplainedCalls:
+        """Return what explains the calls, found without those of one token each if that is enough.
+
+        Many short calls take long, and mostly show what a few longer ones show.
+        """
+        short = {probe.name for probe in self.probes if probe.has_short_calls}
+        pairs = list(zip(everything.calls, everything.names, strict=True))
+        few = [pair for pair in pairs if pair[1] not in short]
+        if everything.outputs_agree or not few or len(few) == len(pairs):
+            return everything
+        calls, names = zip(*few, strict=True)
+        explained = self._explain(calls, names, everything.side)
+        if explained.outputs_agree:
+            return everything
+        causes, left = explained.search
+        if left.cells_beyond_rounding or not causes:
+            return explained
+        rest = [call for call, name in pairs if name in short]
+        is_wrong = measure_gaps(causes[-1].model, rest).cells_beyond_rounding
+        return everything if is_wrong else explained
+
+    def _describe_ways(self, everything: search.ExplainedCalls) -> Iterator[str]:
+        """Yield which ways of calling agree, where there are calls with a cache."""
+        agreement: dict[str, list[bool]] = {}
+        for name, is_equal in zip(everything.names, everything.agreement, strict=True):
+            agreement.setdefault(name, []).append(is_equal)
+        given = {probe.name: probe.inputs for probe in self.probes}
+        ways: dict[str, str] = {}
+        for name, agrees in agreement.items():
+            way = given[name].way
+            parted = agrees.index(False) if False in agrees else None
+            if parted is not None:
+                start = sum(given[name].steps[:parted])
+                ways[way] = "different" + (f" from token {start} on" if start else "")
+            ways.setdefault(way, "equal")
+        if any(given[name].steps for name in agreement):
+            yield "; ".join(f"{way}: {words}" for way, words in ways.items())
+
+    def _compare_with_one_call(self, everything: search.ExplainedCalls) -> Iterator[str]:
+        """Yield how far calls of the doubtful one with a cache are from its own single call."""
+        names = {*everything.names}
+        steps = [each.inputs for each in self.probes if each.inputs.steps and each.name in names]
+        settings = self.model.settings
+        is_causal = settings.causal or (settings.sides or (None, None))[1] == 0
+        if everything.outputs_agree or not is_causal or not steps:
+            return
+        inputs = min(steps, key=lambda each: len(each.steps))
+        with suppress(OptionError):
+            whole = self.doubtful.output(replace(inputs, steps=()))
+            gap = relative_difference_norm(self.doubtful.output(inputs), whole)
+            words = f"apart by {gap:.2g} of their size"
+            if gap <= default_tolerance(self.dtype):
+                words = "the same to rounding"
+            yield f"the {self._side} beside itself, {inputs.way} and in one call: {words}"
+
+    @property
+    def _side(self) -> str:
+        return "first" if self.doubtful is self.first else "second"
+
     def _explain_with_roles_swapped(
-        self, calls: Sequence[RecordedCall], names: Sequence[str], forward: search.ExplainedCalls
+        self, calls: Sequence[RecordedCall], forward: search.ExplainedCalls
     ) -> search.ExplainedCalls | None:
         """Return the known calls as the doubtful one explains them, if that needs fewer causes."""
         # So a part is named that the doubtful one has and the known one lacks.
@@ -311,7 +380,8 @@ class Comparison:
         if measure_gaps(model, calls).cells_beyond_rounding:
             return None
         dtype = self.known.dtype
-        other = search.ExplainedCalls(model, self.known_calls, names, dtype, self.candidates, side)
+        known, names = self.known_calls, self.known_names
+        other = search.ExplainedCalls(model, known, names, dtype, self.candidates, side)
         if other.search.left.cells_beyond_rounding:
             return None
         is_worse = len(other.search.causes) >= len(forward.search.causes)
@@ -376,6 +446,28 @@ class Comparison:
         if bare:
             first, second = replace(first, weights={}), replace(second, weights={})
         return first.is_equal(second)
+
+
+def _record(
+    recorded: Subject, probes: Iterable[NamedInputs], failed: list[str] | None = None
+) -> tuple[list[RecordedCall], list[str]]:
+    """Return the calls of a subject on some inputs, and the name of each input.
+
+    Optional inputs on which it fails are left out; ``failed`` gets the reason.
+    """
+    calls: list[RecordedCall] = []
+    names: list[str] = []
+    for probe in probes:
+        try:
+            more = recorded.record_calls(probe.inputs)
+        except OptionError as error:
+            if not probe.is_optional or failed is None:
+                raise
+            failed.append(f"{probe.name} ({error.saw})")
+            continue
+        calls += more
+        names += [probe.name] * len(more)
+    return calls, names
 
 
 WEIGHTS = (str, os.PathLike, Mapping)

@@ -207,6 +207,8 @@ class FunctionComparison:
         unprobed: arguments that no input had, in words.
         gaps: the differences of all stages in all calls, also of those that are the same.
         gradients: the differences of the gradients; () where they were not compared.
+        ways: which ways of calling agree, in words: in one call, and in several with a cache; ()
+            where no input came in several calls.
     """
 
     kinds: tuple[str, str]
@@ -223,6 +225,7 @@ class FunctionComparison:
     unprobed: tuple[str, ...] = ()
     gaps: tuple[StageGaps, ...] = ()
     gradients: tuple[GradientGap, ...] = ()
+    ways: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as numbers, texts, lists and dicts, for JSON.
@@ -255,6 +258,7 @@ class FunctionComparison:
     def lines(self) -> list[str]:
         """Sentences: what was compared, where it parts, and why."""
         lines = [f"{self.kinds[0]} against {self.kinds[1]}"]
+        lines += [f"  {way}" for way in self.ways]
         for number, cause in enumerate(self.causes, 1):
             first, *others = cause.lines
             lines += [f"  {number}. {first}", *(f"     {line.strip()}" for line in others)]

@@ -33,6 +33,12 @@ class NamedInputs:
 
     name: str
     inputs: Inputs
+    is_optional: bool = False  # left out where a subject fails on them
+
+    @property
+    def has_short_calls(self) -> bool:
+        """True if each call has one token: many calls, which show what fewer ones show too."""
+        return len(self.inputs.steps) > 1 and {*self.inputs.steps} == {1}
 
 
 def make_probe_inputs(
@@ -99,6 +105,7 @@ def _pad(inputs: Inputs, side: str) -> NamedInputs:
     return NamedInputs(name, replace(inputs, mask=mask))
 
 
+STEP_SEED = 1  # of tokens in calls with a cache
 LARGEST = 10  # power of two by which tokens grow to reach a softcap
 TINY = torch.finfo(torch.float64).tiny
 ComparisonInputs = Tensor | np.ndarray | Inputs | Mapping[str, Any]
@@ -208,9 +215,45 @@ def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[Nam
     if not crosses and all(each.takes_source for each in subjects):
         [probe, *_] = make_probe_inputs(sizes, crosses=True)
         probes.append(replace(probe, name=f"{probe.name} that attend to {KEYS} others"))
+    if all(each.step_arguments is not None or each.model is not None for each in subjects):
+        probes += make_step_probes(subjects, sizes[0], left)
     capped = [each.model for each in subjects if each.model and each.model.settings.cap]
     probes += [_enlarge_to_reach_softcap(probes[0], model) for model in capped[:1]]
     return _add_causal_mask(subjects, probes)
+
+
+STEPS = (1, 3, 1)  # tokens of the calls after the first one
+AT_FIRST = 5  # tokens of the first call, at least
+ONES = 8  # calls of one token
+PADDED = (1, 3)  # tokens of each sequence, fewer than those of the first call
+
+
+def make_step_probes(subjects: Sequence[Subject], width: int, left: int) -> list[NamedInputs]:
+    """Return inputs of calls with a cache, where a subject decodes: one token each, and chunks.
+
+    The first chunk fills a window of ``left`` keys before the query. Where masks are taken, prompts
+    of unequal lengths have padding on their left.
+    """
+    taken = [each.step_arguments for each in subjects if each.step_arguments is not None]
+    if not any(each.decodes for each in subjects):
+        return []
+    chunks = (max(AT_FIRST, left + 1), *STEPS)
+    x = _draw_tokens(sum(chunks), width, torch.Generator().manual_seed(STEP_SEED))
+    name = f"{sum(chunks)} random tokens in calls of {', '.join(map(str, chunks))}"
+    single = Inputs(x[:, :ONES], steps=(1,) * ONES)
+    probes = [
+        NamedInputs(name, Inputs(x, steps=chunks), is_optional=True),
+        NamedInputs(f"{ONES} random tokens, one a call", single, is_optional=True),
+    ]
+    if all("mask" in names for names in taken):
+        padding, keys = torch.tensor(PADDED)[:, None], torch.arange(sum(chunks))
+        mask = (keys >= padding)[:, None, None] | torch.eye(len(keys), dtype=torch.bool)
+        padded = Inputs(x, mask=mask, steps=chunks)
+        if all("positions" in names for names in taken):
+            padded = replace(padded, positions=(keys - padding).clamp(min=0))
+        words = f"{name}, under a mask of padding on the left"
+        probes.append(NamedInputs(words, padded, is_optional=True))
+    return probes
 
 
 def _enlarge_to_reach_softcap(probe: NamedInputs, model: AttentionModel) -> NamedInputs:

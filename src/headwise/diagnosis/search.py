@@ -12,7 +12,16 @@ from torch import Tensor
 
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import CAUSES, Cause
-from headwise.diagnosis.causes import axes, masks, norms, rotary, scores, weights
+from headwise.diagnosis.causes import (
+    axes,
+    decoding,
+    eviction,
+    masks,
+    norms,
+    rotary,
+    scores,
+    weights,
+)
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant
 from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.diagnosis.results import Verdict
@@ -27,7 +36,7 @@ from headwise.function.stages import STAGES
 SEARCHES: Mapping[Cause, Search] = {
     cause: vars(module)[f"_{name.lower()}"]
     for name, cause in vars(catalogue).items()
-    for module in (weights, axes, norms, rotary, scores, masks)
+    for module in (weights, axes, norms, rotary, scores, masks, decoding, eviction)
     if f"_{name.lower()}" in vars(module)
 }
 MOST_CAUSES = 4
@@ -444,6 +453,11 @@ class ExplainedCalls:
             and self._has_weights_in_narrower_dtype
             and all(self._is_output_in_dtype_of_weights(call, self.model) for call in self.calls)
         )
+
+    @property
+    def agreement(self) -> list[bool]:
+        """True for each call whose output differs by rounding at most."""
+        return [is_rounding for _, is_rounding in self._output_gaps]
 
     @property
     def _has_weights_in_narrower_dtype(self) -> bool:

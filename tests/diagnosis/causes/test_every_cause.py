@@ -24,7 +24,16 @@ from headwise.diagnosis.catalogue import (
     Cause,
     Page,
 )
-from headwise.diagnosis.causes import axes, masks, norms, rotary, scores, weights
+from headwise.diagnosis.causes import (
+    axes,
+    decoding,
+    eviction,
+    masks,
+    norms,
+    rotary,
+    scores,
+    weights,
+)
 from headwise.diagnosis.causes.evidence import Variants
 from headwise.diagnosis.moves.families import make_row_map_catalogue
 from headwise.diagnosis.moves.maps import RowSizes
@@ -149,7 +158,7 @@ def test_each_function_that_looks_for_a_cause_has_the_name_of_a_row() -> None:
     """`search.SEARCHES` finds a function by this name: one with another name is never called."""
     functions = {
         name
-        for module in (axes, masks, norms, rotary, scores, weights)
+        for module in (axes, decoding, eviction, masks, norms, rotary, scores, weights)
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
         if [*inspect.signature(value).parameters] == ["evidence"]

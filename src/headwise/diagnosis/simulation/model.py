@@ -64,6 +64,15 @@ class Inputs:
         return calls
 
     @property
+    def way(self) -> str:
+        """The way in which the tokens come, in words."""
+        if not self.steps:
+            return "in one call"
+        sizes = "1 token" if {*self.steps} == {1} else f"{', '.join(map(str, self.steps))} tokens"
+        padded = "" if self.mask is None else ", under a mask"
+        return f"in calls of {sizes}{padded}"
+
+    @property
     def key_source(self) -> Tensor:
         """The input of keys and values."""
         return self.x if self.source is None else self.source
@@ -111,12 +120,23 @@ class RecordedCall:
         earlier = [call.new_key_positions for call in self.earlier]
         return join_positions(*earlier, self.new_key_positions)
 
+    def change(self, change: Callable[[RecordedCall], RecordedCall]) -> RecordedCall:
+        """Return the call after a change of it and of the calls before it, each done once."""
+        changed: list[RecordedCall] = []
+        for call in (*self.earlier, self):
+            changed.append(replace(change(call), earlier=tuple(changed)))
+        return changed[-1]
+
     def cast(self, dtype: torch.dtype) -> RecordedCall:
-        """Return the call with inputs and stages in a dtype."""
-        inputs = self.inputs.map_tokens(lambda x: x.to(dtype))
-        stages = {stage: x.to(dtype) for stage, x in self.stages.items()}
-        earlier = tuple(call.cast(dtype) for call in self.earlier)
-        return replace(self, inputs=inputs, stages=stages, earlier=earlier)
+        """Return the call with inputs and stages in a dtype, and so those before it."""
+
+        def cast(call: RecordedCall) -> RecordedCall:
+            inputs = call.inputs.map_tokens(lambda x: x.to(dtype))
+            return replace(
+                call, inputs=inputs, stages={name: x.to(dtype) for name, x in call.stages.items()}
+            )
+
+        return self.change(cast)
 
     def with_stages(self, stages: Stages) -> RecordedCall:
         """Return the call with other stages."""

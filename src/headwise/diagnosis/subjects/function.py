@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ FAILURES = (
 # An error of a caller's function, beside which nothing else runs: it may have a class of its own.
 # It is shown, and kept as the cause.
 FAILURES_OF_A_FUNCTION: tuple[type[Exception], ...] = (Exception,)
+NamedCall: TypeAlias = Callable[[Mapping[str, Any]], Any]  # of arguments by name
 
 
 def describe_error(error: Exception) -> str:
@@ -49,7 +50,8 @@ class BlackBox(Subject):
     def __init__(self, function: Callable[..., Any], kind: str = "function") -> None:
         self.function, self.kind = function, kind
         self.dtype = torch.float32
-        self.takes_mask, self.takes_source = self._takes("mask"), self._takes("source")
+        names = name_arguments(function)
+        self.takes_mask, self.takes_source = "mask" in names, "source" in names
         self.takes_arrays = False  # known after the first call
         self._first: tuple[Inputs, Tensor] | None = None
 
@@ -137,14 +139,17 @@ class BlackBox(Subject):
     def _call_function(self, inputs: Inputs) -> Tensor:
         named = {"x": inputs.x, "source": inputs.source, "mask": inputs.mask}
         given = {name: value for name, value in named.items() if value is not None}
-        for name in given.keys() - {"x"}:
-            if not self._takes(name):
-                raise OptionError(
-                    saw=f"inputs with a {name} for {self.kind}, which has no argument {name}",
-                    needed=f"a function of x and {name}",
-                    do=f"compare(lambda x, {name}=None: function(x, {name}={name}), ...)",
-                )
-        result, used = self._run_on_copies(given)
+        for name in given.keys() - {"x"} - name_arguments(self.function):
+            raise OptionError(
+                saw=f"inputs with a {name} for {self.kind}, which has no argument {name}",
+                needed=f"a function of x and {name}",
+                do=f"compare(lambda x, {name}=None: function(x, {name}={name}), ...)",
+            )
+        return self._call_unchanged(given, self._call_with_named_arguments)
+
+    def _call_unchanged(self, given: Mapping[str, Tensor], call: NamedCall) -> Tensor:
+        """Return the output of a call, which may not change what it is given."""
+        result, used = self._run_on_copies(given, call)
         changed = [name for name, x in used.items() if not torch.equal(x, given[name])]
         if changed:
             raise OptionError(
@@ -152,28 +157,20 @@ class BlackBox(Subject):
                 needed="an input that stays as it was",
                 do="compare(lambda x: function(x.clone()), ...)",
             )
-        if isinstance(result, tuple) and result and isinstance(result[0], Tensor | np.ndarray):
-            result = result[0]
-        if isinstance(result, np.ndarray):
-            result = torch.from_numpy(result)
-        if not isinstance(result, Tensor):
-            raise OptionError(
-                saw=f"an output of type {type(result).__name__}",
-                needed="a tensor or a NumPy array of (batch, queries, out_dim)",
-                do="compare(lambda x: function(x)[0], ...) selects one output of several",
-            )
-        return result
+        return read_output(result)
 
-    def _run_on_copies(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
+    def _run_on_copies(
+        self, given: Mapping[str, Tensor], call: NamedCall
+    ) -> tuple[Any, Mapping[str, Tensor]]:
         """Return the result on copies, tensors or else arrays, and what is left of these."""
         if self.takes_arrays:
-            return self._run_on_arrays(given)
+            return self._run_on_arrays(given, call)
         copies = {name: x.clone() for name, x in given.items()}
         try:
-            return self._call_with_named_arguments(copies), copies
+            return call(copies), copies
         except FAILURES_OF_A_FUNCTION as error:
             try:
-                ran = self._run_on_arrays(given)
+                ran = self._run_on_arrays(given, call)
             except FAILURES_OF_A_FUNCTION as other:
                 shapes = (f"{name} of shape {tuple(x.shape)}" for name, x in given.items())
                 raise OptionError(
@@ -185,23 +182,43 @@ class BlackBox(Subject):
             self.takes_arrays = True
             return ran
 
-    def _run_on_arrays(self, given: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
+    def _run_on_arrays(
+        self, given: Mapping[str, Tensor], call: NamedCall
+    ) -> tuple[Any, Mapping[str, Tensor]]:
         copies = {name: x.detach().clone() for name, x in given.items()}
-        arrays = {name: x.numpy() for name, x in copies.items()}
-        return self._call_with_named_arguments(arrays), copies
+        return call({name: x.numpy() for name, x in copies.items()}), copies
 
     def _call_with_named_arguments(self, arguments: Mapping[str, Any]) -> Any:
         named = {**arguments}
         return self.function(named.pop("x"), **named)
 
-    def _takes(self, name: str) -> bool:
-        """True if the function has an argument of this name; ``**kwargs`` may ignore it."""
-        called = self.function.forward if isinstance(self.function, nn.Module) else self.function
-        try:
-            parameters = inspect.signature(called).parameters
-        except (TypeError, ValueError):  # of a function that is not written in Python
-            return False
-        return name in parameters
+
+def name_arguments(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a function's arguments; ``**kwargs``, which may ignore them, is none."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        return frozenset(inspect.signature(called).parameters)
+    except (TypeError, ValueError):  # of a function that is not written in Python
+        return frozenset()
+
+
+def read_output(result: Any) -> Tensor:
+    """Return the output of a function as a tensor; of a tuple the first.
+
+    Raises:
+        OptionError: neither a tensor nor an array.
+    """
+    if isinstance(result, tuple) and result and isinstance(result[0], Tensor | np.ndarray):
+        result = result[0]
+    if isinstance(result, np.ndarray):
+        result = torch.from_numpy(result)
+    if not isinstance(result, Tensor):
+        raise OptionError(
+            saw=f"an output of type {type(result).__name__}",
+            needed="a tensor or a NumPy array of (batch, queries, out_dim)",
+            do="compare(lambda x: function(x)[0], ...) selects one output of several",
+        )
+    return result
 
 
 def _narrowest_dtype(x: Tensor) -> torch.dtype:

@@ -22,6 +22,9 @@ class Subject(ABC):
     dtype: torch.dtype  # of its weights or, for a function, of its outputs
     takes_mask: bool = True  # True if calls may have a mask
     takes_source: bool = False  # True if keys and values may come from another sequence
+    # Of "mask" and "positions" those that calls with a cache take; None for one without a cache.
+    step_arguments: frozenset[str] | None = None
+    decodes: bool = False  # True if calls with a cache are compared without being asked for
     # True if queries attend to no later key without a mask of the caller; None where that is said
     # by the mask of a call.
     is_causal: bool | None = None

@@ -1,0 +1,122 @@
+"""Causes that show in calls with earlier keys alone.
+
+Later calls have other positions, windows or padding.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.catalogue import PLACED, ROTATED, SCORES
+from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
+from headwise.diagnosis.causes.masks import (
+    MOST_KEYS,
+    MaskChange,
+    change_mask,
+    count_window,
+    flip_keys,
+    ignore_mask,
+)
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
+
+
+def _change_later_calls(
+    evidence: Evidence, stages: Sequence[str], change: Callable[[ForcedStage], ForcedStage]
+) -> AttentionModel:
+
+    def in_later_calls(forced: ForcedStage) -> Tensor:
+        return (change(forced) if forced.call.earlier else forced).usual_result()
+
+    return evidence.replace_stages(stages, in_later_calls)
+
+
+Positions = Callable[[RecordedCall], Tensor | None]
+
+
+def _place_later_calls(
+    evidence: Evidence, position: Positions, stages: Sequence[str] = PLACED
+) -> AttentionModel:
+    """Return the model with other positions of later calls, also of those before a call."""
+
+    def place(call: RecordedCall) -> RecordedCall:
+        positions = position(call) if call.earlier else call.inputs.positions
+        return replace(call, inputs=replace(call.inputs, positions=positions))
+
+    return _change_later_calls(evidence, stages, lambda x: replace(x, call=x.call.change(place)))
+
+
+MOST_POSITIONS = 16
+# What turns by other positions: all that depends on them, the rotation of both, or of one.
+PARTS = (("", PLACED), ("", ROTATED), ("q", ROTATED[:1]), ("k", ROTATED[1:]))
+Start = Callable[[RecordedCall], int]  # the position of the first token of a call
+
+
+def _position_in_decoding(evidence: Evidence) -> Variants:
+    rotates = evidence.model.settings.rotation is not None
+    parts = PARTS if rotates else PARTS[:1]
+    starts = _list_starts(evidence) if evidence.has_later_calls else {}
+    for words, start in starts.items():
+        for roles, stages in parts:
+            parameters = {"offset": words} | ({"roles": roles} if roles else {})
+            model = _place_later_calls(evidence, partial(_count_from, start), stages)
+            yield Variant(model, parameters, "positions continue from the keys in the cache")
+
+
+def _list_starts(evidence: Evidence) -> dict[int | str, Start]:
+    """Return numbers from which later calls may count their positions, by words or the offset."""
+    starts: dict[int | str, Start] = {
+        "from 0 again": lambda _: 0,
+        "by the tokens of the call": lambda call: call.past_key_count + call.inputs.x.shape[1],
+    }
+    left, _ = evidence.model.settings.sides or (None, None)
+    for kept in () if left is None else (left, left + 1):
+        starts[f"from the {kept} keys that are kept"] = partial(_count_kept_keys, kept)
+    for offset in (n for n in range(-MOST_POSITIONS, MOST_POSITIONS + 1) if n):
+        starts[offset] = partial(_shift_start, offset)
+    return starts
+
+
+def _count_kept_keys(kept: int, call: RecordedCall) -> int:
+    return min(kept, call.past_key_count)
+
+
+def _shift_start(offset: int, call: RecordedCall) -> int:
+    return call.past_key_count + offset
+
+
+def _count_from(start: Start, call: RecordedCall) -> Tensor:
+    return call.query_positions + (start(call) - call.past_key_count)
+
+
+def _window_in_decoding(evidence: Evidence) -> Variants:
+    left, right = evidence.model.settings.sides or (None, None)
+    for other in (None, *range(MOST_KEYS)) if evidence.has_later_calls else ():
+        if other != left:
+            window = None if other is None else (other, right)
+            changed = evidence.model.with_settings(window=window)
+            model = _change_later_calls(evidence, SCORES, partial(replace, model=changed))
+            repair = "no window" if left is None else f"window=({left}, 0) in every call"
+            yield Variant(model, {"window": count_window(other)}, repair)
+
+
+MASKS: tuple[tuple[MaskChange, str], ...] = (
+    (ignore_mask, "mask ignored"),
+    (flip_keys, "mask at the other end"),
+    (torch.logical_not, "mask inverted"),
+)
+
+
+def _padding_in_decoding(evidence: Evidence) -> Variants:
+    if not evidence.has_later_calls:
+        return
+    for change, words in MASKS if evidence.has_masks else ():
+        model = _change_later_calls(evidence, SCORES, partial(change_mask, change))
+        repair = 'Mask.lengths(..., side="left") in every call with the cache'
+        yield Variant(model, {"padding": words}, repair)
+    if any(call.inputs.positions is not None for call in evidence.calls):
+        repair = "positions that count the tokens and not the padding, in every call"
+        model = _place_later_calls(evidence, lambda _: None)
+        yield Variant(model, {"padding": "counted in the positions"}, repair)
