@@ -4,14 +4,13 @@ Both run on the same input in float32 and in float64. The noise floor of a funct
 its output when the input moves by as much as the results of an attention are rounded.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.diagnosis.comparison import SEED, FunctionComparison
 from headwise.diagnosis.probes import NamedInputs
@@ -45,7 +44,7 @@ def compare_functions(first: BlackBox, second: BlackBox, probe: NamedInputs) -> 
     """
     runs = []
     for dtype in (torch.float32, torch.float64):
-        pair = _FunctionPair(_in_dtype(first, dtype), _in_dtype(second, dtype), probe.inputs, dtype)
+        pair = _FunctionPair(first.in_dtype(dtype), second.in_dtype(dtype), probe.inputs, dtype)
         with suppress(OptionError):
             runs += [pair] if pair.outputs else []
     if not runs:
@@ -71,13 +70,6 @@ def compare_functions(first: BlackBox, second: BlackBox, probe: NamedInputs) -> 
         isolated=(*map(str, runs), KNOWN_SIDE),
     )
     return Diagnosis(verdict=verdict, function=comparison)
-
-
-def _in_dtype(function: BlackBox, dtype: torch.dtype) -> BlackBox:
-    """Return a function to run in a dtype: a module as a copy with weights of that dtype."""
-    called = function.function
-    called = copy.deepcopy(called).to(dtype) if isinstance(called, nn.Module) else called
-    return BlackBox(called, function.kind)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ def test_the_output_bias_is_compared() -> None:
     assert compared({**b, "bo": b["bo"] * 0}, b) == [("bias missing", "output bias, zero", ("o",))]
     without = {name: x for name, x in b.items() if name != "bo"}
     assert compared(without, b) == [("bias missing", "output bias", ("o",))]
+    assert compared({**b, "bo": b["bo"] * 5}, b) == [("factor", "output bias, 5", ("o",))]
     assert find_state_moves({**b, "bo": b["bo"] + 1}, b).unexplained == ("output bias",)
 
 

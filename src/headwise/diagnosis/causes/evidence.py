@@ -19,7 +19,8 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.moves.find import HeadsAndOutput, extract_rows, find_moves, replace_rows
 from headwise.diagnosis.moves.maps import MatrixMap, Rows
-from headwise.diagnosis.moves.move import Edited, Move, Taken
+from headwise.diagnosis.moves.move import Move
+from headwise.diagnosis.outputs.names import apply_move, find_output_moves
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.rounding import default_tolerance
@@ -63,8 +64,10 @@ class Evidence:
 
     @property
     def parted_roles(self) -> tuple[str, ...]:
-        """The projections whose stages part."""
+        """The projections whose stages part; all where nothing but outputs is known."""
         parted = self.gaps.stages_beyond_rounding
+        if parted == ["output"] and self.calls[0].runs is not None:
+            return tuple(STAGE_OF)
         return tuple(role for role, stage in STAGE_OF.items() if stage in parted)
 
     @property
@@ -91,19 +94,29 @@ class Evidence:
         """Sequences of moves of the weights; each explains some stages."""
         return (*_yield_qkv_moves(self), *((move,) for move in _yield_output_moves(self)))
 
-    def search_moves(self, cause: Cause) -> Variants:
+    @cached_property
+    def output_moves(self) -> tuple[tuple[Move, ...], ...]:
+        """Sequences of moves that outputs show; each explains a part of them, or all."""
+        runs = self.calls[0].runs
+        if runs is None or not self.gaps.cells_beyond_rounding:
+            return ()
+        crosses = all(call.inputs.source is not None for call in self.calls)
+        return find_output_moves(self.model, runs, crosses=crosses)
+
+    def search_moves(self, cause: Cause) -> Iterator[Variant]:
         """Yield the moves of rows of a cause, which is all that most causes of weights have."""
-        for moves in self.moves:
+        count = len(self.moves)
+        for number, moves in enumerate((*self.moves, *self.output_moves)):
             # Moves of separate roles are causes of their own.
             for place, move in enumerate(moves):
                 names = (each for each in (move.name, *move.equals) if each.cause == cause)
                 if (name := next(names, None)) is not None:
                     later = {role for after in moves[place + 1 :] for role in after.roles}
                     yield Variant(
-                        _apply_move_to_model(self.model, move),
+                        apply_move(self.model, move),
                         {"roles": "".join(name.roles), **dict(name.parameters)},
                         name.repair,
-                        is_step=not later.isdisjoint(move.roles),
+                        is_step=number >= count or not later.isdisjoint(move.roles),
                     )
 
     def projection_tokens(self, role: str) -> tuple[Tensor, Tensor] | None:
@@ -141,17 +154,6 @@ class Family:
 
 Variants: TypeAlias = Iterator[Variant | Family]
 Search: TypeAlias = Callable[[Evidence], Variants]
-
-
-def _apply_move_to_model(model: AttentionModel, move: Move) -> AttentionModel:
-    change, weights = move.change, dict(model.weights)
-    if isinstance(change, Taken) and isinstance(change.step, MatrixMap):
-        change = Taken(replace(change.step, given=None))  # of weights in place of activations
-    edits = change.edits if isinstance(change, Edited) and "biases" in change.parts else {}
-    if "bo" in weights and "o" in edits:  # a factor of all heads, which alone can be the bias's
-        weights["bo"] = edits["o"](weights["bo"][None, None])[0, 0]
-    rows = change.apply(extract_rows(model.weights))
-    return replace(model, weights=replace_rows(weights, rows))
 
 
 def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:

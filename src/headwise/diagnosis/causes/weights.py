@@ -4,7 +4,7 @@ Most mistakes in weights are moves (`headwise.diagnosis.moves`), and have no fun
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import permutations
+from itertools import permutations, product
 
 import torch
 from torch import Tensor
@@ -45,12 +45,28 @@ def _exchange_two_roles(cause: Cause, evidence: Evidence, first: str, second: st
 def _another_role(evidence: Evidence) -> Variants:
     """Yield moves, and what they cannot show: the output projection, and cross attention."""
     yield from evidence.search_moves(catalogue.ANOTHER_ROLE)
+    yield from _yield_one_matrix_for_all_roles(evidence.model)
     for role, source in permutations(STAGE_OF, 2):
         if evidence.is_cross_attention or "o" in (role, source):
             for model in _copy_weights_to_role(evidence.model, source, role):
                 text = f"{role} holds the rows of {source}"
                 repair = MapName(catalogue.ANOTHER_ROLE, text, (role,)).repair
                 yield Variant(model, {"roles": role, "source": source}, repair)
+
+
+def _yield_one_matrix_for_all_roles(model: AttentionModel) -> Iterator[Variant]:
+    """Yield the models in which one matrix serves all roles, as a module that is shared does."""
+    for source, has_biases in product(STAGE_OF, (False, True)):
+        changed, roles = model, [role for role in STAGE_OF if role != source]
+        for role in roles:
+            copies = [*_copy_weights_to_role(changed, source, role)]
+            if len(copies) <= has_biases:
+                break
+            changed = copies[has_biases]
+        else:
+            text = f"all hold the rows of {source}"
+            repair = MapName(catalogue.ANOTHER_ROLE, text, tuple(roles)).repair
+            yield Variant(changed, {"roles": "".join(roles), "source": source}, repair)
 
 
 def _copy_weights_to_role(
@@ -84,6 +100,7 @@ def _bias_missing(evidence: Evidence) -> Variants:
         model = evidence.model.with_weights(**dict.fromkeys(f"b{role}" for role in roles))
         repair = MapName(catalogue.BIAS_MISSING, "", roles).repair
         yield Variant(model, {"roles": "".join(roles)}, repair)
+    yield from evidence.search_moves(catalogue.BIAS_MISSING)
 
 
 def _all_and_each(roles: Iterable[str]) -> Iterable[tuple[str, ...]]:
@@ -102,6 +119,12 @@ WIDEST = 0.15
 
 def _initial_weights(evidence: Evidence) -> Variants:
     rows = find.extract_rows(evidence.model.weights)
+    for variant in evidence.search_moves(catalogue.INITIAL_WEIGHTS):  # as outputs show them
+        [role] = variant.parameters["roles"]
+        matrix, right = (m.weights[f"w{role}"] for m in (variant.model, evidence.model))
+        is_new = not _rows_correlate(*(x.flatten(0, 1).T for x in (matrix, right)))
+        if is_new and not _has_permuted_entries(matrix, rows):
+            yield variant
     for role, stage in STAGE_OF.items():
         parted = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
         if parted != ({gaps.WHOLE} if role == "o" else set(range(rows.matrices[role].shape[0]))):
@@ -205,6 +228,7 @@ LOW = 4  # a rank is low if so many times it fits into the matrix
 
 
 def _adapters_merged(evidence: Evidence) -> Variants:
+    yield from evidence.search_moves(catalogue.ADAPTERS_MERGED)
     stated = {role: _fit_low_rank_change(evidence, role) for role in STAGE_OF}
     added = {role: change for role, change in stated.items() if change is not None}
     for roles in _all_and_each(added):

@@ -389,7 +389,11 @@ def _find_output_bias_move(
     if b is None or a.shape != b.shape:
         return False
     limit = default_tolerance(a.dtype, b.dtype) if tolerance is None else tolerance
-    return changes.largest_residual(a, b) <= limit
+    move, left = changes.find_row_change("o", a[None, None], b[None, None], limit)
+    if move is not None:
+        name = replace(move.name, text=f"{OUTPUT_BIAS}, {move.name.text}")
+        return Move(name, replace(move.change, parts=BIASES))
+    return left <= limit
 
 
 CRITICAL = 1.95

@@ -61,6 +61,27 @@ class Edited(Change):
         return Rows(matrices, biases)
 
 
+@dataclass(frozen=True)
+class Limited(Change):
+    """Another change, in some heads of some roles alone."""
+
+    change: Change
+    roles: tuple[str, ...]
+    heads: tuple[int, ...]
+
+    def apply(self, rows: Rows) -> Rows:
+        """Return the rows with these heads as the change makes them."""
+        made, places = self.change.apply(rows), list(self.heads)
+        matrices, biases = dict(rows.matrices), dict(rows.biases)
+        for part, old, new in (
+            ("weights", matrices, made.matrices),
+            ("biases", biases, made.biases),
+        ):
+            for role in set(self.roles) & old.keys() if part in self.parts else ():
+                old[role] = old[role].index_copy(0, torch.tensor(places), new[role][places])
+        return Rows(matrices, biases)
+
+
 def cast_and_back(dtype: torch.dtype) -> Edit:
     """Return the edit that rounds to a dtype."""
     return lambda x: x.to(dtype).to(x.dtype)

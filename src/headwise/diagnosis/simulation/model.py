@@ -92,6 +92,8 @@ class RecordedCall:
     dtype: torch.dtype = torch.float64  # of the arithmetic that was recorded
     # Calls with the same cache before this one; their keys are keys of this call.
     earlier: tuple[RecordedCall, ...] = field(default=(), repr=False)
+    # A function of which nothing but outputs is known, to be run on more inputs.
+    runs: Any = field(default=None, repr=False, compare=False)
     # The same object in all copies of the call, also in those whose numbers were changed.
     key: object = field(default_factory=object, repr=False, compare=False)
 

@@ -1,13 +1,18 @@
 """A function as the subject of a comparison: nothing but its outputs is known."""
 
+from __future__ import annotations
+
+import copy
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.subject import Subject, differentiate
 from headwise.errors import OptionError
@@ -113,7 +118,28 @@ class BlackBox(Subject):
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the output alone."""
         output = self.output(inputs)
-        return RecordedCall(inputs, {"output": output.double()}, self.dtype)
+        return RecordedCall(inputs, {"output": output.double()}, self.dtype, runs=self.runs)
+
+    @cached_property
+    def runs(self) -> Runs:
+        """Further runs, in float64 too where the function computes so."""
+        return Runs(self._run_in_dtype_of_inputs, lambda: self.dtype)
+
+    @torch.no_grad()
+    def _run_in_dtype_of_inputs(self, inputs: Inputs) -> Tensor:
+        return (self._wide if inputs.x.dtype == torch.float64 else self)._call_function(inputs)
+
+    @cached_property
+    def _wide(self) -> BlackBox:
+        wide = self.in_dtype(torch.float64)
+        wide.takes_arrays = self.takes_arrays
+        return wide
+
+    def in_dtype(self, dtype: torch.dtype) -> BlackBox:
+        """Return the function to run in a dtype: a module as a copy with weights of that dtype."""
+        called = self.function
+        called = copy.deepcopy(called).to(dtype) if isinstance(called, nn.Module) else called
+        return BlackBox(called, self.kind)
 
     def gradients(self, inputs: Inputs, direction: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the gradients of the inputs.

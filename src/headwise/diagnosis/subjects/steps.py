@@ -112,7 +112,8 @@ class Decoder(BlackBox):
         outputs = self.output(inputs).double().split(inputs.steps, 1)
         calls: list[RecordedCall] = []
         for given, output in zip(inputs.per_call, outputs, strict=True):
-            calls.append(RecordedCall(given, {"output": output}, self.dtype, tuple(calls)))
+            shown, earlier = {"output": output}, tuple(calls)
+            calls.append(RecordedCall(given, shown, self.dtype, earlier, runs=self.runs))
         return calls
 
     def _call_function(self, inputs: Inputs) -> Tensor:

@@ -1,0 +1,317 @@
+"""Names of faults of weights that outputs show: moves that are tried, and roles that are read.
+
+One token says whether values and the output projection are right, and two whether queries and keys
+are. Of the part that is wrong, every named move is tried on few outputs, and each role is read as a
+matrix, with all others right, and given to the search of moves.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.catalogue import ADAPTERS_MERGED, BIAS_MISSING
+from headwise.diagnosis.moves import families, find
+from headwise.diagnosis.moves import search as moves_search
+from headwise.diagnosis.moves.maps import BIASES, BOTH, WEIGHTS, MapName, MatrixMap, RowMap
+from headwise.diagnosis.moves.move import BiasDropped, Edited, Limited, Move, Taken
+from headwise.diagnosis.outputs import scores, values
+from headwise.diagnosis.outputs.runs import Runs, agrees
+from headwise.diagnosis.outputs.solving import Read
+from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
+from headwise.errors import OptionError
+
+FEWEST = 16  # sequences of two tokens
+FLOOR_FINE, FLOOR = 4e-6, 4e-5  # of what is read in float64 and in float32
+NOISE = 10  # times the standard deviation
+MOST_JOINT = 3  # moves of several roles that are tried in the heads of one
+LOW = 4  # a rank is low if so many times it fits into the matrix
+
+Moves = tuple[Move, ...]
+
+
+def find_output_moves(model: AttentionModel, runs: Runs, *, crosses: bool) -> tuple[Moves, ...]:
+    """Return sequences of moves, each of which explains a part of the outputs or all of it."""
+    try:
+        return tuple(_Search(model, runs, crosses).yield_moves())
+    except OptionError:  # a function that fails on one token, or on many sequences
+        return ()
+
+
+class _Search:
+    def __init__(self, model: AttentionModel, runs: Runs, crosses: bool) -> None:
+        self.model, self.runs, self.crosses = model, runs, crosses
+        self.rows = find.extract_rows(model.weights)
+        self.sizes = self.rows.head_counts_and_dims()
+        rotary = model.settings.rotation
+        self.rotary: dict[str, Any] = {
+            "rotary_width": None if rotary is None else rotary.width,
+            "is_interleaved": rotary is not None and rotary.pairing == "interleaved",
+        }
+
+    def yield_moves(self) -> Iterator[Moves]:
+        single = self.runs.random_call(
+            self.model, self._count_single_tokens(), 1, crosses=self.crosses
+        )
+        pair = self.runs.random_call(self.model, FEWEST, 2, crosses=self.crosses)
+        has_sink, model = "sink" in self.model.weights, self.model
+        if not agrees(model, single, self.runs.tolerance):
+            # No setting of the scores changes them, but where a sink takes a part of the weight.
+            settings = model.settings if has_sink else None
+            key = ("values", *model.weights.values(), *model.replaced.values(), settings)
+            yield from self.runs.remember(key, lambda: [*self._yield_value_moves(single, pair)])
+            if has_sink:
+                yield from self._yield_score_moves(pair)
+        elif not agrees(model, pair, self.runs.tolerance):
+            yield from self._yield_score_moves(pair)
+
+    def _yield_value_moves(self, single: RecordedCall, pair: RecordedCall) -> Iterator[Moves]:
+        yield from self._try_moves({"v", "o"}, single, pair)
+        yield from self._name_reads(self._read_values(single))
+
+    def _yield_score_moves(self, pair: RecordedCall) -> Iterator[Moves]:
+        yield from self._try_moves({"q", "k"}, pair, pair)
+        yield from self._name_reads(self._read_scores())
+
+    def _count_single_tokens(self) -> int:
+        return 2 * max(self.model.weights[name].shape[2] for name in ("wq", "wk")) + 10
+
+    # ---- moves that are tried --------------------------------------------------------------------
+
+    def _try_moves(
+        self, roles: set[str], call: RecordedCall, pair: RecordedCall
+    ) -> Iterator[tuple[Move]]:
+        """Yield the moves that explain a call; if any explain two tokens too, those alone."""
+        known: dict[object, bool] = {}
+        fitting: list[tuple[Move, AttentionModel]] = []
+        for move in self._list_moves(roles):
+            changed = apply_move(self.model, move)
+            names = (f"{kind}{role}" for role in sorted(roles) for kind in "wb")
+            tensors = [(changed.weights.get(n), self.model.weights.get(n)) for n in names]
+            if all(mine is theirs for mine, theirs in tensors):
+                continue
+            key = _key_of_change(move, roles, self)
+            if key not in known:
+                known[key] = agrees(changed, call, self.runs.tolerance)
+            if known[key]:
+                fitting.append((move, changed))
+        whole = [move for move, changed in fitting if agrees(changed, pair, self.runs.tolerance)]
+        alone = [move for move, _ in fitting if set(move.roles) <= roles]
+        for move in whole or alone or [move for move, _ in fitting]:
+            yield (move,)
+
+    def _list_moves(self, roles: set[str]) -> Iterator[Move]:
+        """Yield the named moves of weights and biases that change some roles."""
+        biased = {role for role in "qkv" if f"b{role}" in self.model.weights}
+        for step in self._list_steps(roles):
+            moved = {*step.names[0].roles}
+            yield Move.of_step(step)
+            if isinstance(step, RowMap) and moved & biased:
+                yield Move.of_step(step, WEIGHTS)
+                if moved & biased & roles:
+                    yield Move.of_step(step, BIASES)
+        for role in sorted(biased & roles):
+            for head in range(self.sizes.count_heads(role)):
+                yield _drop_bias_of_heads(role, (head,))
+
+    def _list_steps(self, roles: set[str]) -> list[RowMap | MatrixMap]:
+        sizes = replace(self.sizes, **self.rotary)
+        maps = families.make_row_map_catalogue(sizes, self.rows.column_counts()).maps
+        matrix_maps = moves_search.list_matrix_maps(self.rows, self.sizes)
+        cut = [step.roles[0] for step in matrix_maps if not step.is_square and step.is_reversed]
+        for together in (("q", "k", "v"), ("q", "k"), ("k", "v")):
+            if {*together} <= {*cut}:
+                matrix_maps += [MatrixMap(together, False, reverse) for reverse in (False, True)]
+        steps: list[RowMap | MatrixMap] = [*maps, *matrix_maps]
+        return [step for step in steps if roles & {*step.names[0].roles}]
+
+    # ---- roles that are read ---------------------------------------------------------------------
+
+    def _read_values(self, single: RecordedCall) -> Iterator[Read | None]:
+        model, tolerance = self.model, self.runs.tolerance
+        if model.replaced or self.runs.is_narrow:
+            return
+        read = values.read_values(model, single, tolerance)
+        projection = values.read_output_projection(model, single, tolerance)
+        yield from (read, projection)
+        if count := values.count_sequences(model):  # with less noise, where the scores are right
+            few = self.runs.random_call(model, count, 3, crosses=self.crosses)
+            if read is None or not self.runs.is_fine:
+                yield values.read_values_by_head(model, few, tolerance)
+            if projection is None or not self.runs.is_fine:
+                yield values.read_output_projection(model, few, tolerance)
+
+    def _read_scores(self) -> Iterator[Read | None]:
+        if self.model.replaced or self.runs.is_narrow:
+            return
+        for read in (scores.read_queries, scores.read_keys):
+            yield read(self.model, self.runs, self.runs.tolerance, crosses=self.crosses)
+
+    def _name_reads(self, reads: Iterator[Read | None]) -> Iterator[Moves]:
+        for read in reads:
+            if read is not None:
+                yield from self._name_read(read)
+
+    def _name_read(self, read: Read) -> Iterator[Moves]:
+        weights = self.model.weights
+        tolerance = max(FLOOR_FINE if self.runs.is_fine else FLOOR, NOISE * read.noise)
+        snapped = {n: _snap(x, weights[n], tolerance) for n, x in read.weights.items()}
+        read, state = replace(read, weights=snapped), {**weights, **snapped}
+        report = find.find_state_moves(state, weights, tolerance=tolerance, **self.rotary)
+        if not report.unexplained:
+            yield from (moves for moves in (report.moves, *report.others) if moves)
+            return
+        if (move := self._find_low_rank_change(read, tolerance)) is not None:
+            yield (move,)
+        for move in self._limit_moves_to_heads(read, tolerance):
+            yield (move,)
+
+    def _limit_moves_to_heads(self, read: Read, tolerance: float) -> Iterator[Move]:
+        """Yield the moves that hold in the heads of a role that part, and in no others."""
+        role, parted = read.role, {}
+        for part in BOTH:
+            name = f"{part[0]}{role}"
+            if name != "bo" and name in read.weights:
+                ours, right = read.weights[name], self.model.weights[name]
+                if heads := _parted_heads(ours, right, tolerance):
+                    parted[part] = heads
+        heads = next(iter(parted.values()), ())
+        if not heads or len(heads) == self.sizes.count_heads(role):
+            return
+        parts = tuple(parted)
+        if parts == BIASES and not bool(read.weights[f"b{role}"][list(heads)].any()):
+            yield _drop_bias_of_heads(role, heads)
+            return
+        steps = self._list_steps({role})
+        fitting = [step for step in steps if self._makes_heads(step, read, parts, heads, tolerance)]
+        alone = [_limit(Move.of_step(step), (role,), heads, parts) for step in fitting]
+        if alone:
+            others = (name for move in alone[1:] for name in (move.name, *move.equals))
+            yield replace(alone[0], equals=(*alone[0].equals, *others))
+        for step in fitting[:MOST_JOINT]:
+            roles = step.names[0].roles
+            if roles != (role,) and len({self.sizes.count_heads(each) for each in roles}) == 1:
+                for joint in dict.fromkeys((parts, BOTH)):
+                    yield _limit(Move.of_step(step), roles, heads, joint)
+
+    def _makes_heads(
+        self,
+        step: RowMap | MatrixMap,
+        read: Read,
+        parts: tuple[str, ...],
+        heads: Sequence[int],
+        tolerance: float,
+    ) -> bool:
+        """True if a step makes these heads of what was read."""
+        made = Move.of_step(step, parts).change.apply(self.rows)
+        role, rows = read.role, {"weights": made.matrices, "biases": made.biases}
+        return not any(
+            {*heads}
+            & {*_parted_heads(rows[part][role], read.weights[f"{part[0]}{role}"], tolerance)}
+            for part in parts
+        )
+
+    def _find_low_rank_change(self, read: Read, tolerance: float) -> Move | None:
+        """Return the change of a role, or of some of its heads, that has a low rank."""
+        role = read.role
+        right = self.model.weights[f"w{role}"]
+        change = read.weights[f"w{role}"] - right
+        heads = _parted_heads(read.weights[f"w{role}"], right, tolerance)
+        if not heads:
+            return None
+        parted = change[list(heads)].flatten(0, 1)
+        u, sizes, v = torch.linalg.svd(parted, full_matrices=False)
+        noise = tolerance * float(right.square().mean().sqrt()) * max(parted.shape) ** 0.5
+        rank = int((sizes > noise).sum())
+        if not 0 < LOW * rank <= min(parted.shape):
+            return None
+        added = (u[:, :rank] * sizes[:rank]) @ v[:rank]
+        # A row or a column alone that is damaged is no adapter.
+        if any(
+            float(added.norm(dim=axis).min()) < 1e-3 * float(added.norm(dim=axis).max())
+            for axis in (0, 1)
+        ):
+            return None
+        whole = torch.zeros_like(change)
+        whole[list(heads)] = added.view(len(heads), *change.shape[1:])
+        parameters: tuple[tuple[str, object], ...] = (("rank", rank),)
+        text = f"rank {rank}"
+        if len(heads) < len(right):
+            parameters, text = (*parameters, ("heads", heads)), f"{text}, {_list_heads(heads)}"
+        edit = Edited({role: lambda x: x + whole.to(x.dtype)}, parts=WEIGHTS)
+        return Move(MapName(ADAPTERS_MERGED, text, (role,), 0, parameters), edit)
+
+
+def _key_of_change(move: Move, roles: set[str], owner: _Search) -> object:
+    """Return a key that is equal for moves of equal effect on some roles."""
+    change = move.change
+    if not isinstance(change, Taken) or not isinstance(change.step, RowMap):
+        return object()
+    index = change.step.index_over_roles(owner.sizes)
+    spans = owner.sizes.spans()
+    return (change.parts, *(index[spans[r]].numpy().tobytes() for r in sorted(roles)))
+
+
+def _parted_heads(ours: Tensor, right: Tensor, tolerance: float) -> tuple[int, ...]:
+    size = float(right.square().mean().sqrt())
+    apart = (ours - right).abs().flatten(1).amax(1) > tolerance * size
+    return tuple(apart.nonzero().flatten().tolist())
+
+
+def _snap(x: Tensor, right: Tensor, tolerance: float) -> Tensor:
+    """Return weights with the right numbers, or rows of 0, where noise is all that is apart.
+
+    Where the right ones are stored in float32, so are all.
+    """
+    x = x.float().double() if torch.equal(right.float().double(), right) else x
+    limit = tolerance * right.square().mean().sqrt()
+    rows = x.abs() if x.dim() < 3 else x.abs().amax(-1, keepdim=True)
+    x = torch.where(rows <= limit, torch.zeros_like(x), x)
+    return torch.where((x - right).abs() <= limit, right, x)
+
+
+def _list_heads(heads: Sequence[int]) -> str:
+    return f"{'head' if len(heads) == 1 else 'heads'} {', '.join(map(str, heads))}"
+
+
+def _limit(
+    move: Move, roles: tuple[str, ...], heads: tuple[int, ...], parts: tuple[str, ...]
+) -> Move:
+    """Return a move in some heads of some roles alone."""
+
+    def named(name: MapName) -> MapName:
+        parameters = (*name.parameters, ("heads", heads))
+        text = f"{name.text}, {_list_heads(heads)}" if name.text else _list_heads(heads)
+        return replace(name, roles=roles, text=text, parameters=parameters)
+
+    change = Limited(move.change, roles, heads, parts=parts)
+    return Move(named(move.name), change, tuple(map(named, move.equals)))
+
+
+def _drop_bias_of_heads(role: str, heads: tuple[int, ...]) -> Move:
+    name = MapName(BIAS_MISSING, _list_heads(heads), (role,), 0, (("heads", heads),))
+
+    def edit(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[list(heads)] = 0
+        return x
+
+    return Move(name, Edited({role: edit}, parts=BIASES))
+
+
+def apply_move(model: AttentionModel, move: Move) -> AttentionModel:
+    """Return the model with a fault of weights."""
+    change, weights = move.change, dict(model.weights)
+    if isinstance(change, Taken) and isinstance(change.step, MatrixMap):
+        change = replace(
+            change, step=replace(change.step, given=None)
+        )  # of weights, not of activations
+    edits = change.edits if isinstance(change, Edited) and "biases" in change.parts else {}
+    if "bo" in weights and "o" in edits:  # a factor of all heads, which alone can be the bias's
+        weights["bo"] = edits["o"](weights["bo"][None, None])[0, 0]
+    if isinstance(change, BiasDropped) and "o" in change.roles:
+        weights.pop("bo", None)
+    rows = change.apply(find.extract_rows(model.weights))
+    return replace(model, weights=find.replace_rows(weights, rows))

@@ -1,0 +1,261 @@
+"""Queries and keys, read from outputs of two tokens.
+
+With values and the output projection right, the output of the last of two tokens gives the weights
+of each head by linear equations, one for each channel of the output. The logarithm of the ratio of
+the two weights is the difference of two scores, linear in the query and in the first key. So the
+queries follow from the right keys, and the keys from the right queries, but for their bias.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.outputs.runs import Runs, draw_tokens
+from headwise.diagnosis.outputs.solving import Read, solve, with_constant
+from headwise.diagnosis.simulation.model import (
+    AttentionModel,
+    Inputs,
+    RecordedCall,
+    output_gates,
+)
+from headwise.function.rotary import rotate_by_rule
+from headwise.function.stages import repeat_kv_heads
+
+MOST_INPUTS = 30_000_000  # entries of all tokens
+MOST_ENTRIES = 4_000_000  # of contributions at a time
+SPREAD, LINEAR = 0.8, 0.01  # standard deviation of the model's scores; below a softcap, in float64
+LEAST = 1e-3  # a weight that is smaller says too little about its score
+USUAL = 0.98  # the share of weights that are larger
+SMALLER = (1.0, 0.5, 0.25)  # sizes of tokens that are tried
+LIVE = 1e-6  # the contribution of a head that can be seen, relative to the largest
+QUERIES, KEYS, FIXED = 11, 12, 13  # seeds
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Differences of scores of queries and first keys, each beside one second key."""
+
+    model: AttentionModel
+    call: RecordedCall  # of (queries * keys) sequences
+    counts: tuple[int, int]  # of queries and of keys
+    differences: Tensor  # (queries, keys, heads): of the first key less the second
+    certainty: Tensor  # likewise: the product of the two weights; 0 where they cannot be seen
+
+    @property
+    def queries(self) -> Tensor:
+        """The tokens of the queries, (queries, width)."""
+        return self.call.inputs.x[:: self.counts[1], -1]
+
+    @property
+    def keys(self) -> Tensor:
+        """The tokens of the first keys, (keys, width)."""
+        return self.call.inputs.key_source[: self.counts[1], 0]
+
+    def predict(self, role: str) -> Tensor:
+        """Return rotated queries, or first keys for each query head, (tokens, heads, head_dim)."""
+        every = self.model.predict_stage(f"{role} after rotary", RecordedCall(self.call.inputs, {}))
+        keys = every[: self.counts[1], :, :1]
+        if role == "q":
+            return every[:: self.counts[1], :, -1]
+        return repeat_kv_heads(keys, heads=len(self.model.weights["wq"]))[:, :, 0]
+
+
+def read_queries(
+    model: AttentionModel, runs: Runs, tolerance: float, *, crosses: bool
+) -> Read | None:
+    """Return the query projection that makes the outputs of two tokens."""
+    _, head_dim, width = model.weights["wq"].shape
+    counts = int(1.25 * (width + 1)) + 4, int(1.6 * (head_dim + 1)) + 2
+    pairs = _run_pairs(model, runs, counts, crosses=crosses)
+    if pairs is None:
+        return None
+    turned = _rotation_matrix(model, "q", 0 if crosses else 1)
+    features = model.settings.factor * pairs.predict("k") @ turned.T  # (keys, heads, head_dim)
+    # The score of the second key is one more unknown of each query.
+    features = torch.cat([features, torch.ones_like(features[..., :1])], 2).transpose(0, 1)
+    certainty = pairs.certainty.transpose(1, 2)  # (queries, heads, keys)
+    rows = _solve_each(features, pairs.differences.transpose(1, 2), certainty, tolerance)
+    if rows is None:
+        return None
+    seen = pairs.certainty.flatten(0, 1).any(0)
+    return _fit_projection(model, "q", with_constant(pairs.queries), rows[..., :-1], seen)
+
+
+def read_keys(model: AttentionModel, runs: Runs, tolerance: float, *, crosses: bool) -> Read | None:
+    """Return the key projection, without its bias, that makes the outputs of two tokens."""
+    kv_heads, head_dim, width = model.weights["wk"].shape
+    group = len(model.weights["wq"]) // kv_heads
+    counts = int(1.6 * head_dim / group) + 4, int(1.25 * width) + 5
+    pairs = _run_pairs(model, runs, counts, crosses=crosses, is_from_zero=True)
+    if pairs is None:
+        return None
+
+    def by_kv_head(x: Tensor) -> Tensor:
+        """Return (keys, kv_heads, queries and heads of a group) of (queries, keys, heads)."""
+        by_group: Tensor = x.unflatten(2, (kv_heads, group))
+        return by_group.permute(1, 2, 0, 3).flatten(2)
+
+    turned = model.settings.factor * pairs.predict("q") @ _rotation_matrix(model, "k", 0).T
+    features = turned.unflatten(1, (kv_heads, group)).transpose(0, 1).flatten(1, 2)
+    # Beside the key of the token 0, which is the bias, each key is a product alone.
+    apart = (pairs.differences - pairs.differences[:, :1])[:, 1:]
+    certainty = torch.minimum(pairs.certainty, pairs.certainty[:, :1])[:, 1:]
+    rows = _solve_each(features, by_kv_head(apart), by_kv_head(certainty), tolerance)
+    if rows is None:
+        return None
+    seen = by_kv_head(certainty).transpose(0, 1).flatten(1).any(1)
+    return _fit_projection(model, "k", pairs.keys[1:], rows, seen)
+
+
+def _solve_each(
+    features: Tensor, right: Tensor, certainty: Tensor, tolerance: float
+) -> Tensor | None:
+    """Return the unknowns (tokens, heads, unknowns) of right sides (tokens, heads, equations).
+
+    Features are (heads, equations, unknowns); None where the equations contradict each other.
+    """
+    a, b = certainty[..., None] * features, certainty * right
+    solution: Tensor = torch.linalg.lstsq(a, b[..., None], driver="gelsd").solution
+    left = (a @ solution)[..., 0] - b
+    if float(left.norm()) > 100 * tolerance * float(b.norm()):
+        return None
+    return solution[..., 0]
+
+
+def _fit_projection(
+    model: AttentionModel, role: str, tokens: Tensor, rows: Tensor, seen: Tensor
+) -> Read | None:
+    """Return the projection that makes rows (tokens, heads, channels) of tokens.
+
+    Heads that cannot be seen keep the model's numbers.
+    """
+    matrix, bias = model.weights[f"w{role}"], model.weights.get(f"b{role}")
+    width = matrix.shape[2]
+    solution = solve(tokens, rows.flatten(1))
+    if solution is None or solution.residual > LINEAR:
+        return None
+    read = solution.x[:width].T.reshape(matrix.shape)
+    size = float(read.square().mean().sqrt())
+    weights = {f"w{role}": read.where(seen[:, None, None], matrix)}
+    if bias is not None and len(solution.x) > width:
+        weights[f"b{role}"] = solution.x[-1].view_as(bias).where(seen[:, None], bias)
+    return Read(role, weights, float(solution.noise[:width].max()) / size)
+
+
+def _rotation_matrix(model: AttentionModel, role: str, position: int) -> Tensor:
+    """Return the matrix by which rows (..., head_dim) turn at a position."""
+    head_dim, rule = model.weights["wq"].shape[1], model.settings.rotation
+    unit = torch.eye(head_dim, dtype=torch.float64)
+    if rule is None:
+        return unit
+    offset = rule.q_offset if role == "q" else rule.k_offset
+    return rotate_by_rule(rule, unit[None, None], torch.full((1, head_dim), position + offset))[
+        0, 0
+    ]
+
+
+def _run_pairs(
+    model: AttentionModel,
+    runs: Runs,
+    counts: tuple[int, int],
+    *,
+    crosses: bool,
+    is_from_zero: bool = False,
+) -> Pairs | None:
+    """Return the pairs of that many queries and keys; None where they show no scores."""
+    settings = model.settings
+    is_capped = settings.cap is not None
+    if settings.norm is not None or (is_capped and not runs.is_fine):
+        return None
+    inputs = _make_pairs(model, counts, crosses=crosses, is_from_zero=is_from_zero)
+    if inputs.x.numel() > MOST_INPUTS:
+        return None
+    scores = model.predict_stage("scores", RecordedCall(inputs, {}))[:, :, -1]
+    wanted = LINEAR if is_capped else SPREAD
+    size = (wanted / max(float(scores.diff(dim=2).std()), 1e-12)) ** 0.5
+    for share in SMALLER:
+        call = _record_enlarged(runs, inputs, share * size)
+        solved = read_two_weights(model, call, 10 * runs.tolerance)
+        if solved is None:
+            return None
+        weights, seen = solved, solved[solved.isfinite()]
+        if float((seen > LEAST).double().mean()) > USUAL:
+            break
+    logits = weights.clamp_min(LEAST).log().nan_to_num(0.0)
+    certainty = weights.clamp_min(0).prod(2).nan_to_num(0.0)
+    apart = logits[..., 0] - logits[..., 1]
+    return Pairs(model, call, counts, apart.view(*counts, -1), certainty.view(*counts, -1))
+
+
+def _record_enlarged(runs: Runs, inputs: Inputs, size: float) -> RecordedCall:
+    key = ("enlarged", size, *inputs.x.shape, inputs.source is not None, float(inputs.x[0, 0, 0]))
+    call: RecordedCall = runs.remember(
+        key, lambda: runs.record(inputs.map_tokens(lambda x: size * x))
+    )
+    return call
+
+
+def _make_pairs(
+    model: AttentionModel, counts: tuple[int, int], *, crosses: bool, is_from_zero: bool
+) -> Inputs:
+    """Return the sequences of all pairs, those of a query behind each other."""
+    widths = model.weights["wq"].shape[2], model.weights["wk"].shape[2]
+    queries = draw_tokens((counts[0], widths[0]), QUERIES).repeat_interleave(counts[1], 0)
+    keys = draw_tokens((counts[1], widths[1]), KEYS)
+    if is_from_zero:
+        keys[0] = 0
+    keys = keys.repeat(counts[0], 1)
+    if not crosses:
+        return Inputs(torch.stack([keys, queries], 1))
+    fixed = draw_tokens((1, widths[1]), FIXED).expand_as(keys)
+    return Inputs(queries[:, None], torch.stack([keys, fixed], 1))
+
+
+def read_two_weights(model: AttentionModel, call: RecordedCall, tolerance: float) -> Tensor | None:
+    """Return the weights of the last query of two tokens, (sequences, heads, 2).
+
+    They are NaN for heads whose values are 0. None is returned where no weights of the model's
+    values make the outputs.
+    """
+    heads, _, out_dim = model.weights["wo"].shape
+    output = call.stages["output"][:, -1]
+    if out_dim != output.shape[1] or out_dim <= 2 * heads:
+        return None
+    parts, apart = [], 0.0
+    for chunk in torch.arange(len(output)).split(max(1, MOST_ENTRIES // (2 * heads * out_dim))):
+        inputs = call.inputs.map_tokens(lambda x: x[chunk])  # noqa: B023 (called at once)
+        parts_of_heads = _contributions(model, RecordedCall(inputs, {}))
+        weights, left = _solve_two_weights(model, parts_of_heads, output[chunk])
+        parts.append(weights)
+        apart += float(left.square().sum())
+    return None if apart**0.5 > tolerance * float(output.norm()) else torch.cat(parts)
+
+
+def _contributions(model: AttentionModel, call: RecordedCall) -> Tensor:
+    """Return what each key adds to the output of the last query, (sequences, heads, 2, out_dim)."""
+    forced = model.prepare_stage("head outputs", call)
+    values = repeat_kv_heads(forced["v"], heads=len(model.weights["wo"]))
+    if (gates := output_gates(forced)) is not None:
+        values = values * gates[:, :, -1:]
+    return torch.einsum("bhkd,hdo->bhko", values, model.weights["wo"])
+
+
+def _solve_two_weights(
+    model: AttentionModel, parts: Tensor, output: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the weights that make the outputs of contributions, and what they leave."""
+    sizes = parts.abs().amax((0, 2, 3))
+    live = sizes > LIVE * sizes.max()
+    weights = torch.full(parts.shape[:3], torch.nan, dtype=parts.dtype)
+    parts, output = parts[:, live], output - model.weights.get("bo", torch.zeros(()).double())
+    if "sink" in model.weights:
+        a, b = parts.flatten(1, 2).mT, output
+    else:
+        first, second = parts.unbind(2)
+        a, b = (first - second).mT, output - second.sum(1)
+    solution: Tensor = torch.linalg.lstsq(a, b[..., None], driver="gelsd").solution[..., 0]
+    left = (a @ solution[..., None])[..., 0] - b
+    pair = torch.stack([solution, 1 - solution], 2)
+    weights[:, live] = pair if "sink" not in model.weights else solution.unflatten(1, (-1, 2))
+    return weights, left

@@ -1,0 +1,189 @@
+"""Faults of weights in functions of which nothing but outputs is known, made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise import compare
+from headwise.diagnosis.moves.move import Move
+from headwise.diagnosis.outputs.names import apply_move, find_output_moves
+from headwise.diagnosis.outputs.runs import Runs, agrees
+from headwise.diagnosis.simulation.model import AttentionModel
+from tests.diagnosis.outputs import plain
+from tests.diagnosis.outputs.plain import State
+
+Edit = Callable[[State], None]
+
+
+def search(
+    edit: Edit, options: dict[str, Any], **how: bool
+) -> tuple[AttentionModel, list[tuple[Move, ...]], Runs]:
+    """Return the right model, the moves that outputs show, and the runs of the function."""
+    layer, state = plain.make(**options)
+    edit(state)
+    model, runs = plain.model_and_runs(layer, plain.port(state, layer, **how))
+    return model, [*find_output_moves(model, runs, crosses=False)], runs
+
+
+def reproduce(model: AttentionModel, moves: tuple[Move, ...], runs: Runs) -> bool:
+    """True if a model after moves has the outputs of three tokens at the last query."""
+    for move in moves:
+        model = apply_move(model, move)
+    return agrees(model, runs.random_call(model, 9, 3, crosses=False), 1e-5)
+
+
+def heads(rows: Tensor, count: int) -> Tensor:
+    """Return a view of rows by head."""
+    return rows.unflatten(0, (count, -1))
+
+
+def transpose(state: State) -> None:
+    state["wq"] = state["wq"].T.clone()
+
+
+def exchange_keys_and_values(state: State) -> None:
+    state["wk"], state["wv"] = state["wv"], state["wk"]
+
+
+def permute_heads_of_values(state: State) -> None:
+    for name in ("wv", "bv"):
+        state[name] = heads(state[name], 5)[[2, 0, 1, 4, 3]].flatten(0, 1)
+
+
+def negate_heads_of_queries(state: State) -> None:
+    for name in ("wq", "bq"):
+        heads(state[name], 5)[[1, 4]] *= -1
+
+
+def drop_bias_of_two_heads(state: State) -> None:
+    heads(state["bq"], 5)[3:] = 0
+
+
+def double_output_bias(state: State) -> None:
+    state["bo"] = 2 * state["bo"]
+
+
+def merge_adapter_into_two_heads(state: State) -> None:
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(n, 2, generator=generator) for n in (12, 30))
+    heads(state["wv"], 5)[1:3] += (0.1 * a @ b.T).view(2, 6, 30)
+
+
+def leave_values_at_their_start(state: State) -> None:
+    state["wv"] = 0.02 * torch.randn(30, 30, generator=torch.Generator().manual_seed(5))
+
+
+def lose_a_head(state: State) -> None:
+    for name in ("wq", "wk", "wv"):
+        heads(state[name], 5)[4] = 0
+
+
+def take_keys_for_values_in_one_head(state: State) -> None:
+    keys, values = heads(state["wk"], 5), heads(state["wv"], 5)
+    keys[2], values[2] = values[2].clone(), keys[2].clone()
+
+
+def load_one_matrix_everywhere(state: State) -> None:
+    for role in "qkv":
+        state[f"w{role}"], state[f"b{role}"] = state["wo"], state["bo"]
+
+
+MANY: dict[str, tuple[Edit, str, dict[str, Any]]] = {
+    "transposed": (transpose, "square matrix transposed", {"roles": "q"}),
+    "exchanged": (exchange_keys_and_values, "k and v exchanged", {"roles": "kv"}),
+    "permuted": (permute_heads_of_values, "heads permuted", {"order": (2, 0, 1, 4, 3)}),
+    "negated": (negate_heads_of_queries, "sign", {"heads": (1, 4)}),
+    "bias of heads": (drop_bias_of_two_heads, "bias missing", {"heads": (3, 4)}),
+    "bias of o": (double_output_bias, "factor", {"roles": "o", "factor": 2.0}),
+    "adapter": (merge_adapter_into_two_heads, "adapters merged or not", {"heads": (1, 2)}),
+    "start": (leave_values_at_their_start, "weights at their initial values", {"roles": "v"}),
+    "lost": (lose_a_head, "rows zero", {"heads": (4,)}),
+    "one head": (take_keys_for_values_in_one_head, "k and v exchanged", {"heads": (2,)}),
+}
+QUICK = ("permuted", "bias of heads", "adapter", "start", "one head")
+
+
+@pytest.mark.parametrize("is_array", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("edit", "cause", "parameters"),
+    [
+        pytest.param(*row, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, row in MANY.items()
+    ],
+)
+def test_the_cause_and_its_place_are_named(
+    edit: Edit, cause: str, parameters: dict[str, Any], is_array: bool
+) -> None:
+    model, found, runs = search(edit, plain.MANY, is_array=is_array)
+    exact = [moves for moves in found if reproduce(model, moves, runs)]
+    named = next(moves for moves in exact if moves[0].cause.name == cause)
+    stated = {"roles": "".join(named[0].roles), **dict(named[0].name.parameters)}
+    assert parameters.items() <= stated.items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", [permute_heads_of_values, load_one_matrix_everywhere])
+def test_compare_names_the_cause(edit: Edit) -> None:
+    layer, state = plain.make(**plain.MANY)
+    edit(state)
+    diagnosis = compare(plain.port(state, layer), layer)
+    assert diagnosis.function is not None
+    [cause] = diagnosis.function.causes
+    assert cause.output_left < 1e-6 < diagnosis.function.output_gap
+    assert cause.name in {"heads permuted", "rows of another role"}
+
+
+def negate_a_kv_head(state: State) -> None:
+    heads(state["wv"], 2)[1] *= -1
+    heads(state["bv"], 2)[1] *= -1
+
+
+def interleave_heads_of_queries(state: State) -> None:
+    for name in ("wq", "bq"):
+        state[name] = heads(state[name], 6).transpose(0, 1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("is_array", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("edit", "cause"),
+    [(negate_a_kv_head, "sign"), (interleave_heads_of_queries, "heads interleaved")],
+)
+def test_grouped_heads_that_turn_under_a_causal_mask(
+    edit: Edit, cause: str, is_array: bool
+) -> None:
+    """The last of two tokens sees both, so that the mask hides nothing from what is read."""
+    model, found, runs = search(edit, plain.GROUPED, causal=True, is_array=is_array)
+    exact = [moves for moves in found if reproduce(model, moves, runs)]
+    assert exact[0][0].cause.name == cause
+
+
+def damage_a_row(state: State) -> None:
+    state["wv"][4] += torch.randn(30, generator=torch.Generator().manual_seed(6))
+
+
+def mix_two_heads(state: State) -> None:
+    rows = heads(state["wq"], 5)
+    rows[0] += 0.3 * rows[1]
+
+
+@pytest.mark.parametrize("edit", [damage_a_row, mix_two_heads])
+def test_weights_that_no_name_explains_have_no_moves(edit: Edit) -> None:
+    model, found, runs = search(edit, plain.MANY, is_array=True)
+    assert not [moves for moves in found if reproduce(model, moves, runs)]
+
+
+def test_nothing_is_run_where_outputs_agree() -> None:
+    layer, state = plain.make(**plain.MANY)
+    function, lengths = plain.port(state, layer), set[tuple[int, ...]]()
+
+    def counted(x: Tensor) -> Tensor:
+        lengths.add(tuple(x.shape[:2]))
+        return function(x)
+
+    assert compare(counted, layer)
+    assert all(length >= 3 for _, length in lengths)
