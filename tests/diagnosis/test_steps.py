@@ -104,6 +104,7 @@ TRIED = (
     "window in decoding",
     "evicted keys",
     "causal alignment",
+    "causal mask missing",
     "window off by one",
     "padding ignored",
 )
@@ -174,7 +175,7 @@ FAULTS: tuple[tuple[type[Port], str, dict[str, Any]], ...] = (
     (IsOneTooFar, "position offset in decoding", {"offset": 1}),
     (KeepsTheLastCall, "evicted keys", {"kept": "those of the last call"}),
     (KeepsNothing, "evicted keys", {"kept": 0}),
-    (HidesNoLaterKey, "causal alignment", {"causal": False, "calls": "with a cache"}),
+    (HidesNoLaterKey, "causal mask missing", {"calls": "with a cache"}),
     (WindowOfTheCacheAlone, "window off by one", {"window": "all keys of the cache and the call"}),
 )
 

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.simulation.gaps import absolute_difference, allowed_difference
-from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import (
+    AttentionModel,
+    Inputs,
+    RecordedCall,
+    visible_keys,
+)
+from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.recording import Recording
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import MaskError, OptionError, ShapeError
@@ -23,6 +29,7 @@ from headwise.function.spec import Softcap
 BATCH = 2
 QUERIES, KEYS, LONG, FEW = 11, 7, 40, 3  # tokens; KEYS of cross attention
 PADDING = (1, 4)  # tokens of each sequence
+SIDES = ("right", "left")  # of padding
 LONGEST = 256  # tokens, for a window; longer inputs take minutes where a cause is looked for
 UNIT = 2.0**-8  # of which all entries are multiples, so that their sums are exact in float32
 
@@ -78,7 +85,7 @@ def make_probe_inputs(
         if takes_mask and (length := window[1] + FEW) > QUERIES:
             probes.append(NamedInputs(f"{length} random tokens", tokens(length)))
     if takes_mask:
-        probes += [_pad(tokens(QUERIES), side) for side in ("right", "left")]
+        probes += [_pad(tokens(QUERIES), side) for side in SIDES]
     return probes
 
 
@@ -96,13 +103,18 @@ def _three_times(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _pad(inputs: Inputs, side: str) -> NamedInputs:
     """Return the inputs under a mask that hides unequal numbers of keys of the sequences."""
-    keys, hidden = inputs.key_source.shape[1], torch.tensor(PADDING)[:, None]
-    index = torch.arange(keys)
-    mask = (index < keys - hidden if side == "right" else index >= hidden)[:, None, None]
+    mask = _hide_keys(inputs, side)
     if inputs.source is None:  # a token attends to itself: no row is empty, whatever the window is
-        mask = mask | torch.eye(keys, dtype=torch.bool)
+        mask = mask | torch.eye(mask.shape[-1], dtype=torch.bool)
     name = f"{inputs.x.shape[1]} random tokens under a mask of padding on the {side}"
     return NamedInputs(name, replace(inputs, mask=mask))
+
+
+def _hide_keys(inputs: Inputs, side: str) -> Tensor:
+    """Return a mask that hides the keys of padding from all queries, (batch, 1, 1, keys)."""
+    keys, hidden = inputs.key_source.shape[1], torch.tensor(PADDING)[:, None]
+    index = torch.arange(keys)
+    return (index < keys - hidden if side == "right" else index >= hidden)[:, None, None]
 
 
 STEP_SEED = 1  # of tokens in calls with a cache
@@ -219,7 +231,41 @@ def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[Nam
         probes += make_step_probes(subjects, sizes[0], left)
     capped = [each.model for each in subjects if each.model and each.model.settings.cap]
     probes += [_enlarge_to_reach_softcap(probes[0], model) for model in capped[:1]]
-    return _add_causal_mask(subjects, probes)
+    return _use_masks_that_run(subjects, _add_causal_mask(subjects, probes))
+
+
+def _use_masks_that_run(
+    subjects: Sequence[Subject], probes: Sequence[NamedInputs]
+) -> list[NamedInputs]:
+    """Return the inputs with masks of the shapes that functions take.
+
+    A mask of padding hides a key from all queries, and much code takes no other: (batch, 1, 1,
+    keys). Such a mask hides a token from itself too.
+    """
+    functions = [each for each in subjects if isinstance(each, BlackBox)]
+    single = [each for each in probes if not each.inputs.steps]
+    masked = [each for each in single if each.inputs.mask is not None]
+    if not functions or not masked or all(each.accepts(masked[-1].inputs) for each in functions):
+        return [*probes]
+    known = [each.model for each in subjects if each.model is not None]
+    kept = list(probes)
+    for number, probe in enumerate(probes):
+        if probe.inputs.steps:
+            continue
+        bare = replace(probe.inputs, mask=None)
+        kept[number] = NamedInputs(probe.name.partition(" under a ")[0], bare)
+        side = next((side for side in SIDES if f"padding on the {side}" in probe.name), "")
+        if side:
+            padded = replace(probe.inputs, mask=_hide_keys(probe.inputs, side))
+            sees = all(_sees_a_key_in_each_row(model, padded) for model in known)
+            if sees and all(each.accepts(padded) for each in functions):
+                kept[number] = replace(probe, inputs=padded)
+    return list({each.name: each for each in kept}.values())
+
+
+def _sees_a_key_in_each_row(model: AttentionModel, inputs: Inputs) -> bool:
+    forced = model.prepare_stage("scores", RecordedCall(inputs, {}))
+    return bool(visible_keys(forced).any(-1).all())
 
 
 STEPS = (1, 3, 1)  # tokens of the calls after the first one

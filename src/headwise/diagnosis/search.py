@@ -23,6 +23,7 @@ from headwise.diagnosis.causes import (
     weights,
 )
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant
+from headwise.diagnosis.causes.parts import limit
 from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation import gaps
@@ -76,6 +77,8 @@ class NamedCause:
     @property
     def heads(self) -> tuple[int, ...] | None:
         """The heads that it explains in its first stage; None for all."""
+        if self.variant.heads is not None:
+            return self.variant.heads
         first = self.cells[0][0]
         heads = tuple(sorted({head for stage, _, head in self.cells if stage == first}))
         role = "k" if first[0] in "kv" else "q"
@@ -111,6 +114,8 @@ def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> CauseSearchRes
         if not chosen and named and named[-1].is_partial:
             everywhere = Evidence.of(named[-1].variant.model, evidence.calls)
             chosen = _find_best_single_cause(everywhere, causes)
+        limited = replace(evidence, fitted={}, is_limited=True)
+        chosen = chosen or _find_best_single_cause(limited, causes)
         chosen = chosen or _find_best_pair(evidence, causes)
         if not chosen:
             break
@@ -146,6 +151,7 @@ def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant
         return
     search = SEARCHES.get(cause)
     variants = evidence.search_moves(cause) if search is None else search(evidence)
+    variants = limit(cause, variants, evidence) if evidence.is_limited else variants
     for place, variant in enumerate(variants):
         if isinstance(variant, Variant):
             yield variant

@@ -19,7 +19,14 @@ from tests.diagnosis.causes.faulty_models import (
     searched,
 )
 
-MASKS = ("window off by one", "causal alignment", "scale", "padding side")
+MASKS = (
+    "window off by one",
+    "window missing",
+    "causal mask missing",
+    "causal alignment",
+    "scale",
+    "padding side",
+)
 POSITIONS = ("rotary position offset", "rotary axis", "rotary theta", "scale")
 Window = tuple[int | None, int | None]
 
@@ -38,7 +45,9 @@ def explained(
         ((4, 2), (4, 3), {"window after": 4}),
         ((4, 2), (6, 2), {"window": 7}),
         ((4, 4), (5, 5), {"window": 6}),
-        ((4, 2), (4, None), {"window after": "all"}),
+        ((4, 2), (4, None), {"side": "after"}),
+        ((4, 2), (None, 2), {"side": "before"}),
+        ((4, 2), (None, None), {}),
     ],
 )
 def test_the_side_of_a_window_that_differs(
@@ -47,8 +56,9 @@ def test_the_side_of_a_window_that_differs(
     model = model_of(window=right)
     other = model.with_settings(window=wrong, scale=0.2)
     names = dict(explained(model, other, inputs_of(), *MASKS))
-    assert names.keys() == {"window off by one", "scale"}
-    assert names["window off by one"] == parameters
+    name = "window missing" if None in wrong else "window off by one"
+    assert names.keys() == {name, "scale"}
+    assert names[name] == parameters
 
 
 def test_a_window_of_more_than_forty_keys() -> None:
@@ -62,7 +72,7 @@ def test_a_window_of_more_than_forty_keys() -> None:
 def test_a_window_that_is_not_causal_any_more() -> None:
     model = model_of(window=(5, 0))
     other = model.with_settings(window=(5, None))
-    assert explained(model, other, inputs_of(), *MASKS) == [("causal alignment", {"causal": False})]
+    assert explained(model, other, inputs_of(), *MASKS) == [("causal mask missing", {})]
 
 
 @pytest.mark.parametrize(("role", "offset"), [("q", 2), ("k", -1)])

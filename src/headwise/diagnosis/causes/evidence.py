@@ -38,6 +38,7 @@ class Evidence:
     gaps: Gaps  # where the two part
     # Cause and place of a `Family` -> its variant that is nearest to these calls.
     fitted: dict[tuple[Cause, int], Variant | None] = field(default_factory=dict)
+    is_limited: bool = False  # True to look for parts of a fault: a role or some heads alone
 
     @classmethod
     def of(cls, model: AttentionModel, calls: Sequence[RecordedCall]) -> Evidence:
@@ -61,6 +62,11 @@ class Evidence:
         for stage in reversed(STAGES):
             following = shown[stage] = stage if stage in recorded else following
         return shown
+
+    @property
+    def shows_outputs_alone(self) -> bool:
+        """True if no stage before the output was recorded, as of a function."""
+        return self.shown_stages["q"] == "output"
 
     @property
     def parted_roles(self) -> tuple[str, ...]:
@@ -141,6 +147,7 @@ class Variant:
     repair: str = ""  # what makes the layer in doubt equal again
     details: Mapping[str, Any] = field(default_factory=dict)  # no parameters: for the report alone
     is_step: bool = False  # the data say that another cause of the same stage follows
+    heads: tuple[int, ...] | None = None  # that have the fault; None for all, or as stages tell
 
 
 @dataclass(frozen=True)

@@ -10,40 +10,130 @@ from torch import Tensor
 
 from headwise.diagnosis.catalogue import SCORES
 from headwise.diagnosis.causes.eviction import Eviction, hide_evicted_keys
-from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
+from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
 from headwise.diagnosis.simulation.model import (
     AttentionModel,
     ForcedStage,
     RecordedCall,
     key_query_distances,
+    visible_keys,
 )
+from headwise.function.distance import slopes_of
 
 MOST_SHIFTS = 12
 MOST_KEPT = 1 << 30  # keys of a cache that drops none
+CAUSAL = "a query attends to keys up to its own position"
+
+
+def _is_causal(evidence: Evidence) -> bool:
+    """True if the settings hide later keys."""
+    settings = evidence.model.settings
+    return settings.causal or (settings.sides is not None and settings.sides[1] == 0)
+
+
+def _longest(evidence: Evidence) -> int:
+    """Return the number of keys of the longest call."""
+    return max(call.key_positions.shape[1] for call in evidence.calls)
 
 
 def _causal_alignment(evidence: Evidence) -> Variants:
-    settings = evidence.model.settings
-    left, right = settings.sides or (None, None)
-    is_causal = settings.causal or right == 0
-    repair = "a query attends to keys up to its own position" if is_causal else "no causal mask"
-    for shift in range(-MOST_SHIFTS, MOST_SHIFTS + 1) if is_causal or right is None else ():
+    left, right = evidence.model.settings.sides or (None, None)
+    is_causal = _is_causal(evidence)
+    repair = CAUSAL if is_causal else "no causal mask"
+    most = min(MOST_SHIFTS, _longest(evidence) - 2)  # a larger shift hides no key
+    for shift in range(-most, most + 1) if is_causal or right is None else ():
         if shift or not is_causal:
             model = evidence.model.with_settings(causal=False, window=(left, shift))
-            yield Variant(model, {"shift": shift}, repair)
-    if is_causal:
-        free = evidence.model.with_settings(causal=False, window=(left, right or None))
-        yield Variant(free, {"causal": False}, repair)
+            yield from _with_later_keys(evidence, Variant(model, {"shift": shift}, repair))
+    if is_causal and evidence.has_later_calls:
+        free = evidence.model.with_settings(causal=False, window=(left, None))
+        yield from _align_later_calls(free, left)
+
+
+def _causal_mask_missing(evidence: Evidence) -> Variants:
+    left, _ = evidence.model.settings.sides or (None, None)
+    if _is_causal(evidence):
+        free = evidence.model.with_settings(causal=False, window=(left, None))
+        yield from _with_later_keys(evidence, Variant(free, {}, CAUSAL))
+        if evidence.has_masks:
+            change = partial(_change_where_no_mask_is_given, free)
+            model = evidence.replace_stages(SCORES, change)
+            yield Variant(model, {"where": "no mask is given"}, CAUSAL)
         if evidence.has_later_calls:
-            yield from _align_later_calls(evidence, free, left)
+            model = evidence.replace_stages(SCORES, _scores_of_later_calls, free)
+            yield Variant(
+                model, {"calls": "with a cache"}, f"{CAUSAL}, also where a cache has some"
+            )
+    elif evidence.has_masks and not _has_padding(evidence):
+        model = evidence.replace_stages(SCORES, _scores_without_mask)
+        yield Variant(model, {}, "apply the causal mask of the call")
 
 
-def _align_later_calls(evidence: Evidence, free: AttentionModel, left: int | None) -> Variants:
+def _has_padding(evidence: Evidence) -> bool:
+    """True if the mask of a call hides other keys than later ones."""
+    return any(not _is_causal_mask(call) for call in evidence.calls)
+
+
+def _is_causal_mask(call: RecordedCall) -> bool:
+    """True for a call whose mask, if it has one, is the causal mask alone."""
+    if (mask := call.inputs.mask) is None:
+        return True
+    mask, ahead = torch.broadcast_tensors(mask, key_query_distances(call))
+    return call.inputs.source is None and torch.equal(mask, ahead <= 0)
+
+
+def _scores_without_mask(forced: ForcedStage) -> Tensor:
+    return forced.with_inputs(mask=None).usual_result()
+
+
+def _change_where_no_mask_is_given(changed: AttentionModel, forced: ForcedStage) -> Tensor:
+    has_mask = forced.call.inputs.mask is not None
+    return (forced if has_mask else replace(forced, model=changed)).usual_result()
+
+
+def _causal_mask_inverted(evidence: Evidence) -> Variants:
+    left, _ = evidence.model.settings.sides or (None, None)
+    if not _is_causal(evidence):
+        return
+    for first in (0, 1):  # a query sees itself, or the next token first
+        for last in dict.fromkeys((None, left)):
+            model = evidence.model.with_settings(causal=False, window=(-first, last))
+            parameters = {"sees": "itself and later keys" if not first else "later keys"}
+            yield from _with_later_keys(evidence, Variant(model, parameters, CAUSAL))
+
+
+def _with_later_keys(evidence: Evidence, variant: Variant) -> Variants:
+    """Yield a variant that shows later keys, also with a bias that grows with their distance.
+
+    Code for causal attention may add slope * position of the key: less than 0 for earlier keys,
+    and more for later ones.
+    """
+    yield from _with_filled_rows(evidence, variant)
+    if (slopes := slopes_of(evidence.model.settings)) is not None:
+        add = partial(_add_signed_bias, slopes)
+        model = variant.model.with_slopes(None).with_stage_function("scores", add)
+        details = {"bias of later keys": "grows with the distance"}
+        yield from _with_filled_rows(evidence, replace(variant, model=model, details=details))
+
+
+def _add_signed_bias(slopes: Tensor, forced: ForcedStage) -> Tensor:
+    return forced.usual_result() + slopes[:, None, None] * key_query_distances(forced.call)
+
+
+def _with_filled_rows(evidence: Evidence, variant: Variant) -> Variants:
+    """Yield a variant, and that of code which hides keys by a number where it hides them all."""
+    yield variant
+    scores = (variant.model.predict_stage("scores", call) for call in evidence.calls)
+    if any(bool(_find_empty_rows(each).any()) for each in scores):
+        model = variant.model.with_stage_function("weights", partial(_fill_empty_rows, None))
+        yield replace(
+            variant, model=model, details={**variant.details, "rows without keys": "equal weights"}
+        )
+
+
+def _align_later_calls(free: AttentionModel, left: int | None) -> Variants:
     """Yield other causal masks of calls with earlier keys; ``free`` is the model without one."""
-    freed = evidence.replace_stages(SCORES, _scores_of_later_calls, free)
-    repair = "a query attends to keys up to its own position, also where a cache has some"
-    yield Variant(freed, {"causal": False, "calls": "with a cache"}, repair)
-    # The keys are those of all calls, or those that a window keeps, which may count from there too.
+    # Keys are those of all calls, or those that a window keeps, which may count from there too.
     bare = free.with_settings(window=None)
     for kept in (Eviction(last=MOST_KEPT), *([] if left is None else [Eviction(last=left)])):
         for model, window in ((free, None), *([] if left is None else [(bare, left)])):
@@ -89,10 +179,12 @@ def change_mask(change: MaskChange, forced: ForcedStage) -> ForcedStage:
 def _vary_mask(evidence: Evidence, change: MaskChange, repair: str) -> Variants:
     if evidence.has_masks:
         scores = evidence.replace_stages(SCORES, lambda x: change_mask(change, x).usual_result())
-        yield Variant(scores, {}, repair)
+        yield from _with_filled_rows(evidence, Variant(scores, {}, repair))
 
 
 def _padding_ignored(evidence: Evidence) -> Variants:
+    if not _has_padding(evidence):
+        return iter(())
     return _vary_mask(evidence, ignore_mask, "pass the mask on")
 
 
@@ -125,6 +217,77 @@ def _mask_polarity(evidence: Evidence) -> Variants:
         yield Variant(model, {"added": number}, repair)
 
 
+def _finite_for_inf(evidence: Evidence) -> Variants:
+    """Yield scores of hidden keys that are a number, or grow by one, which is fitted.
+
+    A number that is as good as -inf shows in rows without keys alone.
+    """
+    repair = "hide keys: scores.masked_fill(~mask, -inf)"
+    cap = evidence.model.settings.cap
+    for scope in _scopes(evidence):
+        for word in ("set to", "added"):
+
+            def make(number: float, scope: str = scope, word: str = word) -> Variant:
+                model = evidence.replace_stages(SCORES, _number_hidden, scope, number, word)
+                number = 0.0 if abs(number) < LEAST else number
+                parameters = {f"{word} hidden keys": number}
+                return Variant(model, parameters, repair, {} if scope == "all" else {"of": scope})
+
+            yield make(0.0)
+            starts = NUMBERS if cap is None else (*NUMBERS, -cap)
+            yield Family(make, starts)
+    scores = (evidence.model.predict_stage("scores", call) for call in evidence.calls)
+    if any(bool(_find_empty_rows(each).any()) for each in scores):
+        for number in LOWEST:
+            model = evidence.replace_stages(("weights",), _weights_of_absorbed_scores, number)
+            yield Variant(model, {"added hidden keys": number}, repair)
+
+
+NUMBERS = (-20.0, -8.0, -3.0, -1.0, 1.0)  # from which the fit of a number starts
+LEAST = 1e-6  # a smaller number is 0
+
+
+def _scopes(evidence: Evidence) -> list[str]:
+    """Return whose hidden keys may have a number: the caller's mask, the settings, or both."""
+    hides = _is_causal(evidence) or evidence.model.settings.sides is not None
+    if not evidence.has_masks:
+        return ["all"] if hides else []
+    return ["all", "the mask alone", "the mask first", "the settings alone"] if hides else ["all"]
+
+
+def _number_hidden(scope: str, number: float, word: str, forced: ForcedStage) -> Tensor:
+    """Return scores with a number at hidden keys.
+
+    Where that is the mask's alone, keys that the settings hide stay so, and where it is the mask's
+    first, it is also what the mask hides beyond them.
+    """
+    usual, bare = forced.usual_result(), _score_all_keys(forced)
+    mask = forced.call.inputs.mask
+    by_mask = torch.zeros_like(usual, dtype=torch.bool) if mask is None else ~mask
+    by_settings = ~visible_keys(forced.with_inputs(mask=None))
+    chosen = {
+        "all": by_mask | by_settings,
+        "the mask alone": by_mask & ~by_settings,
+        "the mask first": by_mask,
+        "the settings alone": by_settings & ~by_mask,
+    }[scope]
+    return torch.where(chosen, number if word == "set to" else bare + number, usual)
+
+
+def _score_all_keys(forced: ForcedStage) -> Tensor:
+    """Return the scores of all keys, with the bias by distance, as if none was hidden."""
+    model = forced.model.with_settings(causal=False, window=None)
+    return replace(forced, model=model).with_inputs(mask=None).usual_result()
+
+
+def _weights_of_absorbed_scores(number: float, forced: ForcedStage) -> Tensor:
+    """Return weights of rows without keys when a large number was added to all their scores."""
+    dtype = forced.call.dtype if forced.call.dtype != torch.float64 else torch.float32
+    bare = _score_all_keys(replace(forced, stage="scores"))
+    added = (bare.to(dtype) + torch.tensor(number, dtype=dtype)).softmax(-1).double()
+    return torch.where(_find_empty_rows(forced["scores"]), added, forced.usual_result())
+
+
 def _rows_without_keys(evidence: Evidence) -> Variants:
     scores = (evidence.model.predict_stage("scores", call) for call in evidence.calls)
     if any(bool(_find_empty_rows(each).any()) for each in scores):
@@ -151,15 +314,30 @@ def count_window(length: int | None) -> int | str:
     return "all" if length is None else length + 1
 
 
+def _window_missing(evidence: Evidence) -> Variants:
+    settings = evidence.model.settings
+    left, right = settings.sides or (None, None)
+    repair = f"window=({left}, {0 if settings.causal else right})"
+    if left is not None:
+        yield Variant(
+            evidence.model.with_settings(window=(None, 0 if right == 0 else None)), {}, repair
+        )
+    if right:  # a window of later keys too: one bound of the two
+        for side, window in (("before", (None, right)), ("after", (left, None))):
+            if window != (left, right):
+                yield Variant(evidence.model.with_settings(window=window), {"side": side}, repair)
+    if (inferred := _infer_left_window_of_masks(evidence)) is not None:
+        model = evidence.replace_stages(SCORES, _scores_with_window, None)
+        yield Variant(model, {}, f"sliding_window={inferred + 1}")
+
+
 def _window_off_by_one(evidence: Evidence) -> Variants:
     settings = evidence.model.settings
+    longest = _longest(evidence)
     if settings.sides is None and not settings.causal:
-        yield from _variants_of_windowed_masks(evidence)
+        yield from _variants_of_windowed_masks(evidence, longest)
         return
     left, right = settings.sides or (None, None)
-    if right is not None:
-        model = evidence.model.with_settings(window=None, causal=False)
-        yield Variant(model, {"window": "none"}, f"window=({left}, {right})")
     repair = f"window=({left}, {0 if settings.causal else right})"
     near = [size + step for size in (left, right) if size for step in (-1, 1)]
     if evidence.has_later_calls and left is not None:
@@ -168,7 +346,9 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
         model = model.with_stage_function("scores", hide)
         yield Variant(model, {"window": "all keys of the cache and the call"}, repair)
     recorded = _largest_distances_before_and_after(evidence)
-    for length in dict.fromkeys((None, *near, *range(MOST_KEYS), *recorded)):
+    for length in dict.fromkeys((*near, *range(MOST_KEYS), *recorded)):
+        if length >= longest - 1:
+            continue  # which hides no key
         if length != left:
             far = length if right is not None and right == left else right
             model = evidence.model.with_settings(window=(length, far))
@@ -178,14 +358,19 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
             yield Variant(model, {"window after": count_window(length)}, repair)
 
 
-def _variants_of_windowed_masks(evidence: Evidence) -> Iterator[Variant]:
-    """Yield other windows of masks that hold one themselves, as those of transformers do."""
+def _infer_left_window_of_masks(evidence: Evidence) -> int | None:
+    """Return the window of masks that hold one themselves, as those of transformers do."""
+    if evidence.model.settings.sides is not None or evidence.model.settings.causal:
+        return None
     lefts = [_infer_left_window_from_mask(call) for call in evidence.calls]
-    if None in lefts:
-        return
-    left = max(each for each in lefts if each is not None)
-    for length in (None, *range(MOST_KEYS)):
+    return None if None in lefts else max(each for each in lefts if each is not None)
+
+
+def _variants_of_windowed_masks(evidence: Evidence, longest: int) -> Iterator[Variant]:
+    left = _infer_left_window_of_masks(evidence)
+    for length in range(min(MOST_KEYS, longest - 1)) if left is not None else ():
         if length != left:
+            assert left is not None
             model = evidence.replace_stages(SCORES, _scores_with_window, length)
             yield Variant(model, {"window": count_window(length)}, f"sliding_window={left + 1}")
 

@@ -15,6 +15,8 @@ from headwise.function.spec import NormRule
 KINDS: tuple[Literal["rms", "layer", "l2"], ...] = ("rms", "layer", "l2")
 OVER: tuple[Literal["head", "width"], ...] = ("head", "width")
 OUTPUT = ("output",)
+# What libraries add to the mean square; torch's rms_norm adds the spacing of float32.
+EPSILONS = (1e-6, 1e-5, 2.0**-23, 1e-12, 1e-8)
 
 
 def _qk_norm_kind(evidence: Evidence) -> Variants:
@@ -26,10 +28,11 @@ def _qk_norm_kind(evidence: Evidence) -> Variants:
     for kind, over in product(KINDS, OVER):
         words = f"{kind} over the {over}"
         if norm is None:
-            words, other = f"{words}, without weights", NormRule(kind, over, eps=1e-6)
+            words = f"{words}, without weights"
+            others = [NormRule(kind, over, eps=eps) for eps in EPSILONS]
         else:
-            other = replace(norm, kind=kind, over=over)
-        if other != norm:
+            others = [replace(norm, kind=kind, over=over)]
+        for other in others if others != [norm] else ():
             yield Variant(evidence.model.with_settings(qk_norm=other), {"norm": words}, repair)
 
 
@@ -44,10 +47,10 @@ def _qk_norm_place(evidence: Evidence) -> Variants:
 def _qk_norm_weight_offset(evidence: Evidence) -> Variants:
     norm = evidence.model.settings.norm
     if norm is not None:
-        offset = 0.0 if norm.weight_offset else 1.0
-        model = evidence.model.with_settings(qk_norm=replace(norm, weight_offset=offset))
         right = "1 + w" if norm.weight_offset else "w"
-        yield Variant(model, {"offset": offset}, f"multiply by {right}, w the stored weight")
+        for offset in {0.0, 1.0, norm.weight_offset + 1.0} - {norm.weight_offset}:
+            model = evidence.model.with_settings(qk_norm=replace(norm, weight_offset=offset))
+            yield Variant(model, {"offset": offset}, f"multiply by {right}, w the stored weight")
 
 
 Norm = Callable[[Tensor], Tensor]
@@ -55,11 +58,14 @@ LEAST_TOKENS = 8  # of which two decide the weight and the bias of a channel
 
 
 def _norm_inside(evidence: Evidence) -> Variants:
-    for kind, eps in product(("layer", "rms"), (1e-5, 1e-6, 1e-12, 1e-8)):
+    repair = "normalise both inputs or neither"
+    given = ("x", "source") if evidence.is_cross_attention else ("",)
+    for kind, eps in product(("layer", "rms"), EPSILONS):
         norm = partial(_normalise_last_axis, kind, eps)
-        model = evidence.replace_stages("qkv", _project_normed_input, norm)
-        repair = "normalise both inputs or neither"
-        yield Variant(model, {"norm": f"{kind} of the input"}, repair)
+        for of in dict.fromkeys(("", *given)):
+            model = evidence.replace_stages("qkv", _project_normed_input, norm, of)
+            words = f"{kind} of the {'input' if of != 'source' else of}"
+            yield Variant(model, {"norm": words}, repair)
         yield from _variants_of_output_norm(evidence, kind, norm)
 
 
@@ -97,9 +103,13 @@ def _normalise_last_axis(kind: str, eps: float, x: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def _project_normed_input(norm: Norm, forced: ForcedStage) -> Tensor:
-    normed = forced.call.inputs.map_tokens(lambda x: norm(x.double()))
-    return project_heads(forced.with_inputs(x=normed.x, source=normed.source))
+def _project_normed_input(norm: Norm, of: str, forced: ForcedStage) -> Tensor:
+    """Return q, k or v of inputs that are normalised: both, or x or the source alone."""
+    inputs = forced.call.inputs
+    normed = inputs.map_tokens(lambda x: norm(x.double()))
+    x = normed.x if of != "source" else inputs.x
+    source = normed.source if of != "x" else inputs.source
+    return project_heads(forced.with_inputs(x=x, source=source))
 
 
 def _add_residual(forced: ForcedStage) -> Tensor:

@@ -65,7 +65,21 @@ def _add_rotation(model: AttentionModel, pairing: Pairing, theta: float) -> Vari
 def _rotary_pairing(evidence: Evidence, rotary: RotaryRule) -> Variants:
     other: Pairing = "interleaved" if rotary.pairing == "half-split" else "half-split"
     model = evidence.model.with_rotary(pairing=other, span=None)
-    yield Variant(model, {"pairing": other}, f'Rotary(pairing="{rotary.pairing}")')
+    repair = f'Rotary(pairing="{rotary.pairing}")'
+    yield Variant(model, {"pairing": other}, repair)
+    for channels, tables in ((rotary.pairing, other), (other, rotary.pairing)):
+        model = evidence.model.with_rotary(pairing=channels, span=None)
+        for stage in ROTATED:
+            model = model.with_stage_function(stage, partial(_rotate_by_tables_of, tables))
+        yield Variant(model, {"pairing": channels, "pairing of the tables": tables}, repair)
+
+
+def _rotate_by_tables_of(tables: Pairing, forced: ForcedStage) -> Tensor:
+    """Return a stage with cosines and sines in the order of a pairing, which may be another."""
+    if (rule := forced.settings.rotation) is None:
+        return forced.usual_result()
+    angles = _positions_of(forced) * frequencies_of_rule(rule)
+    return _rotate_with_tables(forced, angles.cos(), angles.sin(), tables)
 
 
 @_of_rotation
@@ -125,6 +139,12 @@ def _has_equal_offsets(evidence: Evidence) -> bool:
 
 
 @_of_rotation
+def _rotary_direction(evidence: Evidence, _: RotaryRule) -> Variants:
+    model = evidence.replace_stages(ROTATED, _rotate_by_axis, "the position, backwards")
+    yield Variant(model, {}, "turn by the position, not by minus the position: negate sin")
+
+
+@_of_rotation
 def _rotary_axis(evidence: Evidence, _: RotaryRule) -> Variants:
     for axis in ("head", "position and head", "batch", "position from the end"):
         model = evidence.replace_stages(ROTATED, _rotate_by_axis, axis)
@@ -143,6 +163,7 @@ def _rotate_by_axis(axis: str, forced: ForcedStage) -> Tensor:
         "position and head": positions[:, None] + heads,
         "batch": torch.arange(len(x))[:, None, None],
         "position from the end": positions[:, None].flip(-1),
+        "the position, backwards": -positions[:, None],
     }
     angles = places[axis][..., None].double() * frequencies_of_rule(rotary)
     return rotate_by_angles(rotary, x, angles)
@@ -150,6 +171,9 @@ def _rotate_by_axis(axis: str, forced: ForcedStage) -> Tensor:
 
 @_of_rotation
 def _rotary_some_heads(evidence: Evidence, _: RotaryRule) -> Variants:
+    if evidence.shows_outputs_alone:
+        yield from _rotary_missing(evidence) if evidence.is_limited else ()
+        return
     model, heads = evidence.model, {}
     for stage in ROTATED:
         parted = sorted({head for _, _, head in evidence.parted_calls_and_heads(stage)})
@@ -158,6 +182,8 @@ def _rotary_some_heads(evidence: Evidence, _: RotaryRule) -> Variants:
             return
         heads[stage[0]] = tuple(head for head in range(count) if head not in parted)
         model = model.with_stage_function(stage, partial(_undo_rotation_of_heads, parted))
+    if not any(evidence.parted_calls_and_heads(*ROTATED)):
+        return
     rotated, details = {"rotated": heads["q"]}, {"rotated kv heads": heads["k"]}
     yield Variant(model, rotated, "rotate every head", details)
 
@@ -168,12 +194,70 @@ def _undo_rotation_of_heads(heads: list[int], forced: ForcedStage) -> Tensor:
     return x
 
 
+# What is rounded to the dtype; angles are positions times frequencies, tables cosines and sines.
+ROUNDED_PARTS = (
+    ("frequencies",),
+    ("tables",),
+    ("angles",),
+    ("frequencies", "angles"),
+    ("angles", "tables"),
+    ("frequencies", "angles", "tables"),
+)
+
+
 @_of_rotation
 def _rotary_dtype(evidence: Evidence, _: RotaryRule) -> Variants:
+    repair = "keep inv_freq in float32: load with dtype=..., without .to(dtype) afterwards"
     for dtype in (torch.bfloat16, torch.float16):
-        repair = "keep inv_freq in float32: load with dtype=..., without .to(dtype) afterwards"
-        parameters = {"dtype": format_dtype(dtype)}
-        yield Variant(evidence.model.with_rotary(dtype=dtype), parameters, repair)
+        for parts in ROUNDED_PARTS:
+            model = evidence.replace_stages(ROTATED, _rotate_in_dtype, dtype, parts)
+            if parts == ("frequencies",):
+                model = evidence.model.with_rotary(dtype=dtype)
+            details = {"of": ", ".join(parts)}
+            yield Variant(model, {"dtype": format_dtype(dtype)}, repair, details)
+
+
+def _rotate_in_dtype(dtype: torch.dtype, parts: Sequence[str], forced: ForcedStage) -> Tensor:
+    def rounded(part: str, x: Tensor) -> Tensor:
+        return x.to(dtype).double() if part in parts else x
+
+    rule = forced.settings.rotation
+    if rule is None:  # another cause removed the rotation
+        return forced.usual_result()
+    angles = _positions_of(forced) * rounded("frequencies", frequencies_of_rule(rule))
+    angles = rounded("angles", angles)
+    return _rotate_with_tables(
+        forced, rounded("tables", angles.cos()), rounded("tables", angles.sin()), rule.pairing
+    )
+
+
+def _positions_of(forced: ForcedStage) -> Tensor:
+    """Return the positions of a stage's queries or keys, (batch, 1, length, 1), float64."""
+    rule, is_query = forced.settings.rotation, forced.stage[0] == "q"
+    positions = forced.call.query_positions if is_query else forced.call.new_key_positions
+    offset = 0.0 if rule is None else rule.q_offset if is_query else rule.k_offset
+    return (positions[:, None, :, None] + offset).double()
+
+
+def _rotate_with_tables(forced: ForcedStage, cos: Tensor, sin: Tensor, tables: Pairing) -> Tensor:
+    """Return a stage rotated by cosines and sines (..., pairs) that are repeated for a pairing.
+
+    Channels are paired by the rule, which may be another pairing than that of the tables.
+    """
+    x, rule = forced[f"{forced.stage[0]} after norm"], forced.settings.rotation
+    assert rule is not None
+    width = 2 * cos.shape[-1]
+    leading, rest = x[..., :width], x[..., width:]
+    cos, sin = (
+        torch.cat((t, t), -1) if tables == "half-split" else t.repeat_interleave(2, -1)
+        for t in (cos, sin)
+    )
+    if rule.pairing == "half-split":
+        first, second = leading.chunk(2, -1)
+        partner = torch.cat((-second, first), -1)
+    else:
+        partner = torch.stack((-leading[..., 1::2], leading[..., ::2]), -1).flatten(-2)
+    return torch.cat((rule.amplitude * (leading * cos + partner * sin), rest), -1)
 
 
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 40.0)

@@ -5,17 +5,22 @@ and dropout of its weights.
 """
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import WEIGHTS
+from headwise.diagnosis.catalogue import SCORES, WEIGHTS
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
+from headwise.diagnosis.causes.parts import fit_by_head
 from headwise.diagnosis.moves.move import find_factor_formula, format_dtype
-from headwise.diagnosis.simulation.model import ForcedStage
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.function.distance import slopes_of
 from headwise.function.spec import Softcap
 from headwise.layers.distance import alibi_slopes
+
+LARGE = 1e30  # a number that hides a key when it is taken off its score
 
 
 def _scale(evidence: Evidence) -> Variants:
@@ -38,6 +43,48 @@ def _scale_twice(evidence: Evidence) -> Variants:
         yield Variant(model, {"scale": right**2}, "scale q or the scores, not both")
 
 
+def _temperature_by_length(evidence: Evidence) -> Variants:
+    """Yield scales that follow the number of keys, or the position of the query."""
+    right, repair = evidence.model.settings.factor, "one scale for all lengths"
+
+    def make(kind: str, number: float, text: str) -> Variant:
+        model = evidence.replace_stages(SCORES, _grow_queries, kind, number)
+        return Variant(model, {"temperature": text.format(number)}, repair)
+
+    yield make("keys", -0.5, "1 / sqrt(keys)")
+    yield make("keys alone", right, "1 / sqrt(keys) in place of the scale")
+    logarithm = "log(keys) times {:.6g}"
+    yield Family(lambda x: make("log keys", x, logarithm), (0.05, 0.2, 1.0), is_log=True)
+    longest = max(call.key_positions.shape[1] for call in evidence.calls)
+    by_position = "log(position) / log({:g}), from there on"
+    for base in range(2, longest):
+        yield make("log position", float(base), by_position)
+    for steps in (2**n for n in range(longest.bit_length())):
+        kind = f"steps of {steps}"
+        text = f"1 + {{:.6g}} log(1 + floor(position / {steps}))"
+        yield Family(partial(make, kind, text=text), (0.03, 0.1, 0.5), is_log=True)
+
+
+def _grow_queries(kind: str, number: float, forced: ForcedStage) -> Tensor:
+    """Return scores of queries that grow with the number of keys, or with their position."""
+    call, q = forced.call, forced["q after rotary"]
+    keys, places = call.key_positions.shape[1], call.query_positions[:, None, :, None] + 1
+    factor: float | Tensor
+    if kind == "keys":
+        factor = float(keys**number)
+    elif kind == "keys alone":
+        factor = keys**-0.5 / number
+    elif kind == "log keys":
+        factor = number * math.log(keys)
+    elif kind == "log position":
+        factor = (places.double().log() / math.log(number)).clamp_min(1.0)
+    else:
+        steps = int(kind.removeprefix("steps of "))
+        factor = 1 + number * (1 + places // steps).double().log()
+    grown = call.with_stages({**call.stages, "q after rotary": q * factor})
+    return replace(forced, call=grown).usual_result()
+
+
 def _softcap(evidence: Evidence) -> Variants:
     right = evidence.model.settings.cap
     repair = "softcap=None" if right is None else f"softcap={right:g}"
@@ -54,7 +101,8 @@ def _softcap(evidence: Evidence) -> Variants:
 def _distance_bias_coefficient(evidence: Evidence) -> Variants:
     model, slopes = evidence.model, slopes_of(evidence.model.settings)
     if model.settings.buckets is not None:
-        return  # a bias of another form
+        yield from _coefficients_of_table(model)
+        return
     is_missing = slopes is None
     if slopes is None:
         slopes = alibi_slopes(model.settings.num_heads).double()
@@ -70,6 +118,19 @@ def _distance_bias_coefficient(evidence: Evidence) -> Variants:
     yield Family(make, (-1.0, 0.5, 2.0, 8.0))
 
 
+def _coefficients_of_table(model: AttentionModel) -> Variants:
+    """Yield factors of the learned bias by distance."""
+    table, repair = model.weights["distances"], "add the relative bias to the scores: T5Bias(...)"
+    bare = model.with_settings(score_bias=None).with_weights(distances=None)
+    yield Variant(bare, {"coefficient": 0.0}, repair)
+
+    def make(factor: float) -> Variant:
+        changed = model.with_weights(distances=factor * table)
+        return Variant(changed, {"coefficient": factor}, f"biases divided by {factor:.6g}")
+
+    yield Family(make, (-1.0, 0.5, 2.0))
+
+
 def _distance_bias_slope_rule(evidence: Evidence) -> Variants:
     slopes = slopes_of(evidence.model.settings)
     if slopes is None:
@@ -78,6 +139,12 @@ def _distance_bias_slope_rule(evidence: Evidence) -> Variants:
         if not torch.equal(other, slopes):
             model = evidence.model.with_slopes(other)
             yield Variant(model, {"rule": rule}, "alibi_slopes(num_heads)")
+    if evidence.shows_outputs_alone:
+        fitted = fit_by_head(evidence, evidence.model.with_slopes, slopes)
+        if fitted is not None:
+            parameters = {"slopes": [round(float(x), 6) for x in fitted]}
+            model = evidence.model.with_slopes(fitted)
+            yield Variant(model, parameters, "alibi_slopes(num_heads)")
 
 
 def _slopes_of_every_rule(heads: int) -> dict[str, Tensor]:
@@ -97,14 +164,37 @@ def _slopes_of_every_rule(heads: int) -> dict[str, Tensor]:
     return rules | {f"{name}, reversed": slopes.flip(0) for name, slopes in rules.items()}
 
 
+SUMMED = {
+    "queries": (2,),
+    "heads": (1,),
+    "batch": (0,),
+    "heads and keys": (1, 3),
+    "queries and keys": (2, 3),
+    "batch, heads, queries and keys": (0, 1, 2, 3),
+}
+
+
 def _softmax_axis(evidence: Evidence) -> Variants:
-    for axis, words in ((2, "queries"), (1, "heads"), (0, "batch")):
-        model = evidence.replace_stages(WEIGHTS, _softmax_over_axis, axis)
-        yield Variant(model, {"axis": words}, "scores.softmax(dim=-1), over keys")
+    for words, axes in SUMMED.items():
+        for kind in ("", "hidden by a number", "less the largest of each row"):
+            model = evidence.replace_stages(WEIGHTS, _softmax_over_axes, axes, kind)
+            details = {"scores": kind} if kind else {}
+            repair = "scores.softmax(dim=-1), over keys"
+            yield Variant(model, {"axis": words}, repair, details)
 
 
-def _softmax_over_axis(axis: int, forced: ForcedStage) -> Tensor:
-    return forced["scores"].softmax(axis).nan_to_num(0.0)
+def _softmax_over_axes(axes: tuple[int, ...], kind: str, forced: ForcedStage) -> Tensor:
+    """Return exponentials of the scores over their sum; equal ones where a number hides them all.
+
+    NumPy code takes off the largest score of each row first, whatever it sums over.
+    """
+    scores = forced["scores"]
+    if kind == "less the largest of each row":
+        powers = (scores - scores.amax(-1, keepdim=True)).exp().nan_to_num(0.0)
+    else:
+        scores = scores.clamp_min(-LARGE) if kind else scores
+        powers = (scores - scores.amax(axes, keepdim=True)).exp().nan_to_num(0.0)
+    return (powers / powers.sum(axes, keepdim=True)).nan_to_num(0.0)
 
 
 def _softmax_dtype(evidence: Evidence) -> Variants:
@@ -137,6 +227,10 @@ def _sinks(evidence: Evidence) -> Variants:
     if sink is not None:
         yield Variant(evidence.model.with_weights(sink=None), {"sinks": "none"}, repair)
     stated = _infer_sink_logits(evidence)
+    if evidence.shows_outputs_alone:
+        heads = evidence.model.weights["wq"].shape[0]
+        start = torch.zeros(heads) if sink is None else sink
+        stated = fit_by_head(evidence, lambda x: evidence.model.with_weights(sink=x), start)
     if stated is not None:
         model = evidence.model.with_weights(sink=stated)
         repair = repair if sink is not None else "leave the sinks out"

@@ -91,6 +91,15 @@ class BlackBox(Subject):
         return first
 
     @torch.no_grad()
+    def accepts(self, inputs: Inputs) -> bool:
+        """True if the function runs on these inputs, whatever it returns."""
+        try:
+            self._run_on_copies(_name_arguments(inputs), self._call_with_named_arguments)
+        except OptionError:
+            return False
+        return True
+
+    @torch.no_grad()
     def require_stateless(self) -> None:
         """Run the first input again, after all others.
 
@@ -163,8 +172,7 @@ class BlackBox(Subject):
         return differentiate(run, inputs, direction, None)
 
     def _call_function(self, inputs: Inputs) -> Tensor:
-        named = {"x": inputs.x, "source": inputs.source, "mask": inputs.mask}
-        given = {name: value for name, value in named.items() if value is not None}
+        given = _name_arguments(inputs)
         for name in given.keys() - {"x"} - name_arguments(self.function):
             raise OptionError(
                 saw=f"inputs with a {name} for {self.kind}, which has no argument {name}",
@@ -245,6 +253,11 @@ def read_output(result: Any) -> Tensor:
             do="compare(lambda x: function(x)[0], ...) selects one output of several",
         )
     return result
+
+
+def _name_arguments(inputs: Inputs) -> dict[str, Tensor]:
+    named = {"x": inputs.x, "source": inputs.source, "mask": inputs.mask}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _narrowest_dtype(x: Tensor) -> torch.dtype:

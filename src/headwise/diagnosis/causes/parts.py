@@ -1,0 +1,220 @@
+"""Parts of a fault: one role of two, some heads, one kv head, a number for each head.
+
+Where the stages of heads were recorded, they tell which heads part. Outputs alone are sums over
+heads: a fault of some heads changes them by the sum of what it changes in each, so that least
+squares over heads finds which. In short inputs there are fewer weights than channels, and the
+weights of every head can be read off the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis import catalogue
+from headwise.diagnosis.catalogue import Cause
+from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
+from headwise.diagnosis.simulation import gaps
+from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
+from headwise.function.stages import repeat_kv_heads
+
+IN_ROLES = {*catalogue.NORMED}
+IN_HEADS = {*catalogue.NORMED, "scores", "weights", "head outputs"}
+# Causes of the axes, which mix heads, and those of later calls.
+WHOLE_CAUSES = {
+    catalogue.SOFTMAX_AXIS,
+    catalogue.BATCH_SEQUENCE_EXCHANGED,
+    catalogue.POSITION_IN_DECODING,
+    catalogue.PADDING_IN_DECODING,
+    catalogue.WINDOW_IN_DECODING,
+    catalogue.EVICTED_KEYS,
+    catalogue.DROPOUT_LEFT_ON,
+    catalogue.SINKS,
+    catalogue.DISTANCE_BIAS_SLOPE_RULE,
+}
+CERTAIN = 0.02  # how far a share of a head may be from 0 or 1
+SMALL = 1e-6  # of what parts: what a variant changes less in a head says nothing about it
+ROUNDS = 10
+STEP = 1e-4
+
+
+def limit(cause: Cause, variants: Variants, evidence: Evidence) -> Variants:
+    """Yield the variants of a cause in one role alone, and in some heads, where outputs are known.
+
+    A family is limited to the heads whose weights part, as far as these can be read.
+    """
+    is_of_heads = IN_HEADS.issuperset(cause.stages) and cause not in WHOLE_CAUSES
+    if not is_of_heads or not evidence.shows_outputs_alone:
+        return
+    roles = ("", "q", "k") if IN_ROLES.issuperset(cause.stages) else ("",)
+    known = read_parted_heads(evidence)
+    every = tuple(range(evidence.model.settings.num_heads))
+    for each in variants:
+        for role in roles if not _states_role(each) else ("",):
+            if role and cause is not catalogue.ROTARY_SOME_HEADS:
+                yield from _limit_variant(each, evidence, role, None)
+            heads = known
+            if known is None and isinstance(each, Variant):
+                model = _limit_model(evidence.model, each.model, role, None)
+                heads = None if model is None else find_heads(evidence, model)
+            if heads and heads != every and cause is not catalogue.ROTARY_MISSING:
+                yield from _limit_variant(each, evidence, role, heads)
+
+
+def _states_role(variant: Variant | Family) -> bool:
+    return isinstance(variant, Variant) and not {"role", "roles"}.isdisjoint(variant.parameters)
+
+
+def _limit_variant(
+    variant: Variant | Family, evidence: Evidence, role: str, heads: tuple[int, ...] | None
+) -> Variants:
+    if _limit_model(evidence.model, evidence.model, role, heads) is None:
+        return
+    if isinstance(variant, Variant):
+        yield _make_part(evidence, role, heads, variant)
+        return
+    make = variant.make
+    yield replace(variant, make=lambda number: _make_part(evidence, role, heads, make(number)))
+
+
+def _make_part(
+    evidence: Evidence, role: str, heads: tuple[int, ...] | None, variant: Variant
+) -> Variant:
+    model = _limit_model(evidence.model, variant.model, role, heads)
+    assert model is not None
+    parameters, settings = {**variant.parameters}, evidence.model.settings
+    if role:
+        parameters = {"role": role, **parameters}
+    if role == "k" and heads and settings.group > 1:
+        parameters["kv heads"] = _kv_heads(settings.group, heads)
+    return replace(variant, model=model, parameters=parameters, heads=heads)
+
+
+def _kv_heads(group: int, heads: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({head // group for head in heads}))
+
+
+def _limit_model(
+    base: AttentionModel, changed: AttentionModel, role: str, heads: tuple[int, ...] | None
+) -> AttentionModel | None:
+    """Return the model with a change in a role or in some heads; None for a part of a kv head."""
+    if changed.weights["wq"].shape != base.weights["wq"].shape:
+        return None
+    if not role:
+        return gaps.replace_model_stage_in_heads(base, changed, "head outputs", heads)
+    if role == "k" and heads is not None:
+        kv_heads = _kv_heads(base.settings.group, heads)
+        if len(kv_heads) * base.settings.group != len(heads):
+            return None
+        heads = kv_heads
+    return gaps.replace_model_stage_in_heads(base, changed, f"{role} after rotary", heads)
+
+
+@lru_cache(maxsize=4)
+def _smallest_parted_call(evidence: Evidence) -> RecordedCall:
+    parted = {number for _, number, _ in evidence.parted_calls_and_heads("output")}
+    return min((evidence.calls[n] for n in parted), key=lambda call: call.stages["output"].numel())
+
+
+def contributions(model: AttentionModel, call: RecordedCall) -> Tensor:
+    """Return what each head adds to the output, (heads, batch, queries, out_dim)."""
+    heads = model.predict_stage("head outputs", call)
+    return torch.einsum("bhqd,hde->hbqe", heads, model.weights["wo"])
+
+
+@lru_cache(maxsize=4)
+def _base_parts(evidence: Evidence) -> tuple[Tensor, Tensor]:
+    """Return contributions to the smallest call that parts, and what the model leaves of it."""
+    call = _smallest_parted_call(evidence)
+    left = call.stages["output"] - evidence.model.predict_stage("output", call)
+    return contributions(evidence.model, call), left
+
+
+def find_heads(evidence: Evidence, model: AttentionModel) -> tuple[int, ...] | None:
+    """Return the heads in which a changed model explains the smallest call that parts."""
+    base, left = _base_parts(evidence)
+    if left.shape != base.shape[1:]:
+        return None
+    other = contributions(model, _smallest_parted_call(evidence))
+    if other.shape != base.shape or not other.isfinite().all():
+        return None
+    changes = (other - base).flatten(1)
+    is_live = changes.norm(dim=1) > SMALL * left.norm()
+    if not is_live.any():
+        return None
+    solution = torch.linalg.lstsq(changes[is_live].T, left.flatten()[:, None], driver="gelsd")
+    shares = torch.zeros(len(changes), dtype=changes.dtype)
+    shares[is_live] = solution.solution[:, 0]
+    is_in = shares > 0.5
+    if bool(((shares - is_in.to(shares.dtype)).abs() > CERTAIN)[is_live].any()) or not is_in.any():
+        return None
+    return tuple(is_in.nonzero().flatten().tolist())
+
+
+@lru_cache(maxsize=4)
+def read_parted_heads(evidence: Evidence) -> tuple[int, ...] | None:
+    """Return the heads whose weights part in the smallest call that parts.
+
+    They are read off its outputs. None where values and output projection do not explain these, or
+    where there are more weights than channels.
+    """
+    model, call = evidence.model, _smallest_parted_call(evidence)
+    wo, output = model.weights["wo"], call.stages["output"]
+    keys = call.key_positions.shape[1]
+    if wo.shape[0] * keys > wo.shape[2] or "wg" in model.weights or "output" in model.replaced:
+        return None
+    forced = model.prepare_stage("output", call)
+    values = repeat_kv_heads(forced.of_all_calls("v"), heads=wo.shape[0])
+    parts = torch.einsum("bhjd,hde->behj", values, wo).flatten(2)
+    if forced.result.shape != output.shape:
+        return None
+    rest = (output - model.weights["bo"]) if "bo" in model.weights else output
+    bound = gaps.allowed_difference(forced)
+    inverse = torch.linalg.pinv(parts)
+    read = inverse @ rest.mT  # (batch, heads * keys, queries)
+    if float((parts @ read - rest.mT).norm()) > float(bound.norm()):
+        return None
+    error = (inverse.abs() @ bound.mT).unflatten(1, (wo.shape[0], keys))
+    weights = model.predict_stage("weights", call).mT  # (batch, heads, keys, queries)
+    apart = (read.unflatten(1, (wo.shape[0], keys)) - weights).abs() > error
+    return tuple(apart.transpose(0, 1).flatten(1).any(1).nonzero().flatten().tolist())
+
+
+def fit_by_head(
+    evidence: Evidence, make: Callable[[Tensor], AttentionModel], start: Tensor
+) -> Tensor | None:
+    """Return a number for each head that makes the outputs nearest, (heads,).
+
+    Each number changes its head alone, so two runs give the derivatives by all of them.
+    """
+    calls = [call for call in evidence.calls if "output" in call.stages]
+    recorded = torch.cat([call.stages["output"].flatten() for call in calls])
+
+    def run(numbers: Tensor) -> Tensor:
+        return torch.cat([contributions(make(numbers), call).flatten(1) for call in calls], 1)
+
+    def residuals(numbers: Tensor) -> Tensor:
+        model = make(numbers)
+        return (
+            torch.cat([model.predict_stage("output", call).flatten() for call in calls]) - recorded
+        )
+
+    numbers, left = start.double(), residuals(start.double())
+    for _ in range(ROUNDS):
+        steps = STEP * numbers.abs().clamp_min(1.0)
+        slopes = (run(numbers + steps) - run(numbers - steps)) / (2 * steps[:, None])
+        if not slopes.isfinite().all():
+            return None
+        move = torch.linalg.lstsq(slopes.T, -left[:, None], driver="gelsd").solution[:, 0]
+        tried = [(numbers + share * move) for share in (1.0, 0.25)]
+        sizes = [float(residuals(each).norm()) for each in tried]
+        best = min(range(2), key=sizes.__getitem__)
+        if not sizes[best] < float(left.norm()):
+            break
+        numbers = tried[best]
+        left = residuals(numbers)
+    return numbers

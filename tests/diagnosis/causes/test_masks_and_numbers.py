@@ -1,0 +1,215 @@
+"""Masks that are missing or inverted, numbers for -inf, and scales that follow the length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.causes.evidence import Evidence, Family, Variant
+from headwise.diagnosis.search import SEARCHES
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.function.rotary import rotate_by_rule
+from headwise.function.spec import AlibiRule, NormRule, Softcap
+from tests.diagnosis.causes.faulty_models import (
+    BATCH,
+    HEAD_DIM,
+    TOKENS,
+    inputs_of,
+    model_of,
+    recorded,
+    searched,
+)
+from tests.diagnosis.causes.test_parts_of_a_fault import all_keys, outputs_of
+
+EARLIER = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+PADDED = (torch.arange(TOKENS) < torch.tensor([TOKENS, 13, 9])[:, None])[:, None, None]
+CAUSAL = {"causal": True}
+
+
+def scores_by(function: Callable[[Tensor], Tensor]) -> Callable[[AttentionModel], AttentionModel]:
+    """Return a change that computes scores from those of all keys, without a mask."""
+    return lambda model: model.with_stage_function("scores", lambda x: function(all_keys(x)))
+
+
+def backwards(role: str) -> Callable[[AttentionModel], AttentionModel]:
+    def rotated(forced: ForcedStage) -> Tensor:
+        rule = forced.settings.rotation
+        assert rule is not None
+        positions = -forced.call.query_positions
+        return rotate_by_rule(rule, forced[f"{forced.stage[0]} after norm"], positions)
+
+    return lambda model: model.with_stage_function(f"{role} after rotary", rotated)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "change"),
+    [
+        ("rotary direction", {}, backwards("q")),
+        ("rotary direction", {}, backwards("k")),
+        ("causal mask missing", CAUSAL, scores_by(lambda s: s)),
+        ("causal mask missing", {"window": (5, 0)}, lambda m: m.with_settings(window=(5, None))),
+        (
+            "causal mask inverted",
+            CAUSAL,
+            scores_by(lambda s: s.masked_fill(~EARLIER.mT, -math.inf)),
+        ),
+        (
+            "causal mask inverted",
+            CAUSAL,
+            scores_by(lambda s: s.masked_fill(EARLIER, -math.inf)),
+        ),
+        ("window missing", {"window": (5, 0)}, lambda m: m.with_settings(window=(None, 0))),
+        ("window missing", {"window": (5, 5)}, scores_by(lambda s: s)),
+        ("finite number for -inf", CAUSAL, scores_by(lambda s: s * EARLIER)),
+        (
+            "finite number for -inf",
+            CAUSAL,
+            scores_by(lambda s: s.masked_fill(~EARLIER, -2.5)),
+        ),
+        ("finite number for -inf", CAUSAL, scores_by(lambda s: s - 3.5 * ~EARLIER)),
+    ],
+)
+def test_each_is_named_by_its_stages(
+    name: str,
+    settings: dict[str, object],
+    change: Callable[[AttentionModel], AttentionModel],
+) -> None:
+    model = model_of(**settings)
+    result = searched(model, recorded(change(model), inputs_of()))
+    assert [cause.cause.name for cause in result.causes] == [name]
+    assert not result.left.cells_beyond_rounding
+
+
+@pytest.mark.parametrize(
+    ("number", "function", "words"),
+    [
+        (0.0, lambda s: s.masked_fill(~PADDED, -1e-9), "set to hidden keys"),
+        (-1.25, lambda s: s.masked_fill(~PADDED, -1.25), "set to hidden keys"),
+        (-4.5, lambda s: s - 4.5 * ~PADDED, "added hidden keys"),
+    ],
+)
+def test_a_number_is_found_by_its_size(
+    number: float, function: Callable[[Tensor], Tensor], words: str
+) -> None:
+    model, inputs = model_of(), inputs_of(mask=PADDED)
+    [cause] = searched(model, recorded(scores_by(function)(model), inputs)).causes
+    assert cause.cause.name == "finite number for -inf"
+    assert cause.variant.parameters[words] == pytest.approx(number, abs=1e-6)
+
+
+@pytest.mark.parametrize("number", [-1e4, -1e9])
+def test_a_large_number_that_is_added_shows_in_rows_without_keys(number: float) -> None:
+    seen = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool)
+    seen[..., 3, :] = False
+
+    def added(forced: ForcedStage) -> Tensor:
+        return (all_keys(forced).float() + number * ~seen).softmax(-1).double()
+
+    model = model_of().with_stage_function("weights", added)
+    calls = [replace(call, dtype=torch.float32) for call in recorded(model, inputs_of(mask=seen))]
+    [cause] = searched(model_of(), calls).causes
+    names = {cause.cause.name, *cause.equals}
+    assert "finite number for -inf" in names
+    if number == -1e4:  # beside which three digits of the scores are left
+        assert cause.variant.parameters == {"added hidden keys": number}
+
+
+def test_a_causal_mask_of_the_call_that_is_ignored_is_no_padding() -> None:
+    free = model_of()
+    calls = recorded(scores_by(lambda s: s)(free), inputs_of(mask=EARLIER[None, None]))
+    assert [cause.cause.name for cause in searched(free, calls).causes] == ["causal mask missing"]
+    both = recorded(scores_by(lambda s: s)(free), inputs_of(mask=EARLIER & PADDED))
+    assert [cause.cause.name for cause in searched(free, both).causes] == ["padding ignored"]
+
+
+def test_a_padding_side_with_rows_that_are_left_without_keys() -> None:
+    model = model_of(causal=True)
+
+    def scores(s: Tensor) -> Tensor:
+        return s.masked_fill(~(EARLIER & PADDED.flip(-1)), -1e9)
+
+    calls = outputs_under(scores_by(scores)(model), PADDED)
+    [cause] = searched(model, calls).causes
+    assert cause.cause.name == "padding side"
+    assert cause.variant.details == {"rows without keys": "equal weights"}
+
+
+def outputs_under(model: AttentionModel, mask: Tensor) -> list:
+    return [
+        call.with_stages({"output": call.stages["output"]})
+        for call in recorded(model, inputs_of(mask=mask))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (lambda n, _: HEAD_DIM**0.5 * n**-0.5, "1 / sqrt(keys) in place of the scale"),
+        (lambda n, _: math.log(n) / math.log(50), "log(keys) times 0.255622"),
+        (
+            lambda _, i: ((i + 1).log() / math.log(5)).clamp_min(1.0),
+            "log(position) / log(5), from there on",
+        ),
+        (
+            lambda _, i: 1 + 0.2 * (1 + ((i + 1) / 4).floor()).log(),
+            "1 + 0.2 log(1 + floor(position / 4))",
+        ),
+    ],
+)
+def test_a_temperature_by_length(factor: Callable[[int, Tensor], Tensor], words: str) -> None:
+    def scores(forced: ForcedStage) -> Tensor:
+        s = all_keys(forced)
+        return s * factor(s.shape[-1], torch.arange(s.shape[-1]).double()[:, None])
+
+    faulty = model_of().with_stage_function("scores", scores)
+    [cause] = searched(model_of(), outputs_of(faulty), "temperature by length", "scale").causes
+    assert cause.variant.parameters == {"temperature": words}
+
+
+SETTINGS: list[dict[str, object]] = [
+    {},
+    {"causal": True},
+    {"window": (4, 0)},
+    {"window": (5, 5)},
+    {"softcap": Softcap(2.0), "causal": True},
+    {"score_bias": AlibiRule(slopes=(0.5, 0.25, 0.125, 0.0625)), "rotary": None},
+    {"qk_norm": NormRule(eps=1e-6)},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda x: ", ".join(x) or "plain")
+def test_no_repair_is_in_force_already(settings: dict[str, object]) -> None:
+    """A variant that equals the model on some inputs would repair nothing there."""
+    model = model_of(**settings)
+    if model.settings.norm is not None:
+        norms = {f"{role}_norm": torch.linspace(0.5, 1.5, HEAD_DIM).double() for role in "qk"}
+        model = model.with_weights(**norms)
+    calls = [*recorded(model, inputs_of(mask=EARLIER & PADDED)), *recorded(model, inputs_of())]
+    evidence = Evidence.of(model, calls)
+    assert not evidence.gaps.cells_beyond_rounding
+    for cause, search in SEARCHES.items():
+        if "scores" not in cause.stages and "q after rotary" not in cause.stages:
+            continue
+        for variant in search(evidence):
+            shown = variant.make(variant.starts[0]) if isinstance(variant, Family) else variant
+            assert not _is_in_force(model, shown, evidence), (cause.name, shown.parameters)
+
+
+def _is_in_force(model: AttentionModel, variant: Variant, evidence: Evidence) -> bool:
+    bare = [replace(call, stages={}) for call in evidence.calls]
+    return all(
+        torch.equal(
+            variant.model.predict_stage("output", call).nan_to_num(9.0),
+            model.predict_stage("output", call).nan_to_num(9.0),
+        )
+        for call in bare
+    )
+
+
+def test_the_models_have_several_sequences() -> None:
+    assert BATCH > 1
