@@ -60,10 +60,10 @@ def _causal_mask_missing(evidence: Evidence) -> Variants:
             model = evidence.replace_stages(SCORES, change)
             yield Variant(model, {"where": "no mask is given"}, CAUSAL)
         if evidence.has_later_calls:
-            model = evidence.replace_stages(SCORES, _scores_of_later_calls, free)
-            yield Variant(
-                model, {"calls": "with a cache"}, f"{CAUSAL}, also where a cache has some"
-            )
+            repair = f"{CAUSAL}, also where a cache has some"
+            for ignores_mask in (False, True) if evidence.has_masks else (False,):
+                model = evidence.replace_stages(SCORES, _scores_of_later_calls, free, ignores_mask)
+                yield Variant(model, {"calls": "with a cache"}, repair)
     elif evidence.has_masks and not _has_padding(evidence):
         model = evidence.replace_stages(SCORES, _scores_without_mask)
         yield Variant(model, {}, "apply the causal mask of the call")
@@ -142,8 +142,13 @@ def _align_later_calls(free: AttentionModel, left: int | None) -> Variants:
             yield Variant(changed, {"align": "top-left"}, 'Mask.causal(align="bottom-right")')
 
 
-def _scores_of_later_calls(other: AttentionModel, forced: ForcedStage) -> Tensor:
-    return (replace(forced, model=other) if forced.call.earlier else forced).usual_result()
+def _scores_of_later_calls(
+    other: AttentionModel, ignores_mask: bool, forced: ForcedStage
+) -> Tensor:
+    if not forced.call.earlier:
+        return forced.usual_result()
+    forced = forced.with_inputs(mask=None) if ignores_mask else forced
+    return replace(forced, model=other).usual_result()
 
 
 def _scores_with_top_left_mask(kept: Eviction, window: int | None, forced: ForcedStage) -> Tensor:

@@ -35,6 +35,8 @@ class Inputs:
         mask: broadcasts to (batch, heads, queries, keys); True attends.
         positions: of the queries, (batch, queries); None to count from the keys of earlier calls.
         steps: lengths of the calls with one cache in which the tokens come; () for a single call.
+        cache: makes the cache of a module of transformers from its config and the number of tokens;
+            None for its ``DynamicCache``.
     """
 
     x: Tensor
@@ -42,6 +44,7 @@ class Inputs:
     mask: Tensor | None = None
     positions: Tensor | None = None
     steps: tuple[int, ...] = ()
+    cache: Callable[[Any, int], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.mask is not None and self.mask.dim() < 4:
@@ -60,7 +63,8 @@ class Inputs:
                 rows = mask[..., start:end, :] if mask.shape[-2] > 1 else mask
                 mask = rows[..., :end]
             positions = None if positions is None else positions[:, start:end]
-            calls.append(Inputs(self.x[:, start:end], mask=mask, positions=positions))
+            x = self.x[:, start:end].contiguous()  # as those of a caller mostly are
+            calls.append(Inputs(x, mask=mask, positions=positions))
         return calls
 
     @property

@@ -1,20 +1,22 @@
 """Layers of headwise and torch, and the attention modules of a model, as data."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from headwise.checkpoints import config as configs
 from headwise.checkpoints.attention import attention_from_state
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import HeadwiseError, OptionError
+from headwise.function.rounding import default_tolerance
 from headwise.function.spec import AttentionSpec
 from headwise.function.stages import mix_values
 from headwise.layers import checks, conversion, distance
@@ -23,6 +25,8 @@ from headwise.layouts import registry
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule, find_modules
 from headwise.masks.mask import Mask
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.record import record_attention
 
 
 def layer_with_adapters(value: Any) -> Any:
@@ -61,6 +65,7 @@ class NativeSubject(ModuleSubject):
     def __init__(self, layer: Attention) -> None:
         super().__init__(layer, "headwise.Attention")
         self.takes_source = all(getattr(layer, name) is None for name in checks.POSITIONAL_OPTIONS)
+        self.step_arguments = frozenset({"mask"})
 
     @cached_property
     def model(self) -> AttentionModel:
@@ -84,8 +89,21 @@ class NativeSubject(ModuleSubject):
         """Return the output of a layer in its dtype."""
         dtype = next(module.parameters()).dtype
         given = inputs.map_tokens(lambda x: x.to(dtype))
+        if inputs.steps:
+            return run_in_steps(module, given)
         output: Tensor = module(given.x, given.source, mask=mask_from_inputs(inputs))
         return output
+
+    @torch.no_grad()
+    def record_calls(self, inputs: Inputs) -> list[RecordedCall]:
+        """Return the stages of each call; those with a cache are recorded as they run."""
+        if not inputs.steps:
+            return [self.record(inputs)]
+        layer = self.float64_layer
+        given = inputs.map_tokens(Tensor.double)
+        # Positions count from the keys of the cache, which moves no score.
+        chunks = replace(inputs, positions=None)
+        return record_steps(layer, lambda: run_in_steps(layer, given), chunks, torch.float64)
 
     @torch.no_grad()
     def record(self, inputs: Inputs) -> RecordedCall:
@@ -96,12 +114,73 @@ class NativeSubject(ModuleSubject):
         return RecordedCall(inputs, stages)
 
 
-def mask_from_inputs(inputs: Inputs) -> Mask | None:
+def run_in_steps(layer: nn.Module, inputs: Inputs) -> Tensor:
+    """Return the outputs of calls of a layer with one cache, behind each other."""
+    assert isinstance(layer, Attention)
+    cache = layer.cache(batch=len(inputs.x), length=sum(inputs.steps))
+    outputs = []
+    for given in inputs.per_call:
+        keys = cache.key_count_after(given.x.shape[1])  # without those that left the window
+        if given.mask is not None:
+            given = replace(given, mask=given.mask[..., -keys:])
+        mask = mask_from_inputs(given, keys=keys)
+        outputs.append(layer(given.x, mask=mask, cache=cache))
+    return torch.cat(outputs, 1)
+
+
+def record_steps(
+    model: nn.Module, run: Callable[[], Tensor], inputs: Inputs, dtype: torch.dtype
+) -> list[RecordedCall]:
+    """Return the calls with one cache that a run of one attention makes; ``run`` returns outputs.
+
+    ``dtype`` is that of the arithmetic.
+    """
+    recorded: list[dict[str, Tensor]] = []
+
+    def read(call: CapturedCall) -> None:  # at once: a cache may change in place
+        recorded.append(read_cached_call(call, sum(inputs.steps[: len(recorded)])))
+
+    with record_attention(model, on_complete=read, keep_implementation=True) as recorder:
+        recorder.begin_input()
+        outputs = run().double().split(inputs.steps, 1)
+    # A cause shows in the same stage of all calls.
+    shared = set[str].intersection(*map(set, recorded))
+    calls: list[RecordedCall] = []
+    for given, stages, output in zip(inputs.per_call, recorded, outputs, strict=True):
+        kept = {name: x for name, x in stages.items() if name in shared}
+        calls.append(RecordedCall(given, {**kept, "output": output}, dtype, tuple(calls)))
+    return calls
+
+
+def read_cached_call(call: CapturedCall, past: int) -> dict[str, Tensor]:
+    """Return the stages of a call after ``past`` tokens; keys that a cache dropped have no weight.
+
+    A cache may also have room behind its last key.
+    """
+    queries, keys = call.matrix.shape[2:]
+    missing = past + queries - keys
+    start = past if missing <= 0 else keys - queries
+    new, weights = slice(start, start + queries), call.matrix.dense()
+    weights = weights[..., : past + queries] if missing < 0 else pad(weights, (missing, 0))
+    stages = {"q after rotary": call.matrix.q, "k after rotary": call.matrix.k[:, :, new]}
+    mixed = call.outputs if call.mixed is None else call.mixed
+    if call.values is not None and mixed is not None:
+        apart = (call.matrix @ call.values - mixed).norm() / mixed.norm()
+        # Where head outputs are not those of the operands, the weights are not known.
+        stages |= {"weights": weights} if apart <= default_tolerance(torch.float32) else {}
+    if call.values is not None:
+        stages["v"] = call.values[:, :, new]
+    if call.outputs is not None:
+        stages["head outputs"] = call.outputs
+    return {name: x.to(torch.float64, copy=True) for name, x in stages.items()}
+
+
+def mask_from_inputs(inputs: Inputs, keys: int | None = None) -> Mask | None:
     """Return the mask of a call."""
     if inputs.mask is None:
         return None
     batch, queries = inputs.x.shape[:2]
-    allowed = inputs.mask.expand(batch, -1, queries, inputs.key_source.shape[1])
+    allowed = inputs.mask.expand(batch, -1, queries, keys or inputs.key_source.shape[1])
     if allowed.shape[1] == 1:
         return Mask.may_attend(allowed.squeeze(1), axes="batch queries keys")
     return Mask.may_attend(allowed, axes="batch heads queries keys")

@@ -131,7 +131,9 @@ class Decoder(BlackBox):
         state, outputs = self.start(len(x)), []
         for first, end in pairwise(accumulate(steps, initial=0)):
             more = {name: _cut(name, value, first, end) for name, value in named.items()}
-            result, state = self._run_step(x[:, first:end], state, more)
+            part = x[:, first:end]
+            part = part.contiguous() if isinstance(x, Tensor) else part.copy()
+            result, state = self._run_step(part, state, more)
             outputs.append(read_output(result))
         return torch.cat(outputs, 1)
 

@@ -4,11 +4,12 @@ import copy
 import inspect
 import sys
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from headwise.checkpoints.config import attention_window
 from headwise.diagnosis.simulation.model import (
@@ -18,11 +19,13 @@ from headwise.diagnosis.simulation.model import (
     key_query_distances,
 )
 from headwise.diagnosis.subjects.function import FAILURES, describe_error
-from headwise.diagnosis.subjects.layers import read_attention_modules
+from headwise.diagnosis.subjects.layers import read_attention_modules, record_steps
 from headwise.diagnosis.subjects.run import find_main_tensor, record_layers
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import HeadwiseError, OptionError
 from headwise.scanning.record import MASKS, SOURCES
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")  # arguments of modules
 
 
 def is_transformers_attention(value: object) -> TypeGuard[nn.Module]:
@@ -75,6 +78,8 @@ class TransformersSubject(ModuleSubject):
         # Some take encoder_hidden_states in self-attention too, and ignore them there.
         sources = [name for name in SOURCES if name in names and name != "encoder_hidden_states"]
         self.takes_source = bool(sources) and not self.is_causal
+        if any(name in names for name in CACHES) and stated_layer_index(module) is not None:
+            self.step_arguments = frozenset({"mask", "positions"} if self.takes_mask else ())
 
     @cached_property
     def model(self) -> AttentionModel | None:
@@ -89,7 +94,17 @@ class TransformersSubject(ModuleSubject):
 
     def run_module(self, module: nn.Module, inputs: Inputs) -> Tensor:
         """Return the output of a module in its dtype."""
-        return find_main_tensor(_OneModuleModel(module)(inputs, next(module.parameters()).dtype))
+        output: Tensor = _OneModuleModel(module)(inputs, next(module.parameters()).dtype)
+        return output
+
+    def record_calls(self, inputs: Inputs) -> list[RecordedCall]:
+        """Return the stages of each call; those with a cache are recorded as they run."""
+        if not inputs.steps:
+            return [self.record(inputs)]
+        wide = _OneModuleModel(copy.deepcopy(self.module).double())
+        with torch.no_grad():
+            run = partial(wide, inputs, torch.float64)
+            return record_steps(wide, run, inputs, torch.float32)
 
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the stages that can be reached, computed in float64."""
@@ -112,8 +127,25 @@ class _OneModuleModel(nn.Module):
         with suppress(HeadwiseError):  # of a config that does not say which layers have its window
             self.window = attention_window(self.config.to_dict(), self.number)
 
-    def forward(self, inputs: Inputs, dtype: torch.dtype) -> Any:
-        [module] = self.layers.values()
+    def forward(self, inputs: Inputs, dtype: torch.dtype) -> Tensor:
+        if not inputs.steps:
+            return self._call(RecordedCall(inputs, {}), dtype)
+        cache = self._make_cache(inputs)
+        outputs: list[Tensor] = []
+        calls: list[RecordedCall] = []
+        for given in inputs.per_call:
+            calls.append(RecordedCall(given, {}, earlier=tuple(calls)))
+            outputs.append(self._call(calls[-1], dtype, cache))
+        return torch.cat(outputs, 1)
+
+    def _make_cache(self, inputs: Inputs) -> Any:
+        """Return the cache of the caller, or the one that transformers makes for the config."""
+        if inputs.cache is not None:
+            return inputs.cache(self.config, sum(inputs.steps))
+        return sys.modules["transformers"].DynamicCache(config=self.config)
+
+    def _call(self, call: RecordedCall, dtype: torch.dtype, cache: Any = None) -> Tensor:
+        [module], inputs = self.layers.values(), call.inputs
         names = inspect.signature(module.forward).parameters
         x = inputs.x.to(dtype)
         arguments: dict[str, Any] = {}
@@ -123,11 +155,20 @@ class _OneModuleModel(nn.Module):
                 raise _unsupported_module_error(f"inputs with a source for {type(module).__name__}")
             arguments[name] = inputs.source.to(dtype)
         if mask_name := next((name for name in MASKS if name in names), None):
-            arguments[mask_name] = self._mask_as_added_numbers(inputs, dtype)
+            mask = self._mask_as_added_numbers(call, dtype)
+            if (
+                cache is not None
+            ):  # room behind the last key is hidden, and dropped keys are not there
+                keys, first = cache.get_mask_sizes(x.shape[1], self.number)
+                lowest, room = torch.finfo(dtype).min, max(0, first + keys - mask.shape[-1])
+                mask = pad(mask, (0, room), value=lowest)[..., first : first + keys]
+            arguments[mask_name] = mask
+        if cache is not None:
+            arguments[next(name for name in CACHES if name in names)] = cache
         if "position_embeddings" in names:
-            arguments["position_embeddings"] = self._compute_rotation(module, x, inputs)
+            arguments["position_embeddings"] = self._compute_rotation(module, x, call)
         try:
-            return module(x, **arguments)
+            return find_main_tensor(module(x, **arguments))
         except HeadwiseError:
             raise
         except FAILURES as error:
@@ -136,20 +177,20 @@ class _OneModuleModel(nn.Module):
                 f"{type(module).__name__}, which fails on {given}: {describe_error(error)}"
             ) from error
 
-    def _mask_as_added_numbers(self, inputs: Inputs, dtype: torch.dtype) -> Tensor:
+    def _mask_as_added_numbers(self, call: RecordedCall, dtype: torch.dtype) -> Tensor:
         """Return the masks of model and caller as numbers (batch, heads or 1, queries, keys)."""
-        ahead = key_query_distances(RecordedCall(inputs, {}))
+        inputs, ahead = call.inputs, key_query_distances(call)
         seen = torch.ones_like(ahead, dtype=torch.bool)
         if self.is_causal:
             seen &= ahead <= 0
         if self.window is not None:
             seen &= ahead > -self.window
         seen = seen if inputs.mask is None else seen & inputs.mask
-        shape = (len(inputs.x), -1, inputs.x.shape[1], inputs.key_source.shape[1])
+        shape = (len(inputs.x), -1, inputs.x.shape[1], ahead.shape[-1])
         lowest = torch.finfo(dtype).min
         return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, lowest).expand(shape)
 
-    def _compute_rotation(self, module: nn.Module, x: Tensor, inputs: Inputs) -> Any:
+    def _compute_rotation(self, module: nn.Module, x: Tensor, call: RecordedCall) -> Any:
         """Return cos and sin, by the class in the module's file that computes them."""
         classes = vars(sys.modules[type(module).__module__]).items()
         rotary = next((c for name, c in classes if name.endswith("RotaryEmbedding")), None)
@@ -157,12 +198,11 @@ class _OneModuleModel(nn.Module):
             raise _unsupported_module_error(
                 f"{type(module).__name__}, whose rotation has no class in its file"
             )
-        positions = RecordedCall(inputs, {}).query_positions
         embedding = rotary(config=self.config)
         kinds = getattr(self.config, "layer_types", None)
         has_kinds = "layer_type" in inspect.signature(embedding.forward).parameters
         more = (kinds[self.number],) if has_kinds and kinds else ()
-        return embedding(x, positions, *more)
+        return embedding(x, call.query_positions, *more)
 
 
 def _unsupported_module_error(saw: str) -> OptionError:
