@@ -15,30 +15,23 @@ from headwise.layouts.drawing import (
     rotary_pairs,
     short_name,
 )
+from tools.svg import frame
 
 ROW = 12  # pixels of a row, enough for its name
 BAND, GAP, LEFT, TOP = 128, 44, 40, 58
 
 _STYLE = """
-.card { fill: #ffffff; stroke: #e3e1db }
-text { font: 11px sans-serif; fill: #1d2126 }
-.title { font-weight: bold; font-size: 12px }
-.soft { fill: #5d656e; font-size: 10px }
 .start { text-anchor: end }
 .thin { font-size: 9.5px }
 .band { stroke: #ffffff; fill-opacity: 0.3 }
 .odd { fill-opacity: 0.5 }
 .q { fill: #1b716d } .k { fill: #c2571a } .v { fill: #5b4b9e } .o { fill: #b0306a }
 .other { fill: #8a7a00 }
-@media (prefers-color-scheme: dark) {
-  .card { fill: #16191d; stroke: #31363c }
-  text { fill: #e8e6e1 }
-  .soft { fill: #a3abb3 }
-  .band { stroke: #16191d; fill-opacity: 0.45 }
+"""
+_DARK = """  .band { stroke: #16191d; fill-opacity: 0.45 }
   .odd { fill-opacity: 0.7 }
   .q { fill: #3fa7a1 } .k { fill: #e08347 } .v { fill: #8f7fd6 } .o { fill: #dd6a9c }
   .other { fill: #c4b23a }
-}
 """
 
 
@@ -73,7 +66,8 @@ def draw_panels(panels: Sequence[Panel], *, alt: str) -> str:
         line for at, panel in enumerate(panels) for line in _panel(panel, LEFT + at * (BAND + GAP))
     ]
     height = TOP + ROW * max(panel.rows for panel in panels) + 18
-    return _svg(drawn, LEFT + len(panels) * (BAND + GAP), height, alt)
+    width = LEFT + len(panels) * (BAND + GAP)
+    return frame(drawn, width, height, alt=alt, style=_STYLE, dark=_DARK)
 
 
 def draw_rotary_pairs(head_dim: int, *, alt: str) -> str:
@@ -88,7 +82,8 @@ def draw_rotary_pairs(head_dim: int, *, alt: str) -> str:
                 drawn.append(_band(x, y, row, kind, odd=False))
                 text = f"{channel} with {other}"
                 drawn.append(f'<text x="{x + 8}" y="{y + row / 2 + 4:g}">{text}</text>')
-    return _svg(drawn, LEFT + 2 * (BAND + GAP), TOP + row * head_dim + 18, alt)
+    width, height = LEFT + 2 * (BAND + GAP), TOP + row * head_dim + 18
+    return frame(drawn, width, height, alt=alt, style=_STYLE, dark=_DARK)
 
 
 def _panel(panel: Panel, x: int) -> Iterable[str]:
@@ -113,15 +108,3 @@ def _titles(x: int, title: str, about: str) -> list[str]:
 def _band(x: int, y: int, height: int, kind: str, *, odd: bool) -> str:
     kinds = f"band {kind if kind in 'qkvo' else 'other'}{' odd' if odd else ''}"
     return f'<rect class="{kinds}" x="{x}" y="{y}" width="{BAND}" height="{height}"/>'
-
-
-def _svg(drawn: Iterable[str], width: int, height: int, alt: str) -> str:
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" role="img" aria-label="{escape(alt)}">',
-        f"<style>{_STYLE}</style>",
-        f'<rect class="card" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>',
-        *drawn,
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from tools.svg import frame
+
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "sharding.svg"
 RANKS, CELLS, CELL = 4, 8, 10  # ranks; cells of an axis of a grid; pixels of a cell
 GRID = CELLS * CELL
@@ -25,24 +27,16 @@ ALT = (
 Owner = Callable[[int, int], int]  # (row, column) -> rank, or -1 for a cell of no rank
 
 _STYLE = """
-.card { fill: #ffffff; stroke: #e3e1db }
-text { font: 11px sans-serif; fill: #1d2126 }
-.title { font-weight: bold; font-size: 13px }
-.soft { fill: #5d656e; font-size: 10px }
 .cell { stroke: #ffffff; stroke-width: 1 }
 .rank0 { fill: #1b716d } .rank1 { fill: #c2571a } .rank2 { fill: #5b4b9e } .rank3 { fill: #8a7a00 }
 .none { fill: #ecebe6 }
 .arrow { stroke: #5d656e; stroke-width: 1.5; fill: none }
-@media (prefers-color-scheme: dark) {
-  .card { fill: #16191d; stroke: #31363c }
-  text { fill: #e8e6e1 }
-  .soft { fill: #a3abb3 }
-  .cell { stroke: #16191d }
+"""
+_DARK = """  .cell { stroke: #16191d }
   .rank0 { fill: #3fa7a1 } .rank1 { fill: #e08347 }
   .rank2 { fill: #8f7fd6 } .rank3 { fill: #c4b23a }
   .none { fill: #262b31 }
   .arrow { stroke: #a3abb3 }
-}
 """
 
 
@@ -131,17 +125,12 @@ PANELS = (
 def picture() -> str:
     """Return the SVG picture of all panels."""
     rows = -(-len(PANELS) // COLUMNS)
-    width, height = LEFT + COLUMNS * WIDTH, TOP + rows * HEIGHT
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" role="img" aria-label="{escape(ALT)}">',
-        f"<style>{_STYLE}</style>",
-        f'<rect class="card" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>',
-    ]
+    lines: list[str] = []
     for index, panel in enumerate(PANELS):
         row, column = divmod(index, COLUMNS)
         lines += _draw_panel(panel, LEFT + column * WIDTH, TOP + row * HEIGHT)
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    width, height = LEFT + COLUMNS * WIDTH, TOP + rows * HEIGHT
+    return frame(lines, width, height, alt=ALT, style=_STYLE, dark=_DARK)
 
 
 def _draw_panel(panel: Panel, x: int, y: int) -> Iterator[str]:
