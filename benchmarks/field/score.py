@@ -11,7 +11,7 @@ import torch
 import headwise
 from benchmarks.field import formulas, references
 from benchmarks.field.case import FieldCase
-from benchmarks.field.truth import Truth
+from benchmarks.field.truth import PROPOSED, Truth
 from headwise.diagnosis import Diagnosis, Verdict
 from headwise.errors import HeadwiseError
 
@@ -79,7 +79,8 @@ def _judge(diagnosis: Diagnosis, truth: Truth | None) -> tuple[str, tuple[str, .
         return "wrong", named
     said = [{cause.name, *cause.equals} for cause in causes]
     # Each fault takes a cause that names it; a cause that is left over is wrong.
-    left = list(truth.causes)
+    # A cause may be in the catalogue now under the name that was proposed for it.
+    left = [{name.removeprefix(PROPOSED) for name in fault} for fault in truth.causes]
     for names in said:
         match = next((fault for fault in left if names.intersection(fault)), None)
         if match is None:

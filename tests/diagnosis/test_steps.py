@@ -103,6 +103,8 @@ TRIED = (
     "left padding in decoding",
     "window in decoding",
     "evicted keys",
+    "rotary applied twice",
+    "rotary scaling kind",
     "causal alignment",
     "causal mask missing",
     "window off by one",
@@ -133,6 +135,12 @@ class CountsHeldKeys(WithoutMask):
 class IsOneTooFar(WithoutMask):
     def positions(self, past: int, new: int, held: int) -> Tensor:
         return torch.arange(past, past + new) + (past > 0)
+
+
+class TurnsKeysAgain(WithoutMask):
+    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        turned = super().turn(x, positions)
+        return super().turn(turned, positions) if x.shape[1] == KV_HEADS else turned
 
 
 class KeepsOneKeyLess(WithoutMask):
@@ -171,6 +179,7 @@ FAULTS: tuple[tuple[type[Port], str, dict[str, Any]], ...] = (
     (RestartsPositions, "position offset in decoding", {"offset": "from 0 again"}),
     (KeepsOneKeyLess, "evicted keys", {"kept": 2}),
     (AlignsToTheFirstKey, "causal alignment", {"align": "top-left"}),
+    (TurnsKeysAgain, "rotary applied twice", {"turned": "k"}),
     (CountsHeldKeys, "position offset in decoding", {"offset": "from the 3 keys that are kept"}),
     (IsOneTooFar, "position offset in decoding", {"offset": 1}),
     (KeepsTheLastCall, "evicted keys", {"kept": "those of the last call"}),
@@ -182,7 +191,7 @@ FAULTS: tuple[tuple[type[Port], str, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(
     ("port", "name", "parameters"),
-    [*FAULTS[:3], *(pytest.param(*row, marks=pytest.mark.slow) for row in FAULTS[3:])],
+    [*FAULTS[:4], *(pytest.param(*row, marks=pytest.mark.slow) for row in FAULTS[4:])],
 )
 def test_a_fault_of_calls_with_a_cache(
     port: type[Port], name: str, parameters: dict[str, Any]

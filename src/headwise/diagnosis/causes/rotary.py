@@ -14,7 +14,7 @@ from headwise.diagnosis.moves.move import format_dtype
 from headwise.diagnosis.simulation.gaps import WHOLE, all_heads_agree_within_rounding
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.errors import OptionError
-from headwise.function.rotary import frequencies_of_rule, rotate_by_angles
+from headwise.function.rotary import frequencies_of_rule, rotate_by_angles, rotate_by_rule
 from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling
 from headwise.function.spec import Pairing, RotaryRule
 
@@ -142,6 +142,23 @@ def _has_equal_offsets(evidence: Evidence) -> bool:
 def _rotary_direction(evidence: Evidence, _: RotaryRule) -> Variants:
     model = evidence.replace_stages(ROTATED, _rotate_by_axis, "the position, backwards")
     yield Variant(model, {}, "turn by the position, not by minus the position: negate sin")
+
+
+@_of_rotation
+def _rotary_applied_twice(evidence: Evidence, _: RotaryRule) -> Variants:
+    for roles, stages in (("k", ROTATED[1:]), ("q", ROTATED[:1]), ("qk", ROTATED)):
+        model = evidence.replace_stages(stages, _rotate_again)
+        repair = "rotate once: keys that are rotated before a cache are not rotated when it is read"
+        yield Variant(model, {"turned": roles}, repair)
+
+
+def _rotate_again(forced: ForcedStage) -> Tensor:
+    x, rule = forced.usual_result(), forced.settings.rotation
+    if rule is None:  # another cause removed the rotation
+        return x
+    is_query = forced.stage[0] == "q"
+    positions = forced.call.query_positions if is_query else forced.call.new_key_positions
+    return rotate_by_rule(rule, x, positions + (rule.q_offset if is_query else rule.k_offset))
 
 
 @_of_rotation
