@@ -156,7 +156,8 @@ def test_a_difference_outside_attention_is_placed() -> None:
     diagnosis, comparison = compared(ported, good)
     assert diagnosis.verdict is Verdict.UNKNOWN
     assert not comparison.differing_layers
-    assert comparison.difference_outside_attention == "before `model.layers.2.self_attn`"
+    place = "between `model.layers.1.self_attn` and `model.layers.2.self_attn`"
+    assert comparison.difference_outside_attention == place
     with torch.no_grad():
         good.model.norm.weight.mul_(1.01)
     assert compared(good, llama())[1].difference_outside_attention == "after the last attention"

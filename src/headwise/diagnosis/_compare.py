@@ -32,6 +32,7 @@ from headwise.diagnosis.subjects.run import (
     read_vocabulary_size,
     relative_difference_norm,
     run_model,
+    run_models,
 )
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
@@ -121,8 +122,7 @@ def _run_models(
     """Return runs of two models, or of a model and of layers that are stored; None for others."""
     if _is_whole_model(a, inputs) and _is_whole_model(b, inputs):
         sizes = [size for model in (a, b) if (size := read_vocabulary_size(model)) is not None]
-        smaller = min(sizes, default=None)
-        return run_model(a, inputs, vocabulary=smaller), run_model(b, inputs, vocabulary=smaller)
+        return run_models(a, b, inputs, vocabulary=min(sizes, default=None))
     if _is_whole_model(a, inputs) and isinstance(b, str | Path):
         run = run_model(a, inputs)
         return run, _run_stored_layers(Path(b), run)

@@ -409,11 +409,17 @@ class ModelComparison:
     @property
     def difference_outside_attention(self) -> str:
         """The place where a difference starts that no attention makes; "" for none."""
+        before = ""
         for layer in self.layers:
             if layer.has_other_input:
-                return f"before `{layer.name}`"
+                return (
+                    f"between `{before}` and `{layer.name}`"
+                    if before
+                    else (f"before `{layer.name}`")
+                )
             if layer.differs_by_itself:
                 return ""
+            before = layer.name
         return "after the last attention" if self.has_other_output else ""
 
     @property

@@ -5,8 +5,10 @@ more facts decide whether that prediction may be believed: whether the second ru
 settings and weights state, and, where the inputs are the same, whether the recorded stages are.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ def compare_runs(first: ModelRun, second: ModelRun) -> Diagnosis:
         ShapeError: two attentions take tokens of other widths.
     """
     _require_comparable_layers(first, second)
-    named: list[catalogue.Cause] = []  # in earlier layers: a cause is often that of all layers
+    named = Named()
     layers = tuple(
         LayerPair(first, second, mine, theirs).compare(named)
         for mine, theirs in zip(first.layers, second.layers, strict=True)
@@ -154,6 +156,20 @@ NO_DATA = (
 NOT_AS_STATED = "neither runs as its settings and weights state, and their inputs differ"
 
 
+@dataclass(eq=False)
+class Named:
+    """Findings in earlier layers: a fault is often that of all layers.
+
+    Attributes:
+        causes: those that were named.
+        unexplained: the stages that parted where a search explained not all of them; it is not
+            repeated in other layers.
+    """
+
+    causes: list[catalogue.Cause] = field(default_factory=list)
+    unexplained: set[tuple[str, ...]] = field(default_factory=set)
+
+
 @dataclass(frozen=True, eq=False)
 class LayerPair:
     """Two attentions at the same place of two models."""
@@ -163,7 +179,7 @@ class LayerPair:
     mine: LayerRun  # the attention of the first
     theirs: LayerRun
 
-    def compare(self, named: list[catalogue.Cause]) -> LayerComparison:
+    def compare(self, named: Named) -> LayerComparison:
         """Compare the two; ``named`` has the causes of earlier layers, and gets those of this."""
         if (model := self._known.model) is None:
             return self._compare_stages_directly(NO_DATA)
@@ -199,7 +215,11 @@ class LayerPair:
 
     @property
     def _input_gap(self) -> float:
-        return relative_difference_norm(self.mine.call.inputs.x, self.theirs.call.inputs.x)
+        mine, theirs = self.mine.call.inputs, self.theirs.call.inputs
+        gap = relative_difference_norm(mine.x, theirs.x)
+        if mine.source is None or theirs.source is None:
+            return gap
+        return max(gap, relative_difference_norm(mine.source, theirs.source))
 
     @property
     def _has_other_input(self) -> bool:
@@ -211,7 +231,11 @@ class LayerPair:
         mine, theirs, calls = self.mine.model, self.theirs.model, [self._call_to_explain]
         if dropout := describe_dropout_difference(self.mine.dropout, self.theirs.dropout):
             return dropout
-        if self.mine.window != self.theirs.window:
+        if self.mine.model is None or self.theirs.model is None:
+            window, length = self._known.window, calls[0].inputs.key_source.shape[1]
+            if window is not None and window >= length:
+                return probes.describe_unseen_window(self.mine.window, self.theirs.window, calls)
+        elif self.mine.window != self.theirs.window:
             return probes.describe_unseen_window(self.mine.window, self.theirs.window, calls)
         if unseen := probes.describe_unseen_setting(mine, theirs, calls, calls[0].dtype):
             return unseen
@@ -253,22 +277,26 @@ class LayerPair:
     def _report_explained_calls(
         self,
         explained: search.ExplainedCalls,
-        named: list[catalogue.Cause],
+        named: Named,
         *,
         exchanged_with: str = "",
         is_of_second: bool = False,
     ) -> LayerComparison:
         """Report the calls: by an exchange, else by the causes named before where they suffice."""
+        parted = tuple(explained.gaps.stages_beyond_rounding)
         if exchanged_with:
             explained = replace(explained, candidates=())
-        elif named:
-            likely = replace(explained, candidates=tuple(named))
-            explained = explained if likely.search.left.cells_beyond_rounding else likely
+        elif parted:
+            likely = replace(explained, candidates=tuple(named.causes))
+            is_enough = not likely.search.left.cells_beyond_rounding
+            explained = likely if is_enough or parted in named.unexplained else explained
         blind = self._describe_blind_spot() if explained.outputs_agree else ""
         report = explained.report(**self._stated, blind=blind)
         if not exchanged_with:
             causes = [each.cause for each in explained.search.causes]
-            named += [cause for cause in causes if cause not in named]
+            named.causes += [cause for cause in causes if cause not in named.causes]
+            if explained.search.left.cells_beyond_rounding:
+                named.unexplained.add(parted)
         more = {"exchanged_with": exchanged_with, "is_of_second": is_of_second}
         return self._make_layer_comparison(report, outputs_agree=explained.outputs_agree, **more)
 

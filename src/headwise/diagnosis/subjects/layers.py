@@ -290,7 +290,32 @@ def _read_transformers_modules(model: nn.Module) -> list[ModuleData]:
         return []
     layout, state = registry.layout(name), model.state_dict()
     modules = [m for m in find_modules(layout, state) if m.tensors]
+    if not modules:
+        layout, modules = _find_modules_by_other_names(layout, state)
     return [_read_module_by_layout(module, modules, state, layout, fields) for module in modules]
+
+
+def _find_modules_by_other_names(
+    layout: Layout, state: Mapping[str, Tensor]
+) -> tuple[Layout, list[NamedModule]]:
+    """Return the modules by the names of another layout, with the function of this one.
+
+    transformers 5 gives the modules of some models other names than their files have.
+    """
+    readings = [
+        (sum(len(module.tensors) for module in modules), other, modules)
+        for other in registry.layouts_by_name().values()
+        if other.required and (modules := [m for m in find_modules(other, state) if m.tensors])
+    ]
+    _, other, modules = max(readings, key=lambda each: each[0], default=(0, layout, []))
+    return replace(other, function=layout.function), modules
+
+
+def _read_heads_of_stack(module: NamedModule, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the heads that a config states for the encoder or the decoder of a module."""
+    sides = [side for side in ("encoder", "decoder") if side in module.prefix.split(".")]
+    count = config.get(f"{sides[0]}_attention_heads") if sides else None
+    return {"heads": count} if isinstance(count, int) else {}
 
 
 def _read_module_by_layout(
@@ -304,7 +329,8 @@ def _read_module_by_layout(
     data = None
     with suppress(HeadwiseError):
         shapes = {local: tuple(state[full].shape) for full, local in module.tensors.items()}
-        sizes = described.sizes(shapes, configs.read_stated_counts(config))
+        counts = configs.read_stated_counts(config) | _read_heads_of_stack(module, config)
+        sizes = described.sizes(shapes, counts)
         layer = attention_from_state(module, modules, state, described, config, sizes, window=None)
         data = NativeSubject(layer).model
     owners = {

@@ -1,8 +1,10 @@
 """A whole model, run with the stages of each attention recorded."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +12,12 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
+from headwise.diagnosis.subjects.aligned import Reading, read_inputs, read_known_call
 from headwise.diagnosis.subjects.function import FAILURES, describe_error
 from headwise.diagnosis.subjects.layers import ModuleData, read_attention_modules
+from headwise.diagnosis.subjects.sites import Site, find_sites
 from headwise.diagnosis.subjects.subject import read_dropout
+from headwise.diagnosis.subjects.tape import record_tape
 from headwise.errors import HeadwiseError, OptionError
 from headwise.function.rounding import Roundoff, default_tolerance
 from headwise.layers.hooks import ModuleRun, record_modules
@@ -20,10 +25,12 @@ from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention
 from headwise.support.quantised import require_unquantised
 from headwise.support.tensors import map_leaves
+from headwise.support.text import list_some
 
 BATCH, TOKENS = 2, 24
 ModelInputs = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
+MOST_SITES = 4  # attentions that an error names
 Arguments = tuple[tuple[Any, ...], ModelInputs]  # positional and named
 
 
@@ -39,6 +46,10 @@ class LayerRun:
     roundings: Mapping[str, float] = field(default_factory=dict)  # of each stage
     window: int | None = None  # the number of keys in its window by the config
     dropout: float | None = None  # as the model was given: 0 in eval mode, None where not known
+
+
+# Runs a model, and returns its attentions and its outputs by name.
+LayerRecorder = Callable[[nn.Module, Arguments], tuple[list[LayerRun], dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +95,64 @@ def run_model(
     Raises:
         OptionError: no attention was captured, the model needs inputs, or it fails on them.
     """
+    arguments, described = _choose_arguments(model, inputs, vocabulary)
+    return _run_twice(model, arguments, described, record_layers, record_layers)
+
+
+def run_models(
+    a: nn.Module,
+    b: nn.Module,
+    inputs: Tensor | ModelInputs | None = None,
+    *,
+    vocabulary: int | None = None,
+) -> tuple[ModelRun, ModelRun]:
+    """Run two models, a hand-written one beside the one that is known.
+
+    Raises:
+        OptionError: as `run_model` and `run_beside`.
+    """
+    known = [any(x.model for x in read_attention_modules(model)) for model in (a, b)]
+    if known == [False, True]:
+        run = run_model(b, inputs, vocabulary=vocabulary)
+        return run_beside(run, a, inputs, vocabulary=vocabulary), run
+    run = run_model(a, inputs, vocabulary=vocabulary)
+    if known == [True, False]:
+        return run, run_beside(run, b, inputs, vocabulary=vocabulary)
+    return run, run_model(b, inputs, vocabulary=vocabulary)
+
+
+def run_beside(
+    known: ModelRun,
+    model: nn.Module,
+    inputs: Tensor | ModelInputs | None = None,
+    *,
+    vocabulary: int | None = None,
+) -> ModelRun:
+    """Run a model as `run_model` does, of which nothing is known but that it should equal another.
+
+    Raises:
+        OptionError: as `run_model`; or the model has other attentions than the known one.
+    """
+    arguments, described = _choose_arguments(model, inputs, vocabulary)
+    inputs_alone = partial(record_layers_beside, known.layers, with_stages=False)
+    record = partial(record_layers_beside, known.layers)
+    run = _run_twice(model, arguments, described, record, inputs_alone)
+    if run.output_roundings:
+        return run
+    # Code that runs in float64 alone may round as much as what it is a copy of.
+    roundings = [layer.input_rounding for layer in known.layers]
+    layers = [
+        replace(layer, input_rounding=rounding)
+        for layer, rounding in zip(run.layers, roundings, strict=True)
+    ]
+    largest = max(known.output_roundings.values(), default=0.0)
+    return replace(run, layers=layers, output_roundings=dict.fromkeys(run.outputs or {}, largest))
+
+
+def _choose_arguments(
+    model: nn.Module, inputs: Tensor | ModelInputs | None, vocabulary: int | None
+) -> tuple[Arguments, str]:
+    """Return the arguments of a model, and words for them."""
     require_unquantised(**dict(model.named_parameters()))
     if inputs is None:
         inputs = _random_tokens(model, vocabulary or read_vocabulary_size(model))
@@ -94,15 +163,28 @@ def run_model(
         described = f"your {', '.join(inputs)}"
     arguments: Arguments = ((inputs,), {}) if isinstance(inputs, Tensor) else ((), inputs)
     _require_known_tokens(model, arguments)
-    wide, wide_output = _run_in_dtype(torch.float64, model, arguments)
-    _require_repeatable(model, wide_output, _run_in_dtype(torch.float64, model, arguments)[1])
-    single, single_output = _run_in_dtype(torch.float32, model, arguments)
+    return arguments, described
+
+
+def _run_twice(
+    model: nn.Module,
+    arguments: Arguments,
+    described: str,
+    record: LayerRecorder,
+    record_again: LayerRecorder,
+) -> ModelRun:
+    wide, wide_output = _run_in_dtype(torch.float64, model, arguments, record)
+    again = _run_in_dtype(torch.float64, model, arguments, record_again)[1]
+    _require_repeatable(model, wide_output, again)
+    single, single_output = wide, dict[str, Tensor]()
+    with suppress(OptionError) if record is not record_again else nullcontext():
+        single, single_output = _run_in_dtype(torch.float32, model, arguments, record_again)
     stored = next(model.parameters()).dtype
     layers = [
         replace(
             layer,
             stored=stored,
-            input_rounding=relative_difference_norm(narrow.call.inputs.x, layer.call.inputs.x),
+            input_rounding=_measure_input_rounding(narrow.call.inputs, layer.call.inputs),
             roundings=_list_gaps(narrow.call.stages, layer.call.stages),
         )
         for layer, narrow in zip(wide, single, strict=True)
@@ -111,8 +193,15 @@ def run_model(
     return ModelRun(type(model).__name__, layers, wide_output, described, roundings)
 
 
+def _measure_input_rounding(narrow: Inputs, wide: Inputs) -> float:
+    rounding = relative_difference_norm(narrow.x, wide.x)
+    if narrow.source is None or wide.source is None:
+        return rounding
+    return max(rounding, relative_difference_norm(narrow.source, wide.source))
+
+
 def _run_in_dtype(
-    dtype: torch.dtype, model: nn.Module, arguments: Arguments
+    dtype: torch.dtype, model: nn.Module, arguments: Arguments, record: LayerRecorder
 ) -> tuple[list[LayerRun], dict[str, Tensor]]:
     positional, named = arguments
 
@@ -122,7 +211,11 @@ def _run_in_dtype(
 
     cast_arguments = map_leaves(cast, (positional, {**named}))
     try:
-        return record_layers(copy.deepcopy(model).to(dtype), cast_arguments)
+        copied = copy.deepcopy(model).to(dtype)
+        choose: Any = getattr(copied, "set_experts_implementation", None)
+        if choose is not None:  # grouped products lack float64
+            choose("eager")
+        return record(copied, cast_arguments)
     except HeadwiseError:
         raise
     except FAILURES as error:
@@ -156,6 +249,7 @@ def _require_repeatable(
         )
 
 
+@torch.no_grad()
 def record_layers(
     model: nn.Module, arguments: Arguments
 ) -> tuple[list[LayerRun], dict[str, Tensor]]:
@@ -172,6 +266,12 @@ def record_layers(
     with record_modules(map(model.get_submodule, names)) as passes, recording as recorder:
         recorder.begin_input()
         output = model(*arguments[0], **arguments[1])
+    captured = [named_call.layer.partition(" (")[0] for named_call in calls]
+    is_missed = [
+        data.model is not None and not any(map(data.covers_module, captured)) for data in modules
+    ]
+    if any(is_missed) and (taped := _record_layers_on_tape(model, arguments, modules)):
+        return taped
     recorder.require_any_captured(type(model).__name__)
     # transformers computes rotations and norms in float32, whatever the dtype of the model is.
     is_single = hasattr(model, "config")
@@ -191,6 +291,75 @@ def record_layers(
         before.append(replace(layer, dropout=dropout))
         layers.append(before[-1])
     return layers, list_output_tensors(output)
+
+
+@torch.no_grad()
+def _record_layers_on_tape(
+    model: nn.Module, arguments: Arguments, modules: Sequence[ModuleData]
+) -> tuple[list[LayerRun], dict[str, Tensor]] | None:
+    """Run a model that computes attention by products of its own; None if one is not read."""
+    tape, output = record_tape(model, *arguments)
+    layers = []
+    for site in find_sites(tape.nodes):
+        data = next((each for each in modules if each.covers_module(site.module)), None)
+        if (
+            data is None
+            or data.model is None
+            or (call := read_known_call(site, data.model)) is None
+        ):
+            return None
+        window = None if site.is_cross else data.window
+        layers.append(LayerRun(site.module, call, data.model, window=window))
+    return layers, list_output_tensors(output)
+
+
+@torch.no_grad()
+def record_layers_beside(
+    known: Sequence[LayerRun], model: nn.Module, arguments: Arguments, *, with_stages: bool = True
+) -> tuple[list[LayerRun], dict[str, Tensor]]:
+    """Run a model; return its attentions as those of a known model state them, and its outputs.
+
+    Without stages, the calls have their inputs alone.
+
+    Raises:
+        OptionError: the model has another number of attentions, or what enters one of them has
+            other sizes.
+    """
+    tape, output = record_tape(model, *arguments)
+    sites = find_sites(tape.nodes)
+    _require_as_many_attentions(model, sites, known)
+    layers = []
+    for site, layer in zip(sites, known, strict=True):
+        call = read_inputs(site, layer.call)
+        if call is None or layer.model is None:
+            raise _unread_attention_error(model, site, layer)
+        call = Reading(site, layer.model, call).read() if with_stages else call
+        layers.append(LayerRun(site.module, call))
+    return layers, list_output_tensors(output)
+
+
+def _require_as_many_attentions(
+    model: nn.Module, sites: Sequence[Site], known: Sequence[LayerRun]
+) -> None:
+    if len(sites) != len(known):
+        names = list_some([f"`{site.module}`" for site in sites], MOST_SITES) or "none"
+        raise OptionError(
+            saw=f"{len(sites)} attentions in a {type(model).__name__}, by its products of two "
+            f"activations ({names}), beside {len(known)} of the other model",
+            needed="as many as the other has, each by two matrix products: scores, and values",
+            do="compare layers of the two: compare(lambda x: a_layer(x), b_layer)",
+        )
+
+
+def _unread_attention_error(model: nn.Module, site: Site, layer: LayerRun) -> OptionError:
+    shapes = [str(tuple(node.value.shape)) for node in site.sources["q"]]
+    return OptionError(
+        saw=f"`{site.module}` of a {type(model).__name__}, which projects q from a tensor of shape "
+        f"{' or '.join(shapes) or '(none)'}",
+        needed=f"the input of `{layer.name}`, {tuple(layer.call.inputs.x.shape)}, in any order of "
+        "axes",
+        do="compare layers of the two: compare(lambda x: a_layer(x), b_layer)",
+    )
 
 
 def list_output_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
@@ -300,6 +469,11 @@ def _make_layer_run(
     )
     rows = torch.arange(queries, device=call.matrix.q.device)
     mask = call.matrix.bound_mask.evaluate_rows(rows)  # (batch or 1, heads or 1, queries, keys)
+    bias = call.matrix.score_bias.bind_unchecked(
+        queries=queries, keys=keys, device=rows.device, dtype=torch.float64
+    )
+    for part in bias.parts_at_rows(rows):  # -inf hides
+        mask = mask & (part > -torch.inf)
     x = torch.zeros(batch, queries, 0, dtype=torch.float64) if x is None else x
     stages = _read_stages(call, data, turns, past)
     stages = {name: stage.double() for name, stage in stages.items()}
