@@ -1,12 +1,18 @@
-"""Norms of the output with weights of their own, with a residual or without."""
+"""Norms of the input or the output with weights of their own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise import Attention, Rotary
+from headwise.diagnosis._compare import Comparison
+from headwise.diagnosis.catalogue import CAUSES
+from headwise.diagnosis.probes import make_probes
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
+from headwise.diagnosis.subjects.function import BlackBox
+from headwise.diagnosis.subjects.layers import NativeSubject
 from tests.diagnosis.causes.faulty_models import WIDTH, inputs_of, model_of, recorded, searched
 
 LAST = ("norm inside", "residual inside", "factor", "bias missing", "adapters merged or not")
@@ -51,3 +57,48 @@ def test_other_functions_of_the_output(residual: float, noise: float) -> None:
     model = model_of(causal=True)
     other = with_norm(model, residual, noise)
     assert not searched(model, recorded(other, inputs_of()), *LAST).causes
+
+
+class Inside(nn.Module):
+    """An attention that normalises its input, as a class that nobody knows."""
+
+    def __init__(self, layer: Attention, norm: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(self.norm(x))
+        return output
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_a_norm_of_the_input_with_weights_is_read_off_a_function(kind: str) -> None:
+    torch.manual_seed(5)
+    layer = Attention(40, 5, rotary=Rotary())
+    norm = nn.LayerNorm(40) if kind == "layer" else nn.RMSNorm(40, eps=1e-6)
+    for parameter in norm.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    first, second = BlackBox(Inside(layer, norm)), NativeSubject(layer)
+    probes = make_probes([first, second], (40, 40))
+    named = [each for each in CAUSES if each.name in LAST]
+    diagnosis = Comparison(first, second, probes, named).diagnosis()
+    assert diagnosis.function is not None
+    [cause] = diagnosis.function.causes
+    assert cause.name == "norm inside"
+    assert cause.parameters == {"norm": f"{kind} of the input", "weights": "of its own"}
+
+
+def test_a_norm_of_the_input_with_weights_is_read_off_stages() -> None:
+    model, norm = model_of(), nn.LayerNorm(WIDTH, dtype=torch.float64)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    nn.init.normal_(norm.bias)
+
+    def normed(forced: ForcedStage) -> Tensor:
+        return project_heads(forced.with_inputs(x=norm(forced.call.inputs.x).detach()))
+
+    faulty = model
+    for role in "qkv":
+        faulty = faulty.with_stage_function(role, normed)
+    [cause] = searched(model, recorded(faulty, inputs_of())).causes
+    assert cause.cause.name == "norm inside"
+    assert cause.variant.parameters == {"norm": "layer of the input", "weights": "of its own"}

@@ -17,8 +17,8 @@ from headwise.layers.distance import alibi_slopes
 
 def _split_without_transpose(evidence: Evidence) -> Variants:
     for roles in ("qkv", "qk", "q", "k", "v"):
-        model, names = evidence.replace_stages(roles, _view_as_heads), ", ".join(roles)
-        yield Variant(model, {"roles": names}, "view(batch, length, heads, d).transpose(1, 2)")
+        model = evidence.replace_stages(roles, _view_as_heads)
+        yield Variant(model, {"roles": roles}, "view(batch, length, heads, d).transpose(1, 2)")
 
 
 def _view_as_heads(forced: ForcedStage) -> Tensor:

@@ -1,16 +1,20 @@
 """Causes in norms and residuals, of queries, keys, input and output; and in the output gate."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants, flatten_tokens
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
+from headwise.errors import OptionError
 from headwise.function.spec import NormRule
+from headwise.function.stages import repeat_kv_heads
 
 KINDS: tuple[Literal["rms", "layer", "l2"], ...] = ("rms", "layer", "l2")
 OVER: tuple[Literal["head", "width"], ...] = ("head", "width")
@@ -66,7 +70,81 @@ def _norm_inside(evidence: Evidence) -> Variants:
             model = evidence.replace_stages("qkv", _project_normed_input, norm, of)
             words = f"{kind} of the {'input' if of != 'source' else of}"
             yield Variant(model, {"norm": words}, repair)
+        if (fit := _fit_gain(evidence, norm, has_bias=kind == "layer")) is not None:
+            weighted = partial(_scale_and_shift, norm, *fit)
+            for of in dict.fromkeys(("", *given)):
+                model = evidence.replace_stages("qkv", _project_normed_input, weighted, of)
+                words = f"{kind} of the {'input' if of != 'source' else of}"
+                yield Variant(model, {"norm": words, "weights": "of its own"}, repair)
         yield from _variants_of_output_norm(evidence, kind, norm)
+
+
+WIDEST = 512  # tokens whose norm has weights that are fitted: the fit takes width ** 3
+NEAR = 1e-3  # of what a norm with weights leaves; other numbers than the right eps leave less
+
+
+def _scale_and_shift(norm: Norm, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return weight * norm(x) + bias
+
+
+def _fit_gain(evidence: Evidence, norm: Norm, *, has_bias: bool) -> tuple[Tensor, Tensor] | None:
+    """Return the weight and bias of a norm of the input, None where it explains nothing.
+
+    A projection of it is linear in both: W (g * n + b). They are fitted to recorded projections, or
+    to the values of one token in the output.
+    """
+    products = list(_products_of_tokens(evidence))
+    width = evidence.model.weights["wv"].shape[2]
+    if not products or width > WIDEST:
+        return None
+    size = (1 + has_bias) * width
+    square, right = torch.zeros(size, size, dtype=torch.float64), torch.zeros(size).double()
+    for x, matrix, y in products:
+        tokens, gram, back = norm(x), matrix.T @ matrix, y @ matrix
+        square[:width, :width] += gram * (tokens.T @ tokens)
+        right[:width] += (tokens * back).sum(0)
+        if has_bias:
+            square[:width, width:] += gram * tokens.sum(0)[:, None]
+            square[width:, width:] += len(tokens) * gram
+            right[width:] += back.sum(0)
+    square = square.triu() + square.triu(1).T
+    numbers = torch.linalg.lstsq(square, right[:, None], driver="gelsd").solution[:, 0]
+    weight = numbers[:width]
+    bias = numbers[width:] if has_bias else torch.zeros_like(weight)
+    left = [y - (weight * norm(x) + bias) @ matrix.T for x, matrix, y in products]
+    is_near = sum(float(z.square().sum()) for z in left) <= NEAR**2 * sum(
+        float(y.square().sum()) for *_, y in products
+    )
+    return (weight, bias) if is_near else None
+
+
+def _products_of_tokens(evidence: Evidence) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield tokens (tokens, width), a matrix (rows, width), and their products in the calls."""
+    weights = evidence.model.weights
+    if not evidence.shows_outputs_alone:
+        for role in "qkv" if not evidence.is_cross_attention else "":
+            if (recorded := evidence.projection_tokens(role)) is not None:
+                x, y = recorded
+                y = y if f"b{role}" not in weights else y - weights[f"b{role}"].flatten()
+                yield x.double(), weights[f"w{role}"].flatten(0, 1), y
+        return
+    runs = evidence.calls[0].runs
+    if runs is None or not {"sink", "wg"}.isdisjoint(weights):  # one token has not all the weight
+        return
+    heads, (kv_heads, value_dim, width) = len(weights["wo"]), weights["wv"].shape
+    crosses = evidence.is_cross_attention
+    batch = 2 * -(-width // (kv_heads * value_dim)) + LEAST_TOKENS
+    with suppress(OptionError):
+        call = runs.random_call(evidence.model, batch, 1, crosses=crosses)
+        value = repeat_kv_heads(weights["wv"][None], heads=heads)[0]
+        matrix = torch.einsum("hdw,hde->ew", value, weights["wo"])
+        y = call.stages["output"][:, 0]
+        if "bv" in weights:
+            shift = repeat_kv_heads(weights["bv"][None, :, None], heads=heads)[0, :, 0]
+            y = y - torch.einsum("hd,hde->e", shift, weights["wo"])
+        y = y if "bo" not in weights else y - weights["bo"]
+        if y.shape[1] == len(matrix):
+            yield call.inputs.key_source[:, 0].double(), matrix, y
 
 
 def _variants_of_output_norm(evidence: Evidence, kind: str, norm: Norm) -> Iterator[Variant]:

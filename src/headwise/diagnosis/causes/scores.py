@@ -20,6 +20,7 @@ from headwise.function.distance import slopes_of
 from headwise.function.spec import Softcap
 from headwise.layers.distance import alibi_slopes
 
+STEPS = (1, 2, 4, 8)  # positions after which a temperature grows
 LARGE = 1e30  # a number that hides a key when it is taken off its score
 
 
@@ -54,15 +55,15 @@ def _temperature_by_length(evidence: Evidence) -> Variants:
     yield make("keys", -0.5, "1 / sqrt(keys)")
     yield make("keys alone", right, "1 / sqrt(keys) in place of the scale")
     logarithm = "log(keys) times {:.6g}"
-    yield Family(lambda x: make("log keys", x, logarithm), (0.05, 0.2, 1.0), is_log=True)
+    yield Family(lambda x: make("log keys", x, logarithm), (0.05, 1.0), is_log=True)
     longest = max(call.key_positions.shape[1] for call in evidence.calls)
     by_position = "log(position) / log({:g}), from there on"
     for base in range(2, longest):
         yield make("log position", float(base), by_position)
-    for steps in (2**n for n in range(longest.bit_length())):
+    for steps in STEPS:
         kind = f"steps of {steps}"
         text = f"1 + {{:.6g}} log(1 + floor(position / {steps}))"
-        yield Family(partial(make, kind, text=text), (0.03, 0.1, 0.5), is_log=True)
+        yield Family(partial(make, kind, text=text), (0.03, 0.3), is_log=True)
 
 
 def _grow_queries(kind: str, number: float, forced: ForcedStage) -> Tensor:
