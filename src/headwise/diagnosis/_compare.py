@@ -26,6 +26,7 @@ from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects import layers, recording, steps, subject, transformers
 from headwise.diagnosis.subjects.function import BlackBox
+from headwise.diagnosis.subjects.parts import Parts
 from headwise.diagnosis.subjects.run import (
     LayerRun,
     ModelRun,
@@ -41,11 +42,20 @@ from headwise.layers.attention import Attention
 from headwise.layouts.modules import NamedModule
 
 Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
+RECORD_PARTS = (
+    "next, record q, k and v too: compare(port, layer, parts={'q': port.q_proj, 'k': port.k_proj, "
+    "'v': port.v_proj}), with the modules that compute them"
+)
 UNSTATED = "the layer runs otherwise than its weights and settings state, such as by a hook"
 
 
 def compare(
-    a: Comparable, b: Comparable, inputs: ComparisonInputs | None = None, *, gradients: bool = False
+    a: Comparable,
+    b: Comparable,
+    inputs: ComparisonInputs | None = None,
+    *,
+    gradients: bool = False,
+    parts: Mapping[str, nn.Module] | None = None,
 ) -> Diagnosis:
     """Say whether two attentions are the same function, and if not, why.
 
@@ -65,6 +75,8 @@ def compare(
             for inputs that headwise makes, which two functions need from you.
         gradients: compare the gradients of two layers too, if their outputs agree: a `detach()`
             or another backward pass shows in them alone.
+        parts: of a function beside a layer, the modules of PyTorch within it that compute stages,
+            such as {"q": port.q_proj, "k": port.k_proj}. Their outputs are compared too.
 
     Returns:
         The verdict, the causes with their repair, and the evidence. It is true if both are the
@@ -83,7 +95,7 @@ def compare(
     if not isinstance(inputs, Inputs) and (runs := _run_models(a, b, inputs)):
         _refuse_gradient_comparison("whole models", asked=gradients)
         return models.compare_runs(*runs)
-    return _compare_layers(a, b, inputs, gradients=gradients)
+    return _compare_layers(a, b, inputs, gradients=gradients, parts=parts)
 
 
 def _compare_layers(
@@ -92,6 +104,7 @@ def _compare_layers(
     inputs: Tensor | Inputs | Mapping[str, Any] | None,
     *,
     gradients: bool,
+    parts: Mapping[str, nn.Module] | None,
 ) -> Diagnosis:
     _refuse_model_beside_layer("a", a, b)
     _refuse_model_beside_layer("b", b, a)
@@ -99,12 +112,29 @@ def _compare_layers(
     first, second = _make_subject("a", sides[0]), _make_subject("b", sides[1])
     subject.require_finite_weights("a", first)
     subject.require_finite_weights("b", second)
+    if parts is not None:
+        _record_parts_of_function(first, second, parts)
     chosen = probes.choose_inputs(first, second, inputs)
     if isinstance(first, BlackBox) and isinstance(second, BlackBox):
         _refuse_gradient_comparison("two functions", asked=gradients)
         return functions.compare_functions(first, second, chosen[0])
     comparison = Comparison(first, second, chosen)
     return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
+
+
+def _record_parts_of_function(
+    first: Subject, second: Subject, parts: Mapping[str, nn.Module]
+) -> None:
+    """Make a function show the outputs of its parts."""
+    function, known = (first, second) if isinstance(first, BlackBox) else (second, first)
+    if not isinstance(function, BlackBox) or known.model is None:
+        raise OptionError(
+            saw=f"parts beside {first.kind} and {second.kind}",
+            needed="a function, and a layer whose weights and settings are known",
+            do="leave parts out, or compare(port, layer, parts=...)",
+        )
+    settings = known.model.settings
+    function.parts = Parts(parts, settings.num_heads, settings.num_kv_heads)
 
 
 def _refuse_gradient_comparison(what: str, *, asked: bool) -> None:
@@ -303,7 +333,7 @@ class Comparison:
         if not isinstance(function, BlackBox) or sizes is None:
             return ()
         parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
-        return parts.sentences
+        return parts.sentences + ((RECORD_PARTS,) if function.parts is None else ())
 
     def _explain(
         self, calls: Sequence[RecordedCall], names: Sequence[str], side: str

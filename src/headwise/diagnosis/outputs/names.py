@@ -160,8 +160,9 @@ class _Search:
         snapped = {n: _snap(x, weights[n], tolerance) for n, x in read.weights.items()}
         read, state = replace(read, weights=snapped), {**weights, **snapped}
         report = find.find_state_moves(state, weights, tolerance=tolerance, **self.rotary)
-        if not report.unexplained:
+        if read.role not in report.unexplained:
             yield from (moves for moves in (report.moves, *report.others) if moves)
+        if not report.unexplained:
             return
         if (move := self._find_low_rank_change(read, tolerance)) is not None:
             yield (move,)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
+from headwise.diagnosis.subjects.parts import Parts
 from headwise.diagnosis.subjects.subject import Subject, differentiate
 from headwise.errors import OptionError
 from headwise.function.rounding import is_coarser
@@ -58,6 +59,7 @@ class BlackBox(Subject):
         names = name_arguments(function)
         self.takes_mask, self.takes_source = "mask" in names, "source" in names
         self.takes_arrays = False  # known after the first call
+        self.parts: Parts | None = None  # whose outputs are stages
         self._first: tuple[Inputs, Tensor] | None = None
 
     @torch.no_grad()
@@ -125,9 +127,23 @@ class BlackBox(Subject):
         )
 
     def record(self, inputs: Inputs) -> RecordedCall:
-        """Return the output alone."""
+        """Return the output, and the stages of known parts."""
         output = self.output(inputs)
-        return RecordedCall(inputs, {"output": output.double()}, self.dtype, runs=self.runs)
+        stages = {"output": output.double(), **self._record_parts(inputs)}
+        return RecordedCall(inputs, stages, self.dtype, runs=self.runs)
+
+    def _record_parts(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Return the stages that are the outputs of known parts."""
+        if self.parts is None:
+            return {}
+        _, stages = self.parts.record(lambda: self._call_function(inputs))
+        if lacking := sorted(self.parts.modules.keys() - stages.keys()):
+            raise OptionError(
+                saw=f"parts for {', '.join(lacking)} that {self.kind} does not call",
+                needed="the modules that run when the function is called",
+                do='give those of the same object: compare(port, layer, parts={"q": port.q_proj})',
+            )
+        return {stage: x.double() for stage, x in stages.items()}
 
     @cached_property
     def runs(self) -> Runs:

@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.function import describe_error
+from headwise.diagnosis.subjects.parts import Parts
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError, ShapeError
 from headwise.function.stages import STAGES
-from headwise.layers.hooks import record_modules
 from headwise.support.files import write_whole
 
 ENDINGS = (".npz", ".safetensors")
@@ -198,31 +198,13 @@ def record_activations(
 
     Raises:
         OptionError: a name that is no stage.
+        ShapeError: a part whose channels do not divide into heads.
     """
-    if unknown := sorted({*modules} - {*STAGES}):
-        raise OptionError(
-            saw=f"modules for {', '.join(unknown)}",
-            needed=f"names among {', '.join(STAGES)}",
-            do='modules={"q": layer.q_proj, "k": layer.k_proj, "v": layer.v_proj}',
-        )
-    with torch.no_grad(), record_modules(modules.values()) as runs:
-        output = call()
-    recorded = {
-        stage: _split_output(runs[module][-1].output, stage, num_heads, num_kv_heads)
-        for stage, module in modules.items()
-        if runs[module]
-    }
+    parts = Parts(modules, num_heads, num_kv_heads or num_heads)
+    output, recorded = parts.record(call)
     recorded |= {"x": x, "output": output[0] if isinstance(output, tuple) else output}
     recorded |= {} if mask is None else {"mask": mask}
     arrays = {name.replace(" ", "_"): t.cpu().numpy() for name, t in recorded.items()}
     content = BytesIO()
     np.savez(content, allow_pickle=False, **arrays)
     write_whole(Path(path), content.getvalue())
-
-
-def _split_output(output: Tensor, stage: str, heads: int, kv_heads: int | None) -> Tensor:
-    if stage == "output" or output.dim() != 3:
-        return output
-    heads = (kv_heads or heads) if stage[0] in "kv" else heads
-    rows: Tensor = output.unflatten(-1, (heads, -1))
-    return rows.transpose(1, 2)
