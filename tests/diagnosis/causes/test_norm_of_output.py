@@ -102,3 +102,22 @@ def test_a_norm_of_the_input_with_weights_is_read_off_stages() -> None:
     [cause] = searched(model, recorded(faulty, inputs_of())).causes
     assert cause.cause.name == "norm inside"
     assert cause.variant.parameters == {"norm": "layer of the input", "weights": "of its own"}
+
+
+def test_a_norm_of_a_source_with_weights_is_read_off_a_function() -> None:
+    torch.manual_seed(6)
+    layer, norm = Attention(40, 5, source_dim=24), nn.LayerNorm(24)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+
+    class Crossing(Inside):
+        def forward(self, x: Tensor, source: Tensor) -> Tensor:
+            output: Tensor = self.layer(x, self.norm(source))
+            return output
+
+    first, second = BlackBox(Crossing(layer, norm)), NativeSubject(layer)
+    probes = make_probes([first, second], (40, 24))
+    named = [each for each in CAUSES if each.name in LAST]
+    diagnosis = Comparison(first, second, probes, named).diagnosis()
+    assert diagnosis.function is not None
+    [cause] = diagnosis.function.causes
+    assert cause.parameters == {"norm": "layer of the source", "weights": "of its own"}

@@ -72,10 +72,10 @@ def _norm_inside(evidence: Evidence) -> Variants:
             yield Variant(model, {"norm": words}, repair)
         if (fit := _fit_gain(evidence, norm, has_bias=kind == "layer")) is not None:
             weighted = partial(_scale_and_shift, norm, *fit)
-            for of in dict.fromkeys(("", *given)):
-                model = evidence.replace_stages("qkv", _project_normed_input, weighted, of)
-                words = f"{kind} of the {'input' if of != 'source' else of}"
-                yield Variant(model, {"norm": words, "weights": "of its own"}, repair)
+            of = "source" if evidence.is_cross_attention else ""  # whose tokens were fitted
+            model = evidence.replace_stages("qkv", _project_normed_input, weighted, of)
+            words = f"{kind} of the {of or 'input'}"
+            yield Variant(model, {"norm": words, "weights": "of its own"}, repair)
         yield from _variants_of_output_norm(evidence, kind, norm)
 
 
@@ -184,9 +184,10 @@ def _normalise_last_axis(kind: str, eps: float, x: Tensor) -> Tensor:
 def _project_normed_input(norm: Norm, of: str, forced: ForcedStage) -> Tensor:
     """Return q, k or v of inputs that are normalised: both, or x or the source alone."""
     inputs = forced.call.inputs
-    normed = inputs.map_tokens(lambda x: norm(x.double()))
-    x = normed.x if of != "source" else inputs.x
-    source = normed.source if of != "x" else inputs.source
+    x = inputs.x if of == "source" else norm(inputs.x.double())
+    source = inputs.source
+    if source is not None and of != "x":
+        source = norm(source.double())
     return project_heads(forced.with_inputs(x=x, source=source))
 
 
