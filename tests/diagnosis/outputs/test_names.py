@@ -171,7 +171,11 @@ def mix_two_heads(state: State) -> None:
     rows[0] += 0.3 * rows[1]
 
 
-@pytest.mark.parametrize("edit", [damage_a_row, mix_two_heads])
+def repeat_a_head(state: State) -> None:
+    state["wv"] = state["wv"][:6].repeat(5, 1)
+
+
+@pytest.mark.parametrize("edit", [damage_a_row, mix_two_heads, repeat_a_head])
 def test_weights_that_no_name_explains_have_no_moves(edit: Edit) -> None:
     model, found, runs = search(edit, plain.MANY, is_array=True)
     assert not [moves for moves in found if reproduce(model, moves, runs)]

@@ -35,7 +35,8 @@ Moves = tuple[Move, ...]
 def find_output_moves(model: AttentionModel, runs: Runs, *, crosses: bool) -> tuple[Moves, ...]:
     """Return sequences of moves, each of which explains a part of the outputs or all of it."""
     try:
-        return tuple(_Search(model, runs, crosses).yield_moves())
+        sequences = tuple(_Search(model, runs, crosses).yield_moves())
+        return tuple(moves for moves in sequences if not any(map(_repeats_head, moves)))
     except OptionError:  # a function that fails on one token, or on many sequences
         return ()
 
@@ -243,6 +244,12 @@ class _Search:
             parameters, text = (*parameters, ("heads", heads)), f"{text}, {_list_heads(heads)}"
         edit = Edited({role: lambda x: x + whole.to(x.dtype)}, parts=WEIGHTS)
         return Move(MapName(ADAPTERS_MERGED, text, (role,), 0, parameters), edit)
+
+
+def _repeats_head(move: Move) -> bool:
+    """True for one head in all places, which is no order of shards where nobody has as many."""
+    shards = dict(move.name.parameters).get("shards")
+    return shards is not None and shards not in families.RANKS
 
 
 def _key_of_change(move: Move, roles: set[str], owner: _Search) -> object:
