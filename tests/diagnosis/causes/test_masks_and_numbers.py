@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant
+from headwise.diagnosis.outputs.values import read_values, read_values_by_head
 from headwise.diagnosis.search import SEARCHES
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Inputs, RecordedCall
 from headwise.function.rotary import rotate_by_rule
 from headwise.function.spec import AlibiRule, NormRule, Softcap
 from tests.diagnosis.causes.faulty_models import (
     BATCH,
     HEAD_DIM,
     TOKENS,
+    WIDTH,
     inputs_of,
     model_of,
     recorded,
@@ -213,3 +215,12 @@ def _is_in_force(model: AttentionModel, variant: Variant, evidence: Evidence) ->
 
 def test_the_models_have_several_sequences() -> None:
     assert BATCH > 1
+
+
+def test_a_token_that_sees_none_has_no_values_to_read() -> None:
+    model = model_of()
+    x = torch.randn(60, 1, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    bias = model.weights["bo"].expand(60, 1, -1)
+    call = RecordedCall(Inputs(x), {"output": torch.zeros_like(bias)})
+    for read in (read_values, read_values_by_head):
+        assert read(model, call, 1e-6) is None

@@ -29,6 +29,8 @@ def read_output_projection(
     weights: State = {"wo": solution.x[:-1].view(shape)}
     if "bo" in model.weights:
         weights = {**weights, "bo": solution.x[-1]}
+    if not weights["wo"].any():  # one token sees none, and its output is the bias
+        return None
     return Read("o", weights, float(solution.noise[:-1].max() / _size(weights["wo"])))
 
 
@@ -46,6 +48,8 @@ def read_values(model: AttentionModel, call: RecordedCall, tolerance: float) -> 
     if matrix is None:
         return None
     wv = matrix.T.reshape(model.weights["wv"].shape)
+    if not wv.any():
+        return None
     weights: State = {"wv": wv, **_read_bias(model, solution.x[-1], parts)}
     return Read("v", weights, noise * _gain(parts.flatten(0, 1)) / _size(wv))
 
@@ -79,6 +83,8 @@ def read_values_by_head(model: AttentionModel, call: RecordedCall, tolerance: fl
     if "sink" not in model.weights:
         read = {**read, **_read_bias(model, solution.x[-1], parts.sum(1))}
     gain = max(_gain(part.transpose(0, 1).flatten(1)) for part in parts)
+    if not wv.any():
+        return None
     return Read("v", read, float(solution.noise[: heads * width].max()) * gain / _size(wv))
 
 
