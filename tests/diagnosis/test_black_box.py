@@ -67,7 +67,7 @@ def test_inputs_may_be_a_numpy_array(layer: Attention) -> None:
 def test_a_function_without_a_mask_is_run_without_one(layer: Attention) -> None:
     diagnosis = compare(lambda x: layer(x), layer)
     assert diagnosis.verdict is Verdict.SAME
-    assert "40 random tokens\n" in str(diagnosis)
+    assert "40 random tokens; one random token" in str(diagnosis)
     with pytest.raises(OptionError, match="inputs with a mask for function"):
         compare(lambda x: layer(x), layer, Inputs(torch.randn(1, 3, WIDTH), mask=torch.eye(3) > 0))
 

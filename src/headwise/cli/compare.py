@@ -56,6 +56,15 @@ def compare(
     layer: Layer = None,
     inputs: Inputs = None,
     against_model: AgainstModel = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="Stop the search for causes after this time, and print what is known.",
+            show_default="everything is tried",
+        ),
+    ] = None,
     counts: output.Counts,
     page: Annotated[
         Path | None,
@@ -74,7 +83,7 @@ def compare(
     _require_options_that_agree(second, options, counts)
     if page is not None:
         make_parent_and_require_writable(page)
-    diagnosis = _compare_files(first, second, options, counts)
+    diagnosis = _compare_files(first, second, {**options, "budget": budget}, counts)
     lines = diagnosis.lines
     if second is not None and layer is None:
         lines = lines + output.suggest_comparison(diagnosis, first, second)
@@ -84,7 +93,10 @@ def compare(
         show=lambda console: console.print(*lines, sep="\n", markup=False, soft_wrap=True),
         as_json=diagnosis.as_dict if as_json else None,
     )
-    raise typer.Exit(output.exit_status_of_diagnosis(diagnosis))
+    interrupted = diagnosis.function is not None and diagnosis.function.stopped == "interrupted"
+    raise typer.Exit(
+        output.INTERRUPTED if interrupted else output.exit_status_of_diagnosis(diagnosis)
+    )
 
 
 def _require_options_that_agree(
@@ -113,9 +125,10 @@ def _compare_files(
         from headwise.diagnosis.subjects.recording import is_recording
 
         layer, inputs = options["layer"], options["inputs"]
+        limits = {"budget": options["budget"], "progress": progress}
         if second is None:
             model = transformers.load(options["against_model"]).model
-            return _compare.compare(first, model, _read_input_array(inputs))
+            return _compare.compare(first, model, _read_input_array(inputs), **limits)
         if layer is None:
             for path in filter(is_recording, (first, second)):
                 raise typer.BadParameter(
@@ -127,7 +140,7 @@ def _compare_files(
             path if is_recording(path) else attention.load_attention(path, layer=layer, **counts)
             for path in (first, second)
         )
-        return _compare.compare(mine, theirs, _read_input_array(inputs))
+        return _compare.compare(mine, theirs, _read_input_array(inputs), **limits)
 
 
 def _read_input_array(path: Path | None) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.source import CheckpointSource
-from headwise.diagnosis import catalogue, functions, models, probes, search
+from headwise.diagnosis import catalogue, functions, models, probes, search, watch
 from headwise.diagnosis._verify import verify_opened
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import SEED
@@ -25,7 +25,7 @@ from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects import layers, recording, steps, subject, transformers
-from headwise.diagnosis.subjects.function import BlackBox
+from headwise.diagnosis.subjects.function import SLOW, BlackBox
 from headwise.diagnosis.subjects.parts import Parts
 from headwise.diagnosis.subjects.run import (
     LayerRun,
@@ -40,12 +40,14 @@ from headwise.errors import OptionError
 from headwise.function.rounding import coarsest, default_tolerance
 from headwise.layers.attention import Attention
 from headwise.layouts.modules import NamedModule
+from headwise.support.progress import Progress
 
 Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
 RECORD_PARTS = (
     "next, record q, k and v too: compare(port, layer, parts={'q': port.q_proj, 'k': port.k_proj, "
     "'v': port.v_proj}), with the modules that compute them"
 )
+OF_INPUTS = 0.5  # of the budget, that runs of the inputs may take
 UNSTATED = "the layer runs otherwise than its weights and settings state, such as by a hook"
 
 
@@ -56,6 +58,8 @@ def compare(
     *,
     gradients: bool = False,
     parts: Mapping[str, nn.Module] | None = None,
+    budget: float | None = None,
+    progress: Progress | None = None,
 ) -> Diagnosis:
     """Say whether two attentions are the same function, and if not, why.
 
@@ -77,16 +81,39 @@ def compare(
             or another backward pass shows in them alone.
         parts: of a function beside a layer, the modules of PyTorch within it that compute stages,
             such as {"q": port.q_proj, "k": port.k_proj}. Their outputs are compared too.
+        budget: seconds after which no further input is run and no further cause is tried. At least
+            one input is run. Half of it is left for the search.
+        progress: called with (what is tried, number, total); None for a line on a terminal after
+            2 seconds.
 
     Returns:
         The verdict, the causes with their repair, and the evidence. It is true if both are the
-        same function.
+        same function. Ctrl-C during the search, or the end of the budget, leaves what is known
+        by then: ``function.stopped`` says why, ``function.untried`` what was left out.
 
     Raises:
         OptionError: two functions without inputs, or one that fails, has state, or returns NaN;
             weights or inputs that are not finite; or gradients of other than two layers.
         ShapeError: the two take tokens of other widths, or there are no tokens.
     """
+    if budget is not None and budget <= 0:
+        raise OptionError(
+            saw=f"budget={budget}",
+            needed="seconds, more than 0",
+            do="budget=60 stops after a minute; without it, everything is tried",
+        )
+    with watch.watching(budget, progress):
+        return _compare(a, b, inputs, gradients=gradients, parts=parts)
+
+
+def _compare(
+    a: Comparable,
+    b: Comparable,
+    inputs: ComparisonInputs | None,
+    *,
+    gradients: bool,
+    parts: Mapping[str, nn.Module] | None,
+) -> Diagnosis:
     a, b = layers.layer_with_adapters(a), layers.layer_with_adapters(b)
     inputs = probes.read_inputs(inputs)
     if _can_compare_as_weights(a, b):
@@ -263,7 +290,8 @@ class Comparison:
     def diagnosis(self) -> Diagnosis:
         """Return the verdict and its evidence."""
         calls, names = self._record_doubtful(self.probes)
-        if isinstance(self.doubtful, BlackBox):
+        time = watch.current()
+        if isinstance(self.doubtful, BlackBox) and not time.stopped:
             self.doubtful.require_stateless()
         side = self._side
         everything = self._explain(calls, names, side)
@@ -273,6 +301,8 @@ class Comparison:
             if left.cells_beyond_rounding or len(causes) > 1:
                 explained = self._explain_with_roles_swapped(calls, explained) or explained
         verdict, blind = explained.verdict, ""
+        if time.stopped and verdict.is_same:
+            verdict, blind = Verdict.INCONCLUSIVE, time.stopped
         if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():
             verdict = Verdict.SAME
         elif verdict.is_same and not self.runs_as_stated:
@@ -287,16 +317,20 @@ class Comparison:
         hidden = hidden and verdict.is_same
         comparison = explained.report(
             kinds=(self.first.kind, self.second.kind),
-            probes=tuple(probe.name for probe in self.probes),
+            probes=tuple(dict.fromkeys(names)),
             seed=SEED,
             blind=blind,
-            isolated=self._probe_parts_of_function(side) if verdict is Verdict.UNKNOWN else (),
+            isolated=self._probe_parts_of_function(side)
+            if verdict is Verdict.UNKNOWN and not time.stopped
+            else (),
             tried=0 if explained.has_other_rows else len(self.candidates),
             unseen=probes.find_unseen_setting_changes(self.model, calls, self.dtype)
             if hidden
             else (),
             unprobed=(*(self._list_unprobed_arguments() if hidden else ()), *self.failed),
             ways=(*self._describe_ways(everything), *self._compare_with_one_call(everything)),
+            stopped=time.stopped,
+            untried=tuple(time.untried),
         )
         return Diagnosis(verdict=verdict, function=comparison)
 
@@ -314,10 +348,33 @@ class Comparison:
         self, probes: Sequence[NamedInputs]
     ) -> tuple[list[RecordedCall], list[str]]:
         """Return the calls of the doubtful one on some inputs, and the name of each input."""
-        calls, names = _record(self.doubtful, probes, self.failed)
+        calls: list[RecordedCall] = []
+        names: list[str] = []
+        time = watch.current()
+        for number, probe in enumerate(probes):
+            left = f"{len(probes) - number} of {len(probes)} inputs"
+            try:
+                watch.look(f"running {probe.name}{self._pace(len(probes))}", number, len(probes))
+                if number and time.is_spent(OF_INPUTS):
+                    raise watch.OutOfTimeError
+                more, each = _record(self.doubtful, [probe], self.failed)
+            except watch.STOPS as error:
+                if not calls:
+                    raise
+                time.stop(error, left)
+                break
+            calls += more
+            names += each
         if isinstance(self.doubtful, BlackBox):  # whose dtype is known after all calls
             calls = [replace(call, dtype=self.dtype) for call in calls]
         return calls, names
+
+    def _pace(self, probes: int) -> str:
+        """Return how long the calls of a slow function take, in words; "" for a fast one."""
+        if not isinstance(self.doubtful, BlackBox) or self.doubtful.seconds < SLOW:
+            return ""
+        seconds = self.doubtful.seconds
+        return f" ({seconds:.2g} s a call, {probes + 2} calls are planned)"
 
     def _list_unprobed_arguments(self) -> Iterator[str]:
         inputs = [probe.inputs for probe in self.probes]

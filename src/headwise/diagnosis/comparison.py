@@ -209,6 +209,8 @@ class FunctionComparison:
         gradients: the differences of the gradients; () where they were not compared.
         ways: which ways of calling agree, in words: in one call, and in several with a cache; ()
             where no input came in several calls.
+        stopped: the reason why not everything was tried, such as "interrupted"; "" for none.
+        untried: what was left out then, in words.
     """
 
     kinds: tuple[str, str]
@@ -226,6 +228,8 @@ class FunctionComparison:
     gaps: tuple[StageGaps, ...] = ()
     gradients: tuple[GradientGap, ...] = ()
     ways: tuple[str, ...] = ()
+    stopped: str = ""
+    untried: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as numbers, texts, lists and dicts, for JSON.
@@ -265,7 +269,9 @@ class FunctionComparison:
         lines += [f"  {stage}" for stage in map(str, self.parted)]
         lines += [f"  {gap}" for gap in self.gradients if not gap.is_rounding]
         lines += [f"  {sentence}" for sentence in self.isolated]
-        if self.unexplained_places and self.tried:
+        if self.stopped:
+            lines.append(f"  {self.stopped}: not tried: {', '.join(self.untried)}")
+        elif self.unexplained_places and self.tried:
             lines.append(f"  {self.tried} causes were tried, alone and in pairs")
         lines += [f"  {self.blind}"] if self.blind else []
         if self.unseen:

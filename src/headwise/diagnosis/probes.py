@@ -54,6 +54,7 @@ def make_probe_inputs(
     crosses: bool,
     takes_mask: bool = True,
     window: tuple[int, int] = (0, 0),
+    parts: bool = False,
     seed: int = SEED,
 ) -> list[NamedInputs]:
     """Return inputs that show a difference if there is one.
@@ -65,12 +66,14 @@ def make_probe_inputs(
     a causal mask, shows frequencies; one without the mask shows a window of later keys.
 
     ``widths`` are those of tokens and of the source; ``window`` is the number of keys before and
-    after a query in a window, 0 for none.
+    after a query in a window, 0 for none. ``parts`` adds one token, in which values and the output
+    projection show alone, and two tokens, which show scores without windows.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(length: int) -> Inputs:
-        source = _draw_tokens(KEYS, widths[1], generator) if crosses else None
+        keys = KEYS if length >= FEW else length
+        source = _draw_tokens(keys, widths[1], generator) if crosses else None
         return Inputs(_draw_tokens(length, widths[0], generator), source)
 
     usual = tokens(QUERIES)
@@ -86,6 +89,9 @@ def make_probe_inputs(
             probes.append(NamedInputs(f"{length} random tokens", tokens(length)))
     if takes_mask:
         probes += [_pad(tokens(QUERIES), side) for side in SIDES]
+    if parts:
+        probes.append(NamedInputs("one random token", tokens(1), is_optional=True))
+        probes.append(NamedInputs("2 random tokens", tokens(2), is_optional=True))
     return probes
 
 
@@ -223,7 +229,10 @@ def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[Nam
         for sides in zip(*windows, strict=True)
     )
     takes_mask = all(each.takes_mask for each in subjects)
-    probes = make_probe_inputs(sizes, crosses=crosses, takes_mask=takes_mask, window=(left, right))
+    parts = any(isinstance(each, BlackBox) for each in subjects)
+    probes = make_probe_inputs(
+        sizes, crosses=crosses, takes_mask=takes_mask, window=(left, right), parts=parts
+    )
     if not crosses and all(each.takes_source for each in subjects):
         [probe, *_] = make_probe_inputs(sizes, crosses=True)
         probes.append(replace(probe, name=f"{probe.name} that attend to {KEYS} others"))

@@ -1,96 +1,27 @@
 """Search for the causes why recorded calls and a model part, and what they explain."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
+from headwise.diagnosis import watch
 from headwise.diagnosis.catalogue import CAUSES, Cause
-from headwise.diagnosis.causes import (
-    axes,
-    decoding,
-    eviction,
-    masks,
-    norms,
-    rotary,
-    scores,
-    weights,
-)
-from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant
-from headwise.diagnosis.causes.parts import limit
+from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
+from headwise.diagnosis.pairs import find_best_pair
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation import gaps
-from headwise.diagnosis.simulation.gaps import WHOLE, Cell, Gap, Gaps, measure_gaps
+from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
-from headwise.errors import OptionError
+from headwise.diagnosis.trials import NamedCause, find_best_single_cause
 from headwise.function.rounding import is_coarser
 from headwise.function.stages import STAGES
 
-# The function that looks for a cause has the name of its row.
-SEARCHES: Mapping[Cause, Search] = {
-    cause: vars(module)[f"_{name.lower()}"]
-    for name, cause in vars(catalogue).items()
-    for module in (weights, axes, norms, rotary, scores, masks, decoding, eviction)
-    if f"_{name.lower()}" in vars(module)
-}
 MOST_CAUSES = 4
-BEAM = 5
-# A variant that holds for some heads, stages or calls alone must explain more than a whole one.
-RESTRICTION = 0.5
-PARAMETER = 0.1
-
-# Of the fit of one number.
-BEST_STARTS = 2
-ROUNDS = 12
-SHARES = (1.0, 0.25)  # of a step that is tried
-BEYOND = 0.1  # of the span of the starts, which a fit may leave
-STEP = 1e-5  # of the numerical derivative
-MOST_ENTRIES = 20_000  # of residuals; more do not make the fit better
-
-
-@dataclass(frozen=True)
-class NamedCause:
-    """A cause that explains some parted cells."""
-
-    cause: Cause
-    variant: Variant  # how it changed the model
-    model: AttentionModel  # with the fault in the cells that it explains
-    cells: tuple[Cell, ...]  # that it explains, to rounding
-    is_partial: bool = False  # cells of the same stages did not part, and keep their function
-    left: int = 0  # number of cells that part after it, in the stages where it shows
-    equals: tuple[str, ...] = ()  # other causes that explain the same cells
-    size: float = 0.0  # the sum of the sizes of these cells, each at most 1
-    partner: str = ""  # the cause without which it explains nothing; "" for none
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The stages that it explains."""
-        return tuple(dict.fromkeys(stage for stage, _, _ in self.cells))
-
-    @property
-    def heads(self) -> tuple[int, ...] | None:
-        """The heads that it explains in its first stage; None for all."""
-        if self.variant.heads is not None:
-            return self.variant.heads
-        first = self.cells[0][0]
-        heads = tuple(sorted({head for stage, _, head in self.cells if stage == first}))
-        role = "k" if first[0] in "kv" else "q"
-        has_others = len(heads) < len(self.model.weights[f"w{role}"])
-        return heads if self.is_partial and WHOLE not in heads and has_others else None
-
-    @property
-    def sort_key(self) -> tuple[bool, float, float, int]:
-        """Sort key: exact causes first, then more stages, simpler causes, and fewer gaps left."""
-        cost = self.cause.cost + PARAMETER * len(self.variant.parameters)
-        cost += RESTRICTION * self.is_partial
-        return (self.cause.is_statistical, -len(self.stages), cost, self.left)
 
 
 class CauseSearchResult(NamedTuple):
@@ -104,19 +35,28 @@ def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> CauseSearchRes
     """Name the causes why recorded calls part from a model.
 
     One cause after the other is put into the model, that which explains most stages first. Where
-    no cause makes a stage exact, pairs are tried.
+    no cause makes a stage exact, pairs are tried. An interruption or the end of the budget leaves
+    what was named before.
     """
     named: list[NamedCause] = []
     while evidence.gaps.cells_beyond_rounding and len(named) < MOST_CAUSES:
-        chosen = _find_best_single_cause(evidence, causes)
-        # A cause that does not explain one of its stages may have been there nevertheless, with
-        # another fault, where the last one is in all its stages.
-        if not chosen and named and named[-1].is_partial:
-            everywhere = Evidence.of(named[-1].variant.model, evidence.calls)
-            chosen = _find_best_single_cause(everywhere, causes)
-        limited = replace(evidence, fitted={}, is_limited=True)
-        chosen = chosen or _find_best_single_cause(limited, causes)
-        chosen = chosen or _find_best_pair(evidence, causes)
+        untried = "causes"
+        try:
+            chosen, firsts = find_best_single_cause(evidence, causes)
+            # A cause that does not explain one of its stages may have been there nevertheless,
+            # with another fault, where the last one is in all its stages.
+            if not chosen and named and named[-1].is_partial:
+                everywhere = Evidence.of(named[-1].variant.model, evidence.calls)
+                chosen, _ = find_best_single_cause(everywhere, causes)
+            if not chosen:
+                limited = replace(evidence, fitted={}, is_limited=True)
+                chosen, parts = find_best_single_cause(limited, causes)
+                firsts += parts
+            untried = "pairs of causes"
+            chosen = chosen or find_best_pair(evidence, causes, firsts)
+        except watch.STOPS as error:
+            watch.current().stop(error, untried)
+            break
         if not chosen:
             break
         named += [
@@ -124,214 +64,6 @@ def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> CauseSearchRes
         ]
         evidence = Evidence.of(chosen[-1].model, evidence.calls)
     return CauseSearchResult(tuple(named), evidence.gaps)
-
-
-def _find_best_single_cause(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
-    tried = (
-        _explain_cells_by_variant(cause, variant, evidence)
-        for cause in causes
-        for variant in _yield_fitted_variants(cause, evidence)
-    )
-    exact = sorted(filter(None, tried), key=lambda each: each.sort_key)
-    if not exact:
-        return []
-    best = exact[0]
-    others = dict.fromkeys(
-        each.cause.name
-        for each in exact
-        if {*each.cells} == {*best.cells} and each.cause.is_statistical == best.cause.is_statistical
-    )
-    others.pop(best.cause.name)
-    return [replace(best, equals=tuple(others))]
-
-
-def _yield_fitted_variants(cause: Cause, evidence: Evidence) -> Iterator[Variant]:
-    cells = evidence.parted_calls_and_heads(*list_recorded_stages_of_cause(cause, evidence))
-    if not cells:
-        return
-    search = SEARCHES.get(cause)
-    variants = evidence.search_moves(cause) if search is None else search(evidence)
-    variants = limit(cause, variants, evidence) if evidence.is_limited else variants
-    for place, variant in enumerate(variants):
-        if isinstance(variant, Variant):
-            yield variant
-            continue
-        if (cause, place) not in evidence.fitted:  # a fit is asked for alone and in pairs
-            evidence.fitted[cause, place] = fit_variant(variant, evidence, cells)
-        if (nearest := evidence.fitted[cause, place]) is not None:
-            yield nearest
-
-
-def list_recorded_stages_of_cause(cause: Cause, evidence: Evidence) -> list[str]:
-    """Return the recorded stages in which a cause shows: its own, or else the next after it."""
-    return list(dict.fromkeys(filter(None, map(evidence.shown_stages.get, cause.stages))))
-
-
-def _explain_cells_by_variant(
-    cause: Cause, variant: Variant, evidence: Evidence
-) -> NamedCause | None:
-    """Return what a variant explains: all parted cells of at least one stage.
-
-    A variant that must be kept from some heads explains nothing if it breaks the heads that it
-    explains in another call.
-    """
-    stages = list_recorded_stages_of_cause(cause, evidence)
-    if not any(_explains_smallest_call(variant, evidence, stage) for stage in stages):
-        return None
-    after = measure_gaps(variant.model, evidence.calls, stages)
-    cells: list[Cell] = []
-    for stage in stages:
-        parted = evidence.parted_calls_and_heads(stage)
-        if all(_is_cell_explained(cell, evidence.gaps, after) for cell in parted):
-            cells += parted
-        elif cause.is_whole:
-            return None
-    if not cells:
-        return None
-    model, is_partial = _apply_variant_in_cells(variant, evidence, after, cells)
-    if is_partial and {*measure_gaps(model, evidence.calls, stages).cells_beyond_rounding} - {
-        *evidence.gaps.cells_beyond_rounding
-    }:
-        return None
-    return NamedCause(
-        cause, variant, model, tuple(cells), is_partial, len(after.cells_beyond_rounding)
-    )
-
-
-def _explains_smallest_call(variant: Variant, evidence: Evidence, stage: str) -> bool:
-    """True if the smallest call in which a stage parts is explained: most variants fail there."""
-    parted = evidence.parted_calls_and_heads(stage)
-    if not parted:
-        return False
-    sizes = {n: evidence.calls[n].stages[stage].numel() for _, n, _ in parted}
-    number = min(sizes, key=sizes.__getitem__)
-    heads = [head for _, n, head in parted if n == number]
-    return gaps.all_heads_agree_within_rounding(variant.model, evidence.calls[number], stage, heads)
-
-
-def _is_cell_explained(cell: Cell, before: Gaps, after: Gaps) -> bool:
-    stage, number, _ = cell
-    if cell in after.cells:
-        return before.cells[cell].is_explained(after.cells[cell])
-    # The heads of a stage that had another shape.
-    others = [gap for (s, n, _), gap in after.cells.items() if (s, n) == (stage, number)]
-    return bool(others) and all(before.cells[cell].is_explained(gap) for gap in others)
-
-
-def _apply_variant_in_cells(
-    variant: Variant, evidence: Evidence, after: Gaps, cells: Sequence[Cell]
-) -> tuple[AttentionModel, bool]:
-    """Return the model with the fault where it explains, and whether that is in part only."""
-    explained = {stage for stage, _, _ in cells}
-    broken = after.cells_beyond_rounding
-    has_other_heads = variant.model.weights["wq"].shape != evidence.model.weights["wq"].shape
-    if not broken or has_other_heads:  # other heads are never those of some stages alone
-        return variant.model, False
-    model = evidence.model
-    for stage in explained:
-        heads = sorted({head for s, _, head in cells if s == stage})
-        some = any(cell[0] == stage for cell in broken)
-        model = gaps.replace_model_stage_in_heads(
-            model, variant.model, stage, heads if some else None
-        )
-    return model, True
-
-
-def _find_best_pair(evidence: Evidence, causes: Sequence[Cause]) -> list[NamedCause]:
-    """Return two causes that explain a stage together, or nothing.
-
-    One cause twice is no pair: that undoes what the first did, and is another name for anything. A
-    statistical cause is in none: it would explain whatever a cause that replaces weights leaves.
-    """
-    stage = evidence.gaps.stages_beyond_rounding[0]
-    concerned = [
-        cause
-        for cause in causes
-        if not cause.is_statistical and stage in list_recorded_stages_of_cause(cause, evidence)
-    ]
-    parted, before = evidence.parted_calls_and_heads(stage), evidence.gaps.totals_of_stage(stage)
-    nearest: list[tuple[tuple[float, float], int, Cause, Variant]] = []
-    for cause in concerned:
-        for variant in _yield_fitted_variants(cause, evidence):
-            size = measure_gaps(variant.model, evidence.calls, [stage]).totals_of_stage(stage)
-            size = (0.0, 0.0) if variant.is_step else size
-            if variant.is_step or size < before:
-                nearest.append((size, len(nearest), cause, variant))
-    pairs: list[tuple[tuple[bool, float, float, int], int, list[NamedCause]]] = []
-    for _, _, cause, variant in sorted(nearest)[:BEAM]:
-        first = NamedCause(cause, variant, variant.model, tuple(parted))
-        others = [each for each in concerned if each is not cause]
-        for second in _find_best_single_cause(Evidence.of(variant.model, evidence.calls), others):
-            after = measure_gaps(second.model, evidence.calls, [stage])
-            if all(_is_cell_explained(cell, evidence.gaps, after) for cell in parted):
-                first = replace(first, partner=second.cause.name)
-                both = [first, replace(second, partner=cause.name)]
-                pairs.append((second.sort_key, len(pairs), both))
-    return min(pairs)[2] if pairs else []
-
-
-def fit_variant(family: Family, evidence: Evidence, cells: Sequence[Cell]) -> Variant | None:
-    """Return the variant that is nearest to the recorded stages in these cells.
-
-    Gauss and Newton's method from the best starts, with a numerical derivative: where a variant
-    is exact, each round doubles the number of right digits.
-    """
-    heads: dict[tuple[str, int], list[int]] = {}
-    for stage, number, head in cells:
-        heads.setdefault((stage, number), []).append(head)
-
-    @cache
-    def residuals(t: float) -> Tensor:
-        variant = family.make(math.exp(t) if family.is_log else t)
-        return _compute_residuals(variant, evidence.calls, heads)
-
-    starts = [math.log(s) if family.is_log else s for s in family.starts]
-    sizes = [(float(residuals(t).norm()), t) for t in starts]
-    finite = sorted(pair for pair in sizes if math.isfinite(pair[0]))
-    span = (max(starts) - min(starts)) * BEYOND
-    bounds = (min(starts) - span, max(starts) + span)
-    ends = [_minimise_residuals(residuals, size, t, bounds) for size, t in finite[:BEST_STARTS]]
-    if not ends:
-        return None
-    _, t = min(ends)
-    return family.make(math.exp(t) if family.is_log else t)
-
-
-def _minimise_residuals(
-    residuals: Callable[[float], Tensor], size: float, t: float, bounds: tuple[float, float]
-) -> tuple[float, float]:
-    for _ in range(ROUNDS):
-        step = STEP * max(abs(t), 1.0)
-        slope = (residuals(t + step) - residuals(t - step)) / (2 * step)
-        steepness = float(slope.square().sum())
-        if not steepness or not math.isfinite(steepness):
-            break
-        move = -float((slope * residuals(t)).sum()) / steepness
-        move = max(min(move, bounds[1] - t), bounds[0] - t)
-        trials = [(float(residuals(t + move * share).norm()), t + move * share) for share in SHARES]
-        best = min(pair for pair in [*trials, (size, t)] if math.isfinite(pair[0]))
-        if best[0] >= size:
-            break
-        size, t = best
-    return size, t
-
-
-def _compute_residuals(
-    variant: Variant, calls: Sequence[RecordedCall], heads_of: Mapping[tuple[str, int], list[int]]
-) -> Tensor:
-    parts = []
-    for (stage, number), heads in heads_of.items():
-        actual = calls[number].stages[stage]
-        predicted = None
-        with suppress(OptionError):  # a number for which a scaling has no frequencies
-            predicted = variant.model.predict_stage(stage, calls[number])
-        if predicted is None or predicted.shape != actual.shape:
-            return torch.full((1,), math.inf, dtype=torch.float64)
-        if WHOLE not in heads:
-            predicted, actual = predicted[:, heads], actual[:, heads]
-        apart = (predicted - actual).flatten()[:MOST_ENTRIES]
-        parts.append(apart.masked_fill(~apart.isfinite(), 0.0))
-    return torch.cat(parts)
 
 
 PROJECTED = {"q", "k", "v", "output"}  # the stages that multiply by weights

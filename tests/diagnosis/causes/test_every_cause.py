@@ -38,7 +38,7 @@ from headwise.diagnosis.causes.evidence import Variants
 from headwise.diagnosis.moves.families import make_row_map_catalogue
 from headwise.diagnosis.moves.maps import RowSizes
 from headwise.diagnosis.moves.search import list_matrix_maps
-from headwise.diagnosis.search import SEARCHES
+from headwise.diagnosis.trials import SEARCHES
 from tests.diagnosis.moves.projections import projections
 
 NAMES = [cause.name for cause in CAUSES]
@@ -155,7 +155,7 @@ def test_causes_without_a_search_of_their_own_are_those_of_moves() -> None:
 
 
 def test_each_function_that_looks_for_a_cause_has_the_name_of_a_row() -> None:
-    """`search.SEARCHES` finds a function by this name: one with another name is never called."""
+    """`trials.SEARCHES` finds a function by this name: one with another name is never called."""
     functions = {
         name
         for module in (axes, decoding, eviction, masks, norms, rotary, scores, weights)

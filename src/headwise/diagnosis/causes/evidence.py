@@ -36,8 +36,8 @@ class Evidence:
     model: AttentionModel  # that is believed so far
     calls: Sequence[RecordedCall]
     gaps: Gaps  # where the two part
-    # Cause and place of a `Family` -> its variant that is nearest to these calls.
-    fitted: dict[tuple[Cause, int], Variant | None] = field(default_factory=dict)
+    # Cause and place of a `Family` -> its number that is nearest to the smallest calls.
+    fitted: dict[tuple[Cause, int], tuple[float, ...] | None] = field(default_factory=dict)
     is_limited: bool = False  # True to look for parts of a fault: a role or some heads alone
 
     @classmethod

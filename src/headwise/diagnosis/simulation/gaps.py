@@ -120,14 +120,26 @@ def is_far_beyond_rounding(forced: ForcedStage, apart: Tensor) -> bool:
 
     False where a formula bounds the stage, which costs little.
     """
-    r = rounding.Roundoff.of(forced.call.dtype, with_reference=False)
     if _can_bound_by_formula(forced):
         return False
-    change = (
-        _change_by_one_perturbation(forced, 0).amax()
-        + _count_summed_terms(forced) * r.u * forced.result.abs().amax()
-    )
-    return bool(apart.amax() > FAR * SIDES * change)
+    return bool(apart.amax() > FAR * SIDES * _largest_change(forced))
+
+
+def hopeless_difference(forced: ForcedStage) -> Tensor:
+    """Return a difference that is beyond rounding in any variant of the model.
+
+    Rounding moves a variant's stage by more than the model's where its scores are larger.
+    """
+    if _can_bound_by_formula(forced):
+        return torch.tensor(math.inf)
+    return FAR * FAR * SIDES * _largest_change(forced)
+
+
+def _largest_change(forced: ForcedStage) -> Tensor:
+    """Return the largest change of a stage by one draw of rounding."""
+    last = rounding.Roundoff.of(forced.call.dtype, with_reference=False).u
+    size = forced.result.abs().nan_to_num(0.0, posinf=0.0).amax()
+    return _change_by_one_perturbation(forced, 0).amax() + _count_summed_terms(forced) * last * size
 
 
 def _count_summed_terms(forced: ForcedStage) -> int:
@@ -365,9 +377,17 @@ def _list_misshapen_stages(model: AttentionModel, call: RecordedCall) -> set[str
 
 
 def all_heads_agree_within_rounding(
-    model: AttentionModel, call: RecordedCall, stage: str, heads: Sequence[int]
+    model: AttentionModel,
+    call: RecordedCall,
+    stage: str,
+    heads: Sequence[int],
+    *,
+    far: float | Tensor = math.inf,
 ) -> bool:
-    """True if rounding explains what is left between the model and these heads of a stage."""
+    """True if rounding explains what is left between the model and these heads of a stage.
+
+    It does not explain a difference of more than ``far``.
+    """
     if stage in _list_misshapen_stages(model, call):
         return False
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
@@ -376,7 +396,7 @@ def all_heads_agree_within_rounding(
         return False
     apart = absolute_difference(predicted, actual)
     chosen = apart if WHOLE in heads else apart[:, list(heads)]
-    if is_far_beyond_rounding(forced, chosen):
+    if bool(chosen.amax() > far) or is_far_beyond_rounding(forced, chosen):
         return False
     is_rounding = (apart == 0) | (apart <= _rounding_bound(forced, actual))  # a bound may be NaN
     chosen = is_rounding if WHOLE in heads else is_rounding[:, list(heads)]

@@ -332,6 +332,8 @@ class ForcedStage:
 
     def of_all_calls(self, stage: str) -> Tensor:
         """Return keys or values of earlier calls and of this one, (batch, kv_heads, keys, ...)."""
+        if not self.call.earlier:
+            return self[stage]
         calls = [*self.call.earlier, self.call]
         parts = tuple(ForcedStage(self.model, call, stage)[stage] for call in calls)
         return self.model.memory.compute(torch.cat, parts, 2)
