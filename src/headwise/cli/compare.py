@@ -37,6 +37,15 @@ AgainstModel = Annotated[
         show_default=False,
     ),
 ]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        min=1,
+        help="Stop the search for causes after this time, and print what is known.",
+        show_default="everything is tried",
+    ),
+]
 
 
 @output.takes_counts
@@ -56,15 +65,7 @@ def compare(
     layer: Layer = None,
     inputs: Inputs = None,
     against_model: AgainstModel = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            min=1,
-            help="Stop the search for causes after this time, and print what is known.",
-            show_default="everything is tried",
-        ),
-    ] = None,
+    budget: Budget = None,
     counts: output.Counts,
     page: Annotated[
         Path | None,
@@ -93,10 +94,7 @@ def compare(
         show=lambda console: console.print(*lines, sep="\n", markup=False, soft_wrap=True),
         as_json=diagnosis.as_dict if as_json else None,
     )
-    interrupted = diagnosis.function is not None and diagnosis.function.stopped == "interrupted"
-    raise typer.Exit(
-        output.INTERRUPTED if interrupted else output.exit_status_of_diagnosis(diagnosis)
-    )
+    raise typer.Exit(output.exit_status_of_diagnosis(diagnosis))
 
 
 def _require_options_that_agree(

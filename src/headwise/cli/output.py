@@ -94,7 +94,10 @@ def suggest_comparison(diagnosis: Diagnosis, first: Path, second: Path) -> list[
 def exit_status_of_diagnosis(diagnosis: Diagnosis) -> int:
     """Return the exit status of a verdict."""
     from headwise.diagnosis.results import Verdict
+    from headwise.diagnosis.watch import INTERRUPTED as STOPPED
 
+    if diagnosis.function is not None and diagnosis.function.stopped == STOPPED:
+        return INTERRUPTED
     if diagnosis.verdict is Verdict.INCONCLUSIVE:
         return UNDECIDED
     return YES if diagnosis else NO

@@ -79,12 +79,12 @@ class _Pairs:
 
     def after(self, firsts: Iterable[Trial]) -> list[NamedCause]:
         """Return the best pair whose second cause is found after the first."""
-        found = list[list[NamedCause]]()
+        pairs = list[list[NamedCause]]()
         for trial in firsts:
             watch.look(f"trying pairs with {trial.cause.name}")
             pair = self._second_of(trial) if trial.family is None else self._second_nearest(trial)
-            found += [pair] if pair else []
-        return min(found, key=lambda pair: pair[1].sort_key, default=[])
+            pairs += [pair] if pair else []
+        return min(pairs, key=lambda pair: pair[1].sort_key, default=[])
 
     def _second_of(self, first: Trial) -> list[NamedCause]:
         """Return a pair with the cause that a search of its own names after the first."""
@@ -93,8 +93,8 @@ class _Pairs:
         left = Evidence.of(first.variant.model, self.evidence.calls)
         for second in find_best_single_cause(left, others)[0]:
             if self._explains(second.model):
-                one = NamedCause(first.cause, first.variant, first.variant.model, parted)
-                return _as_pair(one, second)
+                alone = NamedCause(first.cause, first.variant, first.variant.model, parted)
+                return _as_pair(alone, second)
         return []
 
     def _second_nearest(self, first: Trial) -> list[NamedCause]:
@@ -172,8 +172,8 @@ class _Pairs:
 
     def _name(self, first: Trial, second: Trial, both: Trial) -> list[NamedCause]:
         parted = tuple(self.evidence.parted_calls_and_heads(self.stage))
-        one = NamedCause(first.cause, first.variant, first.variant.model, parted)
-        return _as_pair(one, NamedCause(second.cause, second.variant, both.variant.model, parted))
+        alone = NamedCause(first.cause, first.variant, first.variant.model, parted)
+        return _as_pair(alone, NamedCause(second.cause, second.variant, both.variant.model, parted))
 
     @cached_property
     def _groups(self) -> list[list[Trial]]:

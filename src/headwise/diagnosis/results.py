@@ -360,8 +360,8 @@ class Diagnosis(Displayed):
     def _answer_from_comparison(self, comparison: FunctionComparison | ModelComparison) -> str:
         if self.function and self.function.stopped and not self.function.causes:
             is_unknown = self.verdict is Verdict.UNKNOWN
-            found = "Different, and no cause was found" if is_unknown else "Inconclusive"
-            return f"{found}: the comparison was stopped before everything was tried."
+            answer = "Different, and no cause was found" if is_unknown else "Inconclusive"
+            return f"{answer}: the comparison was stopped before everything was tried."
         if self.verdict is Verdict.UNKNOWN and self.function and self.function.gradients:
             return "Different in training alone: outputs agree, and gradients do not."
         if self.verdict is Verdict.DIFFERENT and self.function and not self.function.causes:

@@ -136,7 +136,7 @@ class Trials:
     @cached_property
     def smallest(self) -> dict[str, SmallestCall]:
         """The smallest call in which each stage parts."""
-        evidence, found = self.evidence, {}
+        evidence, calls = self.evidence, {}
         for stage in evidence.gaps.stages_beyond_rounding:
             parted = evidence.parted_calls_and_heads(stage)
             sizes = {n: evidence.calls[n].stages[stage].numel() for _, n, _ in parted}
@@ -146,8 +146,8 @@ class Trials:
             cells = tuple(cell for cell in parted if cell[1] == number)
             bound = gaps.allowed_difference(forced).amax()
             far = gaps.hopeless_difference(forced)
-            found[stage] = SmallestCall(number, call, cells, bound, far)
-        return found
+            calls[stage] = SmallestCall(number, call, cells, bound, far)
+        return calls
 
     def of_cause(self, cause: Cause) -> Iterator[Trial]:
         """Yield the variants of a cause that shows in a stage that parts."""
