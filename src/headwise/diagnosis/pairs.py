@@ -8,6 +8,7 @@ own, for causes that are read off the data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
@@ -197,20 +198,23 @@ class _Pairs:
             elif bool((gaps.absolute_difference(predicted, usual) > small.bound).any()):
                 key = trial.cause, (predicted / unit).round().numpy().tobytes()
                 groups.setdefault(key, []).append(trial)
-        ranked: dict[Cause, list[tuple[float, int, list[Trial]]]] = {}
+        ranked: dict[Cause, list[tuple[tuple[float, float], int, list[Trial]]]] = {}
         for number, group in enumerate(groups.values()):
             each = ranked.setdefault(group[0].cause, [])
-            each.append((self._left_in_smallest_call(group[0])[1], number, group))
+            each.append((self._left_in_smallest_call(group[0]), number, group))
         chosen = [group for each in ranked.values() for *_, group in sorted(each)[:MOST_OF_A_CAUSE]]
         return sorted(chosen, key=lambda group: group[0].cost)
 
     def _left_in_smallest_call(self, trial: Trial) -> tuple[float, float]:
         """Return the share of entries that a variant leaves in the smallest call, and the norm."""
         small = self.trials.smallest[self.stage]
-        left = compute_residuals(
-            trial.variant.model, self.evidence.calls, heads_by_stage(small.cells)
-        )
-        return float((left.abs() > small.bound).double().mean()), float(left.norm())
+        predicted = trial.variant.model.predict_stage(self.stage, small.call)
+        actual = small.call.stages[self.stage]
+        if predicted.shape != actual.shape:
+            return math.inf, math.inf
+        apart = gaps.absolute_difference(predicted, actual)
+        share = float((apart > small.bound).double().mean())
+        return share, float(apart.masked_fill(apart.isinf(), 0.0).norm())
 
     def _fitted(
         self, pair: Sequence[Trial], cells: Sequence[Cell], starts: Sequence[Sequence[float]] = ()
