@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.diagnosis import watch
+from headwise.diagnosis import catalogue, watch
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.causes.evidence import Evidence, Variant
 from headwise.diagnosis.fit import compute_residuals, fit_numbers, heads_by_stage
@@ -34,7 +34,8 @@ from headwise.diagnosis.trials import (
 )
 
 MOST_FIRSTS = 12  # that explain the smallest call
-MOST_OF_A_CAUSE = 12
+MOST_OF_A_CAUSE = 6
+ALONE = {catalogue.BATCH_SEQUENCE_EXCHANGED, catalogue.NUMBER_OF_HEADS}  # change all shapes
 MOST_ALIKE = 8  # variants that look the same in the smallest call
 NEAREST = 5
 DIGITS = 4  # of predicted stages that look the same
@@ -184,14 +185,12 @@ class _Pairs:
         """
         small, base = self.trials.smallest[self.stage], self.evidence.model
         usual = base.predict_stage(self.stage, small.call)
-        scores = base.predict_stage("scores", small.call)
         unit = 10.0**-DIGITS * usual.abs().nan_to_num(0.0, posinf=0.0).amax()
         groups: dict[object, list[Trial]] = {}
         for trial in self.every:
             model = trial.variant.model
             predicted = model.predict_stage(self.stage, small.call)
-            shapes = predicted.shape, model.predict_stage("scores", small.call).shape
-            if shapes != (usual.shape, scores.shape):
+            if trial.cause in ALONE or predicted.shape != usual.shape:
                 continue
             if trial.family is not None:
                 groups[len(groups)] = [trial]
