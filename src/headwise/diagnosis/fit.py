@@ -25,7 +25,7 @@ SHARES = (1.0, 0.25)  # of a step that is tried
 BEYOND = 0.1  # of the span of the starts, which a fit may leave
 STEP = 1e-5  # of the numerical derivative
 SLOW = 0.5  # a round that leaves more of the residuals is not near an exact variant
-MOST_ROUNDS = 4  # that may be slow
+MOST_ROUNDS = 4  # that may be slow, of a fit that is not quick
 MOST_ENTRIES = 20_000  # of residuals; more do not make the fit better
 Place = tuple[float, ...]  # the numbers of families, or their logarithms
 Join = Callable[[Sequence[AttentionModel]], AttentionModel | None]
@@ -37,11 +37,13 @@ def fit_numbers(
     cells: Iterable[Cell],
     *,
     starts: Sequence[Sequence[float]] = (),
+    is_quick: bool = False,
     join: Join = lambda models: models[0],
 ) -> tuple[float, ...] | None:
     """Return the numbers, one of each family, whose models are nearest to these cells when joined.
 
-    Without ``starts``, those of the families are tried. None where all residuals are infinite.
+    Without ``starts``, those of the families are tried. None where all residuals are infinite. A
+    quick fit goes on from the best start alone, and ends with the first slow round.
     """
     heads = heads_by_stage(cells)
 
@@ -61,7 +63,8 @@ def fit_numbers(
         ]
     sizes = [(float(residuals(place).norm()), place) for place in places]
     finite = sorted(pair for pair in sizes if math.isfinite(pair[0]))
-    ends = [_minimise_residuals(residuals, *pair, bounds) for pair in finite[:BEST_STARTS]]
+    best, most = finite[: 1 if is_quick else BEST_STARTS], 1 if is_quick else MOST_ROUNDS
+    ends = [_minimise_residuals(residuals, *pair, bounds, most) for pair in best]
     return _numbers(families, min(ends)[1]) if ends else None
 
 
@@ -87,6 +90,7 @@ def _minimise_residuals(
     size: float,
     place: Place,
     bounds: Sequence[tuple[float, float]],
+    most: int,
 ) -> tuple[float, Place]:
     slow = 0
     for _ in range(ROUNDS):
@@ -104,7 +108,7 @@ def _minimise_residuals(
             break
         slow += best[0] > SLOW * size
         size, place = best
-        if slow == MOST_ROUNDS:
+        if slow == most:
             break
     return size, place
 

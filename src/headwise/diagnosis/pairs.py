@@ -222,7 +222,10 @@ class _Pairs:
         families = [trial.family for trial in pair if trial.family is not None]
         if families:
             join = partial(self._join, pair)
-            numbers = fit_numbers(families, self.evidence.calls, cells, starts=starts, join=join)
+            is_quick = len(families) == 1 and not starts
+            numbers = fit_numbers(
+                families, self.evidence.calls, cells, starts=starts, is_quick=is_quick, join=join
+            )
             if numbers is None:
                 return None
             each = iter(numbers)
