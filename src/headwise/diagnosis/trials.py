@@ -223,8 +223,9 @@ def find_best_single_cause(
     trials, exact, firsts = Trials(evidence, causes), list[NamedCause](), list[Trial]()
     try:
         for number, cause in enumerate(causes):
+            watch.look(f"trying {cause.name}", number, len(causes))
             for trial in trials.of_cause(cause):
-                watch.look(f"trying {cause.name}", number, len(causes))
+                watch.look()
                 explained = trials.explained_stages(trial)
                 named = trials.named(trial) if explained else None
                 if named is not None:
