@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant
 from headwise.diagnosis.outputs.values import read_values, read_values_by_head
-from headwise.diagnosis.search import SEARCHES
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Inputs, RecordedCall
+from headwise.diagnosis.trials import SEARCHES
 from headwise.function.rotary import rotate_by_rule
 from headwise.function.spec import AlibiRule, NormRule, Softcap
 from tests.diagnosis.causes.faulty_models import (
