@@ -96,12 +96,6 @@ def compare(
             weights or inputs that are not finite; or gradients of other than two layers.
         ShapeError: the two take tokens of other widths, or there are no tokens.
     """
-    if budget is not None and budget <= 0:
-        raise OptionError(
-            saw=f"budget={budget}",
-            needed="seconds, more than 0",
-            do="budget=60 stops after a minute; without it, everything is tried",
-        )
     with watch.watching(budget, progress):
         return _compare(a, b, inputs, gradients=gradients, parts=parts)
 

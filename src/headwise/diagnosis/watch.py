@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
+from headwise.errors import OptionError
 from headwise.support.progress import Progress, no_progress
 
 QUIET = 2.0  # seconds without a sign of life
@@ -73,7 +74,17 @@ def look(stage: str = "", done: int = 0, total: int = 0) -> None:
 
 @contextmanager
 def watching(budget: float | None, progress: Progress | None) -> Iterator[Watch]:
-    """Watch a comparison; without a callback, a line on a terminal says what is tried."""
+    """Watch a comparison; without a callback, a line on a terminal says what is tried.
+
+    Raises:
+        OptionError: a budget that is not positive.
+    """
+    if budget is not None and budget <= 0:
+        raise OptionError(
+            saw=f"budget={budget}",
+            needed="seconds, more than 0",
+            do="budget=60 stops after a minute; without it, everything is tried",
+        )
     with ExitStack() as stack:
         if progress is None:
             progress = stack.enter_context(_line_on_terminal())
