@@ -123,12 +123,17 @@ def _add_signed_bias(slopes: Tensor, forced: ForcedStage) -> Tensor:
 def _with_filled_rows(evidence: Evidence, variant: Variant) -> Variants:
     """Yield a variant, and that of code which hides keys by a number where it hides them all."""
     yield variant
-    scores = (variant.model.predict_stage("scores", call) for call in evidence.calls)
-    if any(bool(_find_empty_rows(each).any()) for each in scores):
+    if any(_empties_rows(variant.model, evidence.model, call) for call in evidence.calls):
         model = variant.model.with_stage_function("weights", partial(_fill_empty_rows, None))
         yield replace(
             variant, model=model, details={**variant.details, "rows without keys": "equal weights"}
         )
+
+
+def _empties_rows(changed: AttentionModel, model: AttentionModel, call: RecordedCall) -> bool:
+    """True if a change hides all keys of a query that has some without it."""
+    now, before = (_find_empty_rows(each.predict_stage("scores", call)) for each in (changed, model))
+    return bool((now & ~before).any())
 
 
 def _align_later_calls(free: AttentionModel, left: int | None) -> Variants:
