@@ -65,7 +65,7 @@ def look(stage: str = "", done: int = 0, total: int = 0) -> None:
     Raises:
         OutOfTimeError: the budget is spent.
     """
-    watch = current()
+    watch = _current.get()
     if stage:
         watch.progress(stage, done, total)
     if watch.is_spent():

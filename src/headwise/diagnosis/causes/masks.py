@@ -132,8 +132,10 @@ def _with_filled_rows(evidence: Evidence, variant: Variant) -> Variants:
 
 def _empties_rows(changed: AttentionModel, model: AttentionModel, call: RecordedCall) -> bool:
     """True if a change hides all keys of a query that has some without it."""
-    now, before = (_find_empty_rows(each.predict_stage("scores", call)) for each in (changed, model))
-    return bool((now & ~before).any())
+    now = _find_empty_rows(changed.predict_stage("scores", call))
+    if not bool(now.any()):
+        return False
+    return bool((now & ~_find_empty_rows(model.predict_stage("scores", call))).any())
 
 
 def _align_later_calls(free: AttentionModel, left: int | None) -> Variants:

@@ -21,6 +21,7 @@ from headwise.function.spec import Softcap
 from headwise.layers.distance import alibi_slopes
 
 STEPS = (1, 2, 4, 8)  # positions after which a temperature grows
+STILL = 1e-3  # of a factor: log(1000) and log(1001) differ by as much
 LARGE = 1e30  # a number that hides a key when it is taken off its score
 
 
@@ -46,6 +47,8 @@ def _scale_twice(evidence: Evidence) -> Variants:
 
 def _temperature_by_length(evidence: Evidence) -> Variants:
     """Yield scales that follow the number of keys, or the position of the query."""
+    if _has_one_factor(evidence):
+        return
     right, repair = evidence.model.settings.factor, "one scale for all lengths"
 
     def make(kind: str, number: float, text: str) -> Variant:
@@ -64,6 +67,27 @@ def _temperature_by_length(evidence: Evidence) -> Variants:
         kind = f"steps of {steps}"
         text = f"1 + {{:.6g}} log(1 + floor(position / {steps}))"
         yield Family(partial(make, kind, text=text), (0.03, 0.3), is_log=True)
+
+
+def _has_one_factor(evidence: Evidence) -> bool:
+    """True if recorded weights are those of scores times one number, in all calls and rows."""
+    ratios = []
+    for call in evidence.calls:
+        ours, right = call.stages.get("weights"), evidence.model.predict_stage("scores", call)
+        if ours is None or ours.shape != right.shape:
+            return False
+        is_seen = (ours > 0) & right.isfinite()
+        logs, scores = (_centre(each, is_seen) for each in (ours.log(), right))
+        ratios.append(((logs * scores).sum(-1) / scores.square().sum(-1)).flatten())
+    every = torch.cat(ratios)
+    every = every[every.isfinite()]
+    return bool(every.std() <= STILL * every.abs().mean())
+
+
+def _centre(x: Tensor, is_seen: Tensor) -> Tensor:
+    """Return the numbers of visible keys less their mean, and 0 for the others."""
+    x = x.where(is_seen, 0.0)
+    return (x - x.sum(-1, keepdim=True) / is_seen.sum(-1, keepdim=True)).where(is_seen, 0.0)
 
 
 def _grow_queries(kind: str, number: float, forced: ForcedStage) -> Tensor:
