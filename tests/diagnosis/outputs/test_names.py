@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise import compare
 from headwise.diagnosis.moves.move import Move
-from headwise.diagnosis.outputs.names import apply_move, find_output_moves
+from headwise.diagnosis.outputs.names import FEWEST, apply_move, find_output_moves
 from headwise.diagnosis.outputs.runs import Runs, agrees
 from headwise.diagnosis.simulation.model import AttentionModel
 from tests.diagnosis.outputs import plain
@@ -181,13 +181,16 @@ def test_weights_that_no_name_explains_have_no_moves(edit: Edit) -> None:
     assert not [moves for moves in found if reproduce(model, moves, runs)]
 
 
-def test_nothing_is_run_where_outputs_agree() -> None:
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_outputs_are_read_where_they_differ_alone(factor: float) -> None:
     layer, state = plain.make(**plain.MANY)
-    function, lengths = plain.port(state, layer), set[tuple[int, ...]]()
+    state["wq"] *= factor
+    function, batches = plain.port(state, layer), set[int]()
 
     def counted(x: Tensor) -> Tensor:
-        lengths.add(tuple(x.shape[:2]))
+        batches.add(len(x))
         return function(x)
 
-    assert compare(counted, layer)
-    assert all(length >= 3 for _, length in lengths)
+    is_same = bool(compare(counted, layer))
+    assert is_same == (factor == 1.0)
+    assert is_same == (max(batches) < FEWEST)
