@@ -61,7 +61,8 @@ def test_what_is_not_explained_has_a_share_too() -> None:
 def test_two_that_explain_only_together_say_so() -> None:
     """Both change the weights, of which neither alone explains an entry."""
     first, second = compared({"scale": 0.9, "window": (3, 3)}, {}).causes
-    assert {first.name, second.name} == {"scale", "window off by one"}
+    assert {first.name, second.name} == {"scale", "window missing"}
+    assert {first.side, second.side} == {"second"}
     assert (first.partner, second.partner) == (second.name, first.name)
     assert f"but only together with {second.name}" in first.lines[1]
 

@@ -110,6 +110,8 @@ class _Pairs:
         cells = [cell for cell in parted if cell[1] == number]
         ranked = []
         for place, second in enumerate(self.every):
+            if second.cause in ALONE:
+                continue
             model = merge_models(evidence.model, first.variant.model, second.variant.model)
             if second.cause is not first.cause and model is not None:
                 size = compute_residuals(model, evidence.calls, heads_by_stage(cells)).norm()
