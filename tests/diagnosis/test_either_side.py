@@ -20,7 +20,7 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "rotary": ({"rotary": Rotary(theta=5e5)}, "rotary missing"),
     "alibi": ({"score_bias": Alibi()}, "distance bias coefficient"),
     "norm": ({"qk_norm": QKNorm()}, "qk-norm kind"),
-    "window": ({"window": (3, 0)}, "window off by one"),
+    "window": ({"window": (3, 0)}, "window missing"),
     "softcap": ({"softcap": 5.0}, "softcap"),
 }
 

@@ -334,6 +334,8 @@ def _window_missing(evidence: Evidence) -> Variants:
         yield Variant(
             evidence.model.with_settings(window=(None, 0 if right == 0 else None)), {}, repair
         )
+    if left is not None and right == 0:  # and no causal mask either
+        yield Variant(evidence.model.with_settings(causal=False, window=None), {}, repair)
     if right:  # a window of later keys too: one bound of the two
         for side, window in (("before", (None, right)), ("after", (left, None))):
             if window != (left, right):

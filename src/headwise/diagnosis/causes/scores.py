@@ -81,7 +81,7 @@ def _has_one_factor(evidence: Evidence) -> bool:
         ratios.append(((logs * scores).sum(-1) / scores.square().sum(-1)).flatten())
     every = torch.cat(ratios)
     every = every[every.isfinite()]
-    return bool(every.std() <= STILL * every.abs().mean())
+    return len(every) > 1 and bool(every.std() <= STILL * every.abs().mean())
 
 
 def _centre(x: Tensor, is_seen: Tensor) -> Tensor:
