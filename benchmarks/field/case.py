@@ -27,6 +27,8 @@ FAMILIES = (
     "dtype",
 )
 
+Edits = tuple[tuple[str, str], ...]  # texts, and the texts in their place
+
 
 @dataclass(frozen=True)
 class FieldCase:
@@ -52,7 +54,7 @@ class FieldCase:
     causes: tuple[str, ...]
     where: str
     reports: tuple[str, ...]
-    edits: tuple[tuple[str, str], ...]
+    edits: Edits
 
     def module(self) -> ModuleType:
         """Return the port with its edits, as a module.
@@ -63,19 +65,28 @@ class FieldCase:
         return load_port(self.folder, self.port, self.edits)
 
 
-def load_port(folder: Path, name: str, edits: tuple[tuple[str, str], ...] = ()) -> ModuleType:
+def load_port(folder: Path, name: str, edits: Edits = ()) -> ModuleType:
     """Return a port as a module, after edits of its text.
 
     Raises:
         ValueError: a text that is not in the port exactly once.
     """
-    path = folder / "ports" / f"{name}.py"
+    return load_edited(folder / "ports" / f"{name}.py", edits)
+
+
+def load_edited(path: Path, edits: Edits = ()) -> ModuleType:
+    """Return a file as a module, after edits of its text.
+
+    Raises:
+        ValueError: a text that is not in the file exactly once.
+    """
     text = path.read_text("utf-8")
     for before, after in edits:
         if text.count(before) != 1:
-            raise ValueError(f"{name}: {text.count(before)} places of {before!r}, not one")
+            raise ValueError(f"{path.stem}: {text.count(before)} places of {before!r}, not one")
         text = text.replace(before, after)
-    module = sys.modules[f"field_{name}"] = ModuleType(f"field_{name}")
+    name = f"field_{path.parent.name}_{path.stem}"
+    module = sys.modules[name] = ModuleType(name)
     exec(compile(text, str(path), "exec"), vars(module))
     return module
 

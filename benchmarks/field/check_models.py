@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.field.case import FIRST
+from benchmarks.field.case import FIRST, Edits, load_edited
 
 MODELS = FIRST / "models"
 KINDS = ("single", "same", "outside")
@@ -50,7 +50,7 @@ class ModelCase:
     causes: tuple[str, ...]
     where: str
     reports: tuple[str, ...]
-    edits: tuple[tuple[str, str], ...]
+    edits: Edits
 
     def module(self) -> ModuleType:
         """Return the model's file with its edits, as a module.
@@ -61,21 +61,13 @@ class ModelCase:
         return load_model(self.model, self.edits)
 
 
-def load_model(name: str, edits: tuple[tuple[str, str], ...] = ()) -> ModuleType:
+def load_model(name: str, edits: Edits = ()) -> ModuleType:
     """Return the file of a model as a module, after edits of its text.
 
     Raises:
         ValueError: a text that is not in the file exactly once.
     """
-    path = MODELS / f"{name}.py"
-    text = path.read_text("utf-8")
-    for before, after in edits:
-        if text.count(before) != 1:
-            raise ValueError(f"{name}: {text.count(before)} places of {before!r}, not one")
-        text = text.replace(before, after)
-    module = sys.modules[f"field_model_{name}"] = ModuleType(f"field_model_{name}")
-    exec(compile(text, str(path), "exec"), vars(module))
-    return module
+    return load_edited(MODELS / f"{name}.py", edits)
 
 
 def read_model_cases(names: list[str] | None = None) -> Iterator[ModelCase]:

@@ -59,9 +59,7 @@ class Inputs:
         calls = []
         for start, end in pairwise(accumulate(self.steps, initial=0)):
             mask, positions = self.mask, self.positions
-            if mask is not None:
-                rows = mask[..., start:end, :] if mask.shape[-2] > 1 else mask
-                mask = rows[..., :end]
+            mask = None if mask is None else cut_mask(mask, start, end)
             positions = None if positions is None else positions[:, start:end]
             x = self.x[:, start:end].contiguous()  # as those of a caller mostly are
             calls.append(Inputs(x, mask=mask, positions=positions))
@@ -85,6 +83,12 @@ class Inputs:
         """Return the inputs with ``x`` and the source changed."""
         source = None if self.source is None else change(self.source)
         return replace(self, x=change(self.x), source=source)
+
+
+def cut_mask(mask: Any, start: int, end: int) -> Any:
+    """Return the part of a mask, a tensor or an array, that is that of one of several calls."""
+    rows = mask[..., start:end, :] if mask.shape[-2] > 1 else mask
+    return rows[..., :end]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.diagnosis.simulation.model import Inputs, RecordedCall
+from headwise.diagnosis.simulation.model import Inputs, RecordedCall, cut_mask
 from headwise.diagnosis.subjects.function import BlackBox, name_arguments, read_output
 from headwise.errors import OptionError
 
@@ -130,17 +130,12 @@ class Decoder(BlackBox):
         x = named.pop("x")
         state, outputs = self.start(len(x)), []
         for first, end in pairwise(accumulate(steps, initial=0)):
-            more = {name: _cut(name, value, first, end) for name, value in named.items()}
+            more = {
+                name: cut_mask(value, first, end) if name == "mask" else value[:, first:end]
+                for name, value in named.items()
+            }
             part = x[:, first:end]
             part = part.contiguous() if isinstance(x, Tensor) else part.copy()
             result, state = self._run_step(part, state, more)
             outputs.append(read_output(result))
         return torch.cat(outputs, 1)
-
-
-def _cut(name: str, value: Any, first: int, end: int) -> Any:
-    """Return the part of a mask or of positions that is that of a call."""
-    if name != "mask":
-        return value[:, first:end]
-    rows = value[..., first:end, :] if value.shape[-2] > 1 else value
-    return rows[..., :end]
