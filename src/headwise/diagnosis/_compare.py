@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.source import CheckpointSource
-from headwise.diagnosis import catalogue, functions, models, probes, search, watch
+from headwise.diagnosis import catalogue, functions, models, probes, search, watch, ways
 from headwise.diagnosis._verify import verify_opened
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import SEED
@@ -31,13 +30,12 @@ from headwise.diagnosis.subjects.run import (
     LayerRun,
     ModelRun,
     read_vocabulary_size,
-    relative_difference_norm,
     run_model,
     run_models,
 )
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
-from headwise.function.rounding import coarsest, default_tolerance
+from headwise.function.rounding import coarsest
 from headwise.layers.attention import Attention
 from headwise.layouts.modules import NamedModule
 from headwise.support.progress import Progress
@@ -322,7 +320,7 @@ class Comparison:
             if hidden
             else (),
             unprobed=(*(self._list_unprobed_arguments() if hidden else ()), *self.failed),
-            ways=(*self._describe_ways(everything), *self._compare_with_one_call(everything)),
+            ways=tuple(ways.describe(everything, self.probes, self.doubtful)),
             stopped=time.stopped,
             untried=tuple(time.untried),
         )
@@ -411,40 +409,6 @@ class Comparison:
         rest = [call for call, name in pairs if name in short]
         is_wrong = measure_gaps(causes[-1].model, rest).cells_beyond_rounding
         return everything if is_wrong else explained
-
-    def _describe_ways(self, everything: search.ExplainedCalls) -> Iterator[str]:
-        """Yield which ways of calling agree, where there are calls with a cache."""
-        agreement: dict[str, list[bool]] = {}
-        for name, is_equal in zip(everything.names, everything.agreement, strict=True):
-            agreement.setdefault(name, []).append(is_equal)
-        given = {probe.name: probe.inputs for probe in self.probes}
-        ways: dict[str, str] = {}
-        for name, agrees in agreement.items():
-            way = given[name].way
-            parted = agrees.index(False) if False in agrees else None
-            if parted is not None:
-                start = sum(given[name].steps[:parted])
-                ways[way] = "different" + (f" from token {start} on" if start else "")
-            ways.setdefault(way, "equal")
-        if any(given[name].steps for name in agreement):
-            yield "; ".join(f"{way}: {words}" for way, words in ways.items())
-
-    def _compare_with_one_call(self, everything: search.ExplainedCalls) -> Iterator[str]:
-        """Yield how far calls of the doubtful one with a cache are from its own single call."""
-        names = {*everything.names}
-        steps = [each.inputs for each in self.probes if each.inputs.steps and each.name in names]
-        settings = self.model.settings
-        is_causal = settings.causal or (settings.sides or (None, None))[1] == 0
-        if everything.outputs_agree or not is_causal or not steps:
-            return
-        inputs = min(steps, key=lambda each: len(each.steps))
-        with suppress(OptionError):
-            whole = self.doubtful.output(replace(inputs, steps=()))
-            gap = relative_difference_norm(self.doubtful.output(inputs), whole)
-            words = f"apart by {gap:.2g} of their size"
-            if gap <= default_tolerance(self.dtype):
-                words = "the same to rounding"
-            yield f"the {self._side} beside itself, {inputs.way} and in one call: {words}"
 
     @property
     def _side(self) -> str:
