@@ -51,6 +51,23 @@ def test_adapters_of_two_projections_beside_a_scale() -> None:
     assert result.causes[0].variant.parameters == {"roles": "qv", "rank": 2}
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_adapter_on_some_heads_keeps_the_others(times: int) -> None:
+    torch.manual_seed(0)
+    original = Attention(64, 4)
+    merged = copy.deepcopy(original)
+    adapter = 0.1 * torch.randn(48, 2) @ torch.randn(2, 64)
+    with torch.no_grad():
+        for _ in range(times):
+            merged.q_proj.weight[16:] += adapter
+    diagnosis = compare(merged, original)
+    assert diagnosis.function is not None
+    [cause] = diagnosis.function.causes
+    assert (cause.name, cause.parameters) == (NAME, {"roles": "q", "rank": 2})
+    assert cause.heads == (1, 2, 3)
+    assert "NOT explained" not in str(diagnosis)
+
+
 def test_a_merge_that_was_stored_in_float32_with_more_columns_than_tokens() -> None:
     torch.manual_seed(0)
     original = Attention(192, 4)

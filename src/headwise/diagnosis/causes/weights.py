@@ -236,18 +236,26 @@ def _adapters_merged(evidence: Evidence) -> Variants:
         weights = {name: evidence.model.weights[name] + x for name, x in changes.items()}
         parameters = {"roles": "".join(roles), "rank": max(added[role][0] for role in roles)}
         repair = f"merge the adapter of {', '.join(weights)} on both sides or on neither"
-        yield Variant(evidence.model.with_weights(**weights), parameters, repair)
+        model, heads = evidence.model.with_weights(**weights), _heads_of(changes.values())
+        yield Variant(model, parameters, repair, heads=heads)
+
+
+def _heads_of(changes: Iterable[Tensor]) -> tuple[int, ...] | None:
+    """Return the heads that all of these matrices change; None for every one."""
+    changed = [change.flatten(1).any(1) for change in changes]
+    is_one = all(torch.equal(each, changed[0]) for each in changed) and not changed[0].all()
+    return tuple(changed[0].nonzero().flatten().tolist()) if is_one else None
 
 
 def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | None:
     """Return the rank and the change of the weights, None where it is not of low rank.
 
     Some tokens must depend on others linearly: only they show that the stage changes linearly.
+    Heads that agree are not changed.
     """
     stage, weight = STAGE_OF[role], evidence.model.weights[f"w{role}"]
-    heads = {head for _, _, head in evidence.parted_calls_and_heads(stage)}
-    every = {gaps.WHOLE} if role == "o" else set(range(len(weight)))
-    tokens = evidence.projection_tokens(role) if heads == every else None
+    heads = sorted({head for _, _, head in evidence.parted_calls_and_heads(stage)})
+    tokens = evidence.projection_tokens(role) if heads else None
     if tokens is None:
         return None
     x, recorded = tokens
@@ -258,20 +266,28 @@ def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | 
     )
     if predicted.shape != recorded.shape:
         return None
-    change = recorded - predicted
-    matrix = weight.flatten(0, 1) if role == "o" else weight.flatten(0, 1).T
+    channels = torch.arange(recorded.shape[1])
+    if role != "o":
+        channels = channels.view(len(weight), -1)[heads].flatten()
+    change, bound = (recorded - predicted)[:, channels], bound[:, channels]
+    matrix = weight.flatten(0, 1) if role == "o" else weight.flatten(0, 1).T[:, channels]
+    added = torch.linalg.lstsq(x, change, driver="gelsd").solution
+    rounding = bound.norm() + _norm_of_stored_rounding(evidence, x, matrix + added)
     sizes = torch.linalg.svdvals(change)
     rest = sizes.square().flip(0).cumsum(0).flip(0).sqrt()  # beyond the first ranks
-    rank = int((rest > bound.norm() + _norm_of_stored_rounding(evidence, x, matrix)).sum())
+    rank = int((rest > rounding).sum())
     span = int(torch.linalg.matrix_rank(x))
     if not 0 < LOW * rank <= min(span, change.shape[1]) or span == len(x):
         return None
-    added = torch.linalg.lstsq(x, change, driver="gelsd").solution
     changed_rows = (change.abs() > bound).any(0)
     changed_columns = added.norm(dim=1) > span * torch.finfo(x.dtype).eps * added.norm()
     if not bool(changed_rows.all() and changed_columns.all()):
         return None
-    return rank, (added if role == "o" else added.T).reshape(weight.shape)
+    if role == "o":
+        return rank, added.reshape(weight.shape)
+    whole = weight.new_zeros(weight.shape)
+    whole.flatten(0, 1)[channels] = added.T
+    return rank, whole
 
 
 def _norm_of_stored_rounding(evidence: Evidence, x: Tensor, matrix: Tensor) -> Tensor:
