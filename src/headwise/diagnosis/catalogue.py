@@ -141,7 +141,11 @@ SCALE_TWICE = Cause("scale twice", SCORES, cost=0.8)
 SOFTCAP = Cause("softcap", SCORES)
 SINKS = Cause("sinks", WEIGHTS)
 OUTPUT_GATE_MISSING = Cause("output gate missing", ("head outputs",), cost=0.9)
+GATE_WITHOUT_SIGMOID = Cause("gate without sigmoid", ("head outputs",))
+ANOTHER_COLUMN_CUT_OFF = Cause("another column cut off", WEIGHTS)
 MASK_POLARITY = Cause("mask polarity", SCORES)
+MASK_ALONG_QUERIES = Cause("mask along queries", SCORES)
+MASK_AFTER_SOFTMAX = Cause("mask after the softmax", ("scores", "weights"))
 PADDING_SIDE = Cause("padding side", SCORES)
 PADDING_IGNORED = Cause("padding ignored", SCORES)
 MASK_ADDED_AS_NUMBERS = Cause("mask added as 0/1", SCORES)
@@ -149,6 +153,7 @@ CAUSAL_MASK_MISSING = Cause("causal mask missing", SCORES, cost=0.9)
 CAUSAL_MASK_INVERTED = Cause("causal mask inverted", SCORES)
 CAUSAL_ALIGNMENT = Cause("causal alignment", SCORES)
 WINDOW_MISSING = Cause("window missing", SCORES, cost=0.9)
+WINDOW_SIDE = Cause("window on the wrong side", SCORES, cost=1.05)
 WINDOW_OFF_BY_ONE = Cause("window off by one", SCORES)
 FINITE_FOR_INF = Cause("finite number for -inf", ("scores", "weights"), cost=1.1)
 ROWS_WITHOUT_KEYS = Cause("rows without keys", WEIGHTS)
@@ -157,6 +162,11 @@ BATCH_SEQUENCE_EXCHANGED = Cause(
     "batch and sequence exchanged", (*PLACED, "head outputs"), cost=0.9
 )
 SOFTMAX_DTYPE = Cause("softmax dtype", WEIGHTS)
+ONE_HEAD_FOR_ALL = Cause(
+    "one head for all heads",
+    ("q", "k", "v", "scores", "weights", "head outputs", "output"),
+    cost=0.85,
+)
 NUMBER_OF_HEADS = Cause("number of heads", WITH_HEADS)
 SPLIT_WITHOUT_TRANSPOSE = Cause("split without transpose", ("q", "k", "v"))
 MERGE_WITHOUT_TRANSPOSE = Cause("merge without transpose", ("output",))

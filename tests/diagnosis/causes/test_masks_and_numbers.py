@@ -87,6 +87,69 @@ def test_each_is_named_by_its_stages(
     assert not result.left.cells_beyond_rounding
 
 
+def late(hidden: Tensor) -> Callable[[AttentionModel], AttentionModel]:
+    """Return a change that gives hidden keys no weight after a softmax over all keys."""
+    return lambda model: scores_by(lambda s: s)(model).with_stage_function(
+        "weights", lambda x: x["scores"].softmax(-1) * ~hidden
+    )
+
+
+def seen_by(seen: Tensor, number: float = -math.inf) -> Callable[[AttentionModel], AttentionModel]:
+    return scores_by(lambda s: s.masked_fill(~seen, number))
+
+
+BACK = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+WINDOW = {"window": (5, 0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "change", "shows"),
+    [
+        ("mask after the softmax", {}, late(~PADDED), "stages"),
+        ("mask after the softmax", CAUSAL, late(~(PADDED & EARLIER)), "outputs"),
+        ("mask along queries", {}, seen_by(PADDED.mT), "stages"),
+        ("mask along queries", {}, seen_by(PADDED.mT, -1e9), "outputs"),
+        ("window on the wrong side", WINDOW, seen_by(PADDED & (BACK >= 6), -1e9), "outputs"),
+        ("window on the wrong side", WINDOW, seen_by(PADDED & (BACK >= 5)), "stages"),
+        (
+            "window on the wrong side",
+            WINDOW,
+            seen_by(PADDED & ((BACK >= 0) | (BACK <= -7))),
+            "stages",
+        ),
+    ],
+)
+def test_a_mask_at_another_place(
+    name: str,
+    settings: dict[str, object],
+    change: Callable[[AttentionModel], AttentionModel],
+    shows: str,
+) -> None:
+    model = model_of(**settings)
+    faulty = change(model)
+    calls = recorded(faulty, inputs_of(mask=PADDED))
+    calls = calls if shows == "stages" else outputs_under(faulty, PADDED)
+    result = searched(model, calls)
+    assert [cause.cause.name for cause in result.causes] == [name]
+    assert not result.left.cells_beyond_rounding
+
+
+@pytest.mark.parametrize(("place", "kept"), [(-1, slice(1, None)), (0, slice(None, -1))])
+def test_the_column_of_a_key_is_cut_off_for_that_of_the_sink(place: int, kept: slice) -> None:
+    model = model_of(**CAUSAL).with_weights(sink=torch.tensor([0.5, -0.3, 1.0, 0.1]).double())
+
+    def weights(forced: ForcedStage) -> Tensor:
+        scores = forced["scores"]
+        sink = forced.model.weights["sink"][:, None, None].expand(*scores.shape[:3], 1)
+        parts = [scores, sink] if place else [sink, scores]
+        return torch.cat(parts, -1).softmax(-1)[..., kept]
+
+    faulty = model.with_stage_function("weights", weights)
+    [cause] = searched(model, recorded(faulty, inputs_of())).causes
+    assert cause.cause.name == "another column cut off"
+    assert cause.variant.parameters == {"cut": "the first column" if place else "the last column"}
+
+
 @pytest.mark.parametrize(
     ("number", "function", "words"),
     [

@@ -107,6 +107,20 @@ def one_sequence(change: Callable[[Tensor], Tensor]) -> Callable[[ForcedStage], 
     return scores
 
 
+def last_sequence_along_queries(forced: ForcedStage) -> Tensor:
+    mask = forced.call.inputs.mask
+    assert mask is not None
+    turned = mask.expand(-1, -1, TOKENS, -1).clone()
+    turned[-1] = turned[-1].mT.clone()
+    inputs = replace(forced.call.inputs, mask=turned)
+    return replace(forced, call=replace(forced.call, inputs=inputs)).usual_result()
+
+
+def mean_bias_in_all_heads(model: AttentionModel) -> AttentionModel:
+    bias = model.weights["bq"]
+    return model.with_weights(bq=bias.mean(0).expand_as(bias))
+
+
 def mask_times_five(forced: ForcedStage) -> Tensor:
     inputs = forced.call.inputs
     assert inputs.mask is not None
@@ -179,6 +193,12 @@ NEAR_MISSES = (
     NearMiss("mask polarity", of_stage("scores", one_sequence(torch.logical_not)), {}, True),
     NearMiss("padding ignored", of_stage("scores", one_sequence(torch.ones_like)), {}, True),
     NearMiss("padding side", of_stage("scores", one_sequence(lambda m: m.flip(-1))), {}, True),
+    NearMiss("mask along queries", of_stage("scores", last_sequence_along_queries), {}, True),
+    NearMiss("mask after the softmax", after("weights", lambda w: w * PADDED[:, None, :, None])),
+    NearMiss(
+        "window on the wrong side", of_stage("scores", each_head_its_window), {"window": (5, 0)}
+    ),
+    NearMiss("one head for all heads", mean_bias_in_all_heads),
     NearMiss("mask added as 0/1", of_stage("scores", mask_times_five), {}, True),
     NearMiss(
         "distance bias coefficient",

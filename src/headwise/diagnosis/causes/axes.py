@@ -1,6 +1,7 @@
 """Causes in the axes: heads split, merged, counted or repeated otherwise, batch as tokens."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -156,3 +157,42 @@ def _tile_kv_heads(forced: ForcedStage) -> Tensor:
     return replace(forced, model=model, call=forced.call.with_stages(stages)).usual_result()[
         :, places
     ]
+
+
+PARTS_OF_HEADS: Mapping[str, tuple[str, ...]] = {
+    "q": ("wq", "bq"),
+    "k": ("wk", "bk"),
+    "v": ("wv", "bv"),
+    "q, k and v": ("wq", "bq", "wk", "bk", "wv", "bv"),
+    "q and k": ("wq", "bq", "wk", "bk"),
+    "k and v": ("wk", "bk", "wv", "bv"),
+    "the output projection": ("wo",),
+    "the bias of q": ("bq",),
+    "the bias of k": ("bk",),
+    "the bias of v": ("bv",),
+    "the gate": ("wg", "bg"),
+    "the sinks": ("sink",),
+    "the norm of q": ("q_norms", "q_norms_bias"),
+    "the norm of k": ("k_norms", "k_norms_bias"),
+}
+
+
+def _one_head_for_all(evidence: Evidence) -> Variants:
+    """Yield models in which all heads have what the first or the last one has of a part."""
+    model, heads = evidence.model, evidence.model.settings.num_heads
+    for head in dict.fromkeys((0, heads - 1)):
+        for part, names in PARTS_OF_HEADS.items():
+            held = {name: model.weights[name] for name in names if name in model.weights}
+            shared = {name: x[head * len(x) // heads].expand_as(x) for name, x in held.items()}
+            if names[0] in held:
+                yield _share_head(model.with_weights(**shared), part, head)
+        if (table := model.weights.get("distances")) is not None:
+            shared = {"distances": table[:, head, None].expand_as(table)}
+            yield _share_head(model.with_weights(**shared), "the relative bias", head)
+        if (slopes := slopes_of(model.settings)) is not None:
+            same = model.with_slopes(slopes[head].expand_as(slopes))
+            yield _share_head(same, "the relative bias", head)
+
+
+def _share_head(model: AttentionModel, part: str, head: int) -> Variant:
+    return Variant(model, {"of": part, "head": head}, f"give each head its own part of {part}")

@@ -204,6 +204,35 @@ def _padding_side(evidence: Evidence) -> Variants:
     return _vary_mask(evidence, flip_keys, 'Mask.lengths(..., side="left"), or side="right"')
 
 
+def _mask_along_queries(evidence: Evidence) -> Variants:
+    return _vary_mask(evidence, turn_mask, "hide keys, not queries: mask[:, None, None, :]")
+
+
+def turn_mask(mask: Tensor) -> Tensor:
+    """Return the mask with queries and keys exchanged, where it fits their numbers then."""
+    queries, keys = mask.shape[-2:]
+    return mask.mT if queries in (1, keys) else mask
+
+
+def _mask_after_softmax(evidence: Evidence) -> Variants:
+    """Yield weights of which those of hidden keys are set to 0, so that a row is below 1."""
+    for scope in _scopes(evidence):
+        model = evidence.replace_stages(SCORES, _show_hidden, scope)
+        model = model.with_stage_function("weights", partial(_drop_hidden, scope))
+        details = {} if scope == "all" else {"of": scope}
+        yield Variant(model, {}, "hide keys before the softmax: masked_fill(~mask, -inf)", details)
+
+
+def _show_hidden(scope: str, forced: ForcedStage) -> Tensor:
+    usual = forced.usual_result()
+    return torch.where(_find_hidden(scope, forced, usual), _score_all_keys(forced), usual)
+
+
+def _drop_hidden(scope: str, forced: ForcedStage) -> Tensor:
+    weights = forced.usual_result()
+    return weights.masked_fill(_find_hidden(scope, forced, weights), 0.0)
+
+
 def _mask_added_as_numbers(evidence: Evidence) -> Variants:
     for is_inverted in (False, True) if evidence.has_masks else ():
         model = evidence.replace_stages(SCORES, _add_mask, 1.0, is_inverted)
@@ -274,16 +303,21 @@ def _number_hidden(scope: str, number: float, word: str, forced: ForcedStage) ->
     first, it is also what the mask hides beyond them.
     """
     usual, bare = forced.usual_result(), _score_all_keys(forced)
+    chosen = _find_hidden(scope, forced, usual)
+    return torch.where(chosen, number if word == "set to" else bare + number, usual)
+
+
+def _find_hidden(scope: str, forced: ForcedStage, scores: Tensor) -> Tensor:
+    """Return True at the keys that a mask, the settings or both hide."""
     mask = forced.call.inputs.mask
-    by_mask = torch.zeros_like(usual, dtype=torch.bool) if mask is None else ~mask
+    by_mask = torch.zeros_like(scores, dtype=torch.bool) if mask is None else ~mask
     by_settings = ~visible_keys(forced.with_inputs(mask=None))
-    chosen = {
+    return {
         "all": by_mask | by_settings,
         "the mask alone": by_mask & ~by_settings,
         "the mask first": by_mask,
         "the settings alone": by_settings & ~by_mask,
     }[scope]
-    return torch.where(chosen, number if word == "set to" else bare + number, usual)
 
 
 def _score_all_keys(forced: ForcedStage) -> Tensor:
@@ -343,6 +377,32 @@ def _window_missing(evidence: Evidence) -> Variants:
     if (inferred := _infer_left_window_of_masks(evidence)) is not None:
         model = evidence.replace_stages(SCORES, _scores_with_window, None)
         yield Variant(model, {}, f"sliding_window={inferred + 1}")
+
+
+def _window_side(evidence: Evidence) -> Variants:
+    """Yield masks whose window ends at keys that it should show, or among later keys."""
+    left, right = evidence.model.settings.sides or (None, None)
+    if left is None or right != 0:
+        return
+    repair = f"window=({left}, 0): torch.ones(n, n).tril().triu(-{left})"
+    for window, words in (((None, left), "all earlier, and next ones"), ((0, left), "next ones")):
+        model = evidence.model.with_settings(causal=False, window=window)
+        yield from _with_filled_rows(evidence, Variant(model, {"sees": words}, repair))
+    bare = evidence.model.with_settings(causal=False, window=None)
+    for edge in (left, left + 1, left + 2):
+        for words in ("beyond the window", "beyond the window, and itself", "all but the next"):
+            model = bare.with_stage_function(SCORES[0], partial(_hide_within, edge, words))
+            variant = Variant(model, {"sees": words, "from": edge}, repair)
+            yield from _with_filled_rows(evidence, variant)
+
+
+def _hide_within(edge: int, words: str, forced: ForcedStage) -> Tensor:
+    ahead = key_query_distances(forced.call)
+    if words == "all but the next":
+        seen = (ahead <= 0) | (ahead >= edge)
+    else:
+        seen = (ahead <= -edge) | ((ahead == 0) & words.endswith("itself"))
+    return forced.usual_result().masked_fill(~seen, -torch.inf)
 
 
 def _window_off_by_one(evidence: Evidence) -> Variants:

@@ -13,6 +13,7 @@ from torch import Tensor
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants, flatten_tokens
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
 from headwise.errors import OptionError
+from headwise.function import stages
 from headwise.function.spec import NormRule
 from headwise.function.stages import repeat_kv_heads
 
@@ -207,3 +208,17 @@ def _output_gate_missing(evidence: Evidence) -> Variants:
         kind = evidence.model.settings.output_gate
         repair = f'multiply the head outputs by the sigmoid of gate_proj(x): output_gate="{kind}"'
         yield Variant(model, {"gate": "none"}, repair)
+
+
+def _gate_without_sigmoid(evidence: Evidence) -> Variants:
+    if "wg" in evidence.model.weights:
+        model = evidence.replace_stages(("head outputs",), _multiply_by_projection)
+        yield Variant(model, {"gate": "linear"}, "multiply by torch.sigmoid(gate_proj(x))")
+
+
+def _multiply_by_projection(forced: ForcedStage) -> Tensor:
+    """Return head outputs times the projection of their gate, without its sigmoid."""
+    weight, bias = forced.model.weights["wg"], forced.weight("bg")
+    bare = forced.model.with_weights(wg=None, bg=None)
+    gates = stages.project_heads(forced.call.inputs.x, weight, bias)
+    return replace(forced, model=bare).usual_result() * gates

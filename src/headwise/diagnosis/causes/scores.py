@@ -242,8 +242,13 @@ def _softmax_in_dtypes(
 def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> Tensor:
     if sink is None:
         return scores.softmax(-1).nan_to_num(0.0)
+    return _join_sink(scores, sink).softmax(-1)[..., :-1]
+
+
+def _join_sink(scores: Tensor, sink: Tensor) -> Tensor:
+    """Return scores with a column more, that of the sink, at the end."""
     column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return torch.cat([scores, column], -1)
 
 
 def _sinks(evidence: Evidence) -> Variants:
@@ -274,6 +279,23 @@ def _infer_sink_logits(evidence: Evidence) -> Tensor | None:
     each = torch.cat(logits, 1)
     stated = each.nanmedian(1).values
     return stated if bool(stated.isfinite().all()) else None
+
+
+def _another_column_cut_off(evidence: Evidence) -> Variants:
+    """Yield weights from which a key's column is cut in place of the sink's."""
+    if "sink" in evidence.model.weights:
+        repair = "cut off the sink's own column: weights[..., :-1] where it is the last"
+        for place in ("first", "last"):
+            model = evidence.replace_stages(WEIGHTS, _cut_column, place)
+            yield Variant(model, {"cut": f"the {place} column"}, repair)
+
+
+def _cut_column(place: str, forced: ForcedStage) -> Tensor:
+    """Return weights that are one key off: the sink at one end of the keys, the other cut off."""
+    columns = _join_sink(forced["scores"], forced.model.weights["sink"])
+    columns = columns if place == "first" else columns.roll(1, -1)
+    weights = columns.softmax(-1)
+    return weights[..., 1:] if place == "first" else weights[..., :-1]
 
 
 def _dropout_left_on(evidence: Evidence) -> Variants:

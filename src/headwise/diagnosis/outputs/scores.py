@@ -137,6 +137,8 @@ def _fit_projection(
         return None
     read = solution.x[:width].T.reshape(matrix.shape)
     size = float(read.square().mean().sqrt())
+    if not size:  # scores that depend on no token
+        return None
     weights = {f"w{role}": read.where(seen[:, None, None], matrix)}
     if bias is not None and len(solution.x) > width:
         weights[f"b{role}"] = solution.x[-1].view_as(bias).where(seen[:, None], bias)

@@ -1,0 +1,85 @@
+"""A part of one head in all heads, and a gate without its sigmoid."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.function.spec import AlibiRule
+from tests.diagnosis.causes.faulty_models import (
+    HEADS,
+    KV_HEADS,
+    VALUE_DIM,
+    WIDTH,
+    inputs_of,
+    model_of,
+    recorded,
+    searched,
+)
+from tests.diagnosis.causes.test_parts_of_a_fault import SLOPES, outputs_of
+
+ALIBI = {"causal": True, "rotary": None, "score_bias": AlibiRule(slopes=SLOPES)}
+
+
+def gated() -> AttentionModel:
+    """Return a model with a gate for each channel, and a sink for each head."""
+    generator = torch.Generator().manual_seed(2)
+    gate = torch.randn(HEADS, VALUE_DIM, WIDTH, generator=generator, dtype=torch.float64)
+    bias = torch.randn(HEADS, VALUE_DIM, generator=generator, dtype=torch.float64)
+    model = model_of(output_gate="channel")
+    return model.with_weights(wg=0.3 * gate, bg=bias, sink=bias[:, 0])
+
+
+def of_head(model: AttentionModel, head: int, *names: str) -> AttentionModel:
+    """Return a model whose heads all have the tensors of one."""
+    held = {name: model.weights[name] for name in names}
+    places = {n: head if len(x) == HEADS else head * KV_HEADS // HEADS for n, x in held.items()}
+    return model.with_weights(
+        **{name: torch.stack([x[places[name]]] * len(x)) for name, x in held.items()}
+    )
+
+
+@pytest.mark.parametrize("shows", [lambda m: recorded(m, inputs_of()), outputs_of])
+@pytest.mark.parametrize("head", [0, HEADS - 1])
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [
+        ("v", ("wv", "bv")),
+        ("q, k and v", ("wq", "bq", "wk", "bk", "wv", "bv")),
+        ("the bias of q", ("bq",)),
+        ("the gate", ("wg", "bg")),
+        ("the sinks", ("sink",)),
+    ],
+)
+def test_the_part_is_named(part: str, names: tuple[str, ...], head: int, shows: object) -> None:
+    model = gated()
+    calls = shows(of_head(model, head, *names))  # type: ignore[operator]
+    result = searched(model, calls)
+    named = [each for each in result.causes if each.cause.name == "one head for all heads"]
+    assert [each.variant.parameters for each in named] == [{"of": part, "head": head}]
+    assert not result.left.cells_beyond_rounding
+
+
+def test_slopes_of_the_first_head() -> None:
+    model = model_of(**ALIBI)
+    faulty = model.with_slopes(torch.full((HEADS,), SLOPES[0]))
+    [cause] = searched(model, outputs_of(faulty)).causes
+    assert "one head for all heads" in (cause.cause.name, *cause.equals)
+
+
+@pytest.mark.parametrize("shows", [lambda m: recorded(m, inputs_of()), outputs_of])
+def test_a_gate_without_its_sigmoid(shows: object) -> None:
+    model = gated()
+    weight, bias = model.weights["wg"], model.weights["bg"]
+
+    def ungated(forced: ForcedStage) -> Tensor:
+        x = forced.call.inputs.x
+        values = forced["v"].repeat_interleave(HEADS // KV_HEADS, 1)
+        gates = torch.einsum("ble,hde->bhld", x, weight) + bias[:, None]
+        return forced["weights"] @ values * gates
+
+    calls = shows(model.with_stage_function("head outputs", ungated))  # type: ignore[operator]
+    [cause] = searched(model, calls).causes
+    assert cause.cause.name == "gate without sigmoid"
