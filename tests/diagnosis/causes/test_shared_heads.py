@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.diagnosis.catalogue import ANOTHER_COLUMN_CUT_OFF, GATE_WITHOUT_SIGMOID
+from headwise.diagnosis.causes.evidence import Evidence, Variant
+from headwise.diagnosis.pairs import merge_models
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.diagnosis.trials import SEARCHES
 from headwise.function.spec import AlibiRule
 from tests.diagnosis.causes.faulty_models import (
     HEADS,
@@ -83,3 +87,18 @@ def test_a_gate_without_its_sigmoid(shows: object) -> None:
     calls = shows(model.with_stage_function("head outputs", ungated))  # type: ignore[operator]
     [cause] = searched(model, calls).causes
     assert cause.cause.name == "gate without sigmoid"
+
+
+def test_two_changes_of_a_gate_or_a_sink_can_be_joined() -> None:
+    """A pair of causes may leave out what the other one changes."""
+    model = gated()
+    calls = outputs_of(of_head(model, 0, "wq"))
+    evidence = Evidence.of(model, calls)
+    bare = model.with_weights(wg=None, bg=None, sink=None).with_settings(output_gate=None)
+    for cause in (GATE_WITHOUT_SIGMOID, ANOTHER_COLUMN_CUT_OFF):
+        for variant in SEARCHES[cause](evidence):
+            assert isinstance(variant, Variant)
+            joined = merge_models(model, variant.model, bare)
+            assert joined is not None
+            usual = bare.predict_stage("output", calls[0])
+            assert torch.equal(joined.predict_stage("output", calls[0]), usual)

@@ -292,7 +292,9 @@ def _another_column_cut_off(evidence: Evidence) -> Variants:
 
 def _cut_column(place: str, forced: ForcedStage) -> Tensor:
     """Return weights that are one key off: the sink at one end of the keys, the other cut off."""
-    columns = _join_sink(forced["scores"], forced.model.weights["sink"])
+    if (sink := forced.weight("sink")) is None:  # another change left it out
+        return forced.usual_result()
+    columns = _join_sink(forced["scores"], sink)
     columns = columns if place == "first" else columns.roll(1, -1)
     weights = columns.softmax(-1)
     return weights[..., 1:] if place == "first" else weights[..., :-1]
