@@ -14,6 +14,7 @@ from headwise import Attention, compare
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.errors import MaskError, OptionError, ShapeError
+from tests.diagnosis.test_stopped import interrupt_at
 
 WIDTH, HEADS = 40, 5
 
@@ -115,8 +116,39 @@ def test_a_changed_mask_is_noticed(layer: Attention) -> None:
 
 
 def test_infinite_outputs_are_refused(layer: Attention) -> None:
-    with pytest.raises(OptionError, match="880 of 880 outputs that are infinite"):
+    with pytest.raises(OptionError, match="880 outputs of function, which are all NaN or infinite"):
         compare(lambda x: x.square() + torch.inf, layer)
+
+
+def test_the_place_of_nan_is_told(layer: Attention) -> None:
+    @torch.no_grad()
+    def port(x: Tensor) -> Tensor:
+        output: Tensor = layer(x).clone()
+        output[1, 5:7] = torch.nan
+        return output
+
+    progress = interrupt_at("trying")
+    function = compare(port, layer, progress=progress).function
+    assert function is not None
+    assert not function.causes
+    [words, *_] = function.isolated
+    assert words == (
+        "2 of 22 outputs of the first are NaN on 11 random tokens: in sequence 1, positions 5 to "
+        "6, and on 2 more inputs"
+    )
+
+
+def test_nan_in_one_of_two_functions_is_a_difference(layer: Attention) -> None:
+    @torch.no_grad()
+    def port(x: Tensor) -> Tensor:
+        output: Tensor = layer(x).clone()
+        output[:, -1] = torch.nan
+        return output
+
+    x = torch.randn(2, 7, WIDTH)
+    for pair in ((port, lambda x: layer(x)), (lambda x: layer(x), port)):
+        assert compare(*pair, x).verdict is Verdict.DIFFERENT
+    assert compare(port, lambda x: port(x), x).verdict.is_same
 
 
 def test_inputs_of_another_width_are_refused(layer: Attention) -> None:

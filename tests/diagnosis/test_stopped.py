@@ -11,6 +11,7 @@ from torch import Tensor
 from headwise import Attention, compare
 from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
+from headwise.support.progress import Progress
 
 WIDTH, HEADS = 40, 5
 
@@ -28,7 +29,7 @@ def unknown_of(layer: Attention, x: Tensor) -> Tensor:
     return output
 
 
-def interrupt_at(stage: str) -> object:
+def interrupt_at(stage: str) -> Progress:
     """Return a progress callback that does what Ctrl-C does, at a stage."""
 
     def report(said: str, done: int, total: int) -> None:
@@ -41,7 +42,7 @@ def interrupt_at(stage: str) -> object:
 
 def test_an_interrupted_search_says_what_was_not_tried(layer: Attention) -> None:
     progress = interrupt_at("trying scale")
-    diagnosis = compare(lambda x: unknown_of(layer, x), layer, progress=progress)  # type: ignore[arg-type]
+    diagnosis = compare(lambda x: unknown_of(layer, x), layer, progress=progress)
     assert diagnosis.verdict is Verdict.UNKNOWN
     assert diagnosis.function is not None
     assert (diagnosis.function.stopped, diagnosis.function.untried) == ("interrupted", ("causes",))
@@ -59,7 +60,7 @@ def test_a_cause_that_was_found_before_is_named(layer: Attention) -> None:
 
     [last] = compare(port, layer).function.cause_names  # type: ignore[union-attr]
     progress = interrupt_at("trying norm inside")  # which comes after it
-    function = compare(port, layer, progress=progress).function  # type: ignore[arg-type]
+    function = compare(port, layer, progress=progress).function
     assert function is not None
     assert function.cause_names == [last] == ["residual inside"]
     assert function.stopped == "interrupted"
@@ -74,13 +75,13 @@ def test_inputs_that_did_not_run_are_told(layer: Attention) -> None:
         return output
 
     progress = interrupt_at("running 3 random tokens")
-    diagnosis = compare(right, layer, progress=progress)  # type: ignore[arg-type]
+    diagnosis = compare(right, layer, progress=progress)
     assert diagnosis.verdict is Verdict.INCONCLUSIVE
     assert diagnosis.function is not None
     assert diagnosis.function.untried == ("4 of 6 inputs",)
     assert len(diagnosis.function.probes) == 2
     with pytest.raises(KeyboardInterrupt):
-        compare(right, layer, progress=interrupt_at("running 11"))  # type: ignore[arg-type]
+        compare(right, layer, progress=interrupt_at("running 11"))
 
 
 def test_a_budget_bounds_the_runs_and_the_search(layer: Attention) -> None:
@@ -112,5 +113,10 @@ def test_the_calls_of_a_slow_function_are_counted(
 ) -> None:
     monkeypatch.setattr("headwise.diagnosis._compare.SLOW", 0.0)
     said: list[str] = []
-    compare(lambda x: unknown_of(layer, x), layer, progress=lambda stage, *_: said.append(stage))
+
+    def report(stage: str, done: int, total: int) -> None:
+        said.append(stage)
+        interrupt_at("trying")(stage, done, total)
+
+    compare(lambda x: unknown_of(layer, x), layer, progress=report)
     assert any("s a call, 8 calls are planned" in stage for stage in said)

@@ -16,6 +16,7 @@ from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.source import CheckpointSource
 from headwise.diagnosis import catalogue, functions, models, probes, search, watch, ways
 from headwise.diagnosis._verify import verify_opened
+from headwise.diagnosis.causes import dropout
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.detection import GivenWeights, open_weights
@@ -281,7 +282,10 @@ class Comparison:
 
     def diagnosis(self) -> Diagnosis:
         """Return the verdict and its evidence."""
-        calls, names = self._record_doubtful(self.probes)
+        try:
+            calls, names = self._record_doubtful(self.probes)
+        except OptionError as error:
+            return self._diagnose_randomness(error)
         time = watch.current()
         if isinstance(self.doubtful, BlackBox) and not time.stopped:
             self.doubtful.require_stateless()
@@ -312,9 +316,10 @@ class Comparison:
             probes=tuple(dict.fromkeys(names)),
             seed=SEED,
             blind=blind,
-            isolated=self._probe_parts_of_function(side)
-            if verdict is Verdict.UNKNOWN and not time.stopped
-            else (),
+            isolated=(
+                *functions.describe_not_finite(calls, names, side),
+                *self._probe_parts_of_function(side, verdict),
+            ),
             tried=0 if explained.has_other_rows else len(self.candidates),
             unseen=probes.find_unseen_setting_changes(self.model, calls, self.dtype)
             if hidden
@@ -325,6 +330,25 @@ class Comparison:
             untried=tuple(time.untried),
         )
         return Diagnosis(verdict=verdict, function=comparison)
+
+    def _diagnose_randomness(self, error: OptionError) -> Diagnosis:
+        """Return dropout as the cause of an error by random outputs, if a few tokens show it."""
+        sizes, most = self.known.input_widths, dropout.count_readable_tokens(self.model)
+        is_random = isinstance(self.doubtful, BlackBox) and self.doubtful.is_random
+        if not is_random or sizes is None or not most or self.candidates != catalogue.CAUSES:
+            raise error
+        few = probes.make_few_tokens(sizes, most, crosses=sizes[0] != sizes[1])
+        left_on = (catalogue.DROPOUT_LEFT_ON,)
+        comparison = Comparison(self.first, self.second, few, left_on)
+        comparison.failed.append("longer inputs: compare again without dropout")
+        try:
+            diagnosis = comparison.diagnosis()
+        except OptionError:  # by what the function keeps between calls
+            raise error from None
+        function = diagnosis.function
+        if function is None or not function.causes or function.unexplained_places:
+            raise error
+        return diagnosis
 
     @property
     def dtype(self) -> torch.dtype:
@@ -377,8 +401,11 @@ class Comparison:
                 lacks = "" if all(takes) else f" (the {side} has no argument {name})"
                 yield f"a {name}{lacks}"
 
-    def _probe_parts_of_function(self, side: str) -> tuple[str, ...]:
+    def _probe_parts_of_function(self, side: str, verdict: Verdict) -> tuple[str, ...]:
+        """Return what is known of a function that no cause explains."""
         function, sizes = self.doubtful, self.known.input_widths
+        if verdict is not Verdict.UNKNOWN or watch.current().stopped:
+            return ()
         if not isinstance(function, BlackBox) or sizes is None:
             return ()
         parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)

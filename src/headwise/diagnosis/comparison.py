@@ -38,7 +38,7 @@ class PartedStage:
     shapes: str = ""
 
     def __str__(self) -> str:
-        heads = "" if self.heads is None else _format_noun_with_numbers("head", self.heads)
+        heads = "" if self.heads is None else format_noun_with_numbers("head", self.heads)
         apart = self.shapes or "of another shape, or not finite in one of the two"
         if isfinite(self.size):
             apart = f"apart by {self.size:.2g} of its size"
@@ -48,7 +48,7 @@ class PartedStage:
     @property
     def positions_in_words(self) -> str:
         """The positions at which it parts, in words; "" for all."""
-        return "" if not self.positions else _format_noun_with_numbers("position", self.positions)
+        return "" if not self.positions else format_noun_with_numbers("position", self.positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class FoundCause:
     @property
     def heads_in_words(self) -> str:
         """The heads that it concerns, in words; "" for all."""
-        return "" if self.heads is None else _format_noun_with_numbers("head", self.heads)
+        return "" if self.heads is None else format_noun_with_numbers("head", self.heads)
 
     @property
     def lines(self) -> list[str]:
@@ -288,7 +288,7 @@ class FunctionComparison:
         return lines
 
 
-def _format_noun_with_numbers(noun: str, numbers: tuple[int, ...]) -> str:
+def format_noun_with_numbers(noun: str, numbers: tuple[int, ...]) -> str:
     """Return "head 3", "heads 2 to 5" or "heads 1, 4 and 9 more"."""
     first, last = numbers[0], numbers[-1]
     if len(numbers) == 1:

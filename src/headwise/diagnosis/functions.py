@@ -4,7 +4,7 @@ Both run on the same input in float32 and in float64. The noise floor of a funct
 its output when the input moves by as much as the results of an attention are rounded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.comparison import SEED, FunctionComparison
+from headwise.diagnosis.comparison import SEED, FunctionComparison, format_noun_with_numbers
 from headwise.diagnosis.probes import NamedInputs
 from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation import gaps
@@ -109,9 +109,10 @@ class _FunctionPair:
         for function, output in zip((self.first, self.second), self.outputs, strict=True):
             share = input_share(terms, function.dtype)
             near = (gaps.perturb(x, "x", draw, share) for draw in range(gaps.DRAWS))
-            changes = [(self.run_at(function, each) - output).abs().amax() for each in near]
-            last = terms * Roundoff.of(function.dtype).u * output.abs().amax()
-            floors.append(float(torch.stack(changes).amax() + last))
+            changes = torch.stack([(self.run_at(function, each) - output).abs() for each in near])
+            last = terms * Roundoff.of(function.dtype).u * output.abs()
+            finite = [x[x.isfinite()].amax() for x in (changes, last)]  # some are, in each output
+            floors.append(float(sum(finite)))
         return floors
 
     def run_at(self, function: BlackBox, x: Tensor) -> Tensor:
@@ -155,6 +156,26 @@ def _bends(pair: _FunctionPair, step: Tensor) -> Tensor:
     start, floor = pair.outputs[1], pair.floors[1]
     near, far = (pair.run_at(pair.second, pair.inputs.x + n * step) for n in (1, 2))
     return ((start - 2 * near + far).abs() > 4 * floor).any(-1)
+
+
+def describe_not_finite(
+    calls: Sequence[RecordedCall], names: Sequence[str], side: str
+) -> Iterator[str]:
+    """Yield where outputs are NaN or infinite, in the first input on which some are."""
+    named = zip(names, (call.stages.get("output") for call in calls), strict=True)
+    bad = [(name, x) for name, x in named if x is not None and not x.isfinite().all()]
+    if not bad:
+        return
+    name, output = bad[0]
+    word = "NaN" if output.isnan().any() else "infinite"
+    at = (~output.isfinite()).any(-1)  # (batch, queries)
+    sequence = int(at.any(1).nonzero()[0])
+    positions = format_noun_with_numbers("position", tuple(at[sequence].nonzero()[:, 0].tolist()))
+    more = f", and on {len(bad) - 1} more inputs" if len(bad) > 1 else ""
+    yield (
+        f"{int(at.sum())} of {at.numel()} outputs of the {side} are {word} on {name}: in sequence "
+        f"{sequence}, {positions}{more}"
+    )
 
 
 TOKENS, BATCH = 6, 8
@@ -217,7 +238,7 @@ class BlackBoxComparison:
         places = torch.arange(TOKENS)
         moved[places, places] = _draw_tokens(1, TOKENS, self.widths[0], TOKENS_SEED + 1)[0]
         output, predicted, bound = self._run_both_with_bound(Inputs(torch.cat([x, moved])))
-        if predicted.shape != output.shape:
+        if predicted.shape != output.shape or not output.isfinite().all():
             return
         seen, known = (
             ((y[1:] - y[:1]).abs() > 2 * bound.amax()).any(-1).T for y in (output, predicted)

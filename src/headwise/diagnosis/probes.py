@@ -28,6 +28,7 @@ from headwise.function.spec import Softcap
 
 BATCH = 2
 QUERIES, KEYS, LONG, FEW = 11, 7, 40, 3  # tokens; KEYS of cross attention
+DRAWS = 8  # of the same tokens, which dropout changes each time
 PADDING = (1, 4)  # tokens of each sequence
 SIDES = ("right", "left")  # of padding
 LONGEST = 256  # tokens, for a window; longer inputs take minutes where a cause is looked for
@@ -92,6 +93,20 @@ def make_probe_inputs(
     if parts:
         probes.append(NamedInputs("one random token", tokens(1), is_optional=True))
         probes.append(NamedInputs("2 random tokens", tokens(2), is_optional=True))
+    return probes
+
+
+def make_few_tokens(
+    widths: tuple[int, int], most: int, *, crosses: bool, seed: int = SEED
+) -> list[NamedInputs]:
+    """Return one token and more, up to a number, of which dropout leaves some in each sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    probes = []
+    for length in range(1, min(most, FEW) + 1):
+        source = _draw_tokens(length, widths[1], generator) if crosses else None
+        name = f"{length} random tokens" if length > 1 else "one random token"
+        inputs = Inputs(_draw_tokens(length, widths[0], generator), source)
+        probes.append(NamedInputs(name, inputs.map_tokens(lambda x: x.repeat(DRAWS, 1, 1))))
     return probes
 
 

@@ -14,6 +14,7 @@ from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.causes import (
     axes,
     decoding,
+    dropout,
     eviction,
     masks,
     norms,
@@ -32,7 +33,7 @@ from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 SEARCHES: Mapping[Cause, Search] = {
     cause: vars(module)[f"_{name.lower()}"]
     for name, cause in vars(catalogue).items()
-    for module in (weights, axes, norms, rotary, scores, masks, decoding, eviction)
+    for module in (weights, axes, norms, rotary, scores, masks, dropout, decoding, eviction)
     if f"_{name.lower()}" in vars(module)
 }
 # A variant that holds for some heads, stages or calls alone must explain more than a whole one.
@@ -157,6 +158,9 @@ class Trials:
         if not cells:
             return
         search = SEARCHES.get(cause)
+        is_of_masks = search is not None and search.__module__ == masks.__name__
+        if evidence.attends_across_batch and is_of_masks:
+            return
         variants = evidence.search_moves(cause) if search is None else search(evidence)
         variants = limit(cause, variants, evidence) if evidence.is_limited else variants
         for place, variant in enumerate(variants):

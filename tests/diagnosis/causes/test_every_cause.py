@@ -27,6 +27,7 @@ from headwise.diagnosis.catalogue import (
 from headwise.diagnosis.causes import (
     axes,
     decoding,
+    dropout,
     eviction,
     masks,
     norms,
@@ -158,7 +159,7 @@ def test_each_function_that_looks_for_a_cause_has_the_name_of_a_row() -> None:
     """`trials.SEARCHES` finds a function by this name: one with another name is never called."""
     functions = {
         name
-        for module in (axes, decoding, eviction, masks, norms, rotary, scores, weights)
+        for module in (axes, decoding, dropout, eviction, masks, norms, rotary, scores, weights)
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
         if [*inspect.signature(value).parameters] == ["evidence"]

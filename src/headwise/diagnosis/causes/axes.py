@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwise.diagnosis.catalogue import KV_HEADS_TILED, ROTATED
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
+from headwise.diagnosis.causes.masks import fill_empty_rows
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.function.distance import slopes_of
 from headwise.function.stages import BEFORE
@@ -43,20 +44,39 @@ def _batch_sequence_exchanged(evidence: Evidence) -> Variants:
     calls = evidence.calls
     if any(call.earlier or call.inputs.source is not None for call in calls):
         return
+    repair = "batch_first=True, or x.transpose(0, 1) on both sides"
+    moves = (
+        (False, True) if any(_hides_keys_alone(call.inputs.mask) for call in calls) else (False,)
+    )
     for by_batch, rotates in ((True, False), (False, False), (True, True)):
-        model = evidence.replace_stages(("head outputs",), _head_outputs_along_batch)
-        model = model.with_stage_function("scores", partial(_scores_along_batch, by_batch))
-        for stage in ROTATED if rotates else ():
-            model = model.with_stage_function(
-                stage, lambda x: x.with_inputs(positions=_positions_in_batch(x)).usual_result()
-            )
-        yield Variant(model, {}, "batch_first=True, or x.transpose(0, 1) on both sides")
+        for moves_mask in moves:
+            scores = partial(_scores_along_batch, by_batch, moves_mask)
+            model = evidence.replace_stages(("head outputs",), _head_outputs_along_batch)
+            model = model.with_stage_function("scores", scores)
+            for stage in ROTATED if rotates else ():
+                model = model.with_stage_function(
+                    stage, lambda x: x.with_inputs(positions=_positions_in_batch(x)).usual_result()
+                )
+            yield Variant(model, {}, repair)
+            if moves_mask:  # which may hide all sequences from a token
+                details = {"rows without keys": "NaN"}
+                filled = model.with_stage_function("weights", partial(fill_empty_rows, math.nan))
+                yield Variant(filled, {}, repair, details)
 
 
-def _scores_along_batch(by_batch: bool, forced: ForcedStage) -> Tensor:
-    """Return scores (tokens, heads, batch, batch)."""
+def _hides_keys_alone(mask: Tensor | None) -> bool:
+    """True for a mask that is the same for all queries and heads, (batch, 1, 1, keys)."""
+    return mask is not None and mask.shape[1:3] == (1, 1)
+
+
+def _scores_along_batch(by_batch: bool, moves_mask: bool, forced: ForcedStage) -> Tensor:
+    """Return scores (tokens, heads, batch, batch), under a mask that has its axes moved too."""
     positions = _positions_in_batch(forced).T if by_batch else None
-    return _exchange_batch_and_sequence(forced, positions).usual_result()
+    along = _exchange_batch_and_sequence(forced, positions)
+    mask = forced.call.inputs.mask
+    if moves_mask and mask is not None and _hides_keys_alone(mask):
+        along = along.with_inputs(mask=mask.transpose(0, -1))
+    return along.usual_result()
 
 
 def _head_outputs_along_batch(forced: ForcedStage) -> Tensor:

@@ -86,6 +86,14 @@ class Evidence:
         """True if a call has a mask of the caller."""
         return any(call.inputs.mask is not None for call in self.calls)
 
+    @cached_property
+    def attends_across_batch(self) -> bool:
+        """True if scores of the model are along the batch, by a cause that was found before."""
+        if "head outputs" not in self.model.replaced:
+            return False
+        scores = ((call, self.model.predict_stage("scores", call)) for call in self.calls)
+        return any(len(x) != len(call.inputs.x) for call, x in scores)
+
     @property
     def has_later_calls(self) -> bool:
         """True if a call has keys of earlier calls."""

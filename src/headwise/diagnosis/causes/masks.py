@@ -124,7 +124,7 @@ def _with_filled_rows(evidence: Evidence, variant: Variant) -> Variants:
     """Yield a variant, and that of code which hides keys by a number where it hides them all."""
     yield variant
     if any(_empties_rows(variant.model, evidence.model, call) for call in evidence.calls):
-        model = variant.model.with_stage_function("weights", partial(_fill_empty_rows, None))
+        model = variant.model.with_stage_function("weights", partial(fill_empty_rows, None))
         yield replace(
             variant, model=model, details={**variant.details, "rows without keys": "equal weights"}
         )
@@ -338,7 +338,7 @@ def _rows_without_keys(evidence: Evidence) -> Variants:
     scores = (evidence.model.predict_stage("scores", call) for call in evidence.calls)
     if any(bool(_find_empty_rows(each).any()) for each in scores):
         for words, value in (("NaN", math.nan), ("equal weights", None), ("weights of 1", 1.0)):
-            model = evidence.replace_stages(("weights",), _fill_empty_rows, value)
+            model = evidence.replace_stages(("weights",), fill_empty_rows, value)
             yield Variant(model, {"row": words}, "give such rows zeros")
 
 
@@ -346,7 +346,8 @@ def _find_empty_rows(scores: Tensor) -> Tensor:
     return (scores == -math.inf).all(-1, keepdim=True)
 
 
-def _fill_empty_rows(value: float | None, forced: ForcedStage) -> Tensor:
+def fill_empty_rows(value: float | None, forced: ForcedStage) -> Tensor:
+    """Return the weights with a value in rows without keys; None for equal weights."""
     scores = forced["scores"]
     other = 1 / scores.shape[-1] if value is None else value
     return torch.where(_find_empty_rows(scores), other, forced.usual_result())

@@ -142,11 +142,12 @@ def find_heads(evidence: Evidence, model: AttentionModel) -> tuple[int, ...] | N
     other = contributions(model, _smallest_parted_call(evidence))
     if other.shape != base.shape or not other.isfinite().all():
         return None
-    changes = (other - base).flatten(1)
+    seen = left.flatten().isfinite()  # a port may return NaN at some tokens
+    left, changes = left.flatten()[seen], (other - base).flatten(1)[:, seen]
     is_live = changes.norm(dim=1) > SMALL * left.norm()
     if not is_live.any():
         return None
-    solution = torch.linalg.lstsq(changes[is_live].T, left.flatten()[:, None], driver="gelsd")
+    solution = torch.linalg.lstsq(changes[is_live].T, left[:, None], driver="gelsd")
     shares = torch.zeros(len(changes), dtype=changes.dtype)
     shares[is_live] = solution.solution[:, 0]
     is_in = shares > 0.5
@@ -176,7 +177,7 @@ def read_parted_heads(evidence: Evidence) -> tuple[int, ...] | None:
     bound = gaps.allowed_difference(forced)
     inverse = torch.linalg.pinv(parts)
     read = inverse @ rest.mT  # (batch, heads * keys, queries)
-    if float((parts @ read - rest.mT).norm()) > float(bound.norm()):
+    if not float((parts @ read - rest.mT).norm()) <= float(bound.norm()):  # it may be NaN
         return None
     error = (inverse.abs() @ bound.mT).unflatten(1, (wo.shape[0], keys))
     weights = model.predict_stage("weights", call).mT  # (batch, heads, keys, queries)
@@ -193,15 +194,16 @@ def fit_by_head(
     """
     calls = [call for call in evidence.calls if "output" in call.stages]
     recorded = torch.cat([call.stages["output"].flatten() for call in calls])
+    seen = recorded.isfinite()
 
     def run(numbers: Tensor) -> Tensor:
-        return torch.cat([contributions(make(numbers), call).flatten(1) for call in calls], 1)
+        parts = [contributions(make(numbers), call).flatten(1) for call in calls]
+        return torch.cat(parts, 1)[:, seen]
 
     def residuals(numbers: Tensor) -> Tensor:
         model = make(numbers)
-        return (
-            torch.cat([model.predict_stage("output", call).flatten() for call in calls]) - recorded
-        )
+        outputs = [model.predict_stage("output", call).flatten() for call in calls]
+        return (torch.cat(outputs) - recorded)[seen]
 
     numbers, left = start.double(), residuals(start.double())
     for _ in range(ROUNDS):

@@ -1,7 +1,6 @@
 """Causes in the scores and their softmax.
 
-The scale, the softcap and the bias by distance; the axis, the dtype and the sinks of the softmax,
-and dropout of its weights.
+The scale, the softcap and the bias by distance; the axis, the dtype and the sinks of the softmax.
 """
 
 import math
@@ -298,30 +297,3 @@ def _cut_column(place: str, forced: ForcedStage) -> Tensor:
     columns = columns if place == "first" else columns.roll(1, -1)
     weights = columns.softmax(-1)
     return weights[..., 1:] if place == "first" else weights[..., :-1]
-
-
-def _dropout_left_on(evidence: Evidence) -> Variants:
-    kept: dict[object, Tensor] = {}
-    factors = []
-    for call in evidence.calls:
-        actual = call.stages.get("weights")
-        usual = evidence.model.predict_stage("weights", call)
-        if actual is None or actual.shape != usual.shape:
-            return
-        kept[call.key] = actual != 0
-        factors.append((actual / usual)[(actual != 0) & (usual > 0)])
-    factor = float(torch.cat(factors).median()) if factors else 1.0
-    if factor > 1.0 + 1e-6:
-        rate = round(1 - 1 / factor, 12)
-        model = evidence.replace_stages(WEIGHTS, _apply_recorded_dropout, kept, factor)
-        yield Variant(model, {"p": rate}, "call eval() before the comparison")
-
-
-def _apply_recorded_dropout(
-    kept: dict[object, Tensor], factor: float, forced: ForcedStage
-) -> Tensor:
-    usual = forced.usual_result()
-    left = kept.get(forced.call.key)
-    if left is None or left.shape != usual.shape:
-        return usual
-    return torch.where(left, factor * usual, 0.0)

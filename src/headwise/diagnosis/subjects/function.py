@@ -54,7 +54,10 @@ class BlackBox(Subject):
         dtype: the narrowest one that holds every output so far: a float16 function that ends in
             `.float()` computes in float16.
         seconds: that its last call took.
+        is_random: True if a second run had another output, which is then no error any more.
     """
+
+    is_random = False
 
     def __init__(self, function: Callable[..., Any], kind: str = "function") -> None:
         self.function, self.kind = function, kind
@@ -72,11 +75,11 @@ class BlackBox(Subject):
 
         Raises:
             OptionError: the function fails, returns no tensor, has another output in a second run,
-                returns NaN, or changes its input.
+                returns NaN alone, or changes its input.
         """
         first = self._call_function(inputs)
         # A slow function runs twice on the first input alone.
-        again = self._first is None or self.seconds < SLOW
+        again = not self.is_random and (self._first is None or self.seconds < SLOW)
         second = self._call_function(inputs) if again else first
         if first.shape[:2] != inputs.x.shape[:2] or first.dim() != 3:
             raise OptionError(
@@ -85,15 +88,15 @@ class BlackBox(Subject):
                 needed="an output of (batch, queries, out_dim)",
                 do="compare(lambda x: layer(x)[0], ...) selects the output of a tuple",
             )
-        if not first.isfinite().all():
-            word = "NaN" if first.isnan().any() else "infinite"
-            count = int((first.isnan() if word == "NaN" else first.isinf()).sum())
+        if not first.isfinite().any():
             raise OptionError(
-                saw=f"{count} of {first.numel()} outputs that are {word}",
-                needed="finite outputs",
-                do="look for rows whose keys are all hidden, or for weights that are not finite",
+                saw=f"{first.numel()} outputs of {self.kind}, which are all NaN or infinite",
+                needed="a finite output at one token at least",
+                do="look at its weights for numbers that are not finite, and at its masks",
             )
-        self._require_same(first, second, "in a second run on the same input")
+        if apart := _describe_change(first, second):
+            self.is_random = True
+            raise self._explain_second_run(inputs, apart)
         held = _narrowest_dtype(first)
         self.dtype = held if self._first is None or is_coarser(self.dtype, held) else self.dtype
         self._first = self._first or (inputs, first)
@@ -115,23 +118,41 @@ class BlackBox(Subject):
         Raises:
             OptionError: the function has another output than before.
         """
-        if self._first is not None:
+        if self._first is not None and not self.is_random:
             inputs, output = self._first
-            now = self._call_function(inputs)
-            self._require_same(output, now, "on the same input, after other inputs")
+            if apart := _describe_change(output, self._call_function(inputs)):
+                raise OptionError(
+                    saw=f"other outputs on the same input, after other inputs: {apart}",
+                    needed="a function without state",
+                    do="pass a fresh cache in each call, and keep no tensor between calls",
+                )
 
-    def _require_same(self, before: Tensor, now: Tensor, when: str) -> None:
-        if before.shape != now.shape:
-            apart = f"of shape {tuple(now.shape)} in place of {tuple(before.shape)}"
-        elif not torch.equal(before, now):
-            apart = f"they differ by up to {float((before - now).abs().max()):.3g}"
-        else:
-            return
-        raise OptionError(
-            saw=f"other outputs {when}: {apart}",
-            needed="a function without randomness or state",
-            do="call eval() first, which turns dropout off, and pass a fresh cache in each call",
+    def _explain_second_run(self, inputs: Inputs, apart: str) -> OptionError:
+        """Return the error for a function with another output in a second run."""
+        if _describe_change(*(self._call_with_seed(inputs) for _ in range(2))):
+            return OptionError(
+                saw=f"other outputs in a second run on the same input: {apart}, after "
+                "torch.manual_seed(0) too",
+                needed="a function without randomness or state",
+                do="pass a fresh cache in each call; call eval() first, which turns dropout off",
+            )
+        return OptionError(
+            saw=f"random outputs: a second run on the same input has other ones ({apart}), and the "
+            "same after torch.manual_seed(0)",
+            needed="a function without randomness",
+            do="call eval() first, which turns dropout off; functions take dropout_p=0.0",
         )
+
+    def _call_with_seed(self, inputs: Inputs) -> Tensor:
+        """Return the output after a seed; generators are then as they were before."""
+        state = np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=()):
+                torch.manual_seed(0)
+                np.random.seed(0)
+                return self._call_function(inputs)
+        finally:
+            np.random.set_state(state)
 
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the output, and the stages of known parts."""
@@ -280,12 +301,22 @@ def read_output(result: Any) -> Tensor:
     return result
 
 
+def _describe_change(before: Tensor, now: Tensor) -> str:
+    """Return how far two outputs are apart; "" for equal ones."""
+    if before.shape != now.shape:
+        return f"of shape {tuple(now.shape)} in place of {tuple(before.shape)}"
+    if torch.equal(before.nan_to_num(), now.nan_to_num()):
+        return ""
+    return f"they differ by up to {float((before - now).abs().nan_to_num().max()):.3g}"
+
+
 def _name_arguments(inputs: Inputs) -> dict[str, Tensor]:
     named = {"x": inputs.x, "source": inputs.source, "mask": inputs.mask}
     return {name: value for name, value in named.items() if value is not None}
 
 
 def _narrowest_dtype(x: Tensor) -> torch.dtype:
+    x = x[x.isfinite()]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if torch.equal(x.to(dtype).to(x.dtype), x):
             return dtype if is_coarser(dtype, x.dtype) else x.dtype
