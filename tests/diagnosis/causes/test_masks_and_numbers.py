@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.diagnosis.catalogue import MASK_ALONG_QUERIES
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant
 from headwise.diagnosis.outputs.values import read_values, read_values_by_head
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, Inputs, RecordedCall
@@ -132,6 +133,16 @@ def test_a_mask_at_another_place(
     result = searched(model, calls)
     assert [cause.cause.name for cause in result.causes] == [name]
     assert not result.left.cells_beyond_rounding
+
+
+def test_a_mask_of_fewer_keys_than_queries_cannot_lie_along_them() -> None:
+    seen = torch.ones(1, 1, 1, 7, dtype=torch.bool)
+    seen[..., -2:] = False
+    calls = recorded(model_of(), Inputs(inputs_of().x, inputs_of().x[:, :7], seen))
+    [variant] = SEARCHES[MASK_ALONG_QUERIES](Evidence.of(model_of(), calls))
+    assert isinstance(variant, Variant)
+    scores = variant.model.predict_stage("scores", calls[0])
+    assert torch.equal(scores, calls[0].stages["scores"])
 
 
 @pytest.mark.parametrize(("place", "kept"), [(-1, slice(1, None)), (0, slice(None, -1))])

@@ -205,13 +205,18 @@ def _padding_side(evidence: Evidence) -> Variants:
 
 
 def _mask_along_queries(evidence: Evidence) -> Variants:
-    return _vary_mask(evidence, turn_mask, "hide keys, not queries: mask[:, None, None, :]")
+    if evidence.has_masks:
+        scores = evidence.replace_stages(SCORES, _scores_under_turned_mask)
+        variant = Variant(scores, {}, "hide keys, not queries: mask[:, None, None, :]")
+        yield from _with_filled_rows(evidence, variant)
 
 
-def turn_mask(mask: Tensor) -> Tensor:
-    """Return the mask with queries and keys exchanged, where it fits their numbers then."""
-    queries, keys = mask.shape[-2:]
-    return mask.mT if queries in (1, keys) else mask
+def _scores_under_turned_mask(forced: ForcedStage) -> Tensor:
+    """Return scores under the mask with queries and keys exchanged, where it fits them then."""
+    mask, queries = forced.call.inputs.mask, forced.call.inputs.x.shape[1]
+    if mask is None or mask.shape[-1] != queries:
+        return forced.usual_result()
+    return forced.with_inputs(mask=mask.mT).usual_result()
 
 
 def _mask_after_softmax(evidence: Evidence) -> Variants:
