@@ -18,6 +18,7 @@ from headwise.diagnosis.causes import (
     eviction,
     masks,
     norms,
+    relative,
     rotary,
     scores,
     weights,
@@ -29,11 +30,23 @@ from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import WHOLE, Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 
+MODULES = (
+    weights,
+    axes,
+    norms,
+    rotary,
+    scores,
+    relative,
+    masks,
+    dropout,
+    decoding,
+    eviction,
+)
 # The function that looks for a cause has the name of its row.
 SEARCHES: Mapping[Cause, Search] = {
     cause: vars(module)[f"_{name.lower()}"]
     for name, cause in vars(catalogue).items()
-    for module in (weights, axes, norms, rotary, scores, masks, dropout, decoding, eviction)
+    for module in MODULES
     if f"_{name.lower()}" in vars(module)
 }
 # A variant that holds for some heads, stages or calls alone must explain more than a whole one.

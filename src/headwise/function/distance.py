@@ -50,11 +50,20 @@ def slopes_of(spec: AttentionSpec) -> Float[Tensor, " heads"] | None:
 
 
 def bucket_of_distances(
-    distances: Int[Tensor, "*axes"], buckets: int, max_distance: int, *, bidirectional: bool
+    distances: Int[Tensor, "*axes"],
+    buckets: int,
+    max_distance: int,
+    *,
+    bidirectional: bool,
+    max_exact: int | None = None,
 ) -> Int[Tensor, "*axes"]:
-    """Return the bucket of each distance ``key - query``."""
+    """Return the bucket of each distance ``key - query``.
+
+    ``max_exact`` is the number of distances with their own bucket, on each side; None for half of
+    the buckets, as in T5.
+    """
     one_side = buckets // 2 if bidirectional else buckets
-    near = count_unshared_distances(buckets, bidirectional=bidirectional)
+    near = max_exact or count_unshared_distances(buckets, bidirectional=bidirectional)
     later = (distances > 0) * (buckets - one_side)
     far = distances.abs() if bidirectional else (-distances).clamp(min=0)
     # Float32 in T5's order of operations: the last bit decides where a bucket begins.

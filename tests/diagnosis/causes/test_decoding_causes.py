@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -201,3 +202,76 @@ def test_other_missing_keys(keep: Callable[[int, int], list[int]]) -> None:
     model = model_of(causal=True)
     result = searched(model, short_cache(model, keep), *DECODING)
     assert not result.causes
+
+
+CACHES = ("cached values lost", "cache joined in another order", *DECODING)
+
+
+def from_cache(
+    model: AttentionModel,
+    read: Callable[[list[Tensor], int], list[Tensor]],
+    *roles: str,
+) -> list[RecordedCall]:
+    """Return calls that read keys or values token by token, of which ``past`` are in the cache."""
+
+    def other(role: str, forced: ForcedStage) -> Tensor:
+        call = forced.call
+        every = forced.of_all_calls(role)
+        tokens = read([*every.unbind(2)], call.past_key_count)
+        if role == "v":
+            return forced["weights"] @ torch.stack(tokens, 2).repeat_interleave(2, 1)
+        keys = torch.stack(tokens, 2).repeat_interleave(2, 1)
+        products = forced["q after rotary"] @ keys.mT * forced.settings.factor
+        return products.masked_fill(forced.usual_result().isinf(), -torch.inf)
+
+    faulty = model
+    for stage, role in (("scores", "k after rotary"), ("head outputs", "v")):
+        if role[0] in roles:
+            faulty = faulty.with_stage_function(stage, partial(other, role))
+    return recorded(faulty, inputs_of(steps=STEPS))
+
+
+def zeros_first(tokens: list[Tensor], past: int) -> list[Tensor]:
+    return [0.0 * token if place < past else token for place, token in enumerate(tokens)]
+
+
+def new_first(tokens: list[Tensor], past: int) -> list[Tensor]:
+    """Return tokens in the order of the calls of `STEPS`, the last call first."""
+    held: list[Tensor] = []
+    start = 0
+    for size in STEPS:
+        if start + size <= len(tokens):
+            held = tokens[start : start + size] + held
+            start += size
+    assert not past or len(held) == len(tokens)
+    return held
+
+
+def test_values_of_earlier_calls_that_are_zeros() -> None:
+    model = model_of(causal=True)
+    result = searched(model, from_cache(model, zeros_first, "v"), *CACHES)
+    assert [each.cause.name for each in result.causes] == ["cached values lost"]
+    assert not result.left.cells_beyond_rounding
+
+
+@pytest.mark.parametrize("roles", ["k", "v", "kv"])
+def test_new_tokens_in_front_of_the_cache(roles: str) -> None:
+    model = model_of(causal=True)
+    result = searched(model, from_cache(model, new_first, *roles), *CACHES)
+    assert [each.cause.name for each in result.causes] == ["cache joined in another order"]
+    assert result.causes[0].variant.parameters["roles"] == roles
+    assert not result.left.cells_beyond_rounding
+
+
+def halved(tokens: list[Tensor], past: int) -> list[Tensor]:
+    return [0.5 * token if place < past else token for place, token in enumerate(tokens)]
+
+
+def reversed_in_time(tokens: list[Tensor], past: int) -> list[Tensor]:
+    return [*tokens[:past][::-1], *tokens[past:]]
+
+
+@pytest.mark.parametrize("read", [halved, reversed_in_time])
+def test_other_wrong_values_of_a_cache(read: Callable[[list[Tensor], int], list[Tensor]]) -> None:
+    model = model_of(causal=True)
+    assert not searched(model, from_cache(model, read, "v"), *CACHES).causes

@@ -24,22 +24,11 @@ from headwise.diagnosis.catalogue import (
     Cause,
     Page,
 )
-from headwise.diagnosis.causes import (
-    axes,
-    decoding,
-    dropout,
-    eviction,
-    masks,
-    norms,
-    rotary,
-    scores,
-    weights,
-)
 from headwise.diagnosis.causes.evidence import Variants
 from headwise.diagnosis.moves.families import make_row_map_catalogue
 from headwise.diagnosis.moves.maps import RowSizes
 from headwise.diagnosis.moves.search import list_matrix_maps
-from headwise.diagnosis.trials import SEARCHES
+from headwise.diagnosis.trials import MODULES, SEARCHES
 from tests.diagnosis.moves.projections import projections
 
 NAMES = [cause.name for cause in CAUSES]
@@ -159,7 +148,7 @@ def test_each_function_that_looks_for_a_cause_has_the_name_of_a_row() -> None:
     """`trials.SEARCHES` finds a function by this name: one with another name is never called."""
     functions = {
         name
-        for module in (axes, decoding, dropout, eviction, masks, norms, rotary, scores, weights)
+        for module in MODULES
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
         if [*inspect.signature(value).parameters] == ["evidence"]

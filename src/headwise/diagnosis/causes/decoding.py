@@ -1,6 +1,6 @@
 """Causes that show in calls with earlier keys alone.
 
-Later calls have other positions, windows or padding.
+Later calls have other positions, windows or padding, or read a cache that was filled wrongly.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,3 +120,66 @@ def _padding_in_decoding(evidence: Evidence) -> Variants:
         repair = "positions that count the tokens and not the padding, in every call"
         model = _place_later_calls(evidence, lambda _: None)
         yield Variant(model, {"padding": "counted in the positions"}, repair)
+
+
+# The stage that reads keys or values of earlier calls, and the stage of a call that makes them.
+READ = {"k": ("scores", "k after rotary"), "v": ("head outputs", "v")}
+Cached = Callable[[Tensor, RecordedCall], Tensor]  # (batch, kv_heads, keys, ...) and its call
+
+
+def _read_other_cache(evidence: Evidence, role: str, change: Cached) -> AttentionModel:
+    """Return the model that reads other keys or values in later calls."""
+    stage, cached = READ[role]
+
+    def read(forced: ForcedStage) -> Tensor:
+        call = forced.call
+        if not call.earlier:
+            return forced.usual_result()
+        every = change(forced.of_all_calls(cached), call)
+        parts = every.split([each.inputs.x.shape[1] for each in (*call.earlier, call)], 2)
+        calls = zip((*call.earlier, call), parts, strict=True)
+        *earlier, last = (each.with_stages({**each.stages, cached: x}) for each, x in calls)
+        return replace(forced, call=replace(last, earlier=tuple(earlier))).usual_result()
+
+    return evidence.replace_stages((stage,), read)
+
+
+def _cached_values_lost(evidence: Evidence) -> Variants:
+    if evidence.has_later_calls:
+        repair = "store the values of each call in the cache, beside its keys"
+        yield Variant(_read_other_cache(evidence, "v", _zero_earlier), {"values": 0.0}, repair)
+
+
+def _zero_earlier(x: Tensor, call: RecordedCall) -> Tensor:
+    past = call.past_key_count
+    return torch.cat([torch.zeros_like(x[:, :, :past]), x[:, :, past:]], 2)
+
+
+def _cache_joined_in_another_order(evidence: Evidence) -> Variants:
+    left, _ = evidence.model.settings.sides or (None, None)
+    places = [slice(None)]  # of the keys that stay between calls
+    if left is not None:
+        places += [slice(-left, None), slice(-left - 1, None), slice(left)]
+    for held in places if evidence.has_later_calls else ():
+        for roles in ("k", "v", "kv"):
+            model = evidence.model
+            for role in roles:
+                seen = replace(evidence, model=model)
+                model = _read_other_cache(seen, role, partial(_join_in_front, held))
+            repair = "torch.cat([cached, new], dim=-2): earlier tokens first, for keys and values"
+            yield Variant(model, {"roles": roles, "first": "the new tokens"}, repair)
+
+
+def _join_in_front(held: slice, x: Tensor, call: RecordedCall) -> Tensor:
+    """Return keys or values in the order of a cache that new ones are put in front of.
+
+    It holds a part of them between calls, whatever they are. Others stay where they were, since
+    the window hides them.
+    """
+    order: list[int] = []
+    start = 0
+    for each in (*call.earlier, call):
+        end = start + each.inputs.x.shape[1]
+        order = [*range(start, end), *order[held]]
+        start = end
+    return x[:, :, [*range(end - len(order)), *order]]
