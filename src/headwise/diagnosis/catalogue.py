@@ -76,6 +76,7 @@ NORMED = ("q after norm", "k after norm", "q after rotary", "k after rotary")
 ROTATED = ("q after rotary", "k after rotary")
 PLACED = (*ROTATED, "scores")  # the stages that depend on positions
 SCORES, WEIGHTS = ("scores",), ("weights",)
+MIXED = ("scores", "head outputs")  # the stages in which heads meet keys and values
 BY_NUMBER = "load each layer by its number"
 OWN_TENSOR = "load {weights} from its own tensor: {text}"
 NOT_LOADED = "load {weights}: not loaded, but initialised"
@@ -87,6 +88,7 @@ ANOTHER_ROLE = Cause("rows of another role", PROJECTED, cost=1.06, remedy=OWN_TE
 FUSED_ROW_ORDER = Cause("order of fused rows", PROJECTED, cost=1.02)
 FUSED_ROW_NESTING = Cause("nesting of fused rows", PROJECTED, cost=1.03)
 FUSED_ROW_GROUPS = Cause("kv groups of fused rows", PROJECTED, cost=1.03)
+FUSED_ROW_CUT = Cause("fused rows cut at another place", PROJECTED, cost=1.07)
 HEADS_INTERLEAVED = Cause("heads interleaved", PROJECTED, cost=1.04)
 HEADS_PERMUTED = Cause("heads permuted", PROJECTED, cost=1.05)
 OUTPUT_GROUP_ORDER = Cause("output heads in another group order", PROJECTED, cost=1.04)
@@ -113,6 +115,7 @@ BIAS_MISSING = Cause("bias missing", PROJECTED, remedy="load the biases {biases}
 INITIAL_WEIGHTS = Cause(
     "weights at their initial values", PROJECTED, is_statistical=True, remedy=NOT_LOADED
 )
+OUTPUT_PROJECTION_MISSING = Cause("output projection missing", ("output",))
 MODULE_BYPASSED = Cause("projection never called", PROJECTED, cost=0.5)
 ADAPTERS_MERGED = Cause("adapters merged or not", PROJECTED, cost=2.2)
 SCALE = Cause("scale", SCORES)
@@ -173,6 +176,10 @@ ONE_HEAD_FOR_ALL = Cause(
 NUMBER_OF_HEADS = Cause("number of heads", WITH_HEADS)
 SPLIT_WITHOUT_TRANSPOSE = Cause("split without transpose", ("q", "k", "v"))
 MERGE_WITHOUT_TRANSPOSE = Cause("merge without transpose", ("output",))
+BATCH_AND_HEADS = Cause("batch and heads in another order", ("q", "k", "v", *MIXED))
+GATE_MERGED = Cause("gate merged without transpose", ("head outputs",))
+ANOTHER_GROUP = Cause("kv head of another group", MIXED)
+WEIGHTS_TRANSPOSED = Cause("weights transposed", ("head outputs",))
 DROPOUT_LEFT_ON = Cause("dropout left on", WEIGHTS)
 RESIDUAL_INSIDE = Cause("residual inside", ("output",))
 NORM_INSIDE = Cause("norm inside", PROJECTED)

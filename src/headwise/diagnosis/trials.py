@@ -16,6 +16,7 @@ from headwise.diagnosis.causes import (
     decoding,
     dropout,
     eviction,
+    flattening,
     masks,
     norms,
     relative,
@@ -33,6 +34,7 @@ from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 MODULES = (
     weights,
     axes,
+    flattening,
     norms,
     rotary,
     scores,

@@ -14,6 +14,7 @@ from headwise.diagnosis.catalogue import (
     ANOTHER_ROLE,
     CAUSES,
     FACTOR,
+    FUSED_ROW_CUT,
     LAYERS_EXCHANGED,
     LAYERS_OFF_BY_ONE,
     MATRIX_TRANSPOSED,
@@ -139,7 +140,7 @@ def test_causes_without_a_search_of_their_own_are_those_of_moves() -> None:
         for name in row_map.names
     }
     moved |= {each.names[0].cause for each in list_matrix_maps(rows, rows.head_counts_and_dims())}
-    changed = {MATRIX_TRANSPOSED, SIGN, FACTOR, ROWS_ZERO}
+    changed = {FUSED_ROW_CUT, MATRIX_TRANSPOSED, SIGN, FACTOR, ROWS_ZERO}
     layers = {LAYERS_EXCHANGED, LAYERS_OFF_BY_ONE}
     assert {*CAUSES} == {*SEARCHES} | moved | changed | layers
 

@@ -138,6 +138,17 @@ def other_kv_heads(forced: ForcedStage) -> Tensor:
     return forced["q after rotary"] @ keys.mT * forced.settings.factor
 
 
+def moved_by_a_sequence(x: Tensor) -> Tensor:
+    """Return (batch, heads, ...) of which one sequence has that of the sequence before it."""
+    return torch.cat([x[:1], x[:1], x[2:]])
+
+
+def transposed_in_a_head(forced: ForcedStage) -> Tensor:
+    weights = forced["weights"].clone()
+    weights[:, 1] = weights[:, 1].mT
+    return weights @ forced["v"].repeat_interleave(2, 1)
+
+
 def with_theta_and_noise(model: AttentionModel) -> AttentionModel:
     other = model.with_rotary(theta=30_000.0)
     return with_function(with_function(other, "q after rotary", noise), "k after rotary", noise)
@@ -190,6 +201,16 @@ NEAR_MISSES = (
     NearMiss("window off by one", of_stage("scores", each_head_its_window), CAUSAL),
     NearMiss("causal alignment", after("scores", last_row_shifted), CAUSAL),
     NearMiss("kv heads tiled instead of repeated", of_stage("scores", other_kv_heads)),
+    NearMiss("kv head of another group", of_stage("scores", other_kv_heads)),
+    NearMiss("batch and heads in another order", after("q", moved_by_a_sequence)),
+    NearMiss("weights transposed", of_stage("head outputs", transposed_in_a_head)),
+    NearMiss("output projection missing", after("output", lambda y: y + y.roll(1, -1))),
+    NearMiss(
+        "fused rows cut at another place",
+        lambda m: m.with_weights(
+            wv=m.weights["wv"].flatten(0, 1).roll(1, 0).view_as(m.weights["wv"])
+        ),
+    ),
     NearMiss("mask polarity", of_stage("scores", one_sequence(torch.logical_not)), {}, True),
     NearMiss("padding ignored", of_stage("scores", one_sequence(torch.ones_like)), {}, True),
     NearMiss("padding side", of_stage("scores", one_sequence(lambda m: m.flip(-1))), {}, True),

@@ -55,6 +55,18 @@ def in_groups(rows: Rows) -> Rows:
     return refused(rows, lambda x: x.view(kv_heads, group + 2, d, -1).split([group, 1, 1], dim=1))
 
 
+def cut_early(rows: Rows) -> Rows:
+    """The slice of k begins one head early, and that of v three rows late, with rows of k again."""
+    q, k, v = (rows.matrix_of_role(role).shape[0] for role in "qkv")
+    head_dim = rows.matrices["q"].shape[1]
+
+    def cut(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        early = q + k - 3
+        return x[:q], x[q - head_dim : q - head_dim + k], x[early : early + v]
+
+    return refused(rows, cut)
+
+
 def reordered(rows: Rows) -> Rows:
     """Stored [q; k; v], read [k; q; v]."""
     q, k, v = (rows.matrix_of_role(role).shape[0] for role in "qkv")
@@ -92,6 +104,8 @@ CASES: list[tuple[str, str, Mistake, str]] = [
     ("gqa-of-4", "kv heads tiled instead of repeated", on(output_groups, "q", "o"), "qo"),
     ("square", "square matrix transposed", lambda rows: transposed(rows, "o"), "o"),
     ("mha", "square matrix transposed", lambda rows: transposed(rows, "q", "k", "v"), "qkv"),
+    ("mha", "fused rows cut at another place", cut_early, "kv"),
+    ("gqa-of-4", "fused rows cut at another place", cut_early, "kv"),
 ]
 
 

@@ -1,7 +1,7 @@
 """Causes in the axes: heads split, merged, counted or repeated otherwise, batch as tokens."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import KV_HEADS_TILED, ROTATED
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.causes.masks import fill_empty_rows
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.function.distance import slopes_of
 from headwise.function.stages import BEFORE
 from headwise.layers.distance import alibi_slopes
@@ -21,11 +21,28 @@ def _split_without_transpose(evidence: Evidence) -> Variants:
     for roles in ("qkv", "qk", "q", "k", "v"):
         model = evidence.replace_stages(roles, _view_as_heads)
         yield Variant(model, {"roles": roles}, "view(batch, length, heads, d).transpose(1, 2)")
+    weights = evidence.model.weights
+    if len({weights[f"w{role}"].shape for role in "qkv"}) == 1:
+        for is_first in (False, True):
+            shape = "3, batch, heads" if is_first else "batch, 3, heads"
+            model = evidence.replace_stages("qkv", _view_as_fused_heads, is_first)
+            repair = "view(batch, length, 3, heads, d).permute(2, 0, 3, 1, 4)"
+            yield Variant(model, {"roles": "qkv", "fused": f"({shape}, length, d)"}, repair)
 
 
 def _view_as_heads(forced: ForcedStage) -> Tensor:
     split = forced.usual_result()
     return split.transpose(1, 2).flatten(2).reshape(split.shape)
+
+
+def _view_as_fused_heads(is_first: bool, forced: ForcedStage) -> Tensor:
+    """Return q, k or v of a fused result whose memory is viewed in the shape that is wanted."""
+    each = [ForcedStage(forced.model, forced.call, role).usual_result() for role in "qkv"]
+    fused = torch.cat([x.transpose(1, 2).flatten(2) for x in each], 2)
+    batch, heads, length, channels = each[0].shape
+    shape = (3, batch) if is_first else (batch, 3)
+    split = fused.reshape(*shape, heads, length, channels)
+    return split.select(0 if is_first else 1, "qkv".index(forced.stage))
 
 
 def _merge_without_transpose(evidence: Evidence) -> Variants:
@@ -81,9 +98,13 @@ def _scores_along_batch(by_batch: bool, moves_mask: bool, forced: ForcedStage) -
 
 def _head_outputs_along_batch(forced: ForcedStage) -> Tensor:
     """Return head outputs of weights (tokens, heads, batch, batch)."""
-    if len(forced["weights"]) != forced.call.inputs.x.shape[1]:
+    (batch, tokens, _), weights = forced.call.inputs.x.shape, forced["weights"]
+    if weights.shape[::3] == (tokens, batch):
+        return _exchange_batch_and_sequence(forced, None).usual_result().transpose(0, 2)
+    if weights.shape[::3] == (batch, tokens):  # with another cause of the scores
         return forced.usual_result()
-    return _exchange_batch_and_sequence(forced, None).usual_result().transpose(0, 2)
+    heads, value_dim, _ = forced.model.weights["wo"].shape  # with one that hides keys by the mask
+    return weights.new_full((batch, heads, tokens, value_dim), math.nan)
 
 
 def _positions_in_batch(forced: ForcedStage) -> Tensor:
@@ -157,26 +178,46 @@ def _kv_heads_tiled(evidence: Evidence) -> Variants:
     settings = evidence.model.settings
     if not 1 < settings.num_kv_heads < settings.num_heads:
         return
+    count = settings.num_kv_heads
+    tiled = tuple(head % count for head in range(settings.num_heads))
+    repair = "k.repeat_interleave(group, dim=heads) in place of k.repeat(group), v likewise"
+    for model in _models_by_kv_head(evidence, tiled):
+        yield Variant(model, {"kv_heads": count}, repair)
+
+
+def _another_group(evidence: Evidence) -> Variants:
+    settings = evidence.model.settings
+    heads, count, group = settings.num_heads, settings.num_kv_heads, settings.group
+    if not 1 < count < heads:
+        return
+    right = [head // group for head in range(heads)]
+    for text, divide in (
+        ("head // kv_heads", lambda h: h // count),
+        ("head % group", lambda h: h % group),
+    ):
+        places = tuple(map(divide, range(heads)))
+        if max(places) >= count or places == tuple(right):
+            continue
+        for model in _models_by_kv_head(evidence, places):
+            repair = f"head h takes kv head h // {group}: its number divided by the size of a group"
+            yield Variant(model, {"kv head": text, "kv heads": places}, repair)
+
+
+def _models_by_kv_head(evidence: Evidence, places: tuple[int, ...]) -> Iterator[AttentionModel]:
+    """Yield models whose heads take these kv heads: keys and values, keys alone, values alone."""
     for stages in (("scores", "head outputs"), ("scores",), ("head outputs",)):
-        model = evidence.replace_stages(stages, _tile_kv_heads)
-        repair = "k.repeat_interleave(group, dim=heads) in place of k.repeat(group), v likewise"
-        yield Variant(model, {"kv_heads": settings.num_kv_heads}, repair)
+        yield evidence.replace_stages(stages, _take_kv_heads, places)
 
 
-def _tile_kv_heads(forced: ForcedStage) -> Tensor:
-    """Return a stage whose head h takes kv head h % kv_heads."""
-    settings = forced.settings
-    heads = torch.arange(settings.num_heads)
-    places = heads % settings.num_kv_heads * settings.group + heads // settings.num_kv_heads
-    order = places.argsort()
-    source = "q after rotary" if forced.stage == "scores" else "weights"
-    stages = {**forced.call.stages, source: forced[source][:, order]}
-    model: AttentionModel = forced.model
-    if (slopes := slopes_of(settings)) is not None:
-        model = model.with_slopes(slopes[order])
-    return replace(forced, model=model, call=forced.call.with_stages(stages)).usual_result()[
-        :, places
-    ]
+def _take_kv_heads(places: tuple[int, ...], forced: ForcedStage) -> Tensor:
+    """Return a stage whose heads take the kv heads at these places, those of earlier calls too."""
+    source = "k after rotary" if forced.stage == "scores" else "v"
+
+    def take(call: RecordedCall) -> RecordedCall:
+        taken = replace(forced, call=call)[source][:, list(places)]
+        return call.with_stages({**call.stages, source: taken})
+
+    return replace(forced, call=forced.call.change(take)).usual_result()
 
 
 PARTS_OF_HEADS: Mapping[str, tuple[str, ...]] = {

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.moves.find import HeadsAndOutput, extract_rows, find_moves, replace_rows
+from headwise.diagnosis.moves.gate import list_gate_moves
 from headwise.diagnosis.moves.maps import MatrixMap, Rows
 from headwise.diagnosis.moves.move import Move
 from headwise.diagnosis.outputs.names import apply_move, find_output_moves
@@ -132,6 +133,14 @@ class Evidence:
                         name.repair,
                         is_step=number >= count or not later.isdisjoint(move.roles),
                     )
+
+        for each in list_gate_moves(self.model.weights) if self.shows_outputs_alone else ():
+            if each.name.cause == cause:
+                yield Variant(
+                    self.model.with_weights(**each.changes),
+                    {"roles": "".join(each.name.roles)},
+                    each.name.repair,
+                )
 
     def projection_tokens(self, role: str) -> tuple[Tensor, Tensor] | None:
         """Return inputs (tokens, columns) and recorded stage (tokens, rows) of a projection."""

@@ -28,6 +28,9 @@ IN_HEADS = {*catalogue.NORMED, "scores", "weights", "head outputs"}
 WHOLE_CAUSES = {
     catalogue.SOFTMAX_AXIS,
     catalogue.BATCH_SEQUENCE_EXCHANGED,
+    catalogue.GATE_MERGED,
+    catalogue.ANOTHER_GROUP,
+    catalogue.WEIGHTS_TRANSPOSED,
     catalogue.POSITION_IN_DECODING,
     catalogue.PADDING_IN_DECODING,
     catalogue.WINDOW_IN_DECODING,

@@ -306,6 +306,16 @@ def _norm_of_stored_rounding(evidence: Evidence, x: Tensor, matrix: Tensor) -> T
     return unit * (x.square() @ matrix.square()).sum().sqrt()
 
 
+def _output_projection_missing(evidence: Evidence) -> Variants:
+    """Yield the outputs of heads side by side, where they are as wide as the output."""
+    heads, value_dim, out_dim = evidence.model.weights["wo"].shape
+    if heads * value_dim == out_dim:
+        model = evidence.replace_stages(
+            ("output",), lambda forced: forced["head outputs"].transpose(1, 2).flatten(2)
+        )
+        yield Variant(model, {}, "project the merged heads: o_proj(outputs)")
+
+
 def _module_bypassed(evidence: Evidence) -> Variants:
     of_weights = evidence.model.of_weights
     if of_weights is None:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import HEADS_PERMUTED, SHARD_ORDER
+from headwise.diagnosis.catalogue import FUSED_ROW_CUT, HEADS_PERMUTED, SHARD_ORDER
 from headwise.diagnosis.moves.families import RowMapCatalogue
 from headwise.diagnosis.moves.maps import MapName, MatrixMap, RowMap, Rows, RowSizes
 from headwise.support.tensors import view_as_bits
@@ -226,6 +226,8 @@ def search_steps(
     blocks = find_block_maps(a.plain, b.plain, a.sizes, roles)
     if blocks is not None and len(blocks) == 1:
         single.append(tuple(blocks))
+    if not single and (cut := find_cut_map(a.plain, b.plain, a.sizes, roles)) is not None:
+        single.append((cut,))
     if single:
         return _select_shortest_sequences(single, roles)
     backward = _backward_labels(a, catalogue, matrix_maps, roles)
@@ -406,7 +408,8 @@ def _join_two_steps(
 
 
 SHARDS = (2, 4, 8)
-HEADS_ORDER, ROLLED_ORDER, SHARDS_ORDER = 1000, 990, 1010
+HEADS_ORDER, ROLLED_ORDER, SHARDS_ORDER, CUT_ORDER = 1000, 990, 1010, 1020
+FUSED = ("q", "k", "v")
 
 
 def _hash_blocks(labels: Tensor, blocks: int) -> Tensor:
@@ -503,3 +506,43 @@ def _name_block_order(
         text = f"{count} shards in the order {listed}"
         names.append(MapName(SHARD_ORDER, text, roles, SHARDS_ORDER, parameters))
     return tuple(sorted(names, key=lambda name: name.order))
+
+
+def find_cut_map(a: Tensor, b: Tensor, sizes: RowSizes, roles: tuple[str, ...]) -> RowMap | None:
+    """Return the map that cuts roles of a out of b's fused rows [q|k|v] at other places, or None.
+
+    A role that is cut so has rows of its own too: rows of another role alone are another mistake.
+    """
+    spans = sizes.spans()
+    if not {*FUSED} <= spans.keys():
+        return None
+    places = torch.cat([torch.arange(spans[role].start, spans[role].stop) for role in FUSED])
+    fused, index, words, moved = b[places], torch.arange(sizes.total_rows), [], []
+    starts = dict(zip(FUSED, _starts_of_roles(sizes), strict=True))
+    for role in roles:
+        span = spans[role]
+        if torch.equal(a[span], b[span]):
+            continue
+        start = None if role not in starts else _find_run(a[span], fused)
+        shift = 0 if start is None else start - starts[role]
+        if start is None or not 0 < abs(shift) < sizes.count_rows(role):
+            return None
+        index[span] = places[start : start + sizes.count_rows(role)]
+        words.append(f"{role} from row {start} in place of {starts[role]}")
+        moved.append(role)
+    name = MapName(
+        FUSED_ROW_CUT, ", ".join(words), tuple(moved), CUT_ORDER, (("cut", ", ".join(words)),)
+    )
+    return RowMap((name,), index, is_permutation=False, space=sizes.roles) if moved else None
+
+
+def _starts_of_roles(sizes: RowSizes) -> list[int]:
+    counts = [sizes.count_rows(role) for role in FUSED]
+    return [sum(counts[:place]) for place in range(len(counts))]
+
+
+def _find_run(labels: Tensor, fused: Tensor) -> int | None:
+    """Return where labels stand in a row among those of fused rows; None where they do not."""
+    near = (fused[: len(fused) - len(labels) + 1] == labels[0]).nonzero().flatten().tolist()
+    runs = (n for n in near if torch.equal(fused[n : n + len(labels)], labels))
+    return next(runs, None)
