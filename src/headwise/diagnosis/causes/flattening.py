@@ -112,8 +112,8 @@ def _view_split_heads(x: Tensor) -> Tensor:
 
 
 def _gate_heads(change: Reorder, forced: ForcedStage) -> Tensor:
-    gates = output_gates(forced)
-    assert gates is not None
+    if (gates := output_gates(forced)) is None:  # with another cause, which leaves it out
+        return forced.usual_result()
     bare = replace(forced, model=forced.model.with_weights(wg=None, bg=None)).usual_result()
     return bare * change(gates)
 
