@@ -414,7 +414,16 @@ class Comparison:
     def _explain(
         self, calls: Sequence[RecordedCall], names: Sequence[str], side: str
     ) -> search.ExplainedCalls:
-        return search.ExplainedCalls(self.model, calls, names, self.dtype, self.candidates, side)
+        return search.ExplainedCalls(
+            self.model, calls, names, self.dtype, self.candidates, side, self._language
+        )
+
+    @property
+    def _language(self) -> str:
+        """The language of the doubtful one's code; "" for a layer with settings."""
+        if not isinstance(self.doubtful, BlackBox):
+            return ""
+        return "numpy" if self.doubtful.takes_arrays else "torch"
 
     def _explain_by_few_calls(self, everything: search.ExplainedCalls) -> search.ExplainedCalls:
         """Return what explains the calls, found without those of one token each if that is enough.

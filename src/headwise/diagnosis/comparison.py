@@ -93,7 +93,9 @@ class FoundCause:
         parameters: name -> value in that side.
         stages: the stages that it explains.
         heads: the heads that it concerns; None for all.
-        repair: what makes that side equal to the other.
+        repair: what makes that side equal to the other: lines of code for a function or a module
+            written by hand, else words.
+        place: where in the code the lines of the repair stand, in words; "" for words.
         equals: other causes that would look the same on these inputs.
         page: the path of the page about it, a Markdown file in the installed package.
         side: "first" or "second": the one of the two that departs from the other, which is known
@@ -115,6 +117,7 @@ class FoundCause:
     share: float = 1.0
     output_left: float = 0.0
     partner: str = ""
+    place: str = ""
 
     @property
     def parameters_in_words(self) -> str:
@@ -138,7 +141,11 @@ class FoundCause:
         lines = [f"{self.name}{values} in the {self.side}{where}", f"  explains {stages}"]
         if self.repair:
             side = "" if self.side == "first" else f" of the {self.side}"
-            lines.append(f"  repair{side}: {self.repair}")
+            place = f", {self.place}" if self.place else ""
+            first, *others = self.repair.splitlines()
+            lines += [f"  repair{side}{place}: {first}"] if not others else []
+            if others:
+                lines += [f"  repair{side}{place}:", *(f"    {line}" for line in (first, *others))]
         if self.equals:
             lines.append(f"  the same on these inputs: {', '.join(self.equals)}")
         lines.append(f"  more: {self.page}")
@@ -265,7 +272,7 @@ class FunctionComparison:
         lines += [f"  {way}" for way in self.ways]
         for number, cause in enumerate(self.causes, 1):
             first, *others = cause.lines
-            lines += [f"  {number}. {first}", *(f"     {line.strip()}" for line in others)]
+            lines += [f"  {number}. {first}", *(f"     {line[2:]}" for line in others)]
         lines += [f"  {stage}" for stage in map(str, self.parted)]
         lines += [f"  {gap}" for gap in self.gradients if not gap.is_rounding]
         lines += [f"  {sentence}" for sentence in self.isolated]

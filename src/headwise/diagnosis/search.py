@@ -13,6 +13,7 @@ from headwise.diagnosis.catalogue import CAUSES, Cause
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.diagnosis.pairs import find_best_pair
+from headwise.diagnosis.repairs.lines import Code, Repair, write_repair
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import WHOLE, Gap, Gaps, measure_gaps
@@ -79,6 +80,7 @@ class ExplainedCalls:
     stored: torch.dtype = torch.float64  # of the recorded weights, which rounds what they were
     candidates: Sequence[Cause] = CAUSES  # that may be named
     side: str = "first"  # of the recorded one, for reports
+    language: str = ""  # of the recorded one where it is code: "torch", "numpy"; "" for a layer
 
     @cached_property
     def search(self) -> CauseSearchResult:
@@ -141,13 +143,15 @@ class ExplainedCalls:
         everything = sum(each.size for each in causes if not each.partner)
         everything += max((each.size for each in causes if each.partner), default=0.0)
         everything += self.search.left.total_clipped_size(self.search.left.cells_beyond_rounding)
+        repairs = self._repairs
         return tuple(
             FoundCause(
                 name=each.cause.name,
                 parameters={**each.variant.parameters, **each.variant.details},
                 stages=each.stages,
                 heads=each.heads,
-                repair=each.variant.repair,
+                repair="\n".join(repair.lines),
+                place=repair.place,
                 equals=each.equals,
                 page=each.cause.page,
                 side=self.side,
@@ -155,8 +159,30 @@ class ExplainedCalls:
                 output_left=max(self._compare_output(call, each.model)[0] for call in self.calls),
                 partner=each.partner,
             )
-            for each in causes
+            for each, repair in zip(causes, repairs, strict=True)
         )
+
+    @property
+    def _repairs(self) -> list[Repair]:
+        """The repair of each cause: lines of code for code, words for a layer."""
+        causes, calls = self.search.causes, self.calls
+        words = [Repair((each.variant.repair,)) for each in causes]
+        if not self.language or not causes:
+            return words
+        scores = (self.model.predict_stage("scores", call) for call in calls)
+        code = Code(
+            self.model,
+            self.language,
+            takes_mask=any(call.inputs.mask is not None for call in calls),
+            crosses=any(call.inputs.source is not None for call in calls),
+            decodes=any(call.earlier for call in calls),
+            has_empty_rows=any(bool((x == -torch.inf).all(-1).any()) for x in scores),
+        )
+        before = [self.model, *(each.variant.model for each in causes)]
+        written = (
+            write_repair(each, code, model) for each, model in zip(causes, before, strict=False)
+        )
+        return [code or plain for code, plain in zip(written, words, strict=True)]
 
     @cached_property
     def gaps_by_position(self) -> dict[tuple[str, int], list[float]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.moves.find import HeadsAndOutput, extract_rows, find_moves, replace_rows
 from headwise.diagnosis.moves.gate import list_gate_moves
-from headwise.diagnosis.moves.maps import MatrixMap, Rows
+from headwise.diagnosis.moves.maps import BIASES, MatrixMap, Rows
 from headwise.diagnosis.moves.move import Move
 from headwise.diagnosis.outputs.names import apply_move, find_output_moves
 from headwise.diagnosis.simulation.gaps import Cell, Gaps, measure_gaps
@@ -127,10 +127,12 @@ class Evidence:
                 names = (each for each in (move.name, *move.equals) if each.cause == cause)
                 if (name := next(names, None)) is not None:
                     later = {role for after in moves[place + 1 :] for role in after.roles}
+                    parts = move.change.parts
                     yield Variant(
                         apply_move(self.model, move),
                         {"roles": "".join(name.roles), **dict(name.parameters)},
                         name.repair,
+                        {"of": f"{parts[0]} alone"} if parts == BIASES else {},
                         is_step=number >= count or not later.isdisjoint(move.roles),
                     )
 

@@ -1,0 +1,1 @@
+"""Repairs as lines of code, in the reader's own numbers."""

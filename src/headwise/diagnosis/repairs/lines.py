@@ -1,0 +1,492 @@
+"""The lines of an attention, written out for its settings, and those that repair a cause.
+
+A repair is the right form of the lines in which the fault is, in the reader's own numbers. So it
+holds whatever the fault is exactly. It uses these names:
+
+    x, source             (batch, tokens, width)
+    wq, bq, ...           weights and biases as `torch.nn.Linear` stores them
+    q, k, v               (batch, heads, tokens, channels); k and v may have fewer heads
+    scores, weights       (batch, heads, queries, keys), before and after the softmax
+    mask                  broadcasts to the scores, True may attend; None for none
+    outputs               (batch, heads, tokens, channels): weights @ v
+    past                  number of tokens in the cache
+
+A line is written in PyTorch, and translated to NumPy by a table.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from headwise.diagnosis import catalogue
+from headwise.diagnosis.catalogue import Cause
+from headwise.diagnosis.repairs.rows import write_number, write_row_lines
+from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.function.distance import slopes_of
+from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from headwise.diagnosis.trials import NamedCause
+from headwise.function.spec import AttentionSpec, NormRule, RotaryRule
+
+Lines = Iterator[str]
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code in doubt.
+
+    Attributes:
+        model: the attention that it should be.
+        language: "torch" or "numpy".
+        takes_mask: True if it is given masks.
+        crosses: True if keys and values come from other tokens than queries.
+        decodes: True if it keeps keys and values between calls.
+        has_empty_rows: True if a mask hides all keys of a query.
+    """
+
+    model: AttentionModel
+    language: str = "torch"
+    takes_mask: bool = False
+    crosses: bool = False
+    decodes: bool = False
+    has_empty_rows: bool = False
+
+    @property
+    def settings(self) -> AttentionSpec:
+        """The settings of the model."""
+        return self.model.settings
+
+
+# ---- the lines of each place --------------------------------------------------------------------
+
+
+def _sizes(code: Code, _: str) -> Lines:
+    heads, head_dim, _width = code.model.weights["wq"].shape
+    yield f"num_heads, head_dim = {heads}, {head_dim}"
+    if code.settings.group > 1:
+        yield f"num_kv_heads = {code.settings.num_kv_heads}"
+
+
+def _channels_in_pairs(rule: RotaryRule, head_dim: int) -> list[int]:
+    """Return the channels of a head: the first of each pair, the second, and those that rest."""
+    width = int(rule.width) // 2 * 2  # type: ignore[arg-type]
+    span = rule.span or width // 2
+    first, second = [*range(width // 2)], [*range(span, span + width // 2)]
+    if rule.pairing == "interleaved":
+        first, second = [*range(0, width, 2)], [*range(1, width, 2)]
+    return [*first, *second, *sorted({*range(head_dim)} - {*first, *second})]
+
+
+def _write_pairs(right: AttentionModel, wrong: AttentionModel) -> tuple[str, ...]:
+    """Return lines on rows that repair another pairing, wherever it is.
+
+    Scores are the same for rows in another order and another pairing, so that outputs cannot tell
+    which of them is wrong. The line on rows is right in both cases.
+    """
+    rules = right.settings.rotation, wrong.settings.rotation
+    head_dim, changes = right.weights["wq"].shape[1], {}
+    if rules[0] is None or rules[1] is None or rules[0].width != rules[1].width:
+        return ()
+    places, taken = (_channels_in_pairs(rule, head_dim) for rule in rules)
+    index = [taken[places.index(channel)] for channel in range(head_dim)]
+    for name in {"wq", "wk", "bq", "bk"} & right.weights.keys():
+        changes[name] = right.weights[name][:, index]
+    lines = write_row_lines(right.with_weights(**changes).weights, right.weights)
+    shown = "2i and 2i + 1"
+    if rules[0].pairing == "half-split":
+        shown = f"i and i + {rules[0].span or int(rules[0].width) // 2}"  # type: ignore[arg-type]
+    return (f"# or turn channels {shown} of a head together", *lines) if lines else ()
+
+
+def _projections(code: Code, roles: str) -> Lines:
+    for role in roles:
+        if role == "o":
+            yield from _output(code, roles)
+            continue
+        heads, channels, _ = code.model.weights[f"w{role}"].shape
+        x = "source" if code.crosses and role != "q" else "x"
+        bias = f" + b{role}" if f"b{role}" in code.model.weights else ""
+        split = f".unflatten(2, ({heads}, {channels})).transpose(1, 2)"
+        yield f"{role} = ({x} @ w{role}.T{bias}){split}"
+
+
+def _norms(code: Code, roles: str) -> Lines:
+    rule = code.settings.norm
+    for role in roles if rule is not None else "":
+        assert rule is not None
+        yield from _norm_of_role(code, rule, role)
+
+
+def _norm_of_role(code: Code, rule: NormRule, role: str) -> Lines:
+    axes = "-1" if rule.over == "head" else "(1, 3)"
+    if rule.kind == "layer":
+        yield f"{role} = {role} - {role}.mean({axes}, keepdim=True)"
+    size = f"({role} * {role}).{'sum' if rule.kind == 'l2' else 'mean'}({axes}, keepdim=True)"
+    line, weights = f"{role} = {role} / torch.sqrt({size} + {rule.eps:g})", code.model.weights
+    heads, channels, _ = weights[f"w{role}"].shape
+    for suffix, verb in (("", "*"), ("_bias", "+")):
+        name = f"{role}_norm{suffix}"
+        if f"{role}_norms{suffix}" in weights:
+            name = f"{name}.reshape({heads}, 1, {channels})"
+        elif name not in weights:
+            continue
+        offset = f"({rule.weight_offset:g} + {name})" if rule.weight_offset and not suffix else name
+        line += f" {verb} {offset}"
+    yield line
+
+
+def _frequencies(code: Code, _: str) -> Lines:
+    if (rule := code.settings.rotation) is None:
+        return
+    base, scaling = rule.exponent_width or rule.width, rule.scaling
+    theta = float(rule.theta)  # type: ignore[arg-type]
+    if isinstance(scaling, NTKScaling):
+        theta *= scaling.factor ** (base / (base - 2))
+    yield f"inv_freq = {write_number(theta)} ** (-torch.arange(0, {rule.width}, 2) / {base})"
+    if isinstance(scaling, LinearScaling):
+        yield f"inv_freq = inv_freq / {scaling.factor:g}"
+    elif isinstance(scaling, Llama3Scaling):
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        turns = f"{scaling.original_length} * inv_freq / {write_number(2 * math.pi)}"
+        yield f"kept = (({turns} - {low:g}) / {high - low:g}).clip(0, 1)"
+        yield f"inv_freq = inv_freq * (kept + (1 - kept) / {scaling.factor:g})"
+    elif isinstance(scaling, YarnScaling):
+        first, last = scaling.ramp_bounds(theta, int(rule.width))  # type: ignore[arg-type]
+        pairs = f"torch.arange({int(rule.width) // 2})"  # type: ignore[arg-type]
+        yield f"ramp = (({pairs} - {first:.12g}) / {last - first:.12g}).clip(0, 1)"
+        yield f"inv_freq = inv_freq * (1 - ramp + ramp / {scaling.factor:g})"
+
+
+def _angles(code: Code, _: str) -> Lines:
+    if code.settings.rotation is not None:
+        start = "past, past + x.shape[1]" if code.decodes else "x.shape[1]"
+        yield f"angles = torch.arange({start})[:, None] * inv_freq"
+
+
+def _tables(code: Code, _: str) -> Lines:
+    if (rule := code.settings.rotation) is not None:
+        factor = "" if rule.amplitude == 1.0 else f"{rule.amplitude:.12g} * "
+        yield f"cos, sin = {factor}torch.cos(angles), {factor}torch.sin(angles)"
+
+
+def _turn(code: Code, roles: str) -> Lines:
+    if (rule := code.settings.rotation) is None:
+        return
+    width, head_dim = int(rule.width), code.model.weights["wq"].shape[1]  # type: ignore[arg-type]
+    for role in roles:
+        rest = f", {role}[..., {width}:]" if width < head_dim else ""
+        if rule.pairing == "half-split":
+            half = width // 2
+            yield f"a, b = {role}[..., :{half}], {role}[..., {half}:{width}]"
+            yield f"{role} = torch.cat((a * cos - b * sin, b * cos + a * sin{rest}), -1)"
+        else:
+            yield f"a, b = {role}[..., 0:{width}:2], {role}[..., 1:{width}:2]"
+            yield "pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)"
+            turned = "pairs.flatten(-2)"
+            yield f"{role} = torch.cat(({turned}{rest}), -1)" if rest else f"{role} = {turned}"
+
+
+def _rotation(code: Code, roles: str) -> Lines:
+    yield from _tables(code, roles)
+    yield from _turn(code, roles)
+
+
+def _whole_rotation(code: Code, roles: str) -> Lines:
+    for write in (_frequencies, _angles, _rotation):
+        yield from write(code, roles)
+
+
+def _norm_and_rotation(code: Code, roles: str) -> Lines:
+    rule = code.settings.norm
+    order = (_norms, _rotation)
+    for write in order if rule is None or rule.place == "before" else order[::-1]:
+        yield from write(code, roles)
+
+
+def _groups(code: Code, _: str) -> Lines:
+    if (group := code.settings.group) > 1:
+        yield f"k = k.repeat_interleave({group}, 1)"
+        yield f"v = v.repeat_interleave({group}, 1)"
+
+
+def _scores(code: Code, _: str) -> Lines:
+    factor, head_dim = code.settings.factor, code.model.weights["wq"].shape[1]
+    scale = f" * {write_number(factor)}"
+    if math.isclose(factor, head_dim**-0.5):
+        scale = f" / {head_dim}**0.5"
+    yield f"scores = q @ k.mT{'' if factor == 1 else scale}"
+
+
+NEAR = 3e-7  # of a fitted number, which may be one of 6 digits
+
+
+def _write_scale(right: float, wrong: float, heads: tuple[int, ...] | None) -> Lines:
+    """Yield the line that puts the scale right, wherever in q, k or the scores it is wrong."""
+    short = float(f"{wrong:.6g}")
+    wrong = short if math.isclose(short, wrong, rel_tol=NEAR) else wrong
+    part = "scores" if heads is None else f"scores[:, {list(heads)}]"
+    comment = f"scale {right:.6g} in place of {wrong:.6g}"
+    yield f"{part} = {part} * {write_number(right / wrong)}  # {comment}"
+
+
+def _softcap(code: Code, _: str) -> Lines:
+    if (cap := code.settings.cap) is not None:
+        yield f"scores = {cap:g} * torch.tanh(scores / {cap:g})"
+
+
+def _distances(code: Code) -> Lines:
+    queries = "torch.arange(scores.shape[2])[:, None]"
+    queries = f"({queries} + past)" if code.decodes else queries
+    yield f"ahead = torch.arange(scores.shape[3]) - {queries}"
+
+
+def _bias(code: Code, _: str) -> Lines:
+    if code.settings.buckets is not None:
+        yield "scores = scores + bias"
+    if (slopes := slopes_of(code.settings)) is not None:
+        count = len(slopes)
+        powers = 2.0 ** (-8.0 * (slopes.new_tensor(range(count)) + 1) / count)
+        numbers = f"2.0 ** (-8 * torch.arange(1, {count + 1}) / {count})"
+        if not bool((slopes - powers).abs().le(1e-7 * powers).all()):
+            numbers = f"torch.tensor([{', '.join(f'{float(x):.9g}' for x in slopes)}])"
+        yield f"slopes = {numbers}"
+        yield from _distances(code)
+        yield "scores = scores - slopes[:, None, None] * abs(ahead)"
+
+
+def _mask(code: Code, _: str) -> Lines:
+    left, right = code.settings.sides or (None, None)
+    right = 0 if code.settings.causal else right
+    bounds = [] if right is None else [f"ahead > {right}"]
+    bounds += [] if left is None else [f"ahead < -{left}"]
+    if bounds:
+        yield from _distances(code)
+        hidden = bounds[0] if len(bounds) == 1 else f"({bounds[0]}) | ({bounds[1]})"
+        yield f"scores = scores.masked_fill({hidden}, -torch.inf)"
+    if code.takes_mask:
+        yield "if mask is not None:"
+        yield "    scores = scores.masked_fill(~mask, -torch.inf)"
+
+
+def _softmax(code: Code, _: str) -> Lines:
+    if "sink" not in code.model.weights:
+        empty = ".nan_to_num(0.0)" if code.has_empty_rows else ""
+        yield f"weights = scores.softmax(-1){empty}"
+        return
+    yield "top = torch.maximum(scores.amax(-1, keepdim=True), sinks[:, None, None])"
+    yield "powers = torch.exp(scores - top)"
+    yield "weights = powers / (powers.sum(-1, keepdim=True) + torch.exp(sinks[:, None, None] - top))"
+
+
+def _mask_and_softmax(code: Code, roles: str) -> Lines:
+    yield from _mask(code, roles)
+    yield from _softmax(code, roles)
+
+
+def _mix(code: Code, _: str) -> Lines:
+    yield "outputs = weights @ v"
+    if "wg" in code.model.weights:
+        heads, channels, _width = code.model.weights["wg"].shape
+        bias = " + bg" if "bg" in code.model.weights else ""
+        split = f".unflatten(2, ({heads}, {channels})).transpose(1, 2)"
+        yield f"gate = (x @ wg.T{bias}){split}"
+        yield "outputs = outputs / (1 + torch.exp(-gate))"
+
+
+def _output(code: Code, _: str) -> Lines:
+    bias = " + bo" if "bo" in code.model.weights else ""
+    yield f"output = outputs.transpose(1, 2).flatten(2) @ wo.T{bias}"
+
+
+def _cache(_code: Code, _: str) -> Lines:
+    yield "k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)"
+
+
+def _around(_code: Code, _: str) -> Lines:
+    yield "output = function(x.transpose(0, 1)).transpose(0, 1)"
+
+
+# ---- the place of each cause --------------------------------------------------------------------
+
+Writer = Callable[[Code, str], Lines]
+# Where the lines stand in the code -> what writes them.
+PLACES: Mapping[str, Writer] = {
+    "where the sizes are set": _sizes,
+    "where q, k and v are computed": _projections,
+    "where q and k are normalised": _norms,
+    "where q and k are normalised and rotated": _norm_and_rotation,
+    "where the frequencies are computed": _frequencies,
+    "where the angles are computed": _angles,
+    "where q and k are rotated": _rotation,
+    "for the whole rotation": _whole_rotation,
+    "where keys are added to the cache": _cache,
+    "where kv heads are repeated": _groups,
+    "where the scores are computed": _scores,
+    "where scores are capped": _softcap,
+    "where the bias is added to the scores": _bias,
+    "where keys are hidden": _mask,
+    "from where keys are hidden to the softmax": _mask_and_softmax,
+    "in place of the softmax": _softmax,
+    "where values are mixed": _mix,
+    "where the output is computed": _output,
+    "around the function": _around,
+}
+SIZES, PROJECTIONS, NORMS, NORM_AND_ROTATION, FREQUENCIES, ANGLES, ROTATION = [*PLACES][:7]
+WHOLE_ROTATION, CACHE, GROUPS, SCORES, SOFTCAP, BIAS, MASK, MASK_AND_SOFTMAX = [*PLACES][7:15]
+SOFTMAX, MIX, OUTPUT, AROUND = [*PLACES][15:]
+ON_WEIGHTS = "once, on the weights"
+
+PLACE_OF: Mapping[Cause, str] = {
+    catalogue.BIAS_MISSING: PROJECTIONS,
+    catalogue.SPLIT_WITHOUT_TRANSPOSE: PROJECTIONS,
+    catalogue.NUMBER_OF_HEADS: SIZES,
+    catalogue.QK_NORM_KIND: NORMS,
+    catalogue.QK_NORM_WEIGHT_OFFSET: NORMS,
+    catalogue.QK_NORM_PLACE: NORM_AND_ROTATION,
+    catalogue.ROTARY_THETA: FREQUENCIES,
+    catalogue.ROTARY_EXPONENT_WIDTH: FREQUENCIES,
+    catalogue.ROTARY_SCALING_FACTOR: FREQUENCIES,
+    catalogue.ROTARY_SCALING_KIND: WHOLE_ROTATION,
+    catalogue.ROTARY_DTYPE: WHOLE_ROTATION,
+    catalogue.ROTARY_PARTIAL_WIDTH: WHOLE_ROTATION,
+    catalogue.ROTARY_MISSING: WHOLE_ROTATION,
+    catalogue.ROTARY_POSITION_OFFSET: WHOLE_ROTATION,
+    catalogue.ROTARY_AXIS: WHOLE_ROTATION,
+    catalogue.ROTARY_ATTENTION_FACTOR: WHOLE_ROTATION,
+    catalogue.ROTARY_PAIRING: ROTATION,
+    catalogue.ROTARY_WHOLE_HEAD_PAIRS: ROTATION,
+    catalogue.ROTARY_DIRECTION: ROTATION,
+    catalogue.ROTARY_APPLIED_TWICE: WHOLE_ROTATION,
+    catalogue.ROTARY_SOME_HEADS: ROTATION,
+    catalogue.POSITION_IN_DECODING: ANGLES,
+    catalogue.KV_HEADS_TILED: GROUPS,
+    catalogue.SCALE: SCORES,
+    catalogue.SCALE_TWICE: SCORES,
+    catalogue.TEMPERATURE_BY_LENGTH: SCORES,
+    catalogue.SOFTCAP: SOFTCAP,
+    catalogue.DISTANCE_BIAS_COEFFICIENT: BIAS,
+    catalogue.DISTANCE_BIAS_SLOPE_RULE: BIAS,
+    catalogue.MASK_POLARITY: MASK,
+    catalogue.MASK_ADDED_AS_NUMBERS: MASK,
+    catalogue.PADDING_IGNORED: MASK,
+    catalogue.PADDING_SIDE: MASK,
+    catalogue.PADDING_IN_DECODING: MASK,
+    catalogue.CAUSAL_ALIGNMENT: MASK,
+    catalogue.CAUSAL_MASK_MISSING: MASK,
+    catalogue.CAUSAL_MASK_INVERTED: MASK,
+    catalogue.WINDOW_MISSING: MASK,
+    catalogue.WINDOW_OFF_BY_ONE: MASK,
+    catalogue.WINDOW_IN_DECODING: MASK,
+    catalogue.FINITE_FOR_INF: MASK,
+    catalogue.EVICTED_KEYS: CACHE,
+    catalogue.ROWS_WITHOUT_KEYS: SOFTMAX,
+    catalogue.SOFTMAX_AXIS: SOFTMAX,
+    catalogue.SOFTMAX_DTYPE: SOFTMAX,
+    catalogue.SINKS: SOFTMAX,
+    catalogue.OUTPUT_GATE_MISSING: MIX,
+    catalogue.MERGE_WITHOUT_TRANSPOSE: OUTPUT,
+    catalogue.RESIDUAL_INSIDE: OUTPUT,
+    catalogue.BATCH_SEQUENCE_EXCHANGED: AROUND,
+}
+# Causes that no line repairs -> the reason.
+WORDS_ALONE: Mapping[Cause, str] = {
+    catalogue.ANOTHER_ROLE: "the weights are lost: load them from their own tensor",
+    catalogue.ROWS_ZERO: "the weights are lost: load them again",
+    catalogue.WEIGHTS_ROUNDED: "the digits are lost: load the weights in their own dtype",
+    catalogue.INITIAL_WEIGHTS: "the weights are lost: load them again",
+    catalogue.ADAPTERS_MERGED: "the weights of the adapter are in its own file",
+    catalogue.MODULE_BYPASSED: "named of layers alone, whose modules are called or not",
+    catalogue.DROPOUT_LEFT_ON: "named of layers alone: a function that is random is refused",
+    catalogue.NORM_INSIDE: "a line that is there is left out",
+    catalogue.LAYERS_EXCHANGED: "named of whole models: layers are loaded by their number",
+    catalogue.LAYERS_OFF_BY_ONE: "named of whole models: layers are loaded by their number",
+}
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Lines of code, and where they stand in the code in doubt, in words; or words alone."""
+
+    lines: tuple[str, ...]
+    place: str = ""
+
+
+def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repair | None:
+    """Return the lines that repair a cause; None where no line does.
+
+    ``before`` is the model without the fault.
+    """
+    cause, variant = named.cause, named.variant
+    if cause in WORDS_ALONE or not _is_plain(code.settings):
+        return None
+    place = PLACE_OF.get(cause, "")
+    if place in ("", GROUPS) and (lines := write_row_lines(variant.model.weights, before.weights)):
+        return Repair(translate(lines, code.language), ON_WEIGHTS)
+    if place == ROTATION and any("permutation" in name for name in named.equals):
+        if lines := _write_pairs(before, variant.model):
+            return Repair(translate(lines, code.language), ON_WEIGHTS)
+    if not place:
+        return None
+    place = MASK_AND_SOFTMAX if place == MASK and code.has_empty_rows else place
+    stated = variant.parameters.get("roles", "qkv")
+    roles = stated if place == PROJECTIONS else "qk"
+    lines = tuple(PLACES[place](code, roles))
+    if "scale" in variant.parameters:
+        lines = tuple(_write_scale(code.settings.factor, variant.parameters["scale"], named.heads))
+        place = "before scores are capped, biased or masked"
+    return Repair(translate(lines, code.language), place) if lines else None
+
+
+def _is_plain(settings: AttentionSpec) -> bool:
+    """True for settings that the lines know: a rotation as papers write it."""
+    rule = settings.rotation
+    return rule is None or (
+        isinstance(rule, RotaryRule)
+        and rule.span is None
+        and rule.dtype is None
+        and not rule.q_offset
+        and not rule.k_offset
+    )
+
+
+# ---- NumPy --------------------------------------------------------------------------------------
+
+# Patterns of a line in PyTorch -> what it is in NumPy; in this order.
+NUMPY: tuple[tuple[str, str], ...] = (
+    (
+        r"\((\w+) @ (.*)\)\.unflatten\(2, \((\d+), (\d+)\)\)",
+        r"(\1 @ \2).reshape(*\1.shape[:2], \3, \4)",
+    ),
+    (r"\.transpose\(1, 2\)\.flatten\(2\)", r".swapaxes(1, 2).reshape(*x.shape[:2], -1)"),
+    (r"pairs\.flatten\(-2\)", r"pairs.reshape(*pairs.shape[:-2], -1)"),
+    (r"\.transpose\(", r".swapaxes("),
+    (r"\.permute\(", r".transpose("),
+    (r"\.mT", r".swapaxes(2, 3)"),
+    (r"(\w+)\.repeat_interleave\(", r"np.repeat(\1, "),
+    (r"(\w+) = \1\.masked_fill\((.*), (-torch\.inf)\)", r"\1 = np.where(\2, \3, \1)"),
+    (
+        r"^(weights = )scores\.softmax\(-1\)",
+        r"powers = np.exp(scores - scores.max(-1, keepdims=True))\n"
+        r"\1powers / powers.sum(-1, keepdims=True)",
+    ),
+    (r"(weights = )(.*)\.nan_to_num\(0\.0\)", r"\1np.nan_to_num(\2)"),
+    (r"amax\(-1", r"max(-1"),
+    (r"keepdim=", r"keepdims="),
+    (r"torch\.cat\(", r"np.concatenate("),
+    (r"torch\.tensor\(", r"np.array("),
+    (r"torch\.", r"np."),
+)
+
+
+def translate(lines: tuple[str, ...], language: str) -> tuple[str, ...]:
+    """Return lines of PyTorch in another language."""
+    if language != "numpy":
+        return lines
+    translated: list[str] = []
+    for line in lines:
+        for pattern, text in NUMPY:
+            line = re.sub(pattern, text, line)
+        translated += line.split("\n")
+    return tuple(translated)

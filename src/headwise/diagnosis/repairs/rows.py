@@ -1,0 +1,259 @@
+"""Lines of code that make the weights of projections right again, read off wrong and right ones.
+
+A line is only returned where it gives the right numbers from the wrong ones. Matrices are (rows,
+columns), as `torch.nn.Linear` stores them: ``wq`` has a row for each channel of each head, and
+``wo`` a column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from headwise.diagnosis.moves.find import extract_rows
+from headwise.diagnosis.moves.maps import Rows
+from headwise.function.weights import State
+
+MOST_RUNS = 12  # of an index that a line lists
+CLOSE = 1e-9  # of a factor
+ROLES = "qkv"
+
+
+def write_row_lines(wrong: State, right: State) -> tuple[str, ...]:
+    """Return the lines that make right weights from wrong ones; () where none do.
+
+    Numbers that are lost, or that the wrong weights never had, cannot come back by a line.
+    """
+    ours, theirs = extract_rows(wrong), extract_rows(right)
+    parted = [role for role in theirs.roles if not _is_equal(role, ours, theirs)]
+    if not parted or any(ours.matrices[r].shape != theirs.matrices[r].shape for r in parted):
+        return ()
+    if any(role in theirs.biases and role not in ours.biases for role in parted):
+        return ()
+    if lines := _write_exchange(parted, ours, theirs):
+        return lines
+    each = [_write_role(role, ours, theirs) for role in parted]
+    if all(each):
+        return tuple(line for lines in each for line in lines)
+    return _write_fused(parted, ours, theirs)
+
+
+def _is_equal(role: str, a: Rows, b: Rows) -> bool:
+    mine, theirs = a.biases.get(role), b.biases.get(role)
+    same = mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
+    return same and torch.equal(a.matrices[role], b.matrices[role])
+
+
+def _write_exchange(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, ...]:
+    """Return the line that gives each role the whole matrix of another one."""
+    for order in permutations(parted):
+        if len(parted) < 2 or "o" in parted:
+            return ()
+        lines = []
+        for kind in "wb":
+            a, b = ((x.matrices, x.biases)[kind == "b"] for x in (ours, theirs))
+            there = [role for role in parted if role in b]
+            taken = dict(zip(parted, order, strict=True))
+            if not there or all(torch.equal(a[role], b[role]) for role in there):
+                continue
+            if not all(taken[r] in a and torch.equal(a[taken[r]], b[r]) for r in there):
+                break
+            names = [", ".join(f"{kind}{role}" for role in which) for which in (parted, order)]
+            lines.append(" = ".join(names))
+        else:
+            return tuple(lines)
+    return ()
+
+
+def _write_role(role: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
+    """Return the lines for the weights and the bias of one role."""
+    heads = theirs.matrices[role].shape[0]
+    a, b = (x.matrix_of_role(role) for x in (ours, theirs))
+    lines = []
+    if not torch.equal(a, b):
+        name, shape = (f"w{role}", f"w{role}.shape") if role != "o" else ("wo.T", "wo.T.shape")
+        expression = next(_list_expressions(name, shape, heads, a, b), "")
+        if not expression:
+            return ()
+        lines.append(f"w{role} = {_transpose_back(expression) if role == 'o' else expression}")
+    if role in theirs.biases and not torch.equal(ours.biases[role], theirs.biases[role]):
+        a, b = (x.biases[role].flatten()[:, None] for x in (ours, theirs))
+        expression = next(_list_expressions(f"b{role}", f"b{role}.shape", heads, a, b), "")
+        if not expression:
+            return ()
+        lines.append(f"b{role} = {expression}")
+    return tuple(lines)
+
+
+def _transpose_back(expression: str) -> str:
+    """Return an expression of ``wo.T`` as one of ``wo``."""
+    plain = {"-wo.T": "-wo", "wo.T.T": "wo.T"}
+    if expression in plain:
+        return plain[expression]
+    if " / " in expression and "reshape" not in expression:
+        return expression.replace("wo.T", "wo")
+    return f"{expression}.T" if expression.endswith(")") else f"({expression}).T"
+
+
+def _list_expressions(name: str, shape: str, heads: int, a: Tensor, b: Tensor) -> Iterator[str]:
+    """Yield expressions that make (rows, columns) ``b`` from ``a``; the simplest first."""
+    rows, columns = a.shape
+    if columns > 1:
+        if rows == columns and torch.equal(a.T, b):
+            yield f"{name}.T"
+        elif torch.equal(a.T.reshape(a.shape), b):
+            yield f"{name}.T.reshape({shape})"
+        elif torch.equal(a.reshape(columns, rows).T, b):
+            yield f"{name}.reshape({columns}, {rows}).T"
+    if (index := find_rows(b, a)) is not None:
+        yield from _list_index_expressions(name, shape, heads, index)
+    else:
+        yield from _list_factors(name, shape, heads, a, b)
+
+
+def find_rows(wanted: Tensor, among: Tensor) -> list[int] | None:
+    """Return the place of each wanted row among others; None if one is missing or there twice."""
+    places: dict[bytes, int] = {}
+    for place, row in enumerate(among.contiguous().numpy()):
+        places[row.tobytes()] = place if row.tobytes() not in places else -1
+    index = [places.get(row.tobytes(), -1) for row in wanted.contiguous().numpy()]
+    return None if -1 in index else index
+
+
+def _list_index_expressions(
+    name: str, shape: str, heads: int, index: Sequence[int]
+) -> Iterator[str]:
+    """Yield expressions that take rows by an index."""
+    if (order := _as_order_of_axes(index)) is not None:
+        sizes, axes = order
+        moved = f"permute({', '.join(map(str, (*axes, len(axes))))})"
+        swapped = [axis for n, axis in enumerate(axes) if axis != n]
+        if len(swapped) == 2:
+            moved = f"transpose({swapped[1]}, {swapped[0]})"
+        yield f"{name}.reshape({', '.join(map(str, sizes))}, -1).{moved}.reshape({shape})"
+    rows = len(index)
+    channels = rows // heads
+    blocks = f"{name}.reshape({heads}, {channels}, -1)"
+    within = [place - channels * (place // channels) for place in index]
+    if heads > 1 and index == [x + channels * (n // channels) for n, x in enumerate(within)]:
+        if within == within[:channels] * heads and (runs := write_index(within[:channels])):
+            yield f"{blocks}[:, {runs}].reshape({shape})"
+    if within == [*range(channels)] * heads:
+        order_of_heads = [place // channels for place in index[::channels]]
+        if runs := write_index(order_of_heads):
+            yield f"{blocks}[{runs}].reshape({shape})"
+    if runs := write_index(index):
+        yield f"{name}[{runs}]"
+
+
+def write_index(index: Sequence[int]) -> str:
+    """Return a list of places in code, long runs as ranges; "" for one of too many parts."""
+    runs: list[tuple[int, int, int]] = []  # first, step, count
+    place = 0
+    while place < len(index):
+        step = index[place + 1] - index[place] if place + 1 < len(index) else 1
+        count = 1
+        while step and place + count < len(index):
+            if index[place + count] - index[place + count - 1] != step:
+                break
+            count += 1
+        count = 1 if count < 3 else count
+        runs.append((index[place], step, count))
+        place += count
+    if len(runs) > MOST_RUNS:
+        return ""
+    return f"[{', '.join(_write_run(*run) for run in runs)}]"
+
+
+def _write_run(first: int, step: int, count: int) -> str:
+    if count == 1:
+        return str(first)
+    end = first + step * (count - 1) + (1 if step > 0 else -1)
+    stop = f"{end}" if end >= 0 else "-1"
+    return f"*range({first}, {stop}{'' if step == 1 else f', {step}'})"
+
+
+def _as_order_of_axes(index: Sequence[int]) -> tuple[list[int], list[int]] | None:
+    """Return sizes and an order of axes by which a reshaped range becomes the index, or None."""
+    if len(index) < 4 or index[0]:
+        return None
+    extents, strides, rest = [], [], list(index)
+    while len(rest) > 1:  # the innermost axis of the index first
+        step, count = rest[1] - rest[0], 1
+        while count < len(rest) and rest[count] - rest[count - 1] == step:
+            count += 1
+        if step <= 0 or len(rest) % count:
+            return None
+        extents.append(count)
+        strides.append(step)
+        rest = rest[::count]
+    stored = sorted(range(len(strides)), key=lambda axis: -strides[axis])
+    sizes = [extents[axis] for axis in stored]
+    axes = [stored.index(axis) for axis in reversed(range(len(extents)))]
+    if len(sizes) < 2 or axes == sorted(axes):
+        return None
+    made = torch.arange(len(index)).reshape(sizes).permute(axes).flatten().tolist()
+    return (sizes, axes) if made == list(index) else None
+
+
+def _list_factors(name: str, shape: str, heads: int, a: Tensor, b: Tensor) -> Iterator[str]:
+    """Yield quotients: rows of ``b`` times a factor of the role, of heads or of channels."""
+    size = b.square().sum(1)
+    factors = (a * b).sum(1) / size.where(size > 0, 1.0)
+    if not bool(factors.all()):
+        return
+    if float((a / factors[:, None] - b).abs().max()) > CLOSE * float(b.abs().max()):
+        return
+    by_head = factors.reshape(heads, -1)
+    middle = float(factors.median())
+    if bool(((factors - middle).abs() <= CLOSE * abs(middle)).all()):
+        yield f"-{name}" if math.isclose(middle, -1.0) else f"{name} / {write_number(middle)}"
+    for by, axes in ((by_head[:, :1], "(-1, 1, 1)"), (by_head[:1], "(1, -1, 1)")):
+        if bool(((by_head - by).abs() <= CLOSE * by_head.abs()).all()) and by.numel() <= MOST_RUNS:
+            numbers = ", ".join(write_number(float(each)) for each in by.flatten())
+            blocks = f"{name}.reshape({heads}, {by_head.shape[1]}, -1)"
+            yield f"({blocks} / torch.tensor([{numbers}]).reshape{axes}).reshape({shape})"
+
+
+def write_number(number: float) -> str:
+    """Return a number in code: as short as gives the same float64 to 12 digits."""
+    text = f"{number:.12g}"
+    return text if any(mark in text for mark in ".en") else f"{text}.0"
+
+
+def _write_fused(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, ...]:
+    """Return the lines for rows of q, k and v that are among those of all of them."""
+    roles = [role for role in ROLES if role in theirs.roles]
+    widths = {ours.matrices[role].shape[2] for role in roles}
+    if not {*parted} <= {*roles} or len(widths) > 1:
+        return ()
+    lines: list[str] = []
+    for kind in "wb":
+        parts: list[Mapping[str, Tensor]] = [
+            x.matrices if kind == "w" else {r: y[..., None] for r, y in x.biases.items()}
+            for x in (ours, theirs)
+        ]
+        if not {*roles} <= parts[1].keys():
+            continue
+        a, b = (torch.cat([part[role].flatten(0, 1) for role in roles]) for part in parts)
+        if torch.equal(a, b):
+            continue
+        index = find_rows(b, a)
+        name = {"w": "rows", "b": "biases"}[kind]
+        made = "" if index is None else next(
+            _list_index_expressions(name, f"{name}.shape", 1, index), ""
+        )
+        if not made:
+            return ()
+        names = ", ".join(f"{kind}{role}" for role in roles)
+        lines += [f"{name} = torch.cat(({names}))", f"{name} = {made}"]
+        ends = [0]
+        for role in roles:
+            ends.append(ends[-1] + parts[1][role].shape[:2].numel())
+        cuts = [f"{name}[{i or ''}:{j}]" for i, j in zip(ends, ends[1:], strict=False)]
+        lines.append(f"{names} = {', '.join(cuts)}")
+    return tuple(lines)

@@ -1,0 +1,47 @@
+"""Code that is written out and run: a function of lines, beside a layer with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise import Attention
+
+NAMES = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "out_proj": "o",
+    "gate_proj": "g",
+}
+
+
+def name_weights(layer: Attention, language: str) -> dict[str, Any]:
+    """Return the weights of a layer by the names that lines use: wq, bq, q_norm, sinks."""
+    named: dict[str, Any] = {}
+    for name, x in layer.state_dict().items():
+        module, _, kind = name.partition(".")
+        short = f"{kind[0]}{NAMES[module]}" if module in NAMES else ""
+        if module in ("q_norm", "k_norm"):
+            short = module if kind == "weight" else f"{module}_bias"
+        short = {"sink": "sinks"}.get(name, short or name)
+        named[short] = x.detach().numpy() if language == "numpy" else x.detach()
+    return named
+
+
+def define(lines: list[str], names: dict[str, Any], arguments: str) -> Callable[..., Any]:
+    """Return the function of these lines, which sets ``output``."""
+    body = "\n".join(f"    {line}" for line in lines)
+    text = f"def function({arguments}):\n    {take_names(names)}\n{body}\n    return output\n"
+    scope: dict[str, Any] = {"np": np, "torch": torch, "given": names}
+    exec(compile(text, "port", "exec"), scope)
+    function: Callable[..., Any] = scope["function"]
+    return function
+
+
+def take_names(names: dict[str, Any]) -> str:
+    """Return the line that makes the weights local, so that lines may replace them."""
+    return "; ".join(f"{name} = given[{name!r}]" for name in names if name.isidentifier()) or "pass"

@@ -1,0 +1,127 @@
+"""The lines of an attention for its settings, run whole: they are the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from headwise import Attention, Rotary, compare
+from headwise.diagnosis.catalogue import CAUSES, PROJECTED, Cause
+from headwise.diagnosis.repairs.lines import (
+    AROUND,
+    BIAS,
+    CACHE,
+    FREQUENCIES,
+    ANGLES,
+    GROUPS,
+    MASK,
+    MIX,
+    NORM_AND_ROTATION,
+    ON_WEIGHTS,
+    OUTPUT,
+    PLACE_OF,
+    PLACES,
+    PROJECTIONS,
+    SCORES,
+    SOFTCAP,
+    SOFTMAX,
+    WORDS_ALONE,
+    Code,
+    translate,
+)
+from headwise.diagnosis.simulation.gaps import measure_gaps
+from headwise.diagnosis.simulation.model import Inputs, RecordedCall
+from headwise.diagnosis.subjects.layers import NativeSubject
+from headwise.function import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from headwise.layers import Alibi, QKNorm
+from tests.diagnosis.repairs.code import define, name_weights
+
+WHOLE = (
+    PROJECTIONS,
+    FREQUENCIES,
+    ANGLES,
+    NORM_AND_ROTATION,
+    GROUPS,
+    SCORES,
+    SOFTCAP,
+    BIAS,
+    MASK,
+    SOFTMAX,
+    MIX,
+    OUTPUT,
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {"q_bias": False, "k_bias": False, "v_bias": False, "out_bias": False},
+    "grouped, windowed": {"num_kv_heads": 2, "window": (3, 0)},
+    "causal, half of the channels": {"rotary": Rotary(5e5, 6), "window": (None, 0)},
+    "interleaved": {"rotary": Rotary(pairing="interleaved"), "scale": 0.3},
+    "interleaved, some channels": {"rotary": Rotary(width=6, pairing="interleaved")},
+    "linear": {"rotary": Rotary(scaling=LinearScaling(4.0))},
+    "ntk": {"rotary": Rotary(scaling=NTKScaling(4.0))},
+    "llama 3": {"rotary": Rotary(scaling=Llama3Scaling(8.0, 1.0, 4.0, 32))},
+    "yarn": {"rotary": Rotary(scaling=YarnScaling(4.0, 64))},
+    "rms norm": {"qk_norm": QKNorm(), "rotary": Rotary()},
+    "rms norm after": {"qk_norm": QKNorm(place="after", one_plus=True), "rotary": Rotary()},
+    "norm over the width": {"qk_norm": QKNorm(over="width"), "num_kv_heads": 3},
+    "layer norm": {"qk_norm": QKNorm("layer")},
+    "alibi": {"score_bias": Alibi(), "window": (None, 0)},
+    "softcap, both sides": {"softcap": 2.0, "window": (4, 2)},
+    "sink": {"sink": True},
+    "gate": {"output_gate": "channel"},
+    "gate of heads": {"output_gate": "head"},
+}
+
+
+def layer_of(shape: str) -> Attention:
+    torch.manual_seed(1)
+    layer = Attention(48, 6, head_dim=8, **SHAPES[shape])
+    with torch.no_grad():
+        for name, x in layer.named_parameters():
+            x.add_(0.2 * torch.randn_like(x)) if x.dim() == 1 or "bias" in name else x.mul_(1.5)
+    return layer
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("language", ["torch", "numpy"])
+def test_the_lines_of_all_places_are_the_layer(shape: str, language: str) -> None:
+    layer = layer_of(shape)
+    model = NativeSubject(layer).model
+    assert model is not None
+    code = Code(model, language, takes_mask=True)
+    written = [line for place in WHOLE for line in PLACES[place](code, ROLES[place])]
+    lines = list(translate(tuple(written), language))
+    function = define(lines, name_weights(layer, language), "x, mask=None")
+    x = torch.randn(2, 11, 48)
+    mask = torch.ones(2, 1, 11, 11, dtype=torch.bool)
+    mask[1, :, :, 8:] = False
+    mask |= torch.eye(11, dtype=torch.bool)
+    given = [each.numpy() if language == "numpy" else each for each in (x, mask)]
+    stages = {"output": torch.as_tensor(function(*given)).double()}
+    call = RecordedCall(Inputs(x, mask=mask), stages, torch.float32)
+    assert not measure_gaps(model, [call]).cells_beyond_rounding, "\n".join(lines)
+
+
+ROLES = dict.fromkeys(PLACES, "qk") | {PROJECTIONS: "qkv"}
+
+
+def test_cross_attention() -> None:
+    torch.manual_seed(1)
+    layer = Attention(48, 6, source_dim=40)
+    model = NativeSubject(layer).model
+    assert model is not None
+    code = Code(model, crosses=True)
+    lines = [line for place in WHOLE for line in PLACES[place](code, ROLES[place])]
+    assert compare(define(lines, name_weights(layer, "torch"), "x, source"), layer)
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
+def test_each_cause_has_a_place_or_a_reason_for_words(cause: Cause) -> None:
+    """A cause with neither is one of rows that move, which are read off."""
+    is_of_rows = {*cause.stages} <= {*PROJECTED}
+    assert (cause in PLACE_OF) + (cause in WORDS_ALONE) <= 1
+    assert cause in PLACE_OF or cause in WORDS_ALONE or is_of_rows
+    assert {*PLACE_OF.values()} <= {*PLACES}
+    assert {CACHE, AROUND} <= {*PLACES}
+    assert ON_WEIGHTS not in PLACES

@@ -1,0 +1,448 @@
+"""Each repair that a report prints, put into the code with the fault: it is right then."""
+
+from __future__ import annotations
+
+import pytest
+
+from headwise import Rotary, compare
+from headwise.diagnosis.catalogue import CAUSES
+from headwise.diagnosis.repairs.lines import WORDS_ALONE
+from headwise.function import LinearScaling, Llama3Scaling, YarnScaling
+from headwise.layers import Alibi, QKNorm
+from tests.diagnosis.repairs.ports import CAUSAL, LLAMA, NUMPY, PLAIN, TORCH, Case
+
+TURN = TORCH["turn"]
+RMS = "\n".join(
+    f"{r} = {r} * ({r}.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * {r}_norm" for r in "qk"
+)
+ALIBI = """
+distance = torch.arange(scores.shape[-1])[None] - torch.arange(scores.shape[-2])[:, None]
+slopes = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125])
+scores = scores + slopes[:, None, None] * -distance.abs()
+"""
+WINDOW = """
+ahead = torch.arange(scores.shape[-1])[None] - torch.arange(scores.shape[-2])[:, None]
+scores = scores.masked_fill((ahead > 0) | (ahead < -{}), -torch.inf)
+"""
+PADDING = TORCH["padding"]
+SINK = """
+column = sinks.view(1, -1, 1, 1).expand(len(x), -1, x.shape[1], 1)
+weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+"""
+LINEAR = TORCH["frequencies"] + " / {}"
+WINDOWED = {"window": (3, 0)}
+NORMED = {"qk_norm": QKNorm(), **LLAMA}
+HALF = {**LLAMA, "rotary": Rotary(width=4)}
+HALF_PARTS = {
+    "frequencies": "inv_freq = 1 / 10_000.0 ** (torch.arange(0, 4, 2).float() / 4)",
+    "turn": """
+def partner(y):
+    return torch.cat((-y[..., 2:], y[..., :2]), -1)
+q = torch.cat((q[..., :4] * cos + partner(q[..., :4]) * sin, q[..., 4:]), -1)
+k = torch.cat((k[..., :4] * cos + partner(k[..., :4]) * sin, k[..., 4:]), -1)
+""",
+}
+ROTATIONS = [
+    Case("rotary theta", LLAMA, {"frequencies": TORCH["frequencies"].replace("10_000", "500")}),
+    Case("rotary exponent width", LLAMA, {"frequencies": TORCH["frequencies"].replace("/ 8)", "/ 16)")}),
+    Case("rotary missing", LLAMA, {"turn": ""}),
+    Case("rotary direction", LLAMA, {"turn": TURN.replace("cos +", "cos -")}),
+    Case("rotary applied twice", LLAMA, {"turn": TURN + "k = k * cos + partner(k) * sin"}),
+    Case(
+        "rotary pairing",
+        LLAMA,
+        {
+            "tables": TORCH["tables"].replace(
+                "torch.cat((angles, angles), -1)", "angles.repeat_interleave(2, -1)"
+            ),
+            "turn": TURN.replace(
+                "torch.cat((-y[..., 4:], y[..., :4]), -1)",
+                "torch.stack((-y[..., 1::2], y[..., ::2]), -1).flatten(-2)",
+            ),
+        },
+    ),
+    Case(
+        "rotary position offset",
+        LLAMA,
+        {"tables": TORCH["tables"] + "angles = angles + 3 * inv_freq", "turn": """
+def partner(y):
+    return torch.cat((-y[..., 4:], y[..., :4]), -1)
+q = q * cos + partner(q) * sin
+cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
+k = k * cos + partner(k) * sin
+"""},
+    ),
+    Case(
+        "rotary axis",
+        LLAMA,
+        {
+            "angles": "angles = torch.outer(torch.arange(num_heads).float(), inv_freq)[:, None]",
+            "turn": TURN.replace("k * cos", "k * cos[:2]").replace("(k) * sin", "(k) * sin[:2]"),
+        },
+    ),
+    Case(
+        "rotary on some heads only",
+        LLAMA,
+        {"turn": """
+def partner(y):
+    return torch.cat((-y[..., 4:], y[..., :4]), -1)
+q = torch.cat((q[:, :3] * cos + partner(q[:, :3]) * sin, q[:, 3:]), 1)
+k = torch.cat((k[:, :1] * cos + partner(k[:, :1]) * sin, k[:, 1:]), 1)
+"""},
+    ),
+    Case("rotary partial width", LLAMA, HALF_PARTS),
+    Case(
+        "rotary dtype",
+        LLAMA,
+        {"frequencies": TORCH["frequencies"] + "\ninv_freq = inv_freq.bfloat16().float()"},
+    ),
+    Case(
+        "rotary pairs across the whole head",
+        HALF,
+        {
+            "turn": """
+def rotate(y):
+    a, b = y[..., :2], y[..., 4:6]
+    cos, sin = angles.cos(), angles.sin()
+    parts = (a * cos - b * sin, y[..., 2:4], b * cos + a * sin, y[..., 6:])
+    return torch.cat(parts, -1)
+q, k = rotate(q), rotate(k)
+"""
+        },
+        HALF_PARTS,
+    ),
+    Case(
+        "rotary scaling factor",
+        {**LLAMA, "rotary": Rotary(scaling=LinearScaling(4.0))},
+        {"frequencies": LINEAR.format("3")},
+        {"frequencies": LINEAR.format("4")},
+    ),
+    Case(
+        "rotary scaling kind",
+        {**LLAMA, "rotary": Rotary(scaling=Llama3Scaling(8.0, 1.0, 4.0, 32))},
+        {"frequencies": TORCH["frequencies"]},
+        {"frequencies": TORCH["frequencies"] + """
+smooth = ((32 * inv_freq / 6.283185307179586 - 1) / 3).clamp(0, 1)
+inv_freq = (1 - smooth) * inv_freq / 8 + smooth * inv_freq
+"""},
+    ),
+    Case(
+        "rotary attention factor",
+        {**LLAMA, "rotary": Rotary(width=4, scaling=YarnScaling(4.0, 64, attention_factor=1.3))},
+        {"tables": TORCH["tables"]},
+        {**HALF_PARTS, "frequencies": """
+plain = 1 / 10_000.0 ** (torch.arange(0, 4, 2).float() / 4)
+keep = 1 - torch.arange(2)
+inv_freq = plain / 4 * (1 - keep) + plain * keep
+""", "tables": TORCH["tables"].replace(".cos()", ".cos() * 1.3").replace(".sin()", ".sin() * 1.3")},
+    ),
+    Case("qk-norm kind", NORMED, {"norms": """
+q = torch.nn.functional.layer_norm(q, (8,), q_norm, eps=1e-6)
+k = torch.nn.functional.layer_norm(k, (8,), k_norm, eps=1e-6)
+"""}, {"norms": RMS}),
+    Case("qk-norm place", NORMED, {"norms": "", "turn": TURN + RMS}, {"norms": RMS}),
+    Case(
+        "qk-norm weight offset",
+        NORMED,
+        {"norms": RMS.replace("q_norm", "(1 + q_norm)").replace("k_norm", "(1 + k_norm)")},
+        {"norms": RMS},
+    ),
+]
+SCORES = [
+    Case("scale", CAUSAL, {"scores": "scores = q @ k.mT / 40**0.5"}),
+    Case(
+        "scale twice",
+        CAUSAL,
+        {"scores": "q = q * head_dim**-0.5\nscores = q @ k.mT * head_dim**-0.5"},
+    ),
+    Case("temperature by length", CAUSAL, {"scores": "scores = q @ k.mT / k.shape[2] ** 0.5"}),
+    Case(
+        "softcap",
+        {"softcap": 2.0, **CAUSAL},
+        {"softcap": ""},
+        {"softcap": "scores = 2 * (scores / 2).tanh()"},
+    ),
+    Case(
+        "distance bias coefficient",
+        {"score_bias": Alibi(), **CAUSAL},
+        {"bias": ALIBI.replace("-distance", "-2 * distance")},
+        {"bias": ALIBI},
+    ),
+    Case(
+        "distance bias slope rule",
+        {"score_bias": Alibi(), **CAUSAL},
+        {"bias": ALIBI.replace(
+            "torch.tensor([0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125])",
+            "2.0 ** -(8 * torch.arange(1, 7) / 6)",
+        )},
+        {"bias": ALIBI},
+    ),
+    Case("sinks", {"sink": True, **CAUSAL}, {"softmax": TORCH["softmax"]}, {"softmax": SINK}),
+    Case("softmax axis", PLAIN, {"softmax": "weights = torch.softmax(scores, dim=-2)"}),
+    Case(
+        "softmax dtype",
+        PLAIN,
+        {"softmax": "weights = torch.softmax(scores.bfloat16(), dim=-1).to(v.dtype)"},
+    ),
+    Case(
+        "output gate missing",
+        {"output_gate": "channel", "gate_bias": False, **CAUSAL},
+        {"mix": TORCH["mix"]},
+        {"mix": TORCH["mix"] + " * split(x @ wg.mT, num_heads).sigmoid()"},
+    ),
+]
+MASKS = [
+    Case(
+        "mask polarity",
+        PLAIN,
+        {"padding": PADDING.replace("mask.logical_not(), -torch.inf", "mask, -1e9")},
+    ),
+    Case("padding ignored", PLAIN, {"padding": ""}),
+    Case("padding side", PLAIN, {"padding": PADDING.replace("mask.", "mask.flip(-1).")}),
+    Case(
+        "mask added as 0/1",
+        PLAIN,
+        {"padding": "if mask is not None:\n    scores = scores + mask"},
+    ),
+    Case("causal alignment", CAUSAL, {"mask": TORCH["mask"].replace("triu(1)", "triu(2)")}),
+    Case("causal mask missing", CAUSAL, {"mask": ""}),
+    Case("causal mask inverted", CAUSAL, {"mask": TORCH["mask"].replace("triu(1)", "tril(-1)")}),
+    Case("window missing", WINDOWED, {"mask": TORCH["mask"]}, {"mask": WINDOW.format(3)}),
+    Case("window off by one", WINDOWED, {"mask": WINDOW.format(4)}, {"mask": WINDOW.format(3)}),
+    Case(
+        "finite number for -inf",
+        CAUSAL,
+        {"mask": TORCH["mask"].replace("-torch.inf", "0.0")},
+        arguments="x",
+    ),
+]
+AXES = [
+    Case("number of heads", PLAIN, {"sizes": "num_heads, head_dim = 12, 4"}),
+    Case(
+        "split without transpose",
+        PLAIN,
+        {"projections": TORCH["projections"].replace(
+            "count, head_dim).transpose(1, 2)", "head_dim).view(len(x), count, -1, head_dim)"
+        ).replace("y.shape[1], head_dim", "-1, head_dim")},
+    ),
+    Case(
+        "merge without transpose",
+        PLAIN,
+        {"output": TORCH["output"].replace(".transpose(1, 2)", "")},
+    ),
+    Case(
+        "kv heads tiled instead of repeated",
+        LLAMA,
+        {"groups": "k, v = k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1)"},
+    ),
+    Case(
+        "batch and sequence exchanged",
+        PLAIN,
+        {
+            "projections": "x = x.transpose(0, 1)" + TORCH["projections"].replace("view", "reshape"),
+            "output": TORCH["output"] + "\noutput = output.transpose(0, 1)",
+        },
+        arguments="x",
+    ),
+    Case("residual inside", PLAIN, {"output": TORCH["output"] + " + x"}),
+    Case(
+        "bias missing",
+        LLAMA,
+        {"projections": TORCH["projections"].replace(" + bv", "")},
+    ),
+]
+WEIGHTS = [
+    Case("q and k exchanged", CAUSAL, {"weights": "wq, wk, bq, bk = wk, wq, bk, bq"}),
+    Case("k and v exchanged", LLAMA, {"weights": "wk, wv, bk, bv = wv, wk, bv, bk"}),
+    Case("q and v exchanged", CAUSAL, {"weights": "wq, wv, bq, bv = wv, wq, bv, bq"}),
+    Case("sign", LLAMA, {"weights": "wq, bq = -wq, -bq"}),
+    Case("factor", CAUSAL, {"weights": "wv, bv = 1.5 * wv, 1.5 * bv"}),
+    Case(
+        "heads permuted",
+        CAUSAL,
+        {"weights": "wv = wv.view(6, 8, -1)[[1, 0, 2, 3, 5, 4]].flatten(0, 1)"},
+    ),
+    Case(
+        "heads interleaved",
+        CAUSAL,
+        {"weights": "wk = wk.view(6, 8, -1).transpose(0, 1).reshape(48, -1)"},
+    ),
+    Case("square matrix transposed", CAUSAL, {"weights": "wk = wk.mT"}, width=48),
+    Case("projection reshaped with exchanged axes", LLAMA, {"weights": "wq = wq.mT.reshape(48, 40)"}),
+    Case(
+        "output projection reshaped with exchanged axes",
+        LLAMA,
+        {"weights": "wo = wo.mT.reshape(40, 48)"},
+    ),
+    Case(
+        "output heads in another group order",
+        LLAMA,
+        {"weights": "wo = wo.view(40, 2, 3, 8).transpose(1, 2).reshape(40, 48)"},
+    ),
+    Case(
+        "rotary permutation missing",
+        LLAMA,
+        {"weights": """
+wq = wq.view(6, 2, 4, -1).transpose(1, 2).reshape(48, -1)
+wk = wk.view(2, 2, 4, -1).transpose(1, 2).reshape(16, -1)
+bq = bq.view(6, 2, 4).transpose(1, 2).flatten()
+bk = bk.view(2, 2, 4).transpose(1, 2).flatten()
+"""},
+    ),
+    Case(
+        "rotary pairing",
+        LLAMA,
+        {"weights": """
+wq = wq.view(6, 4, 2, -1).transpose(1, 2).reshape(48, -1)
+wk = wk.view(2, 4, 2, -1).transpose(1, 2).reshape(16, -1)
+bq = bq.view(6, 4, 2).transpose(1, 2).flatten()
+bk = bk.view(2, 4, 2).transpose(1, 2).flatten()
+"""},
+    ),
+    Case(
+        "rotary permutation with a wrong number of heads",
+        LLAMA,
+        {"weights": """
+wk = wk.view(2, 2, 4, -1).transpose(1, 2).reshape(16, -1)
+wk = wk.view(1, 8, 2, -1).transpose(1, 2).reshape(16, -1)
+bk = bk.view(2, 2, 4).transpose(1, 2).flatten()
+bk = bk.view(1, 8, 2).transpose(1, 2).flatten()
+"""},
+    ),
+    Case(
+        "nesting of fused rows",
+        CAUSAL,
+        {"weights": """
+wq, wk, wv = torch.cat((wq, wk, wv)).view(6, 3, 8, -1).transpose(0, 1).flatten(1, 2)
+bq, bk, bv = torch.cat((bq, bk, bv)).view(6, 3, 8).transpose(0, 1).flatten(1)
+"""},
+    ),
+    Case(
+        "order of fused rows",
+        LLAMA,
+        {"weights": """
+rows, biases = torch.cat((wk, wq, wv)), torch.cat((bk, bq, bv))
+wq, wk, wv = rows[:48], rows[48:64], rows[64:]
+bq, bk, bv = biases[:48], biases[48:64], biases[64:]
+"""},
+    ),
+    Case(
+        "kv groups of fused rows",
+        LLAMA,
+        {"weights": """
+rows, biases = torch.cat((wq, wk, wv)).view(2, 5, 8, -1), torch.cat((bq, bk, bv)).view(2, 5, 8)
+wq, wk, wv = rows[:, :3].flatten(0, 2), rows[:, 3].flatten(0, 1), rows[:, 4].flatten(0, 1)
+bq, bk, bv = biases[:, :3].flatten(), biases[:, 3].flatten(), biases[:, 4].flatten()
+"""},
+    ),
+]
+CACHE = {
+    "weights": """
+kept_k, kept_v, past = cache or (torch.zeros(len(x), 2, 0, 8), torch.zeros(len(x), 2, 0, 8), 0)
+past_k, past_v = kept_k.to(x.dtype), kept_v.to(x.dtype)
+""",
+    "angles": "angles = torch.outer(past + torch.arange(x.shape[1]).float(), inv_freq)",
+    "cache": "k, v = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)",
+    "groups": "state = k, v, past + x.shape[1]" + TORCH["groups"],
+    "mask": """
+future = torch.ones(scores.shape[-2:]).triu(1 + scores.shape[-1] - scores.shape[-2]).bool()
+scores = scores.masked_fill(future, -torch.inf)
+""",
+    "output": TORCH["output"] + "\noutput = output, state",
+}
+CACHED_WINDOW = """
+ahead = torch.arange(scores.shape[-1])[None] - torch.arange(scores.shape[-2])[:, None] - past
+scores = scores.masked_fill((ahead > 0) | (ahead < -3), -torch.inf)
+"""
+DECODING = [
+    Case(*case, arguments=arguments)
+    for *case, arguments in (
+        (
+            "position offset in decoding",
+            LLAMA,
+            {"angles": TORCH["angles"]},
+            CACHE,
+            "x, cache=None",
+        ),
+        (
+            "window in decoding",
+            {**LLAMA, "window": (3, 0)},
+            {"mask": "if not past:" + CACHED_WINDOW.replace("\n", "\n    ") + "\nelse:"
+            + CACHE["mask"].replace("\n", "\n    ")},
+            {**CACHE, "mask": CACHED_WINDOW},
+            "x, cache=None",
+        ),
+        (
+            "evicted keys",
+            LLAMA,
+            {"cache": "k, v = torch.cat([past_k[:, :, -2:], k], 2), torch.cat([past_v[:, :, -2:], v], 2)"},
+            CACHE,
+            "x, cache=None",
+        ),
+        (
+            "left padding in decoding",
+            LLAMA,
+            {"padding": PADDING.replace("mask is not None", "mask is not None and not past")},
+            CACHE,
+            "x, cache=None, mask=None",
+        ),
+    )
+]
+N_TURN = NUMPY["turn"]
+IN_NUMPY = [
+    Case(*case, language="numpy")
+    for case in (
+        ("scale", CAUSAL, {"scores": "scores = q @ k.swapaxes(2, 3)"}),
+        ("rotary direction", LLAMA, {"turn": N_TURN.replace("cos +", "cos -")}),
+        ("rotary theta", LLAMA, {"frequencies": "inv_freq = 99.0 ** (-np.arange(0, 8, 2) / 8)"}),
+        ("causal mask missing", CAUSAL, {"mask": ""}),
+        ("mask polarity", PLAIN, {"padding": NUMPY["padding"].replace("np.logical_not(mask), -np.inf", "mask, -1e9")}),
+        (
+            "softmax axis",
+            PLAIN,
+            {"softmax": "weights = np.exp(scores) / np.exp(scores).sum(-2, keepdims=True)"},
+        ),
+        (
+            "merge without transpose",
+            PLAIN,
+            {"output": NUMPY["output"].replace(".transpose(0, 2, 1, 3)", "")},
+        ),
+        ("kv heads tiled instead of repeated", LLAMA, {"groups": "k, v = (np.tile(y, (1, 3, 1, 1)) for y in (k, v))"}),
+        (
+            "heads interleaved",
+            CAUSAL,
+            {"weights": "wk = wk.reshape(6, 8, -1).swapaxes(0, 1).reshape(48, -1)"},
+        ),
+    )
+]
+FAST = [case for case in (*SCORES, *WEIGHTS, *IN_NUMPY) if str(case) in (
+    "scale, torch", "heads interleaved, torch", "rotary direction, numpy")]
+EVERY = [*ROTATIONS, *SCORES, *MASKS, *AXES, *WEIGHTS, *DECODING, *IN_NUMPY]
+
+
+def check(case: Case) -> None:
+    layer = case.layer()
+    diagnosis = compare(case.port(), layer)
+    assert diagnosis.function is not None
+    assert diagnosis.function.cause_names == [case.cause], str(diagnosis)
+    [cause] = diagnosis.function.causes
+    assert cause.place, str(diagnosis)
+    again = compare(case.port(cause), layer)
+    assert again, f"{diagnosis}\n{again}"
+
+
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_lines_repair_a_port(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_the_printed_lines_repair_the_port(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_the_port_without_the_fault_is_the_layer(case: Case) -> None:
+    assert compare(case.function(case.parts), case.layer())
