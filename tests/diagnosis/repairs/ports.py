@@ -43,6 +43,7 @@ def partner(y):
 q = q * cos + partner(q) * sin
 k = k * cos + partner(k) * sin
 """,
+    "cache": "",
     "groups": """
 group = num_heads // num_kv_heads
 k, v = (y[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for y in (k, v))

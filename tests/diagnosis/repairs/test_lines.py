@@ -10,11 +10,11 @@ import torch
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis.catalogue import CAUSES, PROJECTED, Cause
 from headwise.diagnosis.repairs.lines import (
+    ANGLES,
     AROUND,
     BIAS,
     CACHE,
     FREQUENCIES,
-    ANGLES,
     GROUPS,
     MASK,
     MIX,

@@ -25,9 +25,9 @@ from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.repairs.rows import write_number, write_row_lines
 from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.diagnosis.trials import NamedCause
 from headwise.function.distance import slopes_of
 from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
-from headwise.diagnosis.trials import NamedCause
 from headwise.function.spec import AttentionSpec, NormRule, RotaryRule
 
 Lines = Iterator[str]
@@ -71,7 +71,7 @@ def _sizes(code: Code, _: str) -> Lines:
 
 def _channels_in_pairs(rule: RotaryRule, head_dim: int) -> list[int]:
     """Return the channels of a head: the first of each pair, the second, and those that rest."""
-    width = int(rule.width) // 2 * 2  # type: ignore[arg-type]
+    width = int(rule.width) // 2 * 2
     span = rule.span or width // 2
     first, second = [*range(width // 2)], [*range(span, span + width // 2)]
     if rule.pairing == "interleaved":
@@ -85,18 +85,18 @@ def _write_pairs(right: AttentionModel, wrong: AttentionModel) -> tuple[str, ...
     Scores are the same for rows in another order and another pairing, so that outputs cannot tell
     which of them is wrong. The line on rows is right in both cases.
     """
-    rules = right.settings.rotation, wrong.settings.rotation
+    rule, other = right.settings.rotation, wrong.settings.rotation
     head_dim, changes = right.weights["wq"].shape[1], {}
-    if rules[0] is None or rules[1] is None or rules[0].width != rules[1].width:
+    if rule is None or other is None or rule.width != other.width:
         return ()
-    places, taken = (_channels_in_pairs(rule, head_dim) for rule in rules)
+    places, taken = (_channels_in_pairs(each, head_dim) for each in (rule, other))
     index = [taken[places.index(channel)] for channel in range(head_dim)]
     for name in {"wq", "wk", "bq", "bk"} & right.weights.keys():
         changes[name] = right.weights[name][:, index]
     lines = write_row_lines(right.with_weights(**changes).weights, right.weights)
     shown = "2i and 2i + 1"
-    if rules[0].pairing == "half-split":
-        shown = f"i and i + {rules[0].span or int(rules[0].width) // 2}"  # type: ignore[arg-type]
+    if rule.pairing == "half-split":
+        shown = f"i and i + {rule.span or int(rule.width) // 2}"
     return (f"# or turn channels {shown} of a head together", *lines) if lines else ()
 
 
@@ -141,7 +141,7 @@ def _frequencies(code: Code, _: str) -> Lines:
     if (rule := code.settings.rotation) is None:
         return
     base, scaling = rule.exponent_width or rule.width, rule.scaling
-    theta = float(rule.theta)  # type: ignore[arg-type]
+    theta = float(rule.theta)
     if isinstance(scaling, NTKScaling):
         theta *= scaling.factor ** (base / (base - 2))
     yield f"inv_freq = {write_number(theta)} ** (-torch.arange(0, {rule.width}, 2) / {base})"
@@ -153,8 +153,8 @@ def _frequencies(code: Code, _: str) -> Lines:
         yield f"kept = (({turns} - {low:g}) / {high - low:g}).clip(0, 1)"
         yield f"inv_freq = inv_freq * (kept + (1 - kept) / {scaling.factor:g})"
     elif isinstance(scaling, YarnScaling):
-        first, last = scaling.ramp_bounds(theta, int(rule.width))  # type: ignore[arg-type]
-        pairs = f"torch.arange({int(rule.width) // 2})"  # type: ignore[arg-type]
+        first, last = scaling.ramp_bounds(theta, int(rule.width))
+        pairs = f"torch.arange({int(rule.width) // 2})"
         yield f"ramp = (({pairs} - {first:.12g}) / {last - first:.12g}).clip(0, 1)"
         yield f"inv_freq = inv_freq * (1 - ramp + ramp / {scaling.factor:g})"
 
@@ -174,7 +174,7 @@ def _tables(code: Code, _: str) -> Lines:
 def _turn(code: Code, roles: str) -> Lines:
     if (rule := code.settings.rotation) is None:
         return
-    width, head_dim = int(rule.width), code.model.weights["wq"].shape[1]  # type: ignore[arg-type]
+    width, head_dim = int(rule.width), code.model.weights["wq"].shape[1]
     for role in roles:
         rest = f", {role}[..., {width}:]" if width < head_dim else ""
         if rule.pairing == "half-split":
@@ -275,9 +275,10 @@ def _softmax(code: Code, _: str) -> Lines:
         empty = ".nan_to_num(0.0)" if code.has_empty_rows else ""
         yield f"weights = scores.softmax(-1){empty}"
         return
-    yield "top = torch.maximum(scores.amax(-1, keepdim=True), sinks[:, None, None])"
+    yield "sink = sinks[:, None, None]"
+    yield "top = torch.maximum(scores.amax(-1, keepdim=True), sink)"
     yield "powers = torch.exp(scores - top)"
-    yield "weights = powers / (powers.sum(-1, keepdim=True) + torch.exp(sinks[:, None, None] - top))"
+    yield "weights = powers / (powers.sum(-1, keepdim=True) + torch.exp(sink - top))"
 
 
 def _mask_and_softmax(code: Code, roles: str) -> Lines:
@@ -379,13 +380,18 @@ PLACE_OF: Mapping[Cause, str] = {
     catalogue.WINDOW_MISSING: MASK,
     catalogue.WINDOW_OFF_BY_ONE: MASK,
     catalogue.WINDOW_IN_DECODING: MASK,
+    catalogue.WINDOW_SIDE: MASK,
+    catalogue.MASK_ALONG_QUERIES: MASK,
+    catalogue.MASK_AFTER_SOFTMAX: MASK_AND_SOFTMAX,
     catalogue.FINITE_FOR_INF: MASK,
     catalogue.EVICTED_KEYS: CACHE,
     catalogue.ROWS_WITHOUT_KEYS: SOFTMAX,
     catalogue.SOFTMAX_AXIS: SOFTMAX,
     catalogue.SOFTMAX_DTYPE: SOFTMAX,
     catalogue.SINKS: SOFTMAX,
+    catalogue.ANOTHER_COLUMN_CUT_OFF: SOFTMAX,
     catalogue.OUTPUT_GATE_MISSING: MIX,
+    catalogue.GATE_WITHOUT_SIGMOID: MIX,
     catalogue.MERGE_WITHOUT_TRANSPOSE: OUTPUT,
     catalogue.RESIDUAL_INSIDE: OUTPUT,
     catalogue.BATCH_SEQUENCE_EXCHANGED: AROUND,
@@ -396,6 +402,7 @@ WORDS_ALONE: Mapping[Cause, str] = {
     catalogue.ROWS_ZERO: "the weights are lost: load them again",
     catalogue.WEIGHTS_ROUNDED: "the digits are lost: load the weights in their own dtype",
     catalogue.INITIAL_WEIGHTS: "the weights are lost: load them again",
+    catalogue.ONE_HEAD_FOR_ALL: "the rows of the other heads are lost, or never read",
     catalogue.ADAPTERS_MERGED: "the weights of the adapter are in its own file",
     catalogue.MODULE_BYPASSED: "named of layers alone, whose modules are called or not",
     catalogue.DROPOUT_LEFT_ON: "named of layers alone: a function that is random is refused",
@@ -422,11 +429,13 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
     if cause in WORDS_ALONE or not _is_plain(code.settings):
         return None
     place = PLACE_OF.get(cause, "")
-    if place in ("", GROUPS) and (lines := write_row_lines(variant.model.weights, before.weights)):
-        return Repair(translate(lines, code.language), ON_WEIGHTS)
-    if place == ROTATION and any("permutation" in name for name in named.equals):
-        if lines := _write_pairs(before, variant.model):
-            return Repair(translate(lines, code.language), ON_WEIGHTS)
+    rows: tuple[str, ...] = ()
+    if place in ("", GROUPS):
+        rows = write_row_lines(variant.model.weights, before.weights)
+    elif place == ROTATION and any("permutation" in name for name in named.equals):
+        rows = _write_pairs(before, variant.model)
+    if rows:
+        return Repair(translate(rows, code.language), ON_WEIGHTS)
     if not place:
         return None
     place = MASK_AND_SOFTMAX if place == MASK and code.has_empty_rows else place
@@ -440,7 +449,7 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
 
 
 def _is_plain(settings: AttentionSpec) -> bool:
-    """True for settings that the lines know: a rotation as papers write it."""
+    """True for settings that the lines know: no offset of a rotation, no gap in its channels."""
     rule = settings.rotation
     return rule is None or (
         isinstance(rule, RotaryRule)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import torch
 from torch import Tensor
@@ -139,9 +139,10 @@ def _list_index_expressions(
     channels = rows // heads
     blocks = f"{name}.reshape({heads}, {channels}, -1)"
     within = [place - channels * (place // channels) for place in index]
-    if heads > 1 and index == [x + channels * (n // channels) for n, x in enumerate(within)]:
-        if within == within[:channels] * heads and (runs := write_index(within[:channels])):
-            yield f"{blocks}[:, {runs}].reshape({shape})"
+    is_in_heads = index == [x + channels * (n // channels) for n, x in enumerate(within)]
+    is_alike = heads > 1 and is_in_heads and within == within[:channels] * heads
+    if is_alike and (runs := write_index(within[:channels])):
+        yield f"{blocks}[:, {runs}].reshape({shape})"
     if within == [*range(channels)] * heads:
         order_of_heads = [place // channels for place in index[::channels]]
         if runs := write_index(order_of_heads):
@@ -244,8 +245,10 @@ def _write_fused(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, 
             continue
         index = find_rows(b, a)
         name = {"w": "rows", "b": "biases"}[kind]
-        made = "" if index is None else next(
-            _list_index_expressions(name, f"{name}.shape", 1, index), ""
+        made = (
+            ""
+            if index is None
+            else next(_list_index_expressions(name, f"{name}.shape", 1, index), "")
         )
         if not made:
             return ()
@@ -254,6 +257,6 @@ def _write_fused(parted: Sequence[str], ours: Rows, theirs: Rows) -> tuple[str, 
         ends = [0]
         for role in roles:
             ends.append(ends[-1] + parts[1][role].shape[:2].numel())
-        cuts = [f"{name}[{i or ''}:{j}]" for i, j in zip(ends, ends[1:], strict=False)]
+        cuts = [f"{name}[{i or ''}:{j}]" for i, j in pairwise(ends)]
         lines.append(f"{names} = {', '.join(cuts)}")
     return tuple(lines)
