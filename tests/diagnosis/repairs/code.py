@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,8 @@ def name_weights(layer: Attention, language: str) -> dict[str, Any]:
         short = f"{kind[0]}{NAMES[module]}" if module in NAMES else ""
         if module in ("q_norm", "k_norm"):
             short = module if kind == "weight" else f"{module}_bias"
-        short = {"sink": "sinks"}.get(name, short or name)
+        others = {"sink": "sinks", "score_bias.relative_attention_bias.weight": "table"}
+        short = others.get(name, short or name)
         named[short] = x.detach().numpy() if language == "numpy" else x.detach()
     return named
 
@@ -36,7 +38,7 @@ def define(lines: list[str], names: dict[str, Any], arguments: str) -> Callable[
     """Return the function of these lines, which sets ``output``."""
     body = "\n".join(f"    {line}" for line in lines)
     text = f"def function({arguments}):\n    {take_names(names)}\n{body}\n    return output\n"
-    scope: dict[str, Any] = {"np": np, "torch": torch, "given": names}
+    scope: dict[str, Any] = {"math": math, "np": np, "torch": torch, "given": names}
     exec(compile(text, "port", "exec"), scope)
     function: Callable[..., Any] = scope["function"]
     return function

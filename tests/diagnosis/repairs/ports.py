@@ -150,7 +150,7 @@ class Case:
         layer = Attention(self.width, HEADS, head_dim=HEAD_DIM, **self.options)
         with torch.no_grad():
             for x in layer.parameters():
-                x.add_(0.3 * torch.randn_like(x)) if x.dim() == 1 else x.mul_(1.5)
+                x.add_(0.3 * torch.randn_like(x)) if x.dim() == 1 or not x.any() else x.mul_(1.5)
         return layer
 
     @property

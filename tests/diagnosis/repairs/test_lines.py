@@ -35,7 +35,7 @@ from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
 from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.function import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
-from headwise.layers import Alibi, QKNorm
+from headwise.layers import Alibi, QKNorm, T5Bias
 from tests.diagnosis.repairs.code import define, name_weights
 
 WHOLE = (
@@ -67,6 +67,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "norm over the width": {"qk_norm": QKNorm(over="width"), "num_kv_heads": 3},
     "layer norm": {"qk_norm": QKNorm("layer")},
     "alibi": {"score_bias": Alibi(), "window": (None, 0)},
+    "buckets": {"score_bias": T5Bias(8, 16), "scale": 1.0},
+    "buckets before": {"score_bias": T5Bias(8, 10, bidirectional=False), "window": (None, 0)},
     "softcap, both sides": {"softcap": 2.0, "window": (4, 2)},
     "sink": {"sink": True},
     "gate": {"output_gate": "channel"},

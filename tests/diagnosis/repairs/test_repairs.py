@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from headwise import Rotary, compare
+from headwise.diagnosis.catalogue import CAUSES
+from headwise.diagnosis.repairs.lines import WORDS_ALONE
 from headwise.function import LinearScaling, Llama3Scaling, YarnScaling
-from headwise.layers import Alibi, QKNorm
+from headwise.layers import Alibi, QKNorm, T5Bias
 from tests.diagnosis.repairs.ports import CAUSAL, LLAMA, NUMPY, PLAIN, TORCH, Case
 
 TURN = TORCH["turn"]
@@ -27,6 +29,15 @@ SINK = """
 column = sinks.view(1, -1, 1, 1).expand(len(x), -1, x.shape[1], 1)
 weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 """
+BUCKETS = """
+offset = (torch.arange(scores.shape[-1])[None] - torch.arange(scores.shape[-2])[:, None])
+size = offset.abs()
+large = 2 + (torch.log(size.float() / 2) / math.log(16 / 2) * 2).to(torch.long)
+large = torch.minimum(large, torch.full_like(large, 3))
+which = (offset > 0) * 4 + torch.where(size < 2, size, large)
+scores = scores + table[which].movedim(-1, 0)
+"""
+T5 = {"score_bias": T5Bias(8, 16), "scale": 1.0}
 GATED = TORCH["mix"] + " * split(x @ wg.mT, num_heads).sigmoid()"
 LINEAR = TORCH["frequencies"] + " / {}"
 WINDOWED = {"window": (3, 0)}
@@ -203,6 +214,24 @@ SCORES = [
         },
         {"bias": ALIBI},
     ),
+    Case(
+        "relative bias buckets",
+        T5,
+        {"bias": BUCKETS.replace("16 / 2", "32 / 2")},
+        {"bias": BUCKETS, "scores": "scores = q @ k.mT"},
+    ),
+    Case(
+        "relative bias reversed",
+        T5,
+        {"bias": BUCKETS.replace("offset = ", "offset = -1 * ")},
+        {"bias": BUCKETS, "scores": "scores = q @ k.mT"},
+    ),
+    Case(
+        "relative bias reshaped",
+        T5,
+        {"bias": BUCKETS.replace("movedim(-1, 0)", "reshape(6, *offset.shape)")},
+        {"bias": BUCKETS, "scores": "scores = q @ k.mT"},
+    ),
     Case("sinks", {"sink": True, **CAUSAL}, {"softmax": TORCH["softmax"]}, {"softmax": SINK}),
     Case(
         "another column cut off",
@@ -261,7 +290,7 @@ weights = torch.softmax(scores, dim=-1) * past
     Case(
         "window on the wrong side",
         WINDOWED,
-        {"mask": WINDOW.format(3).replace("ahead", "-ahead")},
+        {"mask": WINDOW.format(3).replace("(ahead", "(-ahead")},
         {"mask": WINDOW.format(3)},
     ),
     Case("causal alignment", CAUSAL, {"mask": TORCH["mask"].replace("triu(1)", "triu(2)")}),
@@ -308,6 +337,25 @@ AXES = [
             "output": TORCH["output"] + "\noutput = output.transpose(0, 1)",
         },
         arguments="x",
+    ),
+    Case(
+        "kv head of another group",
+        {**LLAMA, "num_kv_heads": 3},
+        {"groups": "k, v = k[:, [0, 0, 0, 1, 1, 1]], v[:, [0, 0, 0, 1, 1, 1]]"},
+        {"sizes": "num_heads, num_kv_heads, head_dim = 6, 3, 8"},
+    ),
+    Case("weights transposed", PLAIN, {"mix": "outputs = weights.mT @ v"}),
+    Case(
+        "output projection missing",
+        CAUSAL,
+        {"output": TORCH["output"].partition(" @ ")[0]},
+        width=48,
+    ),
+    Case(
+        "gate merged without transpose",
+        {"output_gate": "channel", "gate_bias": False, **CAUSAL},
+        {"mix": GATED.replace("split(x @ wg.mT, num_heads)", "(x @ wg.mT).reshape(v.shape)")},
+        {"mix": GATED},
     ),
     Case("residual inside", PLAIN, {"output": TORCH["output"] + " + x"}),
     Case(
@@ -468,6 +516,20 @@ v = torch.cat([past_v[:, :, -2:], v], 2)
             "x, cache=None",
         ),
         (
+            "cached values lost",
+            LLAMA,
+            {"cache": CACHE["cache"].replace("past_v", "0 * past_v")},
+            CACHE,
+            "x, cache=None",
+        ),
+        (
+            "cache joined in another order",
+            LLAMA,
+            {"cache": CACHE["cache"].replace("past_v, v", "v, past_v")},
+            CACHE,
+            "x, cache=None",
+        ),
+        (
             "left padding in decoding",
             LLAMA,
             {"padding": PADDING.replace("mask is not None", "mask is not None and not past")},
@@ -519,8 +581,8 @@ def check(case: Case) -> None:
     layer = case.layer()
     diagnosis = compare(case.port(), layer)
     assert diagnosis.function is not None
-    assert diagnosis.function.cause_names == [case.cause], str(diagnosis)
     [cause] = diagnosis.function.causes
+    assert case.cause in (cause.name, *cause.equals), str(diagnosis)
     assert cause.place, str(diagnosis)
     again = compare(case.port(cause), layer)
     assert again, f"{diagnosis}\n{again}"
@@ -535,6 +597,17 @@ def test_lines_repair_a_port(case: Case) -> None:
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_the_printed_lines_repair_the_port(case: Case) -> None:
     check(case)
+
+
+def test_every_cause_has_a_port_or_a_reason_for_words() -> None:
+    named = {case.cause for case in EVERY}
+    lacking = {cause.name for cause in CAUSES if cause not in WORDS_ALONE} - named
+    assert lacking == {
+        "rows without keys",  # no input of compare hides all keys of a query
+        "rotary permutation doubled",  # outputs name it "rotary pairing", whose lines are on rows
+        "rotary permutation of another width",  # rows, as those of the whole width
+        "shards joined in the wrong order",  # rows, as those of fused projections
+    }
 
 
 @pytest.mark.slow

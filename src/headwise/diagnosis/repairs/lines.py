@@ -9,7 +9,8 @@ holds whatever the fault is exactly. It uses these names:
     scores, weights       (batch, heads, queries, keys), before and after the softmax
     mask                  broadcasts to the scores, True may attend; None for none
     outputs               (batch, heads, tokens, channels): weights @ v
-    past                  number of tokens in the cache
+    table                 (buckets, heads), the learned numbers of a bias by distance
+    past, past_k, past_v  number of tokens in the cache; its keys and values
 
 A line is written in PyTorch, and translated to NumPy by a table.
 """
@@ -26,9 +27,9 @@ from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.repairs.rows import write_number, write_row_lines
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.trials import NamedCause
-from headwise.function.distance import slopes_of
+from headwise.function.distance import count_unshared_distances, slopes_of
 from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
-from headwise.function.spec import AttentionSpec, NormRule, RotaryRule
+from headwise.function.spec import AttentionSpec, BucketRule, NormRule, RotaryRule
 
 Lines = Iterator[str]
 
@@ -242,9 +243,22 @@ def _distances(code: Code) -> Lines:
     yield f"ahead = torch.arange(scores.shape[3]) - {queries}"
 
 
+def _bucket_bias(code: Code, rule: BucketRule) -> Lines:
+    side = int(rule.buckets) // (2 if rule.bidirectional else 1)
+    near = count_unshared_distances(int(rule.buckets), bidirectional=bool(rule.bidirectional))
+    steps = f"{write_number(math.log(rule.max_distance / near))} * {side - near}"
+    yield from _distances(code)
+    yield f"far = {'abs(ahead)' if rule.bidirectional else '(-ahead).clip(0)'}"
+    yield f"steps = torch.log(far.clip({near}).float() / {near}) / {steps}"
+    yield f"shared = ({near} + steps.long()).clip(0, {side - 1})"
+    later = f" + {side} * (ahead > 0)" if rule.bidirectional else ""
+    yield f"bucket = torch.where(far < {near}, far, shared){later}"
+    yield "scores = scores + table[bucket].permute(2, 0, 1)"
+
+
 def _bias(code: Code, _: str) -> Lines:
-    if code.settings.buckets is not None:
-        yield "scores = scores + bias"
+    if (rule := code.settings.buckets) is not None:
+        yield from _bucket_bias(code, rule)
     if (slopes := slopes_of(code.settings)) is not None:
         count = len(slopes)
         powers = 2.0 ** (-8.0 * (slopes.new_tensor(range(count)) + 1) / count)
@@ -363,12 +377,16 @@ PLACE_OF: Mapping[Cause, str] = {
     catalogue.ROTARY_SOME_HEADS: ROTATION,
     catalogue.POSITION_IN_DECODING: ANGLES,
     catalogue.KV_HEADS_TILED: GROUPS,
+    catalogue.ANOTHER_GROUP: GROUPS,
     catalogue.SCALE: SCORES,
     catalogue.SCALE_TWICE: SCORES,
     catalogue.TEMPERATURE_BY_LENGTH: SCORES,
     catalogue.SOFTCAP: SOFTCAP,
     catalogue.DISTANCE_BIAS_COEFFICIENT: BIAS,
     catalogue.DISTANCE_BIAS_SLOPE_RULE: BIAS,
+    catalogue.RELATIVE_BIAS_BUCKETS: BIAS,
+    catalogue.RELATIVE_BIAS_REVERSED: BIAS,
+    catalogue.RELATIVE_BIAS_RESHAPED: BIAS,
     catalogue.MASK_POLARITY: MASK,
     catalogue.MASK_ADDED_AS_NUMBERS: MASK,
     catalogue.PADDING_IGNORED: MASK,
@@ -385,6 +403,8 @@ PLACE_OF: Mapping[Cause, str] = {
     catalogue.MASK_AFTER_SOFTMAX: MASK_AND_SOFTMAX,
     catalogue.FINITE_FOR_INF: MASK,
     catalogue.EVICTED_KEYS: CACHE,
+    catalogue.CACHED_VALUES_LOST: CACHE,
+    catalogue.CACHE_JOINED_IN_ANOTHER_ORDER: CACHE,
     catalogue.ROWS_WITHOUT_KEYS: SOFTMAX,
     catalogue.SOFTMAX_AXIS: SOFTMAX,
     catalogue.SOFTMAX_DTYPE: SOFTMAX,
@@ -392,6 +412,9 @@ PLACE_OF: Mapping[Cause, str] = {
     catalogue.ANOTHER_COLUMN_CUT_OFF: SOFTMAX,
     catalogue.OUTPUT_GATE_MISSING: MIX,
     catalogue.GATE_WITHOUT_SIGMOID: MIX,
+    catalogue.GATE_MERGED: MIX,
+    catalogue.WEIGHTS_TRANSPOSED: MIX,
+    catalogue.OUTPUT_PROJECTION_MISSING: OUTPUT,
     catalogue.MERGE_WITHOUT_TRANSPOSE: OUTPUT,
     catalogue.RESIDUAL_INSIDE: OUTPUT,
     catalogue.BATCH_SEQUENCE_EXCHANGED: AROUND,
@@ -403,9 +426,11 @@ WORDS_ALONE: Mapping[Cause, str] = {
     catalogue.WEIGHTS_ROUNDED: "the digits are lost: load the weights in their own dtype",
     catalogue.INITIAL_WEIGHTS: "the weights are lost: load them again",
     catalogue.ONE_HEAD_FOR_ALL: "the rows of the other heads are lost, or never read",
+    catalogue.FUSED_ROW_CUT: "the rows that the slice leaves out are lost",
+    catalogue.BATCH_AND_HEADS: "it may be in one of several places: the report says what it is of",
     catalogue.ADAPTERS_MERGED: "the weights of the adapter are in its own file",
     catalogue.MODULE_BYPASSED: "named of layers alone, whose modules are called or not",
-    catalogue.DROPOUT_LEFT_ON: "named of layers alone: a function that is random is refused",
+    catalogue.DROPOUT_LEFT_ON: "the module is told so: eval()",
     catalogue.NORM_INSIDE: "a line that is there is left out",
     catalogue.LAYERS_EXCHANGED: "named of whole models: layers are loaded by their number",
     catalogue.LAYERS_OFF_BY_ONE: "named of whole models: layers are loaded by their number",
@@ -481,6 +506,8 @@ NUMPY: tuple[tuple[str, str], ...] = (
         r"\1powers / powers.sum(-1, keepdims=True)",
     ),
     (r"(weights = )(.*)\.nan_to_num\(0\.0\)", r"\1np.nan_to_num(\2)"),
+    (r"\.float\(\)", r".astype(np.float32)"),
+    (r"\.long\(\)", r".astype(int)"),
     (r"amax\(-1", r"max(-1"),
     (r"keepdim=", r"keepdims="),
     (r"torch\.cat\(", r"np.concatenate("),
