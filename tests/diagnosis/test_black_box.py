@@ -90,7 +90,7 @@ def test_state_is_noticed(layer: Attention) -> None:
         kept.append(x)
         return torch.cat(kept, 1)
 
-    with pytest.raises(OptionError, match=r"of shape \(2, 22, 40\) in place of \(2, 11, 40\)"):
+    with pytest.raises(OptionError, match=r"of shape \(2, 33, 40\) in place of \(2, 22, 40\)"):
         compare(grows, layer)
 
     lengths: list[int] = []

@@ -25,7 +25,7 @@ from headwise.diagnosis.results import Diagnosis, Verdict
 from headwise.diagnosis.simulation.gaps import measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects import layers, recording, steps, subject, transformers
-from headwise.diagnosis.subjects.function import SLOW, BlackBox
+from headwise.diagnosis.subjects.function import SLOW, BlackBox, name_arguments
 from headwise.diagnosis.subjects.parts import Parts
 from headwise.diagnosis.subjects.run import (
     LayerRun,
@@ -318,7 +318,7 @@ class Comparison:
             blind=blind,
             isolated=(
                 *functions.describe_not_finite(calls, names, side),
-                *self._probe_parts_of_function(side, verdict),
+                *self._describe_function(side, verdict),
             ),
             tried=0 if explained.has_other_rows else len(self.candidates),
             unseen=probes.find_unseen_setting_changes(self.model, calls, self.dtype)
@@ -398,18 +398,34 @@ class Comparison:
             takes = [getattr(each, f"takes_{name}") for each in (self.first, self.second)]
             if any(takes) and all(getattr(each, name) is None for each in inputs):
                 side = "second" if takes[0] else "first"
-                lacks = "" if all(takes) else f" (the {side} has no argument {name})"
+                lacks = (
+                    ""
+                    if all(takes)
+                    else f" (the {side} has no argument {name}{self._others(name)})"
+                )
                 yield f"a {name}{lacks}"
 
-    def _probe_parts_of_function(self, side: str, verdict: Verdict) -> tuple[str, ...]:
-        """Return what is known of a function that no cause explains."""
+    def _others(self, name: str) -> str:
+        """Return what a function with arguments such as attn_mask is to be called by, in words."""
+        function = self.doubtful
+        if not isinstance(function, BlackBox) or name != "mask":
+            return ""
+        others = sorted(each for each in name_arguments(function.function) if name in each)
+        if not others or name in others:
+            return ""
+        return f": compare(lambda x, mask=None: port(x, {others[0]}=mask), ...), True attends"
+
+    def _describe_function(self, side: str, verdict: Verdict) -> tuple[str, ...]:
+        """Return what a function takes, and what is known of it where no cause explains it."""
         function, sizes = self.doubtful, self.known.input_widths
-        if verdict is not Verdict.UNKNOWN or watch.current().stopped:
-            return ()
         if not isinstance(function, BlackBox) or sizes is None:
             return ()
+        if verdict is not Verdict.UNKNOWN or watch.current().stopped:
+            return function.limits
         parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
-        return parts.sentences + ((RECORD_PARTS,) if function.parts is None else ())
+        return (
+            function.limits + parts.sentences + ((RECORD_PARTS,) if function.parts is None else ())
+        )
 
     def _explain(
         self, calls: Sequence[RecordedCall], names: Sequence[str], side: str
@@ -534,7 +550,8 @@ def _record(
 ) -> tuple[list[RecordedCall], list[str]]:
     """Return the calls of a subject on some inputs, and the name of each input.
 
-    Optional inputs on which it fails are left out; ``failed`` gets the reason.
+    Optional inputs, and those on which a function fails that ran on others, are left out;
+    ``failed`` gets the reason.
     """
     calls: list[RecordedCall] = []
     names: list[str] = []
@@ -542,7 +559,9 @@ def _record(
         try:
             more = recorded.record_calls(probe.inputs)
         except OptionError as error:
-            if not probe.is_optional or failed is None:
+            # An error of the function itself has its cause.
+            ran = isinstance(recorded, BlackBox) and recorded.has_run and error.__cause__
+            if not (probe.is_optional or ran) or failed is None:
                 raise
             failed.append(f"{probe.name} ({error.saw})")
             continue

@@ -20,7 +20,7 @@ from headwise.diagnosis.simulation.model import (
     RecordedCall,
     visible_keys,
 )
-from headwise.diagnosis.subjects.function import BlackBox
+from headwise.diagnosis.subjects.function import SLOW, BlackBox
 from headwise.diagnosis.subjects.recording import Recording
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import MaskError, OptionError, ShapeError
@@ -31,6 +31,7 @@ QUERIES, KEYS, LONG, FEW = 11, 7, 40, 3  # tokens; KEYS of cross attention
 DRAWS = 8  # of the same tokens, which dropout changes each time
 PADDING = (1, 4)  # tokens of each sequence
 SIDES = ("right", "left")  # of padding
+LENGTHS = (QUERIES, FEW, LONG)
 LONGEST = 256  # tokens, for a window; longer inputs take minutes where a cause is looked for
 UNIT = 2.0**-8  # of which all entries are multiples, so that their sums are exact in float32
 
@@ -56,6 +57,7 @@ def make_probe_inputs(
     takes_mask: bool = True,
     window: tuple[int, int] = (0, 0),
     parts: bool = False,
+    lengths: tuple[int, int, int] = LENGTHS,
     seed: int = SEED,
 ) -> list[NamedInputs]:
     """Return inputs that show a difference if there is one.
@@ -68,8 +70,10 @@ def make_probe_inputs(
 
     ``widths`` are those of tokens and of the source; ``window`` is the number of keys before and
     after a query in a window, 0 for none. ``parts`` adds one token, in which values and the output
-    projection show alone, and two tokens, which show scores without windows.
+    projection show alone, and two tokens, which show scores without windows. ``lengths`` are those
+    of usual, few and many tokens.
     """
+    queries, few, many = lengths
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(length: int) -> Inputs:
@@ -77,19 +81,20 @@ def make_probe_inputs(
         source = _draw_tokens(keys, widths[1], generator) if crosses else None
         return Inputs(_draw_tokens(length, widths[0], generator), source)
 
-    usual = tokens(QUERIES)
+    usual = tokens(queries)
     larger = usual.map_tokens(lambda x: _three_times(x, generator))
-    name = f"{QUERIES} random tokens"
+    name = f"{queries} random tokens"
     probes = [NamedInputs(name, usual), NamedInputs(f"{name}, three times as large", larger)]
-    probes.append(NamedInputs(f"{FEW} random tokens", tokens(FEW)))
-    if not crosses:
-        length = max(LONG, window[0] + FEW)
+    if few < queries:
+        probes.append(NamedInputs(f"{few} random tokens", tokens(few)))
+    if not crosses and (takes_mask or many > queries):
+        length = max(many, window[0] + FEW) if many == LONG else many
         long = NamedInputs(f"{length} random tokens", tokens(length))
         probes.append(_under_causal_mask(long) if takes_mask else long)
-        if takes_mask and (length := window[1] + FEW) > QUERIES:
+        if takes_mask and many == LONG and (length := window[1] + FEW) > queries:
             probes.append(NamedInputs(f"{length} random tokens", tokens(length)))
     if takes_mask:
-        probes += [_pad(tokens(QUERIES), side) for side in SIDES]
+        probes += [_pad(tokens(queries), side) for side in SIDES]
     if parts:
         probes.append(NamedInputs("one random token", tokens(1), is_optional=True))
         probes.append(NamedInputs("2 random tokens", tokens(2), is_optional=True))
@@ -133,7 +138,8 @@ def _pad(inputs: Inputs, side: str) -> NamedInputs:
 
 def _hide_keys(inputs: Inputs, side: str) -> Tensor:
     """Return a mask that hides the keys of padding from all queries, (batch, 1, 1, keys)."""
-    keys, hidden = inputs.key_source.shape[1], torch.tensor(PADDING)[:, None]
+    keys = inputs.key_source.shape[1]
+    hidden = torch.tensor(PADDING)[:, None].clamp(max=keys - 1)
     index = torch.arange(keys)
     return (index < keys - hidden if side == "right" else index >= hidden)[:, None, None]
 
@@ -208,6 +214,9 @@ def choose_inputs(
         return make_probes(subjects, sizes[0])
     given = inputs if isinstance(inputs, Inputs) else Inputs(inputs)
     _require_matching_shapes(given, sizes[0], "your input")
+    for function in subjects:
+        if isinstance(function, BlackBox):
+            function.fit([given])
     name = f"your input of {given.x.shape[1]} tokens"
     return _add_causal_mask(subjects, [NamedInputs(name, given)])
 
@@ -244,9 +253,17 @@ def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[Nam
         for sides in zip(*windows, strict=True)
     )
     takes_mask = all(each.takes_mask for each in subjects)
-    parts = any(isinstance(each, BlackBox) for each in subjects)
+    functions = [each for each in subjects if isinstance(each, BlackBox)]
+    lengths = LENGTHS
+    for function in functions:  # one, since the other side is known
+        lengths = _fit_lengths(function, sizes, crosses=crosses)
     probes = make_probe_inputs(
-        sizes, crosses=crosses, takes_mask=takes_mask, window=(left, right), parts=parts
+        sizes,
+        crosses=crosses,
+        takes_mask=takes_mask,
+        window=(left, right),
+        parts=bool(functions),
+        lengths=lengths,
     )
     if not crosses and all(each.takes_source for each in subjects):
         [probe, *_] = make_probe_inputs(sizes, crosses=True)
@@ -258,6 +275,51 @@ def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[Nam
     return _use_masks_that_run(subjects, _add_causal_mask(subjects, probes))
 
 
+# Lengths that are tried: near to the usual one, and those of tables of positions.
+TRIED = (
+    *range(QUERIES, 1, -1),
+    *range(QUERIES + 1, 34),
+    49,
+    50,
+    64,
+    65,
+    77,
+    128,
+    196,
+    197,
+    256,
+    257,
+    512,
+    1024,
+    1,
+)
+
+
+def _fit_lengths(
+    function: BlackBox, sizes: tuple[int, int], *, crosses: bool
+) -> tuple[int, int, int]:
+    """Return numbers of usual, few and many tokens on which a function runs, in a form that fits.
+
+    Others are tried where it does not run on the usual ones.
+    """
+
+    def draw(length: int) -> Inputs:
+        generator = torch.Generator().manual_seed(SEED)
+        source = _draw_tokens(KEYS, sizes[1], generator) if crosses else None
+        return Inputs(_draw_tokens(length, sizes[0], generator), source)
+
+    inputs = None if function.decodes else function.fit(map(draw, TRIED))
+    if inputs is None or (usual := inputs.x.shape[1]) == QUERIES:
+        return LENGTHS
+    few, many = (
+        next((n for n in tried if function.fit([draw(n)])), usual)
+        for tried in ((FEW, *range(2, usual)), (LONG, *range(LONG - 1, usual, -1)))
+    )
+    is_only = (few, many) == (usual, usual)
+    function.lengths = f"of {usual} tokens alone" if is_only else f"of {few} to {many} tokens"
+    return usual, few, many
+
+
 def _use_masks_that_run(
     subjects: Sequence[Subject], probes: Sequence[NamedInputs]
 ) -> list[NamedInputs]:
@@ -267,24 +329,46 @@ def _use_masks_that_run(
     keys). Such a mask hides a token from itself too.
     """
     functions = [each for each in subjects if isinstance(each, BlackBox)]
-    single = [each for each in probes if not each.inputs.steps]
-    masked = [each for each in single if each.inputs.mask is not None]
-    if not functions or not masked or all(each.accepts(masked[-1].inputs) for each in functions):
+    masked = [each for each in probes if each.inputs.mask is not None and not each.inputs.steps]
+    if not functions or not masked:
         return [*probes]
+    if any(each.seconds >= SLOW for each in functions):  # in which one call tells of all
+        masked = masked[-1:]
     known = [each.model for each in subjects if each.model is not None]
-    kept = list(probes)
-    for number, probe in enumerate(probes):
-        if probe.inputs.steps:
-            continue
+    for squeezes in (False, True):
+        for function in functions:
+            function.squeezes_masks = squeezes
+        taken = {each.name: _find_mask(functions, known, each) for each in masked}
+        if any(each is not None for each in taken.values()):
+            break
+    rest = taken[masked[-1].name] is not None
+    kept = []
+    for probe in probes:
         bare = replace(probe.inputs, mask=None)
-        kept[number] = NamedInputs(probe.name.partition(" under a ")[0], bare)
-        side = next((side for side in SIDES if f"padding on the {side}" in probe.name), "")
-        if side:
-            padded = replace(probe.inputs, mask=_hide_keys(probe.inputs, side))
-            sees = all(_sees_a_key_in_each_row(model, padded) for model in known)
-            if sees and all(each.accepts(padded) for each in functions):
-                kept[number] = replace(probe, inputs=padded)
+        without = NamedInputs(probe.name.partition(" under a ")[0], bare)
+        usual = probe if rest or probe.inputs.steps else without
+        kept.append(taken.get(probe.name, usual) or without)
     return list({each.name: each for each in kept}.values())
+
+
+def _find_mask(
+    functions: Sequence[BlackBox], known: Sequence[AttentionModel], probe: NamedInputs
+) -> NamedInputs | None:
+    """Return the input with its mask in a shape on which functions run; None for none."""
+    inputs, mask = probe.inputs, probe.inputs.mask
+    assert mask is not None
+    batch, queries = inputs.x.shape[:2]
+    masks = [mask, mask.expand(batch, 1, queries, -1)]
+    if side := next((side for side in SIDES if f"padding on the {side}" in probe.name), ""):
+        masks.append(_hide_keys(inputs, side))
+    for tried in masks:
+        given = replace(inputs, mask=tried)
+        # A mask loses the axis of the batch or that of the queries, if one of them has length 1.
+        fits = not functions[0].squeezes_masks or 1 in (tried.shape[0], tried.shape[2])
+        sees = all(_sees_a_key_in_each_row(model, given) for model in known) or tried is mask
+        if fits and sees and all(each.accepts(given) for each in functions):
+            return replace(probe, inputs=given)
+    return None
 
 
 def _sees_a_key_in_each_row(model: AttentionModel, inputs: Inputs) -> bool:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headwise.diagnosis import watch
 from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall
+from headwise.diagnosis.subjects.forms import (
+    Form,
+    NamedCall,
+    list_forms,
+    read_output,
+    read_required,
+)
 from headwise.diagnosis.subjects.parts import Parts
 from headwise.diagnosis.subjects.subject import Subject, differentiate
 from headwise.errors import OptionError
@@ -36,7 +45,7 @@ FAILURES = (
 # It is shown, and kept as the cause.
 SLOW = 1.0  # seconds of a call
 FAILURES_OF_A_FUNCTION: tuple[type[Exception], ...] = (Exception,)
-NamedCall: TypeAlias = Callable[[Mapping[str, Any]], Any]  # of arguments by name
+TRYING = 10.0  # seconds in which other forms of inputs are tried
 
 
 def describe_error(error: Exception) -> str:
@@ -47,24 +56,34 @@ def describe_error(error: Exception) -> str:
 class BlackBox(Subject):
     """A function of ``x``, and of ``source`` and ``mask`` where it takes them.
 
-    It may take and return NumPy arrays. Its outputs are checked: of the right shape, finite, the
-    same in a second run and after other inputs, and without a change of its inputs.
+    It may take and return NumPy arrays, or inputs of another form, which `fit` finds. Its outputs
+    are checked: of the right shape, not all NaN, the same in a second run and after other inputs,
+    and without a change of its inputs.
 
     Attributes:
         dtype: the narrowest one that holds every output so far: a float16 function that ends in
             `.float()` computes in float16.
         seconds: that its last call took.
+        keys: the names of required arguments that get the tokens of keys, such as k and v.
+        form: of its inputs; None before its first call.
+        lengths: of its inputs, in words; "" for any.
+        misfit: the error on inputs of the usual form and length; "" where they run.
         is_random: True if a second run had another output, which is then no error any more.
     """
 
     is_random = False
 
-    def __init__(self, function: Callable[..., Any], kind: str = "function") -> None:
-        self.function, self.kind = function, kind
+    def __init__(
+        self, function: Callable[..., Any], kind: str = "function", keys: tuple[str, ...] = ()
+    ) -> None:
+        self.function, self.kind, self.keys = function, kind, keys
         self.dtype = torch.float32
         names = name_arguments(function)
         self.takes_mask, self.takes_source = "mask" in names, "source" in names
-        self.takes_arrays = False  # known after the first call
+        self.needs_mask = "mask" in read_required(function)
+        self.squeezes_masks = False  # to (batch, keys), or (queries, keys)
+        self.form: Form | None = None
+        self.lengths = self.misfit = ""
         self.parts: Parts | None = None  # whose outputs are stages
         self.seconds = 0.0
         self._first: tuple[Inputs, Tensor] | None = None
@@ -81,12 +100,15 @@ class BlackBox(Subject):
         # A slow function runs twice on the first input alone.
         again = not self.is_random and (self._first is None or self.seconds < SLOW)
         second = self._call_function(inputs) if again else first
+        if apart := _describe_change(first, second):
+            self.is_random = True
+            raise self._explain_second_run(inputs, apart)
         if first.shape[:2] != inputs.x.shape[:2] or first.dim() != 3:
             raise OptionError(
                 saw=f"an output of shape {tuple(first.shape)} for x of shape "
                 f"{tuple(inputs.x.shape)}",
                 needed="an output of (batch, queries, out_dim)",
-                do="compare(lambda x: layer(x)[0], ...) selects the output of a tuple",
+                do="compare(lambda x: layer(x)[1], ...) selects another output of a tuple",
             )
         if not first.isfinite().any():
             raise OptionError(
@@ -94,9 +116,6 @@ class BlackBox(Subject):
                 needed="a finite output at one token at least",
                 do="look at its weights for numbers that are not finite, and at its masks",
             )
-        if apart := _describe_change(first, second):
-            self.is_random = True
-            raise self._explain_second_run(inputs, apart)
         held = _narrowest_dtype(first)
         self.dtype = held if self._first is None or is_coarser(self.dtype, held) else self.dtype
         self._first = self._first or (inputs, first)
@@ -106,10 +125,41 @@ class BlackBox(Subject):
     def accepts(self, inputs: Inputs) -> bool:
         """True if the function runs on these inputs, whatever it returns."""
         try:
-            self._run_on_copies(_name_arguments(inputs), self._call_with_named_arguments)
+            self._run_on_copies(self._name_arguments(inputs), self._call_with_named_arguments)
         except OptionError:
             return False
         return True
+
+    @torch.no_grad()
+    def fit(self, candidates: Iterable[Inputs]) -> Inputs | None:
+        """Find the first inputs, and their form, on which the function runs; None for none.
+
+        ``misfit`` then says what is wrong with the first ones in the usual form.
+        """
+        start = time.monotonic()
+        for inputs in candidates:
+            for form in (self.form,) if self.form else list_forms():
+                watch.look(f"fitting inputs of {inputs.x.shape[1]} tokens")
+                if not (error := self._find_misfit(form, inputs)):
+                    self.form = form
+                    return inputs
+                self.misfit = self.misfit or f"x of shape {tuple(inputs.x.shape)} gives {error}"
+                if time.monotonic() - start > TRYING:
+                    return None
+        return None
+
+    def _find_misfit(self, form: Form, inputs: Inputs) -> str:
+        """Return the error on inputs in a form; "" for none."""
+        start = time.monotonic()
+        try:
+            given = self._name_arguments(inputs)
+            result, _ = self._run_in_form(form, given, self._call_with_named_arguments)
+            output = read_output(result)
+        except FAILURES_OF_A_FUNCTION as error:
+            return describe_error(error)
+        self.seconds = time.monotonic() - start
+        is_usual = output.dim() == 3 and output.shape[:2] == inputs.x.shape[:2]
+        return "" if is_usual else f"an output of shape {tuple(output.shape)}"
 
     @torch.no_grad()
     def require_stateless(self) -> None:
@@ -173,6 +223,21 @@ class BlackBox(Subject):
             )
         return {stage: x.double() for stage, x in stages.items()}
 
+    @property
+    def has_run(self) -> bool:
+        """True if it had an output."""
+        return self._first is not None
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """A sentence on the inputs that it takes, where these are not the usual ones."""
+        layout = "" if self.form is None else str(self.form)
+        if not (layout or self.lengths):
+            return ()
+        taken = layout or f"sequences {self.lengths}"
+        taken += f", {self.lengths}" if layout and self.lengths else ""
+        return (f"compared with {taken}: {self.misfit}",)
+
     @cached_property
     def runs(self) -> Runs:
         """Further runs, in float64 too where the function computes so."""
@@ -184,15 +249,17 @@ class BlackBox(Subject):
 
     @cached_property
     def _wide(self) -> BlackBox:
-        wide = self.in_dtype(torch.float64)
-        wide.takes_arrays = self.takes_arrays
-        return wide
+        return self.in_dtype(torch.float64)
 
     def in_dtype(self, dtype: torch.dtype) -> BlackBox:
         """Return the function to run in a dtype: a module as a copy with weights of that dtype."""
         called = self.function
         called = copy.deepcopy(called).to(dtype) if isinstance(called, nn.Module) else called
-        return BlackBox(called, self.kind)
+        other = BlackBox(called, self.kind, self.keys)
+        other.form, other.squeezes_masks = self.form, self.squeezes_masks
+        if isinstance(called, nn.Module) and self.form is not None:
+            other.form = replace(self.form, dtype=None)
+        return other
 
     def gradients(self, inputs: Inputs, direction: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the gradients of the inputs.
@@ -216,7 +283,7 @@ class BlackBox(Subject):
         return differentiate(run, inputs, direction, None)
 
     def _call_function(self, inputs: Inputs) -> Tensor:
-        given = _name_arguments(inputs)
+        given = self._name_arguments(inputs)
         for name in given.keys() - {"x"} - name_arguments(self.function):
             raise OptionError(
                 saw=f"inputs with a {name} for {self.kind}, which has no argument {name}",
@@ -243,34 +310,51 @@ class BlackBox(Subject):
         self, given: Mapping[str, Tensor], call: NamedCall
     ) -> tuple[Any, Mapping[str, Tensor]]:
         """Return the result on copies, tensors or else arrays, and what is left of these."""
-        if self.takes_arrays:
-            return self._run_on_arrays(given, call)
-        copies = {name: x.clone() for name, x in given.items()}
+        shapes = " and ".join(f"{name} of shape {tuple(x.shape)}" for name, x in given.items())
+        if self.form is not None:
+            try:
+                return self._run_in_form(self.form, given, call)
+            except FAILURES_OF_A_FUNCTION as error:
+                raise OptionError(
+                    saw=f"{self.kind} that fails on {shapes} ({describe_error(error)})",
+                    needed="a function that runs on these inputs, as on others before",
+                    do="run it on such an input first",
+                ) from error
         try:
-            return call(copies), copies
+            return self._run_in_form(Form(), given, call)
         except FAILURES_OF_A_FUNCTION as error:
             try:
-                ran = self._run_on_arrays(given, call)
+                ran = self._run_in_form(Form(is_array=True), given, call)
             except FAILURES_OF_A_FUNCTION as other:
-                shapes = (f"{name} of shape {tuple(x.shape)}" for name, x in given.items())
+                tried = "; other lengths, types and axes fail too" if self.misfit else ""
                 raise OptionError(
                     saw=f"{self.kind} that fails on tensors ({describe_error(error)}) and on NumPy "
                     f"arrays ({describe_error(other)})",
-                    needed=f"a function that runs on {' and '.join(shapes)}, float32",
-                    do="run it on such an input first",
+                    needed=f"a function that runs on {shapes}, float32",
+                    do=f"run it on such an input first{tried}",
                 ) from error
-            self.takes_arrays = True
+            self.form = Form(is_array=True)
             return ran
 
-    def _run_on_arrays(
-        self, given: Mapping[str, Tensor], call: NamedCall
+    def _run_in_form(
+        self, form: Form, given: Mapping[str, Tensor], call: NamedCall
     ) -> tuple[Any, Mapping[str, Tensor]]:
-        copies = {name: x.detach().clone() for name, x in given.items()}
-        return call({name: x.numpy() for name, x in copies.items()}), copies
+        copies = {name: x.clone() for name, x in given.items()}
+        return form.run(copies, call), copies if form.dtype is None else given
+
+    def _name_arguments(self, inputs: Inputs) -> dict[str, Tensor]:
+        mask = inputs.mask
+        if mask is not None and self.squeezes_masks:
+            mask = mask[:, 0, 0] if mask.shape[2] == 1 else mask[0, 0]
+        named = {"x": inputs.x, "source": inputs.source, "mask": mask}
+        return {name: value for name, value in named.items() if value is not None}
 
     def _call_with_named_arguments(self, arguments: Mapping[str, Any]) -> Any:
         named = {**arguments}
-        return self.function(named.pop("x"), **named)
+        x = named.pop("x")
+        if self.needs_mask and "mask" not in named:
+            named["mask"] = _show_all_keys(x, named.get("source", x))
+        return self.function(x, *(x for _ in self.keys), **named)
 
 
 def name_arguments(function: Callable[..., Any]) -> frozenset[str]:
@@ -282,25 +366,6 @@ def name_arguments(function: Callable[..., Any]) -> frozenset[str]:
         return frozenset()
 
 
-def read_output(result: Any) -> Tensor:
-    """Return the output of a function as a tensor; of a tuple the first.
-
-    Raises:
-        OptionError: neither a tensor nor an array.
-    """
-    if isinstance(result, tuple) and result and isinstance(result[0], Tensor | np.ndarray):
-        result = result[0]
-    if isinstance(result, np.ndarray):
-        result = torch.from_numpy(result)
-    if not isinstance(result, Tensor):
-        raise OptionError(
-            saw=f"an output of type {type(result).__name__}",
-            needed="a tensor or a NumPy array of (batch, queries, out_dim)",
-            do="compare(lambda x: function(x)[0], ...) selects one output of several",
-        )
-    return result
-
-
 def _describe_change(before: Tensor, now: Tensor) -> str:
     """Return how far two outputs are apart; "" for equal ones."""
     if before.shape != now.shape:
@@ -310,9 +375,11 @@ def _describe_change(before: Tensor, now: Tensor) -> str:
     return f"they differ by up to {float((before - now).abs().nan_to_num().max()):.3g}"
 
 
-def _name_arguments(inputs: Inputs) -> dict[str, Tensor]:
-    named = {"x": inputs.x, "source": inputs.source, "mask": inputs.mask}
-    return {name: value for name, value in named.items() if value is not None}
+def _show_all_keys(x: Any, source: Any) -> Any:
+    """Return a mask that hides nothing, (batch, 1, queries, keys), or without these axes."""
+    *batch, queries, _ = x.shape
+    shape = (*batch, 1, queries, source.shape[-2]) if batch else (queries, source.shape[-2])
+    return (np if isinstance(x, np.ndarray) else torch).ones(shape, dtype=bool)
 
 
 def _narrowest_dtype(x: Tensor) -> torch.dtype:

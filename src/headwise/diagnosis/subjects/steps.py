@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall, cut_mask
-from headwise.diagnosis.subjects.function import BlackBox, name_arguments, read_output
+from headwise.diagnosis.subjects.forms import name_keys, read_output, read_required
+from headwise.diagnosis.subjects.function import BlackBox, name_arguments
 from headwise.errors import OptionError
 
 STATES = (
@@ -46,7 +47,7 @@ def make_function(function: Any, kind: str) -> BlackBox | None:
         return None
     names = name_arguments(function)
     if (name := next((each for each in STATES if each in names), None)) is None:
-        return BlackBox(function, kind)
+        return BlackBox(function, kind, name_keys(read_required(function)))
     asked = {"use_cache": True} if "use_cache" in names else {}
     step = partial(_step_by_argument, function, name, asked)
     return Decoder(lambda _: None, step, function, kind, names)
