@@ -15,6 +15,7 @@ from headwise import Attention
 from headwise import compare as compare_attentions
 from headwise.checkpoints.attention import load_attention
 from headwise.cli.compare import compare
+from headwise.diagnosis import watch
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.subjects.recording import record_activations
 from headwise.errors import OptionError
@@ -148,3 +149,23 @@ def test_a_model_is_compared_with_a_state_dict_and_its_attention_with_a_folder(
     assert diagnosis.verdict is Verdict.DIFFERENT
     assert "sign: projection k" in str(diagnosis)
     assert compare_attentions(ported, model.layers[0].self_attn)
+
+
+def test_ctrl_c_prints_what_is_known(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = watch.look
+
+    def interrupt(stage: str = "", done: int = 0, total: int = 0) -> None:
+        look(stage, done, total)
+        if stage.startswith("trying"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch, "look", interrupt)
+    done = run(*folders, "--layer", 1)
+    assert done.exit_code == 130
+    assert "  interrupted: not tried: causes" in done.stdout.splitlines()
+    assert "was stopped before everything was tried" in done.stdout
+    done = run(*folders, "--layer", 1, "--json")
+    assert done.exit_code == 130
+    assert json.loads(done.stdout)["function"]["untried"] == ["causes"]

@@ -45,6 +45,13 @@ def test_an_equal_function_parts_nowhere(layer: Attention) -> None:
     assert "with one token, which has all the weight, the outputs agree" in sentence
 
 
+def test_a_function_that_mixes_no_tokens_is_told(layer: Attention) -> None:
+    linear = nn.Linear(WIDTH, WIDTH)
+    first, *_ = isolate(lambda x: linear(x), layer)
+    assert first == "each output of the first depends on its own token alone: it mixes none"
+
+
+@pytest.mark.slow
 def test_a_function_that_mixes_no_tokens_is_no_attention(layer: Attention) -> None:
     linear = nn.Linear(WIDTH, WIDTH)
     diagnosis = compare(lambda x: linear(x), layer)

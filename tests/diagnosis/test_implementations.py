@@ -73,7 +73,9 @@ def test_implementations_agree_without_padding(second: str) -> None:
     assert compared("eager", second)[0] is Verdict.TO_ROUNDING
 
 
-@pytest.mark.parametrize("second", ["sdpa", "headwise", "flex_attention"])
+@pytest.mark.parametrize(
+    "second", ["sdpa", "headwise", pytest.param("flex_attention", marks=pytest.mark.slow)]
+)
 def test_rows_of_padding_differ_from_eager(second: str) -> None:
     verdict, comparison = compared("eager", second, padding=4)
     assert verdict is Verdict.DIFFERENT

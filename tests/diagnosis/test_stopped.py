@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from headwise import Attention, compare
+from headwise.diagnosis import watch
 from headwise.diagnosis.results import Verdict
 from headwise.errors import OptionError
-from headwise.support.progress import Progress
+from headwise.support.progress import Progress, no_progress
 
 WIDTH, HEADS = 40, 5
 
@@ -98,8 +100,14 @@ def test_a_budget_bounds_the_runs_and_the_search(layer: Attention) -> None:
     assert function is not None
     assert function.stopped == "the budget of 0.5 s is spent"
     assert function.untried[0].endswith("of 6 inputs")
-    assert 2 <= calls <= 6
+    assert 2 <= calls <= 7
     assert time.monotonic() - start < 5
+
+
+def test_an_input_is_run_in_any_budget(layer: Attention) -> None:
+    function = compare(lambda x: unknown_of(layer, x), layer, budget=1e-9).function
+    assert function is not None
+    assert len(function.probes) == 1
 
 
 @pytest.mark.parametrize("budget", [0, -1.0])
@@ -120,3 +128,30 @@ def test_the_calls_of_a_slow_function_are_counted(
 
     compare(lambda x: unknown_of(layer, x), layer, progress=report)
     assert any("s a call, 8 calls are planned" in stage for stage in said)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_line_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for quiet in (1e6, 0.0):
+        monkeypatch.setattr(watch, "QUIET", quiet)
+        monkeypatch.setattr("sys.stderr", terminal := Terminal())
+        with watch.watching(None, None):
+            watch.look("trying scale", 3, 70)
+            end = time.monotonic() + 20
+            while not quiet and not terminal.getvalue() and time.monotonic() < end:
+                time.sleep(0.01)
+        assert ("compare: trying scale, 3 of 70" in terminal.getvalue()) == (not quiet)
+
+
+def test_a_file_gets_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "QUIET", 0.0)
+    monkeypatch.setattr("sys.stderr", log := io.StringIO())
+    with watch.watching(None, None) as each:
+        watch.look("trying scale", 3, 70)
+        assert each.progress is no_progress
+    assert not log.getvalue()

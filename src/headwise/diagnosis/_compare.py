@@ -370,7 +370,8 @@ class Comparison:
         for number, probe in enumerate(probes):
             left = f"{len(probes) - number} of {len(probes)} inputs"
             try:
-                watch.look(f"running {probe.name}{self._pace(len(probes))}", number, len(probes))
+                stage = f"running {probe.name}{self._pace(len(probes))}"
+                time.progress(stage, number, len(probes))
                 if number and time.is_spent(OF_INPUTS):
                     raise watch.OutOfTimeError
                 more, each = _record(self.doubtful, [probe], self.failed)

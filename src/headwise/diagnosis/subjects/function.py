@@ -139,12 +139,12 @@ class BlackBox(Subject):
         start = time.monotonic()
         for inputs in candidates:
             for form in (self.form,) if self.form else list_forms():
-                watch.look(f"fitting inputs of {inputs.x.shape[1]} tokens")
+                watch.current().progress(f"fitting inputs of {inputs.x.shape[1]} tokens", 0, 0)
                 if not (error := self._find_misfit(form, inputs)):
                     self.form = form
                     return inputs
                 self.misfit = self.misfit or f"x of shape {tuple(inputs.x.shape)} gives {error}"
-                if time.monotonic() - start > TRYING:
+                if time.monotonic() - start > TRYING or watch.current().is_spent():
                     return None
         return None
 
