@@ -229,6 +229,11 @@ class BlackBox(Subject):
         return self._first is not None
 
     @property
+    def takes_arrays(self) -> bool:
+        """True if it ran on NumPy arrays."""
+        return self.form is not None and self.form.is_array
+
+    @property
     def limits(self) -> tuple[str, ...]:
         """A sentence on the inputs that it takes, where these are not the usual ones."""
         layout = "" if self.form is None else str(self.form)
