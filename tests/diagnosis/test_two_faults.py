@@ -72,7 +72,7 @@ def test_the_positions_at_which_a_stage_parts() -> None:
     function = compared({"rotary": Rotary(theta=5e5)}, {"rotary": Rotary()})
     queries, keys = function.parted
     assert queries.positions == keys.positions == tuple(range(1, 40))
-    assert "heads 0 to 4, positions 1 to 39; explained" in str(queries)
+    assert "heads 0 to 4, all but the first token; explained" in str(queries)
     gap = next(g for g in function.gaps if g.stage == "q after rotary" and len(g.by_position) == 3)
     assert gap.by_position[0] == 0
     assert 0 < gap.by_position[1] < gap.by_position[2]

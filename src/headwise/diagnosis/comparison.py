@@ -27,6 +27,7 @@ class PartedStage:
         is_explained: True if the named causes explain it.
         positions: of the tokens at which it parts; None for all.
         shapes: the heads and channels of the first against those of the second; "" for equal ones.
+        pattern: the positions and the inputs where it parts, in words; "" for all.
     """
 
     stage: str
@@ -36,13 +37,14 @@ class PartedStage:
     is_explained: bool = False
     positions: tuple[int, ...] | None = None
     shapes: str = ""
+    pattern: str = ""
 
     def __str__(self) -> str:
         heads = "" if self.heads is None else format_noun_with_numbers("head", self.heads)
         apart = self.shapes or "of another shape, or not finite in one of the two"
         if isfinite(self.size):
             apart = f"apart by {self.size:.2g} of its size"
-        words = ", ".join(filter(None, (apart, heads, self.positions_in_words)))
+        words = ", ".join(filter(None, (apart, heads, self.pattern or self.positions_in_words)))
         return f"{self.stage}: {words}; {'' if self.is_explained else 'NOT '}explained"
 
     @property

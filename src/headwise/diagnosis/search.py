@@ -13,6 +13,7 @@ from headwise.diagnosis.catalogue import CAUSES, Cause
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.diagnosis.pairs import find_best_pair
+from headwise.diagnosis.patterns import describe_calls, describe_positions
 from headwise.diagnosis.repairs.lines import Code, Repair, write_repair
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation import gaps
@@ -192,8 +193,8 @@ class ExplainedCalls:
             for stage, number in dict.fromkeys(cell[:2] for cell in self.gaps.cells_beyond_rounding)
         }
 
-    def _parted_positions(self, stage: str) -> tuple[int, ...] | None:
-        """Return the tokens at which a stage parts in some call; None for all."""
+    def _parted_positions(self, stage: str) -> tuple[tuple[int, ...] | None, str]:
+        """Return the tokens at which a stage parts in some call, None for all; and in words."""
         sizes = [
             (self.calls[number].past_key_count + n, size)
             for (name, number), by_position in self.gaps_by_position.items()
@@ -201,7 +202,9 @@ class ExplainedCalls:
             if name == stage
         ]
         apart = {position for position, size in sizes if size}
-        return None if apart == {position for position, _ in sizes} else tuple(sorted(apart))
+        every = {position for position, _ in sizes}
+        places = None if apart == every else tuple(sorted(apart))
+        return places, describe_positions(apart, every)
 
     @cached_property
     def outputs_agree(self) -> bool:
@@ -243,6 +246,8 @@ class ExplainedCalls:
         for stage in self.gaps.stages_beyond_rounding:
             cells = [each for each in self.gaps.cells_beyond_rounding if each[0] == stage]
             heads = tuple(sorted({head for _, _, head in cells}))
+            positions, tokens = self._parted_positions(stage)
+            inputs = describe_calls(self.calls, {number for _, number, _ in cells})
             parted.append(
                 PartedStage(
                     stage=stage,
@@ -250,7 +255,8 @@ class ExplainedCalls:
                     heads=None if WHOLE in heads else heads,
                     probes=tuple(dict.fromkeys(self.names[n] for _, n, _ in cells)),
                     is_explained=left.isdisjoint(cells),
-                    positions=self._parted_positions(stage),
+                    positions=positions,
+                    pattern=", ".join(filter(None, (tokens, inputs))),
                     shapes=self._describe_shapes(stage),
                 )
             )

@@ -1,0 +1,61 @@
+"""Positions and inputs in which a difference shows, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+
+from headwise.diagnosis.comparison import format_noun_with_numbers
+from headwise.diagnosis.simulation.model import RecordedCall
+
+
+def describe_positions(parted: AbstractSet[int], every: AbstractSet[int]) -> str:
+    """Return the positions that part in words; "" where they are all."""
+    if not parted or parted == every:
+        return ""
+    if parted == {min(every)}:
+        return "only the first token"
+    if parted == every - {min(every)}:
+        return "all but the first token"
+    if parted == {place for place in every if place >= min(parted)}:
+        return f"from position {min(parted)} on"
+    if parted == {place for place in every if place <= max(parted)}:
+        return f"up to position {max(parted)}"
+    return format_noun_with_numbers("position", tuple(sorted(parted)))
+
+
+def _pads(call: RecordedCall, side: str) -> bool:
+    """True if a mask hides tokens at one end from the last query."""
+    if (mask := call.inputs.mask) is None or mask.shape[-1] < 3:
+        return False
+    hidden = ~mask[..., -1, :]
+    is_left = bool(hidden[..., 0].any())
+    return is_left if side == "left" else bool(hidden[..., -2].any()) and not is_left
+
+
+PATTERNS: Sequence[tuple[str, Callable[[RecordedCall], bool]]] = (
+    ("only where a mask is given", lambda call: call.inputs.mask is not None),
+    ("only where no mask is given", lambda call: call.inputs.mask is None),
+    ("only with padding on the left", lambda call: _pads(call, "left")),
+    ("only with padding on the right", lambda call: _pads(call, "right")),
+    ("only with padding", lambda call: _pads(call, "left") or _pads(call, "right")),
+    ("only in later calls with a cache", lambda call: bool(call.earlier)),
+    ("only without earlier calls", lambda call: not call.earlier),
+    ("only where a source is given", lambda call: call.inputs.source is not None),
+)
+
+
+def describe_calls(calls: Sequence[RecordedCall], parted: AbstractSet[int]) -> str:
+    """Return which calls part in words; ``parted`` are their numbers. "" for all, or no pattern."""
+    numbers = set(range(len(calls)))
+    if not parted or parted == numbers:
+        return ""
+    for words, is_so in PATTERNS:
+        if parted == {number for number in numbers if is_so(calls[number])}:
+            return words
+    lengths = [call.key_positions.shape[1] for call in calls]
+    longest = max(lengths[number] for number in numbers - parted)
+    shortest = min(lengths[number] for number in parted)
+    if shortest > longest > 1:
+        return f"only in inputs longer than {longest} tokens"
+    return ""
