@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwise import compare
 from headwise.diagnosis.moves.move import Move
+from headwise.diagnosis.outputs import scores
 from headwise.diagnosis.outputs.names import FEWEST, apply_move, find_output_moves
 from headwise.diagnosis.outputs.runs import Runs, agrees
 from headwise.diagnosis.simulation.model import AttentionModel
@@ -74,6 +75,18 @@ def merge_adapter_into_two_heads(state: State) -> None:
     heads(state["wv"], 5)[1:3] += (0.1 * a @ b.T).view(2, 6, 30)
 
 
+def merge_adapter(state: State) -> None:
+    """All heads look initialised before it and after it."""
+    generator = torch.Generator().manual_seed(4)
+    a, b = (torch.randn(30, 2, generator=generator) for _ in range(2))
+    state["wv"] += 0.02 * a @ b.T
+
+
+def clear_a_head_of_keys(state: State) -> None:
+    for name in ("wk", "bk"):
+        heads(state[name], 5)[3] = 0
+
+
 def leave_values_at_their_start(state: State) -> None:
     state["wv"] = 0.02 * torch.randn(30, 30, generator=torch.Generator().manual_seed(5))
 
@@ -101,6 +114,7 @@ MANY: dict[str, tuple[Edit, str, dict[str, Any]]] = {
     "bias of heads": (drop_bias_of_two_heads, "bias missing", {"heads": (3, 4)}),
     "bias of o": (double_output_bias, "factor", {"roles": "o", "factor": 2.0}),
     "adapter": (merge_adapter_into_two_heads, "adapters merged or not", {"heads": (1, 2)}),
+    "whole adapter": (merge_adapter, "adapters merged or not", {"roles": "v", "rank": 2}),
     "start": (leave_values_at_their_start, "weights at their initial values", {"roles": "v"}),
     "lost": (lose_a_head, "rows zero", {"heads": (4,)}),
     "one head": (take_keys_for_values_in_one_head, "k and v exchanged", {"heads": (2,)}),
@@ -194,3 +208,15 @@ def test_outputs_are_read_where_they_differ_alone(factor: float) -> None:
     is_same = bool(compare(counted, layer))
     assert is_same == (factor == 1.0)
     assert is_same == (max(batches) < FEWEST)
+
+
+def test_a_head_of_zeros_is_named_where_nothing_can_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scores, "MOST_INPUTS", 0)  # as at the widths of whole models
+    model, moves, runs = search(clear_a_head_of_keys, plain.MANY)
+    # Scores of 0 do not tell whether q or k is 0.
+    assert {(move.cause.name, *move.roles, move.name.text) for [move] in moves} == {
+        ("rows zero", role, "head 3") for role in "qk"
+    }
+    assert all(reproduce(model, each, runs) for each in moves)

@@ -7,12 +7,13 @@ matrix, with all others right, and given to the search of moves.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.diagnosis.catalogue import ADAPTERS_MERGED, BIAS_MISSING
+from headwise.diagnosis.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO
 from headwise.diagnosis.moves import families, find
 from headwise.diagnosis.moves import search as moves_search
 from headwise.diagnosis.moves.maps import BIASES, BOTH, WEIGHTS, MapName, MatrixMap, RowMap
@@ -113,9 +114,11 @@ class _Search:
                 yield Move.of_step(step, WEIGHTS)
                 if moved & biased & roles:
                     yield Move.of_step(step, BIASES)
-        for role in sorted(biased & roles):
+        for role in sorted(roles):
             for head in range(self.sizes.count_heads(role)):
-                yield _drop_bias_of_heads(role, (head,))
+                yield _zero_head(role, head)
+                if role in biased:
+                    yield _drop_bias_of_heads(role, (head,))
 
     def _list_steps(self, roles: set[str]) -> list[RowMap | MatrixMap]:
         sizes = replace(self.sizes, **self.rotary)
@@ -163,7 +166,8 @@ class _Search:
         report = find.find_state_moves(state, weights, tolerance=tolerance, **self.rotary)
         if read.role not in report.unexplained:
             yield from (moves for moves in (report.moves, *report.others) if moves)
-        if not report.unexplained:
+        # Numbers that look initialised may be a change of right ones that look so too.
+        if not report.unexplained and not any(m.cause.is_statistical for m in report.moves):
             return
         if (move := self._find_low_rank_change(read, tolerance)) is not None:
             yield (move,)
@@ -298,15 +302,22 @@ def _limit(
     return Move(named(move.name), change, tuple(map(named, move.equals)))
 
 
+def _zero_head(role: str, head: int) -> Move:
+    name = MapName(ROWS_ZERO, _list_heads((head,)), (role,), 0, (("heads", (head,)),))
+    parts = WEIGHTS if role == "o" else BOTH
+    return Move(name, Edited({role: partial(_clear_heads, (head,))}, parts=parts))
+
+
+def _clear_heads(heads: tuple[int, ...], x: Tensor) -> Tensor:
+    x = x.clone()
+    x[list(heads)] = 0
+    return x
+
+
 def _drop_bias_of_heads(role: str, heads: tuple[int, ...]) -> Move:
     name = MapName(BIAS_MISSING, _list_heads(heads), (role,), 0, (("heads", heads),))
 
-    def edit(x: Tensor) -> Tensor:
-        x = x.clone()
-        x[list(heads)] = 0
-        return x
-
-    return Move(name, Edited({role: edit}, parts=BIASES))
+    return Move(name, Edited({role: partial(_clear_heads, heads)}, parts=BIASES))
 
 
 def apply_move(model: AttentionModel, move: Move) -> AttentionModel:

@@ -8,7 +8,7 @@ out_dim). A hidden key has a score of -inf.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -187,6 +187,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
+        self._uses: Counter[Tensor] = Counter()  # of tensors: arguments are kept as results are
         self._entries = 0
 
     def compute(self, function: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
@@ -196,10 +197,21 @@ class Memory:
             self._kept.move_to_end(key)
             return self._kept[key]
         result = self._kept[key] = function(*arguments, **options)
-        self._entries += result.numel()
-        while self._entries > MOST_REMEMBERED:
-            self._entries -= self._kept.popitem(last=False)[1].numel()
+        self._count(key, result, 1)
+        while self._entries > MOST_REMEMBERED and len(self._kept) > 1:
+            self._count(*self._kept.popitem(last=False), -1)
         return result
+
+    def _count(self, key: tuple[Any, ...], result: Tensor, change: int) -> None:
+        """Add one use of each tensor, or take one away, and count those that are in use."""
+        for each in (*key, result):
+            if isinstance(each, Tensor):
+                before = self._uses[each]
+                self._uses[each] = before + change
+                if 0 in (before, before + change):
+                    self._entries += change * each.numel()
+                if before + change == 0:
+                    del self._uses[each]
 
 
 @dataclass(frozen=True)
