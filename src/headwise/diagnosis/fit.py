@@ -94,7 +94,10 @@ def _minimise_residuals(
 ) -> tuple[float, Place]:
     slow = 0
     for _ in range(ROUNDS):
-        slopes = torch.stack([_slope(residuals, place, axis) for axis in range(len(place))], 1)
+        columns = [_slope(residuals, place, axis) for axis in range(len(place))]
+        if len({*map(len, columns)}) > 1:  # some numbers make stages of another shape
+            break
+        slopes = torch.stack(columns, 1)
         if not slopes.isfinite().all() or not slopes.any():
             break
         moves = torch.linalg.lstsq(slopes, -residuals(place)[:, None], driver="gelsd").solution
