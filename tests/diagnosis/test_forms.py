@@ -205,6 +205,19 @@ def test_a_mask_of_another_shape_shows_a_fault() -> None:
     assert "padding ignored" in function.cause_names_with_equals[0]
 
 
+@torch.no_grad()
+def test_code_for_arrays_may_run_on_tensors_until_it_meets_a_mask() -> None:
+    def port(x: Any, mask: Any = None) -> Any:
+        shown = None if mask is None else torch.from_numpy(mask.astype(np.float32))
+        added = 0.0 if shown is None else torch.where(shown > 0, 0.0, -math.inf)
+        return attend(torch.as_tensor(x), added)
+
+    function = compare(port, LAYER).function
+    assert function is not None
+    assert "11 random tokens under a mask of padding on the right" in function.probes
+    assert not function.isolated
+
+
 def hides_where_true(x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
     return attend(x, 0.0 if attn_mask is None else hide(~attn_mask))
 

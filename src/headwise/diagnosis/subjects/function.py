@@ -316,27 +316,22 @@ class BlackBox(Subject):
     ) -> tuple[Any, Mapping[str, Tensor]]:
         """Return the result on copies, tensors or else arrays, and what is left of these."""
         shapes = " and ".join(f"{name} of shape {tuple(x.shape)}" for name, x in given.items())
-        if self.form is not None:
-            try:
-                return self._run_in_form(self.form, given, call)
-            except FAILURES_OF_A_FUNCTION as error:
-                raise OptionError(
-                    saw=f"{self.kind} that fails on {shapes} ({describe_error(error)})",
-                    needed="a function that runs on these inputs, as on others before",
-                    do="run it on such an input first",
-                ) from error
+        known = self.form
         try:
-            return self._run_in_form(Form(), given, call)
+            return self._run_in_form(known or Form(), given, call)
         except FAILURES_OF_A_FUNCTION as error:
-            try:
+            saw, failed = f"{self.kind} that fails on", f"({describe_error(error)})"
+            try:  # code for arrays may run on tensors until it meets a mask
+                if known not in (None, Form()):
+                    raise
                 ran = self._run_in_form(Form(is_array=True), given, call)
             except FAILURES_OF_A_FUNCTION as other:
                 tried = "; other lengths, types and axes fail too" if self.misfit else ""
+                arrays = f"tensors {failed} and on NumPy arrays ({describe_error(other)})"
                 raise OptionError(
-                    saw=f"{self.kind} that fails on tensors ({describe_error(error)}) and on NumPy "
-                    f"arrays ({describe_error(other)})",
+                    saw=f"{saw} {arrays}" if known is None else f"{saw} {shapes} {failed}",
                     needed=f"a function that runs on {shapes}, float32",
-                    do=f"run it on such an input first{tried}",
+                    do=f"run it on such an input first{tried if known is None else ''}",
                 ) from error
             self.form = Form(is_array=True)
             return ran
