@@ -247,6 +247,21 @@ def test_a_temperature_by_length(factor: Callable[[int, Tensor], Tensor], words:
     assert cause.variant.parameters == {"temperature": words}
 
 
+@pytest.mark.parametrize(
+    ("text", "capped"),
+    [
+        ("tanh(scores / softcap)", lambda s: (s / 3).tanh()),
+        ("scores * tanh(scores / softcap)", lambda s: s * (s / 3).tanh()),
+        ("scores.clamp(-softcap, softcap)", lambda s: s.clamp(-3, 3)),
+    ],
+)
+def test_a_softcap_by_another_formula(text: str, capped: Callable[[Tensor], Tensor]) -> None:
+    model = model_of(softcap=Softcap(3.0), causal=True)
+    faulty = scores_by(lambda s: capped(s).masked_fill(~EARLIER, -math.inf))(model)
+    [cause] = searched(model, recorded(faulty, inputs_of()), "softcap", "scale").causes
+    assert (cause.cause.name, cause.variant.parameters) == ("softcap", {"formula": text})
+
+
 SETTINGS: list[dict[str, object]] = [
     {},
     {"causal": True},

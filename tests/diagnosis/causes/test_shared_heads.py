@@ -89,6 +89,22 @@ def test_a_gate_without_its_sigmoid(shows: object) -> None:
     assert cause.cause.name == "gate without sigmoid"
 
 
+@pytest.mark.parametrize("shows", [lambda m: recorded(m, inputs_of()), outputs_of])
+def test_a_gate_that_is_closed_where_it_should_be_open(shows: object) -> None:
+    model = gated()
+    weight, bias = model.weights["wg"], model.weights["bg"]
+
+    def closed(forced: ForcedStage) -> Tensor:
+        x = forced.call.inputs.x
+        values = forced["v"].repeat_interleave(HEADS // KV_HEADS, 1)
+        gates = torch.einsum("ble,hde->bhld", x, weight) + bias[:, None]
+        return forced["weights"] @ values * (1 - gates.sigmoid())
+
+    calls = shows(model.with_stage_function("head outputs", closed))  # type: ignore[operator]
+    [cause] = searched(model, calls).causes
+    assert (cause.cause.name, cause.variant.parameters) == ("sign", {"of": "the gate"})
+
+
 def test_two_changes_of_a_gate_or_a_sink_can_be_joined() -> None:
     """A pair of causes may leave out what the other one changes."""
     model = gated()

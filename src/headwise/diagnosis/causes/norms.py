@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headwise.diagnosis import catalogue
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants, flatten_tokens
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
 from headwise.errors import OptionError
@@ -208,6 +209,16 @@ def _output_gate_missing(evidence: Evidence) -> Variants:
         kind = evidence.model.settings.output_gate
         repair = f'multiply the head outputs by the sigmoid of gate_proj(x): output_gate="{kind}"'
         yield Variant(model, {"gate": "none"}, repair)
+
+
+def _sign(evidence: Evidence) -> Variants:
+    """Yield moves, and a gate that is 1 less its sigmoid: the sigmoid of -gate_proj(x)."""
+    yield from evidence.search_moves(catalogue.SIGN)
+    gate = {name: evidence.model.weights.get(name) for name in ("wg", "bg")}
+    if gate["wg"] is not None:
+        closed = {name: None if x is None else -x for name, x in gate.items()}
+        repair = "multiply by torch.sigmoid(gate_proj(x)), not by 1 less that"
+        yield Variant(evidence.model.with_weights(**closed), {"of": "the gate"}, repair)
 
 
 def _gate_without_sigmoid(evidence: Evidence) -> Variants:

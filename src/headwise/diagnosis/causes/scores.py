@@ -4,6 +4,7 @@ The scale, the softcap and the bias by distance; the axis, the dtype and the sin
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from headwise.diagnosis.catalogue import SCORES, WEIGHTS
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
 from headwise.diagnosis.causes.parts import fit_by_head
 from headwise.diagnosis.moves.move import find_factor_formula, format_dtype
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, scale_products
 from headwise.function.distance import slopes_of
 from headwise.function.spec import Softcap
 from headwise.layers.distance import alibi_slopes
@@ -120,6 +121,25 @@ def _softcap(evidence: Evidence) -> Variants:
         return Variant(model, {"softcap": softcap}, repair)
 
     yield Family(make, tuple(2.0**n for n in range(-1, 9)), is_log=True)
+    for text, form in CAPS.items() if right is not None else ():
+        repair = "softcap * torch.tanh(scores / softcap)"
+        yield Variant(evidence.replace_stages(SCORES, _cap, form), {"formula": text}, repair)
+
+
+CAPS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+    "tanh(scores / softcap)": lambda s, cap: (s / cap).tanh(),
+    "scores * tanh(scores / softcap)": lambda s, cap: s * (s / cap).tanh(),
+    "scores.clamp(-softcap, softcap)": lambda s, cap: s.clamp(-cap, cap),
+}
+
+
+def _cap(form: Callable[[Tensor, float], Tensor], forced: ForcedStage) -> Tensor:
+    """Return scores that are capped by another formula, before what is added and hidden."""
+    cap, bare = forced.settings.cap, forced.model.with_settings(softcap=None)
+    if cap is None:  # another change left it out
+        return forced.usual_result()
+    change = form(scale_products(replace(forced, model=bare)), cap) - scale_products(forced)
+    return forced.usual_result() + change
 
 
 def _distance_bias_coefficient(evidence: Evidence) -> Variants:
