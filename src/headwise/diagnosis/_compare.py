@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -139,6 +140,7 @@ def _compare_layers(
         _refuse_gradient_comparison("two functions", asked=gradients)
         return functions.compare_functions(first, second, chosen[0])
     comparison = Comparison(first, second, chosen)
+    comparison.further = [] if inputs is not None else probes.make_further_probes((first, second))
     return comparison.diagnosis_with_gradients() if gradients else comparison.diagnosis()
 
 
@@ -241,6 +243,14 @@ def _make_subject(name: str, value: object) -> Subject:
     )
 
 
+# Causes that inputs of usual length and size may not show.
+IN_FURTHER_CALLS = (
+    catalogue.WINDOW_MISSING,
+    catalogue.WINDOW_OFF_BY_ONE,
+    catalogue.SOFTCAP,
+)
+
+
 class Comparison:
     """Two subjects run on the same inputs.
 
@@ -257,6 +267,7 @@ class Comparison:
     ) -> None:
         self.first, self.second, self.probes = first, second, probes
         self.candidates = candidates
+        self.further: Sequence[NamedInputs] = ()  # to be run where a function agrees on all others
         self.doubtful, self.known = (first, second) if second.model else (second, first)
         if self.known.model is None:
             raise OptionError(
@@ -291,7 +302,7 @@ class Comparison:
             self.doubtful.require_stateless()
         side = self._side
         everything = self._explain(calls, names, side)
-        explained = self._explain_by_few_calls(everything)
+        explained = self._look_further(self._explain_by_few_calls(everything))
         if not explained.outputs_agree:
             causes, left = explained.search
             if left.cells_beyond_rounding or len(causes) > 1:
@@ -313,7 +324,7 @@ class Comparison:
         hidden = hidden and verdict.is_same
         comparison = explained.report(
             kinds=(self.first.kind, self.second.kind),
-            probes=tuple(dict.fromkeys(names)),
+            probes=tuple(dict.fromkeys((*names, *explained.names))),
             seed=SEED,
             blind=blind,
             isolated=(
@@ -441,6 +452,31 @@ class Comparison:
         if not isinstance(self.doubtful, BlackBox):
             return ""
         return "numpy" if self.doubtful.takes_arrays else "torch"
+
+    def _look_further(self, explained: search.ExplainedCalls) -> search.ExplainedCalls:
+        """Return what explains one call more, if a function agrees on all but that one.
+
+        A window that is missing in shorter inputs may also be a longer one.
+        """
+        function = self.doubtful
+        if not isinstance(function, BlackBox) or function.seconds > SLOW or watch.current().stopped:
+            return explained
+        model: AttentionModel = self.model
+        candidates: Sequence[catalogue.Cause] = IN_FURTHER_CALLS
+        if not explained.outputs_agree:
+            causes = explained.search.causes
+            if [each.cause for each in causes] != [catalogue.WINDOW_MISSING]:
+                return explained
+            model, candidates = causes[-1].model, self.candidates
+        for probe in self.further:
+            with suppress(OptionError):  # of a function that takes fewer tokens, or smaller ones
+                call = replace(function.record(probe.inputs), dtype=self.dtype)
+                parts = measure_gaps(model, [call]).cells_beyond_rounding
+                if parts and call.stages["output"].isfinite().all():
+                    calls, names = [*explained.calls, call], [*explained.names, probe.name]
+                    options = (self.dtype, candidates, explained.side)
+                    return search.ExplainedCalls(self.model, calls, names, *options)
+        return explained
 
     def _explain_by_few_calls(self, everything: search.ExplainedCalls) -> search.ExplainedCalls:
         """Return what explains the calls, found without those of one token each if that is enough.

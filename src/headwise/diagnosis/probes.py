@@ -145,6 +145,7 @@ def _hide_keys(inputs: Inputs, side: str) -> Tensor:
 
 
 STEP_SEED = 1  # of tokens in calls with a cache
+REACHED = 40.0  # by scores, which shows a softcap of 50 or 100; the exponential is still float32
 LARGEST = 10  # power of two by which tokens grow to reach a softcap
 TINY = torch.finfo(torch.float64).tiny
 ComparisonInputs = Tensor | np.ndarray | Inputs | Mapping[str, Any]
@@ -271,7 +272,9 @@ def make_probes(subjects: Sequence[Subject], sizes: tuple[int, int]) -> list[Nam
     if all(each.step_arguments is not None or each.model is not None for each in subjects):
         probes += make_step_probes(subjects, sizes[0], left)
     capped = [each.model for each in subjects if each.model and each.model.settings.cap]
-    probes += [_enlarge_to_reach_softcap(probes[0], model) for model in capped[:1]]
+    for model in capped[:1]:
+        assert model.settings.cap is not None
+        probes.append(_enlarge_to_reach(model.settings.cap, probes[0], model))
     return _use_masks_that_run(subjects, _add_causal_mask(subjects, probes))
 
 
@@ -318,6 +321,27 @@ def _fit_lengths(
     is_only = (few, many) == (usual, usual)
     function.lengths = f"of {usual} tokens alone" if is_only else f"of {few} to {many} tokens"
     return usual, few, many
+
+
+def make_further_probes(subjects: Sequence[Subject]) -> list[NamedInputs]:
+    """Return inputs that show a long window or a large softcap that a function alone has.
+
+    They are those of self-attention: many tokens, and tokens whose scores are large.
+    """
+    models = [each.model for each in subjects if each.model is not None]
+    sizes = [each.input_widths for each in subjects if each.input_widths is not None]
+    if not any(isinstance(each, BlackBox) for each in subjects) or not models or not sizes:
+        return []
+    width, source_width = sizes[0]
+    if width != source_width:
+        return []
+    generator, length = torch.Generator().manual_seed(STEP_SEED), LONGEST + FEW
+    long = Inputs(_draw_tokens(length, width, generator)[:1].contiguous())
+    usual = NamedInputs(f"{QUERIES} random tokens", Inputs(_draw_tokens(QUERIES, width, generator)))
+    probes = [NamedInputs(f"{length} random tokens", long)]
+    if models[0].settings.cap is None:
+        probes.append(_enlarge_to_reach(REACHED, usual, models[0]))
+    return _add_causal_mask(subjects, probes)
 
 
 def _use_masks_that_run(
@@ -410,12 +434,11 @@ def make_step_probes(subjects: Sequence[Subject], width: int, left: int) -> list
     return probes
 
 
-def _enlarge_to_reach_softcap(probe: NamedInputs, model: AttentionModel) -> NamedInputs:
+def _enlarge_to_reach(cap: float, probe: NamedInputs, model: AttentionModel) -> NamedInputs:
     """Return larger tokens, whose largest score is about the cap: half of it is cut off by 8 %."""
-    assert model.settings.cap is not None
     bare = model.with_settings(softcap=None)
     scores = bare.predict_stage("scores", RecordedCall(probe.inputs, {}))
-    share = float(scores.masked_fill(scores.isinf(), 0.0).abs().max()) / model.settings.cap
+    share = float(scores.masked_fill(scores.isinf(), 0.0).abs().max()) / cap
     # Scores grow with the square of the tokens. A power of two leaves them exact.
     factor = 2 ** min(LARGEST, max(1, round(-math.log2(max(share, TINY)) / 2)))
     larger = probe.inputs.map_tokens(lambda x: factor * x)

@@ -11,13 +11,16 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import SCORES
 from headwise.diagnosis.causes.eviction import Eviction, hide_evicted_keys
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
+from headwise.diagnosis.outputs.runs import Runs
 from headwise.diagnosis.simulation.model import (
     AttentionModel,
     ForcedStage,
+    Inputs,
     RecordedCall,
     key_query_distances,
     visible_keys,
 )
+from headwise.errors import OptionError
 from headwise.function.distance import slopes_of
 
 MOST_SHIFTS = 12
@@ -415,6 +418,10 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
     settings = evidence.model.settings
     longest = _longest(evidence)
     if settings.sides is None and not settings.causal:
+        seen = _read_windows(evidence)
+        if seen and max(seen) < longest - 1:
+            model = evidence.model.with_settings(window=seen)
+            yield Variant(model, {"window": seen}, "no window")
         yield from _variants_of_windowed_masks(evidence, longest)
         return
     left, right = settings.sides or (None, None)
@@ -425,7 +432,7 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
         hide = partial(hide_evicted_keys, Eviction(last=left))
         model = model.with_stage_function("scores", hide)
         yield Variant(model, {"window": "all keys of the cache and the call"}, repair)
-    recorded = _largest_distances_before_and_after(evidence)
+    recorded = (*_largest_distances_before_and_after(evidence), *_read_windows(evidence))
     for length in dict.fromkeys((*near, *range(MOST_KEYS), *recorded)):
         if length >= longest - 1:
             continue  # which hides no key
@@ -436,6 +443,31 @@ def _window_off_by_one(evidence: Evidence) -> Variants:
         if right and length != right:
             model = evidence.model.with_settings(window=(left, length))
             yield Variant(model, {"window after": count_window(length)}, repair)
+
+
+def _read_windows(evidence: Evidence) -> tuple[int, ...]:
+    """Return how far before and after a query a function sees keys, in its longest call."""
+    runs = evidence.calls[0].runs
+    single = [call.inputs for call in evidence.calls if not call.earlier]
+    if runs is None or evidence.is_cross_attention or not single:
+        return ()
+    x = max((inputs.x for inputs in single), key=lambda x: x.shape[1])
+    try:
+        seen: tuple[int, ...] = runs.remember(("windows", x.shape[1]), lambda: _see(runs, x))
+    except OptionError:  # of a function that takes no such batch
+        return ()
+    return seen
+
+
+def _see(runs: Runs, x: Tensor) -> tuple[int, ...]:
+    """Return the last query that sees the first token, and how many before the last one see it."""
+    moved = x[:1].repeat(3, 1, 1)
+    moved[1, 0] *= -1
+    moved[2, -1] *= -1
+    output = runs.record(Inputs(moved)).stages["output"]
+    least = runs.tolerance * output.abs().amax()
+    first, last = ((each - output[0]).abs().amax(-1) > least for each in output[1:])
+    return int(first.nonzero().max()), int(last.flip(0).nonzero().max())
 
 
 def _infer_left_window_of_masks(evidence: Evidence) -> int | None:

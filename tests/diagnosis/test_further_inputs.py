@@ -1,0 +1,75 @@
+"""A long window and a large softcap that a function alone has show in further inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise
+from headwise import Attention, Rotary
+
+WIDTH, HEADS = 24, 3
+
+
+def pair(known: dict[str, object], other: dict[str, object]) -> tuple[Attention, Attention]:
+    torch.manual_seed(0)
+    first, second = (
+        Attention(WIDTH, HEADS, rotary=Rotary(), **each)  # type: ignore[arg-type]
+        for each in (known, other)
+    )
+    second.load_state_dict(first.state_dict())
+    return first, second
+
+
+@pytest.mark.parametrize(
+    ("known", "other", "name", "parameters"),
+    [
+        ((None, 0), (99, 0), "window off by one", {"window": 100}),
+        (None, (80, 80), "window off by one", {"window": (80, 80)}),
+        pytest.param(
+            (50, 0), (99, 0), "window off by one", {"window": 100}, marks=pytest.mark.slow
+        ),
+        pytest.param((50, 0), (None, 0), "window missing", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_window_of_more_keys_than_usual_inputs_have(
+    known: object, other: object, name: str, parameters: dict[str, object]
+) -> None:
+    layer, windowed = pair({"window": known}, {"window": other})
+    diagnosis = headwise.compare(lambda x: windowed(x), layer)
+    assert diagnosis.function is not None
+    [cause] = diagnosis.function.causes
+    assert (cause.name, cause.parameters) == (name, parameters)
+
+
+@pytest.mark.slow
+def test_a_softcap_that_only_large_scores_reach() -> None:
+    layer, capped = pair({}, {"softcap": 100.0})
+    diagnosis = headwise.compare(lambda x: capped(x), layer)
+    assert diagnosis.function is not None
+    [cause] = diagnosis.function.causes
+    assert cause.name == "softcap"
+    assert cause.parameters["softcap"] == pytest.approx(100.0, rel=1e-3)
+
+
+def test_a_function_that_takes_few_tokens_is_the_same() -> None:
+    layer, _ = pair({}, {})
+
+    def short(x: Tensor) -> Tensor:
+        assert x.shape[1] <= 64, "more tokens than the block"
+        return layer(x)
+
+    assert headwise.compare(short, layer)
+
+
+def test_what_is_unknown_in_long_inputs_is_not_the_same() -> None:
+    layer, _ = pair({}, {})
+
+    def odd(x: Tensor) -> Tensor:
+        return layer(x) + (0.1 * x if x.shape[1] > 100 else 0.0)
+
+    diagnosis = headwise.compare(odd, layer)
+    assert str(diagnosis.verdict) == "unknown cause"
+    assert diagnosis.function is not None
+    assert "259 random tokens" in diagnosis.function.probes
