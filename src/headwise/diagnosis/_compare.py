@@ -470,9 +470,9 @@ class Comparison:
             model, candidates = causes[-1].model, self.candidates
         for probe in self.further:
             with suppress(OptionError):  # of a function that takes fewer tokens, or smaller ones
-                call = replace(function.record(probe.inputs), dtype=self.dtype)
-                parts = measure_gaps(model, [call]).cells_beyond_rounding
-                if parts and call.stages["output"].isfinite().all():
+                # In float64 if it can: biases by position round more, the longer an input is.
+                call = replace(function.runs.record(probe.inputs), dtype=self.dtype)
+                if measure_gaps(model, [call]).cells_beyond_rounding:
                     calls, names = [*explained.calls, call], [*explained.names, probe.name]
                     options = (self.dtype, candidates, explained.side)
                     return search.ExplainedCalls(self.model, calls, names, *options)
