@@ -79,4 +79,37 @@ class NormOffset(_Norm):
         return {"weight_offset": 1.0 - norm.weight_offset}
 
 
-INJECTORS = (NormKindFault(), NormPlace(), NormOffset())
+class NormEps(_Norm):
+    """Another eps (MinivLLM #82)."""
+
+    name = "qk-norm eps"
+
+    def changes(self, norm: NormSettings, draw: Draw) -> dict[str, Any]:
+        """Take the eps of torch's layer norm, of Keras, or one between."""
+        return {"eps": draw.choice((1e-5, 1e-4, 1e-3))}
+
+
+class NormWeightsExchanged(_Norm):
+    """The norm of q has the weight of k's, and the other way round; no public report."""
+
+    name = "norm weights of q and k exchanged"
+
+    def applies(self, geometry: Geometry) -> bool:
+        """Return True for weights of one shape."""
+        norm = geometry.qk_norm
+        return norm is not None and (norm.over == "head" or geometry.group == 1)
+
+    def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
+        """Exchange the weights."""
+        q, k = (layer.weight(name).detach() for name in ("q_norm", "k_norm"))
+        faulty = layer.with_weights(q_norm=k, k_norm=q)
+        return self.case(layer, faulty, draw, stage="q after norm")
+
+
+INJECTORS = (
+    NormKindFault(),
+    NormPlace(),
+    NormOffset(),
+    NormEps(),
+    NormWeightsExchanged(),
+)

@@ -12,7 +12,7 @@ from benchmarks.faults.fault_case import FaultCase
 from benchmarks.faults.geometry import Geometry
 from benchmarks.faults.injectors.injector import Injector
 from benchmarks.faults.injectors.rotary import FIRST, settings_of
-from benchmarks.faults.reference_layer import ReferenceLayer
+from benchmarks.faults.reference_layer import Call, ReferenceLayer
 from benchmarks.faults.rotary_math import frequencies, pairs, turn
 
 
@@ -117,6 +117,96 @@ class RotaryAxis(_Rotary):
         )
 
 
+class RotaryTwice(_Rotary):
+    """Queries or keys rotate twice, as keys that a cache holds rotated; no public report.
+
+    Without a scaling, a linear one by a half turns both as far.
+    """
+
+    name = "rotary applied twice"
+
+    def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
+        """Rotate queries, keys or both again."""
+        roles = draw.choice(("q", "k", "qk"))
+
+        def turned(layer: ReferenceLayer, x: Tensor, positions: Tensor, role: str) -> Tensor:
+            once = layer.turned(x, positions, role)
+            return layer.turned(once, positions, role) if role in roles else once
+
+        names = {"rotary scaling kind", "rotary scaling factor"} if roles == "qk" else ()
+        return self.case(
+            layer,
+            layer.with_stages(turned=turned),
+            draw,
+            stage=f"{roles[0]} after rotary",
+            parameters={"turned": roles},
+            equals=frozenset(names),
+        )
+
+
+class RotaryOnValues(_Rotary):
+    """Values turn like keys (mistral-inference #147 asks why they do not)."""
+
+    name = "rotary on values"
+
+    def applies(self, geometry: Geometry) -> bool:
+        """Return True for values that are as wide as the rotary embedding."""
+        return geometry.rotary is not None and geometry.rotary.width <= geometry.value_dim
+
+    def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
+        """Rotate the values by the positions of the keys."""
+
+        def project(layer: ReferenceLayer, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = layer.project(call)
+            return q, k, layer.turned(v, call.key_positions, "v")
+
+        return self.case(layer, layer.with_stages(project=project), draw, stage="v")
+
+
+class RotaryOtherChannels(_Rotary):
+    """The last channels of a head rotate, as in DeepSeek's attention; no public report."""
+
+    name = "rotary on other channels"
+
+    def applies(self, geometry: Geometry) -> bool:
+        """Return True for a partial rotary embedding."""
+        return geometry.rotary is not None and geometry.rotary.width < geometry.head_dim
+
+    def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
+        """Rotate the last channels."""
+
+        def turned(layer: ReferenceLayer, x: Tensor, positions: Tensor, role: str) -> Tensor:
+            width = settings_of(layer).width
+            last = layer.turned(x[..., -width:], positions, role)
+            return torch.cat([x[..., :-width], last], -1)
+
+        faulty = layer.with_stages(turned=turned)
+        return self.case(layer, faulty, draw, stage=FIRST, parameters={"channels": "the last"})
+
+
+class RotaryOverHeads(_Rotary):
+    """All heads rotate as one, before the split (LTX-Video #224)."""
+
+    name = "rotary over all heads at once"
+
+    def applies(self, geometry: Geometry) -> bool:
+        """Return True for a full rotary embedding of several kv heads, without a scaling."""
+        rotary = geometry.rotary
+        is_full = rotary is not None and rotary.width == geometry.head_dim
+        return is_full and rotary is not None and rotary.scaling == "none"
+
+    def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
+        """Rotate the joined heads."""
+
+        def turned(layer: ReferenceLayer, x: Tensor, positions: Tensor, role: str) -> Tensor:
+            joined = x.flatten(-2)[..., None, :]
+            rotary = replace(settings_of(layer), width=joined.shape[-1])
+            angles = positions[..., None, None].double() * frequencies(rotary)
+            return turn(joined, angles, pairs(rotary), rotary.attention_factor).reshape(x.shape)
+
+        return self.case(layer, layer.with_stages(turned=turned), draw, stage=FIRST)
+
+
 class RotarySomeHeads(_Rotary):
     """Only some heads rotate (transformers #47403)."""
 
@@ -146,5 +236,9 @@ INJECTORS = (
     RotaryAcrossHead(),
     RotaryOffset(),
     RotaryAxis(),
+    RotaryTwice(),
+    RotaryOnValues(),
+    RotaryOtherChannels(),
+    RotaryOverHeads(),
     RotarySomeHeads(),
 )

@@ -1,4 +1,4 @@
-"""Softmax over another axis or in another dtype."""
+"""Softmax over another axis or in another dtype; what enters it in another dtype."""
 
 from __future__ import annotations
 
@@ -56,4 +56,30 @@ class SoftmaxDtype(Injector):
         )
 
 
-INJECTORS = (SoftmaxAxis(), SoftmaxDtype())
+class ActivationsDtype(Injector):
+    """Values, or queries and keys, are rounded (nexusquant #10, xFasterTransformer #336)."""
+
+    name = "activations in a narrower dtype"
+    family = "softmax"
+
+    def inject(self, layer: ReferenceLayer, draw: Draw) -> FaultCase:
+        """Round the values, or queries and keys."""
+        dtype, roles = draw.choice((torch.bfloat16, torch.float16)), draw.choice(("v", "qk"))
+
+        def rounded(x: Tensor) -> Tensor:
+            return x.to(dtype).to(x.dtype)
+
+        def products(layer: ReferenceLayer, q: Tensor, k: Tensor) -> Tensor:
+            return layer.products(rounded(q), rounded(k))
+
+        def merge(layer: ReferenceLayer, weights: Tensor, v: Tensor) -> Tensor:
+            return layer.merge(weights, rounded(v))
+
+        if roles == "v":
+            faulty, stage = layer.with_stages(merge=merge), "head outputs"
+        else:
+            faulty, stage = layer.with_stages(products=products), "scores"
+        return self.case(layer, faulty, draw, stage=stage, parameters={"dtype": str(dtype)})
+
+
+INJECTORS = (SoftmaxAxis(), SoftmaxDtype(), ActivationsDtype())

@@ -131,12 +131,18 @@ ROTARY_POSITION_OFFSET = Cause("rotary position offset", ROTATED)
 ROTARY_DIRECTION = Cause("rotary direction", ROTATED, cost=0.95)
 ROTARY_APPLIED_TWICE = Cause("rotary applied twice", ROTATED)
 ROTARY_AXIS = Cause("rotary axis", ROTATED)
+ROTARY_OTHER_CHANNELS = Cause("rotary on other channels", ROTATED)
+ROTARY_OVER_HEADS = Cause("rotary over all heads at once", ROTATED)
+ROTARY_ON_VALUES = Cause("rotary on values", ("v", "head outputs"))
 ROTARY_SOME_HEADS = Cause("rotary on some heads only", ROTATED, cost=0.3)
 ROTARY_SCALING_FACTOR = Cause("rotary scaling factor", ROTATED, cost=1.06)
 ROTARY_SCALING_KIND = Cause("rotary scaling kind", ROTATED, cost=1.05)
 QK_NORM_KIND = Cause("qk-norm kind", NORMED, is_whole=True)
 QK_NORM_PLACE = Cause("qk-norm place", NORMED)
 QK_NORM_WEIGHT_OFFSET = Cause("qk-norm weight offset", NORMED)
+QK_NORM_EPS = Cause("qk-norm eps", NORMED, cost=1.1)
+NORM_WEIGHTS_EXCHANGED = Cause("norm weights of q and k exchanged", NORMED)
+NORM_OF_ANOTHER_ROLE = Cause("norm on another role", ("v", *NORMED))
 DISTANCE_BIAS_COEFFICIENT = Cause("distance bias coefficient", SCORES, cost=0.9)
 DISTANCE_BIAS_SLOPE_RULE = Cause("distance bias slope rule", SCORES)
 RELATIVE_BIAS_BUCKETS = Cause("relative bias buckets", SCORES)
@@ -172,6 +178,11 @@ ONE_HEAD_FOR_ALL = Cause(
     "one head for all heads",
     ("q", "k", "v", "scores", "weights", "head outputs", "output"),
     cost=0.85,
+)
+ACTIVATIONS_DTYPE = Cause(
+    "activations in a narrower dtype",
+    ("k after norm", "scores", "head outputs", "output"),
+    cost=1.2,
 )
 NUMBER_OF_HEADS = Cause("number of heads", WITH_HEADS)
 SPLIT_WITHOUT_TRANSPOSE = Cause("split without transpose", ("q", "k", "v"))

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, key_query_distances
-from headwise.function.spec import AlibiRule, NormRule, Softcap
+from headwise.function.rotary import frequencies_of_rule, rotate_by_angles
+from headwise.function.spec import AlibiRule, NormRule, RotaryRule, Softcap
 from tests.diagnosis.causes.faulty_models import (
     BATCH,
     HEAD_DIM,
@@ -176,6 +178,27 @@ def with_other_weights_beside(model: AttentionModel) -> AttentionModel:
     return model.with_weights(wv=wv + noise(torch.zeros_like(wv), 0.2))
 
 
+PARTIAL = RotaryRule(10_000.0, 6, scaling=None)
+
+
+def turned(x: Tensor, speed: float = 1.0) -> Tensor:
+    """Return x whose first channels turn at that speed."""
+    angles = speed * torch.arange(x.shape[2])[:, None] * frequencies_of_rule(PARTIAL)
+    return rotate_by_angles(PARTIAL, x, angles)
+
+
+def all_heads_backwards(forced: ForcedStage) -> Tensor:
+    x = forced["q after norm"].transpose(1, 2).flatten(2)
+    rule = RotaryRule(10_000.0, x.shape[-1], scaling=None)
+    angles = torch.arange(x.shape[1])[:, None] * frequencies_of_rule(rule).flip(0)
+    return rotate_by_angles(rule, x, angles).unflatten(2, (HEADS, HEAD_DIM)).transpose(1, 2)
+
+
+def with_reversed_norms(model: AttentionModel) -> AttentionModel:
+    weights = model.weights
+    return model.with_weights(q_norm=weights["k_norm"].flip(0), k_norm=weights["q_norm"].flip(0))
+
+
 BIASES = ("distance bias coefficient", "distance bias slope rule", "scale", "softcap")
 ROTARY = (
     "rotary theta",
@@ -256,6 +279,42 @@ NEAR_MISSES = (
         NORM,
     ),
     NearMiss("qk-norm place", after("q after norm", lambda q: q * q.norm(dim=-1)[..., None]), NORM),
+    NearMiss(
+        "qk-norm eps",
+        of_stage(
+            "q after norm", lambda f: f["q"] / (f["q"].square().mean(-1)[..., None] ** 0.5 + 0.01)
+        ),
+        NORM,
+    ),
+    NearMiss("norm weights of q and k exchanged", with_reversed_norms, NORM),
+    NearMiss(
+        "norm on another role",
+        of_stage("k after norm", lambda f: F.normalize(f["k"], dim=-1) * f.weight("q_norm")),
+        NORM,
+    ),
+    NearMiss("rotary on values", after("v", lambda v: turned(v, -1)), {"rotary": PARTIAL}),
+    NearMiss(
+        "rotary on other channels",
+        of_stage("q after rotary", lambda f: turned(f["q"].roll(-2, 3)).roll(2, 3)),
+        {"rotary": PARTIAL},
+        False,
+        (*ROTARY, "rotary on other channels"),
+    ),
+    NearMiss(
+        "rotary over all heads at once",
+        of_stage("q after rotary", all_heads_backwards),
+        {},
+        False,
+        (*ROTARY, "rotary over all heads at once"),
+    ),
+    NearMiss(
+        "rotary applied twice",
+        after("k after rotary", lambda k: turned(k, 0.5)),
+        {"rotary": PARTIAL},
+        False,
+        (*ROTARY, "rotary applied twice"),
+    ),
+    NearMiss("activations in a narrower dtype", after("v", lambda v: (v * 256).round() / 256)),
     NearMiss("rotary theta", with_theta_and_noise, {}, False, ROTARY[:2]),
     NearMiss("rotary pairing", with_interleaved_keys, {}, False, ROTARY),
     NearMiss("rotary partial width", of_stage("q after rotary", one_pair_still), {}, False, ROTARY),

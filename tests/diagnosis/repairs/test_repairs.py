@@ -175,6 +175,41 @@ k = torch.nn.functional.layer_norm(k, (8,), k_norm, eps=1e-6)
         },
         {"norms": RMS},
     ),
+    Case("qk-norm eps", NORMED, {"norms": RMS.replace("1e-6", "1e-3")}, {"norms": RMS}),
+    Case(
+        "norm weights of q and k exchanged",
+        NORMED,
+        {"norms": f"q_norm, k_norm = k_norm, q_norm\n{RMS}"},
+        {"norms": RMS},
+    ),
+    Case(
+        "rotary on other channels",
+        HALF,
+        {
+            "turn": """
+def partner(y):
+    return torch.cat((-y[..., 2:], y[..., :2]), -1)
+q = torch.cat((q[..., :4], q[..., 4:] * cos + partner(q[..., 4:]) * sin), -1)
+k = torch.cat((k[..., :4], k[..., 4:] * cos + partner(k[..., 4:]) * sin), -1)
+"""
+        },
+        HALF_PARTS,
+    ),
+    Case(
+        "rotary over all heads at once",
+        LLAMA,
+        {
+            "turn": """
+def turned(y):
+    size = y.shape[1] * 8
+    angle = torch.arange(x.shape[1])[:, None] * 10_000.0 ** (-torch.arange(0, size, 2) / size)
+    a, b = y.transpose(1, 2).flatten(2).chunk(2, -1)
+    both = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    return torch.cat(both, -1).unflatten(2, (-1, 8)).transpose(1, 2)
+q, k = turned(q), turned(k)
+"""
+        },
+    ),
     Case("qk-norm place", NORMED, {"norms": "", "turn": TURN + RMS}, {"norms": RMS}),
     Case(
         "qk-norm weight offset",

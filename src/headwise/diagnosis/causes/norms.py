@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis import catalogue
-from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants, flatten_tokens
+from headwise.diagnosis.causes.evidence import (
+    Evidence,
+    Family,
+    Variant,
+    Variants,
+    flatten_tokens,
+)
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
 from headwise.errors import OptionError
 from headwise.function import stages
+from headwise.function.norm import normalise_heads
 from headwise.function.spec import NormRule
 from headwise.function.stages import repeat_kv_heads
 
@@ -57,6 +64,75 @@ def _qk_norm_weight_offset(evidence: Evidence) -> Variants:
         for offset in {0.0, 1.0, norm.weight_offset + 1.0} - {norm.weight_offset}:
             model = evidence.model.with_settings(qk_norm=replace(norm, weight_offset=offset))
             yield Variant(model, {"offset": offset}, f"multiply by {right}, w the stored weight")
+
+
+LARGEST_EPS = 1e-2
+
+
+def _qk_norm_eps(evidence: Evidence) -> Variants:
+    norm = evidence.model.settings.norm
+    if norm is None:
+        return
+    right = norm.eps
+
+    def make(eps: float) -> Variant:
+        model = evidence.model.with_settings(qk_norm=replace(norm, eps=max(eps, 0.0)))
+        return Variant(model, {"eps": eps}, f"eps={right:g} in place of {eps:.3g}")
+
+    yield Family(make, (0.0, LARGEST_EPS))  # outputs are about linear in it
+
+
+def _norm_weights_exchanged(evidence: Evidence) -> Variants:
+    weights = evidence.model.weights
+    repair = "load the weight of q's norm into the norm of q, that of k's into the norm of k"
+    named = {"weights": ("norm", "norms"), "biases": ("norm_bias", "norms_bias")}
+    pairs = {
+        words: [(f"q_{name}", f"k_{name}") for name in names if f"q_{name}" in weights]
+        for words, names in named.items()
+    }
+    for parts in (("weights", "biases"), ("weights",), ("biases",)):
+        exchanged = [pair for part in parts for pair in pairs[part]]
+        is_alike = all(weights[q].shape == weights[k].shape for q, k in exchanged)
+        is_same = all(torch.equal(weights[q], weights[k]) for q, k in exchanged)
+        if is_alike and not is_same and all(pairs[part] for part in parts):
+            changes = {q: weights[k] for q, k in exchanged} | {k: weights[q] for q, k in exchanged}
+            words = " and ".join(parts)
+            yield Variant(evidence.model.with_weights(**changes), {"exchanged": words}, repair)
+
+
+def _norm_of_another_role(evidence: Evidence) -> Variants:
+    norm, weights = evidence.model.settings.norm, evidence.model.weights
+    if norm is None or norm.place != "before":
+        return
+    for role, other in product("qk", "qkv"):
+        weight, head_dim = weights.get(f"{role}_norm"), weights[f"w{other}"].shape[1]
+        has_rows = f"{role}_norms" in weights
+        if role == other or has_rows or weight is None or weight.shape != (head_dim,):
+            continue
+        of_other = weights.get(f"{other}_norm")  # which v has not
+        is_same = of_other is not None and torch.equal(weight, of_other)
+        for is_moved in (True,) if is_same else (True, False):
+            stage = other if other == "v" else f"{other} after norm"
+            model = evidence.replace_stages([stage], _normalise_by_norm_of, role)
+            if is_moved:
+                model = model.with_stage_function(f"{role} after norm", _leave_as_it_is)
+            words = f"{other} in place of {role}" if is_moved else f"{other} as well"
+            repair = f"normalise {role} alone by the norm of {role}"
+            yield Variant(model, {"norm of": role, "on": words}, repair)
+
+
+def _leave_as_it_is(forced: ForcedStage) -> Tensor:
+    return forced[forced.stage[0]]
+
+
+def _normalise_by_norm_of(role: str, forced: ForcedStage) -> Tensor:
+    """Return q, k or v after the norm of a role."""
+    norm = forced.settings.norm
+    if norm is None:  # another cause removed the norm
+        return forced.usual_result()
+    x = forced.usual_result() if forced.stage == "v" else forced[forced.stage[0]]
+    weight, bias = forced.weight(f"{role}_norm"), forced.weight(f"{role}_norm_bias")
+    return normalise_heads(norm, x, weight, bias)
 
 
 Norm = Callable[[Tensor], Tensor]

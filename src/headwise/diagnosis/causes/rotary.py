@@ -12,7 +12,7 @@ from headwise.diagnosis.catalogue import ROTATED
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant, Variants
 from headwise.diagnosis.moves.move import format_dtype
 from headwise.diagnosis.simulation.gaps import WHOLE, all_heads_agree_within_rounding
-from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.errors import OptionError
 from headwise.function.rotary import frequencies_of_rule, rotate_by_angles, rotate_by_rule
 from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling
@@ -184,6 +184,75 @@ def _rotate_by_axis(axis: str, forced: ForcedStage) -> Tensor:
     }
     angles = places[axis][..., None].double() * frequencies_of_rule(rotary)
     return rotate_by_angles(rotary, x, angles)
+
+
+@_of_rotation
+def _rotary_other_channels(evidence: Evidence, rotary: RotaryRule) -> Variants:
+    if rotary.width < evidence.model.weights["wq"].shape[1]:
+        model = evidence.replace_stages(ROTATED, _rotate_last_channels)
+        repair = f"rotate the first {rotary.width} channels of a head, not the last"
+        yield Variant(model, {"channels": "the last"}, repair)
+
+
+def _rotate_last_channels(forced: ForcedStage) -> Tensor:
+    x, rule = forced[f"{forced.stage[0]} after norm"], forced.settings.rotation
+    if rule is None:  # another cause removed the rotation
+        return forced.usual_result()
+    still, turning = x[..., : -rule.width], x[..., -rule.width :]
+    return torch.cat((still, _rotate_at_positions(rule, turning, forced)), -1)
+
+
+def _rotate_at_positions(rule: RotaryRule, x: Tensor, forced: ForcedStage) -> Tensor:
+    return rotate_by_angles(rule, x, _positions_of(forced) * frequencies_of_rule(rule))
+
+
+@_of_rotation
+def _rotary_over_heads(evidence: Evidence, rotary: RotaryRule) -> Variants:
+    heads = [evidence.model.weights[f"w{role}"].shape[:2] for role in "qk"]
+    if rotary.width != heads[0][1] or any(count == 1 for count, _ in heads):
+        return
+    with suppress(OptionError):  # no pair of channels on the ramp of a scaling
+        for shape in heads:
+            frequencies_of_rule(replace(rotary, width=shape.numel()))
+        model = evidence.replace_stages(ROTATED, _rotate_all_heads_at_once)
+        yield Variant(model, {}, "split q and k into heads before the rotation")
+
+
+def _rotate_all_heads_at_once(forced: ForcedStage) -> Tensor:
+    x, rule = forced[f"{forced.stage[0]} after norm"], forced.settings.rotation
+    if rule is None:
+        return forced.usual_result()
+    joined = x.transpose(1, 2).flatten(2)[:, None]
+    rule = replace(rule, width=joined.shape[-1])
+    turned = _rotate_at_positions(rule, joined, forced)
+    split: Tensor = turned[:, 0].unflatten(2, (x.shape[1], -1))
+    return split.transpose(1, 2)
+
+
+@_of_rotation
+def _rotary_on_values(evidence: Evidence, rotary: RotaryRule) -> Variants:
+    if rotary.width > evidence.model.weights["wv"].shape[1]:
+        return
+    # Values may have been recorded before they are turned.
+    for stage in ("v",) if evidence.shows_outputs_alone else ("v", "head outputs"):
+        model = evidence.replace_stages([stage], _turn_values)
+        yield Variant(model, {}, "rotate q and k, and leave v as it is")
+
+
+def _turn_values(forced: ForcedStage) -> Tensor:
+    """Return values that turn as keys do, or head outputs of such values."""
+    rule = forced.settings.rotation
+    if rule is None:
+        return forced.usual_result()
+    if forced.stage == "v":
+        return _rotate_at_positions(rule, forced.usual_result(), forced)
+
+    def turn(call: RecordedCall) -> RecordedCall:
+        value = ForcedStage(forced.model, call, "v")
+        turned = _rotate_at_positions(rule, value.result, value)
+        return call.with_stages({**call.stages, "v": turned})
+
+    return replace(forced, call=forced.call.change(turn)).usual_result()
 
 
 @_of_rotation

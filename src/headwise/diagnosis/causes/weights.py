@@ -83,9 +83,13 @@ def _copy_weights_to_role(
             yield copied.with_weights(**{f"b{role}": bias.reshape(other.shape)})
 
 
+STORED = (("q", "k", "v"), ("q", "k"), ("k", "v"), *((role,) for role in STAGE_OF))  # as one tensor
+
+
 def _weights_rounded(evidence: Evidence) -> Variants:
-    weights, roles = evidence.model.weights, evidence.parted_roles
-    for dtype in ROUNDED:
+    weights, parted = evidence.model.weights, evidence.parted_roles
+    together = STORED if evidence.shows_outputs_alone else ()  # which do not tell the roles
+    for dtype, roles in product(ROUNDED, dict.fromkeys((parted, *together))):
         repair = MapName(catalogue.WEIGHTS_ROUNDED, format_dtype(dtype), roles).repair
         for kinds in ("wb", "w"):
             names = {f"{kind}{role}" for kind in kinds for role in roles} & weights.keys()

@@ -52,6 +52,7 @@ def perturb(x: Tensor, name: str, draw: int, share: float) -> Tensor:
 # Both sides round, and the frequencies and slopes of both may be float32.
 SIDES = 2
 DRAWS = 3
+NEARER = 0.1  # of a difference that is as random as rounding
 FAR = 30  # times one draw's change: no three draws differ by as much
 FLOAT32 = rounding.Roundoff.of(torch.float32, with_reference=False).u
 WEIGHTS_OF = {
@@ -297,8 +298,11 @@ class Gap:
         """True if rounding explains what a cause leaves, and would not explain all of this gap.
 
         Rounding explains anything where the scores of a cause are large numbers of a narrow dtype.
+        A cause that rounds itself counts there if it leaves little: each entry that it rounds the
+        other way moves the output by more than the runs part, and no other cause comes near.
         """
-        return after.is_rounding and not self.largest <= after.bound  # a bound may be NaN
+        is_near = after.size <= NEARER * self.size
+        return after.is_rounding and (is_near or not self.largest <= after.bound)  # or NaN
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""Causes in norms, rotations and dtypes, named on a plain function with one fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headwise import Attention, Rotary, compare
+from headwise.layers import QKNorm
+
+WIDTH, HEADS, KV_HEADS, HEAD_DIM, TURNED = 44, 4, 2, 10, 6
+Parts = dict[str, Tensor]
+Change = Callable[[Parts], None]
+
+
+def layer_of(*, turned: int = TURNED) -> Attention:
+    torch.manual_seed(3)
+    layer = Attention(
+        WIDTH,
+        HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        rotary=Rotary(theta=100.0, width=turned),
+        qk_norm=QKNorm(eps=1e-6),
+    )
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.add_(0.3 * torch.randn(weight.shape))
+    return layer.requires_grad_(False)
+
+
+def turn(x: Tensor, width: int) -> Tensor:
+    positions = torch.arange(x.shape[2])[:, None]
+    angles = positions * 100.0 ** (-torch.arange(0, width, 2) / width)
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    moving, still = x.split((width, x.shape[-1] - width), -1)
+    first, second = moving.chunk(2, -1)
+    return torch.cat([moving * cos + torch.cat([-second, first], -1) * sin, still], -1)
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def port(layer: Attention, fault: str, x: Tensor) -> Tensor:
+    """Return the output of plain code with a fault."""
+    state, turned = dict(layer.state_dict()), layer.spec.rotation.width
+    if fault == "dtype's rounding of weights":
+        state["v_proj.weight"] = state["v_proj.weight"].half().to(x.dtype)
+    q, k, v = (
+        F.linear(x, state[f"{role}_proj.weight"], state[f"{role}_proj.bias"])
+        .unflatten(2, (-1, HEAD_DIM))
+        .transpose(1, 2)
+        for role in "qkv"
+    )
+    weights = [state["q_norm.weight"], state["k_norm.weight"]]
+    weights = weights[::-1] if fault == "norm weights of q and k exchanged" else weights
+    eps = 1e-3 if fault == "qk-norm eps" else 1e-6
+    if fault == "norm on another role":
+        v, k = rms(v, weights[0]), rms(k, weights[1])
+    else:
+        q, k = (rms(y, weight, eps) for y, weight in zip((q, k), weights, strict=True))
+    if fault == "rotary on other channels":
+        q, k = (turn(y.roll(TURNED, -1), turned).roll(-TURNED, -1) for y in (q, k))
+    elif fault == "rotary over all heads at once":
+        joined = (y.transpose(1, 2).flatten(2)[:, None] for y in (q, k))
+        q, k = (
+            turn(y, y.shape[-1])[:, 0].unflatten(2, (-1, HEAD_DIM)).transpose(1, 2) for y in joined
+        )
+    else:
+        q, k = turn(q, turned), turn(k, turned)
+    k = turn(k, turned) if fault == "rotary applied twice" else k
+    v = turn(v, turned) if fault == "rotary on values" else v
+    if fault == "activations in a narrower dtype":
+        k, v = k.bfloat16().to(x.dtype), v.bfloat16().to(x.dtype)
+    dtype = torch.bfloat16 if fault == "softmax dtype" else x.dtype
+    k, v = (y.repeat_interleave(HEADS // KV_HEADS, 1) for y in (k, v))
+    mixed = (q @ k.mT / HEAD_DIM**0.5).softmax(-1, dtype=dtype).to(x.dtype) @ v
+    return F.linear(
+        mixed.transpose(1, 2).flatten(2), state["out_proj.weight"], state["out_proj.bias"]
+    )
+
+
+FAULTS = (
+    "norm weights of q and k exchanged",
+    "norm on another role",
+    "qk-norm eps",
+    "rotary applied twice",
+    "rotary on values",
+    "rotary on other channels",
+    "rotary over all heads at once",
+    "activations in a narrower dtype",
+    "softmax dtype",
+    "dtype's rounding of weights",
+)
+
+
+QUICK = ("rotary on other channels", "softmax dtype", "dtype's rounding of weights")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in FAULTS]
+)
+def test_the_cause_is_named_on_a_function(fault: str) -> None:
+    turned = HEAD_DIM if fault == "rotary over all heads at once" else TURNED
+    layer = layer_of(turned=turned)
+    diagnosis = compare(partial(port, layer, fault), layer)
+    assert diagnosis.function is not None
+    assert diagnosis.function.cause_names == [fault], diagnosis
+
+
+def test_the_plain_function_without_a_fault_is_the_same() -> None:
+    layer = layer_of()
+    assert compare(partial(port, layer, ""), layer)
