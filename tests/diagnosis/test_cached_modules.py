@@ -16,6 +16,7 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     StaticCache,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -24,6 +25,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.opt.modeling_opt import OPTAttention
 
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis import Diagnosis, Verdict
@@ -91,6 +93,20 @@ def test_a_module_with_its_caches_is_what_its_weights_state(
     subject = TransformersSubject(module)
     whole = subject.output(Inputs(inputs.x))
     assert torch.allclose(subject.output(inputs), whole, atol=1e-6)
+
+
+def test_modules_that_decode_are_called_with_a_cache_without_being_asked_to() -> None:
+    """OPT multiplies its queries by the scale itself, so recorded queries are no rotated ones."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 2}
+    module = OPTAttention(OPTConfig(**sizes, attn_implementation="eager"), layer_idx=1).eval()
+    other = OPTAttention(OPTConfig(**sizes, attn_implementation="sdpa"), layer_idx=1).eval()
+    other.load_state_dict(module.state_dict())
+    diagnosis = compare(module, other)
+    assert diagnosis.verdict is Verdict.TO_ROUNDING
+    assert diagnosis.function is not None
+    ways = "in one call: equal; in calls of 5, 1, 3, 1 tokens: equal; in calls of 1 token: equal"
+    assert diagnosis.function.ways[0].startswith(ways)
 
 
 def pair(window: int | None = None) -> tuple[nn.Module, Attention]:

@@ -129,16 +129,24 @@ def run_in_steps(layer: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def record_steps(
-    model: nn.Module, run: Callable[[], Tensor], inputs: Inputs, dtype: torch.dtype
+    model: nn.Module,
+    run: Callable[[], Tensor],
+    inputs: Inputs,
+    dtype: torch.dtype,
+    data: AttentionModel | None = None,
 ) -> list[RecordedCall]:
     """Return the calls with one cache that a run of one attention makes; ``run`` returns outputs.
 
-    ``dtype`` is that of the arithmetic.
+    ``dtype`` is that of the arithmetic, ``data`` the attention by its weights, where it is known.
     """
     recorded: list[dict[str, Tensor]] = []
 
     def read(call: CapturedCall) -> None:  # at once: a cache may change in place
-        recorded.append(read_cached_call(call, sum(inputs.steps[: len(recorded)])))
+        stages = read_cached_call(call, sum(inputs.steps[: len(recorded)]))
+        # A layer may multiply its queries by the scale, and these are no stage of their own.
+        if data is not None and call.matrix.scale == 1 != data.settings.factor:
+            del stages["q after rotary"]
+        recorded.append(stages)
 
     with record_attention(model, on_complete=read, keep_implementation=True) as recorder:
         recorder.begin_input()

@@ -80,6 +80,7 @@ class TransformersSubject(ModuleSubject):
         self.takes_source = bool(sources) and not self.is_causal
         if any(name in names for name in CACHES) and stated_layer_index(module) is not None:
             self.step_arguments = frozenset({"mask", "positions"} if self.takes_mask else ())
+            self.decodes = self.is_causal
 
     @cached_property
     def model(self) -> AttentionModel | None:
@@ -104,7 +105,7 @@ class TransformersSubject(ModuleSubject):
         wide = _OneModuleModel(copy.deepcopy(self.module).double())
         with torch.no_grad():
             run = partial(wide, inputs, torch.float64)
-            return record_steps(wide, run, inputs, torch.float32)
+            return record_steps(wide, run, inputs, torch.float32, self.model)
 
     def record(self, inputs: Inputs) -> RecordedCall:
         """Return the stages that can be reached, computed in float64."""
