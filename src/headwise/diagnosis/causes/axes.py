@@ -22,7 +22,8 @@ def _split_without_transpose(evidence: Evidence) -> Variants:
         model = evidence.replace_stages(roles, _view_as_heads)
         yield Variant(model, {"roles": roles}, "view(batch, length, heads, d).transpose(1, 2)")
     weights = evidence.model.weights
-    if len({weights[f"w{role}"].shape for role in "qkv"}) == 1:
+    is_fused = len({weights[f"w{role}"].shape for role in "qkv"}) == 1
+    if is_fused and not evidence.is_cross_attention:
         for is_first in (False, True):
             shape = "3, batch, heads" if is_first else "batch, 3, heads"
             model = evidence.replace_stages("qkv", _view_as_fused_heads, is_first)
