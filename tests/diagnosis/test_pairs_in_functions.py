@@ -35,8 +35,13 @@ def port_of(
     gain: float = 1.0,
     merged: bool = True,
     cap: float = math.inf,
+    is_key_normed: bool = True,
+    roles: str = "qkv",
 ) -> object:
-    """The layer in plain torch; a query sees ``window`` keys, and norms have ``gain + w``."""
+    """The layer in plain torch; a query sees ``window`` keys, and norms have ``gain + w``.
+
+    ``roles`` are those whose weights are loaded as q, k and v.
+    """
     state = {name: x.detach() for name, x in layer.state_dict().items()}
 
     def heads(x: Tensor, name: str) -> Tensor:
@@ -48,8 +53,9 @@ def port_of(
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
     def port(x: Tensor) -> Tensor:
-        q, k, v = (heads(x, f"{role}_proj") for role in "qkv")
-        q, k = (rotated(normed(x, f"{n}_norm"), theta) for n, x in (("q", q), ("k", k)))
+        q, k, v = (heads(x, f"{role}_proj") for role in roles)
+        k = normed(k, "k_norm") if is_key_normed else k
+        q, k = rotated(normed(q, "q_norm"), theta), rotated(k, theta)
         scores = q @ k.mT * scale
         scores = scores if math.isinf(cap) else cap * (scores / cap).tanh()
         ahead = torch.arange(x.shape[1]) - torch.arange(x.shape[1])[:, None]
@@ -116,10 +122,13 @@ def test_two_numbers_are_fitted_at_once(layer: Attention) -> None:
         ({"gain": 2.0, "theta": 5e5}, {"qk-norm weight offset", "rotary theta"}),
         ({"merged": False, "scale": 0.2}, {"merge without transpose", "scale"}),
         ({"cap": 2.0, "theta": 5e5}, {"softcap", "rotary theta"}),
+        ({"is_key_normed": False, "theta": 5e5}, {"qk-norm kind", "rotary theta"}),
+        ({"roles": "kqv", "scale": 0.2}, {"q and k exchanged", "scale"}),
+        ({"roles": "qvk", "scale": 0.2}, {"k and v exchanged", "scale"}),
     ],
 )
 def test_both_show_in_every_input(
-    layer: Attention, faults: dict[str, float], names: set[str]
+    layer: Attention, faults: dict[str, object], names: set[str]
 ) -> None:
     first, second = explained(layer, **faults).causes
     assert {first.name, second.name} == names

@@ -9,11 +9,11 @@ own, for causes that are read off the data.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import combinations, product
-from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +23,8 @@ from headwise.diagnosis.causes.evidence import Evidence, Variant
 from headwise.diagnosis.fit import compute_residuals, fit_numbers, heads_by_stage
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.gaps import Cell, measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel
+from headwise.diagnosis.simulation.merging import merge_models
+from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.diagnosis.trials import (
     NamedCause,
     Trial,
@@ -33,11 +34,17 @@ from headwise.diagnosis.trials import (
     recorded_stages_of,
 )
 
-MOST_FIRSTS = 12  # that explain the smallest call
+MOST_FIRSTS = 6  # that explain the smallest call
+MOST_OF_A_FIRST = 2
 MOST_OF_A_CAUSE = 6
 ALONE = {catalogue.BATCH_SEQUENCE_EXCHANGED, catalogue.NUMBER_OF_HEADS}  # change all shapes
-MOST_ALIKE = 8  # variants that look the same in the smallest call
-NEAREST = 5
+MOST_ALIKE = 4  # variants that look the same in the smallest call
+MOST_FITTING = 40  # pairs that explain the smallest call, and are tried on others
+MOST_RUNS = 6000  # of the smallest call, where changes are joined two by two
+RUNS = {0: 1, 1: 20, 2: 60}  # about so many for a pair with no, one or two numbers to fit
+THIN = 3  # one of so many starts is tried where two numbers are fitted
+ALIKE = 1e-3  # of what two families change, where they differ by less they look the same
+NEAREST = 4
 DIGITS = 4  # of predicted stages that look the same
 
 
@@ -57,8 +64,7 @@ def find_best_pair(
         if not cause.is_statistical and stage in recorded_stages_of(cause, evidence)
     ]
     pairs = _Pairs(evidence, stage, concerned)
-    firsts = [trial for trial in firsts if trial.cause in concerned]
-    ordered = sorted(firsts, key=lambda trial: trial.cost)[:MOST_FIRSTS]
+    ordered = pairs.order_firsts([trial for trial in firsts if trial.cause in concerned])
     return pairs.after(ordered) or pairs.joined() or pairs.after(pairs.nearest())
 
 
@@ -69,6 +75,7 @@ class _Pairs:
     evidence: Evidence
     stage: str
     causes: Sequence[Cause]
+    tried: set[object] = field(default_factory=set)  # firsts, each of which takes a search
 
     @cached_property
     def trials(self) -> Trials:
@@ -76,13 +83,69 @@ class _Pairs:
 
     @cached_property
     def every(self) -> list[Trial]:
-        """All variants."""
-        return [trial for cause in self.causes for trial in self.trials.of_cause(cause)]
+        """All variants, and their parts."""
+        limited = Trials(replace(self.evidence, fitted={}, is_limited=True), self.causes)
+        sides = product((self.trials, limited), self.causes)
+        return [trial for trials, cause in sides for trial in trials.of_cause(cause)]
+
+    @cached_property
+    def parted(self) -> tuple[Cell, ...]:
+        """The cells of the stage that part."""
+        return tuple(self.evidence.parted_calls_and_heads(self.stage))
+
+    @cached_property
+    def by_size(self) -> list[int]:
+        """The numbers of the calls that part, the smallest first."""
+        numbers = {number for _, number, _ in self.parted}
+        return sorted(numbers, key=lambda n: self.evidence.calls[n].inputs.x.numel())
+
+    def order_firsts(self, firsts: Sequence[Trial]) -> list[Trial]:
+        """Return the firsts that leave least of all calls, a few of each cause."""
+        left = {id(trial): self._left_in_calls(trial) for trial in firsts}
+        ordered = sorted(firsts, key=lambda trial: (left[id(trial)], trial.cost))
+        counts = Counter[Cause]()
+        chosen = []
+        for trial in ordered:
+            counts[trial.cause] += 1
+            chosen += [trial] if counts[trial.cause] <= MOST_OF_A_FIRST else []
+        return chosen[:MOST_FIRSTS]
+
+    def _left_in_calls(self, trial: Trial) -> tuple[float, float]:
+        """Return the shares of entries that a variant leaves in the calls that part, and sizes."""
+        shares, sizes = [], []
+        for number in self.by_size:
+            call, bound = self.evidence.calls[number], self._bounds[number]
+            apart = self._difference(trial.variant.model, call)
+            shares.append(1.0 if apart is None else float((apart > bound).double().mean()))
+            size = math.inf if apart is None else float(apart.masked_fill(apart.isinf(), 0).norm())
+            sizes.append(size / float(call.stages[self.stage].nan_to_num(0, 0, 0).norm()))
+        return round(sum(shares), DIGITS), sum(sizes)
+
+    @cached_property
+    def _bounds(self) -> dict[int, Tensor]:
+        """The difference that rounding explains in each call that parts, by its number."""
+        model, calls = self.evidence.model, self.evidence.calls
+        return {
+            n: gaps.allowed_difference(model.prepare_stage(self.stage, calls[n])).amax()
+            for n in self.by_size
+        }
+
+    def _difference(self, model: AttentionModel, call: RecordedCall) -> Tensor | None:
+        if self.stage in gaps.list_misshapen_stages(model, call):
+            return None
+        predicted, actual = model.predict_stage(self.stage, call), call.stages[self.stage]
+        if predicted.shape != actual.shape:
+            return None
+        return gaps.absolute_difference(predicted, actual)
 
     def after(self, firsts: Iterable[Trial]) -> list[NamedCause]:
         """Return the best pair whose second cause is found after the first."""
         pairs = list[list[NamedCause]]()
         for trial in firsts:
+            key = trial.cause, str(trial.variant.parameters), trial.variant.heads
+            if key in self.tried:
+                continue
+            self.tried.add(key)
             watch.look(f"trying pairs with {trial.cause.name}")
             pair = self._second_of(trial) if trial.family is None else self._second_nearest(trial)
             pairs += [pair] if pair else []
@@ -90,13 +153,14 @@ class _Pairs:
 
     def _second_of(self, first: Trial) -> list[NamedCause]:
         """Return a pair with the cause that a search of its own names after the first."""
-        parted = tuple(self.evidence.parted_calls_and_heads(self.stage))
         others = [each for each in self.causes if each is not first.cause]
         left = Evidence.of(first.variant.model, self.evidence.calls)
-        for second in find_best_single_cause(left, others)[0]:
-            if self._explains(second.model):
-                alone = NamedCause(first.cause, first.variant, first.variant.model, parted)
-                return _as_pair(alone, second)
+        for evidence in (left, replace(left, fitted={}, is_limited=True)):
+            for second in find_best_single_cause(evidence, others)[0]:
+                if self._explains(second.model):
+                    model = first.variant.model
+                    alone = NamedCause(first.cause, first.variant, model, self.parted)
+                    return _as_pair(alone, second)
         return []
 
     def _second_nearest(self, first: Trial) -> list[NamedCause]:
@@ -105,9 +169,8 @@ class _Pairs:
         The number of the first is fitted again with it: small calls tell few of its digits.
         """
         evidence = self.evidence
-        parted = evidence.parted_calls_and_heads(self.stage)
         first, number = self._grown(first)
-        cells = [cell for cell in parted if cell[1] == number]
+        cells = [cell for cell in self.parted if cell[1] == number]
         ranked = []
         for place, second in enumerate(self.every):
             if second.cause in ALONE:
@@ -117,36 +180,31 @@ class _Pairs:
                 size = compute_residuals(model, evidence.calls, heads_by_stage(cells)).norm()
                 ranked.append((float(size), place, second))
         for _, _, second in sorted(ranked)[:NEAREST]:
-            starts = [t.number for t in (first, second) if t.family is not None]
-            fitted = self._fitted([first, second], parted, [starts])
-            if fitted is not None and self._explains(fitted[2].variant.model):
-                return self._name(*fitted)
+            if (pair := self._fitted_to_all([first, second])) is not None:
+                return self._name(*pair)
         return []
 
     def _grown(self, trial: Trial) -> tuple[Trial, int]:
         """Return a trial fitted to larger and larger calls, and the first that it leaves."""
-        evidence = self.evidence
-        parted = evidence.parted_calls_and_heads(self.stage)
-        sizes = {n: evidence.calls[n].inputs.x.numel() for _, n, _ in parted}
-        for number in sorted(sizes, key=sizes.__getitem__):
-            heads = [head for _, n, head in parted if n == number]
-            cells = [(self.stage, number, head) for head in heads]
-            nearer = trial.fitted_to(evidence.calls, cells, only=True)
-            call = evidence.calls[number]
-            if not gaps.all_heads_agree_within_rounding(
-                nearer.variant.model, call, self.stage, heads
-            ):
+        for number in self.by_size:
+            cells = [cell for cell in self.parted if cell[1] == number]
+            nearer = trial.fitted_to(self.evidence.calls, cells, only=True)
+            if not self._explains_call(nearer, number):
                 return trial, number
             trial = nearer
         return trial, number
+
+    def _explains_call(self, trial: Trial, number: int) -> bool:
+        heads = [head for _, n, head in self.parted if n == number]
+        call = self.evidence.calls[number]
+        return gaps.all_heads_agree_within_rounding(trial.variant.model, call, self.stage, heads)
 
     def _explains(self, model: AttentionModel) -> bool:
         """True if every cell of the stage that parts is explained, and no other parts then."""
         evidence = self.evidence
         after = measure_gaps(model, evidence.calls, [self.stage])
-        parted = evidence.parted_calls_and_heads(self.stage)
-        return not {*after.cells_beyond_rounding} - {*parted} and all(
-            is_cell_explained(cell, evidence.gaps, after) for cell in parted
+        return not {*after.cells_beyond_rounding} - {*self.parted} and all(
+            is_cell_explained(cell, evidence.gaps, after) for cell in self.parted
         )
 
     def nearest(self) -> list[Trial]:
@@ -157,63 +215,149 @@ class _Pairs:
 
     def joined(self) -> list[NamedCause]:
         """Return two changes of the model that explain the stage together."""
-        small = self.trials.smallest[self.stage]
-        parted = self.evidence.parted_calls_and_heads(self.stage)
-        pairs = [(a, b) for a, b in combinations(self._groups, 2) if a[0].cause is not b[0].cause]
-        pairs.sort(key=lambda pair: pair[0][0].cost + pair[1][0].cost)
-        for number, groups in enumerate(pairs):
+        fitting = 0
+        for number, groups in enumerate(pairs := self._list_pairs()):
             names = " and ".join(group[0].cause.name for group in groups)
             watch.look(f"trying {names}", number, len(pairs))
-            fitted = self._fitted([group[0] for group in groups], small.cells)
+            small = self.trials.smallest[self.stage].cells
+            fitted = self._fitted([group[0] for group in groups], small)
             if fitted is None or not self.trials.explains_smallest_call(fitted[2], self.stage):
                 continue
-            for pair in product(*(group[:MOST_ALIKE] for group in groups)):
+            for alike in product(*(group[:MOST_ALIKE] for group in groups)):
                 numbers = [t.number for t in fitted[:2] if t.family is not None]
-                whole = self._fitted(pair, parted, starts=[numbers] if numbers else [])
-                if whole is not None and self._explains(whole[2].variant.model):
+                pair = [t if t.family is None else t.with_number(numbers.pop(0)) for t in alike]
+                if (whole := self._fitted_to_all(pair)) is not None:
                     return self._name(*whole)
+            fitting += 1
+            if fitting == MOST_FITTING:
+                break
         return []
 
+    def _list_pairs(self) -> list[tuple[list[Trial], list[Trial]]]:
+        """Return the pairs that are tried, those of the nearest variants of two causes first.
+
+        Their number depends on the work that they are.
+        """
+        places = Counter[Cause]()
+        ranked = []
+        for group in self._groups:
+            ranked.append((places[group[0].cause], group))
+            places[group[0].cause] += 1
+        pairs = [
+            (place + other, a[0].cost + b[0].cost, number, (a, b))
+            for number, ((place, a), (other, b)) in enumerate(combinations(ranked, 2))
+            if a[0].cause is not b[0].cause
+        ]
+        chosen, runs = list[tuple[list[Trial], list[Trial]]](), 0
+        for *_, pair in sorted(pairs, key=lambda each: each[:3]):
+            runs += RUNS[sum(group[0].family is not None for group in pair)]
+            if runs > MOST_RUNS:
+                break
+            chosen.append(pair)
+        return chosen
+
+    def _fitted_to_all(self, pair: Sequence[Trial]) -> tuple[Trial, Trial, Trial] | None:
+        """Return what `_fitted` does for all calls, of a pair that explains each; None for others.
+
+        The numbers are those of the call before, so that the smallest calls refute most pairs.
+        """
+        fitted, families = None, [n for n, trial in enumerate(pair) if trial.family is not None]
+        for number in self.by_size:
+            cells = [cell for cell in self.parted if cell[1] == number]
+            fitted = self._fitted(pair, cells, [[pair[n].number for n in families]])
+            if fitted is None or not self._explains_call(fitted[2], number):
+                return None
+            pair = fitted[:2]
+        fitted = self._fitted(pair, self.parted, [[pair[n].number for n in families]])
+        return fitted if fitted and self._explains(fitted[2].variant.model) else None
+
     def _name(self, first: Trial, second: Trial, both: Trial) -> list[NamedCause]:
-        parted = tuple(self.evidence.parted_calls_and_heads(self.stage))
-        alone = NamedCause(first.cause, first.variant, first.variant.model, parted)
-        return _as_pair(alone, NamedCause(second.cause, second.variant, both.variant.model, parted))
+        alone = NamedCause(first.cause, first.variant, first.variant.model, self.parted)
+        model = both.variant.model
+        return _as_pair(alone, NamedCause(second.cause, second.variant, model, self.parted))
 
     @cached_property
     def _groups(self) -> list[list[Trial]]:
         """Variants that change the smallest call; those that look the same there are together.
 
-        Of each cause the nearest ones are taken, without those that change shapes.
+        Of each cause the nearest ones are taken, without those that change shapes or what agrees.
         """
         small, base = self.trials.smallest[self.stage], self.evidence.model
+        if self._difference(base, small.call) is None:
+            return []
         usual = base.predict_stage(self.stage, small.call)
         unit = 10.0**-DIGITS * usual.abs().nan_to_num(0.0, posinf=0.0).amax()
         groups: dict[object, list[Trial]] = {}
+        families = list[tuple[Tensor, list[Trial]]]()
         for trial in self.every:
             model = trial.variant.model
+            is_misshapen = self.stage in gaps.list_misshapen_stages(model, small.call)
+            if trial.cause in ALONE or is_misshapen:
+                continue
             predicted = model.predict_stage(self.stage, small.call)
-            if trial.cause in ALONE or predicted.shape != usual.shape:
+            if predicted.shape != usual.shape:
                 continue
             if trial.family is not None:
-                groups[len(groups)] = [trial]
-            elif bool((gaps.absolute_difference(predicted, usual) > small.bound).any()):
+                if any(self._may_be_part(trial.family.make(n).model) for n in trial.family.starts):
+                    _add_family(families, trial, predicted - usual)
+            elif self._may_be_part(model):
                 key = trial.cause, (predicted / unit).round().numpy().tobytes()
                 groups.setdefault(key, []).append(trial)
         ranked: dict[Cause, list[tuple[tuple[float, float], int, list[Trial]]]] = {}
-        for number, group in enumerate(groups.values()):
+        every = (*groups.values(), *(group for _, group in families))
+        for number, group in enumerate(every):
             each = ranked.setdefault(group[0].cause, [])
             each.append((self._left_in_smallest_call(group[0]), number, group))
-        chosen = [group for each in ranked.values() for *_, group in sorted(each)[:MOST_OF_A_CAUSE]]
-        return sorted(chosen, key=lambda group: group[0].cost)
+        return [group for each in ranked.values() for *_, group in sorted(each)[:MOST_OF_A_CAUSE]]
+
+    def _may_be_part(self, model: AttentionModel) -> bool:
+        """True if a change shows in the smallest call, and breaks nothing of what agrees.
+
+        That are rows of this call, and calls of no more tokens.
+        """
+        small, base = self.trials.smallest[self.stage], self.evidence.model
+        usual = base.predict_stage(self.stage, small.call)
+        predicted = model.predict_stage(self.stage, small.call)
+        change = gaps.absolute_difference(predicted, usual)
+        if not bool((change > small.bound).any()):
+            return False
+        far = small.far if bool(small.far.isfinite()) else gaps.FAR * small.bound
+        rows = change.flatten(0, -2)[self._agreeing_rows]
+        if bool((rows > far).any()):
+            return False
+        for call in self._agreeing_calls:
+            apart = self._difference(model, call)
+            if apart is None or bool((apart > far).any()):
+                return False
+        return True
+
+    @cached_property
+    def _agreeing_rows(self) -> Tensor:
+        """True for each row of the smallest call that rounding explains."""
+        small = self.trials.smallest[self.stage]
+        apart = self._difference(self.evidence.model, small.call)
+        assert apart is not None
+        return (apart <= small.bound).flatten(0, -2).all(-1)
+
+    @cached_property
+    def _agreeing_calls(self) -> list[RecordedCall]:
+        """The calls that agree and have no more tokens than the smallest one that parts."""
+        small = self.trials.smallest[self.stage]
+        parted = {number for _, number, _ in self.parted}
+        return [
+            call
+            for number, call in enumerate(self.evidence.calls)
+            if number not in parted
+            and self.stage in call.stages
+            and call.inputs.x.numel() <= small.call.inputs.x.numel()
+        ]
 
     def _left_in_smallest_call(self, trial: Trial) -> tuple[float, float]:
         """Return the share of entries that a variant leaves in the smallest call, and the norm."""
         small = self.trials.smallest[self.stage]
-        predicted = trial.variant.model.predict_stage(self.stage, small.call)
-        actual = small.call.stages[self.stage]
-        if predicted.shape != actual.shape:
+        apart = self._difference(trial.variant.model, small.call)
+        if apart is None:
             return math.inf, math.inf
-        apart = gaps.absolute_difference(predicted, actual)
         share = float((apart > small.bound).double().mean())
         return share, float(apart.masked_fill(apart.isinf(), 0.0).norm())
 
@@ -222,6 +366,9 @@ class _Pairs:
     ) -> tuple[Trial, Trial, Trial] | None:
         """Return two trials with numbers that fit together, and the trial of the joined model."""
         families = [trial.family for trial in pair if trial.family is not None]
+        if len(families) > 1 and not starts:
+            grid = [(t.number, *t.family.starts[::THIN]) for t in pair if t.family is not None]
+            starts = [*product(*grid)]
         if families:
             join = partial(self._join, pair)
             is_quick = len(families) == 1 and not starts
@@ -246,50 +393,13 @@ class _Pairs:
         return merge_models(self.evidence.model, *parts)
 
 
-class _ConflictError(Exception):
-    """Two changes of one value."""
-
-
-def merge_models(
-    base: AttentionModel, first: AttentionModel, second: AttentionModel
-) -> AttentionModel | None:
-    """Return the model with the changes of two others; None where both change one value."""
-    try:
-        settings = _merge_values(base.settings, first.settings, second.settings)
-        names = base.weights.keys() | first.weights.keys() | second.weights.keys()
-        sides = [[model.weights.get(n) for model in (base, first, second)] for n in names]
-        merged = dict(zip(names, (_merge_tensors(*side) for side in sides), strict=True))
-    except _ConflictError:
-        return None
-    weights = {name: x for name, x in merged.items() if x is not None}
-    model = replace(first, settings=settings, weights=weights)
-    for stage, function in second.replaced.items():
-        if function is not base.replaced.get(stage):
-            model = model.with_stage_function(stage, function)
-    return model
-
-
-def _merge_values(base: Any, first: Any, second: Any) -> Any:
-    if first in (base, second):
-        return second
-    if second == base:
-        return first
-    values = base, first, second
-    if len({type(each) for each in values}) > 1 or not is_dataclass(base):
-        raise _ConflictError
-    parts = {f.name: [getattr(each, f.name) for each in values] for f in fields(base)}
-    made: Any = type(base)
-    return made(**{name: _merge_values(*each) for name, each in parts.items()})
-
-
-def _merge_tensors(
-    base: Tensor | None, first: Tensor | None, second: Tensor | None
-) -> Tensor | None:
-    if first is base or first is second:
-        return second
-    if second is base:
-        return first
-    raise _ConflictError
+def _add_family(families: list[tuple[Tensor, list[Trial]]], trial: Trial, change: Tensor) -> None:
+    """Add a trial of a family to those that change the smallest call in the same way."""
+    for other, group in families:
+        if float((change - other).norm()) < ALIKE * float(other.norm()):
+            group.append(trial)
+            return
+    families.append((change, [trial]))
 
 
 def _as_pair(first: NamedCause, second: NamedCause) -> list[NamedCause]:

@@ -28,7 +28,7 @@ from headwise.diagnosis.causes import (
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant
 from headwise.diagnosis.causes.parts import limit
 from headwise.diagnosis.fit import fit_numbers
-from headwise.diagnosis.simulation import gaps
+from headwise.diagnosis.simulation import gaps, merging
 from headwise.diagnosis.simulation.gaps import WHOLE, Cell, Gaps, measure_gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 
@@ -297,7 +297,5 @@ def _apply_variant_in_cells(
     for stage in explained:
         heads = sorted({head for s, _, head in cells if s == stage})
         some = any(cell[0] == stage for cell in broken)
-        model = gaps.replace_model_stage_in_heads(
-            model, variant.model, stage, heads if some else None
-        )
+        model = merging.replace_stage_in_heads(model, variant.model, stage, heads if some else None)
     return model, True

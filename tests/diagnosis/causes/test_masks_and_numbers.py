@@ -68,6 +68,8 @@ def backwards(role: str) -> Callable[[AttentionModel], AttentionModel]:
         ),
         ("window missing", {"window": (5, 0)}, lambda m: m.with_settings(window=(None, 0))),
         ("window missing", {"window": (5, 5)}, scores_by(lambda s: s)),
+        ("mask added as 0/1", CAUSAL, scores_by(lambda s: s + EARLIER)),
+        ("mask added as 0/1", CAUSAL, scores_by(lambda s: s + ~EARLIER)),
         ("finite number for -inf", CAUSAL, scores_by(lambda s: s * EARLIER)),
         (
             "finite number for -inf",

@@ -238,6 +238,8 @@ def _show_hidden(scope: str, forced: ForcedStage) -> Tensor:
 
 def _drop_hidden(scope: str, forced: ForcedStage) -> Tensor:
     weights = forced.usual_result()
+    if weights.shape[-1] != forced.call.key_positions.shape[1]:  # those of recorded other keys
+        return weights
     return weights.masked_fill(_find_hidden(scope, forced, weights), 0.0)
 
 
@@ -245,6 +247,18 @@ def _mask_added_as_numbers(evidence: Evidence) -> Variants:
     for is_inverted in (False, True) if evidence.has_masks else ():
         model = evidence.replace_stages(SCORES, _add_mask, 1.0, is_inverted)
         yield Variant(model, {}, "hide keys: scores.masked_fill(~mask, -inf)")
+    if _is_causal(evidence) or evidence.model.settings.sides is not None:
+        for is_inverted in (False, True):
+            model = evidence.replace_stages(SCORES, _add_mask_of_settings, is_inverted)
+            repair = "hide keys: scores.masked_fill(~mask, -inf)"
+            yield Variant(model, {}, repair, {"of": "the settings alone"})
+
+
+def _add_mask_of_settings(is_inverted: bool, forced: ForcedStage) -> Tensor:
+    """Return scores of all keys, plus 1 at those that causality and a window leave."""
+    seen = visible_keys(forced.with_inputs(mask=None)) ^ is_inverted
+    free = forced.model.with_settings(causal=False, window=None)
+    return replace(forced, model=free).usual_result() + seen.double()
 
 
 def _add_mask(number: float, is_inverted: bool, forced: ForcedStage) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
 from headwise.diagnosis.causes.evidence import Evidence, Family, Variant, Variants
-from headwise.diagnosis.simulation import gaps
+from headwise.diagnosis.simulation import gaps, merging
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.stages import repeat_kv_heads
 
@@ -108,13 +108,13 @@ def _limit_model(
     if changed.weights["wq"].shape != base.weights["wq"].shape:
         return None
     if not role:
-        return gaps.replace_model_stage_in_heads(base, changed, "head outputs", heads)
+        return merging.replace_stage_in_heads(base, changed, "head outputs", heads)
     if role == "k" and heads is not None:
         kv_heads = _kv_heads(base.settings.group, heads)
         if len(kv_heads) * base.settings.group != len(heads):
             return None
         heads = kv_heads
-    return gaps.replace_model_stage_in_heads(base, changed, f"{role} after rotary", heads)
+    return merging.replace_stage_in_heads(base, changed, f"{role} after rotary", heads)
 
 
 @lru_cache(maxsize=4)

@@ -15,7 +15,7 @@ from headwise.diagnosis.causes.evidence import STAGE_OF, Evidence, Variant, Vari
 from headwise.diagnosis.moves import find
 from headwise.diagnosis.moves.maps import MapName, Rows
 from headwise.diagnosis.moves.move import ROUNDED, cast_and_back, format_dtype
-from headwise.diagnosis.simulation import gaps
+from headwise.diagnosis.simulation import gaps, merging
 from headwise.diagnosis.simulation.model import AttentionModel
 
 
@@ -327,6 +327,6 @@ def _module_bypassed(evidence: Evidence) -> Variants:
     for roles in _all_and_each(evidence.parted_roles):
         model = evidence.model
         for role in roles:
-            model = gaps.replace_model_stage_in_heads(model, of_weights, STAGE_OF[role], None)
+            model = merging.replace_stage_in_heads(model, of_weights, STAGE_OF[role], None)
         repair = f"call the modules of {', '.join(roles)}"
         yield Variant(model, {"roles": "".join(roles)}, repair)

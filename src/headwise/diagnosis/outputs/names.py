@@ -13,16 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.diagnosis import watch
 from headwise.diagnosis.catalogue import ADAPTERS_MERGED, BIAS_MISSING, ROWS_ZERO
 from headwise.diagnosis.moves import families, find
 from headwise.diagnosis.moves import search as moves_search
 from headwise.diagnosis.moves.maps import BIASES, BOTH, WEIGHTS, MapName, MatrixMap, RowMap
 from headwise.diagnosis.moves.move import BiasDropped, Edited, Limited, Move, Taken
 from headwise.diagnosis.outputs import scores, values
-from headwise.diagnosis.outputs.runs import Runs, agrees
+from headwise.diagnosis.outputs.runs import Runs, agree_on_few, agrees, predict_each
 from headwise.diagnosis.outputs.solving import Read
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.errors import OptionError
+from headwise.function.spec import ABSENT
+from headwise.function.weights import State
 
 FEWEST = 16  # sequences of two tokens
 FLOOR_FINE, FLOOR = 4e-6, 4e-5  # of what is read in float64 and in float32
@@ -74,7 +77,10 @@ class _Search:
         yield from self._name_reads(self._read_values(single))
 
     def _yield_score_moves(self, pair: RecordedCall) -> Iterator[Moves]:
-        yield from self._try_moves({"q", "k"}, pair, pair)
+        fitting = [*self._try_moves({"q", "k"}, pair, pair)]
+        yield from fitting
+        if not fitting:
+            yield from ((move,) for move in self._list_scaled_moves(pair))
         yield from self._name_reads(self._read_scores())
 
     def _count_single_tokens(self) -> int:
@@ -86,23 +92,80 @@ class _Search:
         self, roles: set[str], call: RecordedCall, pair: RecordedCall
     ) -> Iterator[tuple[Move]]:
         """Yield the moves that explain a call; if any explain two tokens too, those alone."""
-        known: dict[object, bool] = {}
-        fitting: list[tuple[Move, AttentionModel]] = []
-        for move in self._list_moves(roles):
-            changed = apply_move(self.model, move)
-            names = (f"{kind}{role}" for role in sorted(roles) for kind in "wb")
-            tensors = [(changed.weights.get(n), self.model.weights.get(n)) for n in names]
-            if all(mine is theirs for mine, theirs in tensors):
-                continue
-            key = _key_of_change(move, roles, self)
-            if key not in known:
-                known[key] = agrees(changed, call, self.runs.tolerance)
-            if known[key]:
-                fitting.append((move, changed))
+        changes = self._changes_of(roles)
+        known = self._agreements(changes, call)
+        fitting = [
+            (move, replace(self.model, weights=weights))
+            for move, key, weights in changes
+            if known[key]
+        ]
         whole = [move for move, changed in fitting if agrees(changed, pair, self.runs.tolerance)]
-        alone = [move for move, _ in fitting if set(move.roles) <= roles]
-        for move in whole or alone or [move for move, _ in fitting]:
+        alone = [move for move, _ in fitting if {*move.roles} <= roles]
+        # Where another fault is beside it, moves of more roles are as likely as those of these.
+        for move in whole or dict.fromkeys([*alone, *(move for move, _ in fitting)]):
             yield (move,)
+
+    def _changes_of(self, roles: set[str]) -> list[tuple[Move, object, State]]:
+        """Return the named moves of some roles, a key of what each changes in them, and weights."""
+
+        def make() -> list[tuple[Move, object, State]]:
+            names = [f"{kind}{role}" for role in sorted(roles) for kind in "wb"]
+            made = list[tuple[Move, object, State]]()
+            for move in self._list_moves(roles):
+                weights = apply_move(self.model, move).weights
+                if any(weights.get(n) is not self.model.weights.get(n) for n in names):
+                    made.append((move, _key_of_change(move, roles, self), weights))
+            return made
+
+        key = ("moves", *sorted(roles), *self.rotary.values(), *self.model.weights.values())
+        changes: list[tuple[Move, object, State]] = self.runs.remember(key, make)
+        return changes
+
+    def _agreements(
+        self, changes: Sequence[tuple[Move, object, State]], call: RecordedCall
+    ) -> dict[object, bool]:
+        """Return by key whether changed weights explain a call."""
+        models: dict[object, AttentionModel] = {}
+        for _, key, weights in changes:
+            models.setdefault(key, replace(self.model, weights=weights))
+        known = dict.fromkeys(models, True)
+        joint = [key for key, model in models.items() if self._has_right_output(model)]
+        few = agree_on_few(self.model, [models[k] for k in joint], call, self.runs.tolerance)
+        known.update(zip(joint, few, strict=True))
+        for key in (key for key, is_near in known.items() if is_near):
+            watch.look()
+            known[key] = agrees(models[key], call, self.runs.tolerance)
+        return known
+
+    def _has_right_output(self, model: AttentionModel) -> bool:
+        right = self.model.weights
+        return all(model.weights.get(name) is right.get(name) for name in ("wo", "bo"))
+
+    def _list_scaled_moves(self, pair: RecordedCall) -> Iterator[Move]:
+        """Yield moves of queries and keys after which the scores of two tokens lack one factor."""
+        model, settings = self.model, self.model.settings
+        has_bias = settings.score_bias is not ABSENT or "distances" in model.weights
+        if model.replaced or settings.cap is not None or has_bias or self.runs.is_narrow:
+            return
+        weights = scores.read_two_weights(model, pair, 10 * self.runs.tolerance)
+        if weights is None or not bool((weights > 0).all()):
+            return
+        seen, logits = weights.prod(2), weights.log()
+        right = seen * (logits[..., 0] - logits[..., 1])
+        changes = {key: (move, state) for move, key, state in self._changes_of({"q", "k"})}
+        models = [model, *(replace(model, weights=state) for _, state in changes.values())]
+        usual, *others = predict_each(model, models, "scores", pair)
+        usual, *others = (seen * (x[..., 0] - x[..., 1]) for x in (usual, *others))
+        if self._is_multiple(usual, right):
+            return
+        for (move, _), predicted in zip(changes.values(), others, strict=True):
+            if self._is_multiple(predicted, right):
+                yield move
+
+    def _is_multiple(self, x: Tensor, right: Tensor) -> bool:
+        """True if a factor makes a tensor of another one to rounding."""
+        factor = (x * right).sum() / x.square().sum().clamp_min(1e-300)
+        return bool((factor * x - right).norm() <= 100 * self.runs.tolerance * right.norm())
 
     def _list_moves(self, roles: set[str]) -> Iterator[Move]:
         """Yield the named moves of weights and biases that change some roles."""
@@ -155,6 +218,7 @@ class _Search:
 
     def _name_reads(self, reads: Iterator[Read | None]) -> Iterator[Moves]:
         for read in reads:
+            watch.look()
             if read is not None:
                 yield from self._name_read(read)
 

@@ -6,13 +6,14 @@ output holds one weight for each head.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.diagnosis import watch
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.errors import OptionError
 from headwise.function.rounding import default_tolerance, is_coarser
@@ -20,6 +21,7 @@ from headwise.function.rounding import default_tolerance, is_coarser
 SEED = 7
 AT_ONCE = 4096  # sequences of one run
 FEW = 8  # sequences on which a candidate is tried first
+CHANGED_AT_ONCE = 64  # models of one run
 SHARE = 0.01  # of what an entry may be off by, since a norm is off by less
 CLOSE = 1e-3  # two runs in dtypes of which one is float32
 
@@ -115,9 +117,43 @@ def draw_tokens(shape: tuple[int, ...], seed: int) -> Tensor:
 
 def agrees(model: AttentionModel, call: RecordedCall, tolerance: float) -> bool:
     """True if a model predicts the output at the last query of a call, by the norm."""
-    few = RecordedCall(_take(call.inputs, 0, FEW), {"output": call.stages["output"][:FEW]})
-    sides = (few, call) if len(call.inputs.x) > FEW else (call,)
+    sides = (_take_few(call), call) if len(call.inputs.x) > FEW else (call,)
     return all(relative_gap(model, each) <= tolerance for each in sides)
+
+
+def predict_each(
+    model: AttentionModel, changed: Sequence[AttentionModel], stage: str, call: RecordedCall
+) -> Iterator[Tensor]:
+    """Yield a stage at the last query of a call by each of some models.
+
+    They have other projections q, k and v than ``model``, and are one run of many sequences.
+    """
+    bare = RecordedCall(call.inputs, {})
+    for start in range(0, len(changed), CHANGED_AT_ONCE):
+        watch.look()
+        some = changed[start : start + CHANGED_AT_ONCE]
+        inputs = call.inputs.map_tokens(lambda x: x.repeat(len(some), 1, 1))  # noqa: B023
+        made = {role: torch.cat([m.predict_stage(role, bare) for m in some]) for role in "qkv"}
+        predicted = model.predict_stage(stage, RecordedCall(inputs, made))
+        last = predicted[:, -1] if stage == "output" else predicted[:, :, -1]
+        yield from last.unflatten(0, (len(some), -1))
+
+
+def agree_on_few(
+    model: AttentionModel,
+    changed: Sequence[AttentionModel],
+    call: RecordedCall,
+    tolerance: float,
+) -> list[bool]:
+    """True for each model of other projections that predicts the first sequences of a call."""
+    few = _take_few(call)
+    output = few.stages["output"][:, -1]
+    each = predict_each(model, changed, "output", few)
+    return [bool((x - output).norm() <= tolerance * output.norm()) for x in each]
+
+
+def _take_few(call: RecordedCall) -> RecordedCall:
+    return RecordedCall(_take(call.inputs, 0, FEW), {"output": call.stages["output"][:FEW]})
 
 
 def relative_gap(model: AttentionModel, call: RecordedCall) -> float:

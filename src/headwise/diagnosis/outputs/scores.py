@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.diagnosis import watch
 from headwise.diagnosis.outputs.runs import Runs, draw_tokens
 from headwise.diagnosis.outputs.solving import Read, solve, with_constant
 from headwise.diagnosis.simulation.model import (
@@ -226,6 +227,7 @@ def read_two_weights(model: AttentionModel, call: RecordedCall, tolerance: float
         return None
     parts, apart = [], 0.0
     for chunk in torch.arange(len(output)).split(max(1, MOST_ENTRIES // (2 * heads * out_dim))):
+        watch.look()
         inputs = call.inputs.map_tokens(lambda x: x[chunk])  # noqa: B023 (called at once)
         parts_of_heads = _contributions(model, RecordedCall(inputs, {}))
         weights, left = _solve_two_weights(model, parts_of_heads, output[chunk])

@@ -345,7 +345,7 @@ def measure_gaps(
     """
     cells: dict[Cell, Gap] = {}
     # Stages that cannot be computed from recorded ones of other shapes.
-    misshapen = set[str]().union(*[_list_misshapen_stages(model, call) for call in calls])
+    misshapen = set[str]().union(*[list_misshapen_stages(model, call) for call in calls])
     for stage in STAGES:
         if not misshapen.isdisjoint(BEFORE[stage]):
             misshapen.add(stage)
@@ -359,7 +359,7 @@ def measure_gaps(
     return Gaps(cells)
 
 
-def _list_misshapen_stages(model: AttentionModel, call: RecordedCall) -> set[str]:
+def list_misshapen_stages(model: AttentionModel, call: RecordedCall) -> set[str]:
     """Return the stages that follow recorded ones of other heads than the model's.
 
     Recorded stages before a stage also have the same number of sequences.
@@ -392,7 +392,7 @@ def all_heads_agree_within_rounding(
 
     It does not explain a difference of more than ``far``.
     """
-    if stage in _list_misshapen_stages(model, call):
+    if stage in list_misshapen_stages(model, call):
         return False
     forced, actual = model.prepare_stage(stage, call), call.stages[stage]
     predicted = forced.result
@@ -461,20 +461,3 @@ def absolute_difference(predicted: Tensor, actual: Tensor) -> Tensor:
     """Return the absolute difference; 0 for equal infinities and two NaNs, else infinite."""
     equal = (predicted == actual) | (predicted.isnan() & actual.isnan())
     return (predicted - actual).abs().nan_to_num(math.inf).masked_fill(equal, 0.0)
-
-
-def replace_model_stage_in_heads(
-    base: AttentionModel, changed: AttentionModel, stage: str, heads: Sequence[int] | None
-) -> AttentionModel:
-    """Return ``base`` with a stage of ``changed``, in some heads alone (all for None or WHOLE)."""
-
-    def stage_function(forced: ForcedStage) -> Tensor:
-        other = ForcedStage(changed, forced.call, stage).result
-        if heads is None or WHOLE in heads:
-            return other
-        usual = ForcedStage(base, forced.call, stage).result
-        chosen = torch.zeros(usual.shape[1], dtype=torch.bool)
-        chosen[list(heads)] = True
-        return torch.where(chosen[:, None, None], other, usual)
-
-    return replace(base, replaced={**base.replaced, stage: stage_function})
