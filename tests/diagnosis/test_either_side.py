@@ -86,10 +86,11 @@ def test_the_side_that_has_the_cause_is_stated() -> None:
     cause = only_cause(compare(layer, function_of(original)))
     assert cause.side == "second"
     assert cause.lines[0] == "scale: scale 1 in the second"
-    assert cause.lines[2].startswith("  repair of the second: scale=0.35")
+    assert cause.lines[2].startswith("  repair of the second, before scores are capped")
+    assert cause.repair == "scores = scores * 0.353553390593  # scale 0.353553 in place of 1"
     cause = only_cause(compare(function_of(original), layer))
     assert cause.side == "first"
-    assert cause.lines[2].startswith("  repair: scale=0.35")
+    assert cause.lines[2].startswith("  repair, before scores are capped")
 
 
 def test_a_scale_and_a_factor_have_a_formula() -> None:

@@ -272,6 +272,10 @@ class _Pairs:
         return fitted if fitted and self._explains(fitted[2].variant.model) else None
 
     def _name(self, first: Trial, second: Trial, both: Trial) -> list[NamedCause]:
+        """Return both causes, or one where a fitted number of the other changes nothing."""
+        for each in (first, second):
+            if self._explains(each.variant.model):
+                return [NamedCause(each.cause, each.variant, each.variant.model, self.parted)]
         alone = NamedCause(first.cause, first.variant, first.variant.model, self.parted)
         model = both.variant.model
         return _as_pair(alone, NamedCause(second.cause, second.variant, model, self.parted))

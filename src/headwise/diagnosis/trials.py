@@ -46,6 +46,7 @@ MODULES = (
     decoding,
     eviction,
 )
+ALONG_KEYS = (masks.__name__, dtypes.__name__)  # whose scores have the keys of the call
 # The function that looks for a cause has the name of its row.
 SEARCHES: Mapping[Cause, Search] = {
     cause: vars(module)[f"_{name.lower()}"]
@@ -175,8 +176,8 @@ class Trials:
         if not cells:
             return
         search = SEARCHES.get(cause)
-        is_of_masks = search is not None and search.__module__ == masks.__name__
-        if evidence.attends_across_batch and is_of_masks:
+        is_along_keys = search is not None and search.__module__ in ALONG_KEYS
+        if evidence.attends_across_batch and is_along_keys:
             return
         variants = evidence.search_moves(cause) if search is None else search(evidence)
         variants = limit(cause, variants, evidence) if evidence.is_limited else variants

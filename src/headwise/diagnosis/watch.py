@@ -68,7 +68,7 @@ def look(stage: str = "", done: int = 0, total: int = 0) -> None:
     watch = _current.get()
     if stage:
         watch.progress(stage, done, total)
-    if watch.is_spent():
+    if (watch.stopped or watch.budget is not None) and watch.is_spent():
         raise OutOfTimeError
 
 

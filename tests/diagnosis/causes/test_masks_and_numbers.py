@@ -180,6 +180,17 @@ def test_a_number_is_found_by_its_size(
     assert cause.variant.parameters[words] == pytest.approx(number, abs=1e-6)
 
 
+@pytest.mark.parametrize("number", [-5.2, -9.0])
+def test_a_small_weight_of_hidden_keys_is_found_by_its_number(number: float) -> None:
+    model = model_of(causal=True)
+    other = scores_by(lambda s: s.masked_fill(torch.ones(s.shape[2:]).triu(1).bool(), number))
+    x = 0.1 * inputs_of().x[:1, :2]
+    few = RecordedCall(Inputs(x), {})  # one key is hidden
+    calls = [few.with_stages({"output": other(model).predict_stage("output", few)})]
+    [cause] = searched(model, calls, "finite number for -inf").causes
+    assert cause.variant.parameters["set to hidden keys"] == pytest.approx(number, abs=1e-6)
+
+
 @pytest.mark.parametrize("number", [-1e4, -1e9])
 def test_a_large_number_that_is_added_shows_in_rows_without_keys(number: float) -> None:
     seen = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool)

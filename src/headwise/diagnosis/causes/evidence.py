@@ -186,8 +186,11 @@ def _yield_qkv_moves(evidence: Evidence) -> Iterator[tuple[Move, ...]]:
     """Yield moves of q, k and v, with their biases or without."""
     if not evidence.parted_calls_and_heads("q", "k", "v"):
         return
-    model, calls = evidence.model, evidence.calls
-    rows = _collect_stage_rows(model, calls)
+    # With a cache, q and k are known after the rotation alone: other calls show their rows.
+    model = evidence.model
+    every = {*"qkv"}.intersection(chain.from_iterable(call.stages for call in evidence.calls))
+    calls = [call for call in evidence.calls if every <= {*call.stages}]
+    rows = _collect_stage_rows(model, calls) if calls else None
     if rows is None:
         return
     rotary, biases = model.settings.rotation, extract_rows(model.weights).biases

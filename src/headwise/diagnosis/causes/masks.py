@@ -306,7 +306,8 @@ def _finite_for_inf(evidence: Evidence) -> Variants:
             yield Variant(model, {"added hidden keys": number}, repair)
 
 
-NUMBERS = (-20.0, -8.0, -3.0, -1.0, 1.0)  # from which the fit of a number starts
+# From which the fit of a number starts. Weights are powers of e, so that one far above has no slope.
+NUMBERS = (*map(float, range(-20, -12, 2)), *map(float, range(-12, 2)))
 LEAST = 1e-6  # a smaller number is 0
 
 

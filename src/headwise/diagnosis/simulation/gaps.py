@@ -374,19 +374,21 @@ def list_misshapen_stages(model: AttentionModel, call: RecordedCall) -> set[str]
 
     Recorded stages before a stage also have the same number of sequences.
     """
-    misshapen: set[str] = set()
     has_other_heads: set[str] = set()
-    for stage, before in BEFORE.items():
-        batches = {len(call.stages[each]) for each in before if each in call.stages}
-        if len(batches) > 1 or not (misshapen | has_other_heads).isdisjoint(before):
-            misshapen.add(stage)
-        recorded = call.stages.get(stage)
-        if recorded is not None and stage != "output":
+    for stage, recorded in call.stages.items():
+        if stage in BEFORE and stage != "output":
             role = stage[0] if stage[0] in "qkv" else "o"
             count, width = model.weights[f"w{role}"].shape[:2]
             is_square = stage in ("scores", "weights")
             if recorded.shape[1] != count or (recorded.shape[3] != width and not is_square):
                 has_other_heads.add(stage)
+    misshapen: set[str] = set()
+    if not has_other_heads and len({len(x) for x in call.stages.values()}) == 1:
+        return misshapen
+    for stage, before in BEFORE.items():
+        batches = {len(call.stages[each]) for each in before if each in call.stages}
+        if len(batches) > 1 or not (misshapen | has_other_heads).isdisjoint(before):
+            misshapen.add(stage)
     return misshapen
 
 
