@@ -306,7 +306,7 @@ def _finite_for_inf(evidence: Evidence) -> Variants:
             yield Variant(model, {"added hidden keys": number}, repair)
 
 
-# From which the fit of a number starts. Weights are powers of e, so that one far above has no slope.
+# From which the fit of a number starts: weights are powers of e, so that one far above is flat.
 NUMBERS = (*map(float, range(-20, -12, 2)), *map(float, range(-12, 2)))
 LEAST = 1e-6  # a smaller number is 0
 
