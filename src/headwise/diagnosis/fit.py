@@ -77,7 +77,8 @@ def heads_by_stage(cells: Iterable[Cell]) -> dict[tuple[str, int], list[int]]:
 
 
 def _numbers(families: Sequence[Family], place: Place) -> tuple[float, ...]:
-    return tuple(math.exp(t) if f.is_log else t for f, t in zip(families, place, strict=True))
+    numbers = [math.exp(t) if f.is_log else t for f, t in zip(families, place, strict=True)]
+    return tuple(numbers)
 
 
 def _widen(least: float, most: float) -> tuple[float, float]:
@@ -104,9 +105,9 @@ def _minimise_residuals(
         trials = [(size, place)]
         for share in SHARES:
             ends = zip(place, moves[:, 0].tolist(), bounds, strict=True)
-            there = tuple(max(min(t + share * m, high), low) for t, m, (low, high) in ends)
+            there = tuple([max(min(t + share * m, high), low) for t, m, (low, high) in ends])
             trials.append((float(residuals(there).norm()), there))
-        best = min(pair for pair in trials if math.isfinite(pair[0]))
+        best = min([pair for pair in trials if math.isfinite(pair[0])])
         if best[0] >= size:
             break
         slow += best[0] > SLOW * size

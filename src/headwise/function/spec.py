@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
@@ -229,7 +230,7 @@ class AttentionSpec:
         """The rotation, None where there is none that headwise computes."""
         return self.rotary if isinstance(self.rotary, RotaryRule) else None
 
-    @property
+    @cached_property
     def factor(self) -> float:
         """The scale as a number."""
         if isinstance(self.scale, ScaleRule):
@@ -242,12 +243,12 @@ class AttentionSpec:
         """The normalisation of queries and keys, None where headwise computes none."""
         return self.qk_norm if isinstance(self.qk_norm, NormRule) else None
 
-    @property
+    @cached_property
     def cap(self) -> float | None:
         """The bound of the scores, None for none."""
         return self.softcap.limit if isinstance(self.softcap, Softcap) else None
 
-    @property
+    @cached_property
     def sides(self) -> tuple[int | None, int | None] | None:
         """The window, None for none."""
         return self.window if isinstance(self.window, tuple) else None

@@ -360,7 +360,7 @@ def _pattern_error(text: str, needed: str) -> OptionError:
 
 def product_of_sizes(names: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Return the product of the sizes of names."""
-    return prod(sizes[name] for name in names)
+    return prod([sizes[name] for name in names])
 
 
 Sizes = dict[str, int]

@@ -115,7 +115,8 @@ class RecordedCall:
         """Positions of the queries, (batch, queries)."""
         if self.inputs.positions is not None:
             return self.inputs.positions
-        return count_positions(self.past_key_count, *self.inputs.x.shape[:2])
+        past = self.past_key_count if self.earlier else 0
+        return count_positions(past, *self.inputs.x.shape[:2])
 
     @property
     def new_key_positions(self) -> Tensor:
@@ -127,6 +128,8 @@ class RecordedCall:
     @property
     def key_positions(self) -> Tensor:
         """Positions of all keys, those of earlier calls first, (batch, keys)."""
+        if not self.earlier:
+            return self.new_key_positions
         earlier = [call.new_key_positions for call in self.earlier]
         return join_positions(*earlier, self.new_key_positions)
 
@@ -409,7 +412,8 @@ def compute_scores(forced: ForcedStage) -> Tensor:
 def scale_products(forced: ForcedStage) -> Tensor:
     """Return scaled and softcapped products of queries and keys."""
     q, k = forced["q after rotary"], forced.of_all_calls("k after rotary")
-    scale, softcap = forced.settings.factor, forced.settings.cap
+    settings = forced.settings
+    scale, softcap = settings.factor, settings.cap
     return forced.model.memory.compute(stages.scaled_products, q, k, scale=scale, softcap=softcap)
 
 
