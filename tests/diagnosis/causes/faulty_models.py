@@ -44,6 +44,13 @@ def model_of(**settings: object) -> AttentionModel:
     return AttentionModel(plain, weights).with_settings(**settings)
 
 
+def gated() -> AttentionModel:
+    """Return a model with a gate for each channel of a head."""
+    generator = torch.Generator().manual_seed(2)
+    gate = torch.randn(HEADS, VALUE_DIM, WIDTH, generator=generator, dtype=torch.float64)
+    return model_of(output_gate="channel").with_weights(wg=0.3 * gate)
+
+
 def inputs_of(**arguments: object) -> Inputs:
     """Return random tokens."""
     generator = torch.Generator().manual_seed(6)

@@ -15,6 +15,7 @@ from tests.diagnosis.causes.faulty_models import (
     TOKENS,
     VALUE_DIM,
     WIDTH,
+    gated,
     inputs_of,
     model_of,
     recorded,
@@ -24,13 +25,6 @@ from tests.diagnosis.causes.test_parts_of_a_fault import SLOPES, outputs_of
 
 Change = Callable[[ForcedStage], Tensor]
 PADDED = torch.arange(TOKENS) < torch.tensor([TOKENS, 13, 9])[:, None]
-
-
-def gated() -> AttentionModel:
-    """Return a model with a gate for each channel of a head."""
-    generator = torch.Generator().manual_seed(2)
-    gate = torch.randn(HEADS, VALUE_DIM, WIDTH, generator=generator, dtype=torch.float64)
-    return model_of(output_gate="channel").with_weights(wg=0.3 * gate)
 
 
 def in_six_heads() -> AttentionModel:

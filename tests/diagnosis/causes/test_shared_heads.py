@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import ANOTHER_COLUMN_CUT_OFF, GATE_WITHOUT_SIGMOID
 from headwise.diagnosis.causes.evidence import Evidence, Variant
-from headwise.diagnosis.pairs import merge_models
+from headwise.diagnosis.simulation.merging import merge_models
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
 from headwise.diagnosis.trials import SEARCHES
 from headwise.function.spec import AlibiRule
@@ -16,7 +18,7 @@ from tests.diagnosis.causes.faulty_models import (
     HEADS,
     KV_HEADS,
     VALUE_DIM,
-    WIDTH,
+    gated,
     inputs_of,
     model_of,
     recorded,
@@ -27,13 +29,11 @@ from tests.diagnosis.causes.test_parts_of_a_fault import SLOPES, outputs_of
 ALIBI = {"causal": True, "rotary": None, "score_bias": AlibiRule(slopes=SLOPES)}
 
 
-def gated() -> AttentionModel:
-    """Return a model with a gate for each channel, and a sink for each head."""
-    generator = torch.Generator().manual_seed(2)
-    gate = torch.randn(HEADS, VALUE_DIM, WIDTH, generator=generator, dtype=torch.float64)
+def biased() -> AttentionModel:
+    """Return a gated model whose gate has a bias, and a sink for each head."""
+    generator = torch.Generator().manual_seed(3)
     bias = torch.randn(HEADS, VALUE_DIM, generator=generator, dtype=torch.float64)
-    model = model_of(output_gate="channel")
-    return model.with_weights(wg=0.3 * gate, bg=bias, sink=bias[:, 0])
+    return gated().with_weights(bg=bias, sink=bias[:, 0])
 
 
 def of_head(model: AttentionModel, head: int, *names: str) -> AttentionModel:
@@ -58,7 +58,7 @@ def of_head(model: AttentionModel, head: int, *names: str) -> AttentionModel:
     ],
 )
 def test_the_part_is_named(part: str, names: tuple[str, ...], head: int, shows: object) -> None:
-    model = gated()
+    model = biased()
     calls = shows(of_head(model, head, *names))  # type: ignore[operator]
     result = searched(model, calls)
     named = [each for each in result.causes if each.cause.name == "one head for all heads"]
@@ -74,40 +74,32 @@ def test_slopes_of_the_first_head() -> None:
 
 
 @pytest.mark.parametrize("shows", [lambda m: recorded(m, inputs_of()), outputs_of])
-def test_a_gate_without_its_sigmoid(shows: object) -> None:
-    model = gated()
+@pytest.mark.parametrize(
+    ("name", "parameters", "factor"),
+    [
+        ("gate without sigmoid", {"gate": "linear"}, lambda gate: gate),
+        ("sign", {"of": "the gate"}, lambda gate: 1 - gate.sigmoid()),
+    ],
+)
+def test_a_gate_by_another_function(
+    name: str, parameters: dict[str, str], factor: Callable[[Tensor], Tensor], shows: object
+) -> None:
+    model = biased()
     weight, bias = model.weights["wg"], model.weights["bg"]
 
-    def ungated(forced: ForcedStage) -> Tensor:
-        x = forced.call.inputs.x
+    def changed(forced: ForcedStage) -> Tensor:
         values = forced["v"].repeat_interleave(HEADS // KV_HEADS, 1)
-        gates = torch.einsum("ble,hde->bhld", x, weight) + bias[:, None]
-        return forced["weights"] @ values * gates
+        gates = torch.einsum("ble,hde->bhld", forced.call.inputs.x, weight) + bias[:, None]
+        return forced["weights"] @ values * factor(gates)
 
-    calls = shows(model.with_stage_function("head outputs", ungated))  # type: ignore[operator]
+    calls = shows(model.with_stage_function("head outputs", changed))  # type: ignore[operator]
     [cause] = searched(model, calls).causes
-    assert cause.cause.name == "gate without sigmoid"
-
-
-@pytest.mark.parametrize("shows", [lambda m: recorded(m, inputs_of()), outputs_of])
-def test_a_gate_that_is_closed_where_it_should_be_open(shows: object) -> None:
-    model = gated()
-    weight, bias = model.weights["wg"], model.weights["bg"]
-
-    def closed(forced: ForcedStage) -> Tensor:
-        x = forced.call.inputs.x
-        values = forced["v"].repeat_interleave(HEADS // KV_HEADS, 1)
-        gates = torch.einsum("ble,hde->bhld", x, weight) + bias[:, None]
-        return forced["weights"] @ values * (1 - gates.sigmoid())
-
-    calls = shows(model.with_stage_function("head outputs", closed))  # type: ignore[operator]
-    [cause] = searched(model, calls).causes
-    assert (cause.cause.name, cause.variant.parameters) == ("sign", {"of": "the gate"})
+    assert (cause.cause.name, cause.variant.parameters) == (name, parameters)
 
 
 def test_two_changes_of_a_gate_or_a_sink_can_be_joined() -> None:
     """A pair of causes may leave out what the other one changes."""
-    model = gated()
+    model = biased()
     calls = outputs_of(of_head(model, 0, "wq"))
     evidence = Evidence.of(model, calls)
     bare = model.with_weights(wg=None, bg=None, sink=None).with_settings(output_gate=None)
