@@ -21,8 +21,8 @@ from benchmarks.faults.reference_layer import ReferenceLayer
 from benchmarks.faults.same import SAME
 from benchmarks.faults.subtle import SUBTLE
 from benchmarks.faults.unknown import MECHANISMS
-from headwise.diagnosis._compare import Comparison
 from headwise.diagnosis.catalogue import CAUSES, Cause
+from headwise.diagnosis.layers import Comparison
 from headwise.diagnosis.models import compare_runs
 from headwise.diagnosis.probes import NamedInputs, make_probe_inputs
 from headwise.diagnosis.results import Diagnosis, Verdict

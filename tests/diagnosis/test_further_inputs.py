@@ -41,6 +41,7 @@ def test_a_window_of_more_keys_than_usual_inputs_have(
     assert diagnosis.function is not None
     [cause] = diagnosis.function.causes
     assert (cause.name, cause.parameters) == (name, parameters)
+    assert cause.place == ("where keys are hidden" if known else "")  # a window goes by words
 
 
 @pytest.mark.slow

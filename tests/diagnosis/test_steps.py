@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis import Diagnosis, Verdict
-from headwise.diagnosis._compare import Comparison
 from headwise.diagnosis.catalogue import CAUSES
+from headwise.diagnosis.layers import Comparison
 from headwise.diagnosis.probes import choose_inputs
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.diagnosis.subjects.layers import NativeSubject

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor, nn
 
 from headwise.checkpoints.attention import load_attention
 from headwise.checkpoints.source import CheckpointSource
-from headwise.diagnosis import catalogue, functions, models, probes, search, watch, ways
+from headwise.diagnosis import functions, models, probes, watch
 from headwise.diagnosis._verify import verify_opened
-from headwise.diagnosis.causes import dropout
-from headwise.diagnosis.causes.evidence import Evidence
-from headwise.diagnosis.comparison import SEED
 from headwise.diagnosis.detection import GivenWeights, open_weights
-from headwise.diagnosis.probes import ComparisonInputs, NamedInputs
-from headwise.diagnosis.results import Diagnosis, Verdict
-from headwise.diagnosis.simulation.gaps import measure_gaps
-from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
+from headwise.diagnosis.layers import Comparison
+from headwise.diagnosis.probes import ComparisonInputs
+from headwise.diagnosis.results import Diagnosis
+from headwise.diagnosis.simulation.model import Inputs
 from headwise.diagnosis.subjects import layers, recording, steps, subject, transformers
-from headwise.diagnosis.subjects.function import SLOW, BlackBox, name_arguments
+from headwise.diagnosis.subjects.function import BlackBox
 from headwise.diagnosis.subjects.parts import Parts
 from headwise.diagnosis.subjects.run import (
     LayerRun,
@@ -37,18 +32,11 @@ from headwise.diagnosis.subjects.run import (
 )
 from headwise.diagnosis.subjects.subject import Subject
 from headwise.errors import OptionError
-from headwise.function.rounding import coarsest
 from headwise.layers.attention import Attention
 from headwise.layouts.modules import NamedModule
 from headwise.support.progress import Progress
 
 Comparable = nn.Module | Callable[..., Any] | str | Path | Mapping[str, Tensor]
-RECORD_PARTS = (
-    "next, record q, k and v too: compare(port, layer, parts={'q': port.q_proj, 'k': port.k_proj, "
-    "'v': port.v_proj}), with the modules that compute them"
-)
-OF_INPUTS = 0.5  # of the budget, that runs of the inputs may take
-UNSTATED = "the layer runs otherwise than its weights and settings state, such as by a hook"
 
 
 def compare(
@@ -241,370 +229,6 @@ def _make_subject(name: str, value: object) -> Subject:
         needed="an attention layer, a function of tensors, or weights",
         do="headwise.compare(ported_layer, original_layer)",
     )
-
-
-# Causes that inputs of usual length and size may not show.
-IN_FURTHER_CALLS = (
-    catalogue.WINDOW_MISSING,
-    catalogue.WINDOW_OFF_BY_ONE,
-    catalogue.SOFTCAP,
-)
-
-
-class Comparison:
-    """Two subjects run on the same inputs.
-
-    The causes are those in ``doubtful``. It is the first subject, or the second where the first
-    alone is known as data. Only ``candidates`` are named.
-    """
-
-    def __init__(
-        self,
-        first: Subject,
-        second: Subject,
-        probes: Sequence[NamedInputs],
-        candidates: Sequence[catalogue.Cause] = catalogue.CAUSES,
-    ) -> None:
-        self.first, self.second, self.probes = first, second, probes
-        self.candidates = candidates
-        self.further: Sequence[NamedInputs] = ()  # to be run where a function agrees on all others
-        self.doubtful, self.known = (first, second) if second.model else (second, first)
-        if self.known.model is None:
-            raise OptionError(
-                saw=f"a {first.kind} and a {second.kind}, whose weights and settings headwise "
-                "cannot read",
-                needed="on one side, a class with a layout in the catalogue: headwise layouts",
-                do="compare their outputs: compare(lambda x: a(x)[0], lambda x: b(x)[0], x)",
-            )
-        self.failed: list[str] = []  # inputs on which the doubtful one failed, in words
-        self.known_calls, self.known_names = _record(self.known, filter(self._is_known, probes))
-        if isinstance(self.doubtful, recording.Recording):
-            self.doubtful.require_shapes_of(self.known_calls[0])
-        # A layer's own calls may have causes too, such as hooks of its modules.
-        self.model: AttentionModel = self.known.model
-        named = search.search_causes(Evidence.of(self.model, self.known_calls), catalogue.CAUSES)
-        self.runs_as_stated = not named.left.cells_beyond_rounding
-        if named.causes and self.runs_as_stated:
-            self.model = replace(named.causes[-1].model, of_weights=self.model)
-
-    def _is_known(self, probe: NamedInputs) -> bool:
-        """True if the known side takes an input; the model of one without a cache computes it."""
-        return not probe.inputs.steps or self.known.step_arguments is not None
-
-    def diagnosis(self) -> Diagnosis:
-        """Return the verdict and its evidence."""
-        try:
-            calls, names = self._record_doubtful(self.probes)
-        except OptionError as error:
-            return self._diagnose_randomness(error)
-        time = watch.current()
-        if isinstance(self.doubtful, BlackBox) and not time.stopped:
-            self.doubtful.require_stateless()
-        side = self._side
-        everything = self._explain(calls, names, side)
-        explained = self._look_further(self._explain_by_few_calls(everything))
-        if not explained.outputs_agree:
-            causes, left = explained.search
-            if left.cells_beyond_rounding or len(causes) > 1:
-                explained = self._explain_with_roles_swapped(calls, explained) or explained
-        verdict, blind = explained.verdict, ""
-        if time.stopped and verdict.is_same:
-            verdict, blind = Verdict.INCONCLUSIVE, time.stopped
-        if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():
-            verdict = Verdict.SAME
-        elif verdict.is_same and not self.runs_as_stated:
-            verdict, blind = Verdict.INCONCLUSIVE, UNSTATED
-        hidden = verdict.is_same and not self._are_equal_as_data()
-        if verdict.is_same:
-            blind = self._blind_spot(verdict, calls) if hidden else ""
-            blind = blind or subject.describe_dropout_difference(
-                self.first.dropout, self.second.dropout
-            )
-            verdict = Verdict.INCONCLUSIVE if blind else verdict
-        hidden = hidden and verdict.is_same
-        comparison = explained.report(
-            kinds=(self.first.kind, self.second.kind),
-            probes=tuple(dict.fromkeys((*names, *explained.names))),
-            seed=SEED,
-            blind=blind,
-            isolated=(
-                *functions.describe_not_finite(calls, names, side),
-                *self._describe_function(side, verdict),
-            ),
-            tried=0 if explained.has_other_rows else len(self.candidates),
-            unseen=probes.find_unseen_setting_changes(self.model, calls, self.dtype)
-            if hidden
-            else (),
-            unprobed=(*(self._list_unprobed_arguments() if hidden else ()), *self.failed),
-            ways=tuple(ways.describe(everything, self.probes, self.doubtful)),
-            stopped=time.stopped,
-            untried=tuple(time.untried),
-        )
-        return Diagnosis(verdict=verdict, function=comparison)
-
-    def _diagnose_randomness(self, error: OptionError) -> Diagnosis:
-        """Return dropout as the cause of an error by random outputs, if a few tokens show it."""
-        sizes, most = self.known.input_widths, dropout.count_readable_tokens(self.model)
-        is_random = isinstance(self.doubtful, BlackBox) and self.doubtful.is_random
-        if not is_random or sizes is None or not most or self.candidates != catalogue.CAUSES:
-            raise error
-        few = probes.make_few_tokens(sizes, most, crosses=sizes[0] != sizes[1])
-        left_on = (catalogue.DROPOUT_LEFT_ON,)
-        comparison = Comparison(self.first, self.second, few, left_on)
-        comparison.failed.append("longer inputs: compare again without dropout")
-        try:
-            diagnosis = comparison.diagnosis()
-        except OptionError:  # by what the function keeps between calls
-            raise error from None
-        function = diagnosis.function
-        if function is None or not function.causes or function.unexplained_places:
-            raise error
-        return diagnosis
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype whose rounding is allowed: of the doubtful one; the coarser for a function.
-
-        A function may compute in the dtype of the layer that it copies, whatever it returns.
-        """
-        if isinstance(self.doubtful, BlackBox):
-            return coarsest((self.doubtful.dtype, self.known.dtype))
-        return self.doubtful.dtype
-
-    def _record_doubtful(
-        self, probes: Sequence[NamedInputs]
-    ) -> tuple[list[RecordedCall], list[str]]:
-        """Return the calls of the doubtful one on some inputs, and the name of each input."""
-        calls: list[RecordedCall] = []
-        names: list[str] = []
-        time = watch.current()
-        for number, probe in enumerate(probes):
-            left = f"{len(probes) - number} of {len(probes)} inputs"
-            try:
-                stage = f"running {probe.name}{self._pace(len(probes))}"
-                time.progress(stage, number, len(probes))
-                if number and time.is_spent(OF_INPUTS):
-                    raise watch.OutOfTimeError
-                more, each = _record(self.doubtful, [probe], self.failed)
-            except watch.STOPS as error:
-                if not calls:
-                    raise
-                time.stop(error, left)
-                break
-            calls += more
-            names += each
-        if isinstance(self.doubtful, BlackBox):  # whose dtype is known after all calls
-            calls = [replace(call, dtype=self.dtype) for call in calls]
-        return calls, names
-
-    def _pace(self, probes: int) -> str:
-        """Return how long the calls of a slow function take, in words; "" for a fast one."""
-        if not isinstance(self.doubtful, BlackBox) or self.doubtful.seconds < SLOW:
-            return ""
-        seconds = self.doubtful.seconds
-        return f" ({seconds:.2g} s a call, {probes + 2} calls are planned)"
-
-    def _list_unprobed_arguments(self) -> Iterator[str]:
-        inputs = [probe.inputs for probe in self.probes]
-        for name in ("mask", "source"):
-            takes = [getattr(each, f"takes_{name}") for each in (self.first, self.second)]
-            if any(takes) and all(getattr(each, name) is None for each in inputs):
-                side = "second" if takes[0] else "first"
-                lacks = (
-                    ""
-                    if all(takes)
-                    else f" (the {side} has no argument {name}{self._others(name)})"
-                )
-                yield f"a {name}{lacks}"
-
-    def _others(self, name: str) -> str:
-        """Return what a function with arguments such as attn_mask is to be called by, in words."""
-        function = self.doubtful
-        if not isinstance(function, BlackBox) or name != "mask":
-            return ""
-        others = sorted(each for each in name_arguments(function.function) if name in each)
-        if not others or name in others:
-            return ""
-        return f": compare(lambda x, mask=None: port(x, {others[0]}=mask), ...), True attends"
-
-    def _describe_function(self, side: str, verdict: Verdict) -> tuple[str, ...]:
-        """Return what a function takes, and what is known of it where no cause explains it."""
-        function, sizes = self.doubtful, self.known.input_widths
-        if not isinstance(function, BlackBox) or sizes is None:
-            return ()
-        if verdict is not Verdict.UNKNOWN or watch.current().stopped:
-            return function.limits
-        parts = functions.BlackBoxComparison(function, self.model, sizes, side, self.dtype)
-        return (
-            function.limits + parts.sentences + ((RECORD_PARTS,) if function.parts is None else ())
-        )
-
-    def _explain(
-        self, calls: Sequence[RecordedCall], names: Sequence[str], side: str
-    ) -> search.ExplainedCalls:
-        return search.ExplainedCalls(
-            self.model, calls, names, self.dtype, self.candidates, side, self._language
-        )
-
-    @property
-    def _language(self) -> str:
-        """The language of the doubtful one's code; "" for a layer with settings."""
-        if not isinstance(self.doubtful, BlackBox):
-            return ""
-        return "numpy" if self.doubtful.takes_arrays else "torch"
-
-    def _look_further(self, explained: search.ExplainedCalls) -> search.ExplainedCalls:
-        """Return what explains one call more, if a function agrees on all but that one.
-
-        A window that is missing in shorter inputs may also be a longer one.
-        """
-        function = self.doubtful
-        if not isinstance(function, BlackBox) or function.seconds > SLOW or watch.current().stopped:
-            return explained
-        model: AttentionModel = self.model
-        candidates: Sequence[catalogue.Cause] = IN_FURTHER_CALLS
-        if not explained.outputs_agree:
-            causes = explained.search.causes
-            if [each.cause for each in causes] != [catalogue.WINDOW_MISSING]:
-                return explained
-            model, candidates = causes[-1].model, self.candidates
-        for probe in self.further:
-            with suppress(OptionError):  # of a function that takes fewer tokens, or smaller ones
-                # In float64 if it can: biases by position round more, the longer an input is.
-                call = replace(function.runs.record(probe.inputs), dtype=self.dtype)
-                if measure_gaps(model, [call]).cells_beyond_rounding:
-                    calls, names = [*explained.calls, call], [*explained.names, probe.name]
-                    options = (self.dtype, candidates, explained.side)
-                    return search.ExplainedCalls(self.model, calls, names, *options)
-        return explained
-
-    def _explain_by_few_calls(self, everything: search.ExplainedCalls) -> search.ExplainedCalls:
-        """Return what explains the calls, found without those of one token each if that is enough.
-
-        Many short calls take long, and mostly show what a few longer ones show.
-        """
-        short = {probe.name for probe in self.probes if probe.has_short_calls}
-        pairs = list(zip(everything.calls, everything.names, strict=True))
-        few = [pair for pair in pairs if pair[1] not in short]
-        if everything.outputs_agree or not few or len(few) == len(pairs):
-            return everything
-        calls, names = zip(*few, strict=True)
-        explained = self._explain(calls, names, everything.side)
-        if explained.outputs_agree:
-            return everything
-        causes, left = explained.search
-        if left.cells_beyond_rounding or not causes:
-            return explained
-        rest = [call for call, name in pairs if name in short]
-        is_wrong = measure_gaps(causes[-1].model, rest).cells_beyond_rounding
-        return everything if is_wrong else explained
-
-    @property
-    def _side(self) -> str:
-        return "first" if self.doubtful is self.first else "second"
-
-    def _explain_with_roles_swapped(
-        self, calls: Sequence[RecordedCall], forward: search.ExplainedCalls
-    ) -> search.ExplainedCalls | None:
-        """Return the known calls as the doubtful one explains them, if that needs fewer causes."""
-        # So a part is named that the doubtful one has and the known one lacks.
-        model, side = self.doubtful.model, "second" if self.doubtful is self.first else "first"
-        if model is None or not self.runs_as_stated:
-            return None
-        if measure_gaps(model, calls).cells_beyond_rounding:
-            return None
-        dtype = self.known.dtype
-        known, names = self.known_calls, self.known_names
-        other = search.ExplainedCalls(model, known, names, dtype, self.candidates, side)
-        if other.search.left.cells_beyond_rounding:
-            return None
-        is_worse = len(other.search.causes) >= len(forward.search.causes)
-        return None if is_worse and not forward.search.left.cells_beyond_rounding else other
-
-    def diagnosis_with_gradients(self) -> Diagnosis:
-        """Return the diagnosis; where outputs agree, gradients must agree as well.
-
-        Those of the weights are compared where the weights are the same.
-        """
-        diagnosis = self.diagnosis()
-        if not diagnosis.verdict.is_same:
-            return diagnosis
-        with_weights = diagnosis.verdict is not Verdict.OTHER_WEIGHTS
-        inputs = self._single_calls
-        gaps = models.compare_gradients(self.first, self.second, inputs, with_weights=with_weights)
-        assert diagnosis.function is not None
-        agree = all(gap.is_rounding for gap in gaps)
-        verdict = diagnosis.verdict if agree else Verdict.UNKNOWN
-        function = replace(diagnosis.function, gradients=gaps)
-        return replace(diagnosis, verdict=verdict, function=function)
-
-    def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
-        """Return the reason why these inputs could not show a difference; "" if they could."""
-        if blind := probes.explain_insensitivity_to_scores(self.model, calls, self.dtype):
-            return blind
-        reason = probes.describe_unseen_setting(
-            self.first.model, self.second.model, calls, self.dtype
-        )
-        are_data = self.first.model is not None and self.second.model is not None
-        differ = verdict is Verdict.OTHER_WEIGHTS or (
-            are_data and not self._are_equal_as_data(bare=True)
-        )
-        if differ and not self._outputs_agree_on_probes():
-            elsewhere = "outputs agree on these inputs and differ on those that headwise makes"
-            reason = reason or probes.describe_degenerate_attention(self.model, calls)
-            return "; ".join(filter(None, [reason, elsewhere]))
-        return reason
-
-    def _outputs_agree_on_probes(self) -> bool:
-        """True if outputs agree on headwise's own inputs, or cannot be had."""
-        sizes = self.known.input_widths
-        if isinstance(self.doubtful, recording.Recording) or sizes is None:
-            return True
-        made = probes.make_probes([self.first, self.second], sizes)
-        calls, names = self._record_doubtful(made)
-        return search.ExplainedCalls(self.model, calls, names, self.dtype).outputs_agree
-
-    @property
-    def _single_calls(self) -> list[Inputs]:
-        return [probe.inputs for probe in self.probes if not probe.inputs.steps]
-
-    def _is_bitwise(self) -> bool:
-        pairs = ((self.first.output(x), self.second.output(x)) for x in self._single_calls)
-        return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
-
-    def _are_equal_as_data(self, *, bare: bool = False) -> bool:
-        """True if both are known as data and have the same settings and, unless bare, numbers."""
-        first, second = self.first.model, self.second.model
-        if first is None or second is None:
-            return False
-        if bare:
-            first, second = replace(first, weights={}), replace(second, weights={})
-        return first.is_equal(second)
-
-
-def _record(
-    recorded: Subject, probes: Iterable[NamedInputs], failed: list[str] | None = None
-) -> tuple[list[RecordedCall], list[str]]:
-    """Return the calls of a subject on some inputs, and the name of each input.
-
-    Optional inputs, and those on which a function fails that ran on others, are left out;
-    ``failed`` gets the reason.
-    """
-    calls: list[RecordedCall] = []
-    names: list[str] = []
-    for probe in probes:
-        try:
-            more = recorded.record_calls(probe.inputs)
-        except OptionError as error:
-            # An error of the function itself has its cause.
-            ran = isinstance(recorded, BlackBox) and recorded.has_run and error.__cause__
-            if not (probe.is_optional or ran) or failed is None:
-                raise
-            failed.append(f"{probe.name} ({error.saw})")
-            continue
-        calls += more
-        names += [probe.name] * len(more)
-    return calls, names
 
 
 WEIGHTS = (str, os.PathLike, Mapping)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise import Attention, Rotary
-from headwise.diagnosis._compare import Comparison
 from headwise.diagnosis.catalogue import CAUSES
+from headwise.diagnosis.layers import Comparison
 from headwise.diagnosis.probes import make_probes
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
 from headwise.diagnosis.subjects.function import BlackBox

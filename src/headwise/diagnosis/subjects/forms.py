@@ -131,13 +131,22 @@ def _select_tensor(result: object) -> str:
     return next(iter(_fields(result)), "[0]")
 
 
-def read_required(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments without a default, in order."""
+def _read_arguments(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     called = function.forward if isinstance(function, nn.Module) else function
     try:
-        parameters = inspect.signature(called).parameters.values()
+        return inspect.signature(called).parameters
     except (TypeError, ValueError):  # of a function that is not written in Python
-        return []
+        return {}
+
+
+def name_arguments(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a function's arguments; ``**kwargs``, which may ignore them, is none."""
+    return frozenset(_read_arguments(function))
+
+
+def read_required(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments without a default, in order."""
+    parameters = _read_arguments(function).values()
     varied = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in varied]
 

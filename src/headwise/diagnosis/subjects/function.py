@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -21,6 +20,7 @@ from headwise.diagnosis.subjects.forms import (
     Form,
     NamedCall,
     list_forms,
+    name_arguments,
     read_output,
     read_required,
 )
@@ -43,8 +43,8 @@ FAILURES = (
 )
 # An error of a caller's function, beside which nothing else runs: it may have a class of its own.
 # It is shown, and kept as the cause.
-SLOW = 1.0  # seconds of a call
 FAILURES_OF_A_FUNCTION: tuple[type[Exception], ...] = (Exception,)
+SLOW = 1.0  # seconds of a call
 TRYING = 10.0  # seconds in which other forms of inputs are tried
 
 
@@ -355,15 +355,6 @@ class BlackBox(Subject):
         if self.needs_mask and "mask" not in named:
             named["mask"] = _show_all_keys(x, named.get("source", x))
         return self.function(x, *(x for _ in self.keys), **named)
-
-
-def name_arguments(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of a function's arguments; ``**kwargs``, which may ignore them, is none."""
-    called = function.forward if isinstance(function, nn.Module) else function
-    try:
-        return frozenset(inspect.signature(called).parameters)
-    except (TypeError, ValueError):  # of a function that is not written in Python
-        return frozenset()
 
 
 def _describe_change(before: Tensor, now: Tensor) -> str:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.diagnosis.simulation.model import Inputs, RecordedCall, cut_mask
-from headwise.diagnosis.subjects.forms import name_keys, read_output, read_required
-from headwise.diagnosis.subjects.function import BlackBox, name_arguments
+from headwise.diagnosis.subjects.forms import name_arguments, name_keys, read_output, read_required
+from headwise.diagnosis.subjects.function import BlackBox
 from headwise.errors import OptionError
 
 STATES = (
