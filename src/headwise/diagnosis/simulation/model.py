@@ -108,7 +108,7 @@ class RecordedCall:
     @property
     def past_key_count(self) -> int:
         """Number of keys of earlier calls."""
-        return sum([call.inputs.x.shape[1] for call in self.earlier]) if self.earlier else 0
+        return sum([call.inputs.x.shape[1] for call in self.earlier])
 
     @property
     def query_positions(self) -> Tensor:
