@@ -10,7 +10,6 @@ from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.simulation.model import (
     ForcedStage,
     key_query_distances,
-    output_gates,
 )
 from headwise.function.distance import slopes_of
 from headwise.function.stages import distance_bias
@@ -88,34 +87,6 @@ def _reorder_bias_of_keys(reorder: Reorder, forced: ForcedStage) -> Tensor:
     usual = distance_bias(forced.settings, key_query_distances(call), None)
     assert usual is not None
     return forced.usual_result() + (reorder(bias) - usual)
-
-
-def _gate_merged(evidence: Evidence) -> Variants:
-    if "wg" not in evidence.model.weights:
-        return
-    for done, change in (("merged", _view_merged_heads), ("split", _view_split_heads)):
-        model = evidence.replace_stages(("head outputs",), _gate_heads, change)
-        repair = (
-            f"transpose heads and length of the gate where it is {done}, as of the head outputs"
-        )
-        yield Variant(model, {"gate": done}, repair)
-
-
-def _view_merged_heads(x: Tensor) -> Tensor:
-    """Return (batch, heads, length, d) whose memory is viewed as (batch, length, heads, d)."""
-    return x.reshape(x.transpose(1, 2).shape).transpose(1, 2)
-
-
-def _view_split_heads(x: Tensor) -> Tensor:
-    """Return (batch, heads, length, d) as a view of the memory of (batch, length, heads, d)."""
-    return x.transpose(1, 2).reshape(x.shape)
-
-
-def _gate_heads(change: Reorder, forced: ForcedStage) -> Tensor:
-    if (gates := output_gates(forced)) is None:  # with another cause, which leaves it out
-        return forced.usual_result()
-    bare = replace(forced, model=forced.model.with_weights(wg=None, bg=None)).usual_result()
-    return bare * change(gates)
 
 
 def _weights_transposed(evidence: Evidence) -> Variants:

@@ -1,4 +1,4 @@
-"""Causes in norms and residuals, of queries, keys, input and output; and in the output gate."""
+"""Causes in norms and residuals, of queries, keys, input and output."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue
 from headwise.diagnosis.causes.evidence import (
     Evidence,
     Family,
@@ -20,7 +19,6 @@ from headwise.diagnosis.causes.evidence import (
 )
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
 from headwise.errors import OptionError
-from headwise.function import stages
 from headwise.function.norm import normalise_heads
 from headwise.function.spec import NormRule
 from headwise.function.stages import repeat_kv_heads
@@ -277,37 +275,3 @@ def _residual_inside(evidence: Evidence) -> Variants:
     if evidence.model.weights["wo"].shape[2] == evidence.model.weights["wq"].shape[2]:
         model = evidence.replace_stages(OUTPUT, _add_residual)
         yield Variant(model, {}, "compare without the residual: a(x) - x")
-
-
-def _output_gate_missing(evidence: Evidence) -> Variants:
-    if "wg" in evidence.model.weights:
-        model = evidence.model.with_weights(wg=None, bg=None).with_settings(output_gate=None)
-        kind = evidence.model.settings.output_gate
-        repair = f'multiply the head outputs by the sigmoid of gate_proj(x): output_gate="{kind}"'
-        yield Variant(model, {"gate": "none"}, repair)
-
-
-def _sign(evidence: Evidence) -> Variants:
-    """Yield moves, and a gate that is 1 less its sigmoid: the sigmoid of -gate_proj(x)."""
-    yield from evidence.search_moves(catalogue.SIGN)
-    gate = {name: evidence.model.weights.get(name) for name in ("wg", "bg")}
-    if gate["wg"] is not None:
-        closed = {name: None if x is None else -x for name, x in gate.items()}
-        repair = "multiply by torch.sigmoid(gate_proj(x)), not by 1 less that"
-        yield Variant(evidence.model.with_weights(**closed), {"of": "the gate"}, repair)
-
-
-def _gate_without_sigmoid(evidence: Evidence) -> Variants:
-    if "wg" in evidence.model.weights:
-        model = evidence.replace_stages(("head outputs",), _multiply_by_projection)
-        yield Variant(model, {"gate": "linear"}, "multiply by torch.sigmoid(gate_proj(x))")
-
-
-def _multiply_by_projection(forced: ForcedStage) -> Tensor:
-    """Return head outputs times the projection of their gate, without its sigmoid."""
-    weight, bias = forced.weight("wg"), forced.weight("bg")
-    if weight is None:  # another change left the gate out
-        return forced.usual_result()
-    bare = forced.model.with_weights(wg=None, bg=None)
-    gates = stages.project_heads(forced.call.inputs.x, weight, bias)
-    return replace(forced, model=bare).usual_result() * gates

@@ -320,6 +320,16 @@ def _output_projection_missing(evidence: Evidence) -> Variants:
         yield Variant(model, {}, "project the merged heads: o_proj(outputs)")
 
 
+def _sign(evidence: Evidence) -> Variants:
+    """Yield moves, and a gate that is 1 less its sigmoid: the sigmoid of -gate_proj(x)."""
+    yield from evidence.search_moves(catalogue.SIGN)
+    gate = {name: evidence.model.weights.get(name) for name in ("wg", "bg")}
+    if gate["wg"] is not None:
+        closed = {name: None if x is None else -x for name, x in gate.items()}
+        repair = "multiply by torch.sigmoid(gate_proj(x)), not by 1 less that"
+        yield Variant(evidence.model.with_weights(**closed), {"of": "the gate"}, repair)
+
+
 def _module_bypassed(evidence: Evidence) -> Variants:
     of_weights = evidence.model.of_weights
     if of_weights is None:

@@ -326,31 +326,47 @@ def _around(_code: Code, _: str) -> Lines:
 # ---- the place of each cause --------------------------------------------------------------------
 
 Writer = Callable[[Code, str], Lines]
+SIZES = "where the sizes are set"
+PROJECTIONS = "where q, k and v are computed"
+NORMS = "where q and k are normalised"
+NORM_AND_ROTATION = "where q and k are normalised and rotated"
+FREQUENCIES = "where the frequencies are computed"
+ANGLES = "where the angles are computed"
+ROTATION = "where q and k are rotated"
+WHOLE_ROTATION = "for the whole rotation"
+CACHE = "where keys are added to the cache"
+GROUPS = "where kv heads are repeated"
+SCORES = "where the scores are computed"
+SOFTCAP = "where scores are capped"
+BIAS = "where the bias is added to the scores"
+MASK = "where keys are hidden"
+MASK_AND_SOFTMAX = "from where keys are hidden to the softmax"
+SOFTMAX = "in place of the softmax"
+MIX = "where values are mixed"
+OUTPUT = "where the output is computed"
+AROUND = "around the function"
 # Where the lines stand in the code -> what writes them.
 PLACES: Mapping[str, Writer] = {
-    "where the sizes are set": _sizes,
-    "where q, k and v are computed": _projections,
-    "where q and k are normalised": _norms,
-    "where q and k are normalised and rotated": _norm_and_rotation,
-    "where the frequencies are computed": _frequencies,
-    "where the angles are computed": _angles,
-    "where q and k are rotated": _rotation,
-    "for the whole rotation": _whole_rotation,
-    "where keys are added to the cache": _cache,
-    "where kv heads are repeated": _groups,
-    "where the scores are computed": _scores,
-    "where scores are capped": _softcap,
-    "where the bias is added to the scores": _bias,
-    "where keys are hidden": _mask,
-    "from where keys are hidden to the softmax": _mask_and_softmax,
-    "in place of the softmax": _softmax,
-    "where values are mixed": _mix,
-    "where the output is computed": _output,
-    "around the function": _around,
+    SIZES: _sizes,
+    PROJECTIONS: _projections,
+    NORMS: _norms,
+    NORM_AND_ROTATION: _norm_and_rotation,
+    FREQUENCIES: _frequencies,
+    ANGLES: _angles,
+    ROTATION: _rotation,
+    WHOLE_ROTATION: _whole_rotation,
+    CACHE: _cache,
+    GROUPS: _groups,
+    SCORES: _scores,
+    SOFTCAP: _softcap,
+    BIAS: _bias,
+    MASK: _mask,
+    MASK_AND_SOFTMAX: _mask_and_softmax,
+    SOFTMAX: _softmax,
+    MIX: _mix,
+    OUTPUT: _output,
+    AROUND: _around,
 }
-SIZES, PROJECTIONS, NORMS, NORM_AND_ROTATION, FREQUENCIES, ANGLES, ROTATION = [*PLACES][:7]
-WHOLE_ROTATION, CACHE, GROUPS, SCORES, SOFTCAP, BIAS, MASK, MASK_AND_SOFTMAX = [*PLACES][7:15]
-SOFTMAX, MIX, OUTPUT, AROUND = [*PLACES][15:]
 ON_WEIGHTS = "once, on the weights"
 
 PLACE_OF: Mapping[Cause, str] = {
