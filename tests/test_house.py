@@ -408,7 +408,7 @@ def test_one_list_has_the_stages() -> None:
 ALLOWANCE = "src/headwise/function/rounding.py"
 # Formulas with a unit of rounding that do not say whether two runs part.
 NO_RUNS = {
-    "src/headwise/diagnosis/probes.py": "values of one run that are equal over tokens",
+    "src/headwise/diagnosis/unseen.py": "values of one run that are equal over tokens",
     "src/headwise/diagnosis/causes/weights.py": "the rank of a matrix",
     "src/headwise/scanning/context.py": "whether factors of one run are those of a norm",
     "src/headwise/study/conventions.py": "sums of rows of one run",

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from headwise.diagnosis import catalogue, functions, models, probes, search, watch, ways
+from headwise.diagnosis import catalogue, functions, models, probes, search, unseen, watch, ways
 from headwise.diagnosis.causes import dropout
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import SEED
@@ -122,9 +122,7 @@ class Comparison:
                 *self._describe_function(side, verdict),
             ),
             tried=0 if explained.has_other_rows else len(self.candidates),
-            unseen=probes.find_unseen_setting_changes(self.model, calls, self.dtype)
-            if hidden
-            else (),
+            unseen=unseen.find_changes(self.model, calls, self.dtype) if hidden else (),
             unprobed=(*(self._list_unprobed_arguments() if hidden else ()), *self.failed),
             ways=tuple(ways.describe(everything, self.probes, self.doubtful)),
             stopped=time.stopped,
@@ -330,18 +328,16 @@ class Comparison:
 
     def _blind_spot(self, verdict: Verdict, calls: Sequence[RecordedCall]) -> str:
         """Return the reason why these inputs could not show a difference; "" if they could."""
-        if blind := probes.explain_insensitivity_to_scores(self.model, calls, self.dtype):
+        if blind := unseen.explain_scores(self.model, calls, self.dtype):
             return blind
-        reason = probes.describe_unseen_setting(
-            self.first.model, self.second.model, calls, self.dtype
-        )
+        reason = unseen.describe_setting(self.first.model, self.second.model, calls, self.dtype)
         are_data = self.first.model is not None and self.second.model is not None
         differ = verdict is Verdict.OTHER_WEIGHTS or (
             are_data and not self._are_equal_as_data(bare=True)
         )
         if differ and not self._outputs_agree_on_probes():
             elsewhere = "outputs agree on these inputs and differ on those that headwise makes"
-            reason = reason or probes.describe_degenerate_attention(self.model, calls)
+            reason = reason or unseen.describe_degenerate_attention(self.model, calls)
             return "; ".join(filter(None, [reason, elsewhere]))
         return reason
 

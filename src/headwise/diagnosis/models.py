@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.diagnosis import catalogue, probes, search
+from headwise.diagnosis import catalogue, search, unseen
 from headwise.diagnosis.comparison import (
     SEED,
     FunctionComparison,
@@ -234,14 +234,14 @@ class LayerPair:
         if self.mine.model is None or self.theirs.model is None:
             window, length = self._known.window, calls[0].inputs.key_source.shape[1]
             if window is not None and window >= length:
-                return probes.describe_unseen_window(self.mine.window, self.theirs.window, calls)
+                return unseen.describe_window(self.mine.window, self.theirs.window, calls)
         elif self.mine.window != self.theirs.window:
-            return probes.describe_unseen_window(self.mine.window, self.theirs.window, calls)
-        if unseen := probes.describe_unseen_setting(mine, theirs, calls, calls[0].dtype):
-            return unseen
+            return unseen.describe_window(self.mine.window, self.theirs.window, calls)
+        if setting := unseen.describe_setting(mine, theirs, calls, calls[0].dtype):
+            return setting
         if self._known.model is None or (mine and theirs and mine.is_equal(theirs)):
             return ""
-        return probes.explain_insensitivity_to_scores(self._known.model, calls, calls[0].dtype)
+        return unseen.explain_scores(self._known.model, calls, calls[0].dtype)
 
     def _find_exchanged_layer(self) -> str:
         """Return the other layer of the second model that computes the same; "" for none."""

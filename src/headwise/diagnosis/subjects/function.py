@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -315,26 +315,35 @@ class BlackBox(Subject):
         self, given: Mapping[str, Tensor], call: NamedCall
     ) -> tuple[Any, Mapping[str, Tensor]]:
         """Return the result on copies, tensors or else arrays, and what is left of these."""
-        shapes = " and ".join(f"{name} of shape {tuple(x.shape)}" for name, x in given.items())
-        known = self.form
-        try:
-            return self._run_in_form(known or Form(), given, call)
-        except FAILURES_OF_A_FUNCTION as error:
-            saw, failed = f"{self.kind} that fails on", f"({describe_error(error)})"
-            try:  # code for arrays may run on tensors until it meets a mask
-                if known not in (None, Form()):
-                    raise
-                ran = self._run_in_form(Form(is_array=True), given, call)
-            except FAILURES_OF_A_FUNCTION as other:
-                tried = "; other lengths, types and axes fail too" if self.misfit else ""
-                arrays = f"tensors {failed} and on NumPy arrays ({describe_error(other)})"
-                raise OptionError(
-                    saw=f"{saw} {arrays}" if known is None else f"{saw} {shapes} {failed}",
-                    needed=f"a function that runs on {shapes}, float32",
-                    do=f"run it on such an input first{tried if known is None else ''}",
-                ) from error
-            self.form = Form(is_array=True)
+        known, errors = self.form, list[Exception]()
+        # Code for arrays may run on tensors until it meets a mask.
+        forms = (Form(), Form(is_array=True)) if known in (None, Form()) else (known,)
+        for form in forms:
+            try:
+                ran = self._run_in_form(form, given, call)
+            except FAILURES_OF_A_FUNCTION as error:
+                errors.append(error)
+                continue
+            self.form = form if errors else known
             return ran
+        raise self._explain_failures(given, errors) from errors[0]
+
+    def _explain_failures(
+        self, given: Mapping[str, Tensor], errors: Sequence[Exception]
+    ) -> OptionError:
+        """Return the error for a function that fails in each form that was tried."""
+        shapes = " and ".join(f"{name} of shape {tuple(x.shape)}" for name, x in given.items())
+        first, *others = (f"({describe_error(error)})" for error in errors)
+        failed = f"{shapes} {first}"
+        tried = ""
+        if self.form is None:
+            failed = f"tensors {first} and on NumPy arrays {others[0]}"
+            tried = "; other lengths, types and axes fail too" if self.misfit else ""
+        return OptionError(
+            saw=f"{self.kind} that fails on {failed}",
+            needed=f"a function that runs on {shapes}, float32",
+            do=f"run it on such an input first{tried}",
+        )
 
     def _run_in_form(
         self, form: Form, given: Mapping[str, Tensor], call: NamedCall
