@@ -60,6 +60,9 @@ def port(layer: Attention, fault: str, x: Tensor) -> Tensor:
     )
     weights = [state["q_norm.weight"], state["k_norm.weight"]]
     weights = weights[::-1] if fault == "norm weights of q and k exchanged" else weights
+    if fault == "norm weights in another order":
+        pairs = [w[:turned].unflatten(0, (2, -1)).T.flatten() for w in weights]
+        weights = [torch.cat([p, w[turned:]]) for p, w in zip(pairs, weights, strict=True)]
     eps = 1e-3 if fault == "qk-norm eps" else 1e-6
     if fault == "norm on another role":
         v, k = rms(v, weights[0]), rms(k, weights[1])
@@ -88,6 +91,7 @@ def port(layer: Attention, fault: str, x: Tensor) -> Tensor:
 
 FAULTS = (
     "norm weights of q and k exchanged",
+    "norm weights in another order",
     "norm on another role",
     "qk-norm eps",
     "rotary applied twice",

@@ -124,6 +124,6 @@ def test_each_cause_has_a_place_or_a_reason_for_words(cause: Cause) -> None:
     is_of_rows = {*cause.stages} - {"head outputs"} <= {*PROJECTED}  # a sign may be the gate's
     assert (cause in PLACE_OF) + (cause in WORDS_ALONE) <= 1
     assert cause in PLACE_OF or cause in WORDS_ALONE or is_of_rows
-    assert {*PLACE_OF.values()} <= {*PLACES}
+    assert {*PLACE_OF.values()} <= {*PLACES, ON_WEIGHTS}
     assert {CACHE, AROUND} <= {*PLACES}
     assert ON_WEIGHTS not in PLACES

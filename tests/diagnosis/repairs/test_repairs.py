@@ -183,6 +183,15 @@ k = torch.nn.functional.layer_norm(k, (8,), k_norm, eps=1e-6)
         {"norms": RMS},
     ),
     Case(
+        "norm weights in another order",
+        NORMED,
+        {
+            "weights": "q_norm, k_norm = (w.reshape(2, 4).T.flatten() for w in (q_norm, k_norm))",
+            "norms": RMS,
+        },
+        {"norms": RMS},
+    ),
+    Case(
         "rotary on other channels",
         HALF,
         {

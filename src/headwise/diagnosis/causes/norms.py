@@ -17,6 +17,7 @@ from headwise.diagnosis.causes.evidence import (
     Variants,
     flatten_tokens,
 )
+from headwise.diagnosis.moves.families import interleave_pairs, split_pairs
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, project_heads
 from headwise.errors import OptionError
 from headwise.function.norm import normalise_heads
@@ -96,6 +97,22 @@ def _norm_weights_exchanged(evidence: Evidence) -> Variants:
             changes = {q: weights[k] for q, k in exchanged} | {k: weights[q] for q, k in exchanged}
             words = " and ".join(parts)
             yield Variant(evidence.model.with_weights(**changes), {"exchanged": words}, repair)
+
+
+def _norm_weights_order(evidence: Evidence) -> Variants:
+    """Yield norms whose weights have the channels in the order of the other rotation."""
+    weights, rule = evidence.model.weights, evidence.model.settings.rotation
+    if rule is None:
+        return
+    names = [f"{role}_norm{end}" for role in "qk" for end in ("", "_bias", "s", "s_bias")]
+    repair = "reorder the weights of both norms as the rows of q and k"
+    for order, permute in (("neighbours", interleave_pairs), ("halves", split_pairs)):
+        changes = {}
+        for name in weights.keys() & {*names}:
+            rows = weights[name].reshape(-1, weights["wq"].shape[1], 1)
+            changes[name] = permute(rows, int(rule.width)).reshape(weights[name].shape)
+        model = evidence.model.with_weights(**changes)
+        yield Variant(model, {"order": f"that of {order}"}, repair)
 
 
 def _norm_of_another_role(evidence: Evidence) -> Variants:

@@ -198,6 +198,7 @@ def _rotate_last_channels(forced: ForcedStage) -> Tensor:
     x, rule = forced[f"{forced.stage[0]} after norm"], forced.settings.rotation
     if rule is None:  # another cause removed the rotation
         return forced.usual_result()
+    rule = replace(rule, span=None)  # a pair of another cause lies across the whole head
     still, turning = x[..., : -rule.width], x[..., -rule.width :]
     return torch.cat((still, _rotate_at_positions(rule, turning, forced)), -1)
 
@@ -239,10 +240,15 @@ def _rotary_on_values(evidence: Evidence, rotary: RotaryRule) -> Variants:
         yield Variant(model, {}, "rotate q and k, and leave v as it is")
 
 
+def _last_channel(rule: RotaryRule) -> int:
+    """Return the number of the last channel of a head that turns."""
+    return max(rule.width, (rule.span or 0) + rule.width // 2) - 1
+
+
 def _turn_values(forced: ForcedStage) -> Tensor:
     """Return values that turn as keys do, or head outputs of such values."""
-    rule = forced.settings.rotation
-    if rule is None:
+    rule, channels = forced.settings.rotation, forced.model.weights["wv"].shape[1]
+    if rule is None or _last_channel(rule) >= channels:  # by another cause
         return forced.usual_result()
     if forced.stage == "v":
         return _rotate_at_positions(rule, forced.usual_result(), forced)

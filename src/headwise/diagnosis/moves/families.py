@@ -221,9 +221,9 @@ def _draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
     wanted = [sizes.rotary_width, sizes.head_dim, sizes.head_dim // 2, sizes.head_dim // 4]
     fitting = (w for w in wanted if w and w > 2 and w % 2 == 0 and w <= sizes.head_dim)
     widths = list(dict.fromkeys(fitting))
-    missing, doubled = _interleave_pairs, _split_pairs
+    missing, doubled = interleave_pairs, split_pairs
     if sizes.is_interleaved or sizes.was_interleaved:
-        missing, doubled = _split_pairs, _interleave_pairs
+        missing, doubled = split_pairs, interleave_pairs
     indices = sizes.number_rows()
     for (place, width), scope in product(enumerate(widths), ROTATED_SCOPES):
         text = "" if width == sizes.head_dim else f"the first {width} channels of each head"
@@ -238,8 +238,8 @@ def _draft_rotary_maps(sizes: RowSizes) -> Iterator[Draft]:
         text = f"the first {done} channels of each head for the first {right}"
         name = MapName(catalogue.ROTARY_PERMUTATION_WIDTH, text, (), WRONG_WIDTH)
         for scope in ROTATED_SCOPES if done != right else ():
-            moved = {role: _interleave_pairs(indices[role], right) for role in scope}
-            yield name, {role: _split_pairs(rows, done) for role, rows in moved.items()}
+            moved = {role: interleave_pairs(indices[role], right) for role in scope}
+            yield name, {role: split_pairs(rows, done) for role, rows in moved.items()}
     yield from _draft_wrong_head_counts(sizes)
     yield from _draft_permuted_values(sizes)
 
@@ -253,7 +253,7 @@ def _draft_permuted_values(sizes: RowSizes) -> Iterator[Draft]:
         text = f"values, which do not rotate, were permuted too{words}"
         place = VALUES + (0 if is_right else 10 if heads in (1, sizes.heads) else 500)
         name = MapName(catalogue.ROTARY_PERMUTATION_DOUBLED, text, (), place)
-        for permute in (_interleave_pairs, _split_pairs):
+        for permute in (interleave_pairs, split_pairs):
             yield name, {"v": _permute_in_heads(values, heads, permute)}
 
 
@@ -266,9 +266,9 @@ def _draft_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
     head_dim, indices = sizes.head_dim, sizes.number_rows()
     if sizes.rotary_width not in (None, head_dim) or head_dim % 2:
         return
-    to, back, pairs = _split_pairs, _interleave_pairs, "interleaved"
+    to, back, pairs = split_pairs, interleave_pairs, "interleaved"
     if sizes.is_interleaved:
-        to, back, pairs = _interleave_pairs, _split_pairs, "half-split"
+        to, back, pairs = interleave_pairs, split_pairs, "half-split"
     for scope in ROTATED_SCOPES:
         rows = [sizes.count_rows(role) for role in scope]
         right = dict.fromkeys(sizes.count_heads(role) for role in scope)
@@ -288,12 +288,12 @@ def _draft_wrong_head_counts(sizes: RowSizes) -> Iterator[Draft]:
             yield name, {role: to(x, head_dim) for role, x in read.items()}
 
 
-def _interleave_pairs(rows: Tensor, width: int) -> Tensor:
+def interleave_pairs(rows: Tensor, width: int) -> Tensor:
     """Return rows (heads, head_dim, 1) whose pairs go from half-split to interleaved."""
     return to_interleaved({"wq": rows}, width=width)["wq"]
 
 
-def _split_pairs(rows: Tensor, width: int) -> Tensor:
+def split_pairs(rows: Tensor, width: int) -> Tensor:
     """Return rows (heads, head_dim, 1) whose pairs go from interleaved to half-split."""
     return to_half_split({"wq": rows}, width=width)["wq"]
 

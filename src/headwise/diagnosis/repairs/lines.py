@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from headwise.diagnosis import catalogue
 from headwise.diagnosis.catalogue import Cause
-from headwise.diagnosis.repairs.rows import write_number, write_row_lines
+from headwise.diagnosis.repairs.rows import write_norm_lines, write_number, write_row_lines
 from headwise.diagnosis.simulation.model import AttentionModel
 from headwise.diagnosis.trials import NamedCause
 from headwise.function.distance import count_unshared_distances, slopes_of
@@ -377,6 +377,7 @@ PLACE_OF: Mapping[Cause, str] = {
     catalogue.QK_NORM_WEIGHT_OFFSET: NORMS,
     catalogue.QK_NORM_EPS: NORMS,
     catalogue.NORM_WEIGHTS_EXCHANGED: NORMS,
+    catalogue.NORM_WEIGHTS_ORDER: ON_WEIGHTS,
     catalogue.QK_NORM_PLACE: NORM_AND_ROTATION,
     catalogue.ROTARY_THETA: FREQUENCIES,
     catalogue.ROTARY_EXPONENT_WIDTH: FREQUENCIES,
@@ -478,13 +479,15 @@ def write_repair(named: NamedCause, code: Code, before: AttentionModel) -> Repai
         return None
     place = PLACE_OF.get(cause, "")
     rows: tuple[str, ...] = ()
-    if place in ("", GROUPS):
+    if place == ON_WEIGHTS:
+        rows = write_norm_lines(variant.model.weights, before.weights)
+    elif place in ("", GROUPS):
         rows = write_row_lines(variant.model.weights, before.weights)
     elif place == ROTATION and any("permutation" in name for name in named.equals):
         rows = _write_pairs(before, variant.model)
     if rows:
         return Repair(translate(rows, code.language), ON_WEIGHTS)
-    if not place:
+    if place in ("", ON_WEIGHTS):
         return None
     place = MASK_AND_SOFTMAX if place == MASK and code.has_empty_rows else place
     stated = variant.parameters.get("roles", "qkv")

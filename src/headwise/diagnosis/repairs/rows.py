@@ -81,12 +81,27 @@ def _write_role(role: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
             return ()
         lines.append(f"w{role} = {_transpose_back(expression) if role == 'o' else expression}")
     if role in theirs.biases and not torch.equal(ours.biases[role], theirs.biases[role]):
-        a, b = (x.biases[role].flatten()[:, None] for x in (ours, theirs))
-        expression = next(_list_expressions(f"b{role}", f"b{role}.shape", heads, a, b), "")
-        if not expression:
+        line = _write_vector(f"b{role}", heads, ours.biases[role], theirs.biases[role])
+        if not line:
             return ()
-        lines.append(f"b{role} = {expression}")
+        lines.append(line)
     return tuple(lines)
+
+
+def write_norm_lines(wrong: State, right: State) -> tuple[str, ...]:
+    """Return the lines that make right weights of QK-norms from wrong ones; () where none do."""
+    names = [
+        name for name in right if "_norm" in name and not torch.equal(wrong[name], right[name])
+    ]
+    lines = [_write_vector(name, 1, wrong[name], right[name]) for name in names]
+    return tuple(lines) if all(lines) else ()
+
+
+def _write_vector(name: str, heads: int, wrong: Tensor, right: Tensor) -> str:
+    """Return the line that makes a right vector from a wrong one; "" for none."""
+    a, b = (x.flatten()[:, None] for x in (wrong, right))
+    expression = next(_list_expressions(name, f"{name}.shape", heads, a, b), "")
+    return f"{name} = {expression}" if expression else ""
 
 
 def _transpose_back(expression: str) -> str:
