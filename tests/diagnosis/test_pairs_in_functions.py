@@ -139,3 +139,11 @@ def test_three_faults_are_not_forced_into_two(layer: Attention) -> None:
     faulty = port_of(layer, scale=0.2, theta=5e5, gain=2.0, cap=2.0)
     diagnosis = compare(faulty, layer)  # type: ignore[arg-type]
     assert diagnosis.verdict is Verdict.UNKNOWN
+
+
+@pytest.mark.slow
+def test_outputs_that_are_all_zero_are_compared(layer: Attention) -> None:
+    """A cause explains the smallest input; the other inputs are gone."""
+    port = port_of(layer, scale=0.2)
+    diagnosis = compare(lambda x: port(x) * (x.shape[1] <= 2), layer)  # type: ignore[operator]
+    assert diagnosis.verdict is Verdict.UNKNOWN

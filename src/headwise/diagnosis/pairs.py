@@ -118,7 +118,8 @@ class _Pairs:
             apart = self._difference(trial.variant.model, call)
             shares.append(1.0 if apart is None else float((apart > bound).double().mean()))
             size = math.inf if apart is None else float(apart.masked_fill(apart.isinf(), 0).norm())
-            sizes.append(size / float(call.stages[self.stage].nan_to_num(0, 0, 0).norm()))
+            whole = float(call.stages[self.stage].nan_to_num(0, 0, 0).norm())
+            sizes.append(size / (whole or 1.0))  # all may be 0, or NaN
         return round(sum(shares), DIGITS), sum(sizes)
 
     @cached_property

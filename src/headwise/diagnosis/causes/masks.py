@@ -482,7 +482,10 @@ def _see(runs: Runs, x: Tensor) -> tuple[int, ...]:
     output = runs.record(Inputs(moved)).stages["output"]
     least = runs.tolerance * output.abs().amax()
     first, last = ((each - output[0]).abs().amax(-1) > least for each in output[1:])
-    return int(first.nonzero().max()), int(last.flip(0).nonzero().max())
+    first_seen, last_seen = (
+        max(each.nonzero().flatten().tolist(), default=0) for each in (first, last.flip(0))
+    )
+    return first_seen, last_seen
 
 
 def _infer_left_window_of_masks(evidence: Evidence) -> int | None:
