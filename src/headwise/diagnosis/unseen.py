@@ -1,4 +1,4 @@
-"""What inputs do not show: scores that change nothing, and settings that nothing reaches."""
+"""Reasons why inputs do not show a difference: scores that change nothing, settings out of reach."""
 
 from collections.abc import Sequence
 from dataclasses import replace
