@@ -1,4 +1,4 @@
-"""Reasons why inputs do not show a difference: scores that change nothing, settings out of reach."""
+"""Reasons why inputs show no difference: scores that change nothing, settings out of reach."""
 
 from collections.abc import Sequence
 from dataclasses import replace
