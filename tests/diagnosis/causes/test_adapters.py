@@ -112,9 +112,28 @@ def with_high_rank(model: AttentionModel) -> AttentionModel:
     return with_rank(model, "q", 12)
 
 
+def mirrored(rows: Tensor) -> Tensor:
+    """Return rows (heads, channels, width) mirrored at a plane in each head: of rank 1 there."""
+    normal = random(rows.shape[1], 1)
+    normal = normal / normal.norm()
+    return rows - 2 * normal @ (normal.mT @ rows)
+
+
+def with_mirrored_values(model: AttentionModel) -> AttentionModel:
+    weights = {name: model.weights[name] for name in ("wv", "bv")}
+    mirrors = {"wv": mirrored(weights["wv"]), "bv": mirrored(weights["bv"][..., None])[..., 0]}
+    return model.with_weights(**mirrors)
+
+
+def with_mirrored_outputs(model: AttentionModel) -> AttentionModel:
+    return model.with_weights(wo=mirrored(model.weights["wo"]))
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        with_mirrored_values,
+        with_mirrored_outputs,
         with_noise,
         with_some_rows,
         with_some_columns,
@@ -129,6 +148,23 @@ def test_other_changes_of_a_projection(
     model = model_of(causal=True)
     result = searched(model, recorded(change(model), inputs_of()))
     assert NAME not in [each.cause.name for each in result.causes]
+
+
+@pytest.mark.slow
+def test_heads_of_a_function_that_are_mirrored() -> None:
+    torch.manual_seed(0)
+    layer = Attention(60, 3, q_bias=False, k_bias=False, v_bias=False, out_bias=False)
+    wo = mirrored(layer.out_proj.weight.detach().double().T.reshape(3, 20, 60)).reshape(60, 60)
+    heads = [layer.q_proj, layer.k_proj, layer.v_proj]
+
+    def port(x: Tensor) -> Tensor:
+        q, k, v = (linear(x).unflatten(2, (3, 20)).transpose(1, 2) for linear in heads)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return mixed.transpose(1, 2).flatten(2) @ wo.float()
+
+    diagnosis = compare(port, layer)
+    assert diagnosis.function is not None
+    assert NAME not in [each.name for each in diagnosis.function.causes]
 
 
 def test_a_gate_with_more_columns_than_tokens() -> None:

@@ -277,11 +277,16 @@ def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | 
     matrix = weight.flatten(0, 1) if role == "o" else weight.flatten(0, 1).T[:, channels]
     added = torch.linalg.lstsq(x, change, driver="gelsd").solution
     rounding = bound.norm() + _norm_of_stored_rounding(evidence, x, matrix + added)
-    sizes = torch.linalg.svdvals(change)
-    rest = sizes.square().flip(0).cumsum(0).flip(0).sqrt()  # beyond the first ranks
-    rank = int((rest > rounding).sum())
+    rank = _count_ranks(change, rounding)
     span = int(torch.linalg.matrix_rank(x))
     if not 0 < LOW * rank <= min(span, change.shape[1]) or span == len(x):
+        return None
+    # What an adapter adds has its rank in every head; a change of each head has a lower one.
+    width = weight.shape[1]
+    blocks = [*change.split(width, 1)]
+    if role == "o":
+        blocks = [a @ b for a, b in zip(x.split(width, 1), added.split(width), strict=True)]
+    if any(_count_ranks(block, rounding) < min(rank, width) for block in blocks):
         return None
     changed_rows = (change.abs() > bound).any(0)
     changed_columns = added.norm(dim=1) > span * torch.finfo(x.dtype).eps * added.norm()
@@ -292,6 +297,13 @@ def _fit_low_rank_change(evidence: Evidence, role: str) -> tuple[int, Tensor] | 
     whole = weight.new_zeros(weight.shape)
     whole.flatten(0, 1)[channels] = added.T
     return rank, whole
+
+
+def _count_ranks(change: Tensor, rounding: Tensor) -> int:
+    """Return the number of ranks of a matrix without which more than rounding is left."""
+    sizes = torch.linalg.svdvals(change)
+    rest = sizes.square().flip(0).cumsum(0).flip(0).sqrt()  # beyond the first ranks
+    return int((rest > rounding).sum())
 
 
 def _norm_of_stored_rounding(evidence: Evidence, x: Tensor, matrix: Tensor) -> Tensor:

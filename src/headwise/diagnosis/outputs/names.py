@@ -297,6 +297,10 @@ class _Search:
         rank = int((sizes > noise).sum())
         if not 0 < LOW * rank <= min(parted.shape):
             return None
+        # What an adapter adds has its rank in every head; a change of each head has a lower one.
+        blocks = (torch.linalg.svdvals(change[head]) for head in heads)
+        if any(int((block > noise).sum()) < min(rank, len(block)) for block in blocks):
+            return None
         added = (u[:, :rank] * sizes[:rank]) @ v[:rank]
         # A row or a column alone that is damaged is no adapter.
         if any(
