@@ -1,0 +1,35 @@
+"""Ports that were written without sight of the search; their faults were read after its answers.
+
+Each author's note, in short, stands beside the answer.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from headwise import compare
+from headwise.diagnosis.results import Verdict
+from tests.diagnosis.sealed import megatron, open_lm, picogpt
+
+ANSWERS = [
+    # "Rows of the fused weight are ordered by head, and the port splits them as three blocks."
+    (megatron, "nesting of fused rows", {"stored": "heads [q|k|v] head_dim"}),
+    # "Future keys get the score 1e-9 in place of minus a billion, so that they keep weight."
+    (picogpt, "finite number for -inf", {"set to hidden keys": 0.0}),
+    # "The rotation counts along the heads; the position of the token is not used at all."
+    (open_lm, "rotary axis", {"axis": "head"}),
+]
+
+
+@pytest.mark.parametrize(("port", "name", "parameters"), ANSWERS)
+def test_the_fault_is_named(port: ModuleType, name: str, parameters: dict[str, object]) -> None:
+    faulty, layer = port.make()
+    diagnosis = compare(faulty, layer)
+    assert diagnosis.verdict is Verdict.DIFFERENT
+    assert diagnosis.function is not None
+    [cause] = diagnosis.function.causes
+    assert cause.name == name
+    assert cause.parameters.items() >= parameters.items()
+    assert cause.output_left < 1e-6
