@@ -96,6 +96,36 @@ def test_the_stage_of_a_part_has_its_own_cause(layer: Attention) -> None:
     assert stages == {"heads interleaved": ("q",), "scale": ("output",)}
 
 
+class Tiled(Port):
+    """Its queries are lost, its kv heads are tiled, and its scale is another one."""
+
+    def __init__(self, layer: Attention) -> None:
+        super().__init__(layer)
+        self.q_proj = nn.Linear(WIDTH, HEADS * 10)
+        with torch.no_grad():
+            self.q_proj.weight.copy_(3 * layer.q_proj.weight.square())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (HEADS, 10)).transpose(1, 2)
+        k, v = (
+            each(x).unflatten(-1, (KV_HEADS, 10)).transpose(1, 2).repeat(1, 3, 1, 1)
+            for each in (self.k_proj, self.v_proj)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, scale=0.2)
+        joined: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return joined
+
+
+@pytest.mark.slow
+def test_two_causes_after_a_stage_that_nothing_explains(layer: Attention) -> None:
+    port = Tiled(layer)
+    function = compare(port, layer, parts={"q": port.q_proj, "v": port.v_proj}).function
+    assert function is not None
+    names = {"kv heads tiled instead of repeated", "scale"}
+    assert {cause.name for cause in function.causes} == names
+    assert function.unexplained_places == ["q"]
+
+
 def test_parts_of_the_same_function_agree(layer: Attention) -> None:
     port = Port(layer)
     port.bend = lambda q: q  # type: ignore[method-assign]

@@ -51,20 +51,34 @@ DIGITS = 4  # of predicted stages that look the same
 def find_best_pair(
     evidence: Evidence, causes: Sequence[Cause], firsts: Sequence[Trial]
 ) -> list[NamedCause]:
-    """Return two causes that explain a stage together, or nothing.
+    """Return two causes that explain a stage together, the first such stage; nothing for none.
 
-    ``firsts`` explain the smallest call alone. One cause twice is no pair: that undoes what the
-    first did, and is another name for anything. A statistical cause is in none: it would explain
-    whatever a cause that replaces weights leaves.
+    ``firsts`` explain the smallest call of a stage alone. One cause twice is no pair: that undoes
+    what the first did, and is another name for anything. A statistical cause is in none: it would
+    explain whatever a cause that replaces weights leaves.
     """
-    stage = evidence.gaps.stages_beyond_rounding[0]
+    for stage in evidence.gaps.stages_beyond_rounding:
+        if pair := _find_pair_of_stage(evidence, stage, causes, firsts):
+            return pair
+    return []
+
+
+def _find_pair_of_stage(
+    evidence: Evidence, stage: str, causes: Sequence[Cause], firsts: Sequence[Trial]
+) -> list[NamedCause]:
     concerned = [
         cause
         for cause in causes
         if not cause.is_statistical and stage in recorded_stages_of(cause, evidence)
     ]
     pairs = _Pairs(evidence, stage, concerned)
-    ordered = pairs.order_firsts([trial for trial in firsts if trial.cause in concerned])
+    ordered = pairs.order_firsts(
+        [
+            trial
+            for trial in firsts
+            if trial.cause in concerned and pairs.trials.explains_smallest_call(trial, stage)
+        ]
+    )
     return pairs.after(ordered) or pairs.joined() or pairs.after(pairs.nearest())
 
 

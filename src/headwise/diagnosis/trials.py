@@ -242,7 +242,7 @@ def find_best_single_cause(
 ) -> tuple[list[NamedCause], list[Trial]]:
     """Return the cause that explains most, if one does; else what explains smallest calls alone.
 
-    Those are trials that explain the smallest call in which the first stage parts.
+    Those are trials that explain the smallest call in which a stage parts.
     """
     trials, exact, firsts = Trials(evidence, causes), list[NamedCause](), list[Trial]()
     try:
@@ -254,7 +254,7 @@ def find_best_single_cause(
                 named = trials.named(trial) if explained else None
                 if named is not None:
                     exact.append(named)
-                elif next(iter(trials.smallest)) in explained:
+                elif explained:
                     firsts.append(trial)
     except watch.STOPS as error:
         if not exact:
