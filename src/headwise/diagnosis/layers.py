@@ -97,21 +97,7 @@ class Comparison:
             causes, left = explained.search
             if left.cells_beyond_rounding or len(causes) > 1:
                 explained = self._explain_with_roles_swapped(calls, explained) or explained
-        verdict, blind = explained.verdict, ""
-        if time.stopped and verdict.is_same:
-            verdict, blind = Verdict.INCONCLUSIVE, time.stopped
-        if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():
-            verdict = Verdict.SAME
-        elif verdict.is_same and not self.runs_as_stated:
-            verdict, blind = Verdict.INCONCLUSIVE, UNSTATED
-        hidden = verdict.is_same and not self._are_equal_as_data()
-        if verdict.is_same:
-            blind = self._blind_spot(verdict, calls) if hidden else ""
-            blind = blind or subject.describe_dropout_difference(
-                self.first.dropout, self.second.dropout
-            )
-            verdict = Verdict.INCONCLUSIVE if blind else verdict
-        hidden = hidden and verdict.is_same
+        verdict, blind, hidden = self._judge(explained, calls)
         comparison = explained.report(
             kinds=(self.first.kind, self.second.kind),
             probes=tuple(dict.fromkeys((*names, *explained.names))),
@@ -129,6 +115,29 @@ class Comparison:
             untried=tuple(time.untried),
         )
         return Diagnosis(verdict=verdict, function=comparison)
+
+    def _judge(
+        self, explained: search.ExplainedCalls, calls: Sequence[RecordedCall]
+    ) -> tuple[Verdict, str, bool]:
+        """Return the verdict, why these inputs could not show a difference, and a last fact.
+
+        It is True where the two have the same outputs and other numbers or settings.
+        """
+        verdict, stopped = explained.verdict, watch.current().stopped
+        if stopped and verdict.is_same:
+            return Verdict.INCONCLUSIVE, stopped, False
+        if (verdict is Verdict.TO_ROUNDING or not self.runs_as_stated) and self._is_bitwise():
+            verdict = Verdict.SAME
+        if not verdict.is_same:
+            return verdict, "", False
+        if verdict is not Verdict.SAME and not self.runs_as_stated:
+            return Verdict.INCONCLUSIVE, UNSTATED, False
+        hidden = not self._are_equal_as_data()
+        blind = self._blind_spot(verdict, calls) if hidden else ""
+        blind = blind or subject.describe_dropout_difference(
+            self.first.dropout, self.second.dropout
+        )
+        return (Verdict.INCONCLUSIVE, blind, False) if blind else (verdict, "", hidden)
 
     def _diagnose_randomness(self, error: OptionError) -> Diagnosis:
         """Return dropout as the cause of an error by random outputs, if a few tokens show it."""
