@@ -111,6 +111,8 @@ def _norm_weights_order(evidence: Evidence) -> Variants:
         for name in weights.keys() & {*names}:
             rows = weights[name].reshape(-1, weights["wq"].shape[1], 1)
             changes[name] = permute(rows, int(rule.width)).reshape(weights[name].shape)
+        if all(torch.equal(weights[name], other) for name, other in changes.items()):
+            continue
         model = evidence.model.with_weights(**changes)
         yield Variant(model, {"order": f"that of {order}"}, repair)
 
