@@ -11,13 +11,16 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from headwise.diagnosis.catalogue import CAUSES, Cause
+from headwise import Attention, Rotary
+from headwise.diagnosis.catalogue import BATCH_SEQUENCE_EXCHANGED, CAUSES, Cause
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.pairs import ALONE
 from headwise.diagnosis.simulation.merging import merge_models
-from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
+from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
+from headwise.diagnosis.subjects.layers import NativeSubject
 from headwise.diagnosis.trials import Trial, Trials
-from headwise.function.spec import RotaryRule, Softcap
+from headwise.function.scaling import YarnScaling
+from headwise.function.spec import AlibiRule, RotaryRule, Softcap
 from tests.diagnosis.causes.faulty_models import gated, inputs_of, model_of, recorded
 
 DRAWS = 4  # of the variants of two causes
@@ -68,3 +71,46 @@ def test_every_pair_of_causes_is_computed(name: str) -> None:
             assert output.shape[:2] == calls[0].inputs.x.shape[:2], (first.name, second.name)
             count += 1
     assert count > 500 * DRAWS
+
+
+def test_a_theta_and_a_scaling_without_frequencies_are_not_joined() -> None:
+    model = model_of()
+    scaled = model.with_rotary(scaling=YarnScaling(4.0, original_length=32768))
+    assert merge_models(model, model.with_rotary(theta=1e5), scaled) is not None
+    assert merge_models(model, model.with_rotary(theta=10.0), scaled) is None
+
+
+def after(first: AttentionModel, calls: list[RecordedCall], *names: str) -> int:
+    """Compute the variants of causes after a first one; return their number."""
+    evidence = Evidence.of(first, calls)
+    trials, count = Trials(evidence, CAUSES), 0
+    for cause in CAUSES:
+        for trial in trials.of_cause(cause) if cause.name in names else ():
+            trials.explained_stages(trial)
+            count += 1
+    return count
+
+
+def noisy_calls(model: AttentionModel) -> list[RecordedCall]:
+    inputs = inputs_of()
+    [call] = recorded(model, replace(inputs, x=inputs.x[:, :5]))
+    noise = torch.randn(call.stages["output"].shape, generator=torch.Generator().manual_seed(1))
+    return [call.with_stages({"output": call.stages["output"] + noise})]
+
+
+def test_causes_after_the_batch_is_exchanged_with_the_sequence() -> None:
+    """Scores are then (tokens, heads, batch, batch), and distances are not."""
+    rule = AlibiRule(slopes=(0.5, 0.25, 0.125, 0.0625))
+    model = model_of(softcap=Softcap(5.0), rotary=None, score_bias=rule)
+    calls = noisy_calls(model)
+    [exchanged, *_] = Trials(Evidence.of(model, calls), CAUSES).of_cause(BATCH_SEQUENCE_EXCHANGED)
+    names = ("softcap", "batch and heads in another order")
+    assert after(exchanged.variant.model, calls, *names) > 0
+
+
+def test_heads_narrower_than_the_span_of_a_pair_are_not_tried() -> None:
+    model = NativeSubject(Attention(32, 2, head_dim=16, rotary=Rotary(width=4))).model
+    model = model.with_rotary(span=8)
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    calls = [RecordedCall(Inputs(x), {"output": torch.randn(2, 5, 32, dtype=torch.float64)})]
+    assert after(model, calls, "number of heads") > 0

@@ -48,7 +48,11 @@ MODULES = (
     decoding,
     eviction,
 )
-ALONG_KEYS = (masks.__name__, dtypes.__name__)  # whose scores have the keys of the call
+ALONG_KEYS = (
+    masks.__name__,
+    dtypes.__name__,
+    flattening.__name__,
+)  # whose scores have the keys of the call
 # The function that looks for a cause has the name of its row.
 SEARCHES: Mapping[Cause, Search] = {
     cause: vars(module)[f"_{name.lower()}"]

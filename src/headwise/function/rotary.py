@@ -199,6 +199,20 @@ def frequencies_of_rule(rule: RotaryRule) -> Tensor:
     return exact if rule.dtype is None else exact.to(rule.dtype).double()
 
 
+def count_channels(rule: RotaryRule) -> int:
+    """Return the number of channels of a head up to the last one that turns."""
+    return max(rule.width, (rule.span or 0) + rule.width // 2)
+
+
+def has_frequencies(rule: RotaryRule) -> bool:
+    """True if a rule has frequencies: a YaRN without a pair on its ramp has none."""
+    try:
+        frequencies_of_rule(rule)
+    except OptionError:
+        return False
+    return True
+
+
 @lru_cache(maxsize=64)  # a search rotates by the same frequencies thousands of times
 def _exact_frequencies(
     theta: float, width: int, exponent_width: int | None, scaling: Scaling | None

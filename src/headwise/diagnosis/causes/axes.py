@@ -13,6 +13,7 @@ from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.causes.masks import fill_empty_rows
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.function.distance import slopes_of
+from headwise.function.rotary import count_channels
 from headwise.function.stages import BEFORE
 from headwise.layers.distance import alibi_slopes
 
@@ -140,7 +141,7 @@ def _number_of_heads(evidence: Evidence) -> Variants:
         if rest or other or not kv_heads or widths["v"] % kv_heads or heads % kv_heads:
             continue
         rotary = settings.rotation
-        is_too_wide = rotary and head_dim < rotary.width < model.weights["wq"].shape[1]
+        is_too_wide = rotary and head_dim < count_channels(rotary) < model.weights["wq"].shape[1]
         is_odd = rotary and head_dim % 2
         if heads == settings.num_heads or is_odd or is_too_wide:
             continue

@@ -1,7 +1,6 @@
 """Causes in the rotation of queries and keys."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -13,8 +12,13 @@ from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant
 from headwise.diagnosis.moves.move import format_dtype
 from headwise.diagnosis.simulation.gaps import WHOLE, all_heads_agree_within_rounding
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
-from headwise.errors import OptionError
-from headwise.function.rotary import frequencies_of_rule, rotate_by_angles, rotate_by_rule
+from headwise.function.rotary import (
+    count_channels,
+    frequencies_of_rule,
+    has_frequencies,
+    rotate_by_angles,
+    rotate_by_rule,
+)
 from headwise.function.scaling import LinearScaling, Llama3Scaling, NTKScaling, Scaling, YarnScaling
 from headwise.function.spec import Pairing, RotaryRule
 
@@ -24,10 +28,20 @@ def _of_rotation(search: Callable[[Evidence, RotaryRule], Variants]) -> Search:
 
     def search_rotation(evidence: Evidence) -> Variants:
         rotary = evidence.model.settings.rotation
-        return iter(()) if rotary is None else search(evidence, rotary)
+        for each in () if rotary is None else search(evidence, rotary):
+            if isinstance(each, Family):
+                starts = tuple(n for n in each.starts if _can_turn(each.make(n).model))
+                yield from (replace(each, starts=starts),) if starts else ()
+            elif _can_turn(each.model):
+                yield each
 
     search_rotation.__name__ = search.__name__
     return search_rotation
+
+
+def _can_turn(model: AttentionModel) -> bool:
+    rule = model.settings.rotation
+    return rule is None or has_frequencies(rule)
 
 
 @_of_rotation
@@ -212,19 +226,17 @@ def _rotary_over_heads(evidence: Evidence, rotary: RotaryRule) -> Variants:
     heads = [evidence.model.weights[f"w{role}"].shape[:2] for role in "qk"]
     if rotary.width != heads[0][1] or any(count == 1 for count, _ in heads):
         return
-    with suppress(OptionError):  # no pair of channels on the ramp of a scaling
-        for shape in heads:
-            frequencies_of_rule(replace(rotary, width=shape.numel()))
+    if all(has_frequencies(replace(rotary, width=shape.numel())) for shape in heads):
         model = evidence.replace_stages(ROTATED, _rotate_all_heads_at_once)
         yield Variant(model, {}, "split q and k into heads before the rotation")
 
 
 def _rotate_all_heads_at_once(forced: ForcedStage) -> Tensor:
     x, rule = forced[f"{forced.stage[0]} after norm"], forced.settings.rotation
-    if rule is None:
-        return forced.usual_result()
     joined = x.transpose(1, 2).flatten(2)[:, None]
-    rule = replace(rule, width=joined.shape[-1])
+    rule = None if rule is None else replace(rule, width=joined.shape[-1])
+    if rule is None or not has_frequencies(rule):  # by another cause
+        return forced.usual_result()
     turned = _rotate_at_positions(rule, joined, forced)
     split: Tensor = turned[:, 0].unflatten(2, (x.shape[1], -1))
     return split.transpose(1, 2)
@@ -240,15 +252,10 @@ def _rotary_on_values(evidence: Evidence, rotary: RotaryRule) -> Variants:
         yield Variant(model, {}, "rotate q and k, and leave v as it is")
 
 
-def _last_channel(rule: RotaryRule) -> int:
-    """Return the number of the last channel of a head that turns."""
-    return max(rule.width, (rule.span or 0) + rule.width // 2) - 1
-
-
 def _turn_values(forced: ForcedStage) -> Tensor:
     """Return values that turn as keys do, or head outputs of such values."""
     rule, channels = forced.settings.rotation, forced.model.weights["wv"].shape[1]
-    if rule is None or _last_channel(rule) >= channels:  # by another cause
+    if rule is None or count_channels(rule) > channels:  # by another cause
         return forced.usual_result()
     if forced.stage == "v":
         return _rotate_at_positions(rule, forced.usual_result(), forced)
@@ -378,9 +385,7 @@ def _list_other_scalings(
         made += [YarnScaling(factor, length) for length in lengths]
     for scaling in made:
         if type(scaling) is not type(rotary.scaling):
-            with suppress(OptionError):  # no pair of channels on the ramp
-                frequencies_of_rule(replace(rotary, scaling=scaling))
-                yield scaling
+            yield scaling
 
 
 def _rotary_scaling_factor(evidence: Evidence) -> Variants:

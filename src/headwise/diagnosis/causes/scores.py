@@ -121,7 +121,9 @@ def _softcap(evidence: Evidence) -> Variants:
         return Variant(model, {"softcap": softcap}, repair)
 
     yield Family(make, tuple(2.0**n for n in range(-1, 9)), is_log=True)
-    for text, form in CAPS.items() if right is not None else ():
+    if right is None or evidence.attends_across_batch:
+        return
+    for text, form in CAPS.items():
         repair = "softcap * torch.tanh(scores / softcap)"
         yield Variant(evidence.replace_stages(SCORES, _cap, form), {"formula": text}, repair)
 
@@ -270,6 +272,9 @@ def _join_sink(scores: Tensor, sink: Tensor) -> Tensor:
     return torch.cat([scores, column], -1)
 
 
+MOST_LOGIT = 100.0  # of a learned sink; a fit to outputs without attention has more
+
+
 def _sinks(evidence: Evidence) -> Variants:
     sink = evidence.model.weights.get("sink")
     repair = "load the sinks: one logit for each head, in the denominator alone"
@@ -280,7 +285,7 @@ def _sinks(evidence: Evidence) -> Variants:
         heads = evidence.model.weights["wq"].shape[0]
         start = torch.zeros(heads) if sink is None else sink
         stated = fit_by_head(evidence, lambda x: evidence.model.with_weights(sink=x), start)
-    if stated is not None:
+    if stated is not None and bool((stated < MOST_LOGIT).all()):
         model = evidence.model.with_weights(sink=stated)
         repair = repair if sink is not None else "leave the sinks out"
         yield Variant(model, {"sinks": [round(float(logit), 6) for logit in stated]}, repair)

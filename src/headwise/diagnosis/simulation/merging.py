@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwise.diagnosis.simulation.gaps import WHOLE
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage
+from headwise.function.rotary import has_frequencies
 
 
 class _ConflictError(Exception):
@@ -20,13 +21,18 @@ class _ConflictError(Exception):
 def merge_models(
     base: AttentionModel, first: AttentionModel, second: AttentionModel
 ) -> AttentionModel | None:
-    """Return the model with the changes of two others; None where both change one value."""
+    """Return the model with the changes of two others; None where both change one value.
+
+    None too for a theta and a scaling whose rotation has no frequencies.
+    """
     try:
         settings = _merge_values(base.settings, first.settings, second.settings)
         names = base.weights.keys() | first.weights.keys() | second.weights.keys()
         sides = [[model.weights.get(n) for model in (base, first, second)] for n in names]
         merged = dict(zip(names, (_merge_tensors(*side) for side in sides), strict=True))
     except _ConflictError:
+        return None
+    if settings.rotation is not None and not has_frequencies(settings.rotation):
         return None
     weights = {name: x for name, x in merged.items() if x is not None}
     model = replace(first, settings=settings, weights=weights)
