@@ -69,7 +69,7 @@ def _read_outputs(model: AttentionModel, call: RecordedCall) -> tuple[_Dropped, 
     wo, output = model.weights["wo"], call.stages["output"]
     bare = RecordedCall(call.inputs, {})
     forced = model.prepare_stage("output", bare)
-    if forced.result.shape != output.shape or not bool(output.any()):
+    if forced.result.shape != output.shape or not output.isfinite().all() or not output.any():
         return None
     keys = bare.key_positions.shape[1]
     weights = model.predict_stage("weights", bare)

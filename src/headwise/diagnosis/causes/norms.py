@@ -210,7 +210,8 @@ def _fit_gain(evidence: Evidence, norm: Norm, *, has_bias: bool) -> tuple[Tensor
     is_near = sum(float(z.square().sum()) for z in left) <= NEAR**2 * sum(
         float(y.square().sum()) for *_, y in products
     )
-    return (weight, bias) if is_near else None
+    passes = float(weight.abs().amax()) > NEAR  # else it is a constant, and no norm
+    return (weight, bias) if is_near and passes else None
 
 
 def _products_of_tokens(evidence: Evidence) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -267,6 +268,8 @@ def _fit_norm_weights(evidence: Evidence, model: AttentionModel) -> tuple[Tensor
     if not is_alike or not recorded.isfinite().all():
         return None
     x, y = predicted - predicted.mean(0), recorded - recorded.mean(0)
+    if float(y.norm()) <= NEAR * float(recorded.norm()):  # a constant, and no norm
+        return None
     weight = (x * y).sum(0) / x.square().sum(0)
     return weight, recorded.mean(0) - weight * predicted.mean(0)
 

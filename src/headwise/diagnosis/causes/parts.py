@@ -212,7 +212,7 @@ def fit_by_head(
     for _ in range(ROUNDS):
         steps = STEP * numbers.abs().clamp_min(1.0)
         slopes = (run(numbers + steps) - run(numbers - steps)) / (2 * steps[:, None])
-        if not slopes.isfinite().all():
+        if not (slopes.isfinite().all() and left.isfinite().all()):
             return None
         move = torch.linalg.lstsq(slopes.T, -left[:, None], driver="gelsd").solution[:, 0]
         tried = [(numbers + share * move) for share in (1.0, 0.25)]

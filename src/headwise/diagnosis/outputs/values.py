@@ -126,4 +126,5 @@ def _gain(right: Tensor) -> float:
 
 
 def _size(matrix: Tensor) -> float:
-    return float(matrix.square().mean().sqrt())
+    largest = matrix.abs().max()  # whose square may be 0 or infinite
+    return float(largest * (matrix / largest).square().mean().sqrt())

@@ -24,6 +24,7 @@ LAYOUTS = {
     "channels": "(batch, width, tokens)",
 }
 DTYPES = (None, torch.float64, torch.bfloat16, torch.float16)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of outputs
 SOURCES = {"context", "cond", "encoder_hidden_states", "kv", "key_value", "key_value_states"}
 SOURCES |= {"memory", "source", "y"}
 
@@ -89,23 +90,37 @@ def list_forms() -> Iterator[Form]:
 
 
 def read_output(result: Any) -> Tensor:
-    """Return the output of a function as a tensor; of a tuple the first.
+    """Return the output of a function as a plain tensor of the CPU; of a tuple the first.
 
     Raises:
-        OptionError: neither a tensor nor an array.
+        OptionError: neither a tensor nor an array, or one that does not hold real floats.
     """
     if isinstance(result, tuple) and result and isinstance(result[0], Tensor | np.ndarray):
         result = result[0]
-    if isinstance(result, np.ndarray):
-        result = torch.from_numpy(result)
-    if not isinstance(result, Tensor):
+    if isinstance(result, np.ndarray) and result.dtype.kind == "f":
+        # Tensors take no negative strides, other byte order or more than 8 bytes.
+        return torch.from_numpy(np.array(result, f"f{min(result.itemsize, 8)}", order="C"))
+    if isinstance(result, Tensor) and _holds_floats(result):
+        return result.as_subclass(Tensor).cpu().clone()  # a later call may fill it again
+    if isinstance(result, Tensor | np.ndarray):
+        kind = " (sparse, nested or on meta)" if result.dtype in FLOATS else ""
         raise OptionError(
-            saw=f"an output of type {type(result).__name__}{_describe_fields(result)}",
-            needed="a tensor or a NumPy array of (batch, queries, out_dim)",
-            do=f"compare(lambda x: function(x){_select_tensor(result)}, ...) selects one output of "
-            "several",
+            saw=f"an output of {result.dtype}{kind}",
+            needed="a dense tensor or array of float64, float32, bfloat16 or float16",
+            do="give the numbers before they are converted, or compare(lambda x: "
+            f"function(x).{'real' if 'complex' in str(result.dtype) else 'float()'}, ...)",
         )
-    return result
+    raise OptionError(
+        saw=f"an output of type {type(result).__name__}{_describe_fields(result)}",
+        needed="a tensor or a NumPy array of (batch, queries, out_dim)",
+        do=f"compare(lambda x: function(x){_select_tensor(result)}, ...) selects one output of "
+        "several",
+    )
+
+
+def _holds_floats(x: Tensor) -> bool:
+    is_dense = x.layout == torch.strided and not x.is_nested and not x.is_meta
+    return is_dense and x.dtype in FLOATS
 
 
 MOST_FIELDS = 6

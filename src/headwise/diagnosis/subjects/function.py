@@ -80,7 +80,8 @@ class BlackBox(Subject):
         self.dtype = torch.float32
         names = name_arguments(function)
         self.takes_mask, self.takes_source = "mask" in names, "source" in names
-        self.needs_mask = "mask" in read_required(function)
+        required = read_required(function)
+        self.needs_mask, self.needs_source = "mask" in required, "source" in required
         self.squeezes_masks = False  # to (batch, keys), or (queries, keys)
         self.form: Form | None = None
         self.lengths = self.misfit = ""
@@ -363,6 +364,8 @@ class BlackBox(Subject):
         x = named.pop("x")
         if self.needs_mask and "mask" not in named:
             named["mask"] = _show_all_keys(x, named.get("source", x))
+        if self.needs_source:
+            named.setdefault("source", x)
         return self.function(x, *(x for _ in self.keys), **named)
 
 
