@@ -134,7 +134,7 @@ def test_saturated_weights_cannot_show_another_scale() -> None:
     assert "saturated" in str(diagnosis)
 
 
-@pytest.mark.parametrize(("width", "seed"), [(64, 3), (512, 1)])
+@pytest.mark.parametrize(("width", "seed"), [(64, 3), pytest.param(512, 1, marks=pytest.mark.slow)])
 def test_saturated_weights_that_hide_the_number_of_heads_are_named(width: int, seed: int) -> None:
     """Scores move the weights by less than float32 holds, and by more than float64 rounds."""
     layers = [nn.MultiheadAttention(width, heads, batch_first=True) for heads in (8, 1)]
@@ -167,7 +167,12 @@ def test_inputs_are_longer_than_a_known_window() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "without"), [((63, 0), (None, 0)), ((70, None), None), ((3, 12), (3, None))]
+    ("window", "without"),
+    [
+        ((63, 0), (None, 0)),
+        pytest.param((70, None), None, marks=pytest.mark.slow),
+        pytest.param((3, 12), (3, None), marks=pytest.mark.slow),
+    ],
 )
 def test_a_function_without_the_window_of_a_layer_differs(window: object, without: object) -> None:
     a, b = pair({"window": without}, {"window": window})
@@ -320,6 +325,7 @@ def test_layers_of_other_sizes_are_told_by_their_sizes(
     assert f"{stage} has {numbers[1].split()[0]}" in swapped.answer
 
 
+@pytest.mark.slow
 def test_other_numbers_of_kv_heads_are_told() -> None:
     a, b = Attention(WIDTH, 4, num_kv_heads=2), Attention(WIDTH, 4, num_kv_heads=4)
     assert "k: 2 heads against 4" in str(compare(a, b))

@@ -228,6 +228,7 @@ def test_a_causal_module_runs_causally_alone() -> None:
         assert forgot.verdict is not Verdict.INCONCLUSIVE
 
 
+@pytest.mark.slow
 def test_a_causal_module_beside_a_layer_that_takes_the_mask_from_its_caller() -> None:
     module = llama().model.layers[1].self_attn
     options = {"layout": "llama", "num_heads": 6, "num_kv_heads": 2, "rotary": Rotary()}

@@ -142,6 +142,7 @@ def test_nan_beside_a_number_is_an_infinite_gap() -> None:
     assert relative_difference_norm(x.nan_to_num(), x) == torch.inf
 
 
+@pytest.mark.slow
 def test_the_bench_has_a_row_for_each_pair_and_padding() -> None:
     rows = trial.tried("llama")
     assert {row["class_name"] for row in rows} == {"LlamaModel"}

@@ -63,7 +63,9 @@ def by_head(known: Attention, x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("port", [fused, in_steps, by_head])
+@pytest.mark.parametrize(
+    "port", [by_head, *(pytest.param(each, marks=pytest.mark.slow) for each in (fused, in_steps))]
+)
 def test_a_right_port_is_the_same(port: Port, dtype: torch.dtype) -> None:
     for seed in range(3):
         known = layer(dtype, seed)

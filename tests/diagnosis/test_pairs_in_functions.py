@@ -97,6 +97,7 @@ def test_the_port_without_a_fault(layer: Attention) -> None:
     assert compare(port_of(layer), layer).verdict is Verdict.TO_ROUNDING  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_one_of_them_shows_where_the_other_cannot(layer: Attention) -> None:
     """No window is shorter than a few tokens."""
     causes = explained(layer, window=12, theta=5e5).causes

@@ -15,11 +15,16 @@ from tests.diagnosis.sealed import megatron, open_lm, picogpt
 
 ANSWERS = [
     # "Rows of the fused weight are ordered by head, and the port splits them as three blocks."
-    (megatron, "nesting of fused rows", {"stored": "heads [q|k|v] head_dim"}),
+    pytest.param(
+        megatron,
+        "nesting of fused rows",
+        {"stored": "heads [q|k|v] head_dim"},
+        marks=pytest.mark.slow,
+    ),
     # "Future keys get the score 1e-9 in place of minus a billion, so that they keep weight."
     (picogpt, "finite number for -inf", {"set to hidden keys": 0.0}),
     # "The rotation counts along the heads; the position of the token is not used at all."
-    (open_lm, "rotary axis", {"axis": "head"}),
+    pytest.param(open_lm, "rotary axis", {"axis": "head"}, marks=pytest.mark.slow),
 ]
 
 

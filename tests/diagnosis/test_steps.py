@@ -208,6 +208,7 @@ class IgnoresTheMaskLater(Port):
         return super().step(x, state, None if state[2] else mask)
 
 
+@pytest.mark.slow
 def test_left_padding_that_later_calls_ignore() -> None:
     layer = layer_of(None)
     diagnosis = searched(IgnoresTheMaskLater(layer, None), layer)
@@ -247,6 +248,7 @@ def with_cache(layer: Attention, port: type[Port]) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.slow
 def test_a_function_with_an_argument_for_the_state() -> None:
     layer = layer_of()
     assert compare(with_cache(layer, Port), layer).verdict is Verdict.TO_ROUNDING

@@ -31,6 +31,7 @@ class OneAttention(nn.Module):
         return self.attn(x, x, x)[0]
 
 
+@pytest.mark.slow
 def test_a_whole_model_beside_a_layer_names_its_layer() -> None:
     block = nn.TransformerEncoderLayer(24, 4, 12, batch_first=True)
     model, layer = nn.TransformerEncoder(block, 2).eval(), Attention(24, 4)
@@ -41,6 +42,7 @@ def test_a_whole_model_beside_a_layer_names_its_layer() -> None:
     compare(model.layers[0].self_attn, layer)  # what it says
 
 
+@pytest.mark.slow
 def test_a_layer_in_a_wrapper_of_peft_is_read_with_its_adapters() -> None:
     base = Attention(24, 4).eval()
     wrapped = adapted(copy.deepcopy(base), "q_proj", "v_proj")

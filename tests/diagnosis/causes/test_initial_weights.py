@@ -45,6 +45,7 @@ def test_initial_values_are_named(kind: Kind, name: str) -> None:
     assert named.variant.parameters["bound"] == pytest.approx(drawn(name).shape[1] ** -0.5)
 
 
+@pytest.mark.slow
 def test_other_weights_are_not_named() -> None:
     kind: Kind = "trained-like"
     assert searched(kind, wq=drawn("wq") * 1.3) == []
