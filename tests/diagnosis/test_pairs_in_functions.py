@@ -12,6 +12,7 @@ from headwise import Attention, Rotary, compare
 from headwise.diagnosis.comparison import FunctionComparison
 from headwise.diagnosis.results import Verdict
 from headwise.layers import QKNorm
+from tests.diagnosis.test_stopped import interrupt_at
 
 WIDTH, HEADS, HEAD_DIM = 36, 3, 12
 THETA, WINDOW, GAIN = 10_000.0, 20, 0.4
@@ -142,9 +143,15 @@ def test_three_faults_are_not_forced_into_two(layer: Attention) -> None:
     assert diagnosis.verdict is Verdict.UNKNOWN
 
 
-@pytest.mark.slow
 def test_outputs_that_are_all_zero_are_compared(layer: Attention) -> None:
     """A cause explains the smallest input; the other inputs are gone."""
     port = port_of(layer, scale=0.2)
-    diagnosis = compare(lambda x: port(x) * (x.shape[1] <= 2), layer)  # type: ignore[operator]
+
+    def of_few_tokens(x: Tensor) -> Tensor:
+        return port(x) * (x.shape[1] <= 2)  # type: ignore[operator, no-any-return]
+
+    progress = interrupt_at("trying pairs with scale")
+    diagnosis = compare(of_few_tokens, layer, progress=progress)
+    assert diagnosis.function is not None
+    assert diagnosis.function.stopped
     assert diagnosis.verdict is Verdict.UNKNOWN

@@ -79,7 +79,7 @@ def _find_pair_of_stage(
             if trial.cause in concerned and pairs.trials.explains_smallest_call(trial, stage)
         ]
     )
-    return pairs.after(ordered) or pairs.joined() or pairs.after(pairs.nearest())
+    return pairs.after(ordered) or pairs.joined() or pairs.after(pairs.nearest(), in_parts=False)
 
 
 @dataclass(eq=False)
@@ -153,8 +153,8 @@ class _Pairs:
             return None
         return gaps.absolute_difference(predicted, actual)
 
-    def after(self, firsts: Iterable[Trial]) -> list[NamedCause]:
-        """Return the best pair whose second cause is found after the first."""
+    def after(self, firsts: Iterable[Trial], *, in_parts: bool = True) -> list[NamedCause]:
+        """Return the best pair whose second cause is found after the first, also in a part."""
         pairs = list[list[NamedCause]]()
         for trial in firsts:
             key = trial.cause, str(trial.variant.parameters), trial.variant.heads
@@ -162,15 +162,19 @@ class _Pairs:
                 continue
             self.tried.add(key)
             watch.look(f"trying pairs with {trial.cause.name}")
-            pair = self._second_of(trial) if trial.family is None else self._second_nearest(trial)
+            if trial.family is None:
+                pair = self._second_of(trial, in_parts=in_parts)
+            else:
+                pair = self._second_nearest(trial)
             pairs += [pair] if pair else []
         return min(pairs, key=lambda pair: pair[1].sort_key, default=[])
 
-    def _second_of(self, first: Trial) -> list[NamedCause]:
+    def _second_of(self, first: Trial, *, in_parts: bool) -> list[NamedCause]:
         """Return a pair with the cause that a search of its own names after the first."""
         others = [each for each in self.causes if each is not first.cause]
         left = Evidence.of(first.variant.model, self.evidence.calls)
-        for evidence in (left, replace(left, fitted={}, is_limited=True)):
+        limited = [replace(left, fitted={}, is_limited=True)] if in_parts else []
+        for evidence in (left, *limited):
             for second in find_best_single_cause(evidence, others)[0]:
                 if self._explains(second.model):
                     model = first.variant.model

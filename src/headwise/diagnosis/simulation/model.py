@@ -190,15 +190,17 @@ class Memory:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
-        self._uses: Counter[Tensor] = Counter()  # of tensors: arguments are kept as results are
+        self._uses = Counter[int]()  # of tensors by id: arguments are kept as results are
         self._entries = 0
 
     def compute(self, function: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Return the function of these arguments, which are tensors, None or can be hashed."""
         key = (function, *arguments, *options.values())  # a tensor's hash is its identity
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        result = self._kept.get(key)
+        if result is not None:
+            if 2 * self._entries > MOST_REMEMBERED:  # else none will leave soon
+                self._kept.move_to_end(key)
+            return result
         result = self._kept[key] = function(*arguments, **options)
         self._count(key, result, 1)
         while self._entries > MOST_REMEMBERED and len(self._kept) > 1:
@@ -209,12 +211,12 @@ class Memory:
         """Add one use of each tensor, or take one away, and count those that are in use."""
         for each in (*key, result):
             if isinstance(each, Tensor):
-                before = self._uses[each]
-                self._uses[each] = before + change
+                before = self._uses[id(each)]
+                self._uses[id(each)] = before + change
                 if 0 in (before, before + change):
                     self._entries += change * each.numel()
                 if before + change == 0:
-                    del self._uses[each]
+                    del self._uses[id(each)]
 
 
 @dataclass(frozen=True)
