@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise import Attention, compare
+from headwise.diagnosis.probes import SIDES
 from headwise.diagnosis.results import Verdict
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.errors import OptionError
@@ -216,6 +217,23 @@ def test_code_for_arrays_may_run_on_tensors_until_it_meets_a_mask() -> None:
     assert function is not None
     assert "11 random tokens under a mask of padding on the right" in function.probes
     assert not function.isolated
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+@torch.no_grad()
+def test_code_that_reads_the_row_of_the_first_query_gets_masks_of_padding(scale: float) -> None:
+    """It runs on any mask, and is right on those of padding alone."""
+
+    def port(x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return attend(scale * x, 0.0 if mask is None else hide(mask[:, 0, 0])[:, None, None])
+
+    progress = interrupt_at("trying q and k exchanged")
+    diagnosis = compare(port, LAYER, progress=progress)
+    assert diagnosis.verdict.is_same == (scale == 1.0), str(diagnosis)
+    assert "reads the row of the first query" in str(diagnosis)
+    assert diagnosis.function is not None
+    masked = [name for name in diagnosis.function.probes if "under a mask" in name]
+    assert masked == [f"11 random tokens under a mask of padding on the {side}" for side in SIDES]
 
 
 def hides_where_true(x: Tensor, attn_mask: Tensor | None = None) -> Tensor:

@@ -348,7 +348,8 @@ def _use_masks_that_run(
     """Return the inputs with masks of the shapes that functions take.
 
     A mask of padding hides a key from all queries, and much code takes no other: (batch, 1, 1,
-    keys). Such a mask hides a token from itself too.
+    keys). Such a mask hides a token from itself too. Code that reads the row of the first query,
+    ``mask[:, 0, 0]``, runs on any mask, and gets these alone.
     """
     functions = [each for each in subjects if isinstance(each, BlackBox)]
     masked = [each for each in probes if each.inputs.mask is not None and not each.inputs.steps]
@@ -357,6 +358,8 @@ def _use_masks_that_run(
     if any(each.seconds >= SLOW for each in functions):  # in which one call tells of all
         masked = masked[-1:]
     known = [each.model for each in subjects if each.model is not None]
+    for function in functions:
+        function.reads_one_row = _reads_one_row(function, masked[-1].inputs)
     for squeezes in (False, True):
         for function in functions:
             function.squeezes_masks = squeezes
@@ -373,6 +376,21 @@ def _use_masks_that_run(
     return list({each.name: each for each in kept}.values())
 
 
+def _reads_one_row(function: BlackBox, inputs: Inputs) -> bool:
+    """True if the output depends on the mask of the first query and on that of no other."""
+    mask = inputs.mask
+    if mask is None or mask.shape[2] == 1 or function.seconds >= SLOW:
+        return False
+    first, others = mask.clone(), mask.clone()
+    first[:, :, 0], others[:, :, 1:] = True, True
+    try:
+        usual, *changed = (function.output(replace(inputs, mask=m)) for m in (mask, first, others))
+    except OptionError:
+        return False
+    depends = [not torch.equal(usual, each) for each in changed]
+    return depends == [True, False]
+
+
 def _find_mask(
     functions: Sequence[BlackBox], known: Sequence[AttentionModel], probe: NamedInputs
 ) -> NamedInputs | None:
@@ -381,8 +399,10 @@ def _find_mask(
     assert mask is not None
     batch, queries = inputs.x.shape[:2]
     masks = [mask, mask.expand(batch, 1, queries, -1)]
+    is_padding = any(each.reads_one_row for each in functions)
     if side := next((side for side in SIDES if f"padding on the {side}" in probe.name), ""):
         masks.append(_hide_keys(inputs, side))
+    masks = [each for each in masks if each.shape[2] == 1 or not is_padding]
     for tried in masks:
         given = replace(inputs, mask=tried)
         # A mask loses the axis of the batch or that of the queries, if one of them has length 1.

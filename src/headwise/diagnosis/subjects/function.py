@@ -83,6 +83,7 @@ class BlackBox(Subject):
         required = read_required(function)
         self.needs_mask, self.needs_source = "mask" in required, "source" in required
         self.squeezes_masks = False  # to (batch, keys), or (queries, keys)
+        self.reads_one_row = False  # of a mask, that of the first query
         self.form: Form | None = None
         self.lengths = self.misfit = ""
         self.parts: Parts | None = None  # whose outputs are stages
@@ -237,12 +238,14 @@ class BlackBox(Subject):
     @property
     def limits(self) -> tuple[str, ...]:
         """A sentence on the inputs that it takes, where these are not the usual ones."""
+        rows = "compared under masks of padding alone: it reads the row of the first query"
+        said = (rows,) if self.reads_one_row else ()
         layout = "" if self.form is None else str(self.form)
         if not (layout or self.lengths):
-            return ()
+            return said
         taken = layout or f"sequences {self.lengths}"
         taken += f", {self.lengths}" if layout and self.lengths else ""
-        return (f"compared with {taken}: {self.misfit}",)
+        return (f"compared with {taken}: {self.misfit}", *said)
 
     @cached_property
     def runs(self) -> Runs:
