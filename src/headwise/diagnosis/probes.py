@@ -359,7 +359,7 @@ def _use_masks_that_run(
         masked = masked[-1:]
     known = [each.model for each in subjects if each.model is not None]
     for function in functions:
-        function.reads_one_row = _reads_one_row(function, masked[-1].inputs)
+        function.find_rows(masked[-1].inputs)
     for squeezes in (False, True):
         for function in functions:
             function.squeezes_masks = squeezes
@@ -374,21 +374,6 @@ def _use_masks_that_run(
         usual = probe if rest or probe.inputs.steps else without
         kept.append(taken.get(probe.name, usual) or without)
     return list({each.name: each for each in kept}.values())
-
-
-def _reads_one_row(function: BlackBox, inputs: Inputs) -> bool:
-    """True if the output depends on the mask of the first query and on that of no other."""
-    mask = inputs.mask
-    if mask is None or mask.shape[2] == 1 or function.seconds >= SLOW:
-        return False
-    first, others = mask.clone(), mask.clone()
-    first[:, :, 0], others[:, :, 1:] = True, True
-    try:
-        usual, *changed = (function.output(replace(inputs, mask=m)) for m in (mask, first, others))
-    except OptionError:
-        return False
-    depends = [not torch.equal(usual, each) for each in changed]
-    return depends == [True, False]
 
 
 def _find_mask(

@@ -70,6 +70,14 @@ def test_dropout_of_a_function_is_named_with_its_rate(layer: Attention, way: str
     assert diagnosis.function.unprobed == ("longer inputs: compare again without dropout",)
 
 
+def test_dropout_of_a_function_that_takes_a_mask(layer: Attention) -> None:
+    """The runs that find how it reads masks are no second runs."""
+    port = port_of(layer, *WAYS["output"][0])
+    function = compare(lambda x, mask=None: port(x), layer).function
+    assert function is not None
+    assert function.cause_names == ["dropout left on"]
+
+
 @pytest.mark.parametrize(
     ("way", "rates"), [("output", WAYS["output"][1]), ("both", {"p of both": 0.325})]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -149,6 +150,21 @@ class BlackBox(Subject):
                 if time.monotonic() - start > TRYING or watch.current().is_spent():
                     return None
         return None
+
+    @torch.no_grad()
+    def find_rows(self, inputs: Inputs) -> None:
+        """Find whether the output depends on the mask of the first query and on no other row."""
+        mask = inputs.mask
+        if mask is None or mask.shape[2] == 1 or self.seconds >= SLOW:
+            return
+        first, others = mask.clone(), mask.clone()
+        first[:, :, 0], others[:, :, 1:] = True, True
+        with suppress(OptionError):  # of code that takes no such mask
+            usual, *changed = (
+                self._call_function(replace(inputs, mask=each)) for each in (mask, first, others)
+            )
+            depends = [not torch.equal(usual, each) for each in changed]
+            self.reads_one_row = depends == [True, False]
 
     def _find_misfit(self, form: Form, inputs: Inputs) -> str:
         """Return the error on inputs in a form; "" for none."""
