@@ -254,14 +254,14 @@ class BlackBox(Subject):
     @property
     def limits(self) -> tuple[str, ...]:
         """A sentence on the inputs that it takes, where these are not the usual ones."""
-        rows = "compared under masks of padding alone: it reads the row of the first query"
-        said = (rows,) if self.reads_one_row else ()
+        words = "compared under masks of padding alone: it reads the row of the first query"
+        rows = (words,) if self.reads_one_row else ()
         layout = "" if self.form is None else str(self.form)
         if not (layout or self.lengths):
-            return said
+            return rows
         taken = layout or f"sequences {self.lengths}"
         taken += f", {self.lengths}" if layout and self.lengths else ""
-        return (f"compared with {taken}: {self.misfit}", *said)
+        return (f"compared with {taken}: {self.misfit}", *rows)
 
     @cached_property
     def runs(self) -> Runs:
