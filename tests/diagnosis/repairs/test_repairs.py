@@ -617,11 +617,15 @@ IN_NUMPY = [
         ),
     )
 ]
-FAST = [case for case in IN_NUMPY if case.cause == "heads interleaved"]
+QUICK = ("heads interleaved, numpy", "scale, torch")
 EVERY = [*ROTATIONS, *SCORES, *MASKS, *AXES, *WEIGHTS, *DECODING, *IN_NUMPY]
 
 
-def check(case: Case) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, id=str(x), marks=[pytest.mark.slow] * (str(x) not in QUICK)) for x in EVERY],
+)
+def test_the_printed_lines_repair_the_port(case: Case) -> None:
     layer = case.layer()
     diagnosis = compare(case.port(), layer)
     assert diagnosis.function is not None
@@ -630,17 +634,6 @@ def check(case: Case) -> None:
     assert cause.place, str(diagnosis)
     again = compare(case.port(cause), layer)
     assert again, f"{diagnosis}\n{again}"
-
-
-@pytest.mark.parametrize("case", FAST, ids=str)
-def test_lines_repair_a_port(case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", EVERY, ids=str)
-def test_the_printed_lines_repair_the_port(case: Case) -> None:
-    check(case)
 
 
 def test_every_cause_has_a_port_or_a_reason_for_words() -> None:
