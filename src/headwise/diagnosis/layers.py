@@ -119,9 +119,9 @@ class Comparison:
     def _judge(
         self, explained: search.ExplainedCalls, calls: Sequence[RecordedCall]
     ) -> tuple[Verdict, str, bool]:
-        """Return the verdict, why these inputs could not show a difference, and a last fact.
+        """Return the verdict, why inputs could not show a difference, and if equality hides others.
 
-        It is True where the two have the same outputs and other numbers or settings.
+        The last is True for the same outputs of other numbers or settings.
         """
         verdict, stopped = explained.verdict, watch.current().stopped
         if stopped and verdict.is_same:

@@ -359,7 +359,7 @@ def _use_masks_that_run(
         masked = masked[-1:]
     known = [each.model for each in subjects if each.model is not None]
     for function in functions:
-        function.find_rows(masked[-1].inputs)
+        function.find_mask_rows(masked[-1].inputs)
     for squeezes in (False, True):
         for function in functions:
             function.squeezes_masks = squeezes

@@ -68,6 +68,7 @@ class BlackBox(Subject):
         keys: the names of required arguments that get the tokens of keys, such as k and v.
         form: of its inputs; None before its first call.
         lengths: of its inputs, in words; "" for any.
+        reads_one_row: True if of a mask it reads the row of the first query alone.
         misfit: the error on inputs of the usual form and length; "" where they run.
         is_random: True if a second run had another output, which is then no error any more.
     """
@@ -84,7 +85,7 @@ class BlackBox(Subject):
         required = read_required(function)
         self.needs_mask, self.needs_source = "mask" in required, "source" in required
         self.squeezes_masks = False  # to (batch, keys), or (queries, keys)
-        self.reads_one_row = False  # of a mask, that of the first query
+        self.reads_one_row = False
         self.form: Form | None = None
         self.lengths = self.misfit = ""
         self.parts: Parts | None = None  # whose outputs are stages
@@ -152,7 +153,7 @@ class BlackBox(Subject):
         return None
 
     @torch.no_grad()
-    def find_rows(self, inputs: Inputs) -> None:
+    def find_mask_rows(self, inputs: Inputs) -> None:
         """Find whether the output depends on the mask of the first query and on no other row."""
         mask = inputs.mask
         if mask is None or mask.shape[2] == 1 or self.seconds >= SLOW:
