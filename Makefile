@@ -101,8 +101,8 @@ browser:
 bench-compare: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.compare $(CASES)
 
-# The field bench; choose with CASES='nanogpt --kind single'. CASES='--set second' runs the second
-# set, which is run when the work on the search is done.
+# The field bench; choose with CASES='nanogpt --kind single'. CASES='--set second' and '--set third' run
+# the sets that were written apart, when the work on the search was done.
 bench-field: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.field $(CASES)
 

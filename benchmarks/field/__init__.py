@@ -5,7 +5,7 @@
 * `truth`: the names of causes that are right for each fault, written before any was compared.
 * `models`: whole models written by hand, beside those of transformers, with cases of their own.
 * `reports`: the public bug reports that cases follow, with their addresses.
-* `second`: a second set of ports and cases, written apart, which is run once.
+* `second`, `third`: sets of ports and cases that were written apart, each run once.
 * `formulas`: attention in NumPy and float64, from the words of `SETTINGS` alone.
 * `check`: a correct port agrees with the formulas, and a fault does not.
 """

@@ -1,4 +1,4 @@
-"""Scores of the field bench: ``python -m benchmarks.field [--set second] [PORT ...]``."""
+"""Scores of the field bench: ``python -m benchmarks.field [--set third] [PORT ...]``."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from typing import Annotated, Literal
 import torch
 import typer
 
-from benchmarks.field.case import FAMILIES, FIRST, KINDS, SECOND, read_cases
+from benchmarks.field.case import FAMILIES, KINDS, SETS, read_cases
 from benchmarks.field.score import Score, interval, score_job
 from benchmarks.field.truth import read_truth
 
 RECORD = Path("build") / "field.jsonl"
-FOLDERS = {"first": FIRST, "second": SECOND}
 
 
 def main(
     ports: Annotated[list[str] | None, typer.Argument(help="Only these ports.")] = None,
     *,
-    of: Annotated[Literal["first", "second"], typer.Option("--set", help="Which set.")] = "first",
+    of: Annotated[
+        Literal["first", "second", "third"], typer.Option("--set", help="Which set.")
+    ] = "first",
     kind: Annotated[str, typer.Option(help="Only cases of this kind.")] = "",
     every: Annotated[int, typer.Option(help="Only every n-th case.")] = 1,
     processes: Annotated[int, typer.Option(help="That score cases side by side.")] = 2,
 ) -> None:
     """Score each case, write what was said to build/field.jsonl, and print a table."""
-    truth = read_truth(FOLDERS[of])
-    cases = [case for case in read_cases(FOLDERS[of], ports or ()) if kind in ("", case.kind)]
+    truth = read_truth(SETS[of])
+    cases = [case for case in read_cases(SETS[of], ports or ()) if kind in ("", case.kind)]
     jobs = [(case, truth.get((case.port, case.name))) for case in cases[::every]]
     RECORD.parent.mkdir(exist_ok=True)
     scores = []

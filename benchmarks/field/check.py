@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.field import formulas
-from benchmarks.field.case import FIRST, SECOND, FieldCase, load_port, read_cases
+from benchmarks.field.case import SETS, FieldCase, load_port, read_cases
 
 AGREES, DIFFERS = 1e-6, 1e-4  # rotary tables are often float32
 CHUNKS = ((1,) * 9, (4, 1, 1, 3), (9,))  # tokens of each call with a cache
@@ -33,7 +33,7 @@ class Input(NamedTuple):
 def main(names: list[str]) -> int:
     """Print a line for each case, and return 1 if one of them is not what it says."""
     wrong = 0
-    ports = [path for folder in (FIRST, SECOND) for path in sorted(folder.glob("ports/*.py"))]
+    ports = [path for folder in SETS.values() for path in sorted(folder.glob("ports/*.py"))]
     for path in ports:
         if names and path.stem not in names:
             continue

@@ -10,14 +10,14 @@ import torch
 
 from benchmarks.faults.freeze import is_frozen
 from benchmarks.field import check, check_models, formulas, references
-from benchmarks.field.case import FIRST, FROZEN, SECOND, FieldCase, load_port, read_cases
+from benchmarks.field.case import FIRST, FROZEN, SETS, FieldCase, load_port, read_cases
 from benchmarks.field.score import interval, score
 from benchmarks.field.truth import read_truth
 
 PORTS = [
-    (folder, path.stem) for folder in (FIRST, SECOND) for path in sorted(folder.glob("ports/*.py"))
+    (folder, path.stem) for folder in SETS.values() for path in sorted(folder.glob("ports/*.py"))
 ]
-CASES = {folder: list(read_cases(folder)) for folder in (FIRST, SECOND)}
+CASES = {folder: list(read_cases(folder)) for folder in SETS.values()}
 
 
 def test_equal_scores_give_the_mean_of_the_values() -> None:
@@ -45,7 +45,7 @@ def test_a_port_without_edits_is_the_formula_and_the_layer(folder: Path, port: s
     assert float(np.linalg.norm(actual.numpy() - expected) / np.linalg.norm(expected)) < 1e-6
 
 
-@pytest.mark.parametrize("folder", [FIRST, SECOND], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", SETS.values(), ids=SETS)
 def test_the_edits_of_every_case_fit_its_port(folder: Path) -> None:
     for case in CASES[folder]:
         text = (case.folder / "ports" / f"{case.port}.py").read_text("utf-8")
