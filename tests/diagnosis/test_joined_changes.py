@@ -42,6 +42,7 @@ def trials_of(model: AttentionModel, calls: list[RecordedCall]) -> dict[Cause, l
                 "output": call.stages["output"]
                 + torch.randn(call.stages["output"].shape, generator=generator).double()
             },
+            earlier=tuple(replace(each, stages={}) for each in call.earlier),
         )
         for call in calls
     ]
@@ -56,21 +57,24 @@ def trials_of(model: AttentionModel, calls: list[RecordedCall]) -> dict[Cause, l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_every_pair_of_causes_is_computed(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps"), [*((name, ()) for name in MODELS), ("partial rotation", (3, 1, 1))]
+)
+def test_every_pair_of_causes_is_computed(name: str, steps: tuple[int, ...]) -> None:
     model = MODELS[name]()
-    inputs = inputs_of()
+    inputs = inputs_of(steps=steps)
     calls = recorded(model, replace(inputs, x=inputs.x[:, :5]))
+    last = replace(calls[-1], stages={}, earlier=tuple(replace(c, stages={}) for c in calls[:-1]))
     found = trials_of(model, calls)
-    draw, count = random.Random(0), 0
-    for (first, second), _ in product(combinations(found, 2), range(DRAWS)):
+    draw, count, draws = random.Random(0), 0, DRAWS * (1 + 5 * bool(steps))
+    for (first, second), _ in product(combinations(found, 2), range(draws)):
         sides = (draw.choice(found[cause]).variant.model for cause in (first, second))
         joined = merge_models(model, *sides)
         if joined is not None:
-            output = joined.predict_stage("output", replace(calls[0], stages={}))
-            assert output.shape[:2] == calls[0].inputs.x.shape[:2], (first.name, second.name)
+            output = joined.predict_stage("output", last)
+            assert output.shape[:2] == last.inputs.x.shape[:2], (first.name, second.name)
             count += 1
-    assert count > 500 * DRAWS
+    assert count > 500 * draws
 
 
 def test_a_theta_and_a_scaling_without_frequencies_are_not_joined() -> None:

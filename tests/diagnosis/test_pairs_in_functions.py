@@ -12,10 +12,32 @@ from headwise import Attention, Rotary, compare
 from headwise.diagnosis.comparison import FunctionComparison
 from headwise.diagnosis.results import Verdict
 from headwise.layers import QKNorm
+from tests.diagnosis.among import compare_among
 from tests.diagnosis.test_stopped import interrupt_at
 
 WIDTH, HEADS, HEAD_DIM = 36, 3, 12
+NAMES = (
+    "factor",
+    "k and v exchanged",
+    "merge without transpose",
+    "order of fused rows",
+    "q and k exchanged",
+    "qk-norm eps",
+    "qk-norm kind",
+    "qk-norm weight offset",
+    "residual inside",
+    "rotary direction",
+    "rotary scaling factor",
+    "rotary theta",
+    "scale",
+    "sign",
+    "softcap",
+    "temperature by length",
+    "window missing",
+    "window off by one",
+)
 THETA, WINDOW, GAIN = 10_000.0, 20, 0.4
+IN_ONE_HEAD = HEAD_DIM**-0.5 * torch.tensor([1.0, 0.4, 1.0])[:, None, None]
 
 
 def rotated(x: Tensor, theta: float) -> Tensor:
@@ -31,13 +53,14 @@ def port_of(
     layer: Attention,
     *,
     theta: float = THETA,
-    scale: float = HEAD_DIM**-0.5,
+    scale: float | Tensor = HEAD_DIM**-0.5,
     window: int = WINDOW,
     gain: float = 1.0,
     merged: bool = True,
     cap: float = math.inf,
     is_key_normed: bool = True,
     roles: str = "qkv",
+    is_residual: bool = False,
 ) -> object:
     """The layer in plain torch; a query sees ``window`` keys, and norms have ``gain + w``.
 
@@ -64,7 +87,7 @@ def port_of(
         mixed = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
         mixed = mixed.transpose(1, 2) if merged else mixed
         joined = mixed.reshape(*x.shape[:2], WIDTH)
-        return joined @ state["out_proj.weight"].T + state["out_proj.bias"]
+        return joined @ state["out_proj.weight"].T + state["out_proj.bias"] + is_residual * x
 
     return port
 
@@ -88,7 +111,7 @@ def layer() -> Attention:
 
 
 def explained(layer: Attention, **faults: object) -> FunctionComparison:
-    diagnosis = compare(port_of(layer, **faults), layer)  # type: ignore[arg-type]
+    diagnosis = compare_among(NAMES, port_of(layer, **faults), layer)  # type: ignore[arg-type]
     assert diagnosis.verdict is Verdict.DIFFERENT
     assert diagnosis.function is not None
     return diagnosis.function
@@ -126,7 +149,9 @@ def test_two_numbers_are_fitted_at_once(layer: Attention) -> None:
         ({"cap": 2.0, "theta": 5e5}, {"softcap", "rotary theta"}),
         ({"is_key_normed": False, "theta": 5e5}, {"qk-norm kind", "rotary theta"}),
         ({"roles": "kqv", "scale": 0.2}, {"q and k exchanged", "scale"}),
+        ({"roles": "kqv", "scale": IN_ONE_HEAD}, {"q and k exchanged", "scale"}),
         ({"roles": "qvk", "scale": 0.2}, {"k and v exchanged", "scale"}),
+        ({"roles": "qvk", "is_residual": True}, {"k and v exchanged", "residual inside"}),
     ],
 )
 def test_both_show_in_every_input(

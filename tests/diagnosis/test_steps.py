@@ -12,12 +12,7 @@ from torch import Tensor
 
 from headwise import Attention, Rotary, compare
 from headwise.diagnosis import Diagnosis, Verdict
-from headwise.diagnosis.catalogue import CAUSES
-from headwise.diagnosis.layers import Comparison
-from headwise.diagnosis.probes import choose_inputs
 from headwise.diagnosis.simulation.model import Inputs
-from headwise.diagnosis.subjects.layers import NativeSubject
-from headwise.diagnosis.subjects.steps import make_function
 from headwise.errors import OptionError
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 40, 4, 2, 6, 4
@@ -104,22 +99,13 @@ TRIED = (
     "window in decoding",
     "evicted keys",
     "rotary applied twice",
+    "rotary missing",
     "rotary scaling kind",
     "causal alignment",
     "causal mask missing",
     "window off by one",
     "padding ignored",
 )
-
-
-def searched(port: Any, layer: Attention) -> Diagnosis:
-    """Return the comparison with a layer, in which only causes near the faults are tried."""
-    function = make_function(port, "port")
-    assert function is not None
-    known = NativeSubject(layer)
-    chosen = choose_inputs(function, known, None)
-    causes = [cause for cause in CAUSES if cause.name in TRIED]
-    return Comparison(function, known, chosen, causes).diagnosis()
 
 
 class RestartsPositions(WithoutMask):
@@ -164,6 +150,37 @@ class AlignsToTheFirstKey(WithoutMask):
         return (back >= 0) & (back < WINDOW)
 
 
+class AlignsToTheFirstKeyOfAWindow(AlignsToTheFirstKey):
+    def keep(self, x: Tensor, new: int) -> Tensor:
+        return x[:, :, -WINDOW:]
+
+
+class AlignsOnlySeveralTokens(AlignsToTheFirstKey):
+    def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return super().seen(queries, keys) if len(queries) > 1 else Port.seen(self, queries, keys)
+
+
+class TurnsTheCacheInEachCall(WithoutMask):
+    """Keys are stored as they were read, turned by all calls since theirs."""
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:  # type: ignore[override]
+        held = state[0].shape[2]
+        places = torch.arange(state[2] - held, state[2])
+        return super().step(x, (self.turn(state[0], places), *state[1:]))
+
+
+class CountsTheCacheTwice(WithoutMask):
+    def positions(self, past: int, new: int, held: int) -> Tensor:
+        return torch.arange(past, past + new) + past
+
+
+class StoresKeysBeforeTheyTurn(WithoutMask):
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:  # type: ignore[override]
+        output, (_, values, past) = super().step(x, state)
+        k = self.layer.k_proj(x).unflatten(2, (-1, HEAD_DIM)).transpose(1, 2)
+        return output, (self.keep(torch.cat([state[0], k], 2), x.shape[1]), values, past)
+
+
 class HidesNoLaterKey(WithoutMask):
     def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
         back = queries[:, None] - keys
@@ -184,6 +201,19 @@ FAULTS: tuple[tuple[type[Port], str, dict[str, Any]], ...] = (
     (IsOneTooFar, "position offset in decoding", {"offset": 1}),
     (KeepsTheLastCall, "evicted keys", {"kept": "those of the last call"}),
     (KeepsNothing, "evicted keys", {"kept": 0}),
+    (AlignsOnlySeveralTokens, "causal alignment", {"align": "top-left"}),
+    (
+        TurnsTheCacheInEachCall,
+        "rotary applied twice",
+        {"turned": "cached keys, once more in each call"},
+    ),
+    (AlignsToTheFirstKeyOfAWindow, "causal alignment", {"align": "top-left"}),
+    (
+        CountsTheCacheTwice,
+        "position offset in decoding",
+        {"offset": "from twice the keys in the cache"},
+    ),
+    (StoresKeysBeforeTheyTurn, "rotary missing", {"of": "cached keys"}),
     (HidesNoLaterKey, "causal mask missing", {"calls": "with a cache"}),
     (WindowOfTheCacheAlone, "window off by one", {"window": "all keys of the cache and the call"}),
 )
@@ -197,7 +227,7 @@ def test_a_fault_of_calls_with_a_cache(
     port: type[Port], name: str, parameters: dict[str, Any]
 ) -> None:
     layer = layer_of()
-    diagnosis = searched(port(layer), layer)
+    diagnosis = compare_among(TRIED, port(layer), layer)
     assert diagnosis.function is not None
     [cause] = diagnosis.function.causes
     assert (cause.name, dict(cause.parameters)) == (name, parameters)
@@ -211,7 +241,7 @@ class IgnoresTheMaskLater(Port):
 @pytest.mark.slow
 def test_left_padding_that_later_calls_ignore() -> None:
     layer = layer_of(None)
-    diagnosis = searched(IgnoresTheMaskLater(layer, None), layer)
+    diagnosis = compare_among(TRIED, IgnoresTheMaskLater(layer, None), layer)
     assert diagnosis.function is not None
     [cause] = diagnosis.function.causes
     assert cause.name == "left padding in decoding"
@@ -229,7 +259,7 @@ def test_one_call_and_calls_with_a_cache_of_one_function_are_compared() -> None:
         def __call__(self, x: Tensor) -> Tensor:
             return in_one_call(x, layer)
 
-    diagnosis = searched(Both(layer), layer)
+    diagnosis = compare_among(TRIED, Both(layer), layer)
     assert diagnosis.function is not None
     first, second = diagnosis.function.ways
     assert "in one call: equal; in calls of 5, 1, 3, 1 tokens: different from token 5 on" in first
@@ -252,7 +282,7 @@ def with_cache(layer: Attention, port: type[Port]) -> Callable[..., Any]:
 def test_a_function_with_an_argument_for_the_state() -> None:
     layer = layer_of()
     assert compare(with_cache(layer, Port), layer).verdict is Verdict.TO_ROUNDING
-    diagnosis = searched(with_cache(layer, KeepsNothing), layer)
+    diagnosis = compare_among(TRIED, with_cache(layer, KeepsNothing), layer)
     assert names_of(diagnosis) == ["evicted keys"]
 
 
@@ -281,7 +311,7 @@ def test_a_port_in_numpy() -> None:
                 output, state = super().step(torch.from_numpy(x), state)
             return output.numpy(), state
 
-    assert names_of(searched(InNumpy(layer), layer)) == ["position offset in decoding"]
+    assert names_of(compare_among(TRIED, InNumpy(layer), layer)) == ["position offset in decoding"]
 
 
 def test_inputs_on_which_a_port_fails_are_left_out() -> None:

@@ -163,7 +163,8 @@ class _Pairs:
             self.tried.add(key)
             watch.look(f"trying pairs with {trial.cause.name}")
             if trial.family is None:
-                pair = self._second_of(trial, in_parts=in_parts)
+                in_some = in_parts or trial.variant.is_step  # which a part of the scores shows
+                pair = self._second_of(trial, in_parts=in_some)
             else:
                 pair = self._second_nearest(trial)
             pairs += [pair] if pair else []
@@ -227,9 +228,12 @@ class _Pairs:
         )
 
     def nearest(self) -> list[Trial]:
-        """Return the variants that leave least of the smallest call, and those that are steps."""
-        steps = [trial for trial in self.every if trial.variant.is_step]
-        others = (trial for trial in self.every if not trial.variant.is_step)
+        """Return the variants that leave least of the smallest call, and those that are steps.
+
+        What is added to the output is a step too: it hides how near other causes are.
+        """
+        steps = [trial for trial in self.every if _is_step(trial)]
+        others = (trial for trial in self.every if not _is_step(trial))
         return [*steps, *sorted(others, key=self._left_in_smallest_call)][:NEAREST]
 
     def joined(self) -> list[NamedCause]:
@@ -414,6 +418,10 @@ class _Pairs:
         each = iter(models)
         parts = [t.variant.model if t.family is None else next(each) for t in pair]
         return merge_models(self.evidence.model, *parts)
+
+
+def _is_step(trial: Trial) -> bool:
+    return trial.variant.is_step or trial.cause is catalogue.RESIDUAL_INSIDE
 
 
 def _add_family(families: list[tuple[Tensor, list[Trial]]], trial: Trial, change: Tensor) -> None:

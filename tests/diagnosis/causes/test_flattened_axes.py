@@ -48,6 +48,19 @@ def flat_and_split(x: Tensor) -> Tensor:
     )
 
 
+def in_memory_of_sequences(x: Tensor) -> Tensor:
+    """Return (batch, heads, ...) of memory that has the tokens first."""
+    return torch.stack([x[:, :, token].flatten() for token in range(x.shape[2])]).view(x.shape)
+
+
+def merged_into_sequences(forced: ForcedStage) -> Tensor:
+    """Return the output of (batch * heads, length, d) that is viewed as (length, batch, ...)."""
+    mixed, weights = forced["head outputs"], forced.model.weights
+    joined = mixed.flatten().view(mixed.shape[2], len(mixed), -1).transpose(0, 1)
+    output = joined @ weights["wo"].flatten(0, 1)
+    return output + weights["bo"] if "bo" in weights else output
+
+
 def mask_as_a_block(forced: ForcedStage) -> Tensor:
     mask = forced.call.inputs.mask
     scores = forced.with_inputs(mask=None).usual_result()
@@ -114,6 +127,19 @@ FAULTS: dict[str, tuple[Callable[[], AttentionModel], dict[str, Change], str]] =
         )
         for stage in ("q", "v", "head outputs")
     },
+    "tokens first": (
+        model_of,
+        {
+            role: lambda forced: in_memory_of_sequences(forced.usual_result())
+            for role in ("q", "k", "v")
+        },
+        "split without transpose",
+    ),
+    "tokens first at the end": (
+        model_of,
+        {"output": merged_into_sequences},
+        "merge without transpose",
+    ),
     "gate": (gated, {"head outputs": gate_as_a_view}, "gate merged without transpose"),
     "weights": (
         lambda: model_of(causal=True),

@@ -216,6 +216,19 @@ def test_a_causal_mask_of_the_call_that_is_ignored_is_no_padding() -> None:
     assert [cause.cause.name for cause in searched(free, both).causes] == ["padding ignored"]
 
 
+@pytest.mark.parametrize(("side", "believed"), [("right", PADDED), ("left", PADDED.flip(-1))])
+def test_padding_whose_number_alone_is_kept(side: str, believed: Tensor) -> None:
+    model = model_of()
+    faulty = scores_by(lambda s: s.masked_fill(~believed, -math.inf))(model)
+    calls = []
+    for mask in (PADDED, PADDED.flip(-1)):
+        inputs = inputs_of(mask=mask)
+        calls += [replace(call, inputs=inputs) for call in recorded(faulty, inputs)]
+    [cause] = searched(model, calls).causes
+    assert cause.cause.name == "padding side"
+    assert cause.variant.parameters == {"padding": f"always on the {side}"}
+
+
 def test_a_padding_side_with_rows_that_are_left_without_keys() -> None:
     model = model_of(causal=True)
 

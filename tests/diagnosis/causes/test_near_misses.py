@@ -287,6 +287,7 @@ NEAR_MISSES = (
         NORM,
     ),
     NearMiss("norm weights of q and k exchanged", with_reversed_norms, NORM),
+    NearMiss("norm weights missing", with_reversed_norms, NORM),
     NearMiss("norm weights in another order", with_reversed_norms, NORM),
     NearMiss(
         "norm on another role",

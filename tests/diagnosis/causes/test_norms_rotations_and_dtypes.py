@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise import Attention, Rotary, compare
-from headwise.layers import QKNorm
+from headwise.layers import Alibi, QKNorm, alibi_slopes
+from tests.diagnosis.among import compare_among
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, TURNED = 44, 4, 2, 10, 6
 Parts = dict[str, Tensor]
@@ -60,6 +61,8 @@ def port(layer: Attention, fault: str, x: Tensor) -> Tensor:
     )
     weights = [state["q_norm.weight"], state["k_norm.weight"]]
     weights = weights[::-1] if fault == "norm weights of q and k exchanged" else weights
+    if fault == "norm weights missing":
+        weights[1] = torch.ones_like(weights[1])
     if fault == "norm weights in another order":
         pairs = [w[:turned].unflatten(0, (2, -1)).T.flatten() for w in weights]
         weights = [torch.cat([p, w[turned:]]) for p, w in zip(pairs, weights, strict=True)]
@@ -91,6 +94,7 @@ def port(layer: Attention, fault: str, x: Tensor) -> Tensor:
 
 FAULTS = (
     "norm weights of q and k exchanged",
+    "norm weights missing",
     "norm weights in another order",
     "norm on another role",
     "qk-norm eps",
@@ -104,7 +108,8 @@ FAULTS = (
 )
 
 
-QUICK = ("rotary on other channels", "softmax dtype")
+AMONG = (*FAULTS, "factor", "qk-norm kind", "rotary theta", "rotary scaling factor", "scale")
+QUICK = ("norm weights missing", "rotary on other channels", "softmax dtype")
 
 
 @pytest.mark.parametrize(
@@ -113,9 +118,65 @@ QUICK = ("rotary on other channels", "softmax dtype")
 def test_the_cause_is_named_on_a_function(fault: str) -> None:
     turned = HEAD_DIM if fault == "rotary over all heads at once" else TURNED
     layer = layer_of(turned=turned)
-    diagnosis = compare(partial(port, layer, fault), layer)
+    diagnosis = compare_among(AMONG, partial(port, layer, fault), layer)
     assert diagnosis.function is not None
     assert diagnosis.function.cause_names == [fault], diagnosis
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "of", "words"),
+    [
+        (torch.bfloat16, "bias", "of the bias by distance, from the first key"),
+        (torch.float16, "bias", "of the bias by distance, from the first key"),
+        (torch.bfloat16, "softmax", "bias by distance from the first key"),
+    ],
+)
+def test_a_bias_by_distance_in_16_bit(dtype: torch.dtype, of: str, words: str) -> None:
+    """Keys count from the first one, so that rows have numbers in common that are rounded."""
+    torch.manual_seed(2)
+    layer = Attention(60, 12, window=(None, 0), score_bias=Alibi())
+
+    def port(x: Tensor) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(2, (12, 5)).transpose(1, 2)
+            for part in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        places = torch.arange(x.shape[1])
+        bias = (alibi_slopes(12)[:, None, None] * places).to(dtype if of == "bias" else x.dtype)
+        scores = (q @ k.mT / 5**0.5 + bias).masked_fill(places > places[:, None], -torch.inf)
+        scores = scores.to(dtype if of == "softmax" else x.dtype)
+        output = layer.out_proj((scores.softmax(-1).to(x.dtype) @ v).transpose(1, 2).flatten(2))
+        assert isinstance(output, Tensor)
+        return output
+
+    diagnosis = compare_among((*AMONG, "distance bias slope rule"), port, layer)
+    assert diagnosis.function is not None
+    [cause] = diagnosis.function.causes
+    named = {"bias": "activations in a narrower dtype", "softmax": "softmax dtype"}
+    assert cause.name == named[of]
+    assert words in str(diagnosis)
+
+
+@pytest.mark.parametrize("heads", [3, 12])
+def test_a_bias_by_distance_from_the_first_key_is_the_same_function(heads: int) -> None:
+    """The numbers that a row has in common grow with its position, and so their rounding."""
+    torch.manual_seed(2)
+    layer = Attention(60, heads, window=(None, 0), score_bias=Alibi())
+
+    def port(x: Tensor) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(2, (heads, -1)).transpose(1, 2)
+            for part in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        places = torch.arange(x.shape[1])
+        scores = q @ k.mT / (60 / heads) ** 0.5 + alibi_slopes(heads)[:, None, None] * places
+        weights = scores.masked_fill(places > places[:, None], -torch.inf).softmax(-1)
+        output = layer.out_proj((weights @ v).transpose(1, 2).flatten(2))
+        assert isinstance(output, Tensor)
+        return output
+
+    assert compare(port, layer)
 
 
 def test_the_plain_function_without_a_fault_is_the_same() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from headwise import compare
+from headwise import Attention, compare
 from headwise.diagnosis.moves.move import Move
 from headwise.diagnosis.outputs import scores
 from headwise.diagnosis.outputs.names import FEWEST, apply_move, find_output_moves
@@ -150,6 +151,24 @@ def test_compare_names_the_cause(edit: Edit) -> None:
     [cause] = diagnosis.function.causes
     assert cause.output_left < 1e-6 < diagnosis.function.output_gap
     assert cause.name in {"heads permuted", "rows of another role"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("roles", ["qkv", "kv"])
+def test_biases_of_several_roles_beside_sinks(roles: str) -> None:
+    """A sink takes a part of the weight, so that one token does not show the values alone."""
+    torch.manual_seed(1)
+    layer = Attention(26, 4, head_dim=6, window=(None, 0), sink=True)
+    with torch.no_grad():
+        for part in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj):
+            part.bias.normal_(std=0.3)
+    wrong = deepcopy(layer)
+    for role in roles:
+        torch.nn.init.zeros_(getattr(wrong, f"{role}_proj").bias)
+    diagnosis = compare(lambda x: wrong(x), layer)
+    assert diagnosis.function is not None
+    [cause] = diagnosis.function.causes
+    assert (cause.name, cause.parameters["roles"]) == ("bias missing", roles)
 
 
 def negate_a_kv_head(state: State) -> None:

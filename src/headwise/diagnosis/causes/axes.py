@@ -22,6 +22,9 @@ def _split_without_transpose(evidence: Evidence) -> Variants:
     for roles in ("qkv", "qk", "q", "k", "v"):
         model = evidence.replace_stages(roles, _view_as_heads)
         yield Variant(model, {"roles": roles}, "view(batch, length, heads, d).transpose(1, 2)")
+        model = evidence.replace_stages(roles, _view_as_heads_of_sequences)
+        repair = "view(length, batch * heads, d).transpose(0, 1)"
+        yield Variant(model, {"roles": roles, "first axis": "length"}, repair)
     weights = evidence.model.weights
     is_fused = len({weights[f"w{role}"].shape for role in "qkv"}) == 1
     if is_fused and not evidence.is_cross_attention:
@@ -37,6 +40,12 @@ def _view_as_heads(forced: ForcedStage) -> Tensor:
     return split.transpose(1, 2).flatten(2).reshape(split.shape)
 
 
+def _view_as_heads_of_sequences(forced: ForcedStage) -> Tensor:
+    """Return (length, batch, heads * d) whose memory is viewed as (batch * heads, length, d)."""
+    split = forced.usual_result()
+    return split.permute(2, 0, 1, 3).reshape(split.shape)
+
+
 def _view_as_fused_heads(is_first: bool, forced: ForcedStage) -> Tensor:
     """Return q, k or v of a fused result whose memory is viewed in the shape that is wanted."""
     each = [ForcedStage(forced.model, forced.call, role).usual_result() for role in "qkv"]
@@ -48,13 +57,18 @@ def _view_as_fused_heads(is_first: bool, forced: ForcedStage) -> Tensor:
 
 
 def _merge_without_transpose(evidence: Evidence) -> Variants:
-    model = evidence.replace_stages(("output",), _project_unmerged_heads)
+    model = evidence.replace_stages(("output",), _project_unmerged_heads, (0, 2, 1, 3))
     yield Variant(model, {}, "outputs.transpose(1, 2).flatten(2)")
+    model = evidence.replace_stages(("output",), _project_unmerged_heads, (2, 0, 1, 3))
+    repair = "outputs.transpose(0, 1).reshape(length, batch, heads * d)"
+    yield Variant(model, {"first axis": "length"}, repair)
 
 
-def _project_unmerged_heads(forced: ForcedStage) -> Tensor:
+def _project_unmerged_heads(order: tuple[int, ...], forced: ForcedStage) -> Tensor:
+    """Return the output of memory that is viewed with its axes in another order."""
     heads = forced["head outputs"]
-    split = heads.reshape(heads.transpose(1, 2).shape).transpose(1, 2)
+    viewed = heads.reshape([heads.shape[axis] for axis in order])
+    split = viewed.permute([order.index(axis) for axis in range(4)])
     stages = {**forced.call.stages, "head outputs": split}
     return replace(forced, call=replace(forced.call, stages=stages)).usual_result()
 

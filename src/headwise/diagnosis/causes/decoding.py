@@ -70,6 +70,7 @@ def _list_starts(evidence: Evidence) -> dict[int | str, Start]:
     starts: dict[int | str, Start] = {
         "from 0 again": lambda _: 0,
         "by the tokens of the call": lambda call: call.past_key_count + call.inputs.x.shape[1],
+        "from twice the keys in the cache": lambda call: 2 * call.past_key_count,
     }
     left, _ = evidence.model.settings.sides or (None, None)
     for kept in () if left is None else (left, left + 1):
@@ -124,10 +125,10 @@ def _padding_in_decoding(evidence: Evidence) -> Variants:
 
 # The stage that reads keys or values of earlier calls, and the stage of a call that makes them.
 READ = {"k": ("scores", "k after rotary"), "v": ("head outputs", "v")}
-Cached = Callable[[Tensor, RecordedCall], Tensor]  # (batch, kv_heads, keys, ...) and its call
+Cached = Callable[[Tensor, ForcedStage], Tensor]  # (batch, kv_heads, keys, ...), where it is read
 
 
-def _read_other_cache(evidence: Evidence, role: str, change: Cached) -> AttentionModel:
+def read_other_cache(evidence: Evidence, role: str, change: Cached) -> AttentionModel:
     """Return the model that reads other keys or values in later calls."""
     stage, cached = READ[role]
 
@@ -135,7 +136,7 @@ def _read_other_cache(evidence: Evidence, role: str, change: Cached) -> Attentio
         call = forced.call
         if not call.earlier:
             return forced.usual_result()
-        every = change(forced.of_all_calls(cached), call)
+        every = change(forced.of_all_calls(cached), forced)
         parts = every.split([each.inputs.x.shape[1] for each in (*call.earlier, call)], 2)
         calls = zip((*call.earlier, call), parts, strict=True)
         *earlier, last = (each.with_stages({**each.stages, cached: x}) for each, x in calls)
@@ -147,11 +148,11 @@ def _read_other_cache(evidence: Evidence, role: str, change: Cached) -> Attentio
 def _cached_values_lost(evidence: Evidence) -> Variants:
     if evidence.has_later_calls:
         repair = "store the values of each call in the cache, beside its keys"
-        yield Variant(_read_other_cache(evidence, "v", _zero_earlier), {"values": 0.0}, repair)
+        yield Variant(read_other_cache(evidence, "v", _zero_earlier), {"values": 0.0}, repair)
 
 
-def _zero_earlier(x: Tensor, call: RecordedCall) -> Tensor:
-    past = call.past_key_count
+def _zero_earlier(x: Tensor, forced: ForcedStage) -> Tensor:
+    past = forced.call.past_key_count
     return torch.cat([torch.zeros_like(x[:, :, :past]), x[:, :, past:]], 2)
 
 
@@ -165,12 +166,12 @@ def _cache_joined_in_another_order(evidence: Evidence) -> Variants:
             model = evidence.model
             for role in roles:
                 seen = replace(evidence, model=model)
-                model = _read_other_cache(seen, role, partial(_join_in_front, held))
+                model = read_other_cache(seen, role, partial(_join_in_front, held))
             repair = "torch.cat([cached, new], dim=-2): earlier tokens first, for keys and values"
             yield Variant(model, {"roles": roles, "first": "the new tokens"}, repair)
 
 
-def _join_in_front(held: slice, x: Tensor, call: RecordedCall) -> Tensor:
+def _join_in_front(held: slice, x: Tensor, forced: ForcedStage) -> Tensor:
     """Return keys or values in the order of a cache that new ones are put in front of.
 
     It holds a part of them between calls, whatever they are. Others stay where they were, since
@@ -178,7 +179,7 @@ def _join_in_front(held: slice, x: Tensor, call: RecordedCall) -> Tensor:
     """
     order: list[int] = []
     start = 0
-    for each in (*call.earlier, call):
+    for each in (*forced.call.earlier, forced.call):
         end = start + each.inputs.x.shape[1]
         order = [*range(start, end), *order[held]]
         start = end

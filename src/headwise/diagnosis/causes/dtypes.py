@@ -1,15 +1,22 @@
 """The cause of values, scores, keys or other activations that are kept in a narrower dtype."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from headwise.diagnosis.catalogue import SCORES
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.moves.move import format_dtype
-from headwise.diagnosis.simulation.model import ForcedStage, RecordedCall, scale_products
+from headwise.diagnosis.simulation.model import (
+    ForcedStage,
+    RecordedCall,
+    key_query_distances,
+    scale_products,
+)
+from headwise.function.distance import slopes_of
 from headwise.function.stages import BEFORE
 
 # What is rounded, in words -> the stages before each stage that reads rounded ones.
@@ -35,6 +42,14 @@ ROUNDED: dict[str, dict[str, tuple[str, ...]]] = {
         "output": ("head outputs",),
     },
 }
+# What a bias by distance multiplies: what a whole row has in common falls out of the softmax.
+PLACES: dict[str, Callable[[RecordedCall], Tensor]] = {
+    "from the query": lambda call: -key_query_distances(call).abs(),
+    "from the first key": lambda call: call.key_positions[:, None, None],
+    "from the last key": lambda call: (call.key_positions - call.key_positions[:, -1:])[
+        :, None, None
+    ],
+}
 
 
 def _activations_dtype(evidence: Evidence) -> Variants:
@@ -47,6 +62,33 @@ def _activations_dtype(evidence: Evidence) -> Variants:
             parameters, details = {"dtype": format_dtype(dtype)}, {"of": words}
             repair = f"keep {words} in the dtype of the input"
             yield Variant(model, parameters, repair, details)
+        if (slopes := slopes_of(evidence.model.settings)) is not None:
+            yield from _round_biases(evidence, dtype, slopes)
+
+
+def _round_biases(evidence: Evidence, dtype: torch.dtype, slopes: Tensor) -> Variants:
+    """Yield a bias by distance in a dtype that rounds it."""
+    for words, places in PLACES.items():
+        if any(_find_rounding(dtype, slopes, places(call)).any() for call in evidence.calls):
+            model = evidence.replace_stages(SCORES, _round_bias, dtype, slopes, places)
+            details = {"of": f"the bias by distance, {words}"}
+            repair = "keep the bias by distance in the dtype of the input"
+            yield Variant(model, {"dtype": format_dtype(dtype)}, repair, details)
+
+
+def _round_bias(
+    dtype: torch.dtype,
+    slopes: Tensor,
+    places: Callable[[RecordedCall], Tensor],
+    forced: ForcedStage,
+) -> Tensor:
+    return forced.usual_result() + _find_rounding(dtype, slopes, places(forced.call))
+
+
+def _find_rounding(dtype: torch.dtype, slopes: Tensor, places: Tensor) -> Tensor:
+    """Return by how much a dtype rounds slopes times places."""
+    bias = slopes[:, None, None] * places
+    return bias.to(dtype).double() - bias
 
 
 def _compute_from_rounded(dtype: torch.dtype, parts: Sequence[str], forced: ForcedStage) -> Tensor:

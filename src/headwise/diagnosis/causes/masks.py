@@ -144,12 +144,14 @@ def _empties_rows(changed: AttentionModel, model: AttentionModel, call: Recorded
 def _align_later_calls(free: AttentionModel, left: int | None) -> Variants:
     """Yield other causal masks of calls with earlier keys; ``free`` is the model without one."""
     # Keys are those of all calls, or those that a window keeps, which may count from there too.
-    bare = free.with_settings(window=None)
-    for kept in (Eviction(last=MOST_KEPT), *([] if left is None else [Eviction(last=left)])):
+    bare, usual = free.with_settings(window=None), free.with_settings(window=(left, 0))
+    held = [MOST_KEPT, *([] if left is None else [left, left + 1])]
+    for kept in (Eviction(last=last) for last in held):
         for model, window in ((free, None), *([] if left is None else [(bare, left)])):
-            function = partial(_scores_with_top_left_mask, kept, window)
-            changed = model.with_stage_function("scores", function)
-            yield Variant(changed, {"align": "top-left"}, 'Mask.causal(align="bottom-right")')
+            for fewest in (1, 2):  # one token alone often has no mask
+                function = partial(_scores_with_top_left_mask, usual, kept, window, fewest)
+                changed = model.with_stage_function("scores", function)
+                yield Variant(changed, {"align": "top-left"}, 'Mask.causal(align="bottom-right")')
 
 
 def _scores_of_later_calls(
@@ -161,8 +163,15 @@ def _scores_of_later_calls(
     return replace(forced, model=other).usual_result()
 
 
-def _scores_with_top_left_mask(kept: Eviction, window: int | None, forced: ForcedStage) -> Tensor:
-    """Return scores in which query i of the call attends to the first i + 1 keys of the cache."""
+def _scores_with_top_left_mask(
+    usual: AttentionModel, kept: Eviction, window: int | None, fewest: int, forced: ForcedStage
+) -> Tensor:
+    """Return scores in which query i of the call attends to the first i + 1 keys of the cache.
+
+    Calls of fewer than so many tokens see what they should.
+    """
+    if forced.call.inputs.x.shape[1] < fewest:
+        return replace(forced, model=usual).usual_result()
     scores, keys = forced.usual_result(), kept.remaining_keys(forced.call)
     if scores.shape[-1] != forced.call.key_positions.shape[1]:  # some are dropped already
         keys = torch.arange(scores.shape[-1])
@@ -185,16 +194,21 @@ def flip_keys(mask: Tensor) -> Tensor:
     return mask.flip(-1)
 
 
+def _count_keys(is_right: bool, mask: Tensor) -> Tensor:
+    """Return the mask with as many keys in each row, behind which or before which padding is."""
+    return mask.long().sort(-1, descending=is_right).values.bool()
+
+
 def change_mask(change: MaskChange, forced: ForcedStage) -> ForcedStage:
     """Return the stage of a call with another mask, where it has one."""
     mask = forced.call.inputs.mask
     return forced if mask is None else forced.with_inputs(mask=change(mask))
 
 
-def _vary_mask(evidence: Evidence, change: MaskChange, repair: str) -> Variants:
+def _vary_mask(evidence: Evidence, change: MaskChange, repair: str, **parameters: str) -> Variants:
     if evidence.has_masks:
         scores = evidence.replace_stages(SCORES, lambda x: change_mask(change, x).usual_result())
-        yield from _with_filled_rows(evidence, Variant(scores, {}, repair))
+        yield from _with_filled_rows(evidence, Variant(scores, parameters, repair))
 
 
 def _padding_ignored(evidence: Evidence) -> Variants:
@@ -204,7 +218,13 @@ def _padding_ignored(evidence: Evidence) -> Variants:
 
 
 def _padding_side(evidence: Evidence) -> Variants:
-    return _vary_mask(evidence, flip_keys, 'Mask.lengths(..., side="left"), or side="right"')
+    repair = 'Mask.lengths(..., side="left"), or side="right"'
+    yield from _vary_mask(evidence, flip_keys, repair)
+    masks = [x for call in evidence.calls if (x := call.inputs.mask) is not None]
+    for side, is_right in (("right", True), ("left", False)):
+        count = partial(_count_keys, is_right)
+        if any(not torch.equal(count(mask), mask) for mask in masks):
+            yield from _vary_mask(evidence, count, repair, padding=f"always on the {side}")
 
 
 def _mask_along_queries(evidence: Evidence) -> Variants:

@@ -66,6 +66,7 @@ def _qk_norm_weight_offset(evidence: Evidence) -> Variants:
 
 
 LARGEST_EPS = 1e-2
+LOAD_NORMS = "load the weights and the biases of the norms of q and k"
 
 
 def _qk_norm_eps(evidence: Evidence) -> Variants:
@@ -79,6 +80,29 @@ def _qk_norm_eps(evidence: Evidence) -> Variants:
         return Variant(model, {"eps": eps}, f"eps={right:g} in place of {eps:.3g}")
 
     yield Family(make, (0.0, LARGEST_EPS))  # outputs are about linear in it
+
+
+def _norm_weights_missing(evidence: Evidence) -> Variants:
+    """Yield norms that have their weights, biases or both as they are before they are loaded."""
+    norm, weights = evidence.model.settings.norm, evidence.model.weights
+    if norm is None:
+        return
+    initial = {"": 1.0 - norm.weight_offset, "s": 1.0 - norm.weight_offset}
+    parts = {"weights": initial, "biases": {"_bias": 0.0, "s_bias": 0.0}}
+    for roles, words in product(("qk", "q", "k"), ("weights and biases", *parts)):
+        numbers = {
+            f"{role}_norm{end}": number
+            for part in words.split(" and ")
+            for role, (end, number) in product(roles, parts[part].items())
+        }
+        changes = {
+            name: torch.full_like(weights[name], number)
+            for name, number in numbers.items()
+            if name in weights
+        }
+        if any(not torch.equal(weights[name], x) for name, x in changes.items()):
+            model = evidence.model.with_weights(**changes)
+            yield Variant(model, {"missing": words, "roles": roles}, LOAD_NORMS)
 
 
 def _norm_weights_exchanged(evidence: Evidence) -> Variants:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis.catalogue import ROTATED
+from headwise.diagnosis.causes.decoding import read_other_cache
 from headwise.diagnosis.causes.evidence import Evidence, Family, Search, Variant, Variants
 from headwise.diagnosis.moves.move import format_dtype
 from headwise.diagnosis.simulation.gaps import WHOLE, all_heads_agree_within_rounding
@@ -62,9 +63,22 @@ def _rotary_missing(evidence: Evidence) -> Variants:
     if evidence.model.settings.rotation is not None:
         model = evidence.model.with_settings(rotary=None)
         yield Variant(model, {}, "rotate q and k: Rotary(...)")
+        if evidence.has_later_calls:
+            model = read_other_cache(evidence, "k", _leave_cached_keys)
+            yield Variant(
+                model, {"of": "cached keys"}, "store keys in the cache as they are rotated"
+            )
         return
     for pairing in PAIRINGS:
         yield Family(partial(_add_rotation, evidence.model, pairing), THETAS, is_log=True)
+
+
+def _leave_cached_keys(keys: Tensor, forced: ForcedStage) -> Tensor:
+    """Return keys of which those of earlier calls are as they were before the rotation."""
+    past, plain = forced.call.past_key_count, forced.of_all_calls("k after norm")
+    if plain.shape != keys.shape:  # another cause repeats heads
+        return keys
+    return torch.cat([plain[:, :, :past], keys[:, :, past:]], 2)
 
 
 def _add_rotation(model: AttentionModel, pairing: Pairing, theta: float) -> Variant:
@@ -164,6 +178,20 @@ def _rotary_applied_twice(evidence: Evidence, _: RotaryRule) -> Variants:
         model = evidence.replace_stages(stages, _rotate_again)
         repair = "rotate once: keys that are rotated before a cache are not rotated when it is read"
         yield Variant(model, {"turned": roles}, repair)
+    if evidence.has_later_calls:
+        model = read_other_cache(evidence, "k", _turn_cached_keys)
+        parameters = {"turned": "cached keys, once more in each call"}
+        yield Variant(model, parameters, "rotate new keys alone, before they join the cache")
+
+
+def _turn_cached_keys(keys: Tensor, forced: ForcedStage) -> Tensor:
+    """Return keys that turned once more in each call since theirs."""
+    rule, calls = forced.settings.rotation, (*forced.call.earlier, forced.call)
+    if rule is None or keys.shape[2] != forced.call.key_positions.shape[1]:
+        return keys
+    sizes = [call.inputs.x.shape[1] for call in calls]
+    turns = torch.arange(len(calls) - 1, -1, -1).repeat_interleave(torch.tensor(sizes))
+    return rotate_by_rule(rule, keys, turns * (forced.call.key_positions + rule.k_offset))
 
 
 def _rotate_again(forced: ForcedStage) -> Tensor:

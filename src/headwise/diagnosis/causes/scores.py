@@ -244,13 +244,35 @@ def _softmax_over_axes(axes: tuple[int, ...], kind: str, forced: ForcedStage) ->
 
 
 def _softmax_dtype(evidence: Evidence) -> Variants:
-    wide = torch.float64
+    wide, has_slopes = torch.float64, slopes_of(evidence.model.settings) is not None
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         # The softmax itself, the scores alone, and both scores and weights in the dtype.
         for within, after in ((dtype, dtype), (wide, wide), (wide, dtype)):
             model = evidence.replace_stages(WEIGHTS, _softmax_in_dtypes, dtype, within, after)
             parameters = {"dtype": format_dtype(dtype)}
             yield Variant(model, parameters, "softmax in the dtype of the scores")
+            for anchor in ("first", "last") if has_slopes else ():
+                anchored = partial(_softmax_of_anchored_scores, anchor, dtype, within, after)
+                details = {"bias by distance": f"from the {anchor} key"}
+                model = evidence.replace_stages(WEIGHTS, anchored)
+                yield Variant(model, parameters, "softmax in the dtype of the scores", details)
+
+
+def _softmax_of_anchored_scores(
+    anchor: str, stored: torch.dtype, within: torch.dtype, after: torch.dtype, forced: ForcedStage
+) -> Tensor:
+    """Return weights of scores whose bias by distance has a number in common in each row.
+
+    Code adds slope * position of the key, from the first or the last one: the softmax is the same,
+    and what is rounded is not.
+    """
+    slopes, call = slopes_of(forced.settings), forced.call
+    if slopes is None:
+        return forced.usual_result()
+    base = 0 if anchor == "first" else call.key_positions[:, -1:]
+    rows = slopes[:, None, None] * (call.query_positions - base)[:, None, :, None]
+    shifted = forced.call.with_stages({**call.stages, "scores": forced["scores"] + rows})
+    return _softmax_in_dtypes(stored, within, after, replace(forced, call=shifted))
 
 
 def _softmax_in_dtypes(

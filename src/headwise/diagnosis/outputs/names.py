@@ -8,6 +8,7 @@ matrix, with all others right, and given to the search of moves.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ FEWEST = 16  # sequences of two tokens
 FLOOR_FINE, FLOOR = 4e-6, 4e-5  # of what is read in float64 and in float32
 NOISE = 10  # times the standard deviation
 MOST_JOINT = 3  # moves of several roles that are tried in the heads of one
+HALF = 0.5  # of the heads
 LOW = 4  # a rank is low if so many times it fits into the matrix
 
 Moves = tuple[Move, ...]
@@ -80,7 +82,7 @@ class _Search:
         fitting = [*self._try_moves({"q", "k"}, pair, pair)]
         yield from fitting
         if not fitting:
-            yield from ((move,) for move in self._list_scaled_moves(pair))
+            yield from ((move,) for move in self._list_near_moves(pair))
         yield from self._name_reads(self._read_scores())
 
     def _count_single_tokens(self) -> int:
@@ -141,11 +143,14 @@ class _Search:
         right = self.model.weights
         return all(model.weights.get(name) is right.get(name) for name in ("wo", "bo"))
 
-    def _list_scaled_moves(self, pair: RecordedCall) -> Iterator[Move]:
-        """Yield moves of queries and keys after which the scores of two tokens lack one factor."""
+    def _list_near_moves(self, pair: RecordedCall) -> Iterator[Move]:
+        """Yield moves of queries and keys beside which another fault of the scores may be.
+
+        After them the scores of two tokens lack one factor, or are right in most heads.
+        """
         model, settings = self.model, self.model.settings
         has_bias = settings.score_bias is not ABSENT or "distances" in model.weights
-        if model.replaced or settings.cap is not None or has_bias or self.runs.is_narrow:
+        if model.replaced or settings.cap is not None or self.runs.is_narrow:
             return
         weights = scores.read_two_weights(model, pair, 10 * self.runs.tolerance)
         if weights is None or not bool((weights > 0).all()):
@@ -156,16 +161,22 @@ class _Search:
         models = [model, *(replace(model, weights=state) for _, state in changes.values())]
         usual, *others = predict_each(model, models, "scores", pair)
         usual, *others = (seen * (x[..., 0] - x[..., 1]) for x in (usual, *others))
-        if self._is_multiple(usual, right):
-            return
+        is_scaled = not has_bias and not self._is_multiple(usual, right)
+        is_right = self._is_right_in_most_heads(usual, right)
         for (move, _), predicted in zip(changes.values(), others, strict=True):
-            if self._is_multiple(predicted, right):
+            is_near = is_scaled and self._is_multiple(predicted, right)
+            if is_near or (not is_right and self._is_right_in_most_heads(predicted, right)):
                 yield move
 
     def _is_multiple(self, x: Tensor, right: Tensor) -> bool:
         """True if a factor makes a tensor of another one to rounding."""
         factor = (x * right).sum() / x.square().sum().clamp_min(1e-300)
         return bool((factor * x - right).norm() <= 100 * self.runs.tolerance * right.norm())
+
+    def _is_right_in_most_heads(self, x: Tensor, right: Tensor) -> bool:
+        """True if (sequences, heads) agree in more than half of the heads to rounding."""
+        left, size = (x - right).norm(dim=0), right.norm(dim=0)
+        return float((left <= 100 * self.runs.tolerance * size).double().mean()) > HALF
 
     def _list_moves(self, roles: set[str]) -> Iterator[Move]:
         """Yield the named moves of weights and biases that change some roles."""
@@ -177,6 +188,10 @@ class _Search:
                 yield Move.of_step(step, WEIGHTS)
                 if moved & biased & roles:
                     yield Move.of_step(step, BIASES)
+        for count in (2, 3):  # one alone is read
+            for together in combinations([role for role in "qkv" if role in biased], count):
+                if roles & {*together}:
+                    yield _drop_biases(together)
         for role in sorted(roles):
             for head in range(self.sizes.count_heads(role)):
                 yield _zero_head(role, head)
@@ -380,6 +395,10 @@ def _clear_heads(heads: tuple[int, ...], x: Tensor) -> Tensor:
     x = x.clone()
     x[list(heads)] = 0
     return x
+
+
+def _drop_biases(roles: tuple[str, ...]) -> Move:
+    return Move(MapName(BIAS_MISSING, "", roles), BiasDropped(roles, parts=BIASES))
 
 
 def _drop_bias_of_heads(role: str, heads: tuple[int, ...]) -> Move:

@@ -376,6 +376,7 @@ PLACE_OF: Mapping[Cause, str] = {
     catalogue.QK_NORM_KIND: NORMS,
     catalogue.QK_NORM_WEIGHT_OFFSET: NORMS,
     catalogue.QK_NORM_EPS: NORMS,
+    catalogue.NORM_WEIGHTS_MISSING: NORMS,
     catalogue.NORM_WEIGHTS_EXCHANGED: NORMS,
     catalogue.NORM_WEIGHTS_ORDER: ON_WEIGHTS,
     catalogue.QK_NORM_PLACE: NORM_AND_ROTATION,

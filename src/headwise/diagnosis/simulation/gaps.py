@@ -15,7 +15,7 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -93,9 +93,10 @@ def allowed_difference(forced: ForcedStage) -> Tensor:
     if is_bare and call.dtype != torch.float64:
         exact = forced.result
         allowed = allow_output(forced.model, call, forced.stage, call.dtype)
-        if forced.settings.rotation is not None:  # whose angles grow, and so their rounding
-            near = _move_frequencies(forced.model).predict_stage(forced.stage, call)
-            change = (near - exact).abs().nan_to_num(0.0, posinf=0.0)
+        near = _move_positions(forced.model, r.u)
+        if near is not forced.model:  # angles and biases grow with positions, and so their rounding
+            change = near.predict_stage(forced.stage, call) - exact
+            change = change.abs().nan_to_num(0.0, posinf=0.0)
             allowed = allowed + change.amax(-1, keepdim=True)
         return allowed + rounding.last_rounding(exact.nan_to_num(0.0, 0.0, 0.0), call.dtype)
     # Rounding in a sum of n products is that of exact sums of factors that differ by up to n u
@@ -166,19 +167,40 @@ def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
     inputs = replace(call.inputs, x=moved(call.inputs.x, "x"), source=source)
     near = replace(call, inputs=inputs, stages={n: moved(x, n) for n, x in call.stages.items()})
     other = replace(model, weights=weights)
-    other = _move_frequencies(other)
+    other = _move_positions(other, rounding.Roundoff.of(call.dtype, with_reference=False).u)
     change = other.predict_stage(stage, near) - forced.result
     return change.abs().nan_to_num(0.0, posinf=0.0)
 
 
-def _move_frequencies(model: AttentionModel) -> AttentionModel:
-    """Return the model with frequencies that are off by float32's rounding."""
+def _move_positions(model: AttentionModel, u: float) -> AttentionModel:
+    """Return the model with frequencies and biases by distance that are off by rounding."""
+    slopes = distance.slopes_of(model.settings)
+    if slopes is not None and "scores" not in model.replaced:
+        model = model.with_stage_function("scores", partial(_round_bias, 2 * SIDES * u, slopes))
     if model.settings.rotation is None:
         return model
     # With theta * (1 + d), pair i turns by e d theta ** -e less, where e = 2i / width, which is at
     # most d / (2.718 log(theta)).
     theta = model.settings.rotation.theta
     return model.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
+
+
+def _round_bias(u: float, slopes: Tensor, forced: ForcedStage) -> Tensor:
+    """Return scores whose bias is rounded as if it were counted from the first or the last key."""
+    scores = forced.usual_result()
+    draw = torch.Generator().manual_seed(0)
+    signs = 2 * torch.randint(2, scores.shape[-2:], generator=draw, dtype=scores.dtype) - 1
+    return scores + u * signs * _largest_bias(slopes, forced.call)
+
+
+def _largest_bias(slopes: Tensor, call: RecordedCall) -> Tensor:
+    """Return the largest of what code may add to a score by position, (batch, heads, 1, keys).
+
+    A row may have a number in common, so that code adds slope * position of the key.
+    """
+    places = call.key_positions
+    farthest = torch.maximum(places, places.amax(-1, keepdim=True) - places)
+    return slopes.abs()[:, None, None] * farthest[:, None, None]
 
 
 def _name_used_weights(call: RecordedCall, stage: str) -> set[str]:
@@ -230,8 +252,7 @@ def _bound_scores(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
     if scores.shape == bound.shape:  # numbers that are added to products round at their size
         bound = bound + 8 * r.U * scores.abs().nan_to_num(0.0, posinf=0.0)
     if (slopes := distance.slopes_of(settings)) is not None:
-        bias = slopes.abs()[:, None, None] * simulated.key_query_distances(forced.call).abs()
-        bound = bound + (8 * r.U + FLOAT32) * bias
+        bound = bound + (8 * r.U + FLOAT32) * _largest_bias(slopes, forced.call)
     return bound
 
 
