@@ -14,6 +14,7 @@ from headwise import Attention, Rotary, compare
 from headwise.diagnosis import Diagnosis, Verdict
 from headwise.diagnosis.simulation.model import Inputs
 from headwise.errors import OptionError
+from tests.diagnosis.among import compare_among
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 40, 4, 2, 6, 4
 State = tuple[Tensor, Tensor, int]

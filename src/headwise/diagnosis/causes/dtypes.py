@@ -53,6 +53,7 @@ PLACES: dict[str, Callable[[RecordedCall], Tensor]] = {
 
 
 def _activations_dtype(evidence: Evidence) -> Variants:
+    slopes = slopes_of(evidence.model.settings)
     for dtype in (torch.bfloat16, torch.float16):
         for words, stages in ROUNDED.items():
             model = evidence.model
@@ -62,7 +63,7 @@ def _activations_dtype(evidence: Evidence) -> Variants:
             parameters, details = {"dtype": format_dtype(dtype)}, {"of": words}
             repair = f"keep {words} in the dtype of the input"
             yield Variant(model, parameters, repair, details)
-        if (slopes := slopes_of(evidence.model.settings)) is not None:
+        if slopes is not None:
             yield from _round_biases(evidence, dtype, slopes)
 
 

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from headwise.diagnosis.simulation import model as simulated
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.function import distance, rotary, rounding
+from headwise.function.spec import ABSENT
 from headwise.function.stages import BEFORE, STAGES, repeat_kv_heads
 
 MOST_KEPT = 1 << 22  # entries of a tensor whose moved copies are kept
@@ -174,14 +175,15 @@ def _change_by_one_perturbation(forced: ForcedStage, draw: int) -> Tensor:
 
 def _move_positions(model: AttentionModel, u: float) -> AttentionModel:
     """Return the model with frequencies and biases by distance that are off by rounding."""
-    slopes = distance.slopes_of(model.settings)
-    if slopes is not None and "scores" not in model.replaced:
+    settings = model.settings
+    has_bias = settings.score_bias is not ABSENT and "scores" not in model.replaced
+    if has_bias and (slopes := distance.slopes_of(settings)) is not None:
         model = model.with_stage_function("scores", partial(_round_bias, 2 * SIDES * u, slopes))
-    if model.settings.rotation is None:
+    if settings.rotation is None:
         return model
     # With theta * (1 + d), pair i turns by e d theta ** -e less, where e = 2i / width, which is at
     # most d / (2.718 log(theta)).
-    theta = model.settings.rotation.theta
+    theta = settings.rotation.theta
     return model.with_rotary(theta=theta * (1 + math.e * math.log(theta) * FLOAT32))
 
 
