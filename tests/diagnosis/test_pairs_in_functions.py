@@ -164,7 +164,7 @@ def test_both_show_in_every_input(
 @pytest.mark.slow
 def test_three_faults_are_not_forced_into_two(layer: Attention) -> None:
     faulty = port_of(layer, scale=0.2, theta=5e5, gain=2.0, cap=2.0)
-    diagnosis = compare(faulty, layer)  # type: ignore[arg-type]
+    diagnosis = compare_among(NAMES, faulty, layer)
     assert diagnosis.verdict is Verdict.UNKNOWN
 
 
