@@ -14,6 +14,7 @@ from benchmarks.compare.suites import SUITES, Scored
 from tests.root import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suite", "fault"),
     [
@@ -86,6 +87,7 @@ def test_no_table_without_causes() -> None:
     assert cause_table([scored(())]) == []
 
 
+@pytest.mark.slow
 def test_a_cause_that_is_left_out_is_not_replaced_by_another() -> None:
     [case] = [c for c in SUITES["left-out"](1) if c.fault == "softcap"]
     assert case.score().is_right

@@ -82,6 +82,7 @@ def test_the_edits_of_every_whole_model_fit_its_text() -> None:
             text = text.replace(before, after)
 
 
+@pytest.mark.slow
 def test_an_answer_is_judged_by_the_right_answers_of_its_case() -> None:
     truth = read_truth()
     cases = {case.name: case for case in CASES[FIRST] if case.port == "mingpt"}

@@ -76,6 +76,7 @@ def test_python_resumes_what_the_command_began() -> None:
     assert content("out") == content("one")
 
 
+@pytest.mark.slow
 def test_parts_in_a_folder_each_are_merged_and_faults_are_named(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

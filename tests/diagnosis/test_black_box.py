@@ -46,6 +46,7 @@ def in_numpy(layer: Attention, scale: float) -> Callable[..., Any]:
     return attention
 
 
+@pytest.mark.slow
 def test_a_function_of_numpy_arrays(layer: Attention) -> None:
     right, wrong = in_numpy(layer, 8**-0.5), in_numpy(layer, 1.0)
     assert compare(right, layer).verdict is Verdict.TO_ROUNDING

@@ -166,6 +166,7 @@ def test_inputs_are_longer_than_a_known_window() -> None:
     assert (cause.name, cause.parameters) == ("window off by one", {"window": 64})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "without"),
     [
@@ -246,6 +247,7 @@ def test_arguments_that_a_function_does_not_take_are_listed() -> None:
         compare(lambda x, **options: b(x), b, inputs)
 
 
+@pytest.mark.slow
 def test_a_softcap_that_scores_do_not_reach_is_inconclusive() -> None:
     a, b = pair({}, {"softcap": 50.0})
     small = 0.02 * torch.randn(2, 6, WIDTH)
@@ -342,6 +344,7 @@ def test_what_the_inputs_could_not_have_shown_is_listed() -> None:
     assert diagnosis.function.unseen == ()
 
 
+@pytest.mark.slow
 def test_noise_in_a_projection_has_no_known_cause() -> None:
     a, b = pair({}, {})
     with torch.no_grad():

@@ -177,6 +177,7 @@ def test_other_numbers_of_layers_are_refused() -> None:
         compare(llama(), llama(num_hidden_layers=2))
 
 
+@pytest.mark.slow
 def test_a_module_is_compared_with_its_port() -> None:
     module = llama(theta=5e5).model.layers[1].self_attn
     options = {"layout": "llama", "num_heads": 6, "num_kv_heads": 2}

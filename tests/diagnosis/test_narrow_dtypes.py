@@ -72,6 +72,7 @@ def by_head(known: Attention, x: Tensor, mask: Tensor | None = None) -> Tensor:
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize(
     "port", [by_head, *(pytest.param(each, marks=pytest.mark.slow) for each in (fused, in_steps))]

@@ -168,6 +168,7 @@ def test_three_faults_are_not_forced_into_two(layer: Attention) -> None:
     assert diagnosis.verdict is Verdict.UNKNOWN
 
 
+@pytest.mark.slow
 def test_outputs_that_are_all_zero_are_compared(layer: Attention) -> None:
     """A cause explains the smallest input; the other inputs are gone."""
     port = port_of(layer, scale=0.2)

@@ -54,6 +54,7 @@ def test_an_interrupted_search_says_what_was_not_tried(layer: Attention) -> None
     assert diagnosis.as_dict()["function"]["stopped"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_cause_that_was_found_before_is_named(layer: Attention) -> None:
     def port(x: Tensor) -> Tensor:
         with torch.no_grad():

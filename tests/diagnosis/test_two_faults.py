@@ -37,6 +37,7 @@ def test_one_cause_explains_everything() -> None:
     assert cause.lines[1] == "  explains weights to rounding"
 
 
+@pytest.mark.slow
 def test_each_of_two_has_its_share() -> None:
     function = compared({"scale": 0.2, "rotary": Rotary(theta=5e5)}, {"rotary": Rotary()})
     first, second = function.causes

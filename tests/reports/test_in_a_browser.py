@@ -43,6 +43,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return page
 
 
+@pytest.mark.slow
 def test_the_first_screen_of_the_study_has_every_answer_beside_its_question(
     browser: Chromium, tmp_path: Path
 ) -> None:

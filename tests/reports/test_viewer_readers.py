@@ -131,6 +131,7 @@ def test_the_chosen_head_is_in_sight_and_its_column_is_named(
         assert opened.page.locator(".cells .row:nth-child(22) .number").inner_text() == "20"
 
 
+@pytest.mark.slow
 def test_a_page_of_16384_tokens_is_small_in_the_browser(browser: Chromium, tmp_path: Path) -> None:
     with browser.open(save_scan_page(tmp_path / "page.html", gpt2_sized())) as opened:
         opened.do("headwise.app.pin(9000)", "s.token === 9000")
@@ -145,6 +146,7 @@ def test_a_page_of_16384_tokens_is_small_in_the_browser(browser: Chromium, tmp_p
         assert held.startswith("This page holds single tokens of heads 0.0, 1.0, 2.0, 3.0")
 
 
+@pytest.mark.slow
 def test_models_of_a_page_are_one_click_apart(browser: Chromium, tmp_path: Path) -> None:
     titles = ("one", "two", "three", "four", "five")
     reports = [viewer_report(viewer_scan(top=0), title=title) for title in titles]
@@ -176,6 +178,7 @@ PRINTED: dict[str, Callable[[], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [name if name == "viewer" else pytest.param(name, marks=pytest.mark.slow) for name in PRINTED],

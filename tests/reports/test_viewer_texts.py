@@ -104,6 +104,7 @@ def test_self_attention_has_one_text(cross: Opened) -> None:
     assert cross.page.locator("[data-direction]:visible").count() == 2
 
 
+@pytest.mark.slow
 def test_at_most_15_tab_stops_on_the_fullest_page(browser: Chromium, tmp_path: Path) -> None:
     """Of two models, each with two scans of several texts: the page with most to choose."""
     texts = [tiny.encode(text)[None] for text in ("one text", "another text")]
@@ -124,6 +125,7 @@ def test_at_most_15_tab_stops_on_the_fullest_page(browser: Chromium, tmp_path: P
 # ---- several texts, groups, random weights -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_several_texts_to_choose_from(browser: Chromium, tmp_path: Path) -> None:
     words = ("the quick brown fox jumps. " * 3, "Alice was tired. " * 2, "one")
     texts = [tiny.encode(text)[None] for text in words]
@@ -145,6 +147,7 @@ def test_several_texts_to_choose_from(browser: Chromium, tmp_path: Path) -> None
         assert opened.complaints == []
 
 
+@pytest.mark.slow
 def test_heads_that_share_keys(browser: Chromium, tmp_path: Path) -> None:
     ids = tokens(1, LENGTH)
     scan = scan_model(llama(), {"input_ids": ids}, statistics=STATISTICS)

@@ -30,5 +30,6 @@ def test_large_numbers_at_the_keys_that_the_mask_shows_are_named(number: float) 
     assert names(number) == [("mask polarity", number)]
 
 
+@pytest.mark.slow
 def test_other_numbers_are_not_named_so() -> None:
     assert names(-37.0) == []
