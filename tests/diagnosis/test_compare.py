@@ -386,3 +386,15 @@ def test_another_number_of_heads_is_named_with_a_bias_by_distance() -> None:
     diagnosis = compare(a, b)
     assert diagnosis.function is not None
     assert [cause.name for cause in diagnosis.function.causes] == ["number of heads"]
+
+
+def test_kv_heads_that_are_repeated_in_the_weights_are_the_same_function() -> None:
+    torch.manual_seed(0)
+    a, b = Attention(24, 6, num_kv_heads=2, head_dim=5), Attention(24, 6, head_dim=5)
+    state = a.state_dict()
+    for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias"):
+        rows = state[name].unflatten(0, (2, 5))
+        state[name] = rows.repeat_interleave(3, 0).flatten(0, 1)
+    b.load_state_dict(state)
+    assert compare(a, b).verdict.is_same
+    assert compare(b, a).verdict.is_same

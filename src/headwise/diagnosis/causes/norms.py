@@ -244,9 +244,10 @@ def _products_of_tokens(evidence: Evidence) -> Iterator[tuple[Tensor, Tensor, Te
     if not evidence.shows_outputs_alone:
         for role in "qkv" if not evidence.is_cross_attention else "":
             if (recorded := evidence.projection_tokens(role)) is not None:
-                x, y = recorded
-                y = y if f"b{role}" not in weights else y - weights[f"b{role}"].flatten()
-                yield x.double(), weights[f"w{role}"].flatten(0, 1), y
+                (x, y), matrix = recorded, weights[f"w{role}"].flatten(0, 1)
+                if y.shape[1] == len(matrix):  # else there are other heads
+                    y = y if f"b{role}" not in weights else y - weights[f"b{role}"].flatten()
+                    yield x.double(), matrix, y
         return
     runs = evidence.calls[0].runs
     if runs is None or not {"sink", "wg"}.isdisjoint(weights):  # one token has not all the weight
