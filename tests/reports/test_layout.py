@@ -1,0 +1,97 @@
+"""The screen: map, heads and text together in a window, and the text under each tab of a phone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headwise.reports.page import save_scan_page
+from tests.reports.browser import Chromium, Opened, needs_a_browser
+from tests.reports.viewer_scans import gpt2_sized, viewer_report, viewer_scan
+
+pytestmark = needs_a_browser
+
+Box = tuple[float, float, float, float]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layout")
+    return save_scan_page(folder / "small.html", viewer_report(viewer_scan()))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_scan_page(tmp_path_factory.mktemp("layout") / "large.html", gpt2_sized())
+
+
+def box(opened: Opened, selector: str) -> Box:
+    """Left, top, right and bottom of an element in the window."""
+    made = opened.page.locator(selector).first.bounding_box()
+    assert made is not None, selector
+    return made["x"], made["y"], made["x"] + made["width"], made["y"] + made["height"]
+
+
+def area(opened: Opened, selector: str) -> float:
+    left, top, right, bottom = box(opened, selector)
+    return (right - left) * (bottom - top)
+
+
+def is_inside(inner: Box, width: int, height: int) -> bool:
+    left, top, right, bottom = inner
+    return left >= 0 and top >= 0 and right <= width and bottom <= height
+
+
+@pytest.mark.parametrize("page", ["small", "large"])
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (1366, 768), (1440, 900), (1920, 1080)])
+def test_the_map_takes_a_fifth_of_the_window_beside_the_text(
+    browser: Chromium, request: pytest.FixtureRequest, page: str, width: int, height: int
+) -> None:
+    with browser.open(request.getfixturevalue(page), width=width, height=height) as opened:
+        assert area(opened, "[data-part=map] canvas") >= 0.2 * width * height
+        for part in ("[data-part=map] canvas", ".text .scroller", "[data-part=grid] .cells"):
+            assert is_inside(box(opened, part), width, height), part
+        lines = box(opened, ".text .scroller")
+        assert lines[3] - lines[1] >= 4 * 26
+
+
+def test_the_heads_take_no_more_than_they_need(browser: Chromium, small: Path) -> None:
+    with browser.open(small, width=1440, height=900) as opened:
+        last = box(opened, "[data-part=grid] .cells .row:last-child")
+        cells, text = box(opened, "[data-part=grid] .cells"), box(opened, ".text")
+        assert cells[3] - last[3] < 8
+        assert text[1] - cells[3] < 16
+
+
+@pytest.mark.parametrize("width", [1440, 900, 390])
+def test_cards_are_one_row_that_scrolls(browser: Chromium, small: Path, width: int) -> None:
+    with browser.open(small, width=width, height=844) as opened:
+        cards = opened.page.locator("[data-part=standouts] button")
+        tops = {round(card["y"]) for each in cards.all() if (card := each.bounding_box())}
+        assert len(tops) == 1
+        sizes = "[document.documentElement.scrollWidth, innerWidth]"
+        assert opened.page.evaluate(sizes) == [width, width]
+
+
+@pytest.mark.parametrize("tab", ["heads", "map"])
+def test_on_a_phone_the_text_stays_in_sight(browser: Chromium, small: Path, tab: str) -> None:
+    with browser.open(small, width=390, height=844) as opened:
+        opened.do(f"headwise.app.set({{ tab: '{tab}', token: 7 }})", f"s.tab === '{tab}'")
+        opened.page.wait_for_timeout(100)
+        part = {"heads": "[data-part=grid] .cells", "map": "[data-part=map] canvas"}[tab]
+        for each in (part, ".text .summary", ".text .scroller"):
+            assert is_inside(box(opened, each), 390, 844), each
+        pinned = box(opened, ".text .t.pinned")
+        lines = box(opened, ".text .scroller")
+        assert lines[1] <= pinned[1]
+        assert pinned[3] <= lines[3]
+
+
+def test_in_a_narrow_window_map_and_text_share_the_first_screen(
+    browser: Chromium, small: Path
+) -> None:
+    with browser.open(small, width=900, height=700) as opened:
+        assert is_inside(box(opened, "[data-part=map] canvas"), 900, 700)
+        assert is_inside(box(opened, ".text .scroller"), 900, 700)
+        assert area(opened, "[data-part=map] canvas") >= 0.2 * 900 * 700
