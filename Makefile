@@ -5,7 +5,7 @@
 # make api     write docs/api.json: public names, commands, JSON keys, exit statuses
 # make bench   the figures, on a machine that does nothing else
 # make bench-viewer  the page in a browser: sizes, first paint, frames
-# make browser install Debian's chromium, with which the tests of the pages run (needs root)
+# make browser install Debian's chromium and firefox-esr, with which the tests of the pages run (needs root)
 # make bench-compare  how often headwise.compare names a fault's cause
 # make bench-field  the same on attention as people write it
 # make study   measure the study again, and write what the documentation says of it
@@ -91,10 +91,12 @@ bench: .venv/.bench
 bench-viewer: $(READY)
 	$(BIN)/python -m benchmarks.viewer
 
-# Playwright drives the browser that is there; nothing is downloaded but Debian's package.
+# The tests drive the browsers that are there; nothing is downloaded but Debian's packages.
 browser:
 	@command -v chromium chromium-browser google-chrome google-chrome-stable || \
 		{ apt-get update -q && apt-get install -y -q chromium; }
+	@command -v firefox-esr firefox || \
+		{ apt-get update -q && apt-get install -y -q firefox-esr; }
 
 # The fault bench; choose with CASES='--suite single --fault scale'. CASES='--suite second' runs the
 # second set, which runs only if it is named.

@@ -231,6 +231,19 @@ def test_zoom_shows_single_tokens(opened: Opened) -> None:
     assert "Squares" not in opened.state()["parts"]["resolution"]
 
 
+def test_a_drawing_beside_the_wheel_keeps_the_zoom(opened: Opened) -> None:
+    opened.do(
+        """(() => {
+          const canvas = document.querySelector("[data-part=map] canvas");
+          const { left, top } = canvas.getBoundingClientRect();
+          const turn = { deltaY: -400, cancelable: true, clientX: left + 90, clientY: top + 90 };
+          canvas.dispatchEvent(new WheelEvent("wheel", turn));
+          for (const part of headwise.app.parts) part.update(headwise.app.loaded);
+        })()""",
+        "s.zoom[0] > 1.5",
+    )
+
+
 # ---- search, addresses, keys ---------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ export class MapPart implements Part {
     this.box.append(this.axes);
     this.root.append(tools, this.box, element("div", { class: "line under" }, this.legend, under), this.readout, this.badge);
     this.behaviour = zoom<HTMLCanvasElement, unknown>()
-      .on("zoom", eachFrame((event: D3ZoomEvent<HTMLCanvasElement, unknown>) => this.zoomed(event)))
+      .on("zoom", (event: D3ZoomEvent<HTMLCanvasElement, unknown>) => this.zoomed(event))
       .on("end", () => this.keepZoom());
     pick(this.canvas).call(this.behaviour).on("dblclick.zoom", null);
     const move = eachFrame((event: PointerEvent) => this.pointed(event));
@@ -170,9 +170,12 @@ export class MapPart implements Part {
     if (this.isSettingZoom) return;
     const { k, x, y } = event.transform;
     const [width, height] = this.size;
+    // Kept at once: what draws before the next frame takes the zoom from the state.
     this.app.state.zoom = [k, -x / (k * width), -y / (k * height)];
-    this.drawView();
+    this.drawZoom();
   }
+
+  private readonly drawZoom = eachFrame(() => this.drawView());
 
   private keepZoom(): void {
     if (!this.isSettingZoom) this.app.set({ zoom: this.app.state.zoom }, "replace");
