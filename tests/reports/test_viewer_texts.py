@@ -154,7 +154,7 @@ def test_heads_that_share_keys(browser: Chromium, tmp_path: Path) -> None:
     with browser.open(page_of(scan, tmp_path)) as opened:
         assert opened.page.locator("[data-part=grid] .cell").count() == 2 * 4
         opened.do("headwise.app.choose({ layer: 1, head: 3 })", "s.head === 3")
-        opened.do("headwise.app.pin(9)", "s.token === 9 && s.lit.exact === 'top'")
+        opened.do("headwise.app.pin(9)", "s.token === 9 && s.lit.exact === 'map'")
         summary = scan.layer_scans[1].summaries["top_keys_of_every_query"]
         assert next(iter(entries(opened))) == int(summary["key"][3, 9, 0])
         assert opened.complaints == []

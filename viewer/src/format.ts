@@ -20,6 +20,9 @@ export function percent(share: number): string {
   return minus(`${value.toFixed(size >= 9.95 ? 0 : size >= 0.995 ? 1 : 2)} %`);
 }
 
+/** Format a change of a share with its sign. */
+export const change = (share: number): string => (share >= 1e-4 ? `+${percent(share)}` : percent(share));
+
 /** Format a number in three digits. */
 export function number(value: number): string {
   const size = Math.abs(value);

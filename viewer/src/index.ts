@@ -53,7 +53,7 @@ function command(app: App): HTMLElement {
   app.parts.push({
     update: () => {
       const { layer, meta, scan, state } = app;
-      root.hidden = !meta.command || !layer || layer.top.includes(state.head);
+      root.hidden = !meta.command || !layer || layer.top.includes(state.head) || app.light.hasSingleTokens;
       const heads = scan.layers.flatMap((each, index) => each.top.map((head) => nameOf({ layer: index, head })));
       const more = heads.length > MOST_HEADS ? ` and ${heads.length - MOST_HEADS} more` : "";
       held.textContent = heads.length

@@ -4,7 +4,7 @@ import { percent } from "./format";
 import { blockOfToken, tokensOfBlock, tokensPerBlock } from "./maps";
 import type { ExactRow } from "./source";
 import type { Direction } from "./state";
-import type { Entry, Lights, View } from "./view";
+import { type Entry, type Lights, type View, LEAST, marked } from "./view";
 
 const DARK: Lights = { token: null, what: "keys", entries: [], exact: "none" };
 
@@ -30,7 +30,16 @@ export class Light {
     if (app.loaded && text && token >= text.lengthOf(app.state.sequence)) return { ...DARK, what };
     const row = what === "keys" ? this.exactRow(token) : null;
     if (row) return { token, what, entries: row, exact: "row" };
-    return this.fromTopKeys(token, what) ?? this.fromMap(token, what) ?? { ...DARK, token, what };
+    const fromMap = this.fromMap(token, what);
+    if (fromMap?.exact === "map") return fromMap;
+    return this.fromTopKeys(token, what) ?? fromMap ?? { ...DARK, token, what };
+  }
+
+  /** True if a cell of the map is the weight between two tokens. */
+  get hasSingleTokens(): boolean {
+    const map = this.app.loaded?.map;
+    const [queries, keys] = this.lengths();
+    return !!map && map.rows === queries && map.cols === keys && this.app.scan.sequences === 1;
   }
 
   private fromTopKeys(token: number, what: Direction): Lights | null {
@@ -61,7 +70,7 @@ export class Light {
       if (weight !== 0 && last >= first) entries.push({ first, last, weight });
     }
     entries.sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
-    return { token, what, entries, exact: "block" };
+    return { token, what, entries, exact: this.hasSingleTokens ? "map" : "block" };
   }
 
   /** Return every weight of a query if the kernel has sent it, and ask for it if not. */
@@ -124,16 +133,39 @@ export class Light {
     const { lights } = this;
     const map = `Map: ${this.resolution()}.`;
     if (lights.token === null || lights.exact === "none") return map;
-    const ranks = this.app.scan.ranks;
-    const total = lights.entries.reduce((sum, { weight }) => sum + weight, 0);
-    const number = lights.entries.length;
-    const largest = `its ${number === 1 ? "largest weight" : `${number} largest weights`}, ${percent(total)} of all`;
-    if (lights.exact === "row") return `${map} Token: ${largest}, computed by the kernel.`;
-    if (lights.exact === "top" && lights.what === "keys") return `${map} Token: ${largest}.`;
-    if (lights.exact === "top") return `${map} Token: the queries that have it among their ${ranks} largest weights.`;
-    const row = this.rows.get(this.keyOfRow(lights.token));
-    const isRefused = typeof row === "object" && "refused" in row && lights.what === "keys";
-    const why = isRefused ? `the kernel has no row: ${row.refused}` : "this page holds no single tokens of this head";
-    return `${map} Token: its block, since ${why}.`;
+    return `${map} Token: ${lights.exact === "block" ? `its block, since ${this.reason()}` : this.extent()}.`;
+  }
+
+  /** Return how much of all weight is shown, in words: "its 6 largest weights, 93 % of all". */
+  private extent(): string {
+    const { exact, what, entries } = this.lights;
+    const { ranks } = this.app.scan;
+    if (exact === "top" && what === "queries") return `the queries that have it among their top ${ranks}`;
+    const shown = exact === "top" ? entries : marked(entries);
+    const part = total(shown);
+    if (exact === "top") return `${largest(shown.length)} among its top ${ranks}, ${percent(part)} of all`;
+    const isDifference = this.app.state.mode === "diff";
+    const name = isDifference ? "change" : "weight";
+    if (!shown.length) return `none of its ${name}s reaches ${percent(LEAST)}`;
+    const all = exact === "row" ? 1 : total(entries);
+    const whole = isDifference ? "all change" : what === "keys" ? "all" : "all that it receives";
+    const sum = isDifference || what === "queries" ? part / all : part;
+    const source = exact === "row" ? ", computed by the kernel" : "";
+    return `${largest(shown.length, name)}, ${percent(sum)} of ${whole}${source}`;
+  }
+
+  /** Return why a block answers for its token. */
+  private reason(): string {
+    const { scan, state } = this.app;
+    if (scan.sequences > 1 && state.mode === "diff") return "the maps are means of several sequences";
+    if (state.mode === "diff") return "the maps hold blocks of tokens";
+    const row = this.rows.get(this.keyOfRow(this.lights.token ?? 0));
+    const isRefused = typeof row === "object" && "refused" in row && this.lights.what === "keys";
+    return isRefused ? `the kernel has no row: ${row.refused}` : "this page holds no single tokens of this head";
   }
 }
+
+const total = (entries: Entry[]): number => entries.reduce((sum, { weight }) => sum + Math.abs(weight), 0);
+
+const largest = (number: number, name = "weight"): string =>
+  `its ${number === 1 ? `largest ${name}` : `${number} largest ${name}s`}`;

@@ -14,14 +14,24 @@ export interface Entry {
   weight: number;
 }
 
+/** The least weight that is marked: what is smaller has no tint, ring or line. */
+export const LEAST = 0.01;
+
 export interface Lights {
   /** The token that looks, or is looked at; null if none is pinned or under the pointer. */
   token: number | null;
   what: Direction;
+  /** The largest first; of A − B, whatever their signs. */
   entries: Entry[];
-  /** "row": the largest weights, from the kernel; "top": the stored largest; "block": blocks of tokens. */
-  exact: "row" | "top" | "block" | "none";
+  /**
+   * "row": the largest weights, from the kernel; "map": all weights, from a map of single tokens;
+   * "top": the stored largest; "block": blocks of tokens.
+   */
+  exact: "row" | "map" | "top" | "block" | "none";
 }
+
+/** Return the entries that are marked. */
+export const marked = (entries: Entry[]): Entry[] => entries.filter(({ weight }) => Math.abs(weight) >= LEAST);
 
 /** What is shown of the chosen head; null where the scan does not have it. */
 export interface Loaded {

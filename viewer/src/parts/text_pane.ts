@@ -2,7 +2,7 @@
 
 import type { App } from "../app";
 import { button, element, rovingFocus, select, setOptions } from "../dom";
-import { count, percent, range, visible } from "../format";
+import { change, count, percent, range, visible } from "../format";
 import { nameOf as nameOfHead } from "../heads";
 import type { Direction } from "../state";
 import type { Text } from "../text";
@@ -84,17 +84,22 @@ export class TextPane implements Part {
     const { loaded, state } = this.app;
     const [from, to] = what === "keys" ? [loaded?.queries, loaded?.keys] : [loaded?.keys, loaded?.queries];
     if (token === null) return ["Choose a token of the text to see what it looks at."];
+    const isDifference = state.mode === "diff";
     const verb = what === "keys" ? "looks at" : "is looked at by";
-    const head = state.mode === "diff" ? "A − B" : nameOfHead(this.app.shown);
+    const head = isDifference ? "A − B" : nameOfHead(this.app.shown);
     const subject = nameOf(token, from ?? null, state.sequence);
     const looker = exact === "block" ? `The block of ${subject}` : subject;
-    if (!entries.length) return [`${head}: ${looker} ${verb} ${exact === "none" ? "…" : "nothing that is stored"}`];
+    const { ranks } = this.app.scan;
+    const among = exact === "top" ? `, among ${what === "keys" ? "its" : "their"} top ${ranks}:` : "";
+    if (exact === "none") return [`${head}: ${looker} ${verb} …`];
+    if (!entries.length && what === "queries" && among) return [`${head}: ${looker} is among the top ${ranks} of no query`];
+    if (!entries.length) return [`${head}: ${looker} ${verb} nothing`];
     const named = entries.slice(0, MOST_NAMED).flatMap((entry, n) => [
       n ? ", " : "",
       element("b", {}, nameOfEntry(entry, to ?? null, state.sequence)),
-      ` (${percent(entry.weight)})`,
+      ` (${isDifference ? change(entry.weight) : percent(entry.weight)})`,
     ]);
-    return [`${head}: ${looker} ${verb} `, ...named];
+    return [`${head}: ${looker} ${verb}${among} `, ...named];
   }
 
   dump(): object {
