@@ -346,7 +346,43 @@ def test_two_heads_are_compared(opened: Opened, scan: HeadScan) -> None:
     opened.page.click('[data-mode="B"]')
     opened.wait("s.shown === 'layer 2, head 3'")
     opened.page.keyboard.press("x")
+    opened.wait("s.mode === 'both'")
+    opened.page.keyboard.press("x")
     opened.wait("s.mode === 'diff'")
+
+
+def test_two_maps_share_their_cursor_their_zoom_and_the_token(
+    opened: Opened, scan: HeadScan
+) -> None:
+    page = opened.page
+    opened.do("headwise.app.choose({ layer: 0, head: 1 })")
+    opened.do("headwise.app.compareWith({ scan: 0, layer: 2, head: 3 })", "s.mode === 'diff'")
+    page.click('[data-mode="both"]')
+    opened.wait("s.mode === 'both'")
+    boxes = page.locator("[data-part=map] .box")
+    places = [boxes.nth(n).locator("canvas").first.bounding_box() for n in (0, 1)]
+    first, second = places
+    assert first is not None
+    assert second is not None
+    assert first["x"] + first["width"] < second["x"]  # side by side
+    assert (first["y"], first["width"]) == (second["y"], second["width"])
+    row, col, cell = 100, 20, second["width"] / 128
+    page.mouse.move(second["x"] + (col + 0.5) * cell, second["y"] + (row + 0.5) * cell)
+    opened.poll("headwise.state().parts.readout.includes('B ')")
+    cells = opened.state()["parts"]["cells"]
+    for shown, (layer, head) in zip(cells, ((0, 1), (2, 3)), strict=True):
+        assert (shown["queries"], shown["keys"]) == ([500, 504], [100, 104])
+        expected = float(scan["map"][layer, head, row, col])
+        assert abs(shown["value"] ** 0.5 - expected**0.5) <= 0.5 / 255 + 1e-6
+    page.mouse.click(first["x"] + (col + 0.5) * cell, first["y"] + (row + 0.5) * cell)
+    opened.wait("s.token === 500")
+    opened.poll("headwise.app.beside.light.lights.token === 500")
+    page.mouse.wheel(0, -600)
+    opened.wait("s.zoom[0] > 1")
+    opened.poll(
+        "(() => { const t = [...document.querySelectorAll('.box canvas:first-child')]"
+        ".map((c) => c.__zoom); return t[0].k > 1 && t[0].k === t[1].k && t[0].x === t[1].x; })()"
+    )
 
 
 def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Path) -> None:

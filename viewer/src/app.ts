@@ -8,18 +8,48 @@ import type { Source } from "./source";
 import { type State, WHOLE, fromHash, toHash } from "./state";
 import { Text } from "./text";
 import { loadTopKeys } from "./top_keys";
-import type { Lights, Loaded, Part, View } from "./view";
+import type { Lights, Loaded, Part, Seen, View } from "./view";
 
 const SLICE_MS = 40; // of drawing before other work may run
 
 type Change = "push" | "replace";
 
-export class App implements View {
+/** B, where A and B stand side by side: B's head and data, and all else as the page has it. */
+class Beside implements Seen {
+  loaded: Loaded | null = null;
+  readonly light = new Light(this);
+  readonly onLight = (): void => undefined;
+
+  constructor(private readonly app: App) {}
+
+  get state(): State {
+    return this.app.state;
+  }
+
+  get hovered(): View["hovered"] {
+    return this.app.hovered;
+  }
+
+  get source(): Source {
+    return this.app.source;
+  }
+
+  get scan(): Scan {
+    return this.app.meta.scans[this.shown.scan] as Scan;
+  }
+
+  get shown(): HeadId {
+    return this.app.state.other ?? this.app.chosen;
+  }
+}
+
+export class App implements Seen {
   state: State;
   loaded: Loaded | null = null;
   /** The token under the pointer; it takes the place of the pinned one. */
   hovered: { token: number; direction: State["direction"] } | null = null;
   readonly light: Light;
+  readonly beside = new Beside(this);
   readonly parts: Part[] = [];
   /** Told of each change of the state; the notebook's widget follows it. */
   onChange: () => void = () => undefined;
@@ -186,6 +216,11 @@ export class App implements View {
   hover(token: number | null, direction: State["direction"] = this.state.direction): void {
     if (this.hovered?.token === (token ?? undefined) && this.hovered?.direction === direction) return;
     this.hovered = token === null ? null : { token, direction };
+    this.updateLight();
+  }
+
+  private updateLight(): void {
+    if (this.state.mode === "both") this.beside.light.update();
     this.light.update();
   }
 
@@ -193,11 +228,13 @@ export class App implements View {
 
   async refresh(): Promise<void> {
     const epoch = ++this.epoch;
-    const loading = this.load();
     // What is cached arrives within a few microtasks; draw once then.
-    const loaded = await loading;
+    const [loaded, beside] = await Promise.all([
+      this.load(), this.state.mode === "both" ? this.loadTokens(this.beside.shown) : null,
+    ]);
     if (epoch !== this.epoch) return;
     this.loaded = loaded;
+    this.beside.loaded = beside && { ...loaded, ...beside, map: loaded.b };
     // The first drawing of many heads takes several tasks, so that none is long.
     let since = performance.now();
     for (const part of this.parts) {
@@ -207,28 +244,34 @@ export class App implements View {
       if (epoch !== this.epoch) return;
       since = performance.now();
     }
-    this.light.update();
+    this.updateLight();
   }
 
   private async load(): Promise<Loaded> {
     const { source, state } = this;
     const { report, other } = state;
-    const [a, b, top, queries, keys, received, profile, thumbs] = await Promise.all([
+    const [a, b, of, received, profile, thumbs] = await Promise.all([
       loadMap(source, report, this.chosen),
       other ? loadMap(source, report, other) : null,
-      loadTopKeys(source, report, this.shown),
-      this.loadText(this.shownLayer?.query_text ?? null),
-      this.loadText(this.shownLayer?.key_text ?? null),
+      this.loadTokens(this.shown),
       this.scan.received ? source.received(report, 0) : ([] as Received),
       this.scan.reach === null ? new Uint8Array() : source.bytes(report, "0/profile"),
       source.bytes(report, "0/thumbs"),
     ]);
-    const shown = { A: a, B: b, diff: a && b ? difference(a, b) : null }[state.mode];
+    const map = { A: a, B: b, both: a, diff: a && b ? difference(a, b) : null }[state.mode];
     const profiles = new Float32Array(profile.slice().buffer);
-    return {
-      a, b, map: shown, top, queries, keys, received, profiles,
-      thumbnails: this.thumbnailsOf(report, thumbs),
-    };
+    return { a, b, map, ...of, received, profiles, thumbnails: this.thumbnailsOf(report, thumbs) };
+  }
+
+  /** Return the single tokens of a head: what is stored of them, and their words. */
+  private async loadTokens(id: HeadId): Promise<Pick<Loaded, "top" | "queries" | "keys">> {
+    const layer = this.meta.scans[id.scan]?.layers[id.layer];
+    const [top, queries, keys] = await Promise.all([
+      loadTopKeys(this.source, this.state.report, id),
+      this.loadText(id.scan, layer?.query_text ?? null),
+      this.loadText(id.scan, layer?.key_text ?? null),
+    ]);
+    return { top, queries, keys };
   }
 
   private readonly thumbnails = new Map<number, Thumbnails>();
@@ -241,8 +284,7 @@ export class App implements View {
 
   private readonly texts = new Map<string, Promise<Text>>();
 
-  private loadText(index: number | null): Promise<Text | null> {
-    const { scan } = this.shown;
+  private loadText(scan: number, index: number | null): Promise<Text | null> {
     const stream = index === null ? undefined : this.meta.scans[scan]?.texts[index];
     if (!stream || index === null) return Promise.resolve(null);
     const key = `${this.state.report}/${scan}/${index}`;

@@ -10,7 +10,7 @@ import { Facts } from "./parts/facts";
 import { Grid } from "./parts/grid";
 import { Header } from "./parts/header";
 import { Keys } from "./parts/keys";
-import { MapPart } from "./parts/map";
+import { MapPart } from "./parts/map_part";
 import { Search } from "./parts/search";
 import { TextPane } from "./parts/text_pane";
 import { Source, pageBlobs } from "./source";
@@ -28,7 +28,7 @@ function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): voi
   const tools = element("div", { class: "tools" });
   const compare = new Compare(app, tools);
   const map = new MapPart(app, compare.root, command(app));
-  tools.append(new Export(app, map).root, keys.opener);
+  tools.append(new Export(app, map.main).root, keys.opener);
   const header = new Header(app);
   const grid = new Grid(app);
   const facts = new Facts(app);
@@ -38,7 +38,7 @@ function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): voi
   root.replaceChildren(element("div", { class: "app", role }, ...parts));
   app.parts.push(header, tabs, grid, compare, map, facts, search, text);
   app.onLight = (lights) => {
-    map.lit(lights);
+    map.lit();
     text.lit(lights);
   };
   keys.listen(keysOf);

@@ -3,7 +3,8 @@
 import type { HeadId } from "./maps";
 
 export type Order = "layers" | "maps" | "value";
-export type Mode = "A" | "B" | "diff";
+/** "both": A and B side by side. */
+export type Mode = "A" | "B" | "both" | "diff";
 /** "keys": what the pinned token looks at; "queries": the tokens that look at it. */
 export type Direction = "keys" | "queries";
 export type Tab = "heads" | "map" | "facts" | "text";
@@ -31,7 +32,7 @@ export interface State {
 export const WHOLE: Zoom = [1, 0, 0];
 
 const ORDERS: readonly Order[] = ["layers", "maps", "value"];
-const MODES: readonly Mode[] = ["A", "B", "diff"];
+const MODES: readonly Mode[] = ["A", "B", "both", "diff"];
 const TABS: readonly Tab[] = ["heads", "map", "facts", "text"];
 
 /** Return the address of a state: what differs from the first view of the report. */

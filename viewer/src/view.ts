@@ -1,6 +1,7 @@
 /** What the parts of the page read: what is chosen, the data of it, and the lit tokens. */
 
 import type { Received, Scan } from "./contract";
+import type { Light } from "./light";
 import type { HeadId, HeadMap, Thumbnails } from "./maps";
 import type { Source } from "./source";
 import type { Direction, State } from "./state";
@@ -37,7 +38,7 @@ export const marked = (entries: Entry[]): Entry[] => entries.filter(({ weight })
 export interface Loaded {
   a: HeadMap | null;
   b: HeadMap | null;
-  /** A, B or A − B, as the mode says. */
+  /** A, B or A − B, as the mode says; A where both stand side by side. */
   map: HeadMap | null;
   top: TopKeys | null;
   queries: Text | null;
@@ -61,4 +62,9 @@ export interface View {
   readonly scan: Scan;
   readonly shown: HeadId;
   readonly onLight: (lights: Lights) => void;
+}
+
+/** A view with its lit tokens. */
+export interface Seen extends View {
+  readonly light: Light;
 }

@@ -17,7 +17,7 @@ export class Compare implements Part {
     tools: HTMLElement,
   ) {
     this.others = select("compare with", [], (value) => this.chooseOther(value));
-    for (const [mode, words] of [["A", "A"], ["B", "B"], ["diff", "A − B"]] as const) {
+    for (const [mode, words] of [["A", "A"], ["B", "B"], ["both", "A and B"], ["diff", "A − B"]] as const) {
       const choice = button(words, {}, () => app.set({ mode }));
       choice.dataset["mode"] = mode;
       this.modes.append(choice);
@@ -34,7 +34,9 @@ export class Compare implements Part {
   update(loaded: Loaded | null): void {
     const { app } = this;
     const { other, mode } = app.state;
-    this.title.textContent = mode === "diff" && other ? `${app.shortName(app.chosen)} − ${app.shortName(other)}` : app.nameOf(app.shown);
+    const sign = { A: null, B: null, both: "and", diff: "−" }[mode];
+    const isPair = sign !== null && other !== null;
+    this.title.textContent = isPair ? `${app.shortName(app.chosen)} ${sign} ${app.shortName(other)}` : app.nameOf(app.shown);
     const options = this.options(loaded);
     const value = other ? `${other.scan}.${other.layer}.${other.head}` : "";
     if (other && !options.some(([each]) => each === value)) options.push([value, app.nameOf(other)]);

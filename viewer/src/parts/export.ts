@@ -4,7 +4,7 @@ import type { App } from "../app";
 import { element, select } from "../dom";
 import { allHeads, nameOf } from "../heads";
 import { tokensOfBlock } from "../maps";
-import type { MapPart } from "./map";
+import type { MapPane } from "./map";
 
 const SCALE = 2; // pixels of a picture for each pixel of the page
 
@@ -23,7 +23,7 @@ export class Export {
 
   constructor(
     private readonly app: App,
-    private readonly map: MapPart,
+    private readonly map: MapPane,
   ) {
     this.root = select("export", [["", "export …"], ...CHOICES], (value) => {
       this.root.value = "";

@@ -99,7 +99,7 @@ export class Grid implements Part {
   /** The mode in which all heads of two scans are compared, or null if one scan is shown. */
   private get comparison(): "B" | "diff" | null {
     const { mode, other } = this.app.state;
-    return mode === "A" || other?.scan !== 1 ? null : mode;
+    return mode === "A" || mode === "both" || other?.scan !== 1 ? null : mode;
   }
 
   private values(statistic: Statistic | null): HeadValue[] {

@@ -11,7 +11,7 @@ const KEYS: [keys: string, meaning: string][] = [
   ["[ and ]", "the head before, the next head"],
   ["d", "turn: what a token looks at, what looks at it"],
   ["c, or Shift and a click", "in the grid: compare with this head"],
-  ["x", "A, B, A − B"],
+  ["x", "A, B, A and B, A − B"],
   ["+ − 0", "in the map: zoom; drag moves"],
   ["/", "search the text, or a token by #17"],
   ["n and N", "next place, place before"],
@@ -52,7 +52,7 @@ export class Keys {
       "[": () => this.step(-1),
       "]": () => this.step(1),
       d: () => app.set({ direction: state.direction === "keys" ? "queries" : "keys" }),
-      x: () => app.set({ mode: state.other ? ({ A: "B", B: "diff", diff: "A" } as const)[state.mode] : "A" }),
+      x: () => app.set({ mode: state.other ? ({ A: "B", B: "both", both: "diff", diff: "A" } as const)[state.mode] : "A" }),
       Escape: () => app.pin(null),
     };
     const act = acts[key];

@@ -1,4 +1,4 @@
-/** The map of the chosen head, with token axes, zoom, a cursor and the lit tokens. */
+/** The map of a head, with token axes, zoom, a cursor and the lit tokens. */
 
 import { axisLeft, axisTop } from "d3-axis";
 import { type ScaleLinear, scaleLinear } from "d3-scale";
@@ -7,18 +7,18 @@ import { type D3ZoomEvent, type ZoomBehavior, zoom, zoomIdentity } from "d3-zoom
 import type { App } from "../app";
 import { css, viridis } from "../colours";
 import { eachFrame, element, fitCanvas } from "../dom";
-import { count, percent, range, visible } from "../format";
+import { count, visible } from "../format";
 import { type HeadMap, blockOfToken, tokensOfBlock } from "../maps";
 import { WHOLE, type Zoom } from "../state";
-import { colourOf, imageOf, largest } from "./map_image";
-import type { Entry, Lights, Loaded, Part } from "../view";
+import type { Entry, Loaded, Seen } from "../view";
+import { imageOf } from "./map_image";
 
 const MARGIN = { left: 68, top: 34, right: 24, bottom: 8 };
 const FEWEST_TOKENS = 16; // across the map at the largest zoom
 const SQUARE = 2; // pixels of a token from which single weights are drawn
 const WORD_LENGTH = 9; // characters of a token at an axis
 
-interface Cell {
+export interface Cell {
   row: number;
   col: number;
 }
@@ -29,55 +29,52 @@ export interface CellFacts {
   value: number;
 }
 
-export class MapPart implements Part {
-  readonly root = element("section", { class: "map", "data-part": "map", "aria-label": "map of the head" });
+/** What a pane tells of the pointer and the keys; the maps share their cursor and their zoom. */
+export interface Hands {
+  point(pane: MapPane, cell: Cell | null): void;
+  pin(pane: MapPane): void;
+  zoomed(pane: MapPane): void;
+}
+
+export class MapPane {
+  readonly root = element("div", { class: "box" });
   readonly canvas = element("canvas", {
     tabindex: 0, role: "application", "aria-roledescription": "map",
     "aria-label": "map: arrow keys move over the cells, Enter pins the query",
   });
   private readonly over = element("canvas", { class: "over", "aria-hidden": "true" });
   readonly axes = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  private readonly box = element("div", { class: "box" });
-  private readonly badge = element("p", { class: "badge", "data-part": "badge", role: "status" });
-  private readonly readout = element("p", { class: "readout", "aria-live": "polite" });
-  private readonly legend = element("p", { class: "legend" });
+  cursor: Cell | null = null;
+  /** True if weights of single tokens are drawn over the blocks. */
+  hasSquares = false;
   private image: HTMLCanvasElement | null = null;
   private size: [number, number] = [1, 1];
-  private cursor: Cell | null = null;
   private readonly behaviour: ZoomBehavior<HTMLCanvasElement, unknown>;
   private isSettingZoom = false;
-  private hasSquares = false;
 
   constructor(
     private readonly app: App,
-    tools: HTMLElement,
-    under: HTMLElement,
+    readonly view: Seen,
+    private readonly hands: Hands,
   ) {
-    this.box.append(this.canvas, this.over);
     this.axes.setAttribute("aria-hidden", "true");
-    this.box.append(this.axes);
-    this.root.append(tools, this.box, element("div", { class: "line under" }, this.legend, under), this.readout, this.badge);
+    this.root.append(this.canvas, this.over, this.axes);
     this.behaviour = zoom<HTMLCanvasElement, unknown>()
       .on("zoom", (event: D3ZoomEvent<HTMLCanvasElement, unknown>) => this.zoomed(event))
       .on("end", () => this.keepZoom());
     pick(this.canvas).call(this.behaviour).on("dblclick.zoom", null);
-    const move = eachFrame((event: PointerEvent) => this.pointed(event));
-    this.canvas.addEventListener("pointermove", move);
-    this.canvas.addEventListener("pointerleave", () => {
-      this.cursor = null;
-      this.app.hover(null);
-      this.drawOver(this.app.light.lights);
-    });
+    this.canvas.addEventListener("pointermove", eachFrame((event: PointerEvent) => hands.point(this, this.cellAt(event))));
+    this.canvas.addEventListener("pointerleave", () => hands.point(this, null));
     this.canvas.addEventListener("click", (event) => this.clicked(event));
     this.canvas.addEventListener("dblclick", () => this.app.set({ zoom: WHOLE }));
     this.canvas.addEventListener("keydown", (event) => this.keyed(event));
-    new ResizeObserver(eachFrame(() => this.draw())).observe(this.box);
+    new ResizeObserver(eachFrame(() => this.draw())).observe(this.root);
   }
 
   // ---- geometry ---------------------------------------------------------------------------------
 
   private get map(): HeadMap | null {
-    return this.app.loaded?.map ?? null;
+    return this.view.loaded?.map ?? null;
   }
 
   /** Scales from blocks to CSS pixels of the canvas, under the zoom. */
@@ -103,7 +100,7 @@ export class MapPart implements Part {
   facts({ row, col }: Cell): CellFacts | null {
     const map = this.map;
     if (!map) return null;
-    const [queries, keys] = this.app.light.lengths();
+    const [queries, keys] = this.view.light.lengths();
     return {
       queries: tokensOfBlock(row, map.rows, queries),
       keys: tokensOfBlock(col, map.cols, keys),
@@ -111,35 +108,20 @@ export class MapPart implements Part {
     };
   }
 
+  /** Return the cell with a query and a key, or null if the map ends before them. */
+  cellOf(query: number, key: number): Cell | null {
+    const map = this.map;
+    const [queries, keys] = this.view.light.lengths();
+    if (!map || query >= queries || key >= keys) return null;
+    return { row: blockOfToken(query, map.rows, queries), col: blockOfToken(key, map.cols, keys) };
+  }
+
   // ---- input ------------------------------------------------------------------------------------
-
-  private pointed(event: PointerEvent): void {
-    this.moveCursor(this.cellAt(event));
-  }
-
-  private moveCursor(cell: Cell | null): void {
-    this.cursor = cell;
-    const facts = cell && this.facts(cell);
-    if (facts && this.app.state.token === null) {
-      const isKeys = this.app.state.direction === "keys";
-      this.app.hover(isKeys ? facts.queries[0] : facts.keys[0]);
-    }
-    this.tell(facts);
-    this.drawOver(this.app.light.lights);
-  }
 
   private clicked(event: MouseEvent): void {
     if (event.defaultPrevented) return; // the end of a drag
-    this.cursor = this.cellAt(event);
-    this.pinCursor();
-  }
-
-  private pinCursor(): void {
-    const facts = this.cursor && this.facts(this.cursor);
-    if (!facts) return;
-    const { direction } = this.app.state;
-    this.app.pin(direction === "keys" ? facts.queries[0] : facts.keys[0], direction);
-    this.tell(facts);
+    this.hands.point(this, this.cellAt(event));
+    this.hands.pin(this);
   }
 
   private keyed(event: KeyboardEvent): void {
@@ -151,8 +133,8 @@ export class MapPart implements Part {
     if (map && step) {
       const { row, col } = this.cursor ?? { row: 0, col: 0 };
       const within = (value: number, n: number): number => Math.min(n - 1, Math.max(0, value));
-      this.moveCursor({ row: within(row + step[0], map.rows), col: within(col + step[1], map.cols) });
-    } else if (event.key === "Enter" || event.key === " ") this.pinCursor();
+      this.hands.point(this, { row: within(row + step[0], map.rows), col: within(col + step[1], map.cols) });
+    } else if (event.key === "Enter" || event.key === " ") this.hands.pin(this);
     else if (event.key === "+" || event.key === "=") this.zoomBy(2);
     else if (event.key === "-") this.zoomBy(0.5);
     else if (event.key === "0") this.app.set({ zoom: WHOLE });
@@ -175,7 +157,10 @@ export class MapPart implements Part {
     this.drawZoom();
   }
 
-  private readonly drawZoom = eachFrame(() => this.drawView());
+  private readonly drawZoom = eachFrame(() => {
+    this.drawView();
+    this.hands.zoomed(this);
+  });
 
   private keepZoom(): void {
     if (!this.isSettingZoom) this.app.set({ zoom: this.app.state.zoom }, "replace");
@@ -184,7 +169,7 @@ export class MapPart implements Part {
   private applyZoom([factor, left, top]: Zoom): void {
     const [width, height] = this.size;
     this.isSettingZoom = true;
-    const closest = Math.max(1, Math.max(...this.app.light.lengths()) / FEWEST_TOKENS);
+    const closest = Math.max(1, Math.max(...this.view.light.lengths()) / FEWEST_TOKENS);
     this.behaviour.scaleExtent([1, closest]).extent([[0, 0], [width, height]]).translateExtent([[0, 0], [width, height]]);
     this.behaviour.transform(
       pick(this.canvas),
@@ -195,26 +180,15 @@ export class MapPart implements Part {
 
   // ---- drawing ----------------------------------------------------------------------------------
 
-  update(loaded: Loaded | null): void {
-    this.image = loaded?.map ? imageOf(loaded.map, this.app.state.mode === "diff") : null;
-    this.drawLegend(loaded?.map ?? null);
+  update(): void {
+    const map = this.map;
+    this.image = map ? imageOf(map, this.app.state.mode === "diff") : null;
     this.draw();
   }
 
-  lit(lights: Lights): void {
-    this.tellResolution();
-    this.drawOver(lights);
-  }
-
-  /** Say how fine the map is: in the badge, which is always there. */
-  private tellResolution(): void {
-    const squares = this.hasSquares ? ` Squares: the ${this.app.scan.ranks} largest weights of each token.` : "";
-    this.badge.textContent = this.app.light.badge + squares;
-  }
-
-  private draw(): void {
-    const across = this.box.clientWidth - MARGIN.left - MARGIN.right;
-    const down = this.box.clientHeight - MARGIN.top - MARGIN.bottom;
+  draw(): void {
+    const across = this.root.clientWidth - MARGIN.left - MARGIN.right;
+    const down = this.root.clientHeight - MARGIN.top - MARGIN.bottom;
     if (across <= 0 || down <= 0) return;
     const { rows, cols } = this.map ?? { rows: 1, cols: 1 };
     const cell = Math.min(across / cols, down / rows);
@@ -240,20 +214,19 @@ export class MapPart implements Part {
     } else {
       context.fillStyle = getComputedStyle(this.root).color;
       context.font = "14px system-ui, sans-serif";
-      context.fillText(this.app.loaded ? this.reason() : "…", 12, 24);
+      context.fillText(this.view.loaded ? this.reason() : "…", 12, 24);
     }
-    this.tellResolution();
     this.drawAxes();
-    this.drawOver(this.app.light.lights);
+    this.drawOver();
   }
 
   /** Draw the stored weights of single tokens over the blocks, as soon as a token has some pixels. */
   private drawTopKeys(context: CanvasRenderingContext2D): void {
     this.hasSquares = false;
-    const { loaded, state } = this.app;
+    const { loaded, state } = this.view;
     const map = this.map;
     if (!map || !loaded?.top || !loaded.queries || state.mode === "diff") return;
-    const [queries, keys] = this.app.light.lengths();
+    const [queries, keys] = this.view.light.lengths();
     const { x, y } = this.scales();
     const [across, down] = [(map.cols / keys) * (x(1) - x(0)), (map.rows / queries) * (y(1) - y(0))];
     if (Math.min(across, down) < SQUARE || (map.rows === queries && map.cols === keys)) return;
@@ -274,16 +247,16 @@ export class MapPart implements Part {
   }
 
   private reason(): string {
-    const { loaded, state, layer } = this.app;
+    const { loaded, scan, shown, state } = this.view;
     if (state.mode === "diff" && loaded?.a && loaded.b) return "The two maps have other blocks.";
-    if (!layer?.map) return "The scan has no maps: scan with the statistic map.";
+    if (!scan.layers[shown.layer]?.map) return "The scan has no maps: scan with the statistic map.";
     return "This head has no map: its weights are no numbers.";
   }
 
   private drawAxes(): void {
     const { x, y } = this.scales();
     const map = this.map;
-    const [queries, keys] = this.app.light.lengths();
+    const [queries, keys] = this.view.light.lengths();
     this.axes.setAttribute("width", String(this.size[0] + MARGIN.left + MARGIN.right));
     this.axes.setAttribute("height", String(this.size[1] + MARGIN.top + MARGIN.bottom));
     const root = pick(this.axes);
@@ -292,7 +265,7 @@ export class MapPart implements Part {
     const tokens = (scale: ScaleLinear<number, number>, blocks: number, n: number): ScaleLinear<number, number> =>
       scale.copy().domain(scale.domain().map((block) => (block * n) / blocks));
     const [across, down] = [tokens(x, map.cols, keys), tokens(y, map.rows, queries)];
-    const { loaded } = this.app;
+    const { loaded } = this.view;
     root.append("g").attr("transform", `translate(${MARGIN.left},${MARGIN.top})`).attr("class", "axis")
       .call(axisTop(across).tickSizeOuter(0).tickValues(ticksOf(across, 62)).tickFormat((at) => this.tick(Number(at), loaded?.keys ?? null, across)));
     root.append("g").attr("transform", `translate(${MARGIN.left},${MARGIN.top})`).attr("class", "axis")
@@ -310,13 +283,14 @@ export class MapPart implements Part {
     return letters.length > WORD_LENGTH ? `${letters.slice(0, WORD_LENGTH - 1).join("")}…` : word;
   }
 
-  private drawOver(lights: Lights): void {
+  drawOver(): void {
+    const { lights } = this.view.light;
     const [width, height] = this.size;
     const context = fitCanvas(this.over, width, height);
     const map = this.map;
     if (!map) return;
     const { x, y } = this.scales();
-    const [queries, keys] = this.app.light.lengths();
+    const [queries, keys] = this.view.light.lengths();
     const isKeys = lights.what === "keys";
     if (lights.token !== null) {
       const own = isKeys ? queries : keys;
@@ -343,7 +317,7 @@ export class MapPart implements Part {
     const map = this.map;
     if (!map) return;
     const { x, y } = this.scales();
-    const [queries, keys] = this.app.light.lengths();
+    const [queries, keys] = this.view.light.lengths();
     for (const { first, weight } of entries.slice(0, 200)) {
       const at = line.isKeys ? x(((first + 0.5) * map.cols) / keys) : y(((first + 0.5) * map.rows) / queries);
       context.beginPath();
@@ -352,38 +326,6 @@ export class MapPart implements Part {
       context.lineWidth = 2;
       context.stroke();
     }
-  }
-
-  private drawLegend(map: HeadMap | null): void {
-    this.legend.hidden = map === null;
-    const isDifference = this.app.state.mode === "diff";
-    const most = map && isDifference ? largest(map) : 1;
-    const stops = isDifference ? [-1, -0.25, 0, 0.25, 1].map((share) => share * most) : [0, 0.01, 0.1, 0.25, 0.5, 1];
-    this.legend.replaceChildren(
-      element("span", { class: "soft" }, isDifference ? "A − B " : "weight "),
-      ...stops.map((value) => {
-        const swatch = element("span", { class: "swatch" });
-        swatch.style.background = css(colourOf(value, isDifference, most));
-        return element("span", { class: "stop" }, swatch, percent(value));
-      }),
-    );
-  }
-
-  private tell(facts: CellFacts | null): void {
-    if (!facts) return;
-    const { loaded, state } = this.app;
-    const words = (text: Loaded["keys"], [first, last]: [number, number]): string => {
-      if (!text?.isKnown) return "";
-      const word = (at: number): string => visible(text.word(state.sequence, at));
-      return first === last ? ` “${word(first)}”` : ` “${word(first)} … ${word(last)}”`;
-    };
-    this.readout.textContent =
-      `query ${range(...facts.queries)}${words(loaded?.queries ?? null, facts.queries)} → ` +
-      `key ${range(...facts.keys)}${words(loaded?.keys ?? null, facts.keys)}: ${percent(facts.value)}`;
-  }
-
-  dump(): object {
-    return { cell: this.cursor && this.facts(this.cursor), readout: this.readout.textContent, resolution: this.badge.textContent };
   }
 }
 

@@ -1,0 +1,145 @@
+/** The map of the chosen head, or those of A and B side by side, with legend and readout. */
+
+import type { App } from "../app";
+import { css } from "../colours";
+import { element } from "../dom";
+import { percent, range, visible } from "../format";
+import { type Cell, type CellFacts, MapPane } from "./map";
+import { colourOf, largest } from "./map_image";
+import type { Loaded, Part, Seen } from "../view";
+
+export class MapPart implements Part {
+  readonly root = element("section", { class: "map", "data-part": "map", "aria-label": "map of the head" });
+  /** The map of A, of B or of A − B. */
+  readonly main: MapPane;
+  private readonly beside: MapPane; // that of B, where A stands in the other
+  private readonly captions = [element("p", { class: "small" }), element("p", { class: "small" })] as const;
+  private readonly badge = element("p", { class: "badge", "data-part": "badge", role: "status" });
+  private readonly readout = element("p", { class: "readout", "aria-live": "polite" });
+  private readonly legend = element("p", { class: "legend" });
+
+  constructor(
+    private readonly app: App,
+    tools: HTMLElement,
+    under: HTMLElement,
+  ) {
+    this.main = new MapPane(app, app, this);
+    this.beside = new MapPane(app, app.beside, this);
+    const [first, second] = this.captions;
+    const boxes = element("div", { class: "boxes" },
+      element("div", { class: "frame" }, first, this.main.root),
+      element("div", { class: "frame" }, second, this.beside.root));
+    this.root.append(tools, boxes, element("div", { class: "line under" }, this.legend, under), this.readout, this.badge);
+  }
+
+  private get panes(): MapPane[] {
+    return this.app.state.mode === "both" ? [this.main, this.beside] : [this.main];
+  }
+
+  // ---- what the panes tell ------------------------------------------------------------------------
+
+  point(pane: MapPane, cell: Cell | null): void {
+    const facts = cell && pane.facts(cell);
+    for (const each of this.panes) {
+      each.cursor = each === pane ? cell : facts && each.cellOf(facts.queries[0], facts.keys[0]);
+    }
+    const { direction, token } = this.app.state;
+    if (!facts) this.app.hover(null);
+    else if (token === null) this.app.hover(direction === "keys" ? facts.queries[0] : facts.keys[0]);
+    this.tell();
+    for (const each of this.panes) each.drawOver();
+  }
+
+  pin(pane: MapPane): void {
+    const facts = pane.cursor && pane.facts(pane.cursor);
+    if (!facts) return;
+    const { direction } = this.app.state;
+    this.app.pin(direction === "keys" ? facts.queries[0] : facts.keys[0], direction);
+    this.tell();
+  }
+
+  zoomed(pane: MapPane): void {
+    for (const each of this.panes) if (each !== pane) each.draw();
+    this.tellResolution();
+  }
+
+  // ---- drawing ------------------------------------------------------------------------------------
+
+  update(loaded: Loaded | null): void {
+    const { app } = this;
+    const isPair = app.state.mode === "both";
+    const heads = [app.chosen, app.beside.shown];
+    this.captions.forEach((caption, n) => {
+      caption.hidden = !isPair;
+      caption.textContent = isPair ? `${"AB"[n]}: ${app.shortName(heads[n] ?? app.chosen)}` : "";
+    });
+    (this.beside.root.parentElement as HTMLElement).hidden = !isPair;
+    this.drawLegend(loaded);
+    for (const pane of this.panes) pane.update();
+    this.tellResolution();
+  }
+
+  lit(): void {
+    this.tellResolution();
+    for (const pane of this.panes) pane.drawOver();
+  }
+
+  /** Say how fine the map is: in the badge, which is always there. */
+  private tellResolution(): void {
+    const hasSquares = this.panes.some((pane) => pane.hasSquares);
+    const squares = hasSquares ? ` Squares: the ${this.app.scan.ranks} largest weights of each token.` : "";
+    this.badge.textContent = this.app.light.badge + squares;
+  }
+
+  private drawLegend(loaded: Loaded | null): void {
+    const map = loaded?.map ?? null;
+    this.legend.hidden = map === null;
+    const isDifference = this.app.state.mode === "diff";
+    const most = map && isDifference ? largest(map) : 1;
+    const stops = isDifference ? [-1, -0.25, 0, 0.25, 1].map((share) => share * most) : [0, 0.01, 0.1, 0.25, 0.5, 1];
+    this.legend.replaceChildren(
+      element("span", { class: "soft" }, isDifference ? "A − B " : "weight "),
+      ...stops.map((value) => {
+        const swatch = element("span", { class: "swatch" });
+        swatch.style.background = css(colourOf(value, isDifference, most));
+        return element("span", { class: "stop" }, swatch, percent(value));
+      }),
+    );
+  }
+
+  /** Say the cell under the cursor: its queries, its keys, and its weight in each map. */
+  private tell(): void {
+    const told = this.panes.flatMap((pane) => {
+      const facts = pane.cursor && pane.facts(pane.cursor);
+      return facts ? [{ view: pane.view, facts }] : [];
+    });
+    const [first, second] = told;
+    if (!first) return;
+    const place = placeOf(first.view, first.facts);
+    const isPair = this.panes.length > 1;
+    if (!isPair) this.readout.textContent = `${place}: ${percent(first.facts.value)}`;
+    else if (second && placeOf(second.view, second.facts) === place) {
+      this.readout.textContent = `${place}: A ${percent(first.facts.value)}, B ${percent(second.facts.value)}`;
+    } else {
+      this.readout.textContent = told
+        .map(({ view, facts }) => `${view === this.app ? "A" : "B"}, ${placeOf(view, facts)}: ${percent(facts.value)}`)
+        .join("; ");
+    }
+  }
+
+  dump(): object {
+    const cells = this.panes.map((pane) => pane.cursor && pane.facts(pane.cursor));
+    return { cell: cells[0], cells, readout: this.readout.textContent, resolution: this.badge.textContent };
+  }
+}
+
+function placeOf(view: Seen, facts: CellFacts): string {
+  const { loaded, state } = view;
+  const words = (text: Loaded["keys"], [first, last]: [number, number]): string => {
+    if (!text?.isKnown) return "";
+    const word = (at: number): string => visible(text.word(state.sequence, at));
+    return first === last ? ` “${word(first)}”` : ` “${word(first)} … ${word(last)}”`;
+  };
+  const queries = `query ${range(...facts.queries)}${words(loaded?.queries ?? null, facts.queries)}`;
+  return `${queries} → key ${range(...facts.keys)}${words(loaded?.keys ?? null, facts.keys)}`;
+}
