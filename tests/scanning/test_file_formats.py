@@ -35,7 +35,7 @@ def test_a_file_of_format_1_loads_with_a_note(tmp_path: Path) -> None:
     again = HeadScan.load(scan.save(tmp_path / "a"))
     assert is_same(again, scan)  # the note stays, once
     assert again.merge(scan).notes == scan.notes
-    assert fields_in(tmp_path / "a")["version"] == 2
+    assert fields_in(tmp_path / "a")["version"] == 3
 
 
 def test_format_1_is_the_same_scan_today() -> None:

@@ -64,7 +64,7 @@ def test_the_tensors_are_called_by_their_place(scan: HeadScan, tmp_path: Path) -
 
 def test_the_file_says_what_its_numbers_mean(scan: HeadScan, tmp_path: Path) -> None:
     about = fields_in(scan.save(tmp_path / "a"))
-    assert about["version"] == 2
+    assert about["version"] == 3
     assert about["statistics"][0]["formula"] == standard("entropy").definition.formula
     assert about["statistics"][0]["id"] == "entropy-1"
 
@@ -174,8 +174,8 @@ def test_an_id_keeps_the_meaning_when_the_words_change(tmp_path: Path) -> None:
 
 def test_an_unknown_format_is_refused(scan: HeadScan, tmp_path: Path) -> None:
     path = scan.save(tmp_path / "a")
-    edit(path, lambda about, _: about.update(version=3, headwise="9.9"))
-    with pytest.raises(OptionError, match=r"a scan in format 3, saved by headwise '9\.9'"):
+    edit(path, lambda about, _: about.update(version=4, headwise="9.9"))
+    with pytest.raises(OptionError, match=r"a scan in format 4, saved by headwise '9\.9'"):
         HeadScan.load(path)
 
 

@@ -131,6 +131,20 @@ class StoredTokenizer:
         options = {"truncation": True, "max_length": length, "verbose": False}
         return list(self._tokenizer(text, **options)["input_ids"])
 
+    def spans(self, text: str, length: int | None) -> list[tuple[int, int]] | None:
+        """Return the first character of each token, and the one after its last.
+
+        Those of the first ``length`` tokens, or of all. A special token has no character. None
+        for a tokenizer that does not say them, or whose tokens are in another order.
+        """
+        if not self._tokenizer.is_fast:
+            return None
+        cut = {} if length is None else {"truncation": True, "max_length": length}
+        encoded = self._tokenizer(text, **cut, return_offsets_mapping=True, verbose=False)
+        spans = [tuple(span) for span in encoded["offset_mapping"]]
+        starts = [first for first, end in spans if end > first]
+        return spans if starts == sorted(starts) else None
+
     def token_text(self, token: int) -> str:
         """Return the text of a token."""
         return str(self._tokenizer.decode([token]))

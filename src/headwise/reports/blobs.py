@@ -17,11 +17,13 @@ from torch import Tensor
 from headwise.scanning.layer import LayerScan, ScannedText
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import OffsetProfile
+from headwise.scanning.written import WrittenText
 
 MAP, OFFSETS, RECEIVED = "map", "offset_profile", "most_received"
 TOP_KEYS = "top_keys_of_every_query"
 THUMB = 16  # cells of a thumbnail on each side
 MOST_CELLS = 1024  # of a map on each side
+LAST_OF_ONE_UNIT = 2**16 - 1  # of UTF-16; characters beyond it take two
 MANY_TOKENS = 2**16  # keys beyond this number take four bytes instead of two
 OFFSET_REACH = OffsetProfile.OFFSETS
 MOST_RECEIVING = 4  # keys in the list of those that receive most
@@ -35,11 +37,8 @@ def scan_blobs(
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the bytes of every blob of a scan; `maps` are those of its layers."""
     for index, text in enumerate(scan.texts):
-        if has_known_tokens(text):
-            ids, places = torch.unique(text.ids, return_inverse=True)
-            words = [str(token) if name_of is None else name_of(token) for token in ids.tolist()]
-            content = {"words": words, "ids": places.tolist()}
-            yield f"{prefix}/text/{index}", json.dumps(content).encode()
+        if has_known_tokens(text) or text.written:
+            yield f"{prefix}/text/{index}", json.dumps(text_fields(text, name_of)).encode()
     for index, values in enumerate(maps):
         if values is not None:
             yield f"{prefix}/map/{index}", quantise_square_roots(values)
@@ -59,7 +58,7 @@ def scan_blobs(
     if RECEIVED in scan.measured:
         rows = scan[RECEIVED]
         received = [
-            [most_received_tokens(rows[index, head], name_of) for head in layer.heads]
+            [most_received_tokens(scan, index, rows[index, head], name_of) for head in layer.heads]
             for index, layer in enumerate(scan.layer_scans)
         ]
         yield f"{prefix}/received", json.dumps(received).encode()
@@ -148,17 +147,60 @@ def offset_weights(layer: LayerScan, head: int) -> tuple[list[tuple[int, float]]
     return pairs, max(0.0, 1 - inside)
 
 
-def most_received_tokens(rows: Tensor, name_of: Names | None) -> list[tuple[int, str, float]]:
-    """Return (key, its token's text, the weight that it receives), the most first."""
+def most_received_tokens(
+    scan: HeadScan, layer: int, rows: Tensor, name_of: Names | None
+) -> list[tuple[int, str, float]]:
+    """Return (key, its word, the weight that it receives) of a head, the most first."""
+    number = scan.layer_scans[layer].key_text
+    text = None if number is None else scan.texts[number]
     received = []
     for key, token, weight in rows[:MOST_RECEIVING].tolist():
         if weight > 0:
-            name = name_of(int(token)) if name_of is not None and token >= 0 else ""
-            received.append((int(key), name, weight))
+            received.append((int(key), token_word(text, int(key), int(token), name_of), weight))
     return received
 
 
 # ---- texts and single tokens ---------------------------------------------------------------------
+
+
+def text_fields(text: ScannedText, name_of: Names | None) -> dict[str, Any]:
+    """Return the words of the tokens of a text, and its sequences as they were written."""
+    words: list[str] = []
+    places: list[int] = []
+    if has_known_tokens(text):
+        ids, inverse = torch.unique(text.ids, return_inverse=True)
+        words = [str(token) if name_of is None else name_of(token) for token in ids.tolist()]
+        places = inverse.tolist()
+    fields: dict[str, Any] = {"words": words, "ids": places}
+    if text.written:
+        fields["written"] = [written and _written_fields(written) for written in text.written]
+    return fields
+
+
+def _written_fields(written: WrittenText) -> dict[str, Any]:
+    """Return a text with two numbers for each token, in units of UTF-16, as scripts count.
+
+    How far it begins after the last character before it, and how long it is; both are 0 for a
+    token without characters.
+    """
+    codes = np.frombuffer(written.text.encode("utf-32-le", "surrogatepass"), "<u4")
+    place = np.concatenate([[0], np.cumsum(1 + (codes > LAST_OF_ONE_UNIT))])
+    first, end = place[written.spans.numpy()].T
+    is_drawn = end > first
+    reached = np.maximum.accumulate(np.where(is_drawn, end, 0))
+    before = np.concatenate([[0], reached])[:-1]
+    gaps = np.where(is_drawn, first - before, 0)
+    return {"text": written.text, "spans": np.stack([gaps, end - first], 1).ravel().tolist()}
+
+
+def token_word(text: ScannedText | None, place: int, token: int, name_of: Names | None) -> str:
+    """Return a token's characters as they were written, else its text by ``name_of``.
+
+    The characters are those of a text of one sequence. Empty where neither is known.
+    """
+    written = text.written[0] if text is not None and len(text.written) == 1 else None
+    word = "" if written is None else written.word(place)
+    return word or (name_of(token) if name_of is not None and token >= 0 else "")
 
 
 def has_known_tokens(text: ScannedText) -> bool:

@@ -148,7 +148,7 @@ def _plot_map(
     axes.set_xlabel(f"key{places}")
     axes.set_ylabel(f"query{places}")
     axes.set_title(f"layer {layer}, head {head}")
-    if name_of is not None and (ends[1], ends[0]) == values.shape:
+    if (ends[1], ends[0]) == values.shape:
         _label_axes_with_tokens(axes, scan, record, name_of)
     label = (
         "weight" if (ends[1], ends[0]) == values.shape else _describe_map_cells(ends, values.shape)
@@ -173,12 +173,16 @@ def _tokens_per_block_text(length: int, blocks: int) -> str:
     return str(most) if least in (most, 0) else f"{least} to {most}"
 
 
-def _label_axes_with_tokens(axes: Axes, scan: HeadScan, record: LayerScan, name_of: Names) -> None:
-    """Write the text of each token beside a map of few tokens."""
-    for axis, text in ((axes.xaxis, record.key_text), (axes.yaxis, record.query_text)):
-        ids = [] if text is None else scan.texts[text].ids.tolist()
-        if 0 < len(ids) <= MOST_TOKENS and min(ids) >= 0:
-            words = [escape_unprintable(name_of(token))[:MOST_LETTERS] for token in ids]
+def _label_axes_with_tokens(
+    axes: Axes, scan: HeadScan, record: LayerScan, name_of: Names | None
+) -> None:
+    """Write the word of each token beside a map of few tokens, where words are known."""
+    for axis, number in ((axes.xaxis, record.key_text), (axes.yaxis, record.query_text)):
+        text = None if number is None else scan.texts[number]
+        ids = [] if text is None else text.ids.tolist()
+        named = [blobs.token_word(text, place, token, name_of) for place, token in enumerate(ids)]
+        if 0 < len(ids) <= MOST_TOKENS and any(named):
+            words = [escape_unprintable(word)[:MOST_LETTERS] for word in named]
             # A dollar sign would begin mathematics.
             axis.set_ticks(range(len(ids)), [word.replace("$", r"\$") for word in words])
     axes.tick_params("x", rotation=90)

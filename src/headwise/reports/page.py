@@ -328,7 +328,7 @@ def standout_cards(report: view.ScanReport) -> list[HeadCard]:
         rows = torch.zeros(0, 3) if received is None else received[layer, head]
         keys = [
             (escape_unprintable(text), key, weight)
-            for key, text, weight in blobs.most_received_tokens(rows, report.name_of)
+            for key, text, weight in blobs.most_received_tokens(scan, layer, rows, report.name_of)
         ]
         cards.append(HeadCard(layer, head, reasons, offsets, outside, keys))
     return cards

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from headwise.scanning.statistics.statistic import Definition as Definition
     from headwise.scanning.statistics.statistic import RowMean as RowMean
     from headwise.scanning.workers import scan_in_processes as scan_in_processes
+    from headwise.scanning.written import WrittenText as WrittenText
 
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
@@ -34,5 +35,6 @@ __getattr__, __dir__, __all__ = export_lazily(
         "statistics.maps": "Map TopKeysOfEveryQuery",
         "statistics.statistic": "Definition RowMean",
         "workers": "scan_in_processes",
+        "written": "WrittenText",
     },
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from headwise.scanning.layer import TextRecorder
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import Layers, Numbers, SelectedLayers, Statistics
 from headwise.scanning.statistics.statistic import compute_summaries
+from headwise.scanning.written import GivenText, list_written
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value, list_some
 
@@ -33,6 +34,7 @@ def scan(
     heads: Numbers | None = None,
     separators: Numbers = (),
     specials: Numbers = (),
+    written: Sequence[GivenText | None] | GivenText | None = None,
     call: Callable[..., Any] | None = None,
     progress: Progress | None = None,
 ) -> HeadScan:
@@ -54,12 +56,15 @@ def scan(
         heads: numbers of heads; all if None.
         separators: token ids that separate, such as that of "." or "[SEP]".
         specials: the tokenizer's special token ids.
+        written: the text of each sequence as it was written, for pages: a `WrittenText`, or a
+            text with the characters of its tokens, such as the ``offset_mapping`` of a fast
+            tokenizer of transformers; None for an unknown one.
         call: runs the model, e.g. ``lambda model, **inputs: model.generate(**inputs)``.
         progress: called with (layer, number of attention calls so far, 0).
 
     Raises:
-        OptionError: an input, statistic, layer or head that does not fit, weights that are not
-            finite, or a model in which no attention was captured.
+        OptionError: an input, written text, statistic, layer or head that does not fit, weights
+            that are not finite, or a model in which no attention was captured.
     """
     if isinstance(model, AttentionMatrix):
         inputs, model = (model, inputs), _compute_outputs_and_call_hook
@@ -67,7 +72,8 @@ def scan(
     _require_callables(model, call=call, progress=progress)
     tokens = {"separators": separators, "specials": specials}
     marks = {name: selection.normalise_token_ids_option(name, ids) for name, ids in tokens.items()}
-    collector = _Collector(model, statistics, SelectedLayers(layers, heads), marks, progress)
+    texts = TextRecorder(list_written(written))
+    collector = _Collector(model, statistics, SelectedLayers(layers, heads), marks, texts, progress)
     return _run_scan(model, inputs, collector, call)
 
 
@@ -117,6 +123,7 @@ class _Collector:
         statistics: Statistics,
         layers: SelectedLayers,
         marks: dict[str, tuple[int, ...]],
+        texts: TextRecorder,
         progress: Progress | None,
     ) -> None:
         self._statistics, self._named = selection.select_statistics(statistics)
@@ -125,7 +132,7 @@ class _Collector:
         is_needed = any("unembedding" in statistic.needs for statistic in self._statistics)
         self._unembedding = weights.find_plain_unembedding(model) if is_needed else None
         self._calls = self._sequences = self._tokens = 0
-        self._first, self._is_new, self._texts = "", True, TextRecorder()
+        self._first, self._is_new, self._texts = "", True, texts
         self._not_finite: dict[str, None] = {}  # layers, in call order
 
     def begin_input(self) -> None:
@@ -171,6 +178,7 @@ class _Collector:
 
     def result(self, model: str, recorder: record.Recorder) -> HeadScan:
         recorder.require_any_captured(model)
+        self._texts.require_written_texts_read()
         layers = self._layers.selected_layers()
         for name in self._named:
             if not any(name in layer.summaries for layer in layers):

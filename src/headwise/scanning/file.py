@@ -30,11 +30,13 @@ from headwise.scanning.layer import LayerScan, ScannedText, ScanReadings
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.maps import TopKeysOfEveryQuery
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary, summary_fault
+from headwise.scanning.written import WrittenText, span_fault
 from headwise.support.files import parse_json_object, write_whole
 from headwise.support.private_torch import is_wrapper
 from headwise.support.text import describe_value
 
-VERSION = 2
+VERSION = 3
+READABLE = (2, VERSION)  # format 2 has no texts as they were written; format 1 is upgraded
 KEY = "headwise.scan"  # of the metadata
 COPY_AGAIN = "copy it again from where it was saved, or scan again"
 LONGEST_SHOWN = 40
@@ -57,6 +59,10 @@ LAYER = {
     "summaries": {...: [str]},
     **dict.fromkeys(TEXTS_OF_LAYER, range(-1, 2**16)),  # the number of a text, −1 for none
 }
+# The tensors of written texts: their bytes in UTF-8, the number of bytes of each, −1 for an unknown
+# one, and the characters of each token.
+WRITTEN = {"characters": (torch.uint8, 1), "sizes": (torch.int64, 1), "spans": (torch.int32, 2)}
+NO_BYTES = torch.zeros(0, dtype=torch.uint8)
 SCAN = {
     "version": WHOLE,
     "headwise": str,
@@ -214,9 +220,9 @@ def _fields_of_layer(layer: LayerScan) -> dict[str, Any]:
 
 def _tensors_of_scan(scan: ScanReadings) -> dict[str, Tensor]:
     texts = {
-        f"texts/{number}/{part}": torch.as_tensor(value, dtype=torch.int32).clone()
+        f"texts/{number}/{part}": tensor
         for number, text in enumerate(scan.texts)
-        for part, value in text._asdict().items()
+        for part, tensor in _tensors_of_text(text).items()
     }
     return texts | {
         # safetensors accepts neither views nor shared memory.
@@ -224,6 +230,26 @@ def _tensors_of_scan(scan: ScanReadings) -> dict[str, Tensor]:
         for index, layer in enumerate(scan.layer_scans)
         for name, summary in layer.summaries.items()
         for part, tensor in summary.items()
+    }
+
+
+def _tensors_of_text(text: ScannedText) -> dict[str, Tensor]:
+    """Return ids and lengths; and of written texts the characters, their bytes, and the spans."""
+    tensors = {"ids": text.ids.int().clone(), "lengths": torch.tensor(text.lengths).int()}
+    if not text.written:
+        return tensors
+    # A text that was made by hand may hold half of a surrogate pair.
+    encoded = [
+        None if each is None else each.text.encode("utf-8", "surrogatepass")
+        for each in text.written
+    ]
+    whole = bytearray(b"".join(each or b"" for each in encoded))
+    unknown = [torch.zeros(length, 2, dtype=torch.int32) for length in text.lengths]
+    spans = [u if w is None else w.spans for w, u in zip(text.written, unknown, strict=True)]
+    return tensors | {
+        "characters": torch.frombuffer(whole, dtype=torch.uint8).clone() if whole else NO_BYTES,
+        "sizes": torch.tensor([-1 if each is None else len(each) for each in encoded]),
+        "spans": torch.cat(spans),
     }
 
 
@@ -319,7 +345,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     version = check_value(about.get("version"), WHOLE, "version")
     if version == 1:
         return upgrade_format_1(about), tensors
-    if version != VERSION:
+    if version not in READABLE:
         raise OptionError(
             saw=f"{path}, a scan in format {version}, saved by headwise "
             f"{describe_json(about.get('headwise'))}",
@@ -381,11 +407,16 @@ def _rebuild_layers_and_texts(
     by_name, rest = {each.definition.name: each for each in statistics}, dict(tensors)
     texts: list[ScannedText] = []
     while (ids := rest.pop(f"texts/{len(texts)}/ids", None)) is not None:
-        lengths = rest.pop(f"texts/{len(texts)}/lengths", torch.zeros(0))
+        where = f"texts/{len(texts)}"
+        lengths = rest.pop(f"{where}/lengths", torch.zeros(0))
         is_list = all(x.dtype == torch.int32 and x.dim() == 1 for x in (ids, lengths))
         if not is_list or (lengths < 0).any() or int(lengths.sum()) != len(ids):
-            raise FieldError(f"the lengths in texts/{len(texts)} are not those of its tokens")
-        texts.append(ScannedText(ids, tuple(lengths.tolist())))
+            raise FieldError(f"the lengths in {where} are not those of its tokens")
+        written = {
+            part: rest.pop(f"{where}/{part}") for part in WRITTEN if f"{where}/{part}" in rest
+        }
+        counts = tuple(lengths.tolist())
+        texts.append(ScannedText(ids, counts, _rebuild_written(written, counts, where)))
     layers: list[LayerScan] = []
     for index, fields in enumerate(saved):
         summaries: dict[str, Summary] = {}
@@ -406,6 +437,37 @@ def _rebuild_layers_and_texts(
     if rest:
         raise FieldError(f"it holds a tensor {describe_json(min(rest))} that no layer has")
     return tuple(layers), tuple(texts)
+
+
+def _rebuild_written(
+    parts: Mapping[str, Tensor], lengths: Sequence[int], where: str
+) -> tuple[WrittenText | None, ...]:
+    """Return the written texts of a text from their tensors; none if there are no tensors."""
+    if not parts:
+        return ()
+    kinds = {name: (parts[name].dtype, parts[name].dim()) for name in WRITTEN if name in parts}
+    characters, sizes, spans = (parts.get(name, NO_BYTES) for name in WRITTEN)
+    known = sizes.clamp(min=0)
+    if (
+        kinds != WRITTEN
+        or len(sizes) != len(lengths)
+        or int(known.sum()) != len(characters)
+        or spans.shape != (sum(lengths), 2)
+    ):
+        raise FieldError(f"the written texts in {where} are not those of its tokens")
+    texts: list[WrittenText | None] = []
+    each = zip(
+        sizes.tolist(), characters.split(known.tolist()), spans.split([*lengths]), strict=True
+    )
+    for size, encoded, rows in each:
+        try:
+            text = encoded.numpy().tobytes().decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise FieldError(f"{where}/characters is no text in UTF-8") from error
+        if size >= 0 and (fault := span_fault(text, rows)) is not None:
+            raise FieldError(f"{where}/spans has {fault}")
+        texts.append(None if size < 0 else WrittenText(text, rows))
+    return tuple(texts)
 
 
 # ---- the digest ----------------------------------------------------------------------------------

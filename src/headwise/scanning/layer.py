@@ -13,9 +13,10 @@ from headwise.errors import OptionError
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics.catalogue import KNOWN_FOR, PICTURED, unknown_statistic_error
 from headwise.scanning.statistics.statistic import Definition, Statistic, Summary
+from headwise.scanning.written import WrittenText
 from headwise.support.lazy import require_package
 from headwise.support.tensors import convert_to_int_or_none
-from headwise.support.text import describe_value
+from headwise.support.text import describe_count, describe_value, list_some
 
 MOST_TOKENS = 2**18  # of all texts of a scan together
 
@@ -28,10 +29,18 @@ class ScannedText(NamedTuple):
     Attributes:
         ids: (tokens,) in int32, one sequence after another; below 0 where a token is unknown.
         lengths: number of tokens of each sequence.
+        written: the text of each sequence as it was written, None where it is unknown; empty if
+            none is known.
     """
 
     ids: Tensor
     lengths: tuple[int, ...]
+    written: tuple[WrittenText | None, ...] = ()
+
+    def split(self) -> list[tuple[Tensor, WrittenText | None]]:
+        """Return the ids and the written text of each sequence."""
+        written = self.written or (None,) * len(self.lengths)
+        return list(zip(self.ids.split(list(self.lengths)), written, strict=True))
 
 
 class TextRecorder:
@@ -39,35 +48,53 @@ class TextRecorder:
 
     The keys of a call are one text. A further call of the same input with the same tokens reads
     the same text, another call reads another one.
+
+    Args:
+        written: the texts as they were written, one for each sequence of all inputs; or none.
     """
 
-    def __init__(self) -> None:
-        self._texts: list[list[Tensor]] = []
+    def __init__(self, written: Sequence[WrittenText | None] = ()) -> None:
+        self._texts: list[list[tuple[Tensor, WrittenText | None]]] = []
         self._cut: set[int] = set()  # texts with a sequence that there was no room for
         self._room = MOST_TOKENS
         self._now: list[list[Tensor]] = []  # the sequences of each text, of this input
         self._last_queries: int | None = None
+        self._given = written
+        self._lengths: list[int] = []  # of the sequences of all inputs so far
+        self._start = 0  # the number of this input's first sequence
+        # The first text of this input that the written ones fit.
+        self._read: tuple[list[Tensor], list[WrittenText | None]] | None = None
+        self._fitting = 0  # sequences that have their text
 
-    def add_sequences(self, number: int, sequences: Iterable[Tensor]) -> None:
+    def add_sequences(
+        self, number: int, sequences: Iterable[tuple[Tensor, WrittenText | None]]
+    ) -> None:
         """Add sequences to a text while there is room."""
         if number == len(self._texts):
             self._texts.append([])
-        for ids in sequences:
+        for ids, written in sequences:
             if len(ids) > self._room:
                 self._cut.add(number)
             if number not in self._cut:
-                self._texts[number].append(ids.to("cpu", torch.int32))
+                self._texts[number].append((ids.to("cpu", torch.int32), written))
                 self._room -= len(ids)
 
     @property
     def texts(self) -> tuple[ScannedText, ...]:
         """The texts so far."""
-        none = torch.zeros(0, dtype=torch.int32)
-        return tuple(ScannedText(torch.cat([none, *x]), tuple(map(len, x))) for x in self._texts)
+        texts = []
+        for sequences in self._texts:
+            ids = [each for each, _ in sequences]
+            written = tuple(each for _, each in sequences)
+            known = written if any(each is not None for each in written) else ()
+            whole = torch.cat([torch.zeros(0, dtype=torch.int32), *ids])
+            texts.append(ScannedText(whole, tuple(map(len, ids)), known))
+        return tuple(texts)
 
     def begin_input(self) -> None:
         """Start another input, with other sequences."""
-        self._now, self._last_queries = [], None
+        self._now, self._last_queries, self._read = [], None, None
+        self._start = len(self._lengths)
 
     def record(self, call: CapturedCall) -> tuple[int | None, int | None]:
         """Record the text of a call, and return the numbers of its queries' and its keys' text.
@@ -80,7 +107,7 @@ class TextRecorder:
         if tokens is None:
             tokens = torch.full(real.shape, -1, device=real.device)
         sequences = [ids[chosen] for ids, chosen in zip(tokens, real, strict=True)]
-        keys = self._find_or_add_text(sequences)
+        keys = self._find_or_add_text(sequences, real)
         if call.own_key == 0 and not call.is_cross:
             self._last_queries = keys
             return keys, keys
@@ -88,13 +115,53 @@ class TextRecorder:
         is_known = queries is not None and [len(ids) for ids in self._now[queries]] == lengths
         return (queries if is_known else None), keys
 
-    def _find_or_add_text(self, sequences: list[Tensor]) -> int:
+    def _find_or_add_text(self, sequences: list[Tensor], real: Tensor) -> int:
         for number, known in enumerate(self._now):
             if len(known) == len(sequences) and all(map(torch.equal, known, sequences)):
                 return number
+        if not self._now:
+            self._lengths += map(len, sequences)
         self._now.append(sequences)
-        self.add_sequences(number := len(self._now) - 1, sequences)
+        written = self._find_written(sequences, real)
+        self.add_sequences(number := len(self._now) - 1, zip(sequences, written, strict=True))
         return number
+
+    def _find_written(self, sequences: list[Tensor], real: Tensor) -> list[WrittenText | None]:
+        """Return the written text of each sequence: of the first text that they fit.
+
+        The decoder of an encoder-decoder model may read the same tokens, one place later.
+        """
+        none: list[WrittenText | None] = [None] * len(sequences)
+        if self._read is not None:
+            first, texts = self._read
+            is_later = len(first) == len(sequences) and all(
+                torch.equal(ids[1:], before[:-1])
+                for ids, before in zip(sequences, first, strict=True)
+            )
+            return [text and text.one_later() for text in texts] if is_later else none
+        given = self._given[self._start : self._start + len(sequences)]
+        if len(given) < len(sequences):
+            return none
+        texts = [text and text.of_tokens(kept) for text, kept in zip(given, real, strict=True)]
+        if [text is None for text in texts] != [text is None for text in given]:
+            return none
+        self._read = sequences, texts
+        self._fitting += len(texts)
+        return texts
+
+    def require_written_texts_read(self) -> None:
+        """Raise OptionError if a written text is not that of a sequence."""
+        if self._fitting == len(self._given):
+            return
+        spans = ["none" if text is None else f"{len(text.spans):,}" for text in self._given]
+        read = list_some([f"{length:,}" for length in self._lengths], 4)
+        raise OptionError(
+            saw=f"written= with {describe_count(len(spans), 'text')}, "
+            f"whose numbers of tokens are {list_some(spans, 4)}",
+            needed="a text for each sequence, with a span for each token; the sequences that were "
+            f"read have {read} tokens",
+            do="take the offset_mapping of the same call of the tokenizer as the token ids",
+        )
 
 
 def concatenate_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[ScannedText, ...]:
@@ -103,7 +170,7 @@ def concatenate_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[Scanned
     if len({len(each) for each in texts}) == 1:
         for each in texts:
             for number, text in enumerate(each):
-                merged.add_sequences(number, text.ids.split(list(text.lengths)))
+                merged.add_sequences(number, text.split())
     return merged.texts
 
 

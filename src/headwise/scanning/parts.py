@@ -36,6 +36,7 @@ from headwise.scanning.file import FieldError, shorten_for_message, write_scan_f
 from headwise.scanning.result import HeadScan
 from headwise.scanning.source import ModelToScan, TextToRead, open_model, read_texts
 from headwise.scanning.statistics.statistic import Statistic
+from headwise.scanning.written import WrittenText
 from headwise.support.files import parse_json_object, write_whole
 from headwise.support.progress import Progress, no_progress
 from headwise.support.tensors import iterate_leaves
@@ -313,12 +314,22 @@ def open_corpus(
         "length": str(length or "of the model"),
         **_describe_marks_and_machine(model),
     }
-    hashed, inputs = file.hash_nested_content, [each for _, each in pairs]
-    documents = [Document(_as_utf8(name), hashed(x), _count_tokens(x)) for name, x in pairs]
+    inputs = [each for _, each in pairs]
+    written = [each.written if isinstance(each, TextToRead) else None for each in read]
+    documents = [
+        Document(_as_utf8(name), _hash_document(x, text), _count_tokens(x))
+        for (name, x), text in zip(pairs, written, strict=True)
+    ]
     corpus = Corpus(tuple(documents), made_with, words_of_model(model, read))
-    folder = PartFolder(Path(out).absolute(), corpus, model, inputs, chosen, layers)
+    folder = PartFolder(Path(out).absolute(), corpus, model, inputs, written, chosen, layers)
     folder.continue_earlier_run()
     return folder
+
+
+def _hash_document(inputs: Any, written: WrittenText | None) -> str:
+    """Return the digest of a document; other texts may have the same tokens."""
+    content = inputs if written is None else [inputs, written.text, written.spans]
+    return file.hash_nested_content(content)
 
 
 def _read_files(
@@ -364,6 +375,7 @@ class PartFolder:
     corpus: Corpus
     model: ModelToScan
     inputs: Sequence[Any]
+    written: Sequence[WrittenText | None]
     statistics: tuple[Any, ...]
     layers: selection.Layers
 
@@ -392,6 +404,7 @@ class PartFolder:
         path = self.corpus.path_of(self.out, index)
         if not path.exists():
             options: dict[str, Any] = {"statistics": self.statistics, "layers": self.layers}
+            options["written"] = self.written[index]
             fresh = self.model.scan(self.inputs[index], progress=progress, **options)
             # A scan that cannot be merged is not written, so the run can resume without it.
             if fits is not None and (difference := fits.reason_not_mergeable(fresh)) is not None:

@@ -18,6 +18,7 @@ from headwise.scanning._scan import scan
 from headwise.scanning.inputs import require_tokens_below
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import Layers, Numbers, Statistics, normalise_token_ids_option
+from headwise.scanning.written import WrittenText
 from headwise.support.progress import Progress
 from headwise.support.tensors import map_leaves
 from headwise.support.text import describe_count, escape_unprintable
@@ -44,6 +45,8 @@ class ModelToScan:
     separators: dict[str, int] = field(default_factory=dict)  # ids by their text
     specials: tuple[int, ...] = ()
     encode: Callable[[str, int | None], list[int]] | None = None  # a text to its first ids, or all
+    # a text to the characters of the same tokens, where these are known
+    spans: Callable[[str, int | None], list[tuple[int, int]] | None] | None = None
     name_of: Callable[[int], str] | None = None  # an id to its text
     notes: tuple[str, ...] = ()  # sentences on differences from the stored model
     opened_with: Mapping[str, Any] = field(default_factory=dict)  # arguments of `open_model`
@@ -90,10 +93,12 @@ class ModelToScan:
         *,
         statistics: Statistics = None,
         layers: Layers = None,
+        written: WrittenText | None = None,
         progress: Progress | None = None,
     ) -> HeadScan:
         """Return the scan of ids, or of inputs for a model without a tokenizer."""
         options: dict[str, Any] = {"statistics": statistics, "layers": layers, "progress": progress}
+        options["written"] = written
         options |= {"separators": tuple(self.separators.values()), "specials": self.specials}
         return scan(self.model, self.inputs(inputs), **options)
 
@@ -185,6 +190,7 @@ def _load_stored(
         options["name_of"] = tokens.token_text
         first = tokens.first_ids
         options["encode"] = lambda text, n: tokens.ids(text) if n is None else first(text, n)
+        options["spans"] = tokens.spans
     return ModelToScan(title=make_model_title(folder), **options)
 
 
@@ -213,6 +219,7 @@ def _load_tiny() -> ModelToScan:
         separators={".": ord("."), "\n": ord("\n")},
         specials=(tiny.BEGIN,),
         encode=lambda text, most: tiny.encode(text).tolist()[:most],
+        spans=lambda text, most: tiny.spans(text).tolist()[:most],
         name_of=name,
     )
 
@@ -228,6 +235,7 @@ class TextToRead:
     ids: Int[Tensor, "1 length"]
     description: str
     is_empty: bool = False
+    written: WrittenText | None = None
 
 
 def list_text_files(paths: Sequence[Path]) -> list[Path]:
@@ -317,7 +325,9 @@ def tokenize_text(
     is_empty = len([token for token in whole if token not in subject.specials]) < 2
     part = "all" if len(ids) == len(whole) else f"the first {len(ids):,} of"
     words = f"{name}, {part} {len(whole):,} tokens"
-    return TextToRead(name, torch.tensor([ids]), words, is_empty=is_empty)
+    spans = None if subject.spans is None else subject.spans(content, most)
+    written = None if spans is None else WrittenText(content, torch.tensor(spans))
+    return TextToRead(name, torch.tensor([ids]), words, is_empty=is_empty, written=written)
 
 
 def read_stored_tokens(subject: ModelToScan, file: Path, length: int | None) -> TextToRead:

@@ -46,6 +46,16 @@ def encode(text: str | bytes) -> Int[Tensor, " length"]:
     return torch.tensor([BEGIN, *raw], dtype=torch.int64)
 
 
+def spans(text: str) -> Int[Tensor, "length 2"]:
+    """Return the first character of each token of a text, and the one after its last.
+
+    The bytes of one character have the same; the begin symbol has no character.
+    """
+    sizes = torch.tensor([len(character.encode()) for character in text], dtype=torch.int64)
+    first = torch.arange(len(text)).repeat_interleave(sizes)
+    return torch.cat([torch.zeros(1, 2, dtype=torch.int64), torch.stack([first, first + 1], 1)])
+
+
 def decode(ids: Int[Tensor, " length"]) -> str:
     """Return the text of ids, without begin symbols; invalid UTF-8 becomes U+FFFD.
 
