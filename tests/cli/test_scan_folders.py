@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("in_a_folder_of_its_own")
 
 CONVERT = Alone(convert)
 SHORT = ("--random-repeats", "--length", 16, "--stats", "entropy", "--json", "--force")
+READ = 15  # tokens of `SHORT`: one, and twice seven
 UP = "model.layers.0.mlp.up_proj.weight"
 SIZES = {"vocab_size": 61, "hidden_size": 42, "intermediate_size": 56, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
@@ -33,6 +34,10 @@ def llama(folder: Path, **changes: object) -> Path:
     torch.manual_seed(3)
     config = transformers.LlamaConfig(**{**SIZES, **HEADS, "initializer_range": 0.4, **changes})
     return stored(folder, transformers.LlamaForCausalLM(config), with_tokenizer=False)
+
+
+def data_in(page: str) -> str:
+    return page.partition('id="headwise-meta">')[2].partition("</script>")[0]
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
@@ -225,3 +230,26 @@ def test_top_keys_of_all_heads_or_of_none(tmp_path: Path) -> None:
         run(folder, *SHORT, "--top-keys", word, "--out", word)
         stored_names = load_file(f"{word}/scan.safetensors")
         assert len([n for n in stored_names if "top_keys" in n and n.endswith("key")]) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "most_rows", "ranks"),
+    [((), 2 * 6 * READ, 4), ((), 2 * 6 * READ - 1, 0), (("--top-keys", "all"), 0, 4)],
+)
+def test_top_keys_without_a_choice(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    most_rows: int,
+    ranks: int,
+) -> None:
+    """Of all heads of a text that is not too long; the page has one key of most of them."""
+    monkeypatch.setattr("headwise.scanning.plan.MOST_ROWS", most_rows)
+    monkeypatch.setattr("headwise.reports.blobs.MOST_ROWS", 0)
+    folder = llama(tmp_path / "m")
+    run(folder, *SHORT[:3], *options, "--out", "o", "--page", "p.html")
+    names = [name for name in load_file("o/scan.safetensors") if name.endswith("every_query/key")]
+    assert len(names) == (2 if ranks else 0)
+    (scan,) = json.loads(data_in(Path("p.html").read_text("utf-8")))["scans"]
+    counts = {count for layer in scan["layers"] for count in layer["top"]}
+    assert counts == ({4} if options else {1, 4} if ranks else {0})

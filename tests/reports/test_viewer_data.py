@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from headwise import AttentionMatrix, Mask, scan
+from headwise.errors import OptionError
 from headwise.reports.blobs import THUMB, head_map_arrays, pool_thumbnails
 from headwise.reports.images import ALPHABET, encode_base85
 from headwise.reports.page import read_viewer_asset, render_scan_page, save_scan_page, viewer_data
@@ -84,27 +85,62 @@ def test_blocks_are_those_of_the_pooled_matrix() -> None:
 def test_top_keys_are_those_of_the_matrix() -> None:
     read, dense = real_scan()
     meta, blobs = blobs_of(ScanReport.of(read))
-    assert meta["scans"][0]["layers"][0]["top"] == list(range(HEADS))
+    assert meta["scans"][0]["layers"][0]["top"] == [RANKS] * HEADS
     assert meta["scans"][0]["ranks"] == RANKS
-    share, key = dense.topk(RANKS)
-    for head in range(HEADS):
-        planes = np.frombuffer(blobs[f"0/top/0.{head}"], np.uint8).reshape(3, QUERIES, RANKS)
-        stored = weights(planes[2].tobytes()).reshape(QUERIES, RANKS)
-        assert np.abs(np.sqrt(stored) - share[head].sqrt().numpy()).max() <= 0.5 / 255 + 1e-6
-        is_key = stored > 0
-        keys = planes[0].astype(int) + 256 * planes[1].astype(int)
-        assert (keys[is_key] == key[head].numpy()[is_key]).all()
+    share, key = (x.permute(2, 0, 1).numpy() for x in dense.topk(RANKS))
+    planes = np.frombuffer(blobs["0/top/0/0"], np.uint8).reshape(3, RANKS, HEADS, QUERIES)
+    stored = weights(planes[2].tobytes()).reshape(RANKS, HEADS, QUERIES)
+    assert np.abs(np.sqrt(stored) - np.sqrt(share)).max() <= 0.5 / 255 + 1e-6
+    keys = planes[0].astype(int) + 256 * planes[1].astype(int)
+    assert (keys == key)[stored > 0].all()
+
+
+def test_heads_that_stand_out_keep_more_keys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A row of a chunk is the first key of each head, then the second of those that stand out."""
+    monkeypatch.setattr("headwise.reports.blobs.MOST_ROWS", 0)
+    monkeypatch.setattr("headwise.reports.blobs.LEAST_IN_CHUNK", 9)
+    report = viewer_report(viewer_scan(layers=2, heads=3, length=QUERIES, top=3))
+    standouts = {(s.head.layer_index, s.head.head) for s in report.scan.standouts()}
+    meta, blobs = blobs_of(report)
+    layers = meta["scans"][0]["layers"]
+    counts = [layer["top"] for layer in layers]
+    expected = [[RANKS if (n, head) in standouts else 1 for head in range(3)] for n in range(2)]
+    assert counts == expected
+    assert {1, RANKS} == set(counts[1])
+    assert [layer["chunk"] for layer in layers] == [9, 9]
+    for index, layer in enumerate(report.scan.layer_scans):
+        summary = layer.summaries["top_keys_of_every_query"]
+        rows = [(n, rank) for rank in range(RANKS) for n in range(3) if rank < counts[index][n]]
+        for chunk, queries in enumerate((range(9), range(9, 18), range(18, QUERIES))):
+            planes = np.frombuffer(blobs[f"0/top/{index}/{chunk}"], np.uint8)
+            planes = planes.reshape(3, len(rows), len(queries))
+            for row, (head, rank) in enumerate(rows):
+                key = summary["key"][head, queries, rank].clamp(min=0).numpy()
+                share = summary["share"][head, queries, rank].clamp(min=0).numpy()
+                assert (planes[0, row].astype(int) + 256 * planes[1, row].astype(int) == key).all()
+                shown = planes[2, row] / 255
+                assert np.abs(shown - np.sqrt(share)).max() <= 0.5 / 255 + 1e-6
+    whole, _ = blobs_of(replace(report, top_keys="all"))
+    assert [layer["top"] for layer in whole["scans"][0]["layers"]] == [[RANKS] * 3] * 2
+    saved, _ = data_in(report.scan.save_page(tmp_path / "all.html", top_keys="all").read_text())
+    assert [layer["top"] for layer in saved["scans"][0]["layers"]] == [[RANKS] * 3] * 2
+    with pytest.raises(OptionError, match="top_keys='some'"):
+        report.scan.save_page(tmp_path / "some.html", top_keys="some")  # type: ignore[arg-type]
+    few = viewer_report(viewer_scan(layers=2, heads=3, length=QUERIES, top=2))
+    assert [layer["top"] for layer in blobs_of(few)[0]["scans"][0]["layers"]] == [[4, 4, 0]] * 2
 
 
 @pytest.mark.parametrize("length", [65_536, 65_537])
 def test_keys_of_a_long_text_take_more_bytes(length: int) -> None:
     report = viewer_report(viewer_scan(layers=1, heads=2, length=length))
     _, blobs = blobs_of(report)
-    planes = 2 if length == 65_536 else 4
-    stored = np.frombuffer(blobs["0/top/0.0"], np.uint8).reshape(planes + 1, length * RANKS)
+    planes, chunk = 2 if length == 65_536 else 4, 4096 if length == 65_536 else 4097
+    stored = np.frombuffer(blobs["0/top/0/1"], np.uint8).reshape(planes + 1, RANKS, chunk)
     keys = sum(stored[plane].astype(np.int64) << (8 * plane) for plane in range(planes))
-    key = report.scan.layer_scans[0].summaries["top_keys_of_every_query"]["key"][0].flatten()
-    assert (keys == key.clamp(min=0).numpy()).all()
+    key = report.scan.layer_scans[0].summaries["top_keys_of_every_query"]["key"][0]
+    assert (keys == key[chunk : 2 * chunk].T.clamp(min=0).numpy()).all()
 
 
 def test_offsets_end_with_the_weight_inside_of_them() -> None:
@@ -153,7 +189,7 @@ def test_cross_attention_has_two_texts() -> None:
     # Blocks of several texts are only as many as the shorter side has tokens.
     assert all(max(layer["map"]) <= SOURCE for layer in cross)
     index = meta["scans"][0]["layers"].index(cross[0])
-    assert len(blobs[f"0/top/{index}.0"]) == 3 * BATCH * LENGTH * 4
+    assert len(blobs[f"0/top/{index}/0"]) == 3 * BATCH * LENGTH * 4 * HEADS
 
 
 def test_an_old_scan_has_no_texts() -> None:
@@ -275,12 +311,12 @@ def test_sizes() -> None:
     parts = (read_viewer_asset("viewer.js") + read_viewer_asset("viewer.css")).encode()
     assert len(gzip.compress(parts)) <= 120_000
     assert "</script" not in read_viewer_asset("viewer.js")
-    assert len(render_scan_page(gpt2_sized()).encode()) <= 6_000_000
+    assert len(render_scan_page(gpt2_sized()).encode()) <= 12_000_000
 
 
 @pytest.mark.slow
 def test_noise_fits_too() -> None:
-    assert len(render_scan_page(incompressible()).encode()) <= 6_000_000
+    assert len(render_scan_page(incompressible()).encode()) <= 12_500_000
 
 
 @pytest.mark.slow

@@ -173,8 +173,9 @@ def viewer_report(
 
 
 def gpt2_sized(length: int = 16_384) -> ScanReport:
-    """144 heads, of which 12 have the top keys of every query."""
-    return viewer_report(viewer_scan(layers=12, heads=12, length=length), title="GPT-2 sized")
+    """144 heads with the top keys of every query."""
+    scan = viewer_scan(layers=12, heads=12, length=length, top=12)
+    return viewer_report(scan, title="GPT-2 sized")
 
 
 def incompressible(length: int = 16_384) -> ScanReport:

@@ -12,7 +12,7 @@ from torch import Tensor
 from headwise import AttentionMatrix, Mask, scan
 from headwise.errors import OptionError
 from headwise.scanning.result import HeadScan
-from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
+from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery, find_largest
 from tests.scanning.models import BATCH, HEADS, LENGTH, SOURCE, bert, own, t5, text, tokens
 
 NAME = "top_keys_of_every_query"
@@ -168,3 +168,17 @@ def test_texts_beyond_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) ->
         scan(model, inputs[2:], statistics="entropy")
     )
     assert whole.texts[0].lengths == merged.texts[0].lengths == (LENGTH, LENGTH)
+
+
+@pytest.mark.parametrize("columns", [3, 64, 2047, 2048, 2049, 5000])
+@pytest.mark.parametrize("ranks", [1, 4, 64])
+def test_the_largest_of_long_rows_are_those_of_topk(columns: int, ranks: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    # All values differ, so that the order is one.
+    rows = [torch.randperm(columns, generator=generator) for _ in range(6)]
+    weights = torch.stack(rows).view(2, 3, columns) / columns
+    weights[0, 0] = weights[0, 0].sort().values  # the largest stand behind the last block
+    found = find_largest(weights, min(ranks, columns))
+    expected = weights.topk(min(ranks, columns), dim=-1)
+    assert torch.equal(found[0], expected.values)
+    assert torch.equal(found[1], expected.indices)

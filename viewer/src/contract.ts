@@ -17,7 +17,10 @@ export interface Layer {
   key_text: number | null;
   map: [rows: number, cols: number] | null;
   blank: number[];
+  /** For each of `heads`: how many keys of every query are stored. */
   top: number[];
+  /** Queries of a blob of top keys. */
+  chunk: number;
 }
 
 export interface Statistic {

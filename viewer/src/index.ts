@@ -4,6 +4,7 @@ import { App } from "./app";
 import type { PageMeta } from "./contract";
 import { button, element } from "./dom";
 import { nameOf } from "./heads";
+import { positionOf } from "./maps";
 import { Compare } from "./parts/compare";
 import { Export } from "./parts/export";
 import { Facts } from "./parts/facts";
@@ -44,7 +45,7 @@ function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): voi
   keys.listen(keysOf);
 }
 
-/** The heads of which the page holds single tokens, and the command that stores those of the chosen head. */
+/** The heads of which the page holds single tokens, and the command that stores more. */
 function command(app: App): HTMLElement {
   const code = element("code");
   const held = element("p", { class: "small" });
@@ -53,13 +54,17 @@ function command(app: App): HTMLElement {
   app.parts.push({
     update: () => {
       const { layer, meta, scan, state } = app;
-      root.hidden = !meta.command || !layer || layer.top.includes(state.head) || app.light.hasSingleTokens;
-      const heads = scan.layers.flatMap((each, index) => each.top.map((head) => nameOf({ layer: index, head })));
-      const more = heads.length > MOST_HEADS ? ` and ${heads.length - MOST_HEADS} more` : "";
-      held.textContent = heads.length
-        ? `This page holds single tokens of heads ${heads.slice(0, MOST_HEADS).join(", ")}${more}. For this head:`
-        : "This page holds single tokens of no head. For this head:";
-      code.textContent = meta.command?.replace("{heads}", nameOf(state)) ?? "";
+      const here = layer?.top[positionOf(layer, state.head)] ?? 0;
+      const whole = scan.layers.flatMap((each, index) =>
+        each.heads.filter((_, at) => each.top[at] === scan.ranks).map((head) => nameOf({ layer: index, head })));
+      root.hidden = !meta.command || !layer || here === scan.ranks || app.light.hasSingleTokens;
+      const more = whole.length > MOST_HEADS ? ` and ${whole.length - MOST_HEADS} more` : "";
+      const named = `${whole.slice(0, MOST_HEADS).join(", ")}${more}`;
+      const most = `the ${scan.ranks} largest of heads ${named}`;
+      held.textContent = here
+        ? `This page holds the largest weight of every token for all heads${named ? `, and ${most}` : ""}. For all:`
+        : `This page holds single tokens of ${named ? `heads ${named}` : "no head"}. For this head:`;
+      code.textContent = meta.command?.replace("{heads}", here ? "all" : nameOf(state)) ?? "";
     },
   });
   return root;

@@ -139,10 +139,11 @@ export class Light {
   /** Return how much of all weight is shown, in words: "its 6 largest weights, 93 % of all". */
   private extent(): string {
     const { exact, what, entries } = this.lights;
-    const { ranks } = this.app.scan;
-    if (exact === "top" && what === "queries") return `the queries that have it among their top ${ranks}`;
+    const ranks = this.app.loaded?.top?.ranks ?? 0;
+    if (exact === "top" && what === "queries") return `the queries that have it ${ranks > 1 ? `among their top ${ranks}` : "as their first key"}`;
     const shown = exact === "top" ? entries : marked(entries);
     const part = total(shown);
+    if (exact === "top" && ranks === 1) return `its first key, ${percent(part)} of all`;
     if (exact === "top") return `${largest(shown.length)} among its top ${ranks}, ${percent(part)} of all`;
     const isDifference = this.app.state.mode === "diff";
     const name = isDifference ? "change" : "weight";

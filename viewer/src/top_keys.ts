@@ -1,7 +1,7 @@
-/** The largest weights of every query of a head, and the queries that look at a key. */
+/** The largest weights of every query: of a head, and of all heads of a layer. */
 
-import { WEIGHTS } from "./maps";
-import type { Scan } from "./contract";
+import { WEIGHTS, positionOf } from "./maps";
+import type { Layer, Scan } from "./contract";
 import type { HeadId } from "./maps";
 import type { Source } from "./source";
 
@@ -10,33 +10,51 @@ export type Lit = [token: number, weight: number];
 
 const MANY_TOKENS = 65_536; // keys beyond this number take four bytes instead of two
 
-export class TopKeys {
-  private readonly keys: Uint32Array;
-  private readonly shares: Uint8Array;
+/** The stored keys of some queries of a layer: a row for the first key of each head, then for each second one. */
+class Chunk {
+  private readonly size: number; // bytes of a plane
 
   constructor(
-    bytes: Uint8Array,
-    readonly ranks: number,
-    readonly queries: number,
-    longest: number,
+    private readonly bytes: Uint8Array,
+    private readonly queries: number,
+    private readonly planes: number, // of the keys; that of the shares follows
   ) {
-    const size = queries * ranks;
-    const planes = longest > MANY_TOKENS ? 4 : 2;
-    this.keys = new Uint32Array(size);
-    for (let plane = 0; plane < planes; plane++) {
-      const shift = 8 * plane;
-      const from = plane * size;
-      for (let at = 0; at < size; at++) this.keys[at]! |= (bytes[from + at] ?? 0) << shift;
-    }
-    this.shares = bytes.subarray(planes * size, (planes + 1) * size);
+    this.size = bytes.length / (planes + 1);
+  }
+
+  /** Return the stored byte of the weight, 0 where there is no key. */
+  share(row: number, query: number): number {
+    return this.bytes[this.planes * this.size + row * this.queries + query] ?? 0;
+  }
+
+  key(row: number, query: number): number {
+    let key = 0;
+    const at = row * this.queries + query;
+    for (let plane = this.planes - 1; plane >= 0; plane--) key = key * 256 + (this.bytes[plane * this.size + at] ?? 0);
+    return key;
+  }
+}
+
+/** The stored keys of every query of a head. */
+export class TopKeys {
+  constructor(
+    private readonly chunks: Chunk[],
+    private readonly step: number, // queries of a chunk
+    private readonly rows: number[], // of the head in each chunk, the largest weight first
+    readonly queries: number,
+  ) {}
+
+  get ranks(): number {
+    return this.rows.length;
   }
 
   /** Return the stored keys of a query, the largest weight first. */
   keysOf(query: number): Lit[] {
+    const chunk = this.chunks[Math.floor(query / this.step)];
     const lit: Lit[] = [];
-    for (let at = query * this.ranks; at < (query + 1) * this.ranks; at++) {
-      const share = this.shares[at];
-      if (share) lit.push([this.keys[at] ?? 0, WEIGHTS[share] ?? 0]);
+    for (const row of chunk ? this.rows : []) {
+      const share = chunk!.share(row, query % this.step);
+      if (share) lit.push([chunk!.key(row, query % this.step), WEIGHTS[share] ?? 0]);
     }
     return lit;
   }
@@ -44,11 +62,12 @@ export class TopKeys {
   /** Return the queries from `first` on that have a key among their stored keys, most first. */
   queriesOf(key: number, first: number, length: number): Lit[] {
     const lit: Lit[] = [];
-    const end = (first + length) * this.ranks;
-    for (let at = first * this.ranks; at < end; at++) {
-      const share = this.shares[at];
-      if (share && this.keys[at] === key) {
-        lit.push([Math.floor(at / this.ranks) - first, WEIGHTS[share] ?? 0]);
+    for (let query = first; query < first + length; query++) {
+      const chunk = this.chunks[Math.floor(query / this.step)];
+      const at = query % this.step;
+      for (const row of chunk ? this.rows : []) {
+        const share = chunk!.share(row, at);
+        if (share && chunk!.key(row, at) === key) lit.push([query - first, WEIGHTS[share] ?? 0]);
       }
     }
     return lit.sort((a, b) => b[1] - a[1]);
@@ -57,15 +76,45 @@ export class TopKeys {
 
 /** Return the top keys of every query of a head, or null if the page does not hold them. */
 export async function loadTopKeys(source: Source, report: number, id: HeadId): Promise<TopKeys | null> {
-  const scan = source.reports[report]?.scans[id.scan];
-  const layer = scan?.layers[id.layer];
-  if (!scan || !layer?.top.includes(id.head)) return null;
-  const bytes = await source.bytes(report, `${id.scan}/top/${id.layer}.${id.head}`);
-  const queries = lengths(scan, layer.query_text);
-  const keys = lengths(scan, layer.key_text);
-  if (!bytes.length || !queries.length) return null;
-  const total = queries.reduce((sum, length) => sum + length, 0);
-  return new TopKeys(bytes, scan.ranks, total, Math.max(...keys));
+  const layer = source.reports[report]?.scans[id.scan]?.layers[id.layer];
+  return (layer && (await loadLayer(source, report, id.scan, id.layer))?.[positionOf(layer, id.head)]) ?? null;
+}
+
+/**
+ * Return the top keys of each head of a layer, null for a head without. With `queries`, from first to last,
+ * only what holds these is inflated.
+ */
+export async function loadLayer(
+  source: Source, report: number, scan: number, index: number, queries?: [first: number, last: number],
+): Promise<(TopKeys | null)[]> {
+  const record = source.reports[report]?.scans[scan];
+  const layer = record?.layers[index];
+  if (!record || !layer?.top.some((count) => count > 0)) return [];
+  const total = lengths(record, layer.query_text).reduce((sum, length) => sum + length, 0);
+  const planes = Math.max(...lengths(record, layer.key_text)) > MANY_TOKENS ? 4 : 2;
+  const step = layer.chunk;
+  const [first, last] = queries ?? [0, total - 1];
+  const chunks: Chunk[] = [];
+  const load = async (number: number): Promise<void> => {
+    const bytes = await source.bytes(report, `${scan}/top/${index}/${number}`);
+    chunks[number] = new Chunk(bytes, Math.min(step, total - number * step), planes);
+  };
+  const numbers: number[] = [];
+  for (let number = Math.floor(first / step); number * step <= last; number++) numbers.push(number);
+  await Promise.all(numbers.map(load));
+  return rowsOfHeads(layer).map((rows) => (rows.length ? new TopKeys(chunks, step, rows, total) : null));
+}
+
+/** Return the rows of each head in a chunk. */
+function rowsOfHeads({ top }: Layer): number[][] {
+  const rows: number[][] = top.map(() => []);
+  let row = 0;
+  for (let rank = 0; rank < Math.max(...top); rank++) {
+    top.forEach((count, position) => {
+      if (rank < count) rows[position]?.push(row++);
+    });
+  }
+  return rows;
 }
 
 const lengths = (scan: Scan, text: number | null): number[] =>

@@ -46,8 +46,11 @@ PART_HELP = (
     "Scan part I of N of a corpus, such as 3/8; auto for the numbers of torchrun or of a Slurm "
     "array. Without a page: --merge writes it."
 )
-TOP_KEYS_HELP = "Heads of which the page shows single tokens: 3.7,4.0 (layer.head), all or none."
-FEW = "all, if they are few and the text is short"
+TOP_KEYS_HELP = (
+    "Heads of which the page shows the 4 largest weights of every token: 3.7,4.0 (layer.head), all "
+    "or none."
+)
+FEW = "the largest of all heads, and 4 of those that stand out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +121,7 @@ class ScanOptions:
 
     @property
     def command_with_top_keys(self) -> str:
-        """The same command for single tokens of other heads, with {heads} for these."""
+        """The same command for more single tokens, with {heads} for their heads."""
         words = ["headwise", "scan", "--demo" if self.demo else str(self.model_dir)]
         for path in self.text or ():
             words += ["--text", str(path)]
@@ -255,10 +258,8 @@ def scan(**options: Any) -> None:
     if given.part is not None:
         _scan_and_print_part(given)
         return
-    if given.merge:
-        report = _merge_and_report(given.merge, given.out)
-    else:
-        report = run_scan_with_progress(given)
+    merges = given.merge
+    report = _merge_and_report(merges, given) if merges else run_scan_with_progress(given)
     _print_report(report, given, start=start)
 
 
@@ -298,12 +299,12 @@ def run_scan_with_progress(options: ScanOptions) -> ScanReport:
         if options.out is None:
             (text,) = plan.texts
             words = words_of_model(plan.model, plan.texts)
-            return _report(plan.scan_text(text, steps), words, options.command_with_top_keys)
+            return _report(plan.scan_text(text, steps), words, options)
         if (options.processes or 1) > 1:
             _scan_in_processes(plan, options, progress)
         else:
             _scan_part(plan, options, (1, 1), steps)
-    return _merge_and_report([options.out], options.out, options.command_with_top_keys)
+    return _merge_and_report([options.out], options)
 
 
 def _scan_and_print_part(options: ScanOptions) -> None:
@@ -324,9 +325,7 @@ def _scan_and_print_part(options: ScanOptions) -> None:
     output.print_lines(lines, result if options.as_json else None)
 
 
-def _merge_and_report(
-    folders: Sequence[Path], out: Path | None, command: str | None = None
-) -> ScanReport:
+def _merge_and_report(folders: Sequence[Path], options: ScanOptions) -> ScanReport:
     """Merge a corpus; exit with status 1 if documents are missing, doubled or foreign."""
     from headwise.scanning import parts
 
@@ -337,7 +336,7 @@ def _merge_and_report(
             "one scan of each document",
             "scan the missing documents, or leave out the folder with other documents",
         )
-    return _report(parts.merge_parts(folders, out), folder_parts.corpus.words, command)
+    return _report(parts.merge_parts(folders, options.out), folder_parts.corpus.words, options)
 
 
 def _exit_with_no(*lines: str) -> None:
@@ -345,7 +344,7 @@ def _exit_with_no(*lines: str) -> None:
     raise typer.Exit(output.NO)
 
 
-def _report(scan: HeadScan, words: Words, command: str | None) -> ScanReport:
+def _report(scan: HeadScan, words: Words, options: ScanOptions) -> ScanReport:
     from headwise.reports.report import ScanReport
 
     tokens = words["tokens"]
@@ -357,7 +356,8 @@ def _report(scan: HeadScan, words: Words, command: str | None) -> ScanReport:
         chosen=words["chosen"],
         notes=tuple(words["notes"]),
         name_of=(lambda token: str(tokens.get(str(token), token))) if tokens else None,
-        command=command,
+        command=None if options.merge else options.command_with_top_keys,
+        top_keys="all" if list(options.top_keys or ()) == ["all"] else "standouts",
     )
 
 
@@ -419,7 +419,6 @@ def _plan(options: ScanOptions, console: output.Console) -> PlannedScan:
             layers=options.layer_patterns,
             top_keys=options.top_keys,
             map_cells=options.map_cells,
-            single_tokens=options.out is None,
             processes=processes,
             checks_memory=not options.skip_memory_check,
         )

@@ -7,7 +7,7 @@ rounded 255 times its square root, so a value that is shown is right to 1/255 of
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,14 +26,23 @@ MOST_CELLS = 1024  # of a map on each side
 LAST_OF_ONE_UNIT = 2**16 - 1  # of UTF-16; characters beyond it take two
 MANY_TOKENS = 2**16  # keys beyond this number take four bytes instead of two
 OFFSET_REACH = OffsetProfile.OFFSETS
+MOST_ROWS = 2**18  # heads x queries up to which a page shows all stored keys of all heads
+LEAST_IN_CHUNK = 1024  # queries of a blob of top keys
+MOST_CHUNKS = 16  # blobs of top keys of a layer
 MOST_RECEIVING = 4  # keys in the list of those that receive most
 
 Names = Callable[[int], str]
 Array = np.ndarray[Any, np.dtype[Any]]
+TopKeyCounts = Sequence[Sequence[int]]  # keys of every query, for each head of each layer
 
 
 def scan_blobs(
-    scan: HeadScan, maps: Sequence[Array | None], *, name_of: Names | None, prefix: str
+    scan: HeadScan,
+    maps: Sequence[Array | None],
+    top_keys: TopKeyCounts,
+    *,
+    name_of: Names | None,
+    prefix: str,
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the bytes of every blob of a scan; `maps` are those of its layers."""
     for index, text in enumerate(scan.texts):
@@ -63,8 +72,8 @@ def scan_blobs(
         ]
         yield f"{prefix}/received", json.dumps(received).encode()
     for index, layer in enumerate(scan.layer_scans):
-        for head in heads_with_top_keys(scan, layer):
-            yield f"{prefix}/top/{index}.{head}", _top_key_planes(scan, layer, head)
+        for chunk, planes in enumerate(_top_key_chunks(scan, layer, top_keys[index])):
+            yield f"{prefix}/top/{index}/{chunk}", planes
 
 
 def quantise_square_roots(values: Array) -> bytes:
@@ -213,28 +222,61 @@ def sequence_lengths_of_text(scan: HeadScan, text: int | None) -> tuple[int, ...
     return () if text is None else scan.texts[text].lengths
 
 
-def heads_with_top_keys(scan: HeadScan, layer: LayerScan) -> list[int]:
-    """Return the numbers of the heads of which a page can show every query's top keys."""
-    summary = layer.summaries.get(TOP_KEYS)
-    if summary is None or not sequence_lengths_of_text(scan, layer.query_text):
-        return []
-    kept = sequence_lengths_of_text(scan, layer.query_text)
-    if tuple(summary["lengths"].tolist()[: len(kept)]) != kept:
-        return []
-    rows = summary["row"].tolist()
-    return [head for head, row in zip(layer.heads, rows, strict=True) if row >= 0]
+def count_top_keys(scan: HeadScan, standouts: Collection[tuple[int, int]] | None) -> TopKeyCounts:
+    """Return how many keys of every query a page shows, for each head of each layer.
+
+    A scan may have keys of all heads in more than `MOST_ROWS` rows. Then a head (layer, head) that
+    is not in ``standouts`` shows its first key alone; None shows all keys.
+    """
+    counts = [_stored_top_keys(scan, layer) for layer in scan.layer_scans]
+    sizes = [sum(sequence_lengths_of_text(scan, x.query_text)) for x in scan.layer_scans]
+    rows = sum(len(each) * size for each, size in zip(counts, sizes, strict=True))
+    has_all = all(count for each in counts for count in each)
+    if standouts is None or not has_all or rows <= MOST_ROWS:
+        return counts
+    return [
+        [
+            count if (index, head) in standouts else 1
+            for head, count in zip(layer.heads, counts[index], strict=True)
+        ]
+        for index, layer in enumerate(scan.layer_scans)
+    ]
 
 
-def _top_key_planes(scan: HeadScan, layer: LayerScan, head: int) -> bytes:
-    """Return the planes of the keys, low bytes first, and the plane of the shares."""
+def _stored_top_keys(scan: HeadScan, layer: LayerScan) -> list[int]:
+    """Return how many keys of every query the scan stored for each head of a layer."""
+    summary, kept = layer.summaries.get(TOP_KEYS), sequence_lengths_of_text(scan, layer.query_text)
+    if summary is None or not kept or tuple(summary["lengths"].tolist()[: len(kept)]) != kept:
+        return [0] * len(layer.heads)
+    ranks = summary["key"].shape[-1]
+    return [ranks if row >= 0 else 0 for row in summary["row"].tolist()]
+
+
+def queries_of_chunk(queries: int) -> int:
+    """Return how many queries are in a blob of top keys."""
+    return max(LEAST_IN_CHUNK, -(-queries // MOST_CHUNKS))
+
+
+def _top_key_chunks(scan: HeadScan, layer: LayerScan, counts: Sequence[int]) -> Iterator[bytes]:
+    """Yield the top keys of a layer, some queries at a time.
+
+    A chunk holds planes: the low bytes of the keys, their higher bytes, the shares. A plane has a
+    row of queries for the first key of each head that has one, then for each second key.
+    """
+    if not any(counts):
+        return
     summary = layer.summaries[TOP_KEYS]
-    row = int(summary["row"][layer.heads.index(head)])
-    queries = sum(sequence_lengths_of_text(scan, layer.query_text))
-    share = summary["share"][row, :queries].numpy()
-    key = summary["key"][row, :queries].clamp(min=0).numpy().astype("<u4")
-    planes = (
-        4 if max(sequence_lengths_of_text(scan, layer.key_text), default=0) > MANY_TOKENS else 2
+    stored = list(zip(summary["row"].tolist(), counts, strict=True))
+    rows = [(row, rank) for rank in range(max(counts)) for row, count in stored if rank < count]
+    (row, rank), queries = (
+        torch.tensor(rows).T,
+        sum(sequence_lengths_of_text(scan, layer.query_text)),
     )
-    by_byte = key.reshape(-1, 1).view(np.uint8)
-    keys = b"".join(np.ascontiguousarray(by_byte[:, plane]).tobytes() for plane in range(planes))
-    return keys + quantise_square_roots(share)
+    longest = max(sequence_lengths_of_text(scan, layer.key_text), default=0)
+    planes, step = 4 if longest > MANY_TOKENS else 2, queries_of_chunk(queries)
+    for start in range(0, queries, step):
+        part = slice(start, min(start + step, queries))
+        key = summary["key"][row, part, rank].clamp(min=0).numpy().astype("<u4")
+        by_byte = key.reshape(-1, 1).view(np.uint8)[:, :planes]
+        share = summary["share"][row, part, rank].numpy()
+        yield np.ascontiguousarray(by_byte.T).tobytes() + quantise_square_roots(share)

@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 import numpy as np
 import torch
 from markupsafe import Markup, escape
 
-from headwise.errors import MissingExtraError
+from headwise.errors import MissingExtraError, OptionError
 from headwise.reports import blobs, images
 from headwise.reports import report as view
 from headwise.reports.templates import secure_page, template_environment
@@ -26,7 +26,7 @@ from headwise.scanning.layer import LayerScan, StandoutHead
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import RANKS
 from headwise.support.files import write_whole
-from headwise.support.text import describe_count, escape_unprintable
+from headwise.support.text import describe_count, describe_value, escape_unprintable
 
 VERSION = 1  # of the data; viewer/src/contract.ts has the same
 FIRST = ("previous_token", "induction", "first_token", "effective_keys", "separator")
@@ -62,10 +62,18 @@ def render_scan_page(*reports: view.ScanReport) -> str:
 
 
 def render_scan(
-    scan: HeadScan, *, title: str | None = None, name_of: Callable[[int], str] | None = None
+    scan: HeadScan,
+    *,
+    title: str | None = None,
+    name_of: Callable[[int], str] | None = None,
+    top_keys: Literal["all", "standouts"] = "standouts",
 ) -> str:
     """Return the page of a scan alone."""
-    return render_scan_page(view.ScanReport.of(scan, title=title, name_of=name_of))
+    if top_keys not in ("all", "standouts"):
+        saw = f"top_keys={describe_value(top_keys)}"
+        raise OptionError(saw=saw, needed='"all" or "standouts"', do='top_keys="all"')
+    report = view.ScanReport.of(scan, title=title, name_of=name_of)
+    return render_scan_page(replace(report, top_keys=top_keys))
 
 
 def render_diff(
@@ -87,16 +95,17 @@ def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, byte
     """Return the words and the deflated blobs of a report, for the viewer."""
     scans = [report.scan] if report.second is None else [report.scan, report.second]
     maps = [[blobs.head_map_arrays(scan, layer) for layer in scan.layer_scans] for scan in scans]
+    top_keys = [_count_top_keys(scan, report) for scan in scans]
     # zlib releases the lock of the interpreter.
     with ThreadPoolExecutor() as pool:
         deflated = {
             name: pool.submit(_deflate_bytes, blob)
             for number, scan in enumerate(scans)
             for name, blob in blobs.scan_blobs(
-                scan, maps[number], name_of=report.name_of, prefix=str(number)
+                scan, maps[number], top_keys[number], name_of=report.name_of, prefix=str(number)
             )
         }
-        meta = report_meta(report, maps)
+        meta = report_meta(report, maps, top_keys)
     return meta, {name: blob.result() for name, blob in deflated.items()}
 
 
@@ -125,11 +134,13 @@ def _viewer_data_elements(meta: dict[str, Any], stored: Mapping[str, bytes]) -> 
 # ---- the data of the viewer in words -----------------------------------------------------------
 
 
-def report_meta(report: view.ScanReport, maps: Sequence[Maps]) -> dict[str, Any]:
+def report_meta(
+    report: view.ScanReport, maps: Sequence[Maps], top_keys: Sequence[blobs.TopKeyCounts]
+) -> dict[str, Any]:
     """Return the data of a report in words; `maps` are those of the layers of each of its scans."""
     second = report.second
     scans = [report.scan] if second is None else [report.scan, second]
-    each = zip(scans, report.names, maps, strict=False)
+    each = zip(scans, report.names, maps, top_keys, strict=False)
     return {
         "version": VERSION,
         "headwise": report.versions["headwise"],
@@ -142,13 +153,21 @@ def report_meta(report: view.ScanReport, maps: Sequence[Maps]) -> dict[str, Any]
         "missing": report.not_measured_sentences,
         "rule": f"{view.RULE} {view.WEIGHTS}",
         "command": report.command,
-        "scans": [_scan_meta(scan, name, its_maps) for scan, name, its_maps in each],
+        "scans": [_scan_meta(*its) for its in each],
         "matched": None if second is None else _matched_heads(report.scan, second),
     }
 
 
-def _scan_meta(scan: HeadScan, name: str, maps: Maps) -> dict[str, Any]:
-    top_keys = [layer.summaries.get(blobs.TOP_KEYS) for layer in scan.layer_scans]
+def _count_top_keys(scan: HeadScan, report: view.ScanReport) -> blobs.TopKeyCounts:
+    heads = (standout.head for standout in view.standout_heads(scan))
+    standouts = {(head.layer_index, head.head) for head in heads}
+    return blobs.count_top_keys(scan, None if report.top_keys == "all" else standouts)
+
+
+def _scan_meta(
+    scan: HeadScan, name: str, maps: Maps, top_keys: blobs.TopKeyCounts
+) -> dict[str, Any]:
+    summaries = [layer.summaries.get(blobs.TOP_KEYS) for layer in scan.layer_scans]
     return {
         "name": name,
         "model": scan.model,
@@ -163,10 +182,9 @@ def _scan_meta(scan: HeadScan, name: str, maps: Maps) -> dict[str, Any]:
             for number, text in enumerate(scan.texts)
         ],
         "layers": [
-            _layer_meta(scan, layer, its_maps)
-            for layer, its_maps in zip(scan.layer_scans, maps, strict=True)
+            _layer_meta(scan, *its) for its in zip(scan.layer_scans, maps, top_keys, strict=True)
         ],
-        "ranks": next((x["key"].shape[-1] for x in top_keys if x is not None), RANKS),
+        "ranks": next((x["key"].shape[-1] for x in summaries if x is not None), RANKS),
         "reach": blobs.OFFSET_REACH if blobs.OFFSETS in scan.measured else None,
         "received": blobs.RECEIVED in scan.measured,
         "statistics": [_statistic_meta(scan, each) for each in view.drawn_statistics(scan)],
@@ -183,7 +201,9 @@ def _scan_meta(scan: HeadScan, name: str, maps: Maps) -> dict[str, Any]:
     }
 
 
-def _layer_meta(scan: HeadScan, layer: LayerScan, maps: blobs.Array | None) -> dict[str, Any]:
+def _layer_meta(
+    scan: HeadScan, layer: LayerScan, maps: blobs.Array | None, top_keys: Sequence[int]
+) -> dict[str, Any]:
     is_blank = [] if maps is None else [bool(math.isnan(values.sum())) for values in maps]
     return {
         "name": layer.name,
@@ -194,7 +214,10 @@ def _layer_meta(scan: HeadScan, layer: LayerScan, maps: blobs.Array | None) -> d
         "key_text": layer.key_text,
         "map": None if maps is None else list(maps.shape[1:]),
         "blank": [position for position, blank in enumerate(is_blank) if blank],
-        "top": blobs.heads_with_top_keys(scan, layer),
+        "top": list(top_keys),
+        "chunk": blobs.queries_of_chunk(
+            sum(blobs.sequence_lengths_of_text(scan, layer.query_text))
+        ),
     }
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -94,6 +94,9 @@ class ScanReport:
     versions: Mapping[str, str] = field(default_factory=library_versions)
     same_function: SameFunction | None = None
     command: str | None = None  # stores what each token of a head looks at, with {heads} for it
+    # Whether the page has all stored keys of every query, or those of heads that stand out, and
+    # the first key of others.
+    top_keys: Literal["all", "standouts"] = "standouts"
     second: HeadScan | None = None  # another scan of the same layers and heads, to compare with
     names: tuple[str, str] = ("A", "B")  # of the two scans
 

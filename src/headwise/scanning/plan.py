@@ -38,8 +38,9 @@ from headwise.support.progress import Progress
 from headwise.support.text import escape_unprintable, human_bytes, list_some
 
 INSTEAD = "call headwise.scan(model, inputs) from Python, with all inputs of the model"
-# Without a choice, every head has top keys up to so many rows of weights: megabytes of a page.
-MOST_ROWS = 2**18
+# Without a choice, every head has top keys up to so many rows of weights, heads x tokens of all
+# texts: those of 1,024 heads and 4,096 tokens. A row takes 32 bytes of a scan.
+MOST_ROWS = 2**22
 CELLS = 128  # of a map on each side
 TRIAL = 16  # tokens of a trial run before the work
 TILES_AT_ONCE = 8  # scores, weights, and temporary tensors of statistics
@@ -87,7 +88,6 @@ def plan_scan(
     layers: Layers = None,
     top_keys: Sequence[str] | None = None,
     map_cells: int | None = None,
-    single_tokens: bool = True,
     processes: int = 1,
     checks_memory: bool = True,
 ) -> PlannedScan:
@@ -99,9 +99,8 @@ def plan_scan(
         statistics: names of the standard set; all if None.
         layers: as for `headwise.scan`.
         top_keys: heads as "layer.head" for which each query has its largest weights, or "all" or
-            "none".
+            "none". If None, all heads, if heads x tokens of all texts are at most `MOST_ROWS`.
         map_cells: blocks of a map on each side; 128 if None.
-        single_tokens: True for top keys of all heads if none are chosen and these are few.
         processes: the number of processes of this machine that share the texts.
         checks_memory: False to skip the check of the memory.
 
@@ -118,8 +117,8 @@ def plan_scan(
         tried = model.scan(trial, statistics=statistics, layers=layers)
         seconds = time.perf_counter() - start
     chosen = _choose_statistics(statistics, map_cells)
-    by_default = single_tokens and statistics is None
-    heads = _choose_top_keys(top_keys, tried, longest, by_default=by_default)
+    by_default = statistics is None
+    heads = _choose_top_keys(top_keys, tried, sum(lengths), by_default=by_default)
     chosen += (TopKeysOfEveryQuery(heads),) if heads else ()
     estimate = None
     if model.device.type == "cpu":  # of another device, neither time nor memory is known
@@ -303,6 +302,8 @@ def estimate_memory(
         numbers += last.weight.shape[0]
     scalars = sum(not statistic.definition.axes for statistic in statistics)
     gathered = 9 * heads * length * scalars + 8 * heads * length + 8 * call.CELLS * length
+    top_keys = sum(each.ranks for each in statistics if isinstance(each, TopKeysOfEveryQuery))
+    gathered += 2 * FLOAT * top_keys * length * sum(each.heads for each in calls)
     tiles = TILES_AT_ONCE * FLOAT * max(TILE_ELEMENTS, length * 2)
     return FLOAT * length * numbers + gathered + tiles
 

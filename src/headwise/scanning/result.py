@@ -130,6 +130,7 @@ class HeadScan(Displayed, ScanReadings):
         *,
         title: str | None = None,
         name_of: Callable[[int], str] | None = None,
+        top_keys: Literal["all", "standouts"] = "standouts",
     ) -> Path:
         """Write the viewer's page of this scan, a single offline file, and return its path.
 
@@ -137,11 +138,15 @@ class HeadScan(Displayed, ScanReadings):
             path: the HTML file; it is replaced as a whole.
             title: the name of the model; its class if None.
             name_of: returns the text of a token id; without it, tokens are numbers.
+            top_keys: "all" for the four stored keys of every query of all heads. "standouts" for
+                four keys of heads that stand out, and the first of others, in a page of more than
+                262,144 heads x queries; the page is then a third as large.
 
         Raises:
             OptionError: nothing can be written there.
         """
-        return write_whole(Path(path), render_form(self, "page", title=title, name_of=name_of))
+        options = {"title": title, "name_of": name_of, "top_keys": top_keys}
+        return write_whole(Path(path), render_form(self, "page", **options))
 
     def view(
         self,

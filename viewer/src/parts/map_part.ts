@@ -87,7 +87,8 @@ export class MapPart implements Part {
   /** Say how fine the map is: in the badge, which is always there. */
   private tellResolution(): void {
     const hasSquares = this.panes.some((pane) => pane.hasSquares);
-    const squares = hasSquares ? ` Squares: the ${this.app.scan.ranks} largest weights of each token.` : "";
+    const ranks = this.app.loaded?.top?.ranks ?? 0;
+    const squares = hasSquares ? ` Squares: the ${ranks > 1 ? `${ranks} largest weights` : "largest weight"} of each token.` : "";
     this.badge.textContent = this.app.light.badge + squares;
   }
 

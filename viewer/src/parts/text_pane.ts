@@ -89,16 +89,19 @@ export class TextPane implements Part {
     const head = isDifference ? "A − B" : nameOfHead(this.app.shown);
     const subject = nameOf(token, from ?? null, state.sequence);
     const looker = exact === "block" ? `The block of ${subject}` : subject;
-    const { ranks } = this.app.scan;
+    const ranks = loaded?.top?.ranks ?? 0;
+    const isFirst = exact === "top" && ranks === 1;
     const among = exact === "top" ? `, among ${what === "keys" ? "its" : "their"} top ${ranks}:` : "";
     if (exact === "none") return [`${head}: ${looker} ${verb} …`];
-    if (!entries.length && what === "queries" && among) return [`${head}: ${looker} is among the top ${ranks} of no query`];
+    const place = isFirst ? "the first key" : `among the top ${ranks}`;
+    if (!entries.length && what === "queries" && among) return [`${head}: ${looker} is ${place} of no query`];
     if (!entries.length) return [`${head}: ${looker} ${verb} nothing`];
     const named = entries.slice(0, MOST_NAMED).flatMap((entry, n) => [
       n ? ", " : "",
       element("b", {}, nameOfEntry(entry, to ?? null, state.sequence)),
       ` (${isDifference ? change(entry.weight) : percent(entry.weight)})`,
     ]);
+    if (isFirst) return [`${head}: ${looker} ${what === "keys" ? "looks most at" : "is the first key of"} `, ...named];
     return [`${head}: ${looker} ${verb}${among} `, ...named];
   }
 

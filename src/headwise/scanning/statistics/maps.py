@@ -258,6 +258,33 @@ class TopKeysOfChosenQueries(statistic.TileStatistic):
         return stack_key_token_weight(summary["share"], summary["key"], summary["token"])
 
 
+BLOCK = 64  # columns whose largest weight is found first
+LEAST_BLOCKS = 32  # fewer are searched as a whole
+
+
+def find_largest(weights: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Return the largest weights (..., ranks) of each row (..., columns), and their columns.
+
+    The largest weights of a row stand in the blocks with the largest maxima, or behind the last
+    whole block. In long rows this is faster than `torch.topk`.
+    """
+    blocks = weights.shape[-1] // BLOCK
+    if blocks < max(LEAST_BLOCKS, ranks):
+        return weights.topk(ranks, dim=-1)
+    whole = blocks * BLOCK
+    peaks = weights[..., :whole].unflatten(-1, (blocks, BLOCK)).amax(-1)
+    inside = torch.arange(BLOCK, device=weights.device)
+    columns = (peaks.topk(ranks, dim=-1).indices[..., None] * BLOCK + inside).flatten(-2)
+    rest = torch.arange(whole, weights.shape[-1], device=weights.device)
+    columns = torch.cat([columns, rest.expand(*columns.shape[:-1], -1)], -1)
+    share, place = weights.gather(-1, columns).topk(ranks, dim=-1)
+    return share, columns.gather(-1, place)
+
+
+def _range_of(part: slice) -> range:
+    return range(part.start, part.stop)
+
+
 class _Rows(NamedTuple):
     """The largest weights of every query of the chosen heads, so far."""
 
@@ -343,20 +370,21 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
 
     def update(self, gathered: _Rows, tile: WeightTile) -> None:
         """Store the largest weights of the tile's rows; a tile holds whole rows."""
-        inside = range(tile.heads.start, tile.heads.stop)
+        stored = [n for n, head in enumerate(gathered.heads) if head in _range_of(tile.heads)]
+        if not stored:
+            return
+        heads = [gathered.heads[nth] - tile.heads.start for nth in stored]
+        is_whole = len(heads) == tile.weights.shape[1]
+        weights = tile.weights if is_whole else tile.weights[:, heads]
+        counted = tile.is_counted_query if is_whole else tile.is_counted_query[:, heads]
+        share, key = find_largest(weights, min(self.ranks, weights.shape[-1]))
         first = tile.call.first_real_key[tile.batches]
-        for nth, head in enumerate(gathered.heads):
-            if head not in inside:
-                continue
-            weights = tile.weights[:, head - tile.heads.start]
-            share, key = weights.topk(min(self.ranks, weights.shape[-1]), dim=-1)
-            key = key + (tile.columns.start - first)[:, None, None]
-            row = gathered.place[tile.batches, tile.rows]
-            counted = tile.is_counted_query[:, head - tile.heads.start] & (row >= 0)
-            none = (share <= 0)[counted]
-            at = nth, row[counted], slice(0, share.shape[-1])
-            gathered.share[at] = share[counted].float().masked_fill(none, NOTHING)
-            gathered.key[at] = key[counted].int().masked_fill(none, NOTHING)
+        key = key + (tile.columns.start - first)[:, None, None, None]
+        none = (share <= 0) | ~counted[..., None]
+        row = gathered.place[tile.batches, tile.rows]
+        at = slice(stored[0], stored[-1] + 1), row[row >= 0], slice(0, share.shape[-1])
+        for kept, values in ((gathered.share, share.float()), (gathered.key, key.int())):
+            kept[at] = values.masked_fill(none, NOTHING).transpose(0, 1)[:, row >= 0]
 
     def make_summary(self, gathered: _Rows, call: CapturedCall) -> Summary:
         """Return each head's row of keys and shares (−1 if it was not chosen), and the lengths."""
