@@ -296,6 +296,17 @@ def test_json_is_plain_and_complete(shown: ScanReport, scan: HeadScan) -> None:
     assert [head["entropy"] for head in record["heads"]] == scan["entropy"].flatten().tolist()
     assert [one["name"] for one in record["statistics"]] == list(scan.scalars)
     assert record["read"]["tokens"] == LENGTH
+    assert [(one["layer_index"], one["head"]) for one in record["similar_heads"]] == [
+        place[1:] for place in scan.heads
+    ]
+    for one in record["similar_heads"]:
+        assert (one["queries"], one["of_queries"]) == (LENGTH, LENGTH)
+        similar = [(x["layer_index"], x["head"], x["distance"]) for x in one["similar"]]
+        assert similar == scan.most_similar(one["layer_index"], one["head"])
+
+
+def test_json_of_a_scan_without_distances_lists_no_similar_heads() -> None:
+    assert report(made_up(names=["entropy"])).as_json()["similar_heads"] == []
 
 
 # ---- numbers as few digits ----------------------------------------------------------------------

@@ -20,10 +20,10 @@ from headwise.scanning.plan import (
     record_call_sizes,
     require_memory,
 )
-from headwise.scanning.statistics.catalogue import STANDARD
+from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
 from tests.huggingface.stored import bert, gpt2, masked_lm
 
-SPEED = Speed(1e-10, ((5, 1e-6), (20, 4e-6)))
+SPEED = Speed(1e-10, ((5, 1e-6), (20, 4e-6)), 2e-9)
 
 
 def test_entries_by_hand() -> None:
@@ -51,6 +51,31 @@ def test_seconds_by_hand() -> None:
     products = 48 * 50 * 30 + 16 * 6 * (10 * 10 + 20 * 20)
     rows = 6 * (10 * 2e-6 + 20 * 4e-6)
     assert found.seconds == pytest.approx(2 * 0.5 + 1e-10 * products + rows)
+
+
+def test_a_comparison_of_heads_by_hand() -> None:
+    """Two layers of 6 heads: 36 pairs within the first, 72 of the second with all so far."""
+    call = CallSizes(6, 16, is_causal=True, span=None)
+    compared = find_standard_statistics(["head_distance"])
+
+    def of(length: int) -> tuple[float, int]:
+        found = [
+            estimate_scan(
+                torch.nn.Linear(8, 8), 2 * [call], some, [length], held_bytes=0, speed=SPEED
+            )
+            for some in (compared, ())
+        ]
+        return found[0].seconds - found[1].seconds, found[0].extra_bytes - found[1].extra_bytes
+
+    kept, layer = 12 * 4, 6 * 4
+    assert of(300) == pytest.approx((2e-9 * 108 * 300**2, (kept + layer) * 300 * 300))
+    assert of(512) == pytest.approx((2e-9 * 108 * 512**2, (kept + layer) * 512 * 512))
+    # 108 pairs and 256 rows are more than a tenth of 12 heads' weights at 18 differences each.
+    at_1500 = max(0.1 * 18 * 12 * 1500**2 / 2, 108 * 512**2)
+    assert of(1500) == pytest.approx((2e-9 * at_1500, (kept + layer) * 256 * 1500))
+    whole = 2e-9 * 108 * 256 * 20_000
+    assert of(20_000) == pytest.approx((whole, (kept + layer) * 256 * 20_000))
+    assert of(200_000)[1] == 2 * 500_000_000
 
 
 def test_seconds_of_a_row_between_and_beyond_the_measured_ones() -> None:
@@ -118,7 +143,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from headwise.scanning.plan import estimate_scan, process_memory, record_call_sizes
-from headwise.scanning.statistics.catalogue import STANDARD
+from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
 from headwise.models.tiny import Tiny
 from headwise.scanning._scan import scan
 

@@ -88,6 +88,10 @@ def test_a_scan_is_the_closed_form(name: str) -> None:
     found = scanned()[name]
     for layer, truth in enumerate(truths()):
         expected, own = REFERENCE[name](truth), found[layer]
+        if (
+            name == "head_distance"
+        ):  # the heads of the layer; those of all are in test_head_distance
+            own = own[:, len(own) * layer : len(own) * (layer + 1)]
         if name == "most_received":  # many keys receive the same: which come first is rounding's
             expected, own = expected[..., 2], own[..., 2]
         if name == "cka":  # what never changes has no CKA; float64 leaves some 1e-17 of it

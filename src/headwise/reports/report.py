@@ -18,7 +18,7 @@ from headwise.reports import images
 from headwise.reports.images import RGB
 from headwise.scanning.diff import ScanDiff
 from headwise.scanning.file import fields_of_statistic
-from headwise.scanning.layer import HeadValue, StandoutHead
+from headwise.scanning.layer import HEAD_DISTANCE, HeadValue, StandoutHead, nearest_heads
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.catalogue import PICTURED
 from headwise.scanning.statistics.statistic import Definition
@@ -41,6 +41,7 @@ RULE = (
     "fewest tokens, and to at most half as many as the middle head."
 )
 MOST_CHANGES = 8  # heads that are listed
+MOST_SIMILAR = 5  # heads that are listed as most similar to another
 # The ends and the middle of the diverging scale: ColorBrewer's BrBG, by Cynthia Brewer.
 _LOW, _MIDDLE, _HIGH = (1, 102, 94), (245, 245, 245), (140, 81, 10)
 LIBRARIES = ("headwise", "torch")
@@ -161,6 +162,23 @@ class ScanReport:
             for (reason, count), names in groups.items()
         ]
 
+    @property
+    def _similar_heads(self) -> list[dict[str, Any]]:
+        """The heads most similar to each, with the number of queries that they were read on."""
+        scan, rows = self.scan, list[dict[str, Any]]()
+        compared, places = scan.compared_queries, scan.heads
+        distances = scan[HEAD_DISTANCE] if any(compared) else None
+        for place, (_, layer, head) in enumerate(places):
+            if distances is not None and (read := compared[layer]) is not None:
+                nearest = nearest_heads(places, distances[layer, head], place, MOST_SIMILAR)
+                similar = [
+                    {"layer_index": other.layer, "head": other.head, "distance": other.distance}
+                    for other in nearest
+                ]
+                queries = {"queries": read[0], "of_queries": read[2]}
+                rows.append({"layer_index": layer, "head": head, **queries, "similar": similar})
+        return rows
+
     def as_json(self) -> dict[str, Any]:
         """Return all but the pictures as JSON data; None where a head has no value."""
         scan = self.scan
@@ -175,6 +193,7 @@ class ScanReport:
                 {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
                 for row in scan.table()
             ],
+            "similar_heads": self._similar_heads,
             "versions": dict(self.versions),
             **({"same_function": asdict(self.same_function)} if self.same_function else {}),
         }

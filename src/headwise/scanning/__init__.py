@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from headwise.scanning.diff import ScanDiff as ScanDiff
     from headwise.scanning.layer import HeadValue as HeadValue
     from headwise.scanning.layer import ScannedText as ScannedText
+    from headwise.scanning.layer import SimilarHead as SimilarHead
     from headwise.scanning.layer import StandoutHead as StandoutHead
     from headwise.scanning.parts import find_parts as find_parts
     from headwise.scanning.parts import merge_parts as merge_parts
@@ -27,7 +28,7 @@ __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
         "diff": "ScanDiff",
-        "layer": "HeadValue ScannedText StandoutHead",
+        "layer": "HeadValue ScannedText SimilarHead StandoutHead",
         "parts": "find_parts merge_parts scan_part",
         "plan": "plan_scan",
         "result": "HeadScan",

@@ -17,7 +17,8 @@ from headwise.scanning.call import CapturedCall
 from headwise.scanning.layer import TextRecorder
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import Layers, Numbers, SelectedLayers, Statistics
-from headwise.scanning.statistics.statistic import compute_summaries
+from headwise.scanning.statistics.similarity import HeadDistance, KeptRows, PassOfModel, Reads
+from headwise.scanning.statistics.statistic import read_tiles
 from headwise.scanning.written import GivenText, list_written
 from headwise.support.progress import Progress, no_progress
 from headwise.support.text import describe_value, list_some
@@ -84,6 +85,7 @@ def _run_scan(model: Any, inputs: Any, collector: _Collector, call: Any) -> Head
     prepared = model_inputs.check_tokens_and_limit_outputs(model, given)
     with record.record_attention(model, on_complete=collector.add) as recorder:
         for original, shortened in zip(given, prepared, strict=True):
+            recorder.complete_call()  # the last one of the input before
             collector.begin_input()
             if call is None:
                 recorder.run(shortened)
@@ -134,8 +136,11 @@ class _Collector:
         self._calls = self._sequences = self._tokens = 0
         self._first, self._is_new, self._texts = "", True, texts
         self._not_finite: dict[str, None] = {}  # layers, in call order
+        self._distance = next((s for s in self._statistics if isinstance(s, HeadDistance)), None)
+        self._pass = PassOfModel()
 
     def begin_input(self) -> None:
+        self._end_pass()
         self._texts.begin_input()
         self._is_new = True
 
@@ -169,14 +174,33 @@ class _Collector:
             name, reason = statistic.definition.name, statistic.reason_not_computable(call)
             if reason is None:
                 fitting.append(statistic)
-                layer.missing.pop(name, None)
             elif name not in layer.summaries:
                 layer.missing[name] = reason
-        summaries = compute_summaries(call, fitting)
-        for statistic in fitting:
-            layer.add_summary(statistic, summaries[statistic.definition.name])
+        call, gathered = read_tiles(call, fitting)
+        for statistic, sums in gathered:
+            if statistic is self._distance:
+                # The same text with other padding would have other numbers of queries and keys.
+                reads = (texts[0], *call.first_real_key.tolist())
+                self._keep_rows(call.layer_index, reads, sums)
+            else:
+                layer.add_summary(statistic, statistic.make_summary(sums, call))
+
+    def _keep_rows(self, layer: int, reads: Reads, rows: KeptRows) -> None:
+        if self._pass.has_ended_before(layer, reads):
+            self._end_pass()
+        self._pass.add(layer, reads, rows)
+
+    def _end_pass(self) -> None:
+        """Compare the heads of the layers that the last pass of the model has shown."""
+        ended, self._pass = self._pass, PassOfModel()
+        if self._distance is None or not ended.layers:
+            return
+        layers = self._layers.selected_layers()
+        for number, summary in ended.compare([len(layer.heads) for layer in layers]):
+            layers[number].add_summary(self._distance, summary)
 
     def result(self, model: str, recorder: record.Recorder) -> HeadScan:
+        self._end_pass()
         recorder.require_any_captured(model)
         self._texts.require_written_texts_read()
         layers = self._layers.selected_layers()

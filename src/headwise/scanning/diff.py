@@ -8,8 +8,7 @@ where the pairs are those of a head of one scan with a head of the other in the 
 over all layers. So the unit and the number of entries of a statistic do not matter: a distance of 1
 is the mean over the pairs of heads of a layer. An entry that neither head has does not count. An
 entry that only one of them has counts as 1. A statistic that is the same for all pairs adds 0.
-Statistics that compare the heads of a layer are left out, since they change with the order of the
-heads.
+Statistics that compare heads are left out, since they change with the order of the heads.
 
 Statistics that name keys and tokens, such as the keys that receive most, have no difference.
 """
@@ -30,6 +29,7 @@ from torch import Tensor
 from headwise.errors import OptionError
 from headwise.scanning.layer import (
     OTHER_HEAD,
+    SCANNED_HEAD,
     HeadValue,
     Row,
     ScanReadings,
@@ -147,12 +147,17 @@ class ScanDiff(Displayed):
             raise OptionError(saw=f"statistic {name!r}", needed=both, do="choose from these")
         before, after = self.before[name], self.after[name]
         partners = torch.full_like(before, torch.nan)
+        places = {(layer, head): n for n, (_, layer, head) in enumerate(self.after.heads)}
         for index, layer in enumerate(self.before.layer_scans):
             values = after[index, list(self.assignment[index])]
             for axis, axis_name in enumerate(self.before.definition(name).axes, start=1):
                 if axis_name == OTHER_HEAD:
                     order = torch.arange(values.shape[axis])
                     order[list(layer.heads)] = torch.tensor(self.assignment[index])
+                    values = values.index_select(axis, order)
+                if axis_name == SCANNED_HEAD:
+                    pairs = ((n, head) for n, x in enumerate(self.assignment) for head in x)
+                    order = torch.tensor([places[pair] for pair in pairs])
                     values = values.index_select(axis, order)
             partners[index, list(layer.heads)] = values
         return partners - before
@@ -253,7 +258,7 @@ def _head_distances(
     totals = [torch.zeros(len(heads), len(heads), dtype=torch.float64) for heads in scanned]
     counts = [torch.zeros_like(total) for total in totals]
     for name in names:
-        if OTHER_HEAD in before.definition(name).axes:
+        if {OTHER_HEAD, SCANNED_HEAD} & {*before.definition(name).axes}:
             continue
         first, second = (scan[name][..., None].flatten(2) for scan in (before, after))
         rows = [(first[n, heads], second[n, heads]) for n, heads in enumerate(scanned)]

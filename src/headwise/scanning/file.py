@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -418,14 +419,16 @@ def _rebuild_layers_and_texts(
         counts = tuple(lengths.tolist())
         texts.append(ScannedText(ids, counts, _rebuild_written(written, counts, where)))
     layers: list[LayerScan] = []
-    for index, fields in enumerate(saved):
+    heads_so_far = accumulate(len(fields["heads"]) for fields in saved)
+    for index, (fields, so_far) in enumerate(zip(saved, heads_so_far, strict=True)):
         summaries: dict[str, Summary] = {}
         for name, parts in fields["summaries"].items():
             keys = {part: f"{index}/{name}/{part}" for part in parts}
             if lacking := [key for key in keys.values() if key not in rest]:
                 raise FieldError(f"it lacks the tensor {describe_json(lacking[0])}")
             summary = summaries[name] = {part: rest.pop(key) for part, key in keys.items()}
-            if fault := summary_fault(by_name[name], summary, num_heads=len(fields["heads"])):
+            sizes = {"num_heads": len(fields["heads"]), "heads_so_far": so_far}
+            if fault := summary_fault(by_name[name], summary, **sizes):
                 raise FieldError(f"layers[{index}].summaries.{name}{fault}")
         numbers = {name: fields[name] if fields[name] >= 0 else None for name in TEXTS_OF_LAYER}
         for number in numbers.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -175,6 +176,8 @@ def concatenate_texts(texts: Sequence[tuple[ScannedText, ...]]) -> tuple[Scanned
 
 
 OTHER_HEAD = "other_head"  # the axis of a statistic that compares the heads of a layer
+HEAD_DISTANCE = "head_distance"
+SCANNED_HEAD = "scanned_head"  # of one that compares all heads, in the order of `heads`
 Row = dict[str, str | int | float]
 
 
@@ -192,6 +195,20 @@ class HeadValue(NamedTuple):
     layer_index: int
     head: int
     value: float
+
+
+class SimilarHead(NamedTuple):
+    """Named tuple: a head, and how far the weights of another head are from its own.
+
+    Attributes:
+        layer: row of the layer in the scan, from 0.
+        head: number of the head in its layer, from 0.
+        distance: share of the weight that lies on other keys, from 0 to 1.
+    """
+
+    layer: int
+    head: int
+    distance: float
 
 
 @dataclass(frozen=True)
@@ -237,6 +254,7 @@ class LayerScan:
         name, before = statistic.definition.name, self.summaries
         both = [before[name], summary] if name in before else [summary]
         self.summaries[name] = statistic.merge(both)
+        self.missing.pop(name, None)
 
     @classmethod
     def merged(cls, layers: Sequence[LayerScan], statistics: Iterable[Statistic]) -> LayerScan:
@@ -347,9 +365,10 @@ class ScanReadings:
 
         Returns:
             (layers, heads, *axes) in float64. The axis of heads, like an axis "other_head", is as
-            long as the largest layer needs; entry [l, h] is head h of layer l. It is NaN for a
-            head that does not exist or was not scanned, for a layer without the statistic, and
-            where nothing counted.
+            long as the largest layer needs; entry [l, h] is head h of layer l. An axis
+            "scanned_head" has the heads in the order of `heads`. It is NaN for a head that does
+            not exist or was not scanned, for a layer without the statistic, and where nothing
+            counted.
 
         Raises:
             OptionError: the scan has no such statistic, or no layer has it.
@@ -370,6 +389,8 @@ class ScanReadings:
                 do="scan a model and inputs with what the statistic needs: "
                 + (", ".join(statistic.needs) or "an attention layer"),
             )
+        if SCANNED_HEAD in statistic.definition.axes:
+            results = _mirror_pairs(results, self.layer_scans)
         for axis, axis_name in enumerate(statistic.definition.axes, start=1):
             for index, rows in results.items() if axis_name == OTHER_HEAD else ():
                 shape = (*rows.shape[:axis], heads, *rows.shape[axis + 1 :])
@@ -405,6 +426,53 @@ class ScanReadings:
             raise OptionError(saw=saw, needed=needed, do=f"reduce scan[{name!r}] yourself")
         return top_heads(self.layers, self[name], n, lowest=lowest)
 
+    def most_similar(self, layer: int | str, head: int, n: int = 5) -> list[SimilarHead]:
+        """Return the ``n`` heads whose weights are nearest to those of a head, the nearest first.
+
+        The distance is the statistic "head_distance": half the sum of the absolute differences of
+        two rows of weights, the mean over queries. Heads without a distance, such as those that
+        read another text, are left out.
+
+        Args:
+            layer: the layer's number in the scan, or its name.
+            head: the head's number.
+            n: how many heads.
+
+        Raises:
+            OptionError: a head that the scan does not have, or a scan without the statistic.
+        """
+        heads = self.heads
+        places = [
+            n for n, (*names, number) in enumerate(heads) if number == head and layer in names
+        ]
+        if not places:
+            saw = f"most_similar({describe_value(layer)}, {describe_value(head)})"
+            last = f"{heads[-1][1]} and {heads[-1][2]}" if heads else "none"
+            needed = f"the number or name of a layer, and a scanned head: the last are {last}"
+            raise OptionError(saw=saw, needed=needed, do="choose from scan.heads")
+        distances = self[HEAD_DISTANCE][heads[places[0]][1], head]
+        return nearest_heads(heads, distances, places[0], n)
+
+    @property
+    def compared_queries(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """On how many queries the distances of the heads of each layer were read.
+
+        A layer has the least number of queries of a pair of heads, the largest, and the number of
+        all queries; or None if it has no distances.
+        """
+        summaries = {
+            index: layer.summaries[HEAD_DISTANCE]
+            for index, layer in enumerate(self.layer_scans)
+            if HEAD_DISTANCE in layer.summaries
+        }
+        counts = {index: summary["count"] for index, summary in summaries.items()}
+        compared = dict[int, tuple[int, int, int]]()
+        for index, read in _mirror_pairs(counts, self.layer_scans).items():
+            if len(some := read[read > 0]):
+                queries = int(summaries[index]["queries"].max())
+                compared[index] = int(some.min()), int(some.max()), queries
+        return tuple(map(compared.get, range(len(self.layer_scans))))
+
     def table(self) -> list[Row]:
         """Return a row for each scanned head.
 
@@ -430,6 +498,26 @@ class ScanReadings:
         raise unknown_statistic_error(
             name, self.names, do="take one of these, or name it in statistics= when you scan"
         )
+
+
+def nearest_heads(
+    heads: Sequence[tuple[str, int, int]], distances: Tensor, place: int, n: int
+) -> list[SimilarHead]:
+    """Return the ``n`` of ``heads`` with the least distances, without the one at ``place``."""
+    others = distances.index_fill(0, torch.tensor(place), torch.nan)
+    nearest = top_heads(("",), others[None], n, lowest=True)
+    return [SimilarHead(*heads[entry.head][1:], entry.value) for entry in nearest]
+
+
+def _mirror_pairs(results: Mapping[int, Tensor], layers: Sequence[LayerScan]) -> dict[int, Tensor]:
+    """Return (heads, all heads) of each layer, from (heads, heads of the layers so far)."""
+    ends = [0, *accumulate(len(layer.heads) for layer in layers)]
+    whole = torch.full((ends[-1], ends[-1]), torch.nan, dtype=torch.float64)
+    for index, rows in results.items():
+        here = slice(*ends[index : index + 2])
+        whole[here, : here.stop] = rows
+        whole[: here.stop, here] = rows.T
+    return {index: whole[slice(*ends[index : index + 2])] for index in results}
 
 
 def top_heads(layers: tuple[str, ...], values: Tensor, n: int, *, lowest: bool) -> list[HeadValue]:

@@ -31,7 +31,7 @@ from headwise.scanning.record import record_attention
 from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import Layers
 from headwise.scanning.source import ModelToScan, TextToRead
-from headwise.scanning.statistics import catalogue
+from headwise.scanning.statistics import catalogue, similarity
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.progress import Progress
@@ -215,6 +215,7 @@ class Speed:
 
     product: float  # one multiply-add of a matrix product
     rows: tuple[tuple[float, float], ...]
+    difference: float  # of two weights, where heads are compared
 
     def row(self, keys: float) -> float:
         """Return the seconds of all statistics for one query of one head with so many keys."""
@@ -281,6 +282,7 @@ def estimate_scan(
         for each in calls:
             seconds += speed.product * each.count_weights_read(length) * each.width
             seconds += each.heads * length * speed.row(each.mean_visible_keys(length))
+        seconds += speed.difference * _estimate_comparison(calls, statistics, length)[0]
     extra_bytes = estimate_memory(model, calls, statistics, max(lengths)) * processes
     held_bytes = (process_memory() if held_bytes is None else held_bytes) * processes
     return Estimate(seconds / min(processes, len(lengths)), extra_bytes, held_bytes + extra_bytes)
@@ -305,7 +307,19 @@ def estimate_memory(
     top_keys = sum(each.ranks for each in statistics if isinstance(each, TopKeysOfEveryQuery))
     gathered += 2 * FLOAT * top_keys * length * sum(each.heads for each in calls)
     tiles = TILES_AT_ONCE * FLOAT * max(TILE_ELEMENTS, length * 2)
-    return FLOAT * length * numbers + gathered + tiles
+    compared = _estimate_comparison(calls, statistics, length)[1]
+    return FLOAT * length * numbers + gathered + tiles + compared
+
+
+def _estimate_comparison(
+    calls: Sequence[CallSizes], statistics: Iterable[TileStatistic], length: int
+) -> tuple[float, int]:
+    """Return the differences and the bytes that a comparison of all heads takes."""
+    if not any(isinstance(each, similarity.HeadDistance) for each in statistics):
+        return 0, 0
+    weights_read = sum(each.count_weights_read(length) for each in calls)
+    heads = [each.heads for each in calls]
+    return similarity.estimate_comparison(heads, length, weights_read=weights_read)
 
 
 def measure_speed(
@@ -341,7 +355,9 @@ def measure_speed(
             compute_summaries(sample, fitting)
         seconds = _measure_mean_seconds(partial(compute_summaries, sample, fitting))
         rows.append((tokens * keys_of_token, seconds / (heads * tokens)))
-    return Speed(product, tuple(rows))
+    x, w = (torch.rand(1, 16, 4096, generator=generator) for _ in range(2))
+    compare = partial(similarity.half_sums_of_differences, x, w)
+    return Speed(product, tuple(rows), _measure_mean_seconds(compare) / (16 * 16 * 4096))
 
 
 def _measure_mean_seconds(run: Callable[[], Any]) -> float:

@@ -319,6 +319,16 @@ def total_variation(seen: Seen) -> Tensor:
     return total / count
 
 
+def head_distance(seen: Seen) -> Tensor:
+    total, count = seen.zeros(seen.heads), seen.zeros(seen.heads)
+    for b in range(seen.batch):
+        p, rows = seen.outcomes(b), seen.counted(b)
+        both = rows[:, None] & rows
+        total += ((p[:, None] - p).abs().sum(-1) / 2).where(both, 0.0).sum(-1)
+        count += both.sum(-1)
+    return total / count
+
+
 def block_map(cells: int) -> Callable[[Seen], Tensor]:
     def of(seen: Seen) -> Tensor:
         total, count = seen.zeros(cells, cells), seen.zeros(cells, 1)
@@ -384,6 +394,7 @@ REFERENCE: dict[str, Callable[[Seen], Tensor]] = {
     "output_cosine": output_cosine,
     "cka": cka,
     "total_variation": total_variation,
+    "head_distance": head_distance,
     "top_keys": top_keys((-1,)),
     "map": block_map(CELLS),
 }

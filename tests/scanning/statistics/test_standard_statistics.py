@@ -46,6 +46,7 @@ CAN_CANCEL = (
     "output_cosine",
     "cka",
     "total_variation",
+    "head_distance",
     "effective_rank",
 )
 FIELDS = ("most_received", "top_keys")  # exact keys and tokens beside the share

@@ -19,7 +19,7 @@ from headwise.matrix.kernels import tiles
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning import call as captured_call
 from headwise.scanning.call import CapturedCall, RepeatedTokens, evenly_spaced_positions
-from headwise.scanning.statistics import statistic
+from headwise.scanning.statistics import similarity, statistic
 from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
 from headwise.scanning.statistics.maps import TopKeysOfChosenQueries
 from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, compute_summaries
@@ -357,6 +357,7 @@ def test_a_pyramid_of_short_sequences(kind: str) -> None:
 def test_memory_never_grows_with_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 2**14)
     monkeypatch.setattr(captured_call, "SAMPLES", 4)
+    monkeypatch.setattr(similarity, "AT_ONCE", 2**14)
     length = 512
     q, k, v = (normal(1, 2, length, 8, seed=n, dtype=torch.float32) for n in range(3))
     matrix = AttentionMatrix(q, k, mask=Mask.causal())

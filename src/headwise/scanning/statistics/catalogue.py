@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.statistics import maps, outputs, rows, statistic
+from headwise.scanning.statistics import maps, outputs, rows, similarity, statistic
 from headwise.support.text import describe_value
 
 LOSS = "that of the loss; nats a token for the default loss"
@@ -123,6 +123,7 @@ STANDARD: tuple[statistic.TileStatistic, ...] = (
     outputs.OutputCosine(),
     outputs.CKA(),
     outputs.TotalVariation(),
+    similarity.HeadDistance(),
     maps.TopKeysOfChosenQueries(),
     maps.Map(),
 )

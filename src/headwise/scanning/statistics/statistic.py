@@ -254,6 +254,7 @@ class Definition:
 # ---- the tensors of a summary --------------------------------------------------------------------
 
 HEADS = "heads"  # an axis with one entry for each scanned head
+HEADS_SO_FAR = "heads so far"  # for each scanned head of this layer and of the layers before it
 DTYPES = {"integer": torch.int64, "index": torch.int32, "share": torch.float32}
 
 
@@ -308,7 +309,9 @@ def parts_of_mean(*axes: int | str) -> Parts:
 MEAN = parts_of_mean()  # one number for each head
 
 
-def summary_fault(statistic: Statistic, summary: Summary, *, num_heads: int) -> str | None:
+def summary_fault(
+    statistic: Statistic, summary: Summary, *, num_heads: int, heads_so_far: int
+) -> str | None:
     """Return the first fault of a summary, as it follows the name of the summary, or None."""
     if (parts := statistic.parts) is None:  # only the shape of the result can be checked
         try:
@@ -320,7 +323,7 @@ def summary_fault(statistic: Statistic, summary: Summary, *, num_heads: int) -> 
     if odd := sorted({*parts} ^ {*summary}):
         fault = "is missing" if odd[0] in parts else "does not belong to the statistic"
         return f".{odd[0]} {fault}"
-    lengths = {HEADS: num_heads}
+    lengths = {HEADS: num_heads, HEADS_SO_FAR: heads_so_far}
     faults = ((name, part.fault(summary[name], lengths=lengths)) for name, part in parts.items())
     return next((f".{name} {fault}" for name, fault in faults if fault is not None), None)
 
@@ -442,6 +445,19 @@ def compute_summaries(
 
     Memory grows with queries and with keys, never with queries x keys.
     """
+    call, gathered = read_tiles(call, statistics)
+    with without_autocast(call.matrix.q):
+        return {each.definition.name: each.make_summary(sums, call) for each, sums in gathered}
+
+
+@torch.no_grad()
+def read_tiles(
+    call: CapturedCall, statistics: Iterable[TileStatistic]
+) -> tuple[CapturedCall, list[tuple[TileStatistic, Any]]]:
+    """Return each statistic with its accumulators after all tiles, and the call that was read.
+
+    That is ``call`` with the blocks of a map that a statistic needs.
+    """
     statistics = tuple(statistics)
     for statistic in statistics:
         if (reason := statistic.reason_not_computable(call)) is not None:
@@ -463,4 +479,4 @@ def compute_summaries(
             for each, sums in reading:
                 tile.reach = each.reach
                 each.update(sums, tile)
-        return {each.definition.name: each.make_summary(sums, call) for each, sums in gathered}
+    return call, gathered
