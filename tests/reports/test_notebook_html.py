@@ -13,6 +13,7 @@ import torch
 from headwise import AttentionMatrix, Mask
 from headwise.layouts.registry import layout
 from headwise.reports import notebook
+from headwise.reports.report import NO_CHANGE
 from tests.reports.html import Tree, outside
 from tests.reports.viewer_scans import viewer_scan
 
@@ -24,13 +25,11 @@ def test_plain_reprs() -> None:
     )
     diff = scan.diff(viewer_scan())
     assert repr(diff) == "ScanDiff(MadeUp, layers=3, heads=15, statistics=7)"
-    assert str(diff) == f"{diff!r}. No head has changed."
+    assert " ".join(str(diff).split()) == f"{diff!r}. {NO_CHANGE}"
     other = viewer_scan()
     other.layer_scans[1].summaries["induction"]["sum"][2] -= 0.5
-    *_, columns, _, row = str(scan.diff(other)).splitlines()
-    assert columns.split() == ["layer", "head", "distance", "change", "of", "induction"]
-    assert row.split()[:2] == ["1", "2"]
-    assert row.split()[-1] == "-0.5"
+    last = str(scan.diff(other)).splitlines()[-1]
+    assert last.strip() == "induction of layer 1, head 2: 92 % before, 42 % after"
 
 
 def test_a_difference_is_a_signed_grid() -> None:
@@ -41,9 +40,9 @@ def test_a_difference_is_a_signed_grid() -> None:
     cells = [cell.text for cell in Tree(html).root.all("table")[0].all("td")]
     assert cells[5 + 2] == "−0.5"
     assert set(cells) == {"−0.5", "0"}
-    heads = [row.all("td")[0].text for row in Tree(html).root.all("table")[1].all("tr")[1:]]
-    assert heads == ["1.2"]
-    assert "No head has changed" in scan.diff(scan)._repr_html_()
+    changes = [item.text for item in Tree(html).root.all("li")]
+    assert changes == ["induction of layer 1, head 2: 92 % before, 42 % after"]
+    assert NO_CHANGE in scan.diff(scan)._repr_html_()
 
 
 def test_a_small_change_is_pale() -> None:

@@ -390,8 +390,19 @@ def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Pat
     moved.layer_scans[1].summaries["induction"]["sum"][2] = 0.1
     report = viewer_report(scan, second=moved, names=("before", "after"))
     with browser.open(save_scan_page(tmp_path / "two.html", report)) as opened:
-        opened.page.select_option('[aria-label="statistic"]', "induction")
-        opened.wait("s.statistic === 'induction' && s.mode === 'diff'")
+        # The page opens on the largest change, with the grid by total change.
+        assert opened.page.inner_text(".way").strip() == (
+            "induction of layer 1, head 2: 10 % after, 92 % before"
+        )
+        assert opened.page.locator(".way").get_attribute("aria-pressed") == "true"
+        state = opened.state()
+        assert (state["statistic"], state["layer"], state["head"]) == ("apart", 1, 2)
+        assert (state["mode"], state["other"]) == ("both", {"scan": 1, "layer": 1, "head": 2})
+        cells = opened.page.locator("[data-part=grid] .cell").all_inner_texts()
+        changed = moved.diff(scan).apart.flatten().tolist()
+        assert [float(cell) for cell in cells] == pytest.approx(changed, abs=0.05)
+        opened.page.click(".way")
+        opened.wait("s.statistic === 'induction' && s.mode === 'both'")
         assert opened.page.inner_text('[data-id="1.2"]') == "82"
         assert opened.page.inner_text('[data-id="1.3"]') == "0"
         choose(opened, 1, 2)
@@ -418,7 +429,7 @@ def test_nearly_equal_scans_look_equal(browser: Chromium, scan: HeadScan, tmp_pa
     page = save_scan_page(tmp_path / "two.html", viewer_report(scan, second=moved))
     with browser.open(page) as opened:
         opened.page.select_option('[aria-label="statistic"]', "induction")
-        opened.wait("s.statistic === 'induction' && s.mode === 'diff'")
+        opened.wait("s.statistic === 'induction' && s.mode === 'both'")
         assert "colours from −5 to 5" in opened.page.inner_text("[data-part=grid]")
 
 

@@ -212,7 +212,7 @@ def test_other_scans_are_pages_too() -> None:
 def test_two_scans_and_their_matched_heads() -> None:
     before = viewer_scan()
     layers = []
-    order = torch.tensor([1, 0, 2, 4, 3])
+    order = torch.tensor([1, 2, 0, 4, 3])
     for layer in before.layer_scans:
         summaries = {
             name: {
@@ -223,10 +223,61 @@ def test_two_scans_and_their_matched_heads() -> None:
         }
         layers.append(replace(layer, summaries=summaries))
     after = replace(before, layer_scans=tuple(layers))
-    meta, blobs = blobs_of(viewer_report(before, second=after, names=("before", "after")))
-    assert [each["name"] for each in meta["scans"]] == ["before", "after"]
-    assert meta["matched"] == [order.tolist()] * 3
+    report = viewer_report(before, second=after, names=("here", "there"), match=True)
+    meta, blobs = blobs_of(report)
+    assert [each["name"] for each in meta["scans"]] == ["here", "there"]
+    assert meta["matched"] == [order.argsort().tolist()] * 3
+    assert meta["changes"] == []
+    assert blobs_of(viewer_report(before, second=after))[0]["matched"] is None
     assert {name.split("/")[0] for name in blobs} == {"0", "1"}
+
+
+def test_what_changed_is_told_alike_everywhere() -> None:
+    before, after = viewer_scan(), viewer_scan()
+    after.layer_scans[1].summaries["induction"]["sum"][2] = 0.12
+    after.layer_scans[2].summaries["entropy"]["sum"][4] += 1.5
+    report = viewer_report(after, second=before, names=("late", "early"))
+    meta, _ = blobs_of(report)
+    sentences = [change["sentence"] for change in meta["changes"]]
+    induction = "induction of layer 1, head 2: 92 % in early, 12 % in late"
+    assert sentences[0] == induction
+    assert len(sentences) == 2
+    expected = before.diff(after).changes(names=("early", "late"))
+    assert sentences == [change.sentence for change in expected]
+    first = meta["changes"][0]
+    assert (first["layer"], first["head"], first["statistic"]) == (1, 2, "induction")
+    assert first["places"] == pytest.approx([0.92**0.5, 0.12**0.5], rel=1e-5)
+    entropy = next(x for x in meta["scans"][0]["statistics"] if x["name"] == "entropy")
+    assert meta["changes"][1]["places"][1] == pytest.approx(
+        float(after["entropy"][2, 4] - entropy["low"]) / (entropy["high"] - entropy["low"]),
+        rel=1e-5,
+    )
+    record = report.as_json()
+    assert record["compared"] == {"first": "late", "second": "early"}
+    assert [row["sentence"] for row in record["changes"]] == sentences
+    assert record["changes"][0]["second"] == pytest.approx(0.92)
+    assert record["changes"][0]["first"] == pytest.approx(0.12)
+    static = Tree(render_scan_page(report)).root.all("main")[0].text
+    printed = " ".join(str(before.diff(after)).split())
+    for sentence in sentences:
+        assert sentence in static
+        assert sentence.replace(" in early", " before").replace(" in late", " after") in printed
+
+
+def test_the_total_change_is_the_distance_of_python() -> None:
+    before, after = viewer_scan(), viewer_scan()
+    after.layer_scans[1].summaries["induction"]["sum"][2] = 0.12
+    meta, _ = blobs_of(viewer_report(after, second=before))
+    first, second = ({each["name"]: each for each in scan["statistics"]} for scan in meta["scans"])
+    assert "apart" not in second
+    assert [x["name"] for x in meta["scans"][0]["statistics"] if x["is_change"]] == ["apart"]
+    rows = before.diff(after).apart
+    assert torch.allclose(torch.tensor(first["apart"]["rows"]), rows.float(), rtol=1e-5)
+    assert first["apart"]["rows"][1][2] > 0
+    assert first["apart"]["high"] == max(0.1, float(rows.max()))
+    # Both scans are drawn on one scale.
+    for name, each in second.items():
+        assert (each["low"], each["high"]) == (first[name]["low"], first[name]["high"])
 
 
 # ---- the page ------------------------------------------------------------------------------------

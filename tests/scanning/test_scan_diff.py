@@ -37,7 +37,7 @@ TURNED = ((2, 0, 5, 1, 4, 3), (1, 2, 3, 4, 5, 0))
 
 def scalars(*numbers: Sequence[float], name: str = "entropy") -> HeadScan:
     """A scan of given numbers: a row for each layer."""
-    statistic = {"entropy": standard("entropy"), "maximum": standard("maximum")}[name]
+    statistic = standard(name)
     scan = random_scan(layers=len(numbers), heads=len(numbers[0]), statistics=(statistic,))
     layers = [
         replace(
@@ -124,16 +124,20 @@ def test_the_distance_in_closed_form() -> None:
     )
 
 
+def together(**rows: Sequence[float]) -> HeadScan:
+    """A scan of one layer with the given numbers of several statistics."""
+    scans = [scalars(row, name=name) for name, row in rows.items()]
+    summaries = {
+        name: part for scan in scans for name, part in scan.layer_scans[0].summaries.items()
+    }
+    layer = replace(scans[0].layer_scans[0], summaries=summaries)
+    statistics = tuple(statistic for scan in scans for statistic in scan.statistics)
+    return replace(scans[0], statistics=statistics, layer_scans=(layer,))
+
+
 def test_each_statistic_has_the_same_say() -> None:
     def both(entropy: Sequence[float], maximum: Sequence[float]) -> HeadScan:
-        one, two = scalars(entropy), scalars(maximum, name="maximum")
-        layer = replace(
-            one.layer_scans[0],
-            summaries={**one.layer_scans[0].summaries, **two.layer_scans[0].summaries},
-        )
-        return replace(
-            one, statistics=(standard("entropy"), standard("maximum")), layer_scans=(layer,)
-        )
+        return together(entropy=entropy, maximum=maximum)
 
     diff = both([0.0, 100.0], [0.5, 0.5]).diff(both([100.0, 100.0], [0.5, 0.75]))
     # entropy: 100, 100, 0, 0, mean 50; maximum: 0, 0.25, 0, 0.25, mean 0.125
@@ -248,6 +252,83 @@ def test_top_of_a_scan_and_of_a_difference_have_one_signature() -> None:
         of_diff["name"].annotation,
     )
     assert of_diff["name"].default == "apart"
+
+
+# ---- changes in sentences ------------------------------------------------------------------------
+
+
+def test_changes_are_sorted_by_their_part_of_the_scale() -> None:
+    before = together(maximum=[0.87, 0.5], distance=[0.0, 10.0])
+    after = together(maximum=[0.12, 0.5], distance=[20.0, 2.0])
+    changes = before.diff(after).changes()
+    # The distances of both scans run from 0 to 20 tokens.
+    assert [(x.size, x.sentence) for x in changes] == [
+        (1.0, "distance of layer 0, head 0: 0.00 tokens before, 20.0 tokens after"),
+        (0.75, "maximum of layer 0, head 0: 87 % before, 12 % after"),
+        (0.4, "distance of layer 0, head 1: 10.0 tokens before, 2.00 tokens after"),
+    ]
+    assert (changes[1].before.value, changes[1].after.value) == (0.87, 0.12)
+    named = before.diff(after).changes(2, names=("fox", "Alice"))
+    assert [x.sentence for x in named] == [
+        "distance of layer 0, head 0: 0.00 tokens in fox, 20.0 tokens in Alice",
+        "maximum of layer 0, head 0: 87 % in fox, 12 % in Alice",
+    ]
+    assert before.diff(after).changes(0) == before.diff(before).changes() == []
+
+
+def test_the_sizes_do_not_depend_on_the_direction() -> None:
+    one, two = random_scan(0), random_scan(1)
+    there, back = one.diff(two).changes(20), two.diff(one).changes(20)
+    key = [(x.statistic, x.before.layer_index, x.before.head, x.size) for x in there]
+    assert key == [(x.statistic, x.after.layer_index, x.after.head, x.size) for x in back]
+    sizes = [x.size for x in there]
+    assert sizes == sorted(sizes, reverse=True)
+    assert 0 < sizes[-1] <= sizes[0] <= 1
+    for change in there:
+        values = one[change.statistic], two[change.statistic]
+        place = change.before.layer_index, change.before.head
+        assert [change.before.value, change.after.value] == [float(x[place]) for x in values]
+
+
+def test_a_value_on_one_side_alone_is_the_largest_change() -> None:
+    nan = math.nan
+    before, after = scalars([0.5, 0.2], [nan, 1.0]), scalars([nan, 0.7], [nan, nan])
+    changes = before.diff(after).changes()
+    # Layer 1 has no value at all in the second scan: nothing of it can be compared.
+    assert [x.sentence for x in changes] == [
+        "entropy of layer 0, head 0: 0.50 nats before, no value after",
+        "entropy of layer 0, head 1: 0.20 nats before, 0.70 nats after",
+    ]
+    assert changes[0].size == 1
+    assert math.isnan(changes[0].after.value)
+
+
+def test_what_reads_the_same_is_no_change_and_equal_numbers_are_told_once() -> None:
+    before = together(first_token=[0.2, 0.2], special=[0.2, 0.2])
+    after = together(first_token=[0.6, 0.2001], special=[0.6, 0.2001])
+    changes = before.diff(after).changes()
+    assert [x.sentence for x in changes] == [
+        "first token of layer 0, head 0: 20 % before, 60 % after"
+    ]
+
+
+def test_changes_of_matched_heads_name_both() -> None:
+    one, two = scalars([0.0, 4.0, 9.0], name="distance"), scalars([9.5, 0.0, 4.0], name="distance")
+    changes = one.diff(two, match=True).changes()
+    assert [x.sentence for x in changes] == [
+        "distance of layer 0, head 0 (head 2 before): 9.00 tokens before, 9.50 tokens after"
+    ]
+    assert (changes[0].before.head, changes[0].after.head) == (2, 0)
+
+
+def test_maps_of_other_blocks_are_not_subtracted() -> None:
+    one, two = random_scan(0), random_scan(1)
+    summary = two.layer_scans[0].summaries["map"]
+    halved = {"sum": summary["sum"][..., ::2, ::2], "count": summary["count"][..., ::2]}
+    layers = [replace(x, summaries={**x.summaries, "map": halved}) for x in two.layer_scans]
+    diff = one.diff(replace(two, layer_scans=tuple(layers)))
+    assert "map" not in diff.names
+    assert [name for name in one.diff(two).names if name != "map"] == list(diff.names)
 
 
 def test_the_table_of_differences() -> None:

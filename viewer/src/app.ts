@@ -124,21 +124,24 @@ export class App implements Seen {
     return there.heads.includes(other) ? { scan: 1, layer, head: other } : null;
   }
 
+  /** Return the first view: of two scans the largest change, else the first head that stands out. */
   private firstState(report: number): State {
-    const scan = this.source.reports[report]?.scans[0];
-    const standout = scan?.standouts[0];
-    const layer = standout?.layer ?? Math.max(0, scan?.layers.findIndex((each) => each.heads.length) ?? 0);
-    const head = standout?.head ?? scan?.layers[layer]?.heads[0] ?? 0;
+    const meta = this.source.reports[report];
+    const scan = meta?.scans[0];
+    const first = meta?.changes[0] ?? scan?.standouts[0];
+    const layer = first?.layer ?? Math.max(0, scan?.layers.findIndex((each) => each.heads.length) ?? 0);
+    const head = first?.head ?? scan?.layers[layer]?.heads[0] ?? 0;
     const other = this.partner({ layer, head }, report);
+    const total = scan?.statistics.find((each) => each.is_change);
     return {
       report,
-      statistic: standout?.statistic ?? scan?.statistics[0]?.name ?? "",
+      statistic: total?.name ?? first?.statistic ?? scan?.statistics[0]?.name ?? "",
       layer,
       head,
       order: "layers",
       filter: "",
       other,
-      mode: other ? "diff" : "A",
+      mode: other ? "both" : "A",
       sequence: 0,
       token: null,
       direction: "keys",

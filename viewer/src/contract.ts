@@ -37,6 +37,8 @@ export interface Statistic {
   /** The least end of the scale of A − B. */
   least_change: number | null;
   first: boolean;
+  /** True of the total change between two scans, which A alone has. */
+  is_change: boolean;
   rows: (number | null)[][];
 }
 
@@ -47,6 +49,16 @@ export interface Standout {
   sentence: string;
   /** The value of the middle head, in words. */
   middle: string;
+}
+
+/** A change from the second scan to the first: the head of the first, in a sentence on both. */
+export interface Change {
+  layer: number;
+  head: number;
+  statistic: string;
+  sentence: string;
+  /** Where the values before and after stand on the statistic's scale, from 0 to 1. */
+  places: [before: number | null, after: number | null];
 }
 
 export interface Scan {
@@ -77,7 +89,9 @@ export interface Meta {
   rule: string;
   command: string | null;
   scans: Scan[];
+  /** For each layer and head of the first scan its partner in the second; null if paired by number. */
   matched: number[][] | null;
+  changes: Change[];
 }
 
 /** A page holds one report, or several to choose from. */

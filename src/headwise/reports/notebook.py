@@ -69,19 +69,13 @@ def layout_html(layout: Layout) -> str:
 
 
 def diff_html(diff: ScanDiff) -> str:
-    """Return a grid of the statistic that changed most, and the heads that changed most."""
-    moved = report.most_changed_heads(diff)
-    if not moved:
-        return f"<div>{_caption_html(repr(diff))}No head has changed.</div>"
+    """Return a grid of the statistic that changed most, and the largest changes."""
     name = report.most_changed_statistic(diff)
-    grid = "" if name is None else _signed_grid_html(diff, name)
-    rows = "".join(
-        f"<tr><td>{change.layer_index}.{change.head}</td><td>{change.value:.3g}</td></tr>"
-        for change in moved
-    )
-    head = "<tr><th>layer.head</th><th>distance over all statistics</th></tr>"
-    table = f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
-    return f"<div>{_caption_html(repr(diff))}{grid}{table}</div>"
+    if name is None:
+        return f"<div>{_caption_html(repr(diff))}{report.NO_CHANGE}</div>"
+    rows = "".join(f"<li>{escape(change.sentence)}</li>" for change in diff.changes())
+    largest = f"<div>{report.CHANGE_RULE}</div><ul>{rows}</ul>" if rows else report.NO_CHANGE
+    return f"<div>{_caption_html(repr(diff))}{_signed_grid_html(diff, name)}{largest}</div>"
 
 
 def _signed_grid_html(diff: ScanDiff, name: str) -> str:

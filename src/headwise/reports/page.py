@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from markupsafe import Markup, escape
 
-from headwise.errors import MissingExtraError, OptionError
+from headwise.errors import OptionError
 from headwise.reports import blobs, images
 from headwise.reports import report as view
 from headwise.reports.templates import secure_page, template_environment
-from headwise.scanning.diff import ScanDiff
+from headwise.scanning.diff import APART, HeadChange, ScanDiff
 from headwise.scanning.layer import LayerScan, StandoutHead
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import RANKS
@@ -87,8 +87,11 @@ def render_diff(
     before, after = diff.before, diff.after
     assert isinstance(before, HeadScan)
     assert isinstance(after, HeadScan)
+    is_matched = diff.assignment != tuple(layer.heads for layer in before.layer_scans)
     report = view.ScanReport.of(after, title=title, name_of=name_of)
-    return render_scan_page(replace(report, second=before, names=(names[1], names[0])))
+    return render_scan_page(
+        replace(report, second=before, match=is_matched, names=(names[1], names[0]))
+    )
 
 
 def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -138,9 +141,10 @@ def report_meta(
     report: view.ScanReport, maps: Sequence[Maps], top_keys: Sequence[blobs.TopKeyCounts]
 ) -> dict[str, Any]:
     """Return the data of a report in words; `maps` are those of the layers of each of its scans."""
-    second = report.second
+    second, diff = report.second, report.diff
     scans = [report.scan] if second is None else [report.scan, second]
     each = zip(scans, report.names, maps, top_keys, strict=False)
+    rule = view.RULE if diff is None else view.CHANGE_RULE
     return {
         "version": VERSION,
         "headwise": report.versions["headwise"],
@@ -151,21 +155,27 @@ def report_meta(
         "same": report.same_function.summary_sentences if report.same_function else "",
         "notes": list(report.all_notes),
         "missing": report.not_measured_sentences,
-        "rule": f"{view.RULE} {view.WEIGHTS}",
+        "rule": f"{rule} {view.WEIGHTS}",
         "command": report.command,
-        "scans": [_scan_meta(*its) for its in each],
-        "matched": None if second is None else _matched_heads(report.scan, second),
+        "scans": [_scan_meta(*its, diff) for its in each],
+        "matched": None if diff is None or not report.match else _matched_heads(diff),
+        "changes": [] if diff is None else [_change_meta(diff, each) for each in report.changes],
     }
 
 
 def _count_top_keys(scan: HeadScan, report: view.ScanReport) -> blobs.TopKeyCounts:
-    heads = (standout.head for standout in view.standout_heads(scan))
-    standouts = {(head.layer_index, head.head) for head in heads}
-    return blobs.count_top_keys(scan, None if report.top_keys == "all" else standouts)
+    heads = [standout.head for standout in view.standout_heads(scan)]
+    heads += [x.after if scan is report.scan else x.before for x in report.changes]
+    chosen = {(head.layer_index, head.head) for head in heads}
+    return blobs.count_top_keys(scan, None if report.top_keys == "all" else chosen)
 
 
 def _scan_meta(
-    scan: HeadScan, name: str, maps: Maps, top_keys: blobs.TopKeyCounts
+    scan: HeadScan,
+    name: str,
+    maps: Maps,
+    top_keys: blobs.TopKeyCounts,
+    diff: ScanDiff | None,
 ) -> dict[str, Any]:
     summaries = [layer.summaries.get(blobs.TOP_KEYS) for layer in scan.layer_scans]
     return {
@@ -187,7 +197,7 @@ def _scan_meta(
         "ranks": next((x["key"].shape[-1] for x in summaries if x is not None), RANKS),
         "reach": blobs.OFFSET_REACH if blobs.OFFSETS in scan.measured else None,
         "received": blobs.RECEIVED in scan.measured,
-        "statistics": [_statistic_meta(scan, each) for each in view.drawn_statistics(scan)],
+        "statistics": [_statistic_meta(scan, each) for each in _drawn_statistics(scan, diff)],
         "standouts": [
             {
                 "layer": standout.head.layer_index,
@@ -199,6 +209,20 @@ def _scan_meta(
             for standout in view.standout_heads(scan)
         ],
     }
+
+
+def _drawn_statistics(scan: HeadScan, diff: ScanDiff | None) -> list[view.DrawnStatistic]:
+    """Return the statistics of a scan; those of two scans have one scale, and the total change."""
+    drawn = view.drawn_statistics(scan)
+    if diff is None:
+        return drawn
+    both = [
+        replace(each, scale=view.joint_scale(diff, each.name))
+        if each.name in diff.scalars
+        else each
+        for each in drawn
+    ]
+    return [*both, *([view.total_change(diff)] if scan is diff.after else [])]
 
 
 def _layer_meta(
@@ -229,7 +253,7 @@ def _statistic_meta(scan: HeadScan, statistic: view.DrawnStatistic) -> dict[str,
     ]
     return {
         "name": statistic.name,
-        "label": definition.label,
+        "label": view.TOTAL if statistic.name == APART else definition.label,
         "heading": definition.heading,
         "unit": definition.unit,
         "formula": definition.formula,
@@ -240,6 +264,7 @@ def _statistic_meta(scan: HeadScan, statistic: view.DrawnStatistic) -> dict[str,
         "high": statistic.scale.high,
         "least_change": _round_number(statistic.least_change_scale_end),
         "first": statistic.name in FIRST,
+        "is_change": statistic.name == APART,
         "rows": rows,
     }
 
@@ -249,16 +274,24 @@ def _round_number(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _matched_heads(first: HeadScan, second: HeadScan) -> list[list[int]] | None:
-    """Return for each head the head of the other scan that it is matched with, by layer.
+def _matched_heads(diff: ScanDiff) -> list[list[int]]:
+    """Return for each head of the later scan its partner in the earlier one, by layer."""
+    pairs = zip(diff.before.layer_scans, diff.after.layer_scans, diff.assignment, strict=True)
+    partners = [
+        (dict(zip(after, before.heads, strict=True)), layer) for before, layer, after in pairs
+    ]
+    return [[of[head] for head in layer.heads] for of, layer in partners]
 
-    Without scipy, which assigns them, each head is compared with the same head.
-    """
-    try:
-        diff = first.diff(second, match=True)
-    except MissingExtraError:
-        return None
-    return [list(heads) for heads in diff.assignment]
+
+def _change_meta(diff: ScanDiff, change: HeadChange) -> dict[str, Any]:
+    scale = view.joint_scale(diff, change.statistic)
+    return {
+        "layer": change.after.layer_index,
+        "head": change.after.head,
+        "statistic": change.statistic,
+        "sentence": change.sentence,
+        "places": [_round_number(scale.position(x.value)) for x in (change.before, change.after)],
+    }
 
 
 MOST_NUMBERS = 16  # heads of a layer up to which the grid has numbers
@@ -322,6 +355,9 @@ def _template_context(report: view.ScanReport) -> dict[str, Any]:
         "rule": view.RULE,
         "weights": view.WEIGHTS,
         "cards": cards,
+        "changes": report.changes,
+        "change_rule": view.CHANGE_RULE,
+        "no_change": view.NO_CHANGE,
         "maps": maps,
         "shown_heads": [
             [head for head in layer.heads if (index, head) in maps]

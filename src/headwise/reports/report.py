@@ -9,16 +9,24 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from importlib import metadata
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from headwise.reports import images
 from headwise.reports.images import RGB
-from headwise.scanning.diff import ScanDiff
+from headwise.scanning.diff import APART, HeadChange, ScanDiff
 from headwise.scanning.file import fields_of_statistic
-from headwise.scanning.layer import HEAD_DISTANCE, HeadValue, StandoutHead, nearest_heads
+from headwise.scanning.layer import (
+    HEAD_DISTANCE,
+    HeadValue,
+    ScanReadings,
+    StandoutHead,
+    nearest_heads,
+)
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.catalogue import PICTURED
 from headwise.scanning.statistics.statistic import Definition
@@ -40,8 +48,24 @@ RULE = (
     "middle head, and for shares 5 percentage points more. It also stands out if it attends to the "
     "fewest tokens, and to at most half as many as the middle head."
 )
-MOST_CHANGES = 8  # heads that are listed
 MOST_SIMILAR = 5  # heads that are listed as most similar to another
+CHANGE_RULE = (
+    "The largest changes come first, each as a part of the scale of its statistic: of 100 per cent "
+    "for a share, else of the range of both scans."
+)
+NO_CHANGE = "Nothing has changed: every number of every head reads the same."
+TOTAL = "total change"
+LEAST_TOTAL = 0.1  # the least end of its scale, so that nearly equal scans look equal
+_APART = Definition(
+    name=APART,
+    formula="mean over statistics of √(mean over entries of (a − b)²), beside the mean of the same "
+    "over all pairs of heads of a layer: `ScanDiff.apart` in Python",
+    unit="1 is the mean distance of two heads of a layer",
+    excluded="statistics that compare the heads of a layer, or that name tokens",
+    source="headwise",
+    title="Total change",
+)
+TIME_WORDS = ("before", "after")  # names of scans that follow a value without "in"
 # The ends and the middle of the diverging scale: ColorBrewer's BrBG, by Cynthia Brewer.
 _LOW, _MIDDLE, _HIGH = (1, 102, 94), (245, 245, 245), (140, 81, 10)
 LIBRARIES = ("headwise", "torch")
@@ -99,6 +123,7 @@ class ScanReport:
     # the first key of others.
     top_keys: Literal["all", "standouts"] = "standouts"
     second: HeadScan | None = None  # another scan of the same layers and heads, to compare with
+    match: bool = False  # True to pair the heads of both by the least distance, else by number
     names: tuple[str, str] = ("A", "B")  # of the two scans
 
     @classmethod
@@ -123,6 +148,16 @@ class ScanReport:
     def all_notes(self) -> tuple[str, ...]:
         """The notes of the report, then those of the scan."""
         return (*self.notes, *self.scan.notes)
+
+    @cached_property
+    def diff(self) -> ScanDiff | None:
+        """The change from the second scan to this one; None if there is one scan alone."""
+        return None if self.second is None else self.second.diff(self.scan, match=self.match)
+
+    @property
+    def changes(self) -> list[HeadChange]:
+        """The largest changes from the second scan to this one; none if there is one alone."""
+        return [] if self.diff is None else self.diff.changes(names=self.names[::-1])
 
     @property
     def num_heads(self) -> int:
@@ -194,9 +229,27 @@ class ScanReport:
                 for row in scan.table()
             ],
             "similar_heads": self._similar_heads,
+            **({} if self.second is None else self._changes_as_json()),
             "versions": dict(self.versions),
             **({"same_function": asdict(self.same_function)} if self.same_function else {}),
         }
+
+    def _changes_as_json(self) -> dict[str, Any]:
+        first, second = self.names
+        rows = [
+            {
+                "layer_index": change.after.layer_index,
+                "head": change.after.head,
+                "other_head": change.before.head,
+                "statistic": change.statistic,
+                "first": None if math.isnan(change.after.value) else change.after.value,
+                "second": None if math.isnan(change.before.value) else change.before.value,
+                "size": change.size,
+                "sentence": change.sentence,
+            }
+            for change in self.changes
+        ]
+        return {"compared": {"first": first, "second": second}, "changes": rows}
 
 
 # ---- statistics, and heads that stand out --------------------------------------------------------
@@ -425,9 +478,86 @@ def first_head(scan: HeadScan, layer: int | None = None) -> tuple[int, int] | No
 # ---- changes -------------------------------------------------------------------------------------
 
 
-def most_changed_heads(diff: ScanDiff) -> list[HeadValue]:
-    """Return the heads that changed most over all statistics; none of them is unchanged."""
-    return [change for change in diff.top(n=MOST_CHANGES) if change.value > 0]
+def largest_changes(diff: ScanDiff, *, n: int, names: tuple[str, str]) -> list[HeadChange]:
+    """Return the largest changes as `ScanDiff.changes` does."""
+    sizes = _change_sizes(diff)
+    ranked = [
+        (-float(size[layer, head]), order, layer, head)
+        for order, size in enumerate(sizes.values())
+        for layer, head in size.nan_to_num().nonzero().tolist()
+    ]
+    ordered, changes = list(sizes), list[HeadChange]()
+    for size, order, layer, head in sorted(ranked):
+        if len(changes) >= n:
+            break
+        change = _make_change(diff, ordered[order], (layer, head), -size, names)
+        changes += [] if change is None else [change]
+    return changes
+
+
+def _change_sizes(diff: ScanDiff) -> dict[str, Tensor]:
+    """Return the size of each change (layers, heads), by statistic; NaN where there is none."""
+    sizes: dict[str, Tensor] = {}
+    known: list[tuple[Tensor, Tensor]] = []
+    scalars = [name for name in PICTURED if name in diff.scalars]
+    for name in dict.fromkeys([*scalars, *diff.scalars]):
+        pair = diff.before[name], diff.partner_values(name)
+        if any(all(map(_equal_with_nan, pair, other)) for other in known):
+            continue
+        known.append(pair)
+        here, there = (values.isfinite() for values in pair)
+        scale = joint_scale(diff, name)
+        size = (pair[1] - pair[0]).abs() / max(scale.high - scale.low, 1e-12)
+        size[here ^ there] = 1.0
+        size[~(here.any(1) & there.any(1))] = torch.nan
+        sizes[name] = size
+    return sizes
+
+
+def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
+def joint_scale(diff: ScanDiff, name: str) -> Scale:
+    """Return one scale of a statistic for both scans."""
+    scans = [scan for scan in (diff.before, diff.after) if scan[name].isfinite().any()]
+    scales = [_drawn(scan, name).scale for scan in scans or [diff.before]]
+    low, high = min(scale.low for scale in scales), max(scale.high for scale in scales)
+    return Scale(scales[0].kind, low, high)
+
+
+def _drawn(scan: ScanReadings, name: str) -> DrawnStatistic:
+    assert isinstance(scan, HeadScan)
+    return drawn_statistic(scan, name)
+
+
+def _make_change(
+    diff: ScanDiff, name: str, head: tuple[int, int], size: float, names: tuple[str, str]
+) -> HeadChange | None:
+    """Return a change with its sentence; None if both values read the same."""
+    layer, first = head
+    record = diff.before.layer_scans[layer]
+    second = diff.assignment[layer][record.heads.index(first)]
+    values = [float(diff.before[name][head]), float(diff.after[name][layer, second])]
+    drawn = _drawn(diff.before, name)
+    words = ["no value" if math.isnan(x) else drawn.format_long(x) for x in values]
+    if words[0] == words[1]:
+        return None
+    sides = [_name_side(*pair) for pair in zip(words, names, strict=True)]
+    pair = f"layer {layer}, head {second}"
+    if second != first:
+        pair += f" ({_name_side(f'head {first}', names[0])})"
+    return HeadChange(
+        statistic=name,
+        before=HeadValue(record.name, layer, first, values[0]),
+        after=HeadValue(diff.after.layers[layer], layer, second, values[1]),
+        size=size,
+        sentence=f"{drawn.definition.label} of {pair}: {', '.join(sides)}",
+    )
+
+
+def _name_side(words: str, name: str) -> str:
+    return f"{words} {name}" if name in TIME_WORDS else f"{words} in {name}"
 
 
 def change_label(diff: ScanDiff, name: str) -> str:
@@ -443,20 +573,27 @@ def diverging_colour(position: float) -> RGB:
     return red, green, blue
 
 
+def total_change(diff: ScanDiff) -> DrawnStatistic:
+    """Return `ScanDiff.apart` as a picture, by the heads of the later scan."""
+    values = torch.full_like(diff.apart, torch.nan)
+    for index, (layer, heads) in enumerate(
+        zip(diff.before.layer_scans, diff.assignment, strict=True)
+    ):
+        values[index, list(heads)] = diff.apart[index, list(layer.heads)]
+    real = values[values.isfinite()]
+    high = max([LEAST_TOTAL, *real.tolist()])
+    middle = float(real.median()) if real.numel() else math.nan
+    scale = Scale("range", 0.0, high)
+    return DrawnStatistic(APART, TOTAL, _APART, values.tolist(), middle, scale)
+
+
 def most_changed_statistic(diff: ScanDiff) -> str | None:
     """Return the scalar with the largest change beside the span of its scale; None without any."""
-    best, most = None, 0.0
-    for name in diff.scalars:
-        assert isinstance(diff.before, HeadScan)
-        scale = drawn_statistic(diff.before, name).scale
-        change = float(diff[name].abs().nan_to_num().max()) / max(scale.high - scale.low, 1e-12)
-        if change > most:
-            best, most = name, change
-    return best
+    most = {name: float(size.nan_to_num().max()) for name, size in _change_sizes(diff).items()}
+    return max(most, key=most.__getitem__) if any(most.values()) else None
 
 
 def change_scale_end(diff: ScanDiff, name: str) -> float:
     """Return the end of the scale of a change: the largest, and at least the statistic's own."""
-    assert isinstance(diff.before, HeadScan)
-    least = drawn_statistic(diff.before, name).least_change_scale_end
+    least = _drawn(diff.before, name).least_change_scale_end
     return max([float(change) for change in diff[name].abs().nan_to_num().flatten()] + [least])

@@ -19,7 +19,7 @@ from headwise.reports.images import css_colour, text_colour_on
 from headwise.support.text import describe_count
 
 if TYPE_CHECKING:
-    from headwise.scanning.diff import ScanDiff
+    from headwise.scanning.diff import HeadChange, ScanDiff
     from headwise.scanning.result import HeadScan
 
 WIDTH = 80  # columns of `print`
@@ -42,21 +42,20 @@ def scan_text(scan: HeadScan) -> str:
 
 
 def diff_text(diff: ScanDiff) -> str:
-    """Return the text of ``print(diff)``: the heads that changed most."""
-    heads, name = view.most_changed_heads(diff), view.most_changed_statistic(diff)
-    label = [] if name is None else [view.change_label(diff, name)]
-    columns = ["layer", "head", "distance", *label]
-    table = make_table([(column, True) for column in columns])
-    for head in heads:
-        values = [] if name is None else [f"{diff[name][head[1], head[2]]:+.3g}"]
-        table.add_row(str(head.layer_index), str(head.head), f"{head.value:.3g}", *values)
+    """Return the text of ``print(diff)``: the largest changes."""
     with _captured() as (console, lines):
-        if heads:
-            _print_paragraph(console, f"{diff!r}. The heads that changed most:")
-            console.print(table)
-        else:
-            _print_paragraph(console, f"{diff!r}. No head has changed.")
+        _print_changes(diff.changes(), console, f"{diff!r}. ")
     return "\n".join(lines)
+
+
+def _print_changes(changes: list[HeadChange], console: Console, opening: str = "") -> None:
+    if not changes:
+        _print_paragraph(console, f"{opening}{view.NO_CHANGE}")
+        return
+    _print_paragraph(console, f"{opening}{view.CHANGE_RULE}")
+    for change in changes:
+        console.print(indent_content(Text(change.sentence)))
+    console.print()
 
 
 @contextmanager
@@ -71,14 +70,16 @@ def _captured() -> Iterator[tuple[Console, list[str]]]:
 
 
 def print_input_and_standouts(report: view.ScanReport, console: Console) -> None:
-    """Print the input, the notes, and the heads that stand out."""
+    """Print the input, the notes, and the heads that stand out, or what changed."""
     _print_paragraph(console, f"{report.title}: {report.about}; {report.sizes_text}.")
     _print_paragraph(console, f"Input: {report.read}. {report.chosen}")
     if same := report.same_function:
         _print_paragraph(console, same.summary_sentences, "green" if same.holds else "bold red")
     for note in report.all_notes:
         _print_paragraph(console, f"Note: {note}.", "bold red")
-    if heads := view.standout_heads(report.scan):
+    if report.second is not None:
+        _print_changes(report.changes, console)
+    elif heads := view.standout_heads(report.scan):
         table = make_table([("layer", True), ("head", True), ("heads that stand out", False)])
         table.add_column("middle head", justify="right")
         for standout in heads:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from headwise.support.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from headwise.scanning.diff import HeadChange as HeadChange
     from headwise.scanning.diff import ScanDiff as ScanDiff
     from headwise.scanning.layer import HeadValue as HeadValue
     from headwise.scanning.layer import ScannedText as ScannedText
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
-        "diff": "ScanDiff",
+        "diff": "HeadChange ScanDiff",
         "layer": "HeadValue ScannedText SimilarHead StandoutHead",
         "parts": "find_parts merge_parts scan_part",
         "plan": "plan_scan",

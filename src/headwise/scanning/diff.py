@@ -39,8 +39,28 @@ from headwise.scanning.layer import (
 from headwise.support.files import write_whole
 from headwise.support.lazy import Displayed, render_form, require_package
 
+MOST_CHANGES = 8  # that are listed
 FIELD = "field"  # the axis of a statistic that names keys and tokens
 APART = "apart"  # the distance of two heads, among the columns of a table
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """The change of one statistic of one head, from `ScanDiff.changes`.
+
+    Attributes:
+        statistic: name of the statistic.
+        before: the head in the first scan, with its value; NaN without one.
+        after: its partner in the second scan, with its value.
+        size: the absolute change as a part of the span of the statistic's scale, 0 to 1.
+        sentence: such as "previous token of layer 1, head 3: 87 % before, 12 % after".
+    """
+
+    statistic: str
+    before: HeadValue
+    after: HeadValue
+    size: float
+    sentence: str
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -50,7 +70,8 @@ class ScanDiff(Displayed):
     Attributes:
         before: the first scan, which gives the names of the layers.
         after: the second scan.
-        names: the statistics that both scans have and that can be subtracted.
+        names: the statistics that both scans have and that can be subtracted. Maps of other blocks,
+            as of texts of other lengths, cannot.
         assignment: the head of ``after`` that is compared with each scanned head of each layer.
     """
 
@@ -145,6 +166,10 @@ class ScanDiff(Displayed):
         if name not in self.names:
             both = f"a statistic that both scans have: {', '.join(self.names)}"
             raise OptionError(saw=f"statistic {name!r}", needed=both, do="choose from these")
+        return self.partner_values(name) - self.before[name]
+
+    def partner_values(self, name: str) -> Tensor:
+        """Return a statistic of ``after``, each head in the place of its partner in ``before``."""
         before, after = self.before[name], self.after[name]
         partners = torch.full_like(before, torch.nan)
         places = {(layer, head): n for n, (_, layer, head) in enumerate(self.after.heads)}
@@ -160,7 +185,7 @@ class ScanDiff(Displayed):
                     order = torch.tensor([places[pair] for pair in pairs])
                     values = values.index_select(axis, order)
             partners[index, list(layer.heads)] = values
-        return partners - before
+        return partners
 
     @cached_property
     def apart(self) -> Float[Tensor, "layers heads"]:
@@ -205,6 +230,24 @@ class ScanDiff(Displayed):
         chosen = top_heads(self.layers, change.abs(), n, lowest=lowest)
         return [head._replace(value=float(change[head.layer_index, head.head])) for head in chosen]
 
+    def changes(
+        self, n: int = MOST_CHANGES, *, names: tuple[str, str] = ("before", "after")
+    ) -> list[HeadChange]:
+        """Return the ``n`` largest changes of statistics with one number a head, in sentences.
+
+        The size of a change is its part of the statistic's scale in the pictures: 1 for a share,
+        else the range of both scans. A head whose value is in one scan alone has changed by the
+        whole scale; a layer without any value in one of them is left out. So is a change that is
+        smaller than the digits of its sentence, and all but the first of statistics with the
+        same numbers.
+
+        Args:
+            n: how many changes.
+            names: names of the two scans in the sentences.
+        """
+        changes: list[HeadChange] = render_form(self, "changes", n=n, names=names)
+        return changes
+
     def table(self) -> list[Row]:
         """Return a row for each head: layer, layer_index, head, and its partner as ``after``.
 
@@ -239,6 +282,7 @@ def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, 
     """Return the statistics that both scans have and that can be subtracted."""
     names = [name for name in before.measured if FIELD not in before.definition(name).axes]
     names = [name for name in names if name in after.measured]
+    names = [name for name in names if before[name].shape[2:] == after[name].shape[2:]]
     do = "scan both models with the same statistics"
     for name in names:
         if difference := before.definition(name).difference_of_meaning(after.definition(name)):

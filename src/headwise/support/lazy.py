@@ -55,7 +55,7 @@ class OldLayers(MetaPathFinder):
         )
 
 
-Form = Literal["text", "html", "page", "figure", "widget", "standouts"]
+Form = Literal["text", "html", "page", "figure", "widget", "standouts", "changes"]
 
 # (class, form) -> the function that draws a result of this class
 DRAWN_BY: dict[tuple[str, Form], str] = {
@@ -68,6 +68,7 @@ DRAWN_BY: dict[tuple[str, Form], str] = {
     ("ScanDiff", "text"): "headwise.reports.terminal.diff_text",
     ("ScanDiff", "html"): "headwise.reports.notebook.diff_html",
     ("ScanDiff", "page"): "headwise.reports.page.render_diff",
+    ("ScanDiff", "changes"): "headwise.reports.report.largest_changes",
     ("ScanDiff", "figure"): "headwise.reports.figures.plot_diff",
     ("Diagnosis", "html"): "headwise.reports.diagnosis.render_in_frame",
     ("Mask", "html"): "headwise.reports.notebook.mask_html",

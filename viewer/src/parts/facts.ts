@@ -73,7 +73,7 @@ export class Facts implements Part {
     const rows = shown.flatMap((each) => {
       const value = valueOf(scan, each.name, app.state.layer, app.state.head);
       const row = element("dd", {}, long(each, value), this.rank(each, value));
-      if (app.state.other) row.append(element("span", { class: "versus" }, ` B: ${long(each, this.valueOfOther(each.name))}`));
+      if (app.state.other && !each.is_change) row.append(element("span", { class: "versus" }, ` B: ${long(each, this.valueOfOther(each.name))}`));
       return [element("dt", { class: each === statistic ? "current" : "" }, each.label), row];
     });
     const name = `${layer?.name ?? ""}${layer?.kind === "cross" ? ", cross attention" : ""}`;

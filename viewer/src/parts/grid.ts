@@ -99,7 +99,8 @@ export class Grid implements Part {
   /** The mode in which all heads of two scans are compared, or null if one scan is shown. */
   private get comparison(): "B" | "diff" | null {
     const { mode, other } = this.app.state;
-    return mode === "A" || mode === "both" || other?.scan !== 1 ? null : mode;
+    if (mode === "A" || other?.scan !== 1 || this.app.statistic?.is_change) return null;
+    return mode === "B" ? "B" : "diff";
   }
 
   private values(statistic: Statistic | null): HeadValue[] {

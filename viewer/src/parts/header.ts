@@ -14,7 +14,7 @@ export class Header implements Part {
   private readonly about = element("p", { class: "soft" });
   private readonly more = element("details", { class: "about" });
   private readonly ways = element("div", {
-    class: "ways", "data-part": "standouts", "data-follow": "", role: "group", "aria-label": "heads that stand out",
+    class: "ways", "data-part": "standouts", "data-follow": "", role: "group",
   });
   private readonly reports: HTMLElement | null;
   private shownReport = -1;
@@ -53,12 +53,13 @@ export class Header implements Part {
       this.tellReport();
       this.fillWays();
     }
-    const isHere = (way: HTMLElement): boolean =>
-      way.dataset["head"] === nameOf(state) && way.dataset["statistic"] === state.statistic;
+    const ways = [...this.ways.querySelectorAll("button")].filter((way) => way.dataset["head"] === nameOf(state));
+    // Under the total change a head's first card is that of its largest.
+    const here = ways.find((way) => way.dataset["statistic"] === state.statistic) ?? (this.app.statistic?.is_change ? ways[0] : undefined);
     for (const way of this.ways.querySelectorAll("button")) {
       const isPressed = way.getAttribute("aria-pressed") === "true";
-      way.setAttribute("aria-pressed", String(isHere(way)));
-      if (isHere(way) && !isPressed) this.reveal(way);
+      way.setAttribute("aria-pressed", String(way === here));
+      if (way === here && !isPressed) this.reveal(way);
     }
   }
 
@@ -78,23 +79,49 @@ export class Header implements Part {
     });
   }
 
-  private fillWays(): void {
-    const { scan, meta } = this.app;
-    const ways = scan.standouts.map(({ layer, head, statistic, sentence, middle }, n) => {
-      const way = button("", { class: "way", tabindex: n ? -1 : 0 }, () =>
-        this.app.choose({ layer, head }, statistic),
-      );
-      way.dataset["head"] = nameOf({ layer, head });
-      way.dataset["statistic"] = statistic;
-      way.append(
+  private standouts(): HTMLElement[] {
+    return this.app.scan.standouts.map((standout, n) => {
+      const { layer, head, sentence, middle } = standout;
+      return this.card(standout, n, [
         element("b", {}, `Layer ${layer}, head ${head}`),
         ` ${sentence} `,
         element("span", { class: "soft" }, `(middle head: ${middle})`),
-      );
-      return way;
+      ]);
     });
+  }
+
+  /** Return the cards of before and after, each with two bars on the scale of its statistic. */
+  private changes(): HTMLElement[] {
+    return this.app.meta.changes.map((change, n) => {
+      const bars = change.places.map((place) => {
+        const bar = element("span", { class: "bar" });
+        bar.style.width = `${100 * (place ?? 0)}%`;
+        return bar;
+      });
+      return this.card(change, n, [change.sentence, element("span", { class: "bars", "aria-hidden": "true" }, ...bars)]);
+    });
+  }
+
+  private card(
+    { layer, head, statistic }: { layer: number; head: number; statistic: string },
+    n: number,
+    content: (Node | string)[],
+  ): HTMLElement {
+    const way = button("", { class: "way", tabindex: n ? -1 : 0 }, () => this.app.choose({ layer, head }, statistic));
+    way.dataset["head"] = nameOf({ layer, head });
+    way.dataset["statistic"] = statistic;
+    way.append(...content);
+    return way;
+  }
+
+  private fillWays(): void {
+    const { meta } = this.app;
+    const isPair = meta.scans.length > 1;
+    const ways = isPair ? this.changes() : this.standouts();
+    const none = isPair ? "Nothing has changed: every number of every head reads the same." : "No head stands out.";
+    this.ways.setAttribute("aria-label", isPair ? "what changed" : "heads that stand out");
     const notes = [meta.about, meta.read, meta.same, meta.chosen, ...meta.notes, meta.rule, ...meta.missing];
-    this.ways.replaceChildren(...(ways.length ? ways : [element("p", {}, "No head stands out.")]));
+    this.ways.replaceChildren(...(ways.length ? ways : [element("p", {}, none)]));
     this.more.replaceChildren(
       element("summary", {}, notesLabel(meta.notes.length)),
       ...notes.filter(Boolean).map((note) => element("p", { class: "small" }, note)),
