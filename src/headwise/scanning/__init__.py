@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from headwise.scanning.layer import ScannedText as ScannedText
     from headwise.scanning.layer import SimilarHead as SimilarHead
     from headwise.scanning.layer import StandoutHead as StandoutHead
+    from headwise.scanning.links import Link as Link
     from headwise.scanning.parts import find_parts as find_parts
     from headwise.scanning.parts import merge_parts as merge_parts
     from headwise.scanning.parts import scan_part as scan_part
@@ -30,6 +31,7 @@ __getattr__, __dir__, __all__ = export_lazily(
     {
         "diff": "HeadChange ScanDiff",
         "layer": "HeadValue ScannedText SimilarHead StandoutHead",
+        "links": "Link",
         "parts": "find_parts merge_parts scan_part",
         "plan": "plan_scan",
         "result": "HeadScan",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -42,6 +42,17 @@ class ScannedText(NamedTuple):
         """Return the ids and the written text of each sequence."""
         written = self.written or (None,) * len(self.lengths)
         return list(zip(self.ids.split(list(self.lengths)), written, strict=True))
+
+    def word(self, sequence: int, token: int, name_of: Callable[[int], str] | None = None) -> str:
+        """Return a token's characters as they were written, else its text by ``name_of``.
+
+        A token without characters, such as a special one, has its text too. The word is empty where
+        neither is known.
+        """
+        written = self.written[sequence] if self.written else None
+        word = "" if written is None else written.word(token)
+        number = int(self.ids[sum(self.lengths[:sequence]) + token])
+        return word or (name_of(number) if name_of is not None and number >= 0 else "")
 
 
 class TextRecorder:

@@ -12,6 +12,7 @@ from headwise.errors import OptionError
 from headwise.scanning import file
 from headwise.scanning.diff import ScanDiff
 from headwise.scanning.layer import LayerScan, ScanReadings, StandoutHead, concatenate_texts
+from headwise.scanning.links import Direction, Link, find_links
 from headwise.scanning.statistics.statistic import Statistic
 from headwise.support.files import write_whole
 from headwise.support.lazy import Displayed, render_form
@@ -110,6 +111,45 @@ class HeadScan(Displayed, ScanReadings):
         """
         _require_scan(other)
         return ScanDiff.between(self, other, match=match)
+
+    def links(
+        self,
+        token: int,
+        key: int | None = None,
+        *,
+        direction: Direction = "keys",
+        sequence: int = 0,
+        text: int = 0,
+        name_of: Callable[[int], str] | None = None,
+    ) -> list[Link]:
+        """Return what every head's token looks at, or the weight of a pair of tokens in every head.
+
+        ``scan.links(17)`` is the key to which query 17 gives most in each head, and
+        ``scan.links(17, 3)`` the weight of query 17 on key 3. The answers are those of the page. A
+        map of one token a cell holds every weight; else `TopKeysOfEveryQuery` has stored the
+        largest.
+
+        Args:
+            token: counted in its sequence, from 0: the query, or with ``direction="queries"`` the
+                key.
+            key: counted in its sequence, for the weight of a pair; None to search it.
+            direction: "keys" for what the token looks at, "queries" for the query that gives most
+                to it.
+            sequence: of the scan, from 0.
+            text: the number of the token's text in `texts`, of models that read two: layers in
+                which it is no query (or no key) have no link.
+            name_of: returns the text of a token id, where the text was not written down.
+
+        Returns:
+            A link of each head that has one, the largest weight first; bounds of pairs that are
+            not stored ("at most") come last.
+
+        Raises:
+            OptionError: a token, a sequence or a text that the scan does not have, or a scan
+                without single tokens.
+        """
+        options = {"sequence": sequence, "text": text}
+        return find_links(self, token, key, direction=direction, **options, name_of=name_of)
 
     # ---- pages ------------------------------------------------------------------------------
 

@@ -1,0 +1,236 @@
+"""Links of a token in every head: what it looks at, and what looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.errors import OptionError
+from headwise.scanning.layer import LayerScan, ScanReadings
+from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
+from headwise.support.tensors import convert_to_int_or_none
+from headwise.support.text import describe_count, describe_value
+
+Direction = Literal["keys", "queries"]
+Bound = Literal["exact", "at least", "at most"]
+MAP, TOP_KEYS = Map.definition.name, TopKeysOfEveryQuery.definition.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The weight of one query on one key in one head.
+
+    Attributes:
+        layer: name of the layer.
+        layer_index: row of the layer in the scan, from 0.
+        head: number of the head in its layer, from 0.
+        query: the token that looks, counted in its sequence.
+        key: the token that is looked at, counted in its sequence.
+        word: text of the token that was searched; empty if it is unknown. Of a pair, that of the
+            key.
+        weight: share of the query's weight, 0 to 1.
+        bound: "exact" if the weight is that of the scan. "at most" if the pair is not among the
+            stored keys: its weight is at most this. "at least" if another query, of which not all
+            keys are stored, may give more to the key.
+    """
+
+    layer: str
+    layer_index: int
+    head: int
+    query: int
+    key: int
+    word: str
+    weight: float
+    bound: Bound
+
+
+class _HeadLink(NamedTuple):
+    """A link of the head at a position of its layer."""
+
+    position: int
+    query: int
+    key: int
+    weight: float
+    bound: Bound = "exact"
+
+
+def find_links(
+    scan: ScanReadings,
+    token: int,
+    key: int | None,
+    *,
+    direction: Direction,
+    sequence: int,
+    text: int,
+    name_of: Callable[[int], str] | None,
+) -> list[Link]:
+    """Return a link of each head, as `HeadScan.links` says."""
+    if direction not in ("keys", "queries"):
+        saw = f"direction={describe_value(direction)}"
+        needed = '"keys" or "queries"'
+        raise OptionError(saw=saw, needed=needed, do='direction="keys"')
+    if key is not None and direction == "queries":
+        saw = 'a pair of tokens, and direction="queries"'
+        needed = "the query, then the key"
+        raise OptionError(saw=saw, needed=needed, do=f"links({key}, {token})")
+    reading = [layer for layer in scan.layer_scans if text == _text_of(layer, direction)]
+    _require_token(scan, text, sequence, token, name="token")
+    for layer in reading:
+        if key is not None and layer.key_text is not None:
+            _require_token(scan, layer.key_text, sequence, key, name="key")
+    links: list[Link] = []
+    are_known = False
+    for index, layer in enumerate(scan.layer_scans):
+        weights = _read_weights(scan, layer, sequence) if layer in reading else None
+        are_known |= weights is not None
+        for link in () if weights is None else weights.find(token, key, direction):
+            number = layer.key_text if direction == "keys" else layer.query_text
+            assert number is not None
+            other = link.key if direction == "keys" else link.query
+            links.append(
+                Link(
+                    layer=layer.name,
+                    layer_index=index,
+                    head=layer.heads[link.position],
+                    query=link.query,
+                    key=link.key,
+                    word=scan.texts[number].word(sequence, other, name_of),
+                    weight=link.weight,
+                    bound=link.bound,
+                )
+            )
+    if not are_known:
+        raise _not_stored_error(scan, text)
+    return sorted(links, key=lambda link: (link.bound == "at most", -link.weight))
+
+
+def _text_of(layer: LayerScan, direction: Direction) -> int | None:
+    """Return the text of the token that is given."""
+    both = None in (layer.query_text, layer.key_text)
+    return None if both else layer.query_text if direction == "keys" else layer.key_text
+
+
+def _require_token(scan: ScanReadings, text: int, sequence: int, token: int, *, name: str) -> None:
+    """Raise OptionError if a sequence has no such token."""
+    numbers = {"text": (text, len(scan.texts))}
+    if convert_to_int_or_none(text) is not None and 0 <= text < len(scan.texts):
+        lengths = scan.texts[text].lengths
+        numbers["sequence"] = (sequence, len(lengths))
+        if convert_to_int_or_none(sequence) is not None and 0 <= sequence < len(lengths):
+            numbers[name] = (token, lengths[sequence])
+    for which, (number, count) in numbers.items():
+        if convert_to_int_or_none(number) is None or not 0 <= number < count:
+            saw = f"{which}={describe_value(number)}"
+            needed = f"a number from 0 to {count - 1:,}: there {_are(count, which)}"
+            raise OptionError(saw=saw, needed=needed, do=f"{which}=0")
+
+
+def _are(count: int, name: str) -> str:
+    noun = "token" if name == "key" else name
+    return f"{'is' if count == 1 else 'are'} {describe_count(count, noun)}"
+
+
+def _not_stored_error(scan: ScanReadings, text: int) -> OptionError:
+    has_several = len(scan.texts) > 1
+    of_text = f" that read text {text}" if has_several else ""
+    return OptionError(
+        saw=f"no single tokens of the layers{of_text}: no top keys, and no map of one token a cell",
+        needed="the keys with the largest weights of every query",
+        do='headwise.scan(model, inputs, statistics=["standard", TopKeysOfEveryQuery()])',
+    )
+
+
+# ---- the weights of a sequence that a layer holds ------------------------------------------------
+
+
+def _read_weights(
+    scan: ScanReadings, layer: LayerScan, sequence: int
+) -> _AllWeights | _LargestWeights | None:
+    """Return the weights of a sequence: all from a map, or the largest; None without either."""
+    assert layer.query_text is not None
+    assert layer.key_text is not None
+    queries, keys = (scan.texts[text].lengths for text in (layer.query_text, layer.key_text))
+    statistic = next((each for each in scan.statistics if each.definition.name == MAP), None)
+    if scan.sequences == 1 and statistic is not None and MAP in layer.summaries:
+        values = statistic.result(layer.summaries[MAP])
+        if values.shape[1:] == (*queries, *keys):
+            return _AllWeights(values)
+    summary = layer.summaries.get(TOP_KEYS)
+    if summary is None or tuple(summary["lengths"].tolist()[: len(queries)]) != queries:
+        return None
+    part = slice(first := sum(queries[:sequence]), first + queries[sequence])
+    heads = [place for place, row in enumerate(summary["row"].tolist()) if row >= 0]
+    rows = summary["row"][heads]
+    share, key = (summary[name][:, part][rows] for name in ("share", "key"))
+    return _LargestWeights(heads, key.long(), share.double())
+
+
+class _AllWeights(NamedTuple):
+    """Every weight of a sequence: (heads, queries, keys)."""
+
+    values: Tensor
+
+    def find(self, token: int, key: int | None, direction: Direction) -> Iterator[_HeadLink]:
+        """Yield the link of each head whose weights are numbers, and are not all 0."""
+        for position, values in enumerate(self.values):
+            row = values[token] if direction == "keys" else values[:, token]
+            other = int(row.nan_to_num(-1).argmax()) if key is None else key
+            weight = float(row[other])
+            if weight > 0 or (weight == 0 and key is not None):
+                query, looked_at = (token, other) if direction == "keys" else (other, token)
+                yield _HeadLink(position, query, looked_at, weight)
+
+
+class _LargestWeights(NamedTuple):
+    """The largest weights of every query of a sequence, with their keys: (heads, queries, ranks).
+
+    A rank without a key has the key and the weight −1.
+    """
+
+    heads: list[int]  # positions in the layer
+    key: Tensor
+    share: Tensor
+
+    def find(self, token: int, key: int | None, direction: Direction) -> Iterator[_HeadLink]:
+        """Yield the link of each head that has one among the stored keys, or a bound of a pair."""
+        largest = self._rest()
+        for nth, position in enumerate(self.heads):
+            keys, shares, rest = self.key[nth], self.share[nth], largest[nth]
+            if direction == "queries":
+                yield from _find_query(position, token, keys, shares, rest)
+            elif key is None:
+                if shares[token, 0] > 0:
+                    yield _HeadLink(position, token, int(keys[token, 0]), float(shares[token, 0]))
+            else:
+                weight = shares[token][keys[token] == key]
+                if len(weight):
+                    yield _HeadLink(position, token, key, float(weight[0]))
+                else:
+                    most = float(rest[token])
+                    yield _HeadLink(position, token, key, most, "at most" if most else "exact")
+
+    def _rest(self) -> Tensor:
+        """Return (heads, queries): the most that a key may have that is not stored.
+
+        It is at most the smallest stored weight, and what the stored ones leave, up to their
+        rounding; 0 where a rank has no key.
+        """
+        rounding = self.share.shape[-1] * torch.finfo(torch.float32).eps
+        left = (1 - self.share.clamp(min=0).sum(-1)).clamp(min=0) + rounding
+        return torch.minimum(self.share[..., -1].clamp(min=0), left)
+
+
+def _find_query(
+    position: int, token: int, keys: Tensor, shares: Tensor, rest: Tensor
+) -> Iterator[_HeadLink]:
+    """Yield the query that gives most to a key, if the key is among its stored ones."""
+    given = shares.masked_fill(keys != token, 0).amax(-1)
+    query = int(given.argmax())
+    if (weight := float(given[query])) > 0:
+        others = rest.masked_fill(given > 0, 0)
+        bound: Bound = "exact" if weight >= float(others.max()) else "at least"
+        yield _HeadLink(position, query, token, weight, bound)
