@@ -97,10 +97,15 @@ export interface Meta {
 /** A page holds one report, or several to choose from. */
 export type PageMeta = Meta | { reports: Meta[] };
 
-/** The words of a text stream; `ids` index `words`. */
+/**
+ * The words of a text stream; `ids` index `words`, and are none where tokens are unknown. `written` has
+ * each sequence as it was written, where that is known, with two numbers for each token in units of
+ * UTF-16: how far it begins after the last character before it, and how long it is.
+ */
 export interface Words {
   words: string[];
   ids: number[];
+  written?: ({ text: string; spans: number[] } | null)[];
 }
 
 /** For each layer and head: the keys that receive most, as [key, word, weight]. */

@@ -33,7 +33,7 @@ function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): voi
   const header = new Header(app);
   const grid = new Grid(app);
   const facts = new Facts(app);
-  const text = new TextPane(app, search.root);
+  const text = new TextPane(app, search);
   const tabs = tabList(app, root);
   const parts = [header.root, tabs.root, grid.root, map.root, text.root, facts.root, keys.dialog];
   root.replaceChildren(element("div", { class: "app", role }, ...parts));

@@ -1,20 +1,24 @@
-/** The words of a text stream, by sequence, with a search over words and token indices. */
+/** The texts of a stream, one for each sequence, with a search over what was written. */
 
 import type { TextStream, Words } from "./contract";
+import { type Folded, fold } from "./fold";
+import { Written, areApart } from "./written";
 
-const CONTINUES = "##"; // how WordPiece marks a token that continues a word
-
-/** A token of a stream. */
+/** A place of a text: its characters from one position to another, and the first of its tokens. */
 export interface Place {
   sequence: number;
   token: number;
+  from: number;
+  to: number;
 }
 
 export class Text {
   /** The first token of each sequence, counted over the stream. */
   readonly first: number[];
   readonly length: number;
-  private searchable: { text: string; starts: Uint32Array } | null = null;
+  private readonly sequences = new Map<number, Written>();
+  private readonly folded = new Map<number, Folded>();
+  private readonly areApart: boolean;
 
   constructor(
     readonly stream: TextStream,
@@ -27,76 +31,70 @@ export class Text {
       return first;
     });
     this.length = total;
+    this.areApart = areApart(words.words);
   }
 
   get isKnown(): boolean {
-    return this.words.ids.length > 0;
+    return this.words.ids.length > 0 || this.words.written !== undefined;
   }
 
   lengthOf(sequence: number): number {
     return this.stream.lengths[sequence] ?? 0;
   }
 
-  word(sequence: number, token: number): string {
+  /** Return a sequence as it was written; where that is unknown, the words of its tokens. */
+  of(sequence: number): Written {
+    const made = this.sequences.get(sequence) ?? this.make(sequence);
+    this.sequences.set(sequence, made);
+    return made;
+  }
+
+  private make(sequence: number): Written {
+    const nameOf = (token: number): string => this.nameOf(sequence, token);
+    const written = this.words.written?.[sequence];
+    if (written) return Written.fromSpans(written.text, written.spans, nameOf);
+    const words = Array.from({ length: this.lengthOf(sequence) }, (_, token) => nameOf(token));
+    return Written.fromWords(words, this.areApart, nameOf);
+  }
+
+  /** Return the word of a token's id, which may differ from what was written. */
+  private nameOf(sequence: number, token: number): string {
     const id = this.words.ids[(this.first[sequence] ?? 0) + token];
     return id === undefined ? "" : (this.words.words[id] ?? "");
   }
 
-  placeOf(token: number): Place {
-    let sequence = this.first.length - 1;
-    while (sequence > 0 && (this.first[sequence] ?? 0) > token) sequence--;
-    return { sequence, token: token - (this.first[sequence] ?? 0) };
+  /** Return a token as it was written; the word of its id where it has no characters. */
+  word(sequence: number, token: number): string {
+    const name = this.nameOf(sequence, token);
+    return this.words.written?.[sequence] ? this.of(sequence).charactersOf(token) || name : name;
   }
 
-  /** Return the tokens that hold a text, ignoring case; "#17" and "17" also mean token 17. */
+  /** Return the places of a phrase in all sequences, without regard to case and accents; "#17" is token 17. */
   search(wanted: string, sequence: number): Place[] {
-    const results: Place[] = [];
-    const index = /^#?(\d+)$/.exec(wanted.trim());
-    if (index && Number(index[1]) < this.lengthOf(sequence)) {
-      results.push({ sequence, token: Number(index[1]) });
-    }
-    if (wanted.startsWith("#") && index) return results;
-    const { text, starts } = (this.searchable ??= this.join());
-    const needle = wanted.toLowerCase();
-    if (!needle.trim()) return results;
+    const index = /^\s*#(\d+)\s*$/.exec(wanted);
+    if (index) return this.tokenPlace(sequence, Number(index[1]));
+    const needle = fold(wanted).text;
+    if (!needle.trim()) return [];
+    return this.stream.lengths.flatMap((_, each) => this.searchIn(each, needle));
+  }
+
+  private tokenPlace(sequence: number, token: number): Place[] {
+    if (token >= this.lengthOf(sequence)) return [];
+    const written = this.of(sequence);
+    return [{ sequence, token, from: written.startOf(token), to: written.endOf(token) }];
+  }
+
+  private searchIn(sequence: number, needle: string): Place[] {
+    const written = this.of(sequence);
+    const folded = this.folded.get(sequence) ?? fold(written.text);
+    this.folded.set(sequence, folded);
+    const { text, places } = folded;
+    const found: Place[] = [];
     for (let at = text.indexOf(needle); at >= 0; at = text.indexOf(needle, at + needle.length)) {
-      results.push(this.placeOf(tokenAt(starts, at + leadingSpaces(needle))));
+      const from = places[at] ?? 0;
+      const word = places[at + needle.length - needle.trimStart().length] ?? from;
+      found.push({ sequence, token: written.tokenFrom(word), from, to: places[at + needle.length] ?? from });
     }
-    return results;
+    return found;
   }
-
-  /** Join the tokens to a text, with the position at which each begins. */
-  private join(): { text: string; starts: Uint32Array } {
-    const { words, ids } = this.words;
-    const isPieces =
-      words.some((word) => word.startsWith(CONTINUES)) && !words.some((word) => word.startsWith(" "));
-    const lower = words.map((word) => {
-      const plain = word.toLowerCase();
-      if (!isPieces) return plain;
-      return plain.startsWith(CONTINUES) ? plain.slice(CONTINUES.length) : ` ${plain}`;
-    });
-    const starts = new Uint32Array(ids.length);
-    let at = 0;
-    const parts = ids.map((id, token) => {
-      starts[token] = at;
-      const part = lower[id] ?? "";
-      at += part.length;
-      return part;
-    });
-    return { text: parts.join(""), starts };
-  }
-}
-
-const leadingSpaces = (text: string): number => text.length - text.trimStart().length;
-
-/** Return the last token that begins at or before a position. */
-function tokenAt(starts: Uint32Array, position: number): number {
-  let low = 0;
-  let high = starts.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if ((starts[middle] ?? 0) <= position) low = middle;
-    else high = middle - 1;
-  }
-  return low;
 }

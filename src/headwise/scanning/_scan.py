@@ -92,6 +92,7 @@ def _run_scan(model: Any, inputs: Any, collector: _Collector, call: Any) -> Head
             else:
                 recorder.begin_input()
                 call(model, *original.positional, **original.named)
+            recorder.complete_call()  # a function's last call awaits what follows it
     name = getattr(model, "__name__", "a function")
     if model is _compute_outputs_and_call_hook:
         name = "AttentionMatrix"

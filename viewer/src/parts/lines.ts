@@ -1,68 +1,112 @@
-/** Lines of tokens: words are measured once, and broken to a width. */
+/** Lines of a text: its words are measured once, and broken to a width. */
 
-import { visible } from "../format";
-import type { Text } from "../text";
+import { type Mark, type Written, isBoundary, lastAtMost } from "../written";
 
 const SLICE_MS = 30; // of measuring before other work may run
-const PADDING = 4; // of a token, left and right together, in pixels
+const TAB = 8; // blanks, as in the style sheet
+const MARK = 6; // the room around a mark, in pixels
+const MOST_KNOWN = 64; // characters of a word that is remembered
+const EVERY = 512; // words, after which the clock is read
+// Scripts that have no blanks between words: a line may end after each character, but not before
+// what closes.
+const ALONE = "\\p{sc=Han}\\p{sc=Hira}\\p{sc=Kana}\\p{sc=Hang}\\u3000-\\u303f\\uff01-\\uff60";
+const CLOSES = "[\\p{M}\\p{Pe}\\p{Pf}、。，．！？：；]*";
+const BLANK = " \\t\\u1680\\u2000-\\u2006\\u2008-\\u200a\\u205f";
+const END = "\\n\\v\\f\\r\\u0085\\u2028\\u2029";
+const ATOM = new RegExp(`\\r\\n|[${END}${BLANK}]|[${ALONE}]${CLOSES}|[^${END}${BLANK}${ALONE}]+`, "gu");
+const IS_END = new RegExp(`^[${END}]`);
+const IS_BLANK = new RegExp(`^[${BLANK}]`);
 
-/** The first token of each line of a sequence. */
+/** Where each line of a sequence begins, in characters. */
 export interface Lines {
   starts: number[];
-  length: number;
+}
+
+/** A line that is being filled. */
+interface Filling {
+  starts: number[];
+  used: number;
+  width: number;
 }
 
 export class LineBreaker {
   private readonly widths = new Map<string, number>();
   private readonly context = document.createElement("canvas").getContext("2d");
 
-  constructor(private readonly font: string) {}
+  constructor(
+    private readonly font: string,
+    private readonly markFont: string,
+  ) {}
 
-  private width(word: string): number {
+  private measure(word: string, font: string = this.font): number {
     const known = this.widths.get(word);
-    if (known !== undefined) return known;
-    if (this.context) this.context.font = this.font;
-    const measured = (this.context?.measureText(visible(word)).width ?? 8) + PADDING;
-    this.widths.set(word, measured);
-    return measured;
+    if (known !== undefined && font === this.font) return known;
+    if (!this.context) return 8 * word.length;
+    this.context.font = font;
+    const { width } = this.context.measureText(word);
+    if (font === this.font && word.length <= MOST_KNOWN) this.widths.set(word, width);
+    return width;
   }
 
   /** Return the lines of a sequence; long texts are broken in slices of time. */
-  async lines(text: Text, sequence: number, width: number, isStale: () => boolean): Promise<Lines | null> {
-    const length = text.lengthOf(sequence);
-    const starts = length ? [0] : [];
-    let used = 0;
+  async lines(written: Written, width: number, isStale: () => boolean): Promise<Lines | null> {
+    const filling: Filling = { starts: [0], used: 0, width };
     let since = performance.now();
-    for (let token = 0; token < length; token++) {
-      const word = text.word(sequence, token);
-      const size = this.width(word);
-      if (used + size > width && used > 0) {
-        starts.push(token);
-        used = 0;
+    let done = 0;
+    let mark = 0;
+    for (const { 0: atom, index } of written.text.matchAll(ATOM)) {
+      let marks = 0;
+      for (; (written.marks[mark]?.at ?? Infinity) < index + atom.length; mark++) {
+        marks += this.widthOf(written.marks[mark] as Mark);
       }
-      used += size;
-      if (word.includes("\n") && token + 1 < length) {
-        starts.push(token + 1);
-        used = 0;
-      }
-      if (token % 512 === 511 && performance.now() - since > SLICE_MS) {
-        await new Promise((resume) => setTimeout(resume));
-        if (isStale()) return null;
-        since = performance.now();
-      }
+      this.place(filling, atom, index, marks);
+      if (++done % EVERY || performance.now() - since < SLICE_MS) continue;
+      await new Promise((resume) => setTimeout(resume));
+      if (isStale()) return null;
+      since = performance.now();
     }
-    return { starts, length };
+    return { starts: filling.starts };
+  }
+
+  private widthOf({ label }: Mark): number {
+    return this.measure(label, this.markFont) + MARK;
+  }
+
+  /** Put a word, a blank or the end of a line into the line, or into a new one. */
+  private place(filling: Filling, atom: string, at: number, marks: number): void {
+    const { starts, width } = filling;
+    const begin = (position: number): void => {
+      if (position > (starts[starts.length - 1] ?? 0)) starts.push(position);
+      filling.used = 0;
+    };
+    if (IS_END.test(atom)) {
+      begin(at + atom.length);
+    } else if (IS_BLANK.test(atom)) {
+      // One blank may hang over the end of a line.
+      if (filling.used > width) begin(at);
+      const tab = TAB * this.measure(" ");
+      const size = atom === "\t" ? tab - (filling.used % tab) : this.measure(atom);
+      filling.used += size + marks;
+    } else {
+      const size = this.measure(atom) + marks;
+      if (filling.used > 0 && filling.used + size > width) begin(at);
+      if (size > width) this.breakWord(filling, atom, at, begin);
+      else filling.used += size;
+    }
+  }
+
+  /** Break a word that is longer than a line after any of its characters. */
+  private breakWord(filling: Filling, word: string, at: number, begin: (position: number) => void): void {
+    let from = 0;
+    for (let to = 1; to <= word.length; to++) {
+      if (to < word.length && !isBoundary(word, to)) continue;
+      const size = this.measure(word.slice(from, to));
+      if (filling.used > 0 && filling.used + size > filling.width) begin(at + from);
+      filling.used += size;
+      from = to;
+    }
   }
 }
 
-/** Return the line of a token. */
-export function lineOf({ starts }: Lines, token: number): number {
-  let low = 0;
-  let high = starts.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if ((starts[middle] ?? 0) <= token) low = middle;
-    else high = middle - 1;
-  }
-  return low;
-}
+/** Return the line of a position. */
+export const lineOf = ({ starts }: Lines, position: number): number => lastAtMost(starts, position);

@@ -5,11 +5,13 @@ import { button, element, rovingFocus, select, setOptions } from "../dom";
 import { change, count, percent, range, visible } from "../format";
 import { nameOf as nameOfHead } from "../heads";
 import type { Direction } from "../state";
-import type { Text } from "../text";
+import type { Place, Text } from "../text";
+import type { Search } from "./search";
 import { Tokens } from "./tokens";
 import type { Entry, Lights, Loaded, Part } from "../view";
 
 const MOST_NAMED = 4; // lit tokens that are named in words
+const NOWHERE: Place[] = [];
 
 export class TextPane implements Part {
   readonly root = element("section", { class: "text", "data-part": "text", "aria-label": "text" });
@@ -23,7 +25,7 @@ export class TextPane implements Part {
 
   constructor(
     private readonly app: App,
-    search: HTMLElement,
+    private readonly search: Search,
   ) {
     this.main = new Tokens(app);
     this.keys = new Tokens(app);
@@ -36,7 +38,7 @@ export class TextPane implements Part {
     rovingFocus(this.direction, () => 1);
     const [queriesName, keysName] = this.names;
     this.root.append(
-      element("div", { class: "line" }, element("h2", {}, "A token"), this.direction, this.summary, this.sequences, search),
+      element("div", { class: "line" }, element("h2", {}, "A token"), this.direction, this.summary, this.sequences, search.root),
       element("div", { class: "panes" },
         element("div", { class: "side" }, queriesName, this.main.root),
         element("div", { class: "side" }, keysName, this.keys.root)),
@@ -69,6 +71,8 @@ export class TextPane implements Part {
     if (!loaded) return;
     this.main.update(isCross ? loaded.queries : (loaded.keys ?? loaded.queries), isCross ? "queries" : "both");
     this.keys.update(isCross ? loaded.keys : null, isCross ? "keys" : "both");
+    this.main.find(isCross ? NOWHERE : this.search.places, this.search.here);
+    this.keys.find(isCross ? this.search.places : NOWHERE, this.search.here);
   }
 
   lit(lights: Lights): void {

@@ -1,17 +1,21 @@
-/** The tokens of one text, of which only the visible lines exist, with the lit ones and a minimap. */
+/** The tokens of one text as it was written, of which only the visible lines exist, and a minimap. */
 
 import type { App } from "../app";
+import { Directions } from "../bidi";
 import { eachFrame, element, fitCanvas } from "../dom";
-import { count, visible } from "../format";
 import type { Direction } from "../state";
-import type { Text } from "../text";
+import type { Place, Text } from "../text";
+import type { Written } from "../written";
 import { LineBreaker, type Lines, lineOf } from "./lines";
-import type { Lights } from "../view";
+import { type Hit, type Row, makeRow } from "./rows";
+import { type Lights, marked } from "../view";
 
 const LINE = 26; // height of a line, in pixels
-const GUTTER = 64; // width of the token indices
+const GUTTER = 48; // width of the token indices
+const MARGIN = 20; // on the right, for what hangs over the end of a line
 const STEPS = 10; // classes of colour, lit-1 to lit-10
-const FONT = "14px system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
+const FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
+const MOST_TICKS = 2000; // found places that the minimap shows
 
 /** What the tokens of a text are: both, or under cross attention queries alone or keys alone. */
 export type Role = "both" | "queries" | "keys";
@@ -21,16 +25,17 @@ export class Tokens {
   readonly root = element("div", { class: "pane" });
   private readonly sheet = element("div", { class: "sheet" });
   private readonly minimap = element("canvas", { class: "minimap", "data-part": "minimap", "aria-hidden": "true" });
-  private readonly breaker = new LineBreaker(FONT);
+  private readonly breaker = new LineBreaker(`14px ${FAMILY}`, `11px ${FAMILY}`);
   private role: Role = "both";
   private text: Text | null = null;
-  private lines: Lines | null = null;
+  private drawn: { written: Written; lines: Lines; directions: Directions } | null = null;
+  private readonly rows = new Map<number, Row>();
   private lights: Lights = { token: null, what: "keys", entries: [], exact: "none" };
+  private places: Place[] = [];
+  private here: Place | null = null;
   private cursor: number | null = null;
   private drawnText = "";
   private scrolledTo = "";
-  private drawnRange = "";
-  private spans: HTMLElement[] = [];
 
   constructor(private readonly app: App) {
     this.root.append(this.scroller, this.minimap);
@@ -39,29 +44,21 @@ export class Tokens {
   }
 
   private listen(): void {
-    const { app } = this;
-    this.scroller.addEventListener("scroll", eachFrame(() => this.drawLines()));
-    this.scroller.addEventListener("pointerover", (event) => {
-      const token = tokenOf(event.target);
-      if (token !== null && event.pointerType !== "touch") app.hover(token, this.direction);
+    const { app, scroller } = this;
+    scroller.addEventListener("scroll", eachFrame(() => this.drawLines()));
+    scroller.addEventListener("pointerover", (event) => {
+      const hit = this.hitOf(event.target);
+      if (hit && event.pointerType !== "touch") app.hover(this.tokenOf(hit), this.direction);
     });
-    this.scroller.addEventListener("pointerleave", () => app.hover(null));
-    this.scroller.addEventListener("click", (event) => {
-      const token = tokenOf(event.target);
-      if (token === null) return;
-      // The first click on a token that a search or an address pinned keeps it.
-      const isPinned = app.state.token === token && app.state.direction === this.direction;
-      const isFirst = this.cursor !== token;
-      this.cursor = token;
-      if (isPinned && isFirst) this.drawLines();
-      else app.pin(token, this.direction);
-    });
-    this.scroller.addEventListener("keydown", (event) => this.keyed(event));
+    scroller.addEventListener("pointerleave", () => app.hover(null));
+    scroller.addEventListener("click", (event) => this.clicked(event.target));
+    scroller.addEventListener("keydown", (event) => this.keyed(event));
+    scroller.addEventListener("copy", (event) => this.copied(event));
     this.minimap.addEventListener("pointerdown", (event) => this.jump(event));
     this.minimap.addEventListener("pointermove", (event) => {
       if (event.buttons) this.jump(event);
     });
-    new ResizeObserver(eachFrame(() => this.layOut(true))).observe(this.scroller);
+    new ResizeObserver(eachFrame(() => this.layOut(true))).observe(scroller);
   }
 
   /** What a token of this text is asked for: a query looks, a key is looked at. */
@@ -78,27 +75,42 @@ export class Tokens {
     this.layOut(false);
   }
 
+  /** Mark the places that a search found, and the one that it stands at. */
+  find(places: Place[], here: Place | null): void {
+    if (places === this.places && here === this.here) return;
+    this.places = places;
+    this.here = here;
+    this.clearRows();
+    this.drawLines();
+  }
+
+  private clearRows(): void {
+    this.rows.clear();
+    this.sheet.replaceChildren();
+  }
+
   private layOut(force: boolean): void {
     const { text } = this;
     const { report, sequence } = this.app.state;
-    const width = this.scroller.clientWidth - GUTTER - 12;
+    const width = this.scroller.clientWidth - GUTTER - MARGIN;
     const key = [report, this.app.shown.scan, text?.stream.name, sequence, width].join("\0");
     if (!text?.isKnown) {
       this.drawnText = "";
-      this.lines = null;
-      this.drawnRange = "";
-      this.sheet.replaceChildren(element("p", { class: "soft" }, text ? "…" : "The scan does not hold the text that was read."));
+      this.drawn = null;
+      this.clearRows();
+      this.sheet.append(element("p", { class: "soft" }, text ? "…" : "The scan does not hold the text that was read."));
       return;
     }
     if (width <= 0 || (key === this.drawnText && !force)) return;
-    if (key === this.drawnText && this.lines) return this.drawLines();
+    if (key === this.drawnText && this.drawn) return this.drawLines();
     this.drawnText = key;
-    void this.breaker.lines(text, sequence, width, () => this.drawnText !== key).then((lines) => {
+    const written = text.of(sequence);
+    void this.breaker.lines(written, width, () => this.drawnText !== key).then((lines) => {
       if (!lines) return;
-      this.lines = lines;
+      this.drawn = { written, lines, directions: new Directions(written.text) };
+      this.clearRows();
       this.sheet.style.height = `${lines.starts.length * LINE}px`;
       this.scrolledTo = "";
-      this.drawnRange = "";
       this.follow();
       this.drawLines();
     });
@@ -127,130 +139,208 @@ export class Tokens {
     const { token } = this.app.state;
     const target = this.holdsToken ? token : this.lights.token === token ? (this.lights.entries[0]?.first ?? null) : null;
     const key = [this.drawnText, this.lights.what, token, target].join("\0");
-    if (!this.lines || token === null || target === null || key === this.scrolledTo) return;
+    if (!this.drawn || token === null || target === null || key === this.scrolledTo) return;
     this.scrolledTo = key;
     this.scrollTo(target);
   }
 
   private scrollTo(token: number): void {
-    if (!this.lines) return;
-    const top = lineOf(this.lines, token) * LINE;
+    const top = this.lineOfToken(token) * LINE;
     const { scrollTop, clientHeight } = this.scroller;
     if (top < scrollTop || top + LINE > scrollTop + clientHeight) {
       this.scroller.scrollTop = Math.max(0, top - clientHeight / 2);
     }
   }
 
+  // ---- lines ------------------------------------------------------------------------------------
+
+  get lineCount(): number {
+    return this.drawn?.lines.starts.length ?? 0;
+  }
+
+  private startOfLine(line: number): number {
+    return this.drawn?.lines.starts[line] ?? this.drawn?.written.text.length ?? 0;
+  }
+
+  private lineOfToken(token: number): number {
+    return this.drawn ? lineOf(this.drawn.lines, this.drawn.written.startOf(token)) : 0;
+  }
+
+  /** Return the first token in a line or after it. */
+  private tokenOfLine(line: number): number {
+    return this.drawn?.written.firstFrom(this.startOfLine(line)) ?? 0;
+  }
+
+  private get topLine(): number {
+    return Math.floor(this.scroller.scrollTop / LINE);
+  }
+
   // ---- drawing ----------------------------------------------------------------------------------
 
   private drawLines(): void {
-    const { lines, text } = this;
-    if (!lines || !text) return;
+    if (!this.drawn) return;
     const { scrollTop, clientHeight } = this.scroller;
-    const first = Math.max(0, Math.floor(scrollTop / LINE));
-    const last = Math.min(lines.starts.length - 1, Math.ceil((scrollTop + clientHeight) / LINE));
-    const from = lines.starts[first] ?? 0;
-    const end = lines.starts[last + 1] ?? lines.length;
-    const range = `${this.drawnText}\0${first}\0${last}`;
-    if (range !== this.drawnRange) {
-      this.drawnRange = range;
-      this.makeRows(text, lines, first, last);
-    }
-    const classes = this.classesOf(from, end);
-    for (const span of this.spans) span.className = `t ${classes[Number(span.dataset["t"]) - from] ?? ""}`;
+    const first = Math.max(0, this.topLine);
+    const last = Math.min(this.lineCount - 1, Math.ceil((scrollTop + clientHeight) / LINE));
+    this.dropRows(first, last);
+    this.addRows(first, last);
+    this.paint();
     this.drawMinimap();
   }
 
-  private makeRows(text: Text, lines: Lines, first: number, last: number): void {
-    const { sequence } = this.app.state;
-    this.spans = [];
-    const rows: HTMLElement[] = [];
-    for (let line = first; line <= last; line++) {
-      const start = lines.starts[line] ?? 0;
-      const row = element("div", { class: "row" }, element("span", { class: "soft number" }, count(start)));
-      row.style.top = `${line * LINE}px`;
-      for (let token = start; token < (lines.starts[line + 1] ?? lines.length); token++) {
-        const span = element("span", { class: "t" }, visible(text.word(sequence, token)));
-        span.dataset["t"] = String(token);
-        this.spans.push(span);
-        row.append(span);
-      }
-      rows.push(row);
+  /** Remove the rows that are out of sight, but those in which a selection begins or ends. */
+  private dropRows(first: number, last: number): void {
+    const selection = getSelection();
+    for (const [line, { root }] of this.rows) {
+      if (line >= first && line <= last) continue;
+      if (selection && [selection.anchorNode, selection.focusNode].some((end) => root.contains(end))) continue;
+      root.remove();
+      this.rows.delete(line);
     }
-    this.sheet.replaceChildren(...rows);
   }
 
-  private classesOf(from: number, end: number): string[] {
-    const classes = new Array<string>(end - from).fill("");
-    const { lights } = this;
-    if (this.holdsEntries) {
-      for (const { first, last, weight } of [...lights.entries].reverse()) {
-        const level = Math.ceil(STEPS * Math.sqrt(Math.min(1, Math.abs(weight))));
-        const name = `${weight < 0 ? "less" : "lit"}-${level}`;
-        for (let at = Math.max(first, from); at <= Math.min(last, end - 1); at++) classes[at - from] = name;
+  private addRows(first: number, last: number): void {
+    const { written, directions } = this.drawn as NonNullable<typeof this.drawn>;
+    const { sequence } = this.app.state;
+    const [begin, end] = [this.startOfLine(first), this.startOfLine(last + 1)];
+    const near = (place: Place): boolean => place.sequence === sequence && place.from < end && place.to > begin;
+    const places = this.places.filter(near);
+    for (let line = first; line <= last; line++) {
+      if (this.rows.has(line)) continue;
+      const [from, to] = [this.startOfLine(line), this.startOfLine(line + 1)];
+      const isLast = line === this.lineCount - 1;
+      const row = makeRow(written, { from, to, isLast, direction: directions.of(from, to), places, here: this.here });
+      row.root.style.top = `${line * LINE}px`;
+      // In the order of the lines, so that a selection is one of the text.
+      const below = [...this.rows].reduce((next, [other]) => (other > line && other < next ? other : next), Infinity);
+      this.sheet.insertBefore(row.root, this.rows.get(below)?.root ?? null);
+      this.rows.set(line, row);
+    }
+  }
+
+  /** Give each piece the colour of its token, and the marks of what is pinned. */
+  private paint(): void {
+    const hits = [...this.rows.values()].flatMap((row) => row.hits);
+    const levels = this.levels(hits);
+    for (const { span, tokens } of hits) {
+      let strongest = 0;
+      for (const token of tokens) {
+        const level = levels.get(token) ?? 0;
+        if (Math.abs(level) > Math.abs(strongest)) strongest = level;
       }
+      const shown = this.shownToken(tokens);
+      let name = strongest ? `t ${strongest < 0 ? "less" : "lit"}-${Math.abs(strongest)}` : "t";
+      if (this.holdsToken && shown === this.lights.token) name += " pinned";
+      if (shown === this.cursor) name += " cursor";
+      if (span.className !== name) span.className = name;
+      if (span.dataset["t"] !== String(shown)) span.dataset["t"] = String(shown);
     }
-    if (this.holdsToken && lights.token !== null && lights.token >= from && lights.token < end) {
-      classes[lights.token - from] += " pinned";
+  }
+
+  /** Return the token of a piece that is pinned or under the cursor, else its first. */
+  private shownToken(tokens: number[]): number {
+    const { token } = this.lights;
+    if (this.holdsToken && token !== null && tokens.includes(token)) return token;
+    if (this.cursor !== null && tokens.includes(this.cursor)) return this.cursor;
+    return tokens[0] ?? 0;
+  }
+
+  /** Return the step of colour of each lit token in sight, below 0 for what is less. */
+  private levels(hits: Hit[]): Map<number, number> {
+    const levels = new Map<number, number>();
+    if (!this.holdsEntries) return levels;
+    const tokens = hits.flatMap((hit) => hit.tokens);
+    const [first, last] = [Math.min(...tokens), Math.max(...tokens)];
+    for (const entry of marked(this.lights.entries).reverse()) {
+      const level = Math.sign(entry.weight) * stepOf(entry.weight);
+      for (let at = Math.max(first, entry.first); at <= Math.min(last, entry.last); at++) levels.set(at, level);
     }
-    if (this.cursor !== null && this.cursor >= from && this.cursor < end) classes[this.cursor - from] += " cursor";
-    return classes;
+    return levels;
   }
 
   private drawMinimap(): void {
-    const { lines, lights } = this;
-    const height = this.scroller.clientHeight;
+    const { lights, scroller } = this;
+    const height = scroller.clientHeight;
     const context = fitCanvas(this.minimap, 28, height);
-    if (!lines) return;
-    const y = (token: number): number => (height * token) / Math.max(1, lines.length);
+    if (!this.drawn) return;
+    const { lines } = this.drawn;
+    const y = (position: number): number => (height * lineOf(lines, position)) / this.lineCount;
+    const yOf = (token: number): number => (height * this.lineOfToken(token)) / this.lineCount;
     const style = getComputedStyle(this.root);
-    const whole = Math.max(1, lines.starts.length * LINE);
+    const whole = this.lineCount * LINE;
     context.fillStyle = style.getPropertyValue("--line");
-    context.fillRect(0, (height * this.scroller.scrollTop) / whole, 28, Math.max(3, (height * height) / whole));
+    context.fillRect(0, (height * scroller.scrollTop) / whole, 28, Math.max(3, (height * height) / whole));
     if (this.holdsEntries) {
-      for (const { first, last, weight } of lights.entries) {
-        context.globalAlpha = 0.25 + 0.75 * Math.sqrt(Math.min(1, Math.abs(weight)));
+      for (const { first, last, weight } of marked(lights.entries)) {
+        const root = Math.sqrt(Math.min(1, Math.abs(weight)));
+        context.globalAlpha = 0.25 + 0.75 * root;
         context.fillStyle = style.getPropertyValue(weight < 0 ? "--less" : "--lit");
-        const size = Math.sqrt(Math.min(1, Math.abs(weight))) * 22;
-        context.fillRect(3, y(first), size, Math.max(2, y(last + 1) - y(first)));
+        context.fillRect(3, yOf(first), 22 * root, Math.max(2, yOf(last) - yOf(first)));
       }
     }
     context.globalAlpha = 1;
+    context.fillStyle = style.getPropertyValue("--other");
+    for (const place of this.places.slice(0, MOST_TICKS)) {
+      if (place.sequence === this.app.state.sequence) context.fillRect(25, y(place.from), 3, 1);
+    }
     if (this.holdsToken && lights.token !== null) {
       context.fillStyle = style.getPropertyValue("--accent");
-      context.fillRect(0, y(lights.token) - 1, 28, 2);
+      context.fillRect(0, yOf(lights.token) - 1, 28, 2);
     }
   }
 
   // ---- input ------------------------------------------------------------------------------------
 
+  private hitOf(target: EventTarget | null): Hit | null {
+    const span = (target as HTMLElement | null)?.closest<HTMLElement>("[data-t]");
+    if (!span) return null;
+    for (const { hits } of this.rows.values()) {
+      const hit = hits.find((each) => each.span === span);
+      if (hit) return hit;
+    }
+    return null;
+  }
+
+  private tokenOf(hit: Hit): number {
+    return Number(hit.span.dataset["t"]);
+  }
+
+  /** Pin the token that was clicked; further clicks walk through the tokens of one character. */
+  private clicked(target: EventTarget | null): void {
+    const hit = this.hitOf(target);
+    if (!hit || getSelection()?.isCollapsed === false) return;
+    const { app } = this;
+    const { token, direction } = app.state;
+    const at = direction === this.direction && token !== null ? hit.tokens.indexOf(token) : -1;
+    // The first click on a token that a search or an address pinned keeps it.
+    const isKept = at >= 0 && this.cursor !== token;
+    const next = hit.tokens[isKept ? at : at + 1] ?? token;
+    this.cursor = next;
+    if (isKept) this.drawLines();
+    else app.pin(next, this.direction);
+  }
+
   private jump(event: PointerEvent): void {
-    if (!this.lines) return;
     const box = this.minimap.getBoundingClientRect();
     const share = (event.clientY - box.top) / box.height;
-    this.scroller.scrollTop = share * this.lines.starts.length * LINE - this.scroller.clientHeight / 2;
+    this.scroller.scrollTop = share * this.lineCount * LINE - this.scroller.clientHeight / 2;
   }
 
   private keyed(event: KeyboardEvent): void {
-    const { lines } = this;
-    if (!lines?.length) return;
+    if (!this.drawn?.written.length) return;
+    const { written } = this.drawn;
     const pinned = this.holdsToken ? this.app.state.token : null;
-    const at = this.cursor ?? pinned ?? lines.starts[Math.floor(this.scroller.scrollTop / LINE)] ?? 0;
-    const line = lineOf(lines, at);
-    const moved: Record<string, number> = {
-      ArrowLeft: at - 1,
-      ArrowRight: at + 1,
-      ArrowUp: (lines.starts[line - 1] ?? 0) + at - (lines.starts[line] ?? 0),
-      ArrowDown: (lines.starts[line + 1] ?? lines.length) + at - (lines.starts[line] ?? 0),
-    };
+    const at = this.cursor ?? pinned ?? this.tokenOfLine(this.topLine);
     if (event.key === "Enter" || event.key === " ") {
       this.app.pin(at, this.direction);
     } else if (event.key === "Escape") {
       this.app.pin(null);
+    } else if (event.key === "a" && (event.ctrlKey || event.metaKey)) {
+      this.selectAll();
     } else {
-      const next = moved[event.key];
-      if (next === undefined) return;
-      this.cursor = Math.min(lines.length - 1, Math.max(0, next));
+      const next = this.moved(at, event.key);
+      if (next === null) return;
+      this.cursor = Math.min(written.length - 1, Math.max(0, next));
       this.scrollTo(this.cursor);
       this.app.hover(this.cursor, this.direction);
       this.drawLines();
@@ -259,12 +349,55 @@ export class Tokens {
     event.stopPropagation();
   }
 
-  get lineCount(): number {
-    return this.lines?.starts.length ?? 0;
+  /** Return the token that an arrow key leads to; null for another key. */
+  private moved(at: number, key: string): number | null {
+    const { written, directions } = this.drawn as NonNullable<typeof this.drawn>;
+    const line = this.lineOfToken(at);
+    const forward = directions.of(written.startOf(at), written.endOf(at)).dir === "rtl" ? "ArrowLeft" : "ArrowRight";
+    if (key === "ArrowLeft" || key === "ArrowRight") return at + (key === forward ? 1 : -1);
+    if (key !== "ArrowUp" && key !== "ArrowDown") return null;
+    const across = at - this.tokenOfLine(line);
+    for (let other = line; ; ) {
+      other += key === "ArrowUp" ? -1 : 1;
+      if (other < 0 || other >= this.lineCount) return at;
+      // Lines of which a token of this line is the nearest are passed over.
+      const [first, next] = [this.tokenOfLine(other), this.tokenOfLine(other + 1)];
+      if (this.lineOfToken(first) === other) return next > first ? Math.min(first + across, next - 1) : first + across;
+    }
+  }
+
+  // ---- copying ----------------------------------------------------------------------------------
+
+  /** Select the text from its first to its last line; those between need not exist. */
+  private selectAll(): void {
+    this.addRows(0, 0);
+    this.addRows(this.lineCount - 1, this.lineCount - 1);
+    const [first, last] = [this.rows.get(0)?.root, this.rows.get(this.lineCount - 1)?.root];
+    if (first && last) getSelection()?.setBaseAndExtent(first, 0, last, last.childNodes.length);
+  }
+
+  /** Copy the characters of the selection: lines that were broken here are no lines of the text. */
+  private copied(event: ClipboardEvent): void {
+    const selection = getSelection();
+    const range = selection?.rangeCount ? selection.getRangeAt(0) : null;
+    if (!range || range.collapsed || !this.drawn || !event.clipboardData) return;
+    const from = this.positionOf(range.startContainer, range.startOffset) ?? 0;
+    const to = this.positionOf(range.endContainer, range.endOffset) ?? this.drawn.written.text.length;
+    event.clipboardData.setData("text/plain", this.drawn.written.text.slice(from, to));
+    event.preventDefault();
+  }
+
+  /** Return the position in the text of a place in the page; null for a place outside of the rows. */
+  private positionOf(node: Node, offset: number): number | null {
+    for (const { root, from } of this.rows.values()) {
+      if (!root.contains(node)) continue;
+      const before = document.createRange();
+      before.setStart(root, 0);
+      before.setEnd(node, offset);
+      return from + before.toString().length;
+    }
+    return null;
   }
 }
 
-function tokenOf(target: EventTarget | null): number | null {
-  const token = (target as HTMLElement | null)?.closest<HTMLElement>("[data-t]")?.dataset["t"];
-  return token === undefined ? null : Number(token);
-}
+const stepOf = (weight: number): number => Math.ceil(STEPS * Math.sqrt(Math.min(1, Math.abs(weight))));
