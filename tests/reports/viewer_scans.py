@@ -75,6 +75,20 @@ def _top_keys(generator: np.random.Generator, heads: int, top: int, length: int)
     }
 
 
+def _distances(generator: np.random.Generator, index: int, heads: int, length: int) -> Summary:
+    """From the heads of a layer to those so far: of 256 queries, or of all of a short text."""
+    rows = float(length if length <= 512 else 256)
+    distances = torch.from_numpy(generator.uniform(0.02, 1.0, (heads, (index + 1) * heads)))
+    own = distances[:, -heads:]
+    own.copy_((own + own.T) / 2).fill_diagonal_(0.0)
+    queries = torch.full((heads,), float(length), dtype=torch.float64)
+    return {
+        "sum": rows * distances,
+        "count": torch.full_like(distances, rows),
+        "queries": queries,
+    }
+
+
 def layer_of(index: int, *, heads: int, length: int, top: int, cells: int) -> LayerScan:
     generator = np.random.default_rng(index)
     shares = torch.from_numpy(generator.beta(1, 20, (3, heads)))
@@ -102,6 +116,7 @@ def layer_of(index: int, *, heads: int, length: int, top: int, cells: int) -> La
             "count": torch.full((heads, cells), length / cells, dtype=torch.float64),
         },
     }
+    summaries["head_distance"] = _distances(generator, index, heads, length)
     if top:
         summaries["top_keys_of_every_query"] = _top_keys(generator, heads, top, length)
     return LayerScan(
@@ -130,7 +145,7 @@ def viewer_scan(
     ids = torch.from_numpy(np.random.default_rng(7).integers(len(words), size=length)).int()
     ids[: len(words)] = torch.arange(len(words))[:length]
     statistics: list[Statistic] = [
-        *find_standard_statistics([*SCALARS, "offset_profile", "most_received"]),
+        *find_standard_statistics([*SCALARS, "offset_profile", "most_received", "head_distance"]),
         Map(cells),
         TopKeysOfEveryQuery(ranks=RANKS),
     ]

@@ -4,6 +4,7 @@ import type { Layer, Meta, Received, Scan, Statistic } from "./contract";
 import { allHeads, statisticOf } from "./heads";
 import { Light } from "./light";
 import { type HeadId, Thumbnails, difference, loadMap, positionOf, sameHead } from "./maps";
+import { Distances } from "./similar";
 import type { Source } from "./source";
 import { type State, WHOLE, fromHash, toHash } from "./state";
 import { Text } from "./text";
@@ -253,17 +254,18 @@ export class App implements Seen {
   private async load(): Promise<Loaded> {
     const { source, state } = this;
     const { report, other } = state;
-    const [a, b, of, received, profile, thumbs] = await Promise.all([
+    const [a, b, of, received, profile, thumbs, distances] = await Promise.all([
       loadMap(source, report, this.chosen),
       other ? loadMap(source, report, other) : null,
       this.loadTokens(this.shown),
       this.scan.received ? source.received(report, 0) : ([] as Received),
       this.scan.reach === null ? new Uint8Array() : source.bytes(report, "0/profile"),
       source.bytes(report, "0/thumbs"),
+      source.bytes(report, "0/distances"),
     ]);
     const map = { A: a, B: b, both: a, diff: a && b ? difference(a, b) : null }[state.mode];
     const profiles = new Float32Array(profile.slice().buffer);
-    return { a, b, map, ...of, received, profiles, thumbnails: this.thumbnailsOf(report, thumbs) };
+    return { a, b, map, ...of, received, profiles, ...this.allHeadsOf(report, thumbs, distances) };
   }
 
   /** Return the single tokens of a head: what is stored of them, and their words. */
@@ -277,11 +279,12 @@ export class App implements Seen {
     return { top, queries, keys };
   }
 
-  private readonly thumbnails = new Map<number, Thumbnails>();
+  private readonly ofAllHeads = new Map<number, Pick<Loaded, "thumbnails" | "distances">>();
 
-  private thumbnailsOf(report: number, bytes: Uint8Array): Thumbnails {
-    const made = this.thumbnails.get(report) ?? new Thumbnails((this.source.reports[report] as Meta).scans[0] as Scan, bytes);
-    this.thumbnails.set(report, made);
+  private allHeadsOf(report: number, thumbs: Uint8Array, distances: Uint8Array): Pick<Loaded, "thumbnails" | "distances"> {
+    const scan = (this.source.reports[report] as Meta).scans[0] as Scan;
+    const made = this.ofAllHeads.get(report) ?? { thumbnails: new Thumbnails(scan, thumbs), distances: new Distances(scan, distances) };
+    this.ofAllHeads.set(report, made);
     return made;
   }
 

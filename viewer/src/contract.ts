@@ -21,6 +21,8 @@ export interface Layer {
   top: number[];
   /** Queries of a blob of top keys. */
   chunk: number;
+  /** What the distances of its heads are, and on how many queries; or why there are none. */
+  similar: string;
 }
 
 export interface Statistic {

@@ -1,4 +1,4 @@
-/** Maps of heads in blocks of tokens: values, ranges of tokens, differences, likeness. */
+/** Maps of heads in blocks of tokens: values, ranges of tokens, differences, thumbnails. */
 
 import type { Layer, Scan } from "./contract";
 import { count, range } from "./format";
@@ -22,6 +22,9 @@ export interface HeadMap {
 }
 
 export const positionOf = (layer: Layer, head: number): number => layer.heads.indexOf(head);
+
+export const headsBefore = (scan: Scan, layer: number): number =>
+  scan.layers.slice(0, layer).reduce((sum, each) => sum + each.heads.length, 0);
 
 /** Weights of the 256 stored steps: a byte is the rounded square root. */
 export const WEIGHTS = Float32Array.from({ length: 256 }, (_, step) => (step / 255) ** 2);
@@ -60,33 +63,17 @@ export function tokensPerBlock(blocks: number, n: number): string {
   return least === most || least === 0 ? count(most) : range(least, most);
 }
 
-// ---- thumbnails and likeness ---------------------------------------------------------------------
+// ---- thumbnails ----------------------------------------------------------------------------------
 
 export const THUMB = 16;
-const MOST_SIMILAR = 5; // heads that are named as most similar
 const CELLS = THUMB * THUMB;
 
-interface Likeness {
-  layer: number;
-  head: number;
-  distance: number;
-}
-
-/** The pooled maps of all heads of a scan, in the order of layers and heads. */
+/** The pooled maps of all heads of a scan, in the order of layers and heads: pictures, no measure. */
 export class Thumbnails {
-  private readonly first: number[] = [];
-  private readonly similar = new Map<string, Likeness[]>();
-
   constructor(
     private readonly scan: Scan,
     private readonly bytes: Uint8Array,
-  ) {
-    let total = 0;
-    for (const layer of scan.layers) {
-      this.first.push(total);
-      total += layer.heads.length;
-    }
-  }
+  ) {}
 
   /** Return 16 x 16 bytes, each a rounded square root of a weight; null without a map. */
   of(layer: number, head: number): Uint8Array | null {
@@ -94,43 +81,8 @@ export class Thumbnails {
     if (!record?.map) return null;
     const position = positionOf(record, head);
     if (position < 0 || record.blank.includes(position)) return null;
-    const at = ((this.first[layer] ?? 0) + position) * CELLS;
+    const at = (headsBefore(this.scan, layer) + position) * CELLS;
     const own = this.bytes.subarray(at, at + CELLS);
     return own.length === CELLS ? own : null;
   }
-
-  /**
-   * Return the heads whose pooled maps differ least from this one. The distance is the share of
-   * the weight that lies elsewhere: half the sum of |a − b| over keys, the mean over queries.
-   */
-  mostSimilar(layer: number, head: number): Likeness[] {
-    const name = `${layer}.${head}`;
-    const known = this.similar.get(name);
-    if (known) return known;
-    const similar = this.likeness(layer, head).slice(0, MOST_SIMILAR);
-    this.similar.set(name, similar);
-    return similar;
-  }
-
-  private likeness(layer: number, head: number): Likeness[] {
-    const reference = this.of(layer, head);
-    if (!reference) return [];
-    const all: Likeness[] = [];
-    this.scan.layers.forEach((record, index) => {
-      for (const other of record.heads) {
-        if (index === layer && other === head) continue;
-        const bytes = this.of(index, other);
-        if (bytes) all.push({ layer: index, head: other, distance: elsewhere(reference, bytes) });
-      }
-    });
-    return all.sort((a, b) => a.distance - b.distance);
-  }
-}
-
-function elsewhere(a: Uint8Array, b: Uint8Array): number {
-  let total = 0;
-  for (let at = 0; at < CELLS; at++) {
-    total += Math.abs((WEIGHTS[a[at] ?? 0] ?? 0) - (WEIGHTS[b[at] ?? 0] ?? 0));
-  }
-  return total / (2 * THUMB);
 }

@@ -3,6 +3,7 @@
 import type { Received, Scan } from "./contract";
 import type { Light } from "./light";
 import type { HeadId, HeadMap, Thumbnails } from "./maps";
+import type { Distances } from "./similar";
 import type { Source } from "./source";
 import type { Direction, State } from "./state";
 import type { Text } from "./text";
@@ -46,6 +47,7 @@ export interface Loaded {
   received: Received;
   profiles: Float32Array;
   thumbnails: Thumbnails;
+  distances: Distances;
 }
 
 export interface Part {

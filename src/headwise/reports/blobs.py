@@ -1,4 +1,4 @@
-"""Data of the viewer in bytes: maps, thumbnails, offsets, top keys and texts of a scan.
+"""Data of the viewer in bytes: maps, thumbnails, distances, offsets, top keys and texts.
 
 `viewer/src/contract.ts` describes the blobs to their reader. A weight is stored as a byte, the
 rounded 255 times its square root, so a value that is shown is right to 1/255 of the square root.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.scanning.layer import LayerScan, ScannedText
+from headwise.scanning.layer import HEAD_DISTANCE, LayerScan, ScannedText
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import OffsetProfile
 from headwise.scanning.written import WrittenText
@@ -22,6 +22,7 @@ from headwise.scanning.written import WrittenText
 MAP, OFFSETS, RECEIVED = "map", "offset_profile", "most_received"
 TOP_KEYS = "top_keys_of_every_query"
 THUMB = 16  # cells of a thumbnail on each side
+NO_DISTANCE = 2**16 - 1  # the step of two heads without a distance; one less is a distance of 1
 MOST_CELLS = 1024  # of a map on each side
 LAST_OF_ONE_UNIT = 2**16 - 1  # of UTF-16; characters beyond it take two
 MANY_TOKENS = 2**16  # keys beyond this number take four bytes instead of two
@@ -59,6 +60,8 @@ def scan_blobs(
     ]
     if thumbs:
         yield f"{prefix}/thumbs", b"".join(map(quantise_square_roots, thumbs))
+    if HEAD_DISTANCE in scan.measured:
+        yield f"{prefix}/distances", _head_distance_steps(scan)
     if OFFSETS in scan.measured:
         yield (
             f"{prefix}/profile",
@@ -133,6 +136,18 @@ def _block_overlap(blocks: int) -> Array:
     high = np.minimum(edges[1:, None], others[None, 1:])
     common: Array = np.clip(high - low, 0, None)
     return common
+
+
+def _head_distance_steps(scan: HeadScan) -> bytes:
+    """Return two bytes for each pair of heads: a row for each head with those before it.
+
+    A step is 1/65534, to which the distance is rounded; one above 0 has at least the step 1.
+    """
+    values, layers = scan[HEAD_DISTANCE], enumerate(scan.layer_scans)
+    whole = torch.cat([values[index, list(layer.heads)] for index, layer in layers]).numpy()
+    pairs = whole[np.tril_indices(len(whole), -1)]
+    steps = np.fmax(np.rint(pairs * (NO_DISTANCE - 1)), pairs > 0)
+    return np.where(np.isnan(pairs), NO_DISTANCE, steps).astype("<u2").tobytes()
 
 
 # ---- offsets, and what receives most -------------------------------------------------------------

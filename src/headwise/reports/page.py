@@ -157,7 +157,7 @@ def report_meta(
         "missing": report.not_measured_sentences,
         "rule": f"{rule} {view.WEIGHTS}",
         "command": report.command,
-        "scans": [_scan_meta(*its, diff) for its in each],
+        "scans": [_scan_meta(*its, diff, report.similar_heads_sentences(its[0])) for its in each],
         "matched": None if diff is None or not report.match else _matched_heads(diff),
         "changes": [] if diff is None else [_change_meta(diff, each) for each in report.changes],
     }
@@ -176,6 +176,7 @@ def _scan_meta(
     maps: Maps,
     top_keys: blobs.TopKeyCounts,
     diff: ScanDiff | None,
+    similar: Sequence[str],
 ) -> dict[str, Any]:
     summaries = [layer.summaries.get(blobs.TOP_KEYS) for layer in scan.layer_scans]
     return {
@@ -192,7 +193,8 @@ def _scan_meta(
             for number, text in enumerate(scan.texts)
         ],
         "layers": [
-            _layer_meta(scan, *its) for its in zip(scan.layer_scans, maps, top_keys, strict=True)
+            _layer_meta(scan, *its)
+            for its in zip(scan.layer_scans, maps, top_keys, similar, strict=True)
         ],
         "ranks": next((x["key"].shape[-1] for x in summaries if x is not None), RANKS),
         "reach": blobs.OFFSET_REACH if blobs.OFFSETS in scan.measured else None,
@@ -226,7 +228,11 @@ def _drawn_statistics(scan: HeadScan, diff: ScanDiff | None) -> list[view.DrawnS
 
 
 def _layer_meta(
-    scan: HeadScan, layer: LayerScan, maps: blobs.Array | None, top_keys: Sequence[int]
+    scan: HeadScan,
+    layer: LayerScan,
+    maps: blobs.Array | None,
+    top_keys: Sequence[int],
+    similar: str,
 ) -> dict[str, Any]:
     is_blank = [] if maps is None else [bool(math.isnan(values.sum())) for values in maps]
     return {
@@ -239,6 +245,7 @@ def _layer_meta(
         "map": None if maps is None else list(maps.shape[1:]),
         "blank": [position for position, blank in enumerate(is_blank) if blank],
         "top": list(top_keys),
+        "similar": similar,
         "chunk": blobs.queries_of_chunk(
             sum(blobs.sequence_lengths_of_text(scan, layer.query_text))
         ),

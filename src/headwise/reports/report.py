@@ -197,6 +197,25 @@ class ScanReport:
             for (reason, count), names in groups.items()
         ]
 
+    def similar_heads_sentences(self, scan: HeadScan) -> list[str]:
+        """Return for each layer of a scan on how many queries its heads were compared.
+
+        Or why they were not, and what measures the distances.
+        """
+        measures = "headwise.scan(model, inputs) measures them, and headwise scan MODEL_DIR."
+        if self.command is not None:
+            measures = f"This command measures them: {self.command.partition(' --top-keys')[0]}"
+        sentences = []
+        for layer, compared in zip(scan.layer_scans, scan.compared_queries, strict=True):
+            if compared is not None:
+                queries = _describe_compared_queries(*compared)
+                sentences.append(f"Share of the weight that lies elsewhere, {queries}.")
+            elif HEAD_DISTANCE in layer.missing:
+                sentences.append(f"No distances to other heads ({layer.missing[HEAD_DISTANCE]}).")
+            else:
+                sentences.append(f"This scan holds no distances between heads. {measures}")
+        return sentences
+
     @property
     def _similar_heads(self) -> list[dict[str, Any]]:
         """The heads most similar to each, with the number of queries that they were read on."""
@@ -250,6 +269,14 @@ class ScanReport:
             for change in self.changes
         ]
         return {"compared": {"first": first, "second": second}, "changes": rows}
+
+
+def _describe_compared_queries(least: int, most: int, queries: int) -> str:
+    """``on every query``, ``on 256 of 16,384 queries``."""
+    if least == queries:
+        return "on every query"
+    some = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    return f"on {some} of {queries:,} queries"
 
 
 # ---- statistics, and heads that stand out --------------------------------------------------------

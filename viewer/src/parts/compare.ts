@@ -2,6 +2,7 @@
 
 import type { App } from "../app";
 import { button, element, rovingFocus, select } from "../dom";
+import { percent } from "../format";
 import { nameOf } from "../heads";
 import { positionOf } from "../maps";
 import type { Loaded, Part } from "../view";
@@ -61,8 +62,8 @@ export class Compare implements Part {
         options.push([`1.${state.layer}.${matched}`, `the matched head ${matched}, ${second.name}`]);
       }
     }
-    for (const each of loaded?.thumbnails.mostSimilar(state.layer, state.head) ?? []) {
-      options.push([`0.${nameOf(each)}`, `head ${nameOf(each)}, similar`]);
+    for (const each of loaded?.distances.mostSimilar(state.layer, state.head) ?? []) {
+      options.push([`0.${nameOf(each)}`, `head ${nameOf(each)}, ${percent(each.distance)} elsewhere`]);
     }
     return options;
   }

@@ -7,7 +7,7 @@ import { css, viridis } from "../colours";
 import { button, element, fitCanvas, rovingFocus } from "../dom";
 import { count, long, percent, visible } from "../format";
 import { allHeads, nameOf, rankOf, scalePosition, valueOf } from "../heads";
-import { type HeadId, positionOf } from "../maps";
+import { type HeadId, headsBefore, positionOf } from "../maps";
 import { thumbnail } from "./grid";
 import type { Loaded, Part } from "../view";
 
@@ -24,6 +24,7 @@ export class Facts implements Part {
   private readonly zoomY = element("input", { type: "checkbox" });
   private readonly received = element("p", { class: "small", "data-part": "received" });
   private readonly similar = element("div", { class: "similar", "data-part": "similar", role: "group", "aria-label": "most similar heads" });
+  private readonly compared = element("p", { class: "soft small", "data-part": "compared" });
   private readonly definition = element("div", { class: "small", "data-part": "definition" });
   private drawn = "";
 
@@ -37,6 +38,7 @@ export class Facts implements Part {
       this.profile,
       this.received,
       element("h3", {}, "Most similar heads"),
+      this.compared,
       this.similar,
       this.definition,
     );
@@ -123,8 +125,7 @@ export class Facts implements Part {
     const record = scan.layers[layer];
     if (scan.reach === null || !record) return null;
     const size = 2 * scan.reach + 2;
-    const before = scan.layers.slice(0, layer).reduce((sum, each) => sum + each.heads.length, 0);
-    const at = (before + positionOf(record, head)) * size;
+    const at = (headsBefore(scan, layer) + positionOf(record, head)) * size;
     const values = loaded.profiles.subarray(at, at + size);
     return values.length === size && values.some((value) => !Number.isNaN(value)) ? values : null;
   }
@@ -183,7 +184,7 @@ export class Facts implements Part {
 
   private drawSimilar(loaded: Loaded): void {
     const { state } = this.app;
-    const similar = loaded.thumbnails.mostSimilar(state.layer, state.head);
+    const similar = loaded.distances.mostSimilar(state.layer, state.head);
     this.similar.replaceChildren(
       ...similar.map(({ layer, head, distance }, n) => {
         const label = `layer ${layer}, head ${head}: ${percent(distance)} of the weight lies elsewhere`;
@@ -193,7 +194,7 @@ export class Facts implements Part {
         return choice;
       }),
     );
-    if (!similar.length) this.similar.replaceChildren(element("p", { class: "soft small" }, "No other head has a map."));
+    this.compared.textContent = this.app.layer?.similar ?? "";
   }
 
   private drawDefinition(statistic: Statistic | null): void {
