@@ -21,10 +21,10 @@ from tests.reports.viewer_scans import viewer_scan
 def test_plain_reprs() -> None:
     scan = viewer_scan()
     assert repr(scan.layer_scans[0]) == (
-        "LayerScan('h.0.attn', self attention, heads=5, calls=1, statistics=9)"
+        "LayerScan('h.0.attn', self attention, heads=5, calls=1, statistics=10)"
     )
     diff = scan.diff(viewer_scan())
-    assert repr(diff) == "ScanDiff(MadeUp, layers=3, heads=15, statistics=7)"
+    assert repr(diff) == "ScanDiff(MadeUp, layers=3, heads=15, statistics=8)"
     assert " ".join(str(diff).split()) == f"{diff!r}. {NO_CHANGE}"
     other = viewer_scan()
     other.layer_scans[1].summaries["induction"]["sum"][2] -= 0.5

@@ -133,7 +133,7 @@ def test_one_head_is_not_several() -> None:
 
 def test_what_is_missing_is_told_with_its_reason() -> None:
     cross = layer_scan([matrix(1)], name="cross", is_cross=True)
-    names = "previous_token, distance, offset_profile"
+    names = "previous token, distance, offset profile"
     why = "(cross attention: no key has the position of a query)."
     both = head_scan(layer_scan([matrix(0)], name="self"), cross)
     assert f"Not measured in 1 of 2 layers: {names} {why}" in " ".join(str(both).split())

@@ -29,7 +29,7 @@ from headwise.support.files import write_whole
 from headwise.support.text import describe_count, describe_value, escape_unprintable
 
 VERSION = 1  # of the data; viewer/src/contract.ts has the same
-FIRST = ("previous_token", "induction", "first_token", "effective_keys", "separator")
+FIRST = ("previous_token", "induction", "one_key", "effective_keys", "separator")
 
 Maps = Sequence[blobs.Array | None]
 DATA = "<!-- data -->"  # where the page leaves room for the data of the viewer
@@ -157,7 +157,7 @@ def report_meta(
         "missing": report.not_measured_sentences,
         "rule": f"{rule} {view.WEIGHTS}",
         "command": report.command,
-        "scans": [_scan_meta(*its, diff, report.similar_heads_sentences(its[0])) for its in each],
+        "scans": [_scan_meta(report, *its) for its in each],
         "matched": None if diff is None or not report.match else _matched_heads(diff),
         "changes": [] if diff is None else [_change_meta(diff, each) for each in report.changes],
     }
@@ -171,13 +171,9 @@ def _count_top_keys(scan: HeadScan, report: view.ScanReport) -> blobs.TopKeyCoun
 
 
 def _scan_meta(
-    scan: HeadScan,
-    name: str,
-    maps: Maps,
-    top_keys: blobs.TopKeyCounts,
-    diff: ScanDiff | None,
-    similar: Sequence[str],
+    report: view.ScanReport, scan: HeadScan, name: str, maps: Maps, top_keys: blobs.TopKeyCounts
 ) -> dict[str, Any]:
+    similar = report.similar_heads_sentences(scan)
     summaries = [layer.summaries.get(blobs.TOP_KEYS) for layer in scan.layer_scans]
     return {
         "name": name,
@@ -199,7 +195,9 @@ def _scan_meta(
         "ranks": next((x["key"].shape[-1] for x in summaries if x is not None), RANKS),
         "reach": blobs.OFFSET_REACH if blobs.OFFSETS in scan.measured else None,
         "received": blobs.RECEIVED in scan.measured,
-        "statistics": [_statistic_meta(scan, each) for each in _drawn_statistics(scan, diff)],
+        "statistics": [
+            _statistic_meta(scan, each) for each in _drawn_statistics(scan, report.diff)
+        ],
         "standouts": [
             {
                 "layer": standout.head.layer_index,
@@ -208,7 +206,7 @@ def _scan_meta(
                 "sentence": standout.sentence,
                 "middle": standout.middle,
             }
-            for standout in view.standout_heads(scan)
+            for standout in view.standout_heads(scan, report.name_of)
         ],
     }
 
@@ -382,7 +380,7 @@ def _template_context(report: view.ScanReport) -> dict[str, Any]:
 def standout_cards(report: view.ScanReport) -> list[HeadCard]:
     """Return a card for each head that stands out, with all of its reasons."""
     scan, by_head = report.scan, dict[tuple[int, int], list[StandoutHead]]()
-    for standout in view.standout_heads(scan):
+    for standout in report.standouts:
         position = (standout.head.layer_index, standout.head.head)
         by_head.setdefault(position, []).append(standout)
     received = scan[blobs.RECEIVED] if blobs.RECEIVED in scan.measured else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headwise.reports import images
+from headwise.reports import blobs, images
 from headwise.reports.images import RGB
 from headwise.scanning.diff import APART, HeadChange, ScanDiff
 from headwise.scanning.file import fields_of_statistic
@@ -30,7 +30,7 @@ from headwise.scanning.layer import (
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.catalogue import PICTURED
 from headwise.scanning.statistics.statistic import Definition
-from headwise.support.text import describe_count
+from headwise.support.text import describe_count, escape_unprintable
 
 LEAST_SHARE = 0.05  # a head with a smaller share of its weight does not stand out by this share
 # A head stands out if its value is so many times that of the middle head, or so many times less.
@@ -43,10 +43,18 @@ WEIGHTS = (
 # A scale spans at least this part of the median, so that equal heads have about one colour.
 LEAST_SPAN = 0.1
 WIDTH = "effective_keys"  # as a number of tokens
+ONE_KEY, FIRST_KEY = "one_key", "first_token"
+# Shares that may be that of one key, by another name.
+OF_ONE_KEY = (FIRST_KEY, "separator", "special")
+LEAST_ON_ONE_KEY = 0.3  # of an attention sink: Gu et al. 2024, arXiv:2410.10781
+SAME_SHARE = 1e-6  # the rounding between two sums of the same float32 weights
+LONGEST_WORD = 32  # characters of a token in a sentence
 RULE = (
     "A head stands out by a statistic if its value is the highest and at least twice that of the "
     "middle head, and for shares 5 percentage points more. It also stands out if it attends to the "
-    "fewest tokens, and to at most half as many as the middle head."
+    "fewest tokens, and to at most half as many as the middle head. Of the heads that give over "
+    "30 % of the weight of all queries to one key, the one that gives most is named too, whatever "
+    "the middle head does; a query that cannot see the key counts with 0."
 )
 MOST_SIMILAR = 5  # heads that are listed as most similar to another
 CHANGE_RULE = (
@@ -144,6 +152,11 @@ class ScanReport:
             f"{describe_count(scan.tokens, 'token')}",
         )
 
+    @cached_property
+    def standouts(self) -> list[StandoutHead]:
+        """The heads of the scan that stand out, with the words of their tokens."""
+        return standout_heads(self.scan, self.name_of)
+
     @property
     def all_notes(self) -> tuple[str, ...]:
         """The notes of the report, then those of the scan."""
@@ -193,7 +206,7 @@ class ScanReport:
             groups.setdefault((reason, count), []).append(name)
         return [
             f"Not measured{'' if count == len(layers) else f' in {count} of {len(layers)} layers'}"
-            f": {', '.join(names)} ({reason})."
+            f": {', '.join(self.scan.definition(name).label for name in names)} ({reason})."
             for (reason, count), names in groups.items()
         ]
 
@@ -371,6 +384,18 @@ class DrawnStatistic:
         least = 0.0 if self.scale.kind == "range" else LEAST_SHARE
         return more >= max(least, (FACTOR_APART - 1) * abs(self.middle)) and more > 0
 
+    def stands_out(self, value: float, *, of_one_key: float) -> bool:
+        """True if the highest value is named by the `RULE`.
+
+        ``of_one_key`` is the share that is named already, as that of one key, for the same head. A
+        share that may hold it is left out if the rest would not stand out.
+        """
+        if self.name == ONE_KEY:
+            return value > LEAST_ON_ONE_KEY
+        if self.name in OF_ONE_KEY and value >= of_one_key * (1 - SAME_SHARE):
+            value -= of_one_key
+        return self.is_far_above(value)
+
     def is_far_below(self, value: float) -> bool:
         """True if a value is clearly below the middle head; see `RULE`."""
         return 0 < FACTOR_APART * value <= self.middle
@@ -442,27 +467,60 @@ def _use_minus_sign(text: str) -> str:
     return text.replace("-", "−")
 
 
-def standout_heads(scan: HeadScan) -> list[StandoutHead]:
-    """Return the heads that stand out by the `RULE`."""
+def standout_heads(
+    scan: HeadScan, name_of: Callable[[int], str] | None = None
+) -> list[StandoutHead]:
+    """Return the heads that stand out by the `RULE`; ``name_of`` returns the text of a token."""
     candidates = [
         drawn_statistic(scan, name) for name in scan.characterising_scalars or scan.scalars
     ]
-    heads = []
     # Without those with the same picture, as where the first token is the only special one.
     distinct: dict[str, DrawnStatistic] = {}
     for statistic in candidates:
-        if statistic.varies_enough:
+        if statistic.varies_enough or (statistic.name == ONE_KEY and len(scan.heads) > 1):
             distinct.setdefault(str(statistic.short_texts), statistic)
+    heads, on_one_key = list[StandoutHead](), None
     for statistic in distinct.values():
         definition = statistic.definition
-        top = scan.top(statistic.name, 1)[0]
-        if statistic.is_far_above(top.value):
-            heads.append(_make_standout_head(scan, statistic, top, definition.highest_value_phrase))
+        top = scan.top(statistic.name, 1)[:1]
+        if top and statistic.stands_out(top[0].value, of_one_key=_value_at(on_one_key, top[0])):
+            made = _make_standout_head(scan, statistic, top[0], definition.highest_value_phrase)
+            if statistic.name == ONE_KEY:
+                on_one_key, key = top[0], _describe_one_key(scan, top[0], name_of)
+                made = replace(made, sentence=made.sentence.replace("one key", key))
+            heads.append(made)
         if definition.least:
             low = scan.top(statistic.name, 1, lowest=True)[0]
             if statistic.is_far_below(low.value):
                 heads.append(_make_standout_head(scan, statistic, low, definition.least))
     return heads
+
+
+def _value_at(head: HeadValue | None, other: HeadValue) -> float:
+    """Return the value of a head if the other one is the same head, else 0."""
+    is_same = head is not None and head[:3] == other[:3]
+    return head.value if head is not None and is_same else 0.0
+
+
+def _describe_one_key(scan: HeadScan, head: HeadValue, name_of: Callable[[int], str] | None) -> str:
+    """Return the key that receives most from a head: ``“[CLS]”, token 0``.
+
+    Several texts have one key in common at most, the first.
+    """
+    layer = scan.layer_scans[head.layer_index]
+    if scan.sequences > 1:
+        if FIRST_KEY not in layer.summaries:
+            return "one key of each text"
+        first = float(scan[FIRST_KEY][head.layer_index, head.head])
+        is_first = math.isclose(first, head.value, rel_tol=SAME_SHARE)
+        return "the first token of each text" if is_first else "one key of each text"
+    if blobs.RECEIVED not in layer.summaries:
+        return "one key"
+    rows = scan[blobs.RECEIVED][head.layer_index, head.head]
+    key, word, _ = blobs.most_received_tokens(scan, head.layer_index, rows, name_of)[0]
+    word = escape_unprintable(word)
+    word = word if len(word) <= LONGEST_WORD else f"{word[:LONGEST_WORD]}…"
+    return f"“{word}”, token {key:,}" if word else f"token {key:,}"
 
 
 def _make_standout_head(

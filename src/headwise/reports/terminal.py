@@ -79,7 +79,7 @@ def print_input_and_standouts(report: view.ScanReport, console: Console) -> None
         _print_paragraph(console, f"Note: {note}.", "bold red")
     if report.second is not None:
         _print_changes(report.changes, console)
-    elif heads := view.standout_heads(report.scan):
+    elif heads := report.standouts:
         table = make_table([("layer", True), ("head", True), ("heads that stand out", False)])
         table.add_column("middle head", justify="right")
         for standout in heads:

@@ -180,6 +180,13 @@ class CapturedCall:
             changes["out_proj"] = self.out_proj.index_select(0, heads)
         return replace(self, matrix=chosen, heads=tuple(heads.tolist()), **changes)
 
+    @property
+    def reason_not_whole(self) -> str | None:
+        """The reason why the queries are no whole sequences, or None if they may be."""
+        if self.own_key:
+            return "the call continues a cache, so its queries are no whole sequences"
+        return None
+
     @cached_property
     def first_real_key(self) -> Int[Tensor, " batch"]:
         """The first key of each sequence that is no padding."""

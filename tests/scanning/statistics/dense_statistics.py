@@ -187,6 +187,15 @@ def most_received(seen: Seen) -> Tensor:
     return table([[(k, t, -minus) for minus, k, t in sorted(own)[:RANKS]] for own in found], seen)
 
 
+def one_key(seen: Seen) -> Tensor:
+    total, count = seen.zeros(), seen.zeros()
+    for b in range(seen.batch):
+        received = (seen.weights[b] * seen.real_queries[b, :, None]).sum(1)
+        total += received.where(seen.real[b], 0.0).amax(-1)
+        count += seen.counted(b).sum(1)
+    return total / count
+
+
 def top_keys(queries: tuple[int, ...]) -> Callable[[Seen], Tensor]:
     def of(seen: Seen) -> Tensor:
         b = int(seen.real_queries.any(1).nonzero()[0])
@@ -370,6 +379,7 @@ REFERENCE: dict[str, Callable[[Seen], Tensor]] = {
     "score_range": mean(score_range, lambda s, b: s.allowed[b].sum(-1) > 1),
     "first_token": mean(lambda s, b: s.weights[b, :, :, s.first(b)]),
     "sink": mean(lambda s, b: s.sink_share(b)),
+    "one_key": one_key,
     "most_received": most_received,
     "previous_token": mean(
         lambda s, b: at_offset(s, b, -1)[0], lambda s, b: at_offset(s, b, -1)[1]

@@ -61,12 +61,14 @@ EVEN_AND_CAUSAL = {
     "logsumexp": (I + 1).log().mean(),
     "score_range": 0.0,
     "first_token": (1 / (I + 1)).mean(),
+    "one_key": (1 / (I + 1)).mean(),
     "previous_token": (1 / (I[1:] + 1)).mean(),
     "distance": (I / 2).mean(),
     "within_16": ((I + 1).clamp(max=17) / (I + 1)).mean(),
     "within_64": ((I + 1).clamp(max=65) / (I + 1)).mean(),
     "within_256": 1.0,
     "total_variation": 1.0,
+    "head_distance": 0.0,
 }
 
 

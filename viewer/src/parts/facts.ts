@@ -167,15 +167,19 @@ export class Facts implements Part {
   }
 
   private drawReceived(loaded: Loaded): void {
-    const { state, layer } = this.app;
+    const { state, scan, layer } = this.app;
     const position = layer ? positionOf(layer, state.head) : -1;
     const keys = loaded.received[state.layer]?.[position] ?? [];
+    const lengths = layer?.query_text == null ? [] : (scan.texts[layer.query_text]?.lengths ?? []);
+    const queries = lengths.length === 1 ? lengths[0] : undefined;
+    const amount = (weight: number): string =>
+      queries ? percent(weight / queries) : `as much as ${Number(weight.toPrecision(3))} queries give`;
     this.received.replaceChildren(
-      ...(keys.length ? ["Receive most: "] : []),
+      ...(keys.length ? [`Receive most${queries ? " of the weight of all queries" : ""}: `] : []),
       ...keys.slice(0, 4).flatMap(([key, word, weight], n) => [
         n ? ", " : "",
-        element("b", {}, word ? `“${visible(word)}”` : `key ${count(key)}`),
-        ` at ${count(key)} (from ${Number(weight.toPrecision(3))} queries)`,
+        element("b", {}, word ? `“${visible(word)}”` : "token"),
+        ` at ${count(key)} (${amount(weight)})`,
       ]),
     );
   }

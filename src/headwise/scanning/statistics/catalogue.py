@@ -111,6 +111,7 @@ IMPORTANCE: tuple[Importance, ...] = (*GRADIENTS, *ABLATIONS.values())
 STANDARD: tuple[statistic.TileStatistic, ...] = (
     *rows.SPREAD,
     *rows.ONE_KEY,
+    maps.OneKey(),
     maps.MostReceived(),
     rows.PREVIOUS_TOKEN,
     maps.OffsetProfile(),
@@ -130,8 +131,8 @@ STANDARD: tuple[statistic.TileStatistic, ...] = (
 # The order of pictures; all other statistics come after these.
 PICTURED = tuple(
     """
-    effective_keys previous_token induction first_token separator duplicate_token copying sink
-    special relative_contribution distance contribution_norm value_weighted logsumexp
+    effective_keys previous_token induction one_key first_token separator duplicate_token copying
+    sink special relative_contribution distance contribution_norm value_weighted logsumexp
     score_range effective_rank relative_entropy entropy maximum participation within_16
     within_64 within_256
     """.split()  # noqa: SIM905 (one name a line would be long)
@@ -139,7 +140,7 @@ PICTURED = tuple(
 # The statistics that can characterise a head, in the order of the reports.
 KNOWN_FOR = tuple(
     """
-    previous_token induction duplicate_token first_token separator special sink copying
+    previous_token induction duplicate_token one_key first_token separator special sink copying
     effective_keys distance relative_contribution
     """.split()  # noqa: SIM905 (one name a line would be long)
 )

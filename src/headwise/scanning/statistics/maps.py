@@ -145,8 +145,7 @@ class MostReceived(statistic.TileStatistic):
         return call.matrix.q.new_zeros(batch, heads, keys, dtype=torch.float64)
 
     def update(self, gathered: Tensor, tile: WeightTile) -> None:
-        received = tile.weight_by_query_block[1].double().sum(2)
-        gathered[tile.batches, tile.heads, tile.columns] += received
+        gathered[tile.batches, tile.heads, tile.columns] += tile.received
 
     def make_summary(self, gathered: Tensor, call: CapturedCall) -> Summary:
         received = gathered.masked_fill(call.seen_by == 0, NOTHING)
@@ -167,6 +166,42 @@ class MostReceived(statistic.TileStatistic):
     def result(self, summary: Summary) -> Tensor:
         """Return (heads, rank, field): key, token, received weight; NaN beyond the last key."""
         return stack_key_token_weight(summary["received"], summary["key"], summary["token"])
+
+
+class OneKey(statistic.TileStatistic):
+    """The weight on the key that receives most of its sequence: the share of an attention sink."""
+
+    definition = Definition(
+        name="one_key",
+        id="one_key-1",
+        formula="mean over queries i of A[i, k], k being the key with the largest Σᵢ A[i, k] of "
+        "the sequence; a query that cannot see k counts with 0",
+        unit=SHARE,
+        excluded=EXCLUDED + "; keys that are padding",
+        source="attention sinks: Xiao et al. 2023, arXiv:2309.17453; Gu et al. 2024, "
+        "arXiv:2410.10781, section 3, over the queries that see the key, where over 0.3 is a sink",
+        title="Weight on one key, the one that receives most",
+        most="gives {} of the weight of all queries to one key",
+    )
+    parts = statistic.MEAN
+
+    def reason_not_computable(self, call: CapturedCall) -> str | None:
+        """Return why a call has no such key: it continues a cache."""
+        return call.reason_not_whole or super().reason_not_computable(call)
+
+    def start(self, call: CapturedCall) -> Summary:
+        batch, heads, _, keys = call.matrix.shape
+        received = call.matrix.q.new_zeros(batch, heads, keys, dtype=torch.float64)
+        return {"received": received, "count": received.new_zeros(heads)}
+
+    def update(self, gathered: Summary, tile: WeightTile) -> None:
+        gathered["received"][tile.batches, tile.heads, tile.columns] += tile.received
+        gathered["count"][tile.heads] += tile.is_counted_query.sum((0, 2))
+
+    def make_summary(self, gathered: Summary, call: CapturedCall) -> Summary:
+        received = gathered["received"].masked_fill(~call.real_keys[:, None], 0.0)
+        most = pad(received, (0, 1)).amax(-1)  # there may be no keys at all
+        return {"sum": most.sum(0).cpu(), "count": gathered["count"].cpu()}
 
 
 def _keep_largest_keys(received: Tensor, key: Tensor, token: Tensor) -> Summary:
@@ -343,10 +378,9 @@ class TopKeysOfEveryQuery(statistic.TileStatistic):
 
     def reason_not_computable(self, call: CapturedCall) -> str | None:
         """Return why a call has no such rows: no head was chosen, or it continues a cache."""
-        if call.own_key not in (0, None):
-            return "the call continues a cache, so its queries are no whole sequences"
-        some = self._chosen_head_positions(call)
-        return None if some else "none of the chosen heads is in this layer"
+        if call.reason_not_whole or self._chosen_head_positions(call):
+            return call.reason_not_whole
+        return "none of the chosen heads is in this layer"
 
     def _chosen_head_positions(self, call: CapturedCall) -> list[int]:
         numbers = call.heads or tuple(range(call.matrix.shape[1]))

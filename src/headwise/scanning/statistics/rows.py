@@ -210,6 +210,7 @@ ONE_KEY = (
         source="the learned sink token of Xiao et al. 2023, arXiv:2309.17453, without a value",
         title="Weight on the learned sink",
         most="leaves {} of its weight to the learned sink",
+        short_title="learned sink",
         needs=("sink",),
     ),
 )

@@ -128,9 +128,7 @@ class HeadDistance(statistic.TileStatistic):
 
     def reason_not_computable(self, call: CapturedCall) -> str | None:
         """Return why a call has no rows to compare: cross attention, or a cache."""
-        if call.own_key:
-            return "the call continues a cache, so its queries are no whole sequences"
-        return super().reason_not_computable(call)
+        return call.reason_not_whole or super().reason_not_computable(call)
 
     def start(self, call: CapturedCall) -> KeptRows:
         """Choose the queries; fewer where the rows of this call alone need too much memory."""

@@ -129,6 +129,11 @@ class WeightTile(ObservedTile):
         return blocks, torch.matmul(member[:, None], self.weights)
 
     @cached_property
+    def received(self) -> Tensor:
+        """(batches, heads, columns) in float64: the weight of all rows that are no padding."""
+        return self.weight_by_query_block[1].double().sum(2)
+
+    @cached_property
     def indices_of_earlier_repeats(self) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, row, key) of the earlier keys with the token of the row's query in the tile."""
         keys = self.key_positions_of_queries
@@ -193,8 +198,9 @@ class Definition:
         title: the heading of the picture; the name if empty.
         most: a phrase on the head with the highest value, with {} for the value.
         least: a phrase on the head with the lowest value, if that is worth a report.
+        short_title: the name in sentences; the name with spaces if empty.
 
-    The last three appear on pages and in terminals. Files do not save them.
+    The last four appear on pages and in terminals. Files do not save them.
     """
 
     name: str
@@ -207,6 +213,7 @@ class Definition:
     title: str = ""
     most: str = ""
     least: str = ""
+    short_title: str = ""
 
     def has_meaning_of(self, other: Definition) -> bool:
         """True if both describe the same numbers: by their ids, or else by formula and axes."""
@@ -227,8 +234,8 @@ class Definition:
 
     @property
     def label(self) -> str:
-        """The name with spaces, for sentences."""
-        return self.name.replace("_", " ")
+        """The name for sentences."""
+        return self.short_title or self.name.replace("_", " ")
 
     @property
     def heading(self) -> str:
