@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from headwise.reports import diagnosis
 from headwise.reports import page as scan_page
 from headwise.reports.images import css_colour, viridis_colour
+from tests.reports.accessibility import small_targets, violations
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.diagnoses import report_of_model
 from tests.reports.studies import recorded_study
@@ -20,7 +19,6 @@ from tests.reports.viewer_scans import viewer_report, viewer_scan
 
 pytestmark = needs_a_browser
 
-AXE = files("axe_playwright_python").joinpath("axe.min.js")
 PAGES: dict[str, Callable[[], str]] = {
     "viewer": lambda: scan_page.render_scan_page(viewer_report(viewer_scan())),
     "two": lambda: scan_page.render_scan_page(viewer_report(viewer_scan(), second=viewer_scan())),
@@ -42,13 +40,6 @@ def viewer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = tmp_path_factory.mktemp("viewer") / "page.html"
     page.write_text(PAGES["viewer"](), "utf-8")
     return page
-
-
-def violations(opened: Opened) -> list[str]:
-    """What axe finds: the rule, and the first element that breaks it."""
-    opened.page.evaluate(AXE.read_text("utf-8"))
-    found: dict[str, Any] = opened.page.evaluate("axe.run({ resultTypes: ['violations'] })")
-    return [f"{each['id']}: {each['nodes'][0]['html'][:200]}" for each in found["violations"]]
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
@@ -73,15 +64,7 @@ def test_targets_are_large_enough(browser: Chromium, viewer: Path, touch: bool, 
     with browser.open(viewer, width=width, has_touch=touch, is_mobile=touch) as opened:
         for tab in ("heads", "map", "facts", "text"):
             opened.do(f"headwise.app.set({{ tab: '{tab}' }})", f"s.tab === '{tab}'")
-            small = opened.page.evaluate(
-                """(least) => [...document.querySelectorAll("button, select, input, summary")]
-                  .filter((e) => e.checkVisibility() && e.type !== "checkbox")
-                  .map((e) => [e.outerHTML.slice(0, 80), e.getBoundingClientRect()])
-                  .filter(([, box]) => Math.min(box.width, box.height) < least - 0.5)
-                  .map(([html, box]) => `${html} ${box.width} x ${box.height}`)""",
-                least,
-            )
-            assert small == []
+            assert small_targets(opened, least) == []
 
 
 EYES = ["protanopia", "deuteranopia", "tritanopia"]

@@ -198,3 +198,22 @@ def map_pyramid(summary: Summary) -> dict[int, Tensor]:
             return maps
         total = total.unflatten(1, (size // 2, 2)).unflatten(3, (size // 2, 2)).sum((2, 4))
         count = count.unflatten(1, (size // 2, 2)).sum(2)
+
+
+def scalars(*numbers: Sequence[float], name: str = "entropy") -> HeadScan:
+    """A scan of given numbers: a row for each layer."""
+    statistic = standard(name)
+    scan = random_scan(layers=len(numbers), heads=len(numbers[0]), statistics=(statistic,))
+    layers = [
+        replace(
+            layer,
+            summaries={
+                name: {
+                    "sum": torch.tensor(row, dtype=torch.float64),
+                    "count": torch.ones(len(row), dtype=torch.float64),
+                }
+            },
+        )
+        for layer, row in zip(scan.layer_scans, numbers, strict=True)
+    ]
+    return replace(scan, layer_scans=tuple(layers))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headwise.errors import MissingExtraError, OptionError
+from headwise.scanning.layer import LayerValue
 from headwise.scanning.selection import select_statistics
 from tests.scanning.scans import (
     BATCH,
@@ -24,6 +25,7 @@ from tests.scanning.scans import (
     layer_scan,
     matrix,
     random_scan,
+    scalars,
     standard,
 )
 
@@ -132,6 +134,19 @@ def test_the_top_heads() -> None:
     assert scan.top("maximum", 0) == []
     with pytest.raises(OptionError, match="map, which has query_block x key_block numbers"):
         scan.top("map")
+
+
+def test_a_layer_is_the_mean_of_its_heads_between_the_least_and_the_most() -> None:
+    scan = scalars([0.25, 4.0, math.nan], [math.nan] * 3, [1.0, 1.0, 2.5])
+    layers = scan.by_layer("entropy")
+    assert layers[0] == LayerValue("layer.0", 0, 2.125, 0.25, 4.0)
+    assert layers[2] == LayerValue("layer.2", 2, 1.5, 1.0, 2.5)
+    assert all(math.isnan(value) for value in layers[1][2:])
+    some = head_scan(layer_scan([matrix(0)], heads=(4, 1)), layer_scan([matrix(1)]))
+    (layer, _), values = some.by_layer("maximum"), some["maximum"][0, [1, 4]]
+    assert layer[2:] == (float(values.mean()), float(values.min()), float(values.max()))
+    with pytest.raises(OptionError, match="one number for each head"):
+        random_scan().by_layer("map")
 
 
 @pytest.mark.parametrize("lowest", [False, True])

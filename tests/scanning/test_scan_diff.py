@@ -28,30 +28,12 @@ from tests.scanning.scans import (
     layer_scan,
     matrix,
     random_scan,
+    scalars,
     standard,
 )
 
 EMBED_DIM, HEAD_DIM = 40, 10
 TURNED = ((2, 0, 5, 1, 4, 3), (1, 2, 3, 4, 5, 0))
-
-
-def scalars(*numbers: Sequence[float], name: str = "entropy") -> HeadScan:
-    """A scan of given numbers: a row for each layer."""
-    statistic = standard(name)
-    scan = random_scan(layers=len(numbers), heads=len(numbers[0]), statistics=(statistic,))
-    layers = [
-        replace(
-            layer,
-            summaries={
-                name: {
-                    "sum": torch.tensor(row, dtype=torch.float64),
-                    "count": torch.ones(len(row), dtype=torch.float64),
-                }
-            },
-        )
-        for layer, row in zip(scan.layer_scans, numbers, strict=True)
-    ]
-    return replace(scan, layer_scans=tuple(layers))
 
 
 def layers_of(seed: int) -> list[Attention]:

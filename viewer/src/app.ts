@@ -56,6 +56,8 @@ export class App implements Seen {
   onChange: () => void = () => undefined;
   /** Told when the lit tokens change, which may be at every move of the pointer. */
   onLight: (lights: Lights) => void = () => undefined;
+  /** True while the next head or layer that is pointed out is the one to compare with. */
+  isChoosing = false;
   private epoch = 0;
 
   constructor(
@@ -141,6 +143,8 @@ export class App implements Seen {
       head,
       order: "layers",
       filter: "",
+      subject: "head",
+      against: null,
       other,
       mode: other ? "both" : "A",
       sequence: 0,
@@ -166,6 +170,7 @@ export class App implements Seen {
     }
     if (!scans[0] || !statisticOf(scans[0], state.statistic)) state.statistic = first.statistic;
     if (state.other && !has(state.other)) state.other = null;
+    if (state.against !== null && !scans[0]?.layers[state.against]?.heads.length) state.against = null;
     if (!state.other) state.mode = "A";
     state.zoom = state.zoom[0] >= 1 ? state.zoom : WHOLE;
     return state;
@@ -194,7 +199,7 @@ export class App implements Seen {
   choose(id: { layer: number; head: number }, statistic: string = this.state.statistic): void {
     const layer = this.scan.layers[id.layer];
     const isOtherText = layer?.query_text !== this.layer?.query_text;
-    const change: Partial<State> = { ...id, statistic, zoom: WHOLE };
+    const change: Partial<State> = { ...id, statistic, zoom: WHOLE, subject: "head", against: null };
     if (isOtherText) Object.assign(change, { token: null, sequence: 0 });
     if (this.state.other?.scan === 1) change.other = this.partner(id);
     this.set(change);
@@ -202,7 +207,32 @@ export class App implements Seen {
 
   compareWith(other: HeadId | null): void {
     const isItself = other !== null && sameHead(other, this.chosen);
-    this.set({ other: isItself ? null : other, mode: other && !isItself ? "diff" : "A", zoom: WHOLE });
+    this.isChoosing = false;
+    this.set({
+      other: isItself ? null : other, mode: other && !isItself ? "diff" : "A", zoom: WHOLE, subject: "head", against: null,
+    });
+  }
+
+  /** Choose a layer, with the head of it that has the number of the chosen one, else its first. */
+  chooseLayer(layer: number): void {
+    const heads = this.scan.layers[layer]?.heads ?? [];
+    const head = heads.includes(this.state.head) ? this.state.head : heads[0];
+    if (head === undefined) return;
+    if (layer !== this.state.layer) this.choose({ layer, head });
+    this.set({ subject: "layer", against: null }, "replace");
+  }
+
+  compareLayers(against: number): void {
+    if (!this.scan.layers[against]?.heads.length) return;
+    this.isChoosing = false;
+    this.set({ subject: "layer", against: against === this.state.layer ? null : against });
+  }
+
+  /** Begin or leave the choice of what to compare with. */
+  choosing(isChoosing: boolean): void {
+    if (isChoosing === this.isChoosing) return;
+    this.isChoosing = isChoosing;
+    void this.refresh();
   }
 
   /** Choose another report: the address is that of its first view. */

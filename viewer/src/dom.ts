@@ -76,9 +76,15 @@ export function eachFrame<A extends unknown[]>(act: (...given: A) => void): (...
   };
 }
 
+/** True on a phone, where one part of the page is shown at a time. */
+export const hasTabs = (within: HTMLElement): boolean =>
+  within.closest(".headwise")?.querySelector(".tabs")?.checkVisibility() ?? false;
+
 /** Move the focus among the buttons of a group by arrow keys, so that the group is one tab stop. */
-export function rovingFocus(group: HTMLElement, columns: () => number): void {
+export function rovingFocus(group: HTMLElement, columns: () => number, kind = "button"): void {
   group.addEventListener("keydown", (event) => {
+    const from = (event.target as Element).closest<HTMLButtonElement>(kind);
+    if (!from) return;
     const steps: Record<string, number> = {
       ArrowLeft: -1,
       ArrowRight: 1,
@@ -87,8 +93,8 @@ export function rovingFocus(group: HTMLElement, columns: () => number): void {
     };
     const step = steps[event.key];
     if (step === undefined) return;
-    const buttons = [...group.querySelectorAll<HTMLButtonElement>("button:not([disabled])")];
-    const next = buttons[buttons.indexOf(document.activeElement as HTMLButtonElement) + step];
+    const buttons = [...group.querySelectorAll<HTMLButtonElement>(`${kind}:not([disabled])`)];
+    const next = buttons[buttons.indexOf(from) + step];
     if (!next) return;
     event.preventDefault();
     event.stopPropagation();

@@ -34,10 +34,20 @@ export const isShare = (statistic: Statistic): boolean => statistic.kind !== "ra
 
 /** Format a value for a sentence, with its unit. */
 export function long(statistic: Statistic, value: number | null): string {
+  const unit = value === null || isShare(statistic) ? "" : shortUnit(statistic);
+  return unit ? `${bare(statistic, value)} ${unit}` : bare(statistic, value);
+}
+
+/** Format a value for a table, in which the unit stands beside the name. */
+export function bare(statistic: Statistic, value: number | null): string {
   if (value === null) return "no value";
-  if (isShare(statistic)) return percent(value);
-  const unit = shortUnit(statistic);
-  return unit ? `${number(value)} ${unit}` : number(value);
+  return isShare(statistic) ? percent(value) : number(value);
+}
+
+/** Return the name of a statistic, with the unit of its numbers if they are no shares. */
+export function labelWithUnit(statistic: Statistic): string {
+  const unit = isShare(statistic) ? "" : shortUnit(statistic);
+  return unit && !statistic.label.includes(unit) ? `${statistic.label}, ${unit}` : statistic.label;
 }
 
 /** Return the unit in a word, or nothing if it takes more. */

@@ -60,6 +60,20 @@ export function rankOf(heads: HeadValue[], value: number): [rank: number, of: nu
   return [1 + values.filter((other) => other > value).length, values.length];
 }
 
+export interface Spread {
+  mean: number;
+  low: number;
+  high: number;
+}
+
+/** Return the mean of the heads that have a value, the least and the most; null if none has one. */
+export function spreadOf(values: (number | null)[]): Spread | null {
+  const real = values.filter((value) => value !== null);
+  if (!real.length) return null;
+  const sum = real.reduce((total, value) => total + value, 0);
+  return { mean: sum / real.length, low: Math.min(...real), high: Math.max(...real) };
+}
+
 /** Return the position of a value on the colour scale, from 0 to 1. */
 export function scalePosition(statistic: Statistic, value: number): number {
   if (statistic.kind === "weight") return Math.sqrt(Math.max(0, value));

@@ -7,6 +7,8 @@ export type Order = "layers" | "maps" | "value";
 export type Mode = "A" | "B" | "both" | "diff";
 /** "keys": what the pinned token looks at; "queries": the tokens that look at it. */
 export type Direction = "keys" | "queries";
+/** What the facts are of: the chosen head, or its layer. */
+export type Subject = "head" | "layer";
 export type Tab = "heads" | "map" | "facts" | "text";
 
 /** The visible part of the map: a factor, and the first column and row as shares of the map. */
@@ -19,6 +21,9 @@ export interface State {
   head: number;
   order: Order;
   filter: string;
+  subject: Subject;
+  /** The layer that the chosen one is compared with, of the same scan. */
+  against: number | null;
   other: HeadId | null;
   mode: Mode;
   sequence: number;
@@ -48,6 +53,8 @@ export function toHash(state: State, first: State): string {
   const other = state.other ? `${state.other.scan}.${state.other.layer}.${state.other.head}` : "none";
   add("o", other, first.other ? "" : "none");
   add("m", state.mode, first.mode);
+  add("l", state.subject, first.subject);
+  if (state.against !== null) parts.push(["k", String(state.against)]);
   add("x", String(state.sequence), "0");
   if (state.token !== null) parts.push(["t", String(state.token)]);
   add("d", state.direction, "keys");
@@ -83,6 +90,8 @@ export function fromHash(hash: string): Partial<State> {
   if (given.get("o") === "none") set("other", null);
   if (other) set("other", { scan: Number(other[1]), layer: Number(other[2]), head: Number(other[3]) });
   set("mode", choice("m", MODES));
+  set("subject", choice("l", ["head", "layer"] as const));
+  set("against", whole("k"));
   set("sequence", whole("x"));
   set("token", whole("t"));
   set("direction", choice("d", ["keys", "queries"] as const));

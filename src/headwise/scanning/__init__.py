@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from headwise.scanning.diff import HeadChange as HeadChange
     from headwise.scanning.diff import ScanDiff as ScanDiff
     from headwise.scanning.layer import HeadValue as HeadValue
+    from headwise.scanning.layer import LayerValue as LayerValue
     from headwise.scanning.layer import ScannedText as ScannedText
     from headwise.scanning.layer import SimilarHead as SimilarHead
     from headwise.scanning.layer import StandoutHead as StandoutHead
@@ -30,7 +31,7 @@ __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
         "diff": "HeadChange ScanDiff",
-        "layer": "HeadValue ScannedText SimilarHead StandoutHead",
+        "layer": "HeadValue LayerValue ScannedText SimilarHead StandoutHead",
         "links": "Link",
         "parts": "find_parts merge_parts scan_part",
         "plan": "plan_scan",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -222,6 +223,24 @@ class SimilarHead(NamedTuple):
     distance: float
 
 
+class LayerValue(NamedTuple):
+    """Named tuple: a statistic over the heads of one layer, as in the margin of the page's grid.
+
+    Attributes:
+        layer: name of the layer.
+        layer_index: row of the layer in the scan, from 0.
+        mean: of the scanned heads that have a value; NaN if none has one.
+        low: the least of these heads.
+        high: the most of these heads.
+    """
+
+    layer: str
+    layer_index: int
+    mean: float
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class StandoutHead:
     """A head that stands out by a statistic.
@@ -431,11 +450,7 @@ class ScanReadings:
             OptionError: the scan has no such statistic, no layer has it, or it is not one number
                 a head.
         """
-        if axes := self.definition(name).axes:
-            saw = f"{name}, which has {' x '.join(axes)} numbers for each head"
-            needed = f"one number for each head: {', '.join(self.scalars)}"
-            raise OptionError(saw=saw, needed=needed, do=f"reduce scan[{name!r}] yourself")
-        return top_heads(self.layers, self[name], n, lowest=lowest)
+        return top_heads(self.layers, self._scalar(name), n, lowest=lowest)
 
     def most_similar(self, layer: int | str, head: int, n: int = 5) -> list[SimilarHead]:
         """Return the ``n`` heads whose weights are nearest to those of a head, the nearest first.
@@ -484,6 +499,23 @@ class ScanReadings:
                 compared[index] = int(some.min()), int(some.max()), queries
         return tuple(map(compared.get, range(len(self.layer_scans))))
 
+    def by_layer(self, name: str) -> list[LayerValue]:
+        """Return the mean of a statistic over the heads of each layer, with the least and the most.
+
+        Args:
+            name: a statistic with one number a head.
+
+        Raises:
+            OptionError: as `top` does.
+        """
+        rows = enumerate(zip(self.layers, self._scalar(name), strict=True))
+        values = [(layer, index, row[row.isfinite()]) for index, (layer, row) in rows]
+        none = (math.nan,) * 3
+        return [
+            LayerValue(layer, index, *map(float, (x.mean(), x.min(), x.max()) if len(x) else none))
+            for layer, index, x in values
+        ]
+
     def table(self) -> list[Row]:
         """Return a row for each scanned head.
 
@@ -501,6 +533,14 @@ class ScanReadings:
         pandas = require_package("pandas", purpose="which holds the table", pip="pandas")
         columns = ["layer", "layer_index", "head", *self.scalars]
         return pandas.DataFrame(self.table(), columns=columns)
+
+    def _scalar(self, name: str) -> Tensor:
+        """Return a statistic with one number a head, or raise OptionError."""
+        if axes := self.definition(name).axes:
+            saw = f"{name}, which has {' x '.join(axes)} numbers for each head"
+            needed = f"one number for each head: {', '.join(self.scalars)}"
+            raise OptionError(saw=saw, needed=needed, do=f"reduce scan[{name!r}] yourself")
+        return self[name]
 
     def _find_statistic(self, name: str) -> Statistic:
         for statistic in self.statistics:

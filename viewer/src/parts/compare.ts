@@ -11,6 +11,7 @@ export class Compare implements Part {
   readonly root = element("div", { class: "line compare", "data-part": "compare" });
   private readonly title = element("h2");
   private readonly modes = element("div", { class: "modes", role: "group", "aria-label": "shown", "data-follow": "" });
+  private readonly opener = button("compare", { "data-part": "compare-with" }, () => this.app.choosing(!this.app.isChoosing));
   private readonly others: HTMLSelectElement;
 
   constructor(
@@ -24,7 +25,7 @@ export class Compare implements Part {
       this.modes.append(choice);
     }
     rovingFocus(this.modes, () => 1);
-    this.root.append(this.title, this.others, this.modes, tools);
+    this.root.append(this.title, this.opener, this.modes, this.others, tools);
   }
 
   private chooseOther(value: string): void {
@@ -35,6 +36,7 @@ export class Compare implements Part {
   update(loaded: Loaded | null): void {
     const { app } = this;
     const { other, mode } = app.state;
+    this.opener.setAttribute("aria-pressed", String(app.isChoosing));
     const sign = { A: null, B: null, both: "and", diff: "−" }[mode];
     const isPair = sign !== null && other !== null;
     this.title.textContent = isPair ? `${app.shortName(app.chosen)} ${sign} ${app.shortName(other)}` : app.nameOf(app.shown);
@@ -53,7 +55,7 @@ export class Compare implements Part {
 
   private options(loaded: Loaded | null): [string, string][] {
     const { meta, state, layer } = this.app;
-    const options: [string, string][] = [["", "compare with …"]];
+    const options: [string, string][] = [["", "with …"]];
     const second = meta.scans[1];
     if (second) {
       options.push([`1.${state.layer}.${state.head}`, `the same head, ${second.name}`]);

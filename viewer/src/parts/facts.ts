@@ -2,13 +2,15 @@
 
 import { scaleLinear } from "d3-scale";
 import type { App } from "../app";
-import type { Statistic } from "../contract";
+import type { Scan, Statistic } from "../contract";
 import { css, viridis } from "../colours";
 import { button, element, fitCanvas, rovingFocus } from "../dom";
 import { count, long, percent, visible } from "../format";
-import { allHeads, nameOf, rankOf, scalePosition, valueOf } from "../heads";
+import { allHeads, nameOf, rankOf, scalePosition, statisticOf, valueOf } from "../heads";
 import { type HeadId, headsBefore, positionOf } from "../maps";
+import { changeTable } from "./changes";
 import { thumbnail } from "./grid";
+import { LayerFacts } from "./layer_facts";
 import type { Loaded, Part } from "../view";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -18,7 +20,7 @@ const PROFILE = { width: 264, height: 84, left: 4, bottom: 14 };
 export class Facts implements Part {
   readonly root = element("section", { class: "facts", "aria-label": "the chosen head" });
   private readonly title = element("h2");
-  private readonly list = element("dl", { "data-part": "facts" });
+  private readonly list = element("div", { "data-part": "facts" });
   private readonly place = element("canvas", { class: "place", role: "img" });
   private readonly profile = element("div", { class: "profile", "data-part": "profile" });
   private readonly zoomY = element("input", { type: "checkbox" });
@@ -26,11 +28,15 @@ export class Facts implements Part {
   private readonly similar = element("div", { class: "similar", "data-part": "similar", role: "group", "aria-label": "most similar heads" });
   private readonly compared = element("p", { class: "soft small", "data-part": "compared" });
   private readonly definition = element("div", { class: "small", "data-part": "definition" });
+  private readonly ofHead = element("div", { class: "of-head" });
+  private readonly ofLayer: LayerFacts;
   private drawn = "";
 
   constructor(private readonly app: App) {
     this.zoomY.addEventListener("change", () => this.draw(app.loaded));
-    this.root.append(
+    this.ofLayer = new LayerFacts(app);
+    this.root.append(this.ofHead, this.ofLayer.root);
+    this.ofHead.append(
       this.title,
       this.list,
       this.place,
@@ -47,6 +53,14 @@ export class Facts implements Part {
 
   update(loaded: Loaded | null): void {
     const { state } = this.app;
+    const isLayer = state.subject === "layer";
+    this.root.setAttribute("aria-label", isLayer ? "the chosen layer" : "the chosen head");
+    this.ofHead.hidden = isLayer;
+    this.ofLayer.root.hidden = !isLayer;
+    if (isLayer) {
+      this.ofLayer.update();
+      return;
+    }
     const key = JSON.stringify([state.report, state.layer, state.head, state.statistic, state.other, state.mode]);
     if (loaded && key !== this.drawn) {
       this.drawn = key;
@@ -69,29 +83,40 @@ export class Facts implements Part {
   // ---- numbers ----------------------------------------------------------------------------------
 
   private drawList(): void {
+    if (this.app.state.other) this.drawChanges(this.app.state.other);
+    else this.drawValues();
+  }
+
+  /** List how the statistics of two heads differ, the largest change first. */
+  private drawChanges(other: HeadId): void {
+    const { app } = this;
+    const scan = app.meta.scans[other.scan] as Scan;
+    const sides = app.scan.statistics.filter(({ is_change }) => !is_change).map((statistic) => ({
+      statistic,
+      a: valueOf(app.scan, statistic.name, app.state.layer, app.state.head),
+      b: valueOf(scan, statistic.name, other.layer, other.head),
+    }));
+    const names: [string, string] = [app.shortName(app.chosen), app.shortName(other)];
+    this.list.replaceChildren(changeTable(sides, names, (name) => !statisticOf(scan, name)));
+  }
+
+  private drawValues(): void {
     const { app } = this;
     const { scan, statistic, layer } = app;
     const shown = scan.statistics.filter((each) => each.first || each === statistic);
     const rows = shown.flatMap((each) => {
       const value = valueOf(scan, each.name, app.state.layer, app.state.head);
       const row = element("dd", {}, long(each, value), this.rank(each, value));
-      if (app.state.other && !each.is_change) row.append(element("span", { class: "versus" }, ` B: ${long(each, this.valueOfOther(each.name))}`));
       return [element("dt", { class: each === statistic ? "current" : "" }, each.label), row];
     });
     const name = `${layer?.name ?? ""}${layer?.kind === "cross" ? ", cross attention" : ""}`;
-    this.list.replaceChildren(...rows, element("dt", {}, "layer"), element("dd", { class: "soft" }, name));
+    this.list.replaceChildren(element("dl", {}, ...rows, element("dt", {}, "layer"), element("dd", { class: "soft" }, name)));
   }
 
   private rank(statistic: Statistic, value: number | null): HTMLElement | null {
     if (value === null) return null;
     const [rank, of] = rankOf(allHeads(this.app.scan, statistic), value);
     return of > 1 ? element("span", { class: "soft" }, ` · ${ordinal(rank)} of ${count(of)}`) : null;
-  }
-
-  private valueOfOther(name: string): number | null {
-    const other = this.app.state.other as HeadId;
-    const scan = this.app.meta.scans[other.scan];
-    return scan ? valueOf(scan, name, other.layer, other.head) : null;
   }
 
   /** Draw a line for each head at its value, and the chosen head's line over all. */

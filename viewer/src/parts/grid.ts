@@ -3,14 +3,16 @@
 import type { App } from "../app";
 import type { Scan, Statistic } from "../contract";
 import { type RGB, css, diverging, ink, viridis } from "../colours";
-import { button, element, rovingFocus, select, setOptions } from "../dom";
+import { button, element, hasTabs, rovingFocus, select, setOptions } from "../dom";
 import { isShare, long, short } from "../format";
-import { type HeadValue, allHeads, compared, filterOf, nameOf, ranked, scalePosition } from "../heads";
+import { type HeadValue, allHeads, compared, filterOf, nameOf, ranked, scalePosition, spreadOf } from "../heads";
 import { THUMB, type Thumbnails } from "../maps";
 import type { Order } from "../state";
+import { spreadEnds, spreadStrip, spreadWords } from "./spread";
 import type { Loaded, Part } from "../view";
 
 const EDGE = 26; // pixels of the numbers at the edges, which stay in place
+const MARGIN = 66; // pixels of the strips at the right edge
 
 const ORDERS: [Order, string][] = [
   ["layers", "by layer"],
@@ -26,8 +28,12 @@ export class Grid implements Part {
     type: "text", "aria-label": "filter", placeholder: "filter: 3, *.7, > 50", autocomplete: "off", spellcheck: "false",
   });
   private readonly unit = element("p", { class: "soft small" });
+  private readonly asked = element("span", { role: "status" });
+  private readonly hint = element("p", { class: "hint small" });
   private readonly cells = element("div", { class: "cells", role: "group", "aria-label": "heads of the model" });
   private readonly buttons = new Map<string, HTMLButtonElement>();
+  private layers: HTMLButtonElement[] = [];
+  private wasChoosing = false;
   private drawn = "";
   private revealed = "";
   private columns = 1;
@@ -37,25 +43,46 @@ export class Grid implements Part {
     this.statistics = select("statistic", [], (value) => app.set({ statistic: value }));
     this.orders = select("order", ORDERS, (value) => app.set({ order: value as Order }));
     this.filter.addEventListener("input", () => app.set({ filter: this.filter.value }, "replace"));
+    this.hint.append(this.asked, button("cancel", {}, () => app.choosing(false)));
     this.root.append(
       element("div", { class: "line" }, this.statistics, this.orders, this.filter),
+      this.hint,
       this.unit,
       this.cells,
     );
-    rovingFocus(this.cells, () => this.columns);
-    this.cells.dataset["follow"] = "";
+    rovingFocus(this.cells, () => this.columns, ".cell");
+    rovingFocus(this.cells, () => 1, ".layer");
     this.cells.addEventListener("click", (event) => this.clicked(event));
-    this.cells.addEventListener("keydown", (event) => {
-      const id = idOf(event.target);
-      if (event.key === "c" && id) app.compareWith({ scan: 0, ...id });
-    });
   }
 
   private clicked(event: MouseEvent): void {
-    const id = idOf(event.target);
-    if (!id) return;
-    if (event.shiftKey) this.app.compareWith({ scan: 0, ...id });
-    else this.app.choose(id);
+    const { app } = this;
+    const [id, layer] = [idOf(event.target), layerOf(event.target)];
+    const isCompared = event.shiftKey || app.isChoosing;
+    const isPhone = hasTabs(this.root);
+    if (id && isCompared) app.compareWith({ scan: 0, ...id });
+    else if (id) app.choose(id);
+    else if (layer !== null && isCompared) app.compareLayers(layer);
+    else if (layer !== null) app.chooseLayer(layer);
+    if (isPhone && layer !== null) app.set({ tab: "facts" }, "replace");
+    if (isPhone && id && isCompared) app.set({ tab: "map" }, "replace");
+  }
+
+  /** Say what is chosen next, and go there; the arrow keys then move without choosing. */
+  private tellChoosing(): void {
+    const { isChoosing, state } = this.app;
+    const isLayer = state.subject === "layer";
+    const own = isLayer ? `layer ${state.layer}` : nameOf(state);
+    this.hint.hidden = !isChoosing;
+    this.asked.textContent = isChoosing ? `Choose a ${isLayer ? "layer" : "head"} to compare with ${own}.` : "";
+    this.cells.toggleAttribute("data-follow", !isChoosing);
+    this.cells.classList.toggle("choosing", isChoosing);
+    if (isChoosing && !this.wasChoosing) {
+      if (hasTabs(this.root)) this.app.set({ tab: "heads" }, "replace");
+      const first = isLayer ? this.layers[state.layer] : this.buttons.get(nameOf(state));
+      requestAnimationFrame(() => first?.focus());
+    }
+    this.wasChoosing = isChoosing;
   }
 
   update(loaded: Loaded | null): void {
@@ -76,6 +103,13 @@ export class Grid implements Part {
       cell.classList.toggle("other", other?.scan === 0 && name === nameOf(other));
       cell.tabIndex = isChosen ? 0 : -1;
     }
+    this.layers.forEach((layer, index) => {
+      const isChosen = index === state.layer;
+      layer.setAttribute("aria-pressed", String(isChosen && state.subject === "layer"));
+      layer.classList.toggle("other", index === state.against);
+      layer.tabIndex = isChosen ? 0 : -1;
+    });
+    this.tellChoosing();
     requestAnimationFrame(() => this.reveal());
   }
 
@@ -91,7 +125,7 @@ export class Grid implements Part {
     if (!isInside(own.top, own.bottom, box.top + EDGE, box.bottom)) {
       this.cells.scrollTop += own.top - box.top - box.height / 2;
     }
-    if (!isInside(own.left, own.right, box.left + EDGE, box.right)) {
+    if (!isInside(own.left, own.right, box.left + EDGE, box.right - MARGIN)) {
       this.cells.scrollLeft += own.left - box.left - box.width / 2;
     }
   }
@@ -119,6 +153,7 @@ export class Grid implements Part {
     this.filter.setAttribute("aria-invalid", String(test === null));
     this.unit.textContent = this.unitLine(statistic);
     this.buttons.clear();
+    this.layers = [];
     const cellOf = (head: HeadValue): HTMLButtonElement => {
       const cell = this.cell(head, statistic, state.order === "maps" ? thumbnails : null);
       cell.classList.toggle("faint", test !== null && !test(head));
@@ -133,22 +168,43 @@ export class Grid implements Part {
       return;
     }
     this.columns = Math.max(1, ...scan.layers.map((layer) => layer.heads.length));
-    const rows = scan.layers.map((layer, index) =>
-      element(
-        "div",
-        { class: "row" },
-        element("span", { class: "soft number" }, layer.kind === "cross" ? `${index}×` : String(index)),
-        ...heads.filter((head) => head.layer === index).map(cellOf),
-      ),
-    );
-    this.cells.replaceChildren(...headNumbers(scan), ...rows);
+    const rows = scan.layers.map((_, index) => {
+      const own = heads.filter((head) => head.layer === index);
+      return element("div", { class: "row" }, ...this.margins(index, own, statistic), ...own.map(cellOf));
+    });
+    this.cells.replaceChildren(headNumbers(scan, this.ends(statistic)), ...rows);
+  }
+
+  /** Return the number of a layer, and its strip, which stands at the end of the row. */
+  private margins(index: number, heads: HeadValue[], statistic: Statistic | null): HTMLElement[] {
+    const record = this.app.scan.layers[index];
+    const spread = spreadOf(heads.map(({ value }) => value));
+    const words = statistic ? `: ${spreadWords(statistic, spread)}` : "";
+    const number = button(record?.kind === "cross" ? `${index}×` : String(index), {
+      class: "soft number layer", "aria-label": `layer ${index}${words}`, title: `layer ${index}${words}`, disabled: !heads.length,
+    }, () => undefined);
+    number.dataset["layer"] = String(index);
+    this.layers.push(number);
+    const place = (value: number): number => this.place(statistic, value);
+    return statistic ? [number, spreadStrip(spread, place)] : [number];
+  }
+
+  /** Return where a value stands on the scale of the colours, from 0 to 1. */
+  private place(statistic: Statistic | null, value: number): number {
+    if (this.comparison === "diff") return (value / this.most + 1) / 2;
+    return statistic ? Math.min(1, Math.max(0, scalePosition(statistic, value))) : 0;
+  }
+
+  private ends(statistic: Statistic | null): [low: string, high: string] {
+    if (!statistic) return ["", ""];
+    const end = short(statistic, this.most);
+    return this.comparison === "diff" ? [`−${end}`, end] : endsOf(statistic);
   }
 
   private unitLine(statistic: Statistic | null): string {
     if (!statistic) return "";
     const isDifference = this.comparison === "diff";
-    const end = short(statistic, this.most);
-    const [low, high] = isDifference ? [`−${end}`, end] : endsOf(statistic);
+    const [low, high] = this.ends(statistic);
     const order = this.app.state.order === "value" ? "The most first." : "A row is a layer, a column a head.";
     return `${statistic.heading}${isDifference ? ", A − B" : ""}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
   }
@@ -187,6 +243,11 @@ function idOf(target: EventTarget | null): { layer: number; head: number } | nul
   return id ? { layer: id[0] ?? 0, head: id[1] ?? 0 } : null;
 }
 
+function layerOf(target: EventTarget | null): number | null {
+  const layer = (target as Element | null)?.closest<HTMLElement>("[data-layer]")?.dataset["layer"];
+  return layer === undefined ? null : Number(layer);
+}
+
 function statisticOptions(statistics: Statistic[]): [string, string][] {
   const order = [...statistics.filter(({ first }) => first), ...statistics.filter(({ first }) => !first)];
   return order.map(({ name, label }) => [name, label]);
@@ -200,13 +261,12 @@ function unitOf(statistic: Statistic): string {
 const endsOf = (statistic: Statistic): [low: string, high: string] =>
   isShare(statistic) ? ["0", "100"] : [short(statistic, statistic.low), short(statistic, statistic.high)];
 
-/** Return a row with the numbers of the heads, or nothing if the layers have other heads. */
-function headNumbers(scan: Scan): HTMLElement[] {
+/** Return a row with the numbers of the heads, if the layers have the same, and the ends of the strips. */
+function headNumbers(scan: Scan, ends: [low: string, high: string]): HTMLElement {
   const widest = scan.layers.reduce<number[]>((most, { heads }) => (heads.length > most.length ? heads : most), []);
   const fitsAll = scan.layers.every(({ heads }) => heads.every((head, at) => head === widest[at]));
-  if (!fitsAll || !widest.length) return [];
-  const numbers = widest.map((head) => element("span", { class: "column" }, String(head)));
-  return [element("div", { class: "row soft numbers", "aria-hidden": "true" }, element("span", { class: "number" }), ...numbers)];
+  const numbers = widest.map((head) => element("span", { class: "column" }, fitsAll ? String(head) : ""));
+  return element("div", { class: "row soft numbers", "aria-hidden": "true" }, element("span", { class: "number" }), spreadEnds(...ends), ...numbers);
 }
 
 /** Return a canvas with a pooled map; a byte is a position on the colour scale. */

@@ -10,7 +10,8 @@ const KEYS: [keys: string, meaning: string][] = [
   ["Esc", "unpin"],
   ["[ and ]", "the head before, the next head"],
   ["d", "turn: what a token looks at, what looks at it"],
-  ["c, or Shift and a click", "in the grid: compare with this head"],
+  ["c", "compare: then Enter or a click on a head, or on the number of a layer; Esc leaves"],
+  ["Shift and a click", "compare with this head, or with this layer"],
   ["x", "A, B, A and B, A − B"],
   ["+ − 0", "in the map: zoom; drag moves"],
   ["/", "search the text, or a token by #17"],
@@ -53,7 +54,8 @@ export class Keys {
       "]": () => this.step(1),
       d: () => app.set({ direction: state.direction === "keys" ? "queries" : "keys" }),
       x: () => app.set({ mode: state.other ? ({ A: "B", B: "both", both: "diff", diff: "A" } as const)[state.mode] : "A" }),
-      Escape: () => app.pin(null),
+      c: () => app.choosing(true),
+      Escape: () => (app.isChoosing ? app.choosing(false) : app.pin(null)),
     };
     const act = acts[key];
     act?.();

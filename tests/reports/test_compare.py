@@ -1,0 +1,395 @@
+"""Comparing heads and layers in a browser: by mouse, by keyboard and by touch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwise.reports.page import save_scan_page
+from headwise.scanning.layer import HEAD_DISTANCE
+from headwise.scanning.result import HeadScan
+from tests.reports.accessibility import small_targets, violations
+from tests.reports.browser import Chromium, Opened, needs_a_browser
+from tests.reports.viewer_scans import RANKS, layer_of, viewer_report, viewer_scan
+
+pytestmark = needs_a_browser
+
+HEAD = "s.layer === {} && s.head === {}"
+FOCUS = "document.activeElement.dataset.{} === '{}'"
+
+
+@pytest.fixture(scope="module")
+def scan() -> HeadScan:
+    return viewer_scan()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, scan: HeadScan) -> Path:
+    return save_scan_page(tmp_path_factory.mktemp("compare") / "page.html", viewer_report(scan))
+
+
+@pytest.fixture
+def opened(browser: Chromium, path: Path) -> Iterator[Opened]:
+    with browser.open(path, address="#s=previous_token&h=1.2") as opened:
+        yield opened
+        assert opened.complaints == []
+
+
+@pytest.fixture
+def phone(browser: Chromium, path: Path) -> Iterator[Opened]:
+    with browser.open(
+        path, address="#s=previous_token&h=1.2", width=390, height=844, has_touch=True
+    ) as opened:
+        yield opened
+        assert opened.complaints == []
+
+
+def table_of(opened: Opened, part: str) -> list[list[str]]:
+    """The cells of a table on the right, row by row."""
+    rows = opened.page.locator(f"[data-part={part}] table tbody tr")
+    return [row.locator("th, td").all_inner_texts() for row in rows.all()]
+
+
+def number(words: str) -> float:
+    """A value as the page writes it."""
+    plain = words.replace("under 0.01 %", "0.01 %").replace("over −0.01 %", "−0.01 %")
+    return float(plain.replace("−", "-").replace("+", "").replace(" %", "e-2").replace(",", ""))
+
+
+def is_shown(words: str, value: float) -> bool:
+    """True if words are a value: per cent to the written digit, else three digits."""
+    if "0.01 %" in words and ("under" in words or "over" in words):
+        return abs(value) < 1e-4
+    if words.endswith(" %"):
+        decimals = len(words.removesuffix(" %").partition(".")[2])
+        step = 10.0 ** (-2 - decimals)
+    else:
+        step = 10.0 ** (math.floor(math.log10(abs(value))) - 2) if value else 0.0
+    return abs(number(words) - value) <= 0.5 * step + 1e-5 * abs(value) + 1e-12
+
+
+def spans(scan: HeadScan, names: Sequence[str]) -> dict[str, float]:
+    """The span of the scale of each statistic: 1 for shares, ln of the length, else the range."""
+    lengths = {"entropy": float(torch.tensor(float(scan.tokens)).log())}
+    ranges = {name: float(scan[name].max() - scan[name].min()) for name in names}
+    return {
+        name: lengths.get(name, 1.0 if "_" in name or name == "induction" else ranges[name])
+        for name in names
+    } | {"effective_keys": ranges["effective_keys"]}
+
+
+def require_sorted_changes(rows: list[list[str]], scan: HeadScan, pairs: dict[str, Any]) -> None:
+    """Require both values and the change of each statistic, the largest part of a scale first."""
+    span = spans(scan, list(pairs))
+    sizes = []
+    for name, a, b, change in rows:
+        key = name.split(",")[0].replace(" ", "_")
+        first, second = pairs[key]
+        assert is_shown(a, first)
+        assert is_shown(b, second)
+        assert is_shown(change, first - second)
+        sizes.append(abs(first - second) / span[key])
+    assert len(rows) == len(pairs)
+    assert sizes == sorted(sizes, reverse=True)
+
+
+# ---- heads ---------------------------------------------------------------------------------------
+
+
+def test_a_head_is_compared_by_keyboard_alone(opened: Opened, scan: HeadScan) -> None:
+    page = opened.page
+    page.focus("[data-part=compare-with]")
+    page.keyboard.press("Enter")
+    opened.poll(FOCUS.format("id", "1.2"))
+    assert page.inner_text(".hint span") == "Choose a head to compare with 1.2."
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    opened.poll(FOCUS.format("id", "2.3"))
+    assert (opened.state()["layer"], opened.state()["head"]) == (1, 2)  # the keys chose nothing
+    page.keyboard.press("Enter")
+    opened.wait("s.mode === 'diff' && s.other.layer === 2 && s.other.head === 3")
+    assert not page.is_visible(".hint")
+    pairs = {name: (float(scan[name][1, 2]), float(scan[name][2, 3])) for name in scan.scalars}
+    require_sorted_changes(table_of(opened, "facts"), scan, pairs)
+    heads = page.locator("[data-part=facts] thead th").all_inner_texts()
+    assert heads == ["statistic", "1.2", "2.3", "change"]
+    # The arrow keys choose again.
+    page.keyboard.press("ArrowLeft")
+    opened.wait(HEAD.format(2, 2))
+
+
+def test_c_begins_and_escape_leaves(opened: Opened) -> None:
+    page = opened.page
+    page.click('[data-id="0.1"]')
+    opened.wait(HEAD.format(0, 1))
+    page.keyboard.press("c")
+    opened.poll("headwise.app.isChoosing")
+    assert page.get_attribute("[data-part=compare-with]", "aria-pressed") == "true"
+    page.keyboard.press("ArrowRight")
+    opened.poll(FOCUS.format("id", "0.2"))
+    page.keyboard.press("Escape")
+    opened.poll("!headwise.app.isChoosing")
+    assert opened.state()["other"] is None
+    page.keyboard.press("c")
+    opened.poll("headwise.app.isChoosing")
+    page.click('[data-id="2.4"]')
+    opened.wait("s.other !== null && s.other.layer === 2 && s.other.head === 4")
+    assert (opened.state()["layer"], opened.state()["head"]) == (0, 1)
+
+
+def test_a_head_is_compared_by_touch(phone: Opened) -> None:
+    page = phone.page
+    page.tap("[data-part=compare-with]")
+    phone.wait("s.tab === 'heads'")
+    page.tap(".hint button")
+    phone.poll("!headwise.app.isChoosing")
+    page.tap('.tabs [data-tab="map"]')
+    page.tap("[data-part=compare-with]")
+    phone.wait("s.tab === 'heads'")
+    page.tap('[data-id="0.4"]')
+    phone.wait("s.mode === 'diff' && s.other.layer === 0 && s.other.head === 4 && s.tab === 'map'")
+    page.tap('[data-mode="both"]')
+    phone.wait("s.mode === 'both'")
+    sizes = [box.bounding_box() for box in page.locator("[data-part=map] .box").all()]
+    assert all(box is not None and box["x"] + box["width"] <= 390 for box in sizes)
+
+
+# ---- layers --------------------------------------------------------------------------------------
+
+
+def test_the_margin_is_the_mean_and_the_spread_of_each_layer(
+    opened: Opened, scan: HeadScan
+) -> None:
+    page = opened.page
+    layers = scan.by_layer("previous_token")
+    strips = page.evaluate(
+        "[...document.querySelectorAll('.row .spread:not(.ends)')].map((strip) => "
+        "[...strip.children].flatMap((e) => [e.style.left, e.style.width]).map(parseFloat))"
+    )
+    assert len(strips) == len(layers)
+    for (left, width, dot, _), layer in zip(strips, layers, strict=True):
+        # The scale of weights is that of the colours: the square root.
+        low, high, mean = (100 * value**0.5 for value in (layer.low, layer.high, layer.mean))
+        assert (left, left + width, dot) == pytest.approx((low, high, mean), abs=1e-3)
+    assert page.inner_text(".spread.ends").split() == ["0", "100"]
+    for number_of, layer in enumerate(layers):
+        words = page.get_attribute(f'[data-layer="{number_of}"]', "aria-label") or ""
+        match = re.fullmatch(rf"layer {number_of}: mean (.*), from (.*) to (.*)", words)
+        assert match is not None
+        assert all(map(is_shown, match.groups(), (layer.mean, layer.low, layer.high)))
+
+
+def test_a_layer_opens_beside_all_layers(opened: Opened, scan: HeadScan) -> None:
+    page = opened.page
+    page.click('[data-layer="2"]')
+    opened.wait("s.subject === 'layer' && s.layer === 2 && s.head === 2")
+    assert page.inner_text(".of-layer h2") == "Layer 2"
+    rows = {row[0].split(",")[0]: row[1:] for row in table_of(opened, "layer")}
+    assert set(rows) == {name.replace("_", " ") for name in scan.scalars}
+    for name in scan.scalars:
+        layer, whole = (re.split(r"\n| to ", cell) for cell in rows[name.replace("_", " ")])
+        for cells, values in ((layer, scan[name][2]), (whole, scan[name])):
+            expected = [float(x) for x in (values.mean(), values.min(), values.max())]
+            assert all(map(is_shown, cells, expected)), (name, cells, expected)
+    heads = page.locator(".pairs button b").all_inner_texts()
+    order = scan["previous_token"][2].argsort(descending=True).tolist()
+    assert heads == [f"2.{head}" for head in order]
+    page.click(".pairs button >> nth=1")
+    opened.wait(f"s.subject === 'head' && s.head === {order[1]}")
+    page.go_back()
+    opened.wait("s.subject === 'layer'")
+
+
+def test_two_layers_are_compared_by_keyboard(opened: Opened, scan: HeadScan) -> None:
+    page = opened.page
+    page.focus('[data-layer="1"]')
+    page.keyboard.press("ArrowUp")
+    opened.wait("s.subject === 'layer' && s.layer === 0")
+    page.keyboard.press("c")
+    opened.poll(FOCUS.format("layer", "0"))
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    opened.poll(FOCUS.format("layer", "2"))
+    assert page.inner_text(".hint span") == "Choose a layer to compare with layer 0."
+    page.keyboard.press("Enter")
+    opened.wait("s.against === 2 && s.layer === 0")
+    means = {
+        name: tuple(scan.by_layer(name)[layer].mean for layer in (0, 2)) for name in scan.scalars
+    }
+    require_sorted_changes(table_of(opened, "layer"), scan, means)
+    pairs = page.locator(".pairs button").all_inner_texts()
+    assert len(pairs) == 5
+    span = spans(scan, scan.scalars)
+    for words in pairs:
+        match = re.fullmatch(r"0\.(\d) and 2\.(\d) (.*)", words)
+        assert match is not None
+        assert match[1] == match[2]
+        head = int(match[1])
+        sizes = [abs(float(scan[n][0, head] - scan[n][2, head])) / span[n] for n in scan.scalars]
+        assert is_shown(match[3], sum(sizes) / len(sizes))
+    page.click(".pairs button >> nth=0")
+    opened.wait("s.subject === 'head' && s.mode === 'diff' && s.other.layer === 2")
+
+
+def test_two_layers_are_compared_by_mouse_and_by_touch(opened: Opened, phone: Opened) -> None:
+    opened.page.click('[data-layer="1"]')
+    opened.page.click('[data-layer="0"]', modifiers=["Shift"])
+    opened.wait("s.against === 0 && s.layer === 1")
+    assert "Layer 1 and layer 0" in opened.page.inner_text(".of-layer")
+    page = phone.page
+    page.tap('.tabs [data-tab="heads"]')
+    page.tap('[data-layer="2"]')
+    phone.wait("s.tab === 'facts' && s.subject === 'layer'")
+    page.tap("[data-part=compare-layer]")
+    phone.wait("s.tab === 'heads'")
+    page.tap('[data-layer="1"]')
+    phone.wait("s.tab === 'facts' && s.against === 1 && s.layer === 2")
+    assert "Layer 2 and layer 1" in page.inner_text(".of-layer")
+
+
+def test_an_address_is_a_pair_of_layers(browser: Chromium, path: Path) -> None:
+    with browser.open(path, address="#h=1.0&l=layer&k=2") as opened:
+        assert (opened.state()["subject"], opened.state()["against"]) == ("layer", 2)
+        assert "Layer 1 and layer 2" in opened.page.inner_text(".of-layer")
+    with browser.open(path, address="#h=1.0&l=layer&k=7") as opened:
+        assert opened.state()["against"] is None
+        assert opened.complaints == []
+
+
+VIEWS = {
+    "choosing": "headwise.app.choosing(true)",
+    "layer": "headwise.app.chooseLayer(2)",
+    "layers": "headwise.app.compareLayers(0)",
+    "both": "headwise.app.set({ mode: 'both', other: { scan: 0, layer: 0, head: 1 } })",
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str, view: str) -> None:
+    with browser.open(path, color_scheme=scheme) as opened:
+        opened.page.evaluate(VIEWS[view])
+        opened.page.wait_for_timeout(100)
+        assert violations(opened) == []
+
+
+@pytest.mark.parametrize(("touch", "least"), [(False, 24), (True, 44)])
+def test_targets_are_large_enough(browser: Chromium, path: Path, touch: bool, least: int) -> None:
+    width = 390 if touch else 1400
+    with browser.open(path, width=width, has_touch=touch, is_mobile=touch) as opened:
+        for view, tab in (("choosing", "heads"), ("layers", "facts")):
+            opened.page.evaluate(VIEWS[view])
+            opened.do(f"headwise.app.set({{ tab: '{tab}' }})", f"s.tab === '{tab}'")
+            assert small_targets(opened, least) == []
+
+
+# ---- what a scan may lack ------------------------------------------------------------------------
+
+
+def uneven() -> HeadScan:
+    """Layers of other numbers of heads, one of them scanned in part; a head without numbers."""
+    sizes = {"length": 640, "top": 1, "cells": 128}
+    scan = viewer_scan()
+    first, _, last = scan.layer_scans
+    some = replace(layer_of(1, heads=2, **sizes), num_heads=7, heads=(1, 6), kind="cross")
+    del some.summaries["effective_keys"]
+    some.missing["effective_keys"] = "it was not asked for"
+    last.summaries["entropy"]["sum"][3] = torch.nan
+    assert last.summaries["top_keys_of_every_query"]["key"].shape[-1] == RANKS
+    layers = (first, some, last)
+    for layer in layers:  # what is measured between heads is made up for equal layers
+        layer.summaries.pop(HEAD_DISTANCE, None)
+    statistics = tuple(x for x in scan.statistics if x.definition.name != HEAD_DISTANCE)
+    return replace(scan, statistics=statistics, layer_scans=layers)
+
+
+def test_uneven_layers_have_strips_and_pairs(browser: Chromium, tmp_path: Path) -> None:
+    scan = uneven()
+    page = save_scan_page(tmp_path / "page.html", viewer_report(scan))
+    with browser.open(page, address="#s=entropy&h=1.6") as opened:
+        assert opened.page.locator(".row .spread .dot").count() == 3
+        layer = scan.by_layer("entropy")[2]
+        words = opened.page.get_attribute('[data-layer="2"]', "aria-label") or ""
+        assert words.startswith(f"layer 2: mean {float(f'{layer.mean:.3g}'):g} nats, from ")
+        assert opened.page.inner_text('[data-layer="1"]') == "1×"
+        opened.page.click('[data-layer="1"]')
+        opened.page.click('[data-layer="0"]', modifiers=["Shift"])
+        opened.wait("s.against === 0 && s.layer === 1 && s.head === 6")
+        assert opened.page.locator(".pairs button").all_inner_texts()[0].startswith("1.1 and 0.1 ")
+        assert opened.page.locator(".pairs button").count() == 1
+        assert "One head has no partner." in opened.page.inner_text(".of-layer")
+        rows = {row[0]: row[1:] for row in table_of(opened, "layer")}
+        assert rows["effective keys"][0] == "no value"
+        assert rows["effective keys"][2] == ""
+        opened.page.select_option('[aria-label="statistic"]', "effective_keys")
+        opened.poll(
+            "document.querySelector('[data-layer=\"1\"]').ariaLabel === 'layer 1: no value'"
+        )
+        opened.page.click('[data-id="2.3"]')
+        opened.wait(HEAD.format(2, 3))
+        opened.page.click('[data-id="2.1"]', modifiers=["Shift"])
+        opened.wait("s.mode === 'diff'")
+        rows = {row[0]: row[1:] for row in table_of(opened, "facts")}
+        assert rows["entropy, nats"][0] == "no value"
+        assert table_of(opened, "facts")[0][0] == "entropy, nats"  # of which only one has a value
+        assert opened.complaints == []
+
+
+def test_a_single_layer_has_a_view(browser: Chromium, tmp_path: Path) -> None:
+    page = save_scan_page(tmp_path / "page.html", viewer_report(viewer_scan(layers=1, heads=1)))
+    with browser.open(page) as opened:
+        opened.page.click('[data-layer="0"]')
+        opened.wait("s.subject === 'layer'")
+        assert opened.page.locator(".pairs button").count() == 1
+        opened.page.click('[data-layer="0"]', modifiers=["Shift"])
+        assert opened.state()["against"] is None
+        assert opened.complaints == []
+
+
+def test_two_texts_of_other_lengths(browser: Chromium, tmp_path: Path) -> None:
+    """Heads pair by number; a statistic that one scan lacks comes last; maps keep their tokens."""
+    long, short = viewer_scan(length=640), viewer_scan(length=100, cells=64)
+    short = replace(
+        short, statistics=tuple(s for s in short.statistics if s.definition.name != "induction")
+    )
+    for layer in short.layer_scans:
+        del layer.summaries["induction"]
+        layer.summaries["entropy"]["sum"] += 0.5
+    report = viewer_report(long, second=short, names=("long", "short"))
+    with browser.open(save_scan_page(tmp_path / "two.html", report)) as opened:
+        assert all(
+            way.endswith((" in long", " in long\n"))
+            for way in opened.page.locator(".way").all_inner_texts()
+        )
+        assert opened.page.locator(".way").count() == 8
+        state = opened.state()
+        assert state["mode"] == "both"
+        assert state["other"] == {"scan": 1, "layer": state["layer"], "head": state["head"]}
+        names = [row[0] for row in table_of(opened, "facts")]
+        assert names[-1] == "induction"
+        assert table_of(opened, "facts")[-1][2] == "no value"
+        boxes = opened.page.locator("[data-part=map] .box canvas:first-child")
+        first = boxes.nth(0).bounding_box()
+        assert first is not None
+        # Query 602 of the long text: the short one ends before.
+        at = 602.5 / 640
+        opened.page.mouse.move(first["x"] + first["width"] / 2, first["y"] + at * first["height"])
+        opened.poll("headwise.state().parts.readout.startsWith('A, query 600 to 604')")
+        assert opened.state()["parts"]["cells"][1] is None
+        at = 52.5 / 640
+        opened.page.mouse.move(first["x"] + 1, first["y"] + at * first["height"])
+        opened.poll("headwise.state().parts.readout.includes('; B, query 50')")
+        opened.page.click('[data-layer="2"]')
+        opened.wait("s.subject === 'layer' && s.layer === 2")
+        rows = table_of(opened, "layer")
+        assert "layer 2 long" in opened.page.inner_text(".of-layer thead").replace("\n", " ")
+        assert rows[-1][0] == "induction"
+        assert opened.page.locator(".pairs button").count() == 5
+        assert opened.complaints == []
