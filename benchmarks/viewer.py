@@ -37,6 +37,8 @@ LIMITS: dict[str, tuple[str, float | None, float | None]] = {
     "hovers: 95 % of frames": ("ms", 17, None),
     "hovers: worst frame": ("ms", 50, None),
     "first search": ("ms", 50, None),
+    "a word in all heads": ("ms", 50, None),
+    "what looks at it, in all heads": ("ms", None, None),
     "DOM nodes": ("", 3000, None),
 }
 WATCH_TASKS = """
@@ -52,6 +54,16 @@ const next = (before) => requestAnimationFrame((now) => {
 });
 next();
 """
+# From a pin to the cells of all heads: the first answer, of a word whose keys were not read yet.
+LINKS = """(async ([token, direction]) => {
+  headwise.app.set({ order: "links", token: null });
+  await headwise.app.refresh();
+  const grid = headwise.app.parts.find((part) => "links" in part);
+  const start = performance.now();
+  headwise.app.set({ token, direction });
+  while (grid.dump().links.token !== token) await new Promise((resume) => setTimeout(resume));
+  return performance.now() - start;
+})"""
 SEARCH = """(async () => {
   const start = performance.now();
   headwise.app.set({ search: "rabbit" });
@@ -98,6 +110,8 @@ def measure(browser: Chromium, path: Path) -> dict[str, float]:
             "hovers: 95 % of frames": frames[int(0.95 * len(frames))],
             "hovers: worst frame": frames[-1],
             "first search": opened.page.evaluate(SEARCH),
+            "a word in all heads": opened.page.evaluate(LINKS, [1000, "keys"]),
+            "what looks at it, in all heads": opened.page.evaluate(LINKS, [1001, "queries"]),
             "DOM nodes": opened.page.evaluate("document.querySelectorAll('*').length"),
         }
 

@@ -51,6 +51,19 @@ def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str) -> None:
         assert violations(opened) == []
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("order", ["links", "strongest"])
+def test_axe_finds_nothing_in_one_word(
+    browser: Chromium, tmp_path: Path, order: str, scheme: str
+) -> None:
+    page = scan_page.save_scan_page(tmp_path / "page.html", viewer_report(viewer_scan(top=4)))
+    for second in ("", "&u=290"):
+        address = f"#t=300&v={order}{second}"
+        with browser.open(page, address=address, color_scheme=scheme) as opened:
+            opened.wait("s.parts.links.all?.length === 12")
+            assert violations(opened) == []
+
+
 def test_axe_can_find_something(browser: Chromium, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<!doctype html><html><body><img src='data:,'><button></button></body></html>")

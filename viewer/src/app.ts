@@ -6,7 +6,7 @@ import { Light } from "./light";
 import { type HeadId, Thumbnails, difference, loadMap, positionOf, sameHead } from "./maps";
 import { Distances } from "./similar";
 import type { Source } from "./source";
-import { type State, WHOLE, fromHash, toHash } from "./state";
+import { type State, WHOLE, fromHash, showsLinks, toHash } from "./state";
 import { Text } from "./text";
 import { loadTopKeys } from "./top_keys";
 import type { Lights, Loaded, Part, Seen, View } from "./view";
@@ -149,6 +149,7 @@ export class App implements Seen {
       mode: other ? "both" : "A",
       sequence: 0,
       token: null,
+      second: null,
       direction: "keys",
       zoom: WHOLE,
       tab: "map",
@@ -187,6 +188,7 @@ export class App implements Seen {
     const before = this.state;
     this.state = { ...before, ...change };
     if (!this.state.other) this.state.mode = "A";
+    if (this.state.token === null) this.state.second = null;
     this.hovered = null;
     if (this.keepsAddress && this.address !== location.hash) {
       if (how === "push") location.hash = this.address;
@@ -243,7 +245,20 @@ export class App implements Seen {
   /** Pin a token of the sequence, or unpin it if it is pinned. */
   pin(token: number | null, direction: State["direction"] = this.state.direction): void {
     const isSame = token === this.state.token && direction === this.state.direction;
-    this.set({ token: isSame ? null : token, direction });
+    this.set({ token: isSame ? null : token, second: null, direction });
+  }
+
+  /** Pin the second token of a pair, or unpin it; the grid then shows the pair in all heads. */
+  pinSecond(token: number): void {
+    const { state } = this;
+    const second = token === state.second ? null : token;
+    this.set({ second, order: second === null || showsLinks(state) ? state.order : "links" });
+  }
+
+  /** Turn the grid to one word in all heads, or back. */
+  toggleLinks(): void {
+    const isShown = showsLinks(this.state);
+    this.set(isShown ? { order: "layers", second: null } : { order: "links", tab: "heads" });
   }
 
   /** Preview a token; null goes back to the pinned one. */
@@ -320,7 +335,7 @@ export class App implements Seen {
 
   private readonly texts = new Map<string, Promise<Text>>();
 
-  private loadText(scan: number, index: number | null): Promise<Text | null> {
+  loadText(scan: number, index: number | null): Promise<Text | null> {
     const stream = index === null ? undefined : this.meta.scans[scan]?.texts[index];
     if (!stream || index === null) return Promise.resolve(null);
     const key = `${this.state.report}/${scan}/${index}`;

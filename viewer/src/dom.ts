@@ -80,6 +80,37 @@ export function eachFrame<A extends unknown[]>(act: (...given: A) => void): (...
 export const hasTabs = (within: HTMLElement): boolean =>
   within.closest(".headwise")?.querySelector(".tabs")?.checkVisibility() ?? false;
 
+const LONG_MS = 500; // of a long press
+const STILL = 10; // pixels that a finger may move in it
+
+/** Call `act` with what a finger rests on; if it returns true, the press is no click. */
+export function onLongPress(target: HTMLElement, act: (on: EventTarget | null) => boolean): void {
+  let timer = 0;
+  let from = [0, 0];
+  let isDone = false;
+  const stop = (): void => window.clearTimeout(timer);
+  target.addEventListener("pointerdown", (event) => {
+    stop();
+    isDone = false;
+    if (event.pointerType !== "touch") return;
+    from = [event.clientX, event.clientY];
+    timer = window.setTimeout(() => {
+      isDone = act(event.target);
+    }, LONG_MS);
+  });
+  target.addEventListener("pointermove", (event) => {
+    if (Math.hypot(event.clientX - (from[0] ?? 0), event.clientY - (from[1] ?? 0)) > STILL) stop();
+  });
+  for (const end of ["pointerup", "pointercancel"]) target.addEventListener(end, stop);
+  for (const kind of ["click", "contextmenu"]) {
+    target.addEventListener(kind, (event) => {
+      if (!isDone) return;
+      event.preventDefault();
+      event.stopImmediatePropagation();
+    }, true);
+  }
+}
+
 /** Move the focus among the buttons of a group by arrow keys, so that the group is one tab stop. */
 export function rovingFocus(group: HTMLElement, columns: () => number, kind = "button"): void {
   group.addEventListener("keydown", (event) => {

@@ -30,7 +30,7 @@ export function number(value: number): string {
   return minus(size >= 1000 ? grouped(Math.round(value)) : String(Number(value.toPrecision(3))));
 }
 
-export const isShare = (statistic: Statistic): boolean => statistic.kind !== "range";
+export const isShare = (statistic: Pick<Statistic, "kind">): boolean => statistic.kind !== "range";
 
 /** Format a value for a sentence, with its unit. */
 export function long(statistic: Statistic, value: number | null): string {

@@ -85,7 +85,7 @@ export function scalePosition(statistic: Statistic, value: number): number {
  * Return a test of heads from what was typed: "3" is a layer, "3.7" a head, "*.7" head 7 of each
  * layer, "> 50" and "< 5" limit the value (in per cent for shares). Null if it cannot be read.
  */
-export function filterOf(typed: string, statistic: Statistic | null): ((head: HeadValue) => boolean) | null {
+export function filterOf(typed: string, statistic: Pick<Statistic, "kind"> | null): ((head: HeadValue) => boolean) | null {
   const text = typed.replace(/[\s%]/g, "");
   if (!text) return () => true;
   const limit = /^([<>])(-?\d*\.?\d+)$/.exec(text);

@@ -12,6 +12,7 @@ import { Grid } from "./parts/grid";
 import { Header } from "./parts/header";
 import { Keys } from "./parts/keys";
 import { MapPart } from "./parts/map_part";
+import { Pinned } from "./parts/pinned";
 import { Search } from "./parts/search";
 import { TextPane } from "./parts/text_pane";
 import { Source, pageBlobs } from "./source";
@@ -33,11 +34,12 @@ function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): voi
   const header = new Header(app);
   const grid = new Grid(app);
   const facts = new Facts(app);
-  const text = new TextPane(app, search);
+  const pinned = new Pinned(app);
+  const text = new TextPane(app, pinned.root, search);
   const tabs = tabList(app, root);
   const parts = [header.root, tabs.root, grid.root, map.root, text.root, facts.root, keys.dialog];
   root.replaceChildren(element("div", { class: "app", role }, ...parts));
-  app.parts.push(header, tabs, grid, compare, map, facts, search, text);
+  app.parts.push(header, tabs, grid, compare, map, facts, search, pinned, text);
   app.onLight = (lights) => {
     map.lit();
     text.lit(lights);

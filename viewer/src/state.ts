@@ -2,7 +2,8 @@
 
 import type { HeadId } from "./maps";
 
-export type Order = "layers" | "maps" | "value";
+/** "links" and "strongest": what the pinned token looks at in each head, by layer or most first. */
+export type Order = "layers" | "maps" | "value" | "links" | "strongest";
 /** "both": A and B side by side. */
 export type Mode = "A" | "B" | "both" | "diff";
 /** "keys": what the pinned token looks at; "queries": the tokens that look at it. */
@@ -28,15 +29,20 @@ export interface State {
   mode: Mode;
   sequence: number;
   token: number | null;
+  /** The second token of a pair: a key if the first one looks, else a query. */
+  second: number | null;
   direction: Direction;
   zoom: Zoom;
   tab: Tab;
   search: string;
 }
 
+/** True if the grid shows one word in all heads. */
+export const showsLinks = ({ order }: State): boolean => order === "links" || order === "strongest";
+
 export const WHOLE: Zoom = [1, 0, 0];
 
-const ORDERS: readonly Order[] = ["layers", "maps", "value"];
+const ORDERS: readonly Order[] = ["layers", "maps", "value", "links", "strongest"];
 const MODES: readonly Mode[] = ["A", "B", "both", "diff"];
 const TABS: readonly Tab[] = ["heads", "map", "facts", "text"];
 
@@ -57,6 +63,7 @@ export function toHash(state: State, first: State): string {
   if (state.against !== null) parts.push(["k", String(state.against)]);
   add("x", String(state.sequence), "0");
   if (state.token !== null) parts.push(["t", String(state.token)]);
+  if (state.second !== null) parts.push(["u", String(state.second)]);
   add("d", state.direction, "keys");
   add("z", state.zoom.map((value) => Number(value.toFixed(4))).join(","), WHOLE.join(","));
   add("p", state.tab, first.tab);
@@ -94,6 +101,7 @@ export function fromHash(hash: string): Partial<State> {
   set("against", whole("k"));
   set("sequence", whole("x"));
   set("token", whole("t"));
+  set("second", whole("u"));
   set("direction", choice("d", ["keys", "queries"] as const));
   const zoom = (given.get("z") ?? "").split(",").map(Number);
   if (zoom.length === 3 && zoom.every((value) => Number.isFinite(value) && value >= 0)) {

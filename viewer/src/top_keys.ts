@@ -10,6 +10,10 @@ export type Lit = [token: number, weight: number];
 
 const MANY_TOKENS = 65_536; // keys beyond this number take four bytes instead of two
 
+// The ends of the weights that a stored step stands for.
+const [LOW, HIGH] = [-0.5, 0.5].map((half) =>
+  Float32Array.from({ length: 256 }, (_, step) => Math.max(0, Math.min(255, step + half) / 255) ** 2)) as [Float32Array, Float32Array];
+
 /** The stored keys of some queries of a layer: a row for the first key of each head, then for each second one. */
 class Chunk {
   private readonly size: number; // bytes of a plane
@@ -71,6 +75,35 @@ export class TopKeys {
       }
     }
     return lit.sort((a, b) => b[1] - a[1]);
+  }
+
+  /**
+   * Return the most that a key may have of a query if it is not stored: the smallest stored weight, and what the
+   * stored ones leave; 0 where a query has fewer keys than are stored.
+   */
+  rest(query: number): number {
+    const chunk = this.chunks[Math.floor(query / this.step)];
+    return chunk ? this.restAt(chunk, query % this.step) : 0;
+  }
+
+  private restAt(chunk: Chunk, at: number): number {
+    let left = 1;
+    let last = 0;
+    for (const row of this.rows) {
+      last = chunk.share(row, at);
+      left -= LOW[last] ?? 0;
+    }
+    return last ? Math.max(0, Math.min(HIGH[last] ?? 0, left)) : 0;
+  }
+
+  /** True if a query from `first` on may give more than a weight to a key that is not among its stored ones. */
+  mayGiveMore(key: number, weight: number, first: number, length: number): boolean {
+    for (let query = first; query < first + length; query++) {
+      const chunk = this.chunks[Math.floor(query / this.step)];
+      const at = query % this.step;
+      if (chunk && this.restAt(chunk, at) > weight && this.rows.every((row) => chunk.key(row, at) !== key)) return true;
+    }
+    return false;
   }
 }
 

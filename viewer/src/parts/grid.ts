@@ -7,7 +7,8 @@ import { button, element, hasTabs, rovingFocus, select, setOptions } from "../do
 import { isShare, long, short } from "../format";
 import { type HeadValue, allHeads, compared, filterOf, nameOf, ranked, scalePosition, spreadOf } from "../heads";
 import { THUMB, type Thumbnails } from "../maps";
-import type { Order } from "../state";
+import { type Order, showsLinks } from "../state";
+import { LinkCells } from "./link_cells";
 import { spreadEnds, spreadStrip, spreadWords } from "./spread";
 import type { Loaded, Part } from "../view";
 
@@ -18,6 +19,8 @@ const ORDERS: [Order, string][] = [
   ["layers", "by layer"],
   ["maps", "as small maps"],
   ["value", "most first"],
+  ["links", "word by layer"],
+  ["strongest", "word by weight"],
 ];
 
 export class Grid implements Part {
@@ -37,6 +40,7 @@ export class Grid implements Part {
   private drawn = "";
   private revealed = "";
   private columns = 1;
+  private readonly links: LinkCells;
   private most = 1; // the largest difference, which ends the scale
 
   constructor(private readonly app: App) {
@@ -50,6 +54,7 @@ export class Grid implements Part {
       this.unit,
       this.cells,
     );
+    this.links = new LinkCells(app, this.cells, this.unit);
     rovingFocus(this.cells, () => this.columns, ".cell");
     rovingFocus(this.cells, () => 1, ".layer");
     this.cells.addEventListener("click", (event) => this.clicked(event));
@@ -96,6 +101,8 @@ export class Grid implements Part {
       if (this.filter.value !== state.filter) this.filter.value = state.filter;
       this.draw(loaded.thumbnails, statistic);
     }
+    if (showsLinks(state) && loaded) void this.links.fill(this.buttons, filterOf(state.filter, { kind: "share" }));
+    this.root.parentElement?.classList.toggle("wide", state.order === "links");
     const other = state.other;
     for (const [name, cell] of this.buttons) {
       const isChosen = name === nameOf(state);
@@ -151,7 +158,7 @@ export class Grid implements Part {
     this.most = Math.max(statistic?.least_change ?? 1, ...heads.map(({ value }) => Math.abs(value ?? 0)));
     const test = filterOf(state.filter, statistic);
     this.filter.setAttribute("aria-invalid", String(test === null));
-    this.unit.textContent = this.unitLine(statistic);
+    if (!showsLinks(state)) this.unit.textContent = this.unitLine(statistic);
     this.buttons.clear();
     this.layers = [];
     const cellOf = (head: HeadValue): HTMLButtonElement => {
@@ -161,6 +168,12 @@ export class Grid implements Part {
       return cell;
     };
     this.cells.className = `cells ${state.order}`;
+    if (!showsLinks(state)) this.links.leave();
+    if (state.order === "strongest") {
+      this.columns = 1;
+      this.cells.replaceChildren(...heads.map(cellOf));
+      return;
+    }
     if (state.order === "value") {
       const kept = ranked(heads).filter((head) => test === null || test(head));
       this.columns = 1;
@@ -201,6 +214,10 @@ export class Grid implements Part {
     return this.comparison === "diff" ? [`−${end}`, end] : endsOf(statistic);
   }
 
+  dump(): object {
+    return this.links.dump();
+  }
+
   private unitLine(statistic: Statistic | null): string {
     if (!statistic) return "";
     const isDifference = this.comparison === "diff";
@@ -219,6 +236,7 @@ export class Grid implements Part {
     const cell = button("", { class: "cell", "aria-label": `layer ${head.layer}, head ${head.head}: ${words}` }, () => undefined);
     cell.dataset["id"] = nameOf(head);
     const colour = this.colour(head, statistic);
+    if (showsLinks(this.app.state)) return cell;
     if (thumbnails) {
       const bytes = thumbnails.of(head.layer, head.head);
       if (bytes) cell.append(thumbnail(bytes));

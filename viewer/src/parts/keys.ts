@@ -7,6 +7,8 @@ import type { Search } from "./search";
 const KEYS: [keys: string, meaning: string][] = [
   ["← → ↑ ↓", "in the grid: other heads; in the map: other cells; in the text: other tokens"],
   ["Enter", "pin the query of the cell, or the token"],
+  ["l", "this word in all heads, and back"],
+  ["Shift and Enter, or Shift and a click", "in the text: a second token, for the weight of the pair"],
   ["Esc", "unpin"],
   ["[ and ]", "the head before, the next head"],
   ["d", "turn: what a token looks at, what looks at it"],
@@ -52,6 +54,7 @@ export class Keys {
       "?": () => this.dialog.showModal(),
       "[": () => this.step(-1),
       "]": () => this.step(1),
+      l: () => app.toggleLinks(),
       d: () => app.set({ direction: state.direction === "keys" ? "queries" : "keys" }),
       x: () => app.set({ mode: state.other ? ({ A: "B", B: "both", both: "diff", diff: "A" } as const)[state.mode] : "A" }),
       c: () => app.choosing(true),

@@ -8,7 +8,7 @@ import type { Direction } from "../state";
 import type { Place, Text } from "../text";
 import type { Search } from "./search";
 import { Tokens } from "./tokens";
-import type { Entry, Lights, Loaded, Part } from "../view";
+import { type Entry, type Lights, type Loaded, type Part, marked } from "../view";
 
 const MOST_NAMED = 4; // lit tokens that are named in words
 const NOWHERE: Place[] = [];
@@ -25,6 +25,7 @@ export class TextPane implements Part {
 
   constructor(
     private readonly app: App,
+    pinned: HTMLElement,
     private readonly search: Search,
   ) {
     this.main = new Tokens(app);
@@ -38,7 +39,7 @@ export class TextPane implements Part {
     rovingFocus(this.direction, () => 1);
     const [queriesName, keysName] = this.names;
     this.root.append(
-      element("div", { class: "line" }, element("h2", {}, "A token"), this.direction, this.summary, this.sequences, search.root),
+      element("div", { class: "line" }, element("h2", { class: "unseen" }, "A token"), this.direction, pinned, this.summary, this.sequences, search.root),
       element("div", { class: "panes" },
         element("div", { class: "side" }, queriesName, this.main.root),
         element("div", { class: "side" }, keysName, this.keys.root)),
@@ -77,7 +78,7 @@ export class TextPane implements Part {
 
   lit(lights: Lights): void {
     this.lights = lights;
-    this.summary.replaceChildren(...this.words());
+    this.summary.replaceChildren(...this.words(), this.pair());
     this.main.lit(lights);
     if (this.isCross) this.keys.lit(lights);
   }
@@ -100,13 +101,27 @@ export class TextPane implements Part {
     const place = isFirst ? "the first key" : `among the top ${ranks}`;
     if (!entries.length && what === "queries" && among) return [`${head}: ${looker} is ${place} of no query`];
     if (!entries.length) return [`${head}: ${looker} ${verb} nothing`];
-    const named = entries.slice(0, MOST_NAMED).flatMap((entry, n) => [
+    // The second token of a pair is named after these.
+    const most = state.second === null ? MOST_NAMED : 2;
+    const named = (marked(entries).length ? marked(entries) : entries.slice(0, 1)).slice(0, most).flatMap((entry, n) => [
       n ? ", " : "",
       element("b", {}, nameOfEntry(entry, to ?? null, state.sequence)),
       ` (${isDifference ? change(entry.weight) : percent(entry.weight)})`,
     ]);
     if (isFirst) return [`${head}: ${looker} ${what === "keys" ? "looks most at" : "is the first key of"} `, ...named];
     return [`${head}: ${looker} ${verb}${among} `, ...named];
+  }
+
+  /** Return what is known of the second token of a pair, in words. */
+  private pair(): string {
+    const { loaded, state } = this.app;
+    const { token, what, entries, exact } = this.lights;
+    const { second } = state;
+    if (second === null || token !== state.token || !["row", "map", "top"].includes(exact)) return "";
+    const entry = entries.find(({ first }) => first === second);
+    const name = nameOf(second, (what === "keys" ? loaded?.keys : loaded?.queries) ?? null, state.sequence);
+    if (entry) return `; ${name}: ${state.mode === "diff" ? change(entry.weight) : percent(entry.weight)}`;
+    return `; ${name}: ${exact === "map" ? "0 %" : "not among these"}`;
   }
 
   dump(): object {

@@ -2,7 +2,7 @@
 
 import type { App } from "../app";
 import { Directions } from "../bidi";
-import { eachFrame, element, fitCanvas } from "../dom";
+import { eachFrame, element, fitCanvas, onLongPress } from "../dom";
 import type { Direction } from "../state";
 import type { Place, Text } from "../text";
 import type { Written } from "../written";
@@ -51,7 +51,14 @@ export class Tokens {
       if (hit && event.pointerType !== "touch") app.hover(this.tokenOf(hit), this.direction);
     });
     scroller.addEventListener("pointerleave", () => app.hover(null));
-    scroller.addEventListener("click", (event) => this.clicked(event.target));
+    // Shift and a click would select the text up to here.
+    scroller.addEventListener("mousedown", (event) => {
+      if (event.shiftKey && app.state.token !== null) event.preventDefault();
+    });
+    scroller.addEventListener("click", (event) => {
+      if (!event.shiftKey || !this.pinSecond(event.target)) this.clicked(event.target);
+    });
+    onLongPress(scroller, (target) => this.pinSecond(target));
     scroller.addEventListener("keydown", (event) => this.keyed(event));
     scroller.addEventListener("copy", (event) => this.copied(event));
     this.minimap.addEventListener("pointerdown", (event) => this.jump(event));
@@ -231,6 +238,7 @@ export class Tokens {
       const shown = this.shownToken(tokens);
       let name = strongest ? `t ${strongest < 0 ? "less" : "lit"}-${Math.abs(strongest)}` : "t";
       if (this.holdsToken && shown === this.lights.token) name += " pinned";
+      if (this.holdsEntries && tokens.includes(this.app.state.second ?? -1)) name += " second";
       if (shown === this.cursor) name += " cursor";
       if (span.className !== name) span.className = name;
       if (span.dataset["t"] !== String(shown)) span.dataset["t"] = String(shown);
@@ -320,6 +328,20 @@ export class Tokens {
     else app.pin(next, this.direction);
   }
 
+  /** Pin the second token of a pair. Return false if the first is not pinned, or is the only one of this text. */
+  private pinSecond(target: EventTarget | null): boolean {
+    const hit = this.hitOf(target);
+    return hit !== null && this.pinSecondToken(this.tokenOf(hit));
+  }
+
+  private pinSecondToken(token: number): boolean {
+    const { state } = this.app;
+    if (state.token === null || (this.role !== "both" && this.direction === state.direction)) return false;
+    this.cursor = token;
+    this.app.pinSecond(token);
+    return true;
+  }
+
   private jump(event: PointerEvent): void {
     const box = this.minimap.getBoundingClientRect();
     const share = (event.clientY - box.top) / box.height;
@@ -332,7 +354,7 @@ export class Tokens {
     const pinned = this.holdsToken ? this.app.state.token : null;
     const at = this.cursor ?? pinned ?? this.tokenOfLine(this.topLine);
     if (event.key === "Enter" || event.key === " ") {
-      this.app.pin(at, this.direction);
+      if (!event.shiftKey || !this.pinSecondToken(at)) this.app.pin(at, this.direction);
     } else if (event.key === "Escape") {
       this.app.pin(null);
     } else if (event.key === "a" && (event.ctrlKey || event.metaKey)) {
