@@ -18,7 +18,6 @@ from headwise.models import tiny
 from headwise.reports import report as view
 from headwise.reports.report import diverging_colour, most_changed_statistic
 from headwise.scanning.result import HeadScan
-from headwise.scanning.statistics.maps import Map
 from tests.reports.viewer_scans import viewer_scan
 from tests.root import ROOT
 
@@ -31,6 +30,11 @@ def scan() -> HeadScan:
 def image_of(figure: Any) -> Any:
     (image,) = figure.axes[0].images
     return image
+
+
+def label_of(figure: Any) -> str:
+    """The label of the colour bar, which may have several lines."""
+    return str(figure.axes[1].get_ylabel().replace("\n", " "))
 
 
 def test_a_grid_is_the_statistic(scan: HeadScan) -> None:
@@ -49,7 +53,7 @@ def test_a_map_has_token_axes(scan: HeadScan) -> None:
     assert np.allclose(image.get_array(), scan["map"][2, 3].numpy())
     assert image.get_extent() == [-0.5, 639.5, 639.5, -0.5]
     assert figure.axes[0].get_title() == "layer 2, head 3"
-    assert figure.axes[1].get_ylabel() == "weight of a block of 5 tokens"
+    assert label_of(figure) == "weight of a block of 8 tokens"
 
 
 def test_a_map_of_a_short_text_names_its_tokens() -> None:
@@ -61,12 +65,30 @@ def test_a_map_of_a_short_text_names_its_tokens() -> None:
     figure.savefig(BytesIO(), format="svg")
 
 
-def test_a_map_of_texts_of_several_lengths_has_no_token_axes() -> None:
+def test_a_map_of_texts_of_several_lengths_is_by_position() -> None:
     texts = [tiny.encode(text)[None] for text in ("one text", "a longer text")]
     figure = scan_model(tiny.load(), texts, statistics=["map"]).plot("map")
-    assert image_of(figure).get_extent() == [0, 1, 1, 0]
-    assert figure.axes[0].get_xlabel() == "key (share of the text)"
-    assert figure.axes[1].get_ylabel() == "weight of a block, mean of 2 texts"
+    last = texts[1].numel() - 0.5
+    assert image_of(figure).get_extent() == [-0.5, last, last, -0.5]
+    assert figure.axes[0].get_xlabel() == "key"
+    assert figure.axes[1].get_ylabel() == "weight, mean of 2 texts"
+
+
+def test_a_shorter_last_block_is_marked() -> None:
+    whole, short = (viewer_scan(length=length).plot("map", layer=0) for length in (640, 637))
+    assert not list(whole.axes[0].lines)
+    assert image_of(short).get_extent() == [-0.5, 639.5, 639.5, -0.5]
+    assert label_of(short) == "weight of a block of 8 tokens, the last of 5"
+    across, down = short.axes[0].lines
+    assert [*across.get_xdata()] == [*down.get_ydata()] == [631.5, 639.5]
+
+
+def test_a_map_by_shares_has_its_own_blocks() -> None:
+    """Of a scan of an earlier version."""
+    figure = viewer_scan(length=600, by_shares=True).plot("map", layer=0)
+    assert np.allclose(image_of(figure).get_extent(), [-0.5, 599.5, 599.5, -0.5])
+    assert label_of(figure) == "weight of a block of 4 to 5 tokens"
+    assert not list(figure.axes[0].lines)
 
 
 def test_a_layer_may_be_named(scan: HeadScan) -> None:
@@ -152,7 +174,7 @@ def test_axes_of_a_figure_are_used(scan: HeadScan) -> None:
 
 def test_the_picture_of_the_documentation(tmp_path: Path) -> None:
     ids = tiny.encode("the quick brown fox jumps over the lazy dog. " * 4)[None]
-    figure = scan_model(tiny.load(), ids, statistics=[Map(cells=128)]).plot("map", layer=2, head=0)
+    figure = scan_model(tiny.load(), ids, statistics=["map"]).plot("map", layer=2, head=0)
     drawn, kept = tmp_path / "figure.png", tmp_path / "kept.png"
     figure.savefig(drawn, dpi=150)
     kept.write_bytes(ROOT.joinpath("docs/images/viewer/figure.png").read_bytes())

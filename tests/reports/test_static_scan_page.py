@@ -23,7 +23,7 @@ from headwise.scanning.result import HeadScan
 from headwise.support.text import escape_unprintable
 from tests.reports.html import Element, Tree, outside
 from tests.reports.scans import HEADS, LAYERS, LENGTH, made_up, report
-from tests.scanning.scans import map_pyramid
+from tests.reports.viewer_scans import viewer_scan
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +86,25 @@ def test_every_head_has_its_map(page: Element, scan: HeadScan) -> None:
     figures = page.all("figure", class_="map")
     assert len(figures) == LAYERS * HEADS
     for place, figure in enumerate(figures):
-        # 37 tokens leave gaps in a map of 64 x 64 cells; 32 is the finest that has none.
         layer, head = divmod(place, HEADS)
-        values = map_pyramid(scan.layer_scans[layer].summaries["map"])[32][head]
+        values = scan["map"][layer, head]
+        assert values.shape == (37, 37)
         expected = (values.sqrt() * (scan_page.MAP_COLOURS - 1)).round().int().tolist()
         assert indices_of(figure.all("img")[0].attributes["src"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "words"),
+    [
+        (37, "One token a cell."),
+        (256, "Tokens of a block: 4."),
+        (637, "Tokens of a block: 16, the last of 13."),
+    ],
+)
+def test_maps_say_what_a_cell_is(length: int, words: str) -> None:
+    root = Tree(render(report(viewer_scan(length=length, top=0)))).root
+    layers = root.all("div", class_="layer")
+    assert [layer.all("p")[0].text for layer in layers] == [words] * 3
 
 
 def test_a_page_needs_its_words(page: Element) -> None:
@@ -274,7 +288,10 @@ def test_a_head_that_was_not_looked_at() -> None:
         last,
         heads=(1, 3),
         summaries={
-            name: {key: value[[1, 3]] for key, value in summary.items()}
+            name: {
+                key: value[[1, 3]] if value.shape[:1] == (HEADS,) else value
+                for key, value in summary.items()
+            }
             for name, summary in last.summaries.items()
             if name in ("entropy", "map")
         },

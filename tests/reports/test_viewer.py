@@ -19,7 +19,7 @@ from tests.reports.viewer_scans import WORDS, viewer_report, viewer_scan
 pytestmark = needs_a_browser
 
 MAP = "[data-part=map] canvas"
-LENGTH = 640
+LENGTH = 512
 LEAST = 0.01  # that is lit
 HEAD = "s.layer === {} && s.head === {}"
 
@@ -165,7 +165,7 @@ def test_a_head_without_top_keys_shows_blocks_and_the_command(opened: Opened) ->
     opened.wait("s.token === 7")
     state = opened.state()
     assert state["lit"]["exact"] == "block"
-    assert opened.page.inner_text("[data-part=badge]").startswith("Map: blocks of 5 tokens.")
+    assert opened.page.inner_text("[data-part=badge]").startswith("Map: blocks of 4 tokens.")
     opened.page.click(".command summary")
     assert opened.page.inner_text(".command code") == "headwise scan FOLDER --top-keys 1.3"
 
@@ -190,14 +190,14 @@ def test_a_cell_of_the_map_says_its_tokens_and_value(opened: Opened, scan: HeadS
     opened.wait("s.token !== null")
     state = opened.state()
     facts = state["parts"]["cell"]
-    assert facts["queries"] == [450, 454]
-    assert facts["keys"] == [225, 229]
+    assert facts["queries"] == [360, 363]
+    assert facts["keys"] == [180, 183]
     expected = float(scan["map"][0, 1, row, col])
     assert abs(facts["value"] ** 0.5 - expected**0.5) <= 0.5 / 255 + 1e-6
-    assert state["token"] == 450
-    assert "query 450 to 454" in state["parts"]["readout"]
+    assert state["token"] == 360
+    assert "query 360 to 363" in state["parts"]["readout"]
     # The text has scrolled to the query.
-    assert opened.page.locator('[data-t="450"]').is_visible()
+    assert opened.page.locator('[data-t="360"]').is_visible()
 
 
 def test_the_colours_of_the_map_are_the_weights(opened: Opened, scan: HeadScan) -> None:
@@ -372,12 +372,12 @@ def test_two_maps_share_their_cursor_their_zoom_and_the_token(
     opened.poll("headwise.state().parts.readout.includes('B ')")
     cells = opened.state()["parts"]["cells"]
     for shown, (layer, head) in zip(cells, ((0, 1), (2, 3)), strict=True):
-        assert (shown["queries"], shown["keys"]) == ([500, 504], [100, 104])
+        assert (shown["queries"], shown["keys"]) == ([400, 403], [80, 83])
         expected = float(scan["map"][layer, head, row, col])
         assert abs(shown["value"] ** 0.5 - expected**0.5) <= 0.5 / 255 + 1e-6
     page.mouse.click(first["x"] + (col + 0.5) * cell, first["y"] + (row + 0.5) * cell)
-    opened.wait("s.token === 500")
-    opened.poll("headwise.app.beside.light.lights.token === 500")
+    opened.wait("s.token === 400")
+    opened.poll("headwise.app.beside.light.lights.token === 400")
     page.mouse.wheel(0, -600)
     opened.wait("s.zoom[0] > 1")
     opened.poll(

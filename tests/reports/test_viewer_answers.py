@@ -16,6 +16,7 @@ from headwise.reports.page import save_scan_page
 from headwise.reports.report import ScanReport
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from tests.reports.browser import Chromium, Opened, needs_a_browser
+from tests.reports.viewer_scans import viewer_report, viewer_scan
 
 pytestmark = needs_a_browser
 
@@ -33,12 +34,16 @@ class Read:
     weights: Tensor  # (heads, queries, keys) in float64
 
 
-def page_of_matrix(folder: Path, length: int, *, cells: int, spread: float = 3.0) -> Read:
+def causal_matrix(length: int, heads: int = HEADS) -> AttentionMatrix:
     generator = torch.Generator().manual_seed(length)
-    q, k = (spread * torch.randn(1, HEADS, length, 7, generator=generator) for _ in range(2))
-    matrix = AttentionMatrix(q, k, mask=Mask.causal())
+    q, k = (3 * torch.randn(1, heads, length, 7, generator=generator) for _ in range(2))
+    return AttentionMatrix(q, k, mask=Mask.causal())
+
+
+def page_of_matrix(folder: Path, length: int, *, cells: int) -> Read:
+    matrix = causal_matrix(length)
     wanted = ["standard", Map(cells), TopKeysOfEveryQuery(ranks=RANKS)]
-    read = scan_model(matrix, torch.zeros_like(q), statistics=wanted)
+    read = scan_model(matrix, torch.zeros_like(matrix.q), statistics=wanted)
     report = ScanReport.of(read, name_of=lambda token: f"w{token}")
     return Read(save_scan_page(folder / "page.html", report), matrix.dense()[0].double())
 
@@ -166,3 +171,127 @@ def test_a_token_in_no_list_is_not_looked_at_by_nothing(browser: Chromium, block
         assert ask(opened, token, "queries") == {}
         said = f"0.1: token {token} is among the top {RANKS} of no query"
         assert opened.page.inner_text(".summary") == said
+
+
+# ---- values of the map ---------------------------------------------------------------------------
+
+
+def blocks_of(length: int) -> tuple[int, int]:
+    """The tokens of a block, and the number of blocks."""
+    most = 512 if length <= 512 else 256
+    size = next(2**power for power in range(20) if length <= most * 2**power)
+    return size, -(-length // size)
+
+
+def mean_of_block(matrix: AttentionMatrix, row: int, size: int) -> Tensor:
+    """(heads, blocks) of a block of queries, from the rows of the matrix."""
+    length = matrix.shape[2]
+    queries = torch.arange(row * size, min(length, (row + 1) * size))
+    rows = matrix.rows(queries)[0].double().mean(1)
+    return torch.nn.functional.pad(rows, (0, -length % size)).unflatten(1, (-1, size)).sum(2)
+
+
+@pytest.mark.parametrize("length", [129, 200, 511, 512, 513, 1000, 16_384])
+def test_200_places_of_the_map_are_those_of_the_matrix(
+    browser: Chromium, tmp_path: Path, length: int
+) -> None:
+    matrix, (size, blocks) = causal_matrix(length, heads=1), blocks_of(length)
+    read = scan_model(matrix, torch.zeros_like(matrix.q), statistics=["map"])
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(blocks, (20,), generator=generator).tolist()
+    rows[0] = blocks - 1
+    places = [
+        (row, int(torch.randint(row + 1, (), generator=generator)))
+        for row in rows
+        for _ in "ten by"
+    ]
+    with browser.open(save_scan_page(tmp_path / "page.html", ScanReport.of(read))) as opened:
+        map_ = "headwise.app.loaded.map"
+        assert opened.page.evaluate(f"[{map_}.rows, {map_}.cols]") == [blocks, blocks]
+        shown = opened.page.evaluate(
+            f"(places) => places.map(([r, c]) => {map_}.values[r * {map_}.cols + c])", places
+        )
+        facts = opened.page.evaluate(
+            "(places) => places.map(([r, c]) => headwise.app.light.axes()"
+            ".map((axis, n) => axis.tokens(n ? c : r)))",
+            places,
+        )
+    expected = {row: mean_of_block(matrix, row, size) for row in set(rows)}
+    for (row, col), value, tokens in zip(places, shown, facts, strict=True):
+        exact = float(expected[row][0, col])
+        assert value**0.5 == pytest.approx(exact**0.5, abs=HALF)
+        ends = [[n * size, min(length, (n + 1) * size) - 1] for n in (row, col)]
+        assert tokens == ends
+
+
+def last_cell(opened: Opened) -> str:
+    """Point at the last cell, and return what the page says of it."""
+    box = opened.page.locator("[data-part=map] canvas").first.bounding_box()
+    assert box is not None
+    opened.page.mouse.move(box["x"] + box["width"] - 1, box["y"] + box["height"] - 1)
+    opened.poll("headwise.state().parts.readout !== ''")
+    return str(opened.state()["parts"]["readout"])
+
+
+def test_a_shorter_last_block_is_marked(browser: Chromium, tmp_path: Path) -> None:
+    for length, badge, last in (
+        (512, "one token a cell", "query 511 → key 511: "),
+        (
+            513,
+            "blocks of 4 tokens, the last of 1",
+            "query 512 (the last block, shorter) → key 512 (the last block, shorter): ",
+        ),
+        (1024, "blocks of 4 tokens", "query 1,020 to 1,023 → key 1,020 to 1,023: "),
+    ):
+        matrix = causal_matrix(length)
+        read = scan_model(matrix, torch.zeros_like(matrix.q), statistics=["map"])
+        with browser.open(save_scan_page(tmp_path / "page.html", ScanReport.of(read))) as opened:
+            assert opened.page.inner_text("[data-part=badge]") == f"Map: {badge}."
+            assert last_cell(opened).startswith(last)
+            mark = opened.page.locator(".short path").first.get_attribute("d") or ""
+            box = opened.page.locator("[data-part=map] canvas").first.bounding_box()
+            assert box is not None
+            if length != 513:
+                assert mark == ""
+                continue
+            # Beside the last of 129 blocks, below the map and to its right.
+            across, down = mark.removeprefix("M").split("M")
+            side = box["width"]
+            assert float(across.split(",")[0]) == pytest.approx(side * 128 / 129, abs=1)
+            assert float(across.split("H")[1]) == pytest.approx(side, abs=1)
+            assert float(down.split("V")[1]) == pytest.approx(box["height"], abs=1)
+
+
+def test_texts_of_other_lengths_are_compared_over_the_tokens_of_both(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    matrices = [causal_matrix(length) for length in (60, 41)]
+    reads = [scan_model(m, torch.zeros_like(m.q), statistics=["entropy", "map"]) for m in matrices]
+    report = replace(ScanReport.of(reads[0]), second=reads[1], names=("long", "short"))
+    with browser.open(save_scan_page(tmp_path / "page.html", report)) as opened:
+        opened.do("headwise.app.set({ mode: 'diff' })", "s.mode === 'diff'")
+        badge = opened.page.inner_text("[data-part=badge]")
+        assert badge == "Map: one token a cell, of the first 41 tokens of both."
+        state = opened.state()
+        head = state["head"], state["other"]["head"]
+        values = torch.tensor(opened.page.evaluate("[...headwise.app.loaded.map.values]"))
+    dense = [m.dense()[0, h].double() for m, h in zip(matrices, head, strict=True)]
+    expected = (dense[0][:41, :41] - dense[1]).flatten()
+    # Each of the two is right to half a step of the square root, so a value w to about √w / 255.
+    assert (values - expected).abs().max() <= 2 * (1 / 255 + 0.25 / 255**2)
+
+
+def test_a_map_by_shares_keeps_its_blocks(browser: Chromium, tmp_path: Path) -> None:
+    """Of a scan of an earlier version: 200 tokens in 128 blocks of one or two."""
+    read = viewer_scan(length=200, cells=128, by_shares=True, top=0)
+    with browser.open(save_scan_page(tmp_path / "page.html", viewer_report(read))) as opened:
+        assert opened.page.inner_text("[data-part=badge]") == "Map: blocks of 1 to 2 tokens."
+        tokens = opened.page.evaluate(
+            "Array.from({ length: 128 }, (_, n) => headwise.app.light.axes()[0].tokens(n))"
+        )
+        found = opened.page.evaluate(
+            "Array.from({ length: 200 }, (_, n) => headwise.app.light.axes()[0].block(n))"
+        )
+    block = [n * 128 // 200 for n in range(200)]
+    assert found == block
+    assert tokens == [[block.index(n), 199 - block[::-1].index(n)] for n in range(128)]

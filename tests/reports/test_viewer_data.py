@@ -72,13 +72,14 @@ def test_a_short_text_has_a_cell_for_each_token() -> None:
 
 
 def test_blocks_are_those_of_the_pooled_matrix() -> None:
+    # 92 tokens in blocks of eight, the last of four.
     read, dense = real_scan(length=4 * QUERIES, cells=16)
     meta, blobs = blobs_of(ScanReport.of(read))
-    assert meta["scans"][0]["layers"][0]["map"] == [16, 16]
-    block = torch.arange(4 * QUERIES) * 16 // (4 * QUERIES)
-    member = (block[:, None] == torch.arange(16)).double()
+    layer = meta["scans"][0]["layers"][0]
+    assert (layer["map"], layer["map_length"]) == ([12, 12], [92, 92])
+    member = (torch.arange(4 * QUERIES)[:, None] // 8 == torch.arange(12)).double()
     pooled = torch.einsum("hqk,qr,kc->hrc", dense, member, member) / member.sum(0)[:, None]
-    shown = weights(blobs["0/map/0"]).reshape(HEADS, 16, 16)
+    shown = weights(blobs["0/map/0"]).reshape(HEADS, 12, 12)
     assert np.abs(np.sqrt(shown) - pooled.sqrt().numpy()).max() <= 0.5 / 255 + 1e-6
 
 
@@ -186,8 +187,7 @@ def test_cross_attention_has_two_texts() -> None:
     assert [text["lengths"] for text in texts] == [[SOURCE] * BATCH, [LENGTH] * BATCH]
     cross = [layer for layer in meta["scans"][0]["layers"] if layer["kind"] == "cross"]
     assert {(layer["query_text"], layer["key_text"]) for layer in cross} == {(1, 0)}
-    # Blocks of several texts are only as many as the shorter side has tokens.
-    assert all(max(layer["map"]) <= SOURCE for layer in cross)
+    assert all(layer["map"] == layer["map_length"] == [LENGTH, SOURCE] for layer in cross)
     index = meta["scans"][0]["layers"].index(cross[0])
     assert len(blobs[f"0/top/{index}/0"]) == 3 * BATCH * LENGTH * 4 * HEADS
 
@@ -216,7 +216,7 @@ def test_two_scans_and_their_matched_heads() -> None:
     for layer in before.layer_scans:
         summaries = {
             name: {
-                part: value[order] if part != "lengths" and len(value) == 5 else value
+                part: value[order] if value.dim() and len(value) == 5 else value
                 for part, value in summary.items()
             }
             for name, summary in layer.summaries.items()

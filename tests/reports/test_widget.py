@@ -18,6 +18,7 @@ from headwise.reports.page import read_viewer_asset, viewer_data
 from headwise.reports.report import ScanReport
 from headwise.scanning._scan import ExactRows
 from headwise.scanning.result import HeadScan
+from headwise.scanning.statistics.maps import Map
 from tests.reports.browser import Chromium, needs_a_browser
 
 EPS = torch.finfo(torch.float32).eps
@@ -72,7 +73,7 @@ def ids() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def read(model: Any, ids: torch.Tensor) -> HeadScan:
-    return scan(model, ids)
+    return scan(model, ids, statistics=["standard", Map(64)])
 
 
 def test_traits(read: HeadScan, model: Any, ids: torch.Tensor) -> None:

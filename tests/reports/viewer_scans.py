@@ -13,7 +13,7 @@ from headwise.reports.report import ScanReport
 from headwise.scanning.layer import LayerScan, ScannedText
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.catalogue import find_standard_statistics
-from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
+from headwise.scanning.statistics.maps import Map, MapOfShares, TopKeysOfEveryQuery, block_size
 from headwise.scanning.statistics.statistic import Statistic, Summary
 
 SCALARS = ("previous_token", "induction", "first_token", "entropy", "effective_keys")
@@ -89,7 +89,26 @@ def _distances(generator: np.random.Generator, index: int, heads: int, length: i
     }
 
 
-def layer_of(index: int, *, heads: int, length: int, top: int, cells: int) -> LayerScan:
+def _map_summary(maps: Tensor, length: int, *, by_shares: bool) -> Summary:
+    """The summary of maps of one text of this length."""
+    heads, cells = maps.shape[:2]
+    if by_shares:  # as earlier versions had it
+        block = torch.arange(length) * cells // length
+        inside = block.bincount(minlength=cells).double()
+        return {"sum": maps * inside[:, None], "count": inside.expand(heads, -1).clone()}
+    size = block_size(length, cells)
+    inside = (length - size * torch.arange(cells)).clamp(max=size).double()
+    return {
+        "sum": (maps * inside[:, None]).float(),
+        "count": inside.expand(heads, -1).clone(),
+        "length": torch.tensor([length, length]),
+        "cells": torch.tensor(CELLS),
+    }
+
+
+def layer_of(
+    index: int, *, heads: int, length: int, top: int, cells: int, by_shares: bool
+) -> LayerScan:
     generator = np.random.default_rng(index)
     shares = torch.from_numpy(generator.beta(1, 20, (3, heads)))
     if index == 1:
@@ -111,10 +130,7 @@ def layer_of(index: int, *, heads: int, length: int, top: int, cells: int) -> La
             "key": torch.arange(8).expand(heads, -1).clone(),
             "token": torch.arange(8).expand(heads, -1).clone(),
         },
-        "map": {
-            "sum": _maps(generator, heads, cells) * (length / cells),
-            "count": torch.full((heads, cells), length / cells, dtype=torch.float64),
-        },
+        "map": _map_summary(_maps(generator, heads, cells), length, by_shares=by_shares),
     }
     summaries["head_distance"] = _distances(generator, index, heads, length)
     if top:
@@ -139,14 +155,19 @@ def viewer_scan(
     length: int = 640,
     top: int = 1,
     cells: int = CELLS,
+    by_shares: bool = False,
     words: Sequence[str] = WORDS,
 ) -> HeadScan:
-    """A scan with everything that the viewer shows; ``top`` heads of a layer have top keys."""
+    """A scan with everything that the viewer shows; ``top`` heads of a layer have top keys.
+
+    A map has at most so many ``cells`` on each side, or with ``by_shares`` just so many.
+    """
+    blocks = cells if by_shares else -(-length // block_size(length, cells))
     ids = torch.from_numpy(np.random.default_rng(7).integers(len(words), size=length)).int()
     ids[: len(words)] = torch.arange(len(words))[:length]
     statistics: list[Statistic] = [
         *find_standard_statistics([*SCALARS, "offset_profile", "most_received", "head_distance"]),
-        Map(cells),
+        MapOfShares() if by_shares else Map(cells),
         TopKeysOfEveryQuery(ranks=RANKS),
     ]
     return HeadScan(
@@ -156,7 +177,7 @@ def viewer_scan(
         notes=(),
         statistics=tuple(statistics),
         layer_scans=tuple(
-            layer_of(index, heads=heads, length=length, top=top, cells=cells)
+            layer_of(index, heads=heads, length=length, top=top, cells=blocks, by_shares=by_shares)
             for index in range(layers)
         ),
         texts=(ScannedText(ids, (length,)),),
@@ -205,7 +226,7 @@ def incompressible(length: int = 16_384) -> ScanReport:
         heads, cells, _ = layer.summaries["map"]["sum"].shape
         weights = generator.standard_normal((heads, cells, cells)) ** 2
         weights *= length / cells / weights.sum(-1, keepdims=True)
-        layer.summaries["map"]["sum"] = torch.from_numpy(weights)
+        layer.summaries["map"]["sum"] = torch.from_numpy(weights).float()
         top = layer.summaries["top_keys_of_every_query"]
         top["key"] = torch.from_numpy(generator.integers(length, size=top["key"].shape)).int()
     ids = torch.from_numpy(generator.permutation(length)).int()

@@ -187,19 +187,6 @@ def is_same(one: HeadScan, two: HeadScan) -> bool:
     )
 
 
-def map_pyramid(summary: Summary) -> dict[int, Tensor]:
-    """The map at every size: 64 x 64, 32 x 32, ..., 1 x 1, as (heads, size, size)."""
-    total, count = summary["sum"], summary["count"]
-    maps = {}
-    while True:
-        size = total.shape[-1]
-        maps[size] = total / count[..., None]
-        if size % 2:
-            return maps
-        total = total.unflatten(1, (size // 2, 2)).unflatten(3, (size // 2, 2)).sum((2, 4))
-        count = count.unflatten(1, (size // 2, 2)).sum(2)
-
-
 def scalars(*numbers: Sequence[float], name: str = "entropy") -> HeadScan:
     """A scan of given numbers: a row for each layer."""
     statistic = standard(name)

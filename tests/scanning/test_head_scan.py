@@ -37,7 +37,7 @@ def test_a_statistic_is_layers_by_heads() -> None:
     assert entropy.dtype == torch.float64
     expected = matrix(3).entropy().double().mean((0, 2))
     torch.testing.assert_close(entropy[3], expected, rtol=1e-5, atol=0)
-    assert scan["map"].shape == (4, HEADS, 64, 64)
+    assert scan["map"].shape == (4, HEADS, LENGTH, LENGTH)
     assert scan["offset_profile"].shape == (4, HEADS, 33)
 
 

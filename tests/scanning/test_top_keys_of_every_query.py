@@ -109,13 +109,15 @@ def test_merging_keeps_the_order_of_sequences_and_texts(tmp_path: Path) -> None:
         assert summary["lengths"].tolist() == [LENGTH, SOURCE]
         for name, tensor in together.layer_scans[0].summaries[NAME].items():
             assert torch.equal(summary[name], tensor)
-        assert each["map"].shape == (2, HEADS, 16, 16)
+        # In blocks of two tokens, by position.
+        assert each["map"].shape == (2, HEADS, (LENGTH + 1) // 2, (LENGTH + 1) // 2)
+        assert each.layer_scans[0].summaries["map"]["length"].tolist() == [LENGTH, LENGTH]
 
 
 OTHERS = {
     "heads": (TopKeysOfEveryQuery([(0, 1)]), TopKeysOfEveryQuery([(0, 2)]), "the top keys of some"),
     "ranks": (TopKeysOfEveryQuery(ranks=2), TopKeysOfEveryQuery(ranks=3), "2 top keys a query"),
-    "cells": (Map(), Map(cells=8), "a map of 64 cells, and one of 8"),
+    "cells": (Map(), Map(cells=8), "a map of the text's cells, and one of 8"),
 }
 
 
@@ -132,7 +134,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a head alone": (lambda: TopKeysOfEveryQuery([3]), "pairs of a layer and a head"),
     "no head": (lambda: TopKeysOfEveryQuery([]), "pairs of a layer and a head"),
     "no rank": (lambda: TopKeysOfEveryQuery(ranks=0), "from 1 to 64"),
-    "odd cells": (lambda: Map(cells=100), "a power of two from 1 to 1,024"),
+    "no cells": (lambda: Map(cells=0), "the most blocks on each side, from 1 to 1,024"),
     "many cells": (lambda: Map(cells=2048), "Map\\(cells=2048\\)"),
 }
 
@@ -152,11 +154,13 @@ def test_a_map_of_any_size_is_the_pooled_matrix(cells: int) -> None:
         weights, torch.zeros(BATCH, 2, KEYS, DIM, dtype=torch.float64), statistics=Map(cells)
     )
     dense = weights.dense()
-    block = torch.arange(KEYS) * cells // KEYS
-    member = (block[:, None] == torch.arange(cells)).double()
+    size = {1: 16, 8: 2, 128: 1}[cells]
+    block = torch.arange(KEYS) // size
+    member = (block[:, None] == torch.arange(int(block[-1]) + 1)).double()
     expected = torch.einsum("bhqk,qr,kc->hrc", dense.double(), member, member)
     expected = expected / (BATCH * member.sum(0))[:, None]
-    torch.testing.assert_close(pooled["map"][0], expected, rtol=EPS, atol=EPS, equal_nan=True)
+    found = pooled["map"][0]
+    torch.testing.assert_close(found, expected, rtol=EPS + 2**-24, atol=EPS, equal_nan=True)
 
 
 def test_texts_beyond_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

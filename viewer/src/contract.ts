@@ -16,6 +16,8 @@ export interface Layer {
   query_text: number | null;
   key_text: number | null;
   map: [rows: number, cols: number] | null;
+  /** Tokens of the longest sequence of the map; null where its blocks are shares of a text. */
+  map_length: [queries: number, keys: number] | null;
   blank: number[];
   /** For each of `heads`: how many keys of every query are stored. */
   top: number[];

@@ -1,7 +1,7 @@
 /** The tokens that are lit: what a token looks at, or what looks at it, and how exactly. */
 
-import { percent } from "./format";
-import { blockOfToken, tokensOfBlock, tokensPerBlock } from "./maps";
+import { count, percent } from "./format";
+import { Axis } from "./maps";
 import type { ExactRow } from "./source";
 import type { Direction } from "./state";
 import { type Entry, type Lights, type View, LEAST, marked } from "./view";
@@ -37,9 +37,7 @@ export class Light {
 
   /** True if a cell of the map is the weight between two tokens. */
   get hasSingleTokens(): boolean {
-    const map = this.app.loaded?.map;
-    const [queries, keys] = this.lengths();
-    return !!map && map.rows === queries && map.cols === keys && this.app.scan.sequences === 1;
+    return this.app.scan.sequences === 1 && (this.axes()?.every(({ size }) => size === 1) ?? false);
   }
 
   private fromTopKeys(token: number, what: Direction): Lights | null {
@@ -57,16 +55,16 @@ export class Light {
   private fromMap(token: number, what: Direction): Lights | null {
     const { loaded } = this.app;
     const map = loaded?.map;
-    const [queries, keys] = this.lengths();
-    if (!map || !queries || !keys) return null;
+    const axes = this.axes();
+    if (!map || !axes) return null;
     const isRow = what === "keys";
-    const [blocks, length] = isRow ? [map.rows, queries] : [map.cols, keys];
-    const [others, spread] = isRow ? [map.cols, keys] : [map.rows, queries];
-    const block = blockOfToken(token, blocks, length);
+    const [own, others] = isRow ? axes : [axes[1], axes[0]];
+    if (token >= own.length) return null;
+    const block = own.block(token);
     const entries: Entry[] = [];
-    for (let other = 0; other < others; other++) {
+    for (let other = 0; other < others.blocks; other++) {
       const weight = map.values[isRow ? block * map.cols + other : other * map.cols + block] ?? 0;
-      const [first, last] = tokensOfBlock(other, others, spread);
+      const [first, last] = others.tokens(other);
       if (weight !== 0 && last >= first) entries.push({ first, last, weight });
     }
     entries.sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
@@ -106,27 +104,31 @@ export class Light {
     return [this.app.state.report, scan, layer, head, this.app.state.sequence, token].join();
   }
 
-  /** The lengths of the shown sequence as queries and as keys; the scan's tokens without a text. */
-  lengths(): [queries: number, keys: number] {
+  /** The queries and the keys of the map in their blocks, or null without a map. */
+  axes(): [queries: Axis, keys: Axis] | null {
     const { loaded, state, scan } = this.app;
-    const average = scan.sequences ? Math.round(scan.tokens / scan.sequences) : 0;
+    const map = loaded?.map;
+    if (!map) return null;
+    const [queries, keys] = map.length ?? [];
+    const mean = scan.sequences ? Math.round(scan.tokens / scan.sequences) : 0;
     return [
-      loaded?.queries?.lengthOf(state.sequence) ?? average,
-      loaded?.keys?.lengthOf(state.sequence) ?? average,
+      new Axis(map.rows, queries ?? loaded.queries?.lengthOf(state.sequence) ?? mean, queries === undefined),
+      new Axis(map.cols, keys ?? loaded.keys?.lengthOf(state.sequence) ?? mean, keys === undefined),
     ];
   }
 
   /** Return what one cell of the map is, in words: "blocks of 128 tokens". */
   resolution(): string {
-    const map = this.app.loaded?.map;
-    if (!map) return "no map of this head";
-    const [queries, keys] = this.lengths();
-    const sequences = this.app.scan.sequences;
-    const mean = sequences > 1 ? `, mean of ${sequences} sequences` : "";
-    if (map.rows === queries && map.cols === keys) return `one token a cell${mean}`;
-    const [down, across] = [tokensPerBlock(map.rows, queries), tokensPerBlock(map.cols, keys)];
-    const size = down === across ? down : `${down} queries by ${across} keys`;
-    return `blocks of ${size}${down === across ? " tokens" : ""}${mean}`;
+    const axes = this.axes();
+    if (!axes) return "no map of this head";
+    const { scan, state, loaded } = this.app;
+    const mean = scan.sequences > 1 ? `, mean of ${scan.sequences} sequences` : "";
+    const isPart = state.mode === "diff" && String(loaded?.a?.length) !== String(loaded?.b?.length);
+    const part = isPart ? `, of the first ${count(axes[0].length)} tokens of both` : "";
+    if (axes.every(({ size }) => size === 1)) return `one token a cell${mean}${part}`;
+    const [down, across] = axes.map(({ words }) => words);
+    const size = down === across ? `${down?.replace(/(?=,|$)/, " tokens")}` : `${down} queries by ${across} keys`;
+    return `blocks of ${size}${mean}${part}`;
   }
 
   private words(): string {

@@ -17,6 +17,8 @@ export const sameHead = (a: HeadId, b: HeadId): boolean =>
 export interface HeadMap {
   rows: number;
   cols: number;
+  /** Tokens of the longest sequence; null where blocks are shares of a text. */
+  length: [queries: number, keys: number] | null;
   /** Row by row: weights from 0 to 1, or differences from −1 to 1. */
   values: Float32Array;
 }
@@ -39,28 +41,67 @@ export async function loadMap(source: Source, report: number, id: HeadId): Promi
   const bytes = await source.bytes(report, `${id.scan}/map/${id.layer}`);
   const size = rows * cols;
   const own = bytes.subarray(position * size, (position + 1) * size);
-  return own.length === size ? { rows, cols, values: Float32Array.from(own, (b) => WEIGHTS[b] ?? 0) } : null;
+  if (own.length !== size) return null;
+  return { rows, cols, length: layer.map_length, values: Float32Array.from(own, (b) => WEIGHTS[b] ?? 0) };
 }
 
-/** Return A − B, or null if the blocks are not the same. */
+/** One side of a map: tokens in blocks, of which the last may have fewer. */
+export class Axis {
+  /** Tokens of a block: a power of two; a mean where blocks are shares of the text. */
+  readonly size: number;
+
+  constructor(
+    readonly blocks: number,
+    readonly length: number,
+    byShares: boolean,
+  ) {
+    this.size = byShares ? length / blocks : Math.min(length, 2 ** Math.ceil(Math.log2(length / blocks)));
+  }
+
+  /** Return the first and the last token of a block. */
+  tokens(block: number): [first: number, last: number] {
+    return [Math.ceil(block * this.size), Math.min(this.length, Math.ceil((block + 1) * this.size)) - 1];
+  }
+
+  block(token: number): number {
+    return Math.min(this.blocks - 1, Math.floor(token / this.size));
+  }
+
+  /** True for the last block, if it has fewer tokens than the others. */
+  isShort(block: number): boolean {
+    return Number.isInteger(this.size) && block === this.blocks - 1 && this.length < this.blocks * this.size;
+  }
+
+  /** The number of tokens in a block in words: "128", "128, the last of 7", or "2 to 3". */
+  get words(): string {
+    const least = Math.floor(this.size);
+    const most = Math.ceil(this.size);
+    const [first, last] = this.tokens(this.blocks - 1);
+    const end = this.isShort(this.blocks - 1) ? `, the last of ${count(last - first + 1)}` : "";
+    return least === most || least === 0 ? `${count(most)}${end}` : range(least, most);
+  }
+}
+
+/** Return A − B over the tokens that both have, or null if the blocks are not the same. */
 export function difference(a: HeadMap, b: HeadMap): HeadMap | null {
-  if (a.rows !== b.rows || a.cols !== b.cols) return null;
-  return { ...a, values: a.values.map((value, at) => value - (b.values[at] ?? 0)) };
+  const isSame = a.rows === b.rows && a.cols === b.cols && String(a.length) === String(b.length);
+  if (isSame) return { ...a, values: a.values.map((value, at) => value - (b.values[at] ?? 0)) };
+  if (!a.length || !b.length) return null;
+  const [down, across] = [commonBlocks(a.rows, a.length[0], b.rows, b.length[0]), commonBlocks(a.cols, a.length[1], b.cols, b.length[1])];
+  if (!down || !across) return null;
+  const [rows, cols] = [down.blocks, across.blocks];
+  const at = (map: HeadMap, n: number): number => map.values[Math.floor(n / cols) * map.cols + (n % cols)] ?? 0;
+  const values = Float32Array.from({ length: rows * cols }, (_, n) => at(a, n) - at(b, n));
+  return { rows, cols, length: [down.length, across.length], values };
 }
 
-/** Return the first and the last of n tokens in a block: those i with floor(blocks * i / n) = block. */
-export function tokensOfBlock(block: number, blocks: number, n: number): [number, number] {
-  return [Math.ceil((block * n) / blocks), Math.ceil(((block + 1) * n) / blocks) - 1];
-}
-
-export const blockOfToken = (token: number, blocks: number, n: number): number =>
-  Math.min(blocks - 1, Math.floor((token * blocks) / n));
-
-/** Return the number of tokens in a block in words: "128", or "2 to 3". */
-export function tokensPerBlock(blocks: number, n: number): string {
-  const least = Math.floor(n / blocks);
-  const most = Math.ceil(n / blocks);
-  return least === most || least === 0 ? count(most) : range(least, most);
+/** Return the whole blocks that two axes have in common, or null if their blocks have other sizes. */
+function commonBlocks(blocks: number, length: number, others: number, itsLength: number): Axis | null {
+  const [one, two] = [new Axis(blocks, length, false), new Axis(others, itsLength, false)];
+  if (one.size !== two.size) return null;
+  if (length === itsLength) return one;
+  const common = Math.floor(Math.min(length, itsLength) / one.size);
+  return common ? new Axis(common, common * one.size, false) : null;
 }
 
 // ---- thumbnails ----------------------------------------------------------------------------------

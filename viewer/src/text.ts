@@ -65,6 +65,7 @@ export class Text {
 
   /** Return a token as it was written; the word of its id where it has no characters. */
   word(sequence: number, token: number): string {
+    if (token >= this.lengthOf(sequence)) return "";
     const name = this.nameOf(sequence, token);
     return this.words.written?.[sequence] ? this.of(sequence).charactersOf(token) || name : name;
   }

@@ -51,6 +51,8 @@ TOP_KEYS_HELP = (
     "or none."
 )
 FEW = "the largest of all heads, and 4 of those that stand out"
+MAP_SIZE = "one token a block up to 512 tokens, else 256; 128 for a corpus"
+MOST_BLOCKS = 1024  # that a map may have, as in headwise.scanning.Map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ class ScanOptions:
     ] = None
     top_keys: Annotated[list[str] | None, _names(TOP_KEYS_HELP, FEW)] = None
     map_cells: Annotated[
-        int | None, Option(help="Blocks of a map on each side.", show_default="128")
+        int | None, Option(help="Most blocks of a map on each side.", show_default=MAP_SIZE)
     ] = None
     out: Annotated[
         Path | None, Option(help="A folder for the scan, in which a run can be resumed.")
@@ -165,11 +167,10 @@ class ScanOptions:
                 do="--page with another name, or --force to write over the earlier page",
             )
         self._require_one_input()
-        sizes = [2**power for power in range(11)]
-        if self.map_cells is not None and self.map_cells not in sizes:
+        if self.map_cells is not None and not 0 < self.map_cells <= MOST_BLOCKS:
             raise OptionError(
                 saw=f"--map-cells {self.map_cells}",
-                needed=f"a power of two from 1 to {sizes[-1]:,}",
+                needed=f"the most blocks on each side, from 1 to {MOST_BLOCKS:,}",
                 do="--map-cells 128",
             )
         if self.stats is not None:
@@ -390,7 +391,7 @@ def _plan(options: ScanOptions, console: output.Console) -> PlannedScan:
     with output.progress_bar(console, "loading the model"):
         import torch
 
-        from headwise.scanning import plan, source, workers
+        from headwise.scanning import parts, plan, source, workers
 
         processes, length = options.processes or 1, options.length
         if processes > 1:
@@ -418,7 +419,7 @@ def _plan(options: ScanOptions, console: output.Console) -> PlannedScan:
             statistics=options.stats,
             layers=options.layer_patterns,
             top_keys=options.top_keys,
-            map_cells=options.map_cells,
+            map_cells=options.map_cells or (parts.MAP_CELLS if options.out else None),
             processes=processes,
             checks_memory=not options.skip_memory_check,
         )

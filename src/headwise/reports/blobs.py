@@ -7,8 +7,9 @@ rounded 255 times its square root, so a value that is shown is right to 1/255 of
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,14 +17,20 @@ from torch import Tensor
 
 from headwise.scanning.layer import HEAD_DISTANCE, LayerScan, ScannedText
 from headwise.scanning.result import HeadScan
-from headwise.scanning.statistics.maps import OffsetProfile
+from headwise.scanning.statistics.maps import (
+    MOST_BLOCKS,
+    MOST_CELLS,
+    OffsetProfile,
+    block_size,
+    block_sizes,
+    coarsen_map,
+)
 from headwise.scanning.written import WrittenText
 
 MAP, OFFSETS, RECEIVED = "map", "offset_profile", "most_received"
 TOP_KEYS = "top_keys_of_every_query"
 THUMB = 16  # cells of a thumbnail on each side
 NO_DISTANCE = 2**16 - 1  # the step of two heads without a distance; one less is a distance of 1
-MOST_CELLS = 1024  # of a map on each side
 LAST_OF_ONE_UNIT = 2**16 - 1  # of UTF-16; characters beyond it take two
 MANY_TOKENS = 2**16  # keys beyond this number take four bytes instead of two
 OFFSET_REACH = OffsetProfile.OFFSETS
@@ -53,7 +60,7 @@ def scan_blobs(
         if values is not None:
             yield f"{prefix}/map/{index}", quantise_square_roots(values)
     thumbs = [
-        pool_thumbnails(values)
+        pool_thumbnails(values, _edges(scan, layer, values))
         if values is not None
         else np.zeros((len(layer.heads), THUMB, THUMB))
         for values, layer in zip(maps, scan.layer_scans, strict=True)
@@ -92,15 +99,94 @@ def quantise_square_roots(values: Array) -> bytes:
 # ---- maps ----------------------------------------------------------------------------------------
 
 
-def head_map_arrays(scan: HeadScan, layer: LayerScan, *, most: int = MOST_CELLS) -> Array | None:
+class MapAxis(NamedTuple):
+    """One side of a map in blocks of tokens, of which the last may be shorter."""
+
+    blocks: int
+    length: int  # tokens
+    size: float  # tokens of a block: a mean where blocks are shares of the text
+
+    @property
+    def edges(self) -> Array:
+        """Begins of the blocks, and the end of the last, as shares of the tokens."""
+        edges: Array = np.minimum(np.arange(self.blocks + 1) * self.size / self.length, 1.0)
+        return edges
+
+    @property
+    def last(self) -> int:
+        """Tokens of the last block."""
+        return round(self.length - (self.blocks - 1) * self.size)
+
+    @property
+    def has_short_end(self) -> bool:
+        """True if the last block has fewer tokens than the others."""
+        return self.size == int(self.size) and self.last < self.size
+
+    @property
+    def words(self) -> str:
+        """The tokens of a block, such as "128, the last of 7"."""
+        least, most = math.floor(self.size), math.ceil(self.size)
+        number = str(most) if least in (most, 0) else f"{least} to {most}"
+        return f"{number}, the last of {self.last}" if self.has_short_end else number
+
+
+def map_axes(
+    scan: HeadScan, layer: LayerScan, shape: Sequence[int]
+) -> tuple[MapAxis, MapAxis] | None:
+    """Return the queries and the keys of a layer's map of this shape.
+
+    None if places of the map are shares of texts of several lengths, or of unknown texts.
+    """
+    summary = layer.summaries[MAP]
+    if "length" in summary:
+        pairs = zip(summary["length"].tolist(), shape, strict=True)
+        queries, keys = (MapAxis(n, length, block_size(length, n)) for length, n in pairs)
+        return queries, keys
+    texts = [sequence_lengths_of_text(scan, text) for text in (layer.query_text, layer.key_text)]
+    if any(len(set(lengths)) != 1 for lengths in texts):
+        return None
+    pairs = zip((lengths[0] for lengths in texts), shape, strict=True)
+    queries, keys = (MapAxis(n, length, length / n) for length, n in pairs)
+    return queries, keys
+
+
+def most_blocks_of_page(scan: HeadScan) -> int:
+    """Return the most blocks on each side of a map, so that all have at most `MOST_CELLS`.
+
+    A number that was chosen for the scan stays.
+    """
+    maps = [layer.summaries[MAP] for layer in scan.layer_scans if MAP in layer.summaries]
+    sizes = [each["sum"].shape for each in maps if int(each.get("cells", MOST_BLOCKS)) == 0]
+    most = MOST_BLOCKS
+    while sum(n * min(rows, most) * min(cols, most) for n, rows, cols in sizes) > MOST_CELLS:
+        most //= 2
+    return most
+
+
+def head_map_arrays(scan: HeadScan, layer: LayerScan, *, most: int = MOST_BLOCKS) -> Array | None:
     """Return (heads, rows, cols) of the weights of a layer in blocks, NaN for a head without.
 
-    A single text of few tokens has a cell for each token. Otherwise the map is the finest in which
-    each block has a token. A side has at most ``most`` blocks.
+    A side has at most ``most`` blocks. A block that no query is in has the weight 0.
     """
     summary = layer.summaries.get(MAP)
     if summary is None:
         return None
+    if "length" not in summary:
+        return _maps_of_shares(scan, layer, most)
+    if not summary["sum"].numel():
+        return None
+    step = block_size(max(summary["sum"].shape[1:]), most)
+    summary = coarsen_map(summary, [size * step for size in block_sizes(summary)])
+    maps: Array = (summary["sum"] / summary["count"].clamp(min=1).float()[..., None]).numpy()
+    return maps
+
+
+def _maps_of_shares(scan: HeadScan, layer: LayerScan, most: int) -> Array:
+    """Return the map of an earlier version: of a cell for each token, or the finest without gaps.
+
+    A single text of few tokens has a cell for each token. Otherwise each block has a token.
+    """
+    summary = layer.summaries[MAP]
     cells = summary["count"].shape[-1]
     queries, keys = (
         sequence_lengths_of_text(scan, text) for text in (layer.query_text, layer.key_text)
@@ -120,18 +206,27 @@ def head_map_arrays(scan: HeadScan, layer: LayerScan, *, most: int = MOST_CELLS)
     return maps
 
 
-def pool_thumbnails(maps: Array) -> Array:
-    """Return (heads, 16, 16): the mean over the queries, the sum over the keys of each cell."""
-    rows, cols = maps.shape[1:]
+def pool_thumbnails(maps: Array, edges: Sequence[Array] | None = None) -> Array:
+    """Return (heads, 16, 16): the mean over the queries, the sum over the keys of each cell.
+
+    ``edges`` are those of the rows and of the columns, as shares; equal blocks if None.
+    """
+    equal = [np.linspace(0, 1, size + 1) for size in maps.shape[1:]]
+    rows, cols = equal if edges is None else edges
     mean = THUMB * _block_overlap(rows)
-    spread = cols * _block_overlap(cols).T
+    spread = (_block_overlap(cols) / np.diff(cols)).T
     pooled: Array = mean @ np.fmax(maps, 0) @ spread  # fmax takes 0 instead of NaN
     return pooled
 
 
-def _block_overlap(blocks: int) -> Array:
+def _edges(scan: HeadScan, layer: LayerScan, maps: Array) -> list[Array] | None:
+    axes = map_axes(scan, layer, maps.shape[1:])
+    return None if axes is None else [axis.edges for axis in axes]
+
+
+def _block_overlap(others: Array) -> Array:
     """Return (16, blocks): the share of the axis that a cell and a block have in common."""
-    edges, others = np.linspace(0, 1, THUMB + 1), np.linspace(0, 1, blocks + 1)
+    edges = np.linspace(0, 1, THUMB + 1)
     low = np.maximum(edges[:-1, None], others[None, :-1])
     high = np.minimum(edges[1:, None], others[None, 1:])
     common: Array = np.clip(high - low, 0, None)

@@ -123,10 +123,14 @@ def _draw_grid(values: Any, label: str, ax: Any, width: float, **colours: Any) -
     axes.set_ylabel("layer")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(_whole_number_locator())
-    inches = axes.get_position().height * figure.get_figheight()
-    wrapped = textwrap.fill(label, max(LETTERS, int(LETTERS * inches)))
-    figure.colorbar(image, ax=axes, label=wrapped)
+    figure.colorbar(image, ax=axes, label=_wrap_label(label, axes, figure))
     return figure
+
+
+def _wrap_label(label: str, axes: Axes, figure: Figure) -> str:
+    """Return the label of a colour bar in lines that are as long as the axes are high."""
+    inches = axes.get_position().height * figure.get_figheight()
+    return textwrap.fill(label, max(LETTERS, int(LETTERS * inches)))
 
 
 def _plot_map(
@@ -138,39 +142,52 @@ def _plot_map(
         raise _missing_statistic_error(blobs.MAP)
     values = maps[record.heads.index(head)]
     figure, axes = _make_axes(ax, width, width * 0.86)
-    texts = (record.key_text, record.query_text)
-    lengths = [blobs.sequence_lengths_of_text(scan, text) for text in texts]
-    # Texts of several lengths have no token in common at a place of the map.
-    ends = [max(each) if len(set(each)) == 1 else 1 for each in lengths]
-    extent = (-0.5, ends[0] - 0.5, ends[1] - 0.5, -0.5) if min(ends) > 1 else (0, 1, 1, 0)
+    # Texts of several lengths may have no token in common at a place of the map.
+    sides = blobs.map_axes(scan, record, values.shape)
+    extent, places = (0.0, 1.0, 1.0, 0.0), " (share of the text)"
+    if sides is not None:
+        down, across = (side.blocks * side.size - 0.5 for side in sides)
+        extent, places = (-0.5, across, down, -0.5), ""
     image = axes.imshow(values, cmap="viridis", norm=_make_colour_norm(), extent=extent)
-    places = "" if min(ends) > 1 else " (share of the text)"
     axes.set_xlabel(f"key{places}")
     axes.set_ylabel(f"query{places}")
     axes.set_title(f"layer {layer}, head {head}")
-    if (ends[1], ends[0]) == values.shape:
+    label, texts = _describe_map_cells(sides), scan.sequences
+    if label == "weight" and name_of is not None and texts == 1:
         _label_axes_with_tokens(axes, scan, record, name_of)
-    label = (
-        "weight" if (ends[1], ends[0]) == values.shape else _describe_map_cells(ends, values.shape)
-    )
-    if len(lengths[0]) > 1:
-        label += f", mean of {len(lengths[0])} texts"
-    figure.colorbar(image, ax=axes, label=label, fraction=0.046)
+    if sides is not None:
+        _mark_short_ends(axes, sides)
+    label += f", mean of {texts} texts" if texts > 1 else ""
+    figure.colorbar(image, ax=axes, label=_wrap_label(label, axes, figure), fraction=0.046)
     return figure
 
 
-def _describe_map_cells(ends: Sequence[int], shape: Sequence[int]) -> str:
+def _describe_map_cells(sides: Sequence[blobs.MapAxis] | None) -> str:
     """Return what a cell of the map is."""
-    if min(ends) <= 1:
+    if sides is None:
         return "weight of a block"
-    keys, queries = map(_tokens_per_block_text, ends, reversed(shape))
-    tokens = keys if keys == queries else f"{queries} queries by {keys} keys"
-    return f"weight of a block of {tokens}{' tokens' if keys == queries else ''}"
+    if all(side.size == 1 for side in sides):
+        return "weight"
+    queries, keys = (side.words for side in sides)
+    number, *end = keys.split(",")
+    if queries == keys:
+        return ",".join([f"weight of a block of {number} tokens", *end])
+    return f"weight of a block of {queries} queries by {keys} keys"
 
 
-def _tokens_per_block_text(length: int, blocks: int) -> str:
-    least, most = length // blocks, -(-length // blocks)
-    return str(most) if least in (most, 0) else f"{least} to {most}"
+def _mark_short_ends(axes: Axes, sides: Sequence[blobs.MapAxis]) -> None:
+    """Draw a line beside the last block of an axis, if it is shorter than the others."""
+    down, across = (_ends_of_last_block(side) for side in sides)
+    line: dict[str, Any] = {"color": "#c43c00", "linewidth": 2, "clip_on": False}
+    if across is not None:
+        axes.plot(across, (-0.015, -0.015), transform=axes.get_xaxis_transform(), **line)
+    if down is not None:
+        axes.plot((1.015, 1.015), down, transform=axes.get_yaxis_transform(), **line)
+
+
+def _ends_of_last_block(side: blobs.MapAxis) -> tuple[float, float] | None:
+    first = (side.blocks - 1) * side.size - 0.5
+    return (first, first + side.size) if side.has_short_end else None
 
 
 def _label_axes_with_tokens(

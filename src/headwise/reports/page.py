@@ -97,7 +97,7 @@ def render_diff(
 def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the words and the deflated blobs of a report, for the viewer."""
     scans = [report.scan] if report.second is None else [report.scan, report.second]
-    maps = [[blobs.head_map_arrays(scan, layer) for layer in scan.layer_scans] for scan in scans]
+    maps = [_maps_of_page(scan) for scan in scans]
     top_keys = [_count_top_keys(scan, report) for scan in scans]
     # zlib releases the lock of the interpreter.
     with ThreadPoolExecutor() as pool:
@@ -110,6 +110,11 @@ def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, byte
         }
         meta = report_meta(report, maps, top_keys)
     return meta, {name: blob.result() for name, blob in deflated.items()}
+
+
+def _maps_of_page(scan: HeadScan) -> list[blobs.Array | None]:
+    most = blobs.most_blocks_of_page(scan)
+    return [blobs.head_map_arrays(scan, layer, most=most) for layer in scan.layer_scans]
 
 
 def read_viewer_asset(name: str) -> str:
@@ -232,6 +237,7 @@ def _layer_meta(
     top_keys: Sequence[int],
     similar: str,
 ) -> dict[str, Any]:
+    length = layer.summaries.get(blobs.MAP, {}).get("length")
     is_blank = [] if maps is None else [bool(math.isnan(values.sum())) for values in maps]
     return {
         "name": layer.name,
@@ -241,6 +247,7 @@ def _layer_meta(
         "query_text": layer.query_text,
         "key_text": layer.key_text,
         "map": None if maps is None else list(maps.shape[1:]),
+        "map_length": length.tolist() if length is not None else None,
         "blank": [position for position, blank in enumerate(is_blank) if blank],
         "top": list(top_keys),
         "similar": similar,
@@ -364,10 +371,7 @@ def _template_context(report: view.ScanReport) -> dict[str, Any]:
         "change_rule": view.CHANGE_RULE,
         "no_change": view.NO_CHANGE,
         "maps": maps,
-        "shown_heads": [
-            [head for head in layer.heads if (index, head) in maps]
-            for index, layer in enumerate(scan.layer_scans)
-        ],
+        "num_maps": sum(len(each.pictures) for each in maps),
         "reach": blobs.OFFSET_REACH,
         "with_numbers": all(layer.num_heads <= MOST_NUMBERS for layer in scan.layer_scans),
         "definitions": [scan.definition(name) for name in scan.measured],
@@ -398,23 +402,43 @@ def standout_cards(report: view.ScanReport) -> list[HeadCard]:
     return cards
 
 
-def map_images(scan: HeadScan, cards: list[HeadCard]) -> dict[tuple[int, int], str]:
-    """Return the map of each head as a ``data:`` address, by (layer, head).
+class LayerMaps(NamedTuple):
+    """The maps of a layer: pictures by head, and the tokens of a block in words."""
+
+    pictures: dict[int, str]  # ``data:`` addresses
+    blocks: str  # empty if the tokens are not known
+
+
+def map_images(scan: HeadScan, cards: list[HeadCard]) -> list[LayerMaps]:
+    """Return the maps of each layer.
 
     Of a model with more than `MOST_MAPS` heads, only those that stand out have one.
     """
-    heads = {(index, head) for _, index, head in scan.heads}
-    if len(heads) > MOST_MAPS:
-        heads = {(card.layer, card.head) for card in cards}
-    pictures = {}
+    shown = {(index, head) for _, index, head in scan.heads}
+    if len(shown) > MOST_MAPS:
+        shown = {(card.layer, card.head) for card in cards}
+    layers = []
     for index, layer in enumerate(scan.layer_scans):
-        shown = [head for head in layer.heads if (index, head) in heads]
-        maps = blobs.head_map_arrays(scan, layer, most=CELLS) if shown else None
+        heads = [head for head in layer.heads if (index, head) in shown]
+        maps = blobs.head_map_arrays(scan, layer, most=CELLS) if heads else None
         if maps is None:
+            layers.append(LayerMaps({}, ""))
             continue
         positions = np.sqrt(np.maximum(maps, 0))
-        for head in shown:
-            pictures[index, head] = images.viridis_grid_data_uri(
+        pictures = {
+            head: images.viridis_grid_data_uri(
                 positions[layer.heads.index(head)], colours=MAP_COLOURS
             )
-    return pictures
+            for head in heads
+        }
+        axes = blobs.map_axes(scan, layer, maps.shape[1:])
+        layers.append(LayerMaps(pictures, "" if axes is None else _describe_blocks(*axes)))
+    return layers
+
+
+def _describe_blocks(queries: blobs.MapAxis, keys: blobs.MapAxis) -> str:
+    if queries.size == keys.size == 1:
+        return "One token a cell."
+    if queries.words == keys.words:
+        return f"Tokens of a block: {keys.words}."
+    return f"Queries of a block: {queries.words}. Keys of a block: {keys.words}."

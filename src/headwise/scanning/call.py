@@ -17,7 +17,6 @@ from headwise.matrix.operator import AttentionMatrix
 from headwise.support.tensors import convert_to_int64
 from headwise.support.text import describe_sizes
 
-CELLS = 64  # blocks of queries, and of keys, in a map, unless others are chosen
 SAMPLES = 64  # sampled rows of each sequence, at most
 T = TypeVar("T")
 
@@ -122,7 +121,6 @@ class CapturedCall:
     is_cross: bool = False  # keys and queries are projected from different tensors
     layer_index: int = 0  # among the scanned layers, in call order
     heads: tuple[int, ...] | None = None  # numbers in their layer; None for all
-    cells: int = CELLS  # blocks of queries, and of keys, in a map
 
     def __post_init__(self) -> None:
         batch, _, queries, keys = self.matrix.shape
@@ -194,18 +192,18 @@ class CapturedCall:
         return torch.nn.functional.pad(self.real_keys.int(), (0, 1)).argmax(-1)
 
     @cached_property
-    def query_map_block(self) -> Int[Tensor, "batch queries"]:
-        """The map block of each query, −1 for padding."""
+    def query_positions(self) -> Int[Tensor, "batch queries"]:
+        """The number of each query among the real tokens of its sequence, −1 for padding."""
         if self.own_key is None:
-            return _map_block_of_positions(self.real_queries, self.cells)
-        cells = _map_block_of_positions(self.real_keys, self.cells)[:, self.own_key :]
-        return cells[:, : self.matrix.shape[2]].masked_fill(~self.real_queries, -1)
+            return _positions_of_real(self.real_queries)
+        position = self.key_positions[:, self.own_key :][:, : self.matrix.shape[2]]
+        return position.masked_fill(~self.real_queries, -1)
 
     @cached_property
-    def key_map_block_one_hot(self) -> Float[Tensor, "batch keys cells"]:
-        """1 where a key is in a block of a map."""
-        cells = _map_block_of_positions(self.real_keys, self.cells)
-        return (cells[..., None] == torch.arange(self.cells, device=cells.device)).float()
+    def key_positions(self) -> Int[Tensor, "batch keys"]:
+        """The number of each key among the real tokens of its sequence, −1 for padding."""
+        position = _positions_of_real(self.real_keys)
+        return position.where(position < 0, position + self.dropped)
 
     @cached_property
     def seen_by(self) -> Int[Tensor, "batch _ keys"]:
@@ -246,13 +244,8 @@ def require_not_none(value: T | None) -> T:
     return value
 
 
-def _map_block_of_positions(
-    real: Bool[Tensor, "batch length"], cells: int
-) -> Int[Tensor, "batch length"]:
-    """Return block floor(i * cells / n) for the i-th of n real positions, −1 for padding."""
-    position = real.long().cumsum(-1) - 1
-    count = real.sum(-1, keepdim=True).clamp(min=1)
-    return (position * cells // count).masked_fill(~real, -1)
+def _positions_of_real(real: Bool[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
+    return (real.long().cumsum(-1) - 1).masked_fill(~real, -1)
 
 
 # ---- modules that run ----------------------------------------------------------------------------

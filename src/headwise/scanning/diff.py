@@ -10,7 +10,8 @@ is the mean over the pairs of heads of a layer. An entry that neither head has d
 entry that only one of them has counts as 1. A statistic that is the same for all pairs adds 0.
 Statistics that compare heads are left out, since they change with the order of the heads.
 
-Statistics that name keys and tokens, such as the keys that receive most, have no difference.
+Statistics that name keys and tokens, such as the keys that receive most, have no difference; nor
+have maps of texts of other lengths.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, 
     """Return the statistics that both scans have and that can be subtracted."""
     names = [name for name in before.measured if FIELD not in before.definition(name).axes]
     names = [name for name in names if name in after.measured]
-    names = [name for name in names if before[name].shape[2:] == after[name].shape[2:]]
+    names = [name for name in names if _has_same_entries(before, after, name)]
     do = "scan both models with the same statistics"
     for name in names:
         if difference := before.definition(name).difference_of_meaning(after.definition(name)):
@@ -292,6 +293,19 @@ def _shared_statistics(before: ScanReadings, after: ScanReadings) -> tuple[str, 
         needed = f"one of {', '.join(before.measured) or 'none'} in the second scan"
         raise OptionError(saw="scans with no statistic in common", needed=needed, do=do)
     return tuple(names)
+
+
+def _has_same_entries(before: ScanReadings, after: ScanReadings, name: str) -> bool:
+    """False if heads have other numbers of entries, as maps of texts of other lengths."""
+    pairs = [
+        [layer.summaries.get(name, {}) for layer in layers]
+        for layers in zip(before.layer_scans, after.layer_scans, strict=True)
+    ]
+    return all(
+        first[part].shape == second[part].shape
+        for first, second in pairs
+        for part in first.keys() & second.keys()
+    )
 
 
 def _head_distances(

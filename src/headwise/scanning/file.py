@@ -284,14 +284,7 @@ def read_scan_fields(
     path: Path, statistics: Iterable[Statistic] = (), *, remedy: str = COPY_AGAIN
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the fields of the scan in a file, and the document that was saved with it."""
-    shipped = (*catalogue.STANDARD, TopKeysOfEveryQuery(), *catalogue.IMPORTANCE)
-    known: dict[str, Statistic] = {}
-    for statistic in (*shipped, *statistics):
-        if not isinstance(statistic, Statistic):
-            saw = f"statistics with {describe_value(statistic)}"
-            needed = "the Statistic objects of the file that are not in headwise's catalogue"
-            raise OptionError(saw=saw, needed=needed, do="HeadScan.load(path) for headwise's own")
-        known[statistic.definition.name] = statistic
+    known = _list_by_name(statistics)
     try:
         about, tensors = _read_file(path)
         _check_scan_fields(about)
@@ -303,6 +296,21 @@ def read_scan_fields(
     fields = {name: about[name] for name in ("model", "sequences", "tokens")}
     fields |= {"notes": tuple(about["notes"]), "statistics": in_file}
     return {**fields, "layer_scans": layers, "texts": texts}, about.get("document")
+
+
+def _list_by_name(statistics: Iterable[Statistic]) -> dict[str, list[Statistic]]:
+    """Return the statistics that files may have, by name; a given one replaces headwise's."""
+    shipped = (*catalogue.STANDARD, TopKeysOfEveryQuery(), *catalogue.IMPORTANCE)
+    known: dict[str, list[Statistic]] = {}
+    for statistic in (*shipped, *catalogue.EARLIER):
+        known.setdefault(statistic.definition.name, []).append(statistic)
+    for statistic in statistics:
+        if not isinstance(statistic, Statistic):
+            saw = f"statistics with {describe_value(statistic)}"
+            needed = "the Statistic objects of the file that are not in headwise's catalogue"
+            raise OptionError(saw=saw, needed=needed, do="HeadScan.load(path) for headwise's own")
+        known[statistic.definition.name] = [statistic]
+    return known
 
 
 def damaged_file_error(path: Path, fault: FieldError, remedy: str) -> OptionError:
@@ -380,25 +388,26 @@ def _check_scan_fields(about: dict[str, Any]) -> None:
 
 
 def _match_statistic(
-    saved: Mapping[str, Any], known: Mapping[str, Statistic], path: Path, version: str
+    saved: Mapping[str, Any], known: Mapping[str, list[Statistic]], path: Path, version: str
 ) -> Statistic:
     """Return the known statistic of a saved name, if both have the same meaning."""
-    statistic, name = known.get(saved["name"]), shorten_for_message(saved["name"])
-    if statistic is None:
+    named, name = known.get(saved["name"], []), shorten_for_message(saved["name"])
+    if not named:
         raise OptionError(
             saw=f"{path} with statistic {name!r}, which is not in headwise's catalogue",
             needed=f"the object that computes it: {shorten_for_message(saved['formula'])}",
             do=f"HeadScan.load(path, statistics=[...]) with the {name} that you scanned with",
         )
     then = Definition(**{**saved, "axes": tuple(saved["axes"])})
-    if not then.has_meaning_of(statistic.definition):
-        raise OptionError(
-            saw=f"{path} with {name} as {shorten_for_message(then.formula_and_id)}",
-            needed=f"{name} as this headwise defines it: {statistic.definition.formula_and_id}",
-            do=f"load the file with headwise {shorten_for_message(version)} or the "
-            "statistic that saved it, or scan again",
-        )
-    return statistic
+    for statistic in named:
+        if then.has_meaning_of(statistic.definition):
+            return statistic
+    raise OptionError(
+        saw=f"{path} with {name} as {shorten_for_message(then.formula_and_id)}",
+        needed=f"{name} as this headwise defines it: {named[0].definition.formula_and_id}",
+        do=f"load the file with headwise {shorten_for_message(version)} or the "
+        "statistic that saved it, or scan again",
+    )
 
 
 def _rebuild_layers_and_texts(

@@ -35,7 +35,8 @@ from headwise.scanning import file, selection
 from headwise.scanning.file import FieldError, shorten_for_message, write_scan_file
 from headwise.scanning.result import HeadScan
 from headwise.scanning.source import ModelToScan, TextToRead, open_model, read_texts
-from headwise.scanning.statistics.statistic import Statistic
+from headwise.scanning.statistics.maps import Map
+from headwise.scanning.statistics.statistic import Statistic, TileStatistic
 from headwise.scanning.written import WrittenText
 from headwise.support.files import parse_json_object, write_whole
 from headwise.support.progress import Progress, no_progress
@@ -59,6 +60,7 @@ REMOVE = (
     "document of this part again"
 )
 ANOTHER = "name another folder, or remove the parts that you no longer need"
+MAP_CELLS = 128  # of a map of a corpus on each side, if no other number was chosen
 LONGEST_NAMED = 40  # characters of a value that a message shows
 Part = tuple[int, int] | Literal["auto"]
 Words = dict[str, Any]
@@ -304,7 +306,8 @@ def open_corpus(
         model = ModelToScan.of_module(model, separators=separators, specials=specials)
     if device is not None:
         model.model.to(device)
-    chosen, _ = selection.select_statistics(statistics)
+    selected, _ = selection.select_statistics(statistics)
+    chosen = tuple(_limit_map(statistic) for statistic in selected)
     read = _read_files(model, texts, length)
     pairs = [_name_and_inputs(text) for text in read]
     made_with = {
@@ -358,6 +361,12 @@ def _describe_marks_and_machine(model: ModelToScan) -> dict[str, str]:
         "dtype": ", ".join(sorted({str(p.dtype) for p in model.model.parameters()})),
         "threads": str(torch.get_num_threads()),
     }
+
+
+def _limit_map(statistic: TileStatistic) -> TileStatistic:
+    """Return a map of `MAP_CELLS` for one of the text's size: each document has a file."""
+    is_unlimited = type(statistic) is Map and not statistic.cells
+    return Map(MAP_CELLS) if is_unlimited else statistic
 
 
 def _describe_statistic(statistic: Statistic) -> str:

@@ -32,7 +32,7 @@ from headwise.scanning.result import HeadScan
 from headwise.scanning.selection import Layers
 from headwise.scanning.source import ModelToScan, TextToRead
 from headwise.scanning.statistics import catalogue, similarity
-from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
+from headwise.scanning.statistics.maps import MOST_CELLS, Map, TopKeysOfEveryQuery, most_blocks
 from headwise.scanning.statistics.statistic import TileStatistic, compute_summaries
 from headwise.support.progress import Progress
 from headwise.support.text import escape_unprintable, human_bytes, list_some
@@ -41,7 +41,6 @@ INSTEAD = "call headwise.scan(model, inputs) from Python, with all inputs of the
 # Without a choice, every head has top keys up to so many rows of weights, heads x tokens of all
 # texts: those of 1,024 heads and 4,096 tokens. A row takes 32 bytes of a scan.
 MOST_ROWS = 2**22
-CELLS = 128  # of a map on each side
 TRIAL = 16  # tokens of a trial run before the work
 TILES_AT_ONCE = 8  # scores, weights, and temporary tensors of statistics
 STATES_AT_ONCE = 6  # tensors of the model's width: residuals, normalised ones, inputs of a product
@@ -100,7 +99,8 @@ def plan_scan(
         layers: as for `headwise.scan`.
         top_keys: heads as "layer.head" for which each query has its largest weights, or "all" or
             "none". If None, all heads, if heads x tokens of all texts are at most `MOST_ROWS`.
-        map_cells: blocks of a map on each side; 128 if None.
+        map_cells: most blocks of a map on each side. If None, those of `Map`, and fewer where all
+            heads would have more than 38 million cells.
         processes: the number of processes of this machine that share the texts.
         checks_memory: False to skip the check of the memory.
 
@@ -116,6 +116,8 @@ def plan_scan(
         start = time.perf_counter()
         tried = model.scan(trial, statistics=statistics, layers=layers)
         seconds = time.perf_counter() - start
+    if map_cells is None:
+        map_cells = _cells_within_bounds(len(tried.heads), longest)
     chosen = _choose_statistics(statistics, map_cells)
     by_default = statistics is None
     heads = _choose_top_keys(top_keys, tried, sum(lengths), by_default=by_default)
@@ -142,9 +144,17 @@ def _require_memory_of_scan(
 def _choose_statistics(
     names: Sequence[str] | None, map_cells: int | None
 ) -> tuple[TileStatistic, ...]:
-    standard, fine = catalogue.STANDARD, Map(map_cells or CELLS)
+    standard, of_size = catalogue.STANDARD, Map(map_cells)
     chosen = standard if names is None else catalogue.find_standard_statistics(names)
-    return tuple(fine if isinstance(each, Map) else each for each in chosen)
+    return tuple(of_size if isinstance(each, Map) else each for each in chosen)
+
+
+def _cells_within_bounds(heads: int, tokens: int) -> int | None:
+    """Return None if maps of their own size have at most `MOST_CELLS`, or else fewer blocks."""
+    cells = usual = most_blocks(tokens)
+    while heads * min(tokens, cells) ** 2 > MOST_CELLS:
+        cells //= 2
+    return None if cells == usual else cells
 
 
 def _leave_out_empty(
@@ -303,7 +313,12 @@ def estimate_memory(
     if last is not None and "logits_to_keep" not in inspect.signature(model.forward).parameters:
         numbers += last.weight.shape[0]
     scalars = sum(not statistic.definition.axes for statistic in statistics)
-    gathered = 9 * heads * length * scalars + 8 * heads * length + 8 * call.CELLS * length
+    gathered = 9 * heads * length * scalars + 8 * heads * length
+    for statistic in statistics:
+        if isinstance(statistic, Map):
+            side = min(length, statistic.cells or most_blocks(length))
+            # Those of one layer while it runs, and those of all layers.
+            gathered += FLOAT * side**2 * (heads + sum(each.heads for each in calls))
     top_keys = sum(each.ranks for each in statistics if isinstance(each, TopKeysOfEveryQuery))
     gathered += 2 * FLOAT * top_keys * length * sum(each.heads for each in calls)
     tiles = TILES_AT_ONCE * FLOAT * max(TILE_ELEMENTS, length * 2)

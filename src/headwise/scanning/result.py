@@ -49,8 +49,8 @@ class HeadScan(Displayed, ScanReadings):
     def merge(self, *others: HeadScan) -> HeadScan:
         """Return one scan of the data of all scans, as if it had been scanned in one call.
 
-        Counts are exact. Sums are added in float64 in the order of the arguments, so the same
-        scans in the same order give the same bits.
+        Counts are exact. Sums are added in float64, those of maps in float32, in the order of
+        the arguments, so the same scans in the same order give the same bits.
 
         Raises:
             OptionError: scans of other models, layers, heads or statistics; the first difference

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from headwise.function import stages
 
-CELLS = 64
 RANKS = 8
 
 
@@ -338,15 +337,24 @@ def head_distance(seen: Seen) -> Tensor:
     return total / count
 
 
-def block_map(cells: int) -> Callable[[Seen], Tensor]:
+def block_map(cells: int = 0) -> Callable[[Seen], Tensor]:
+    """The map with at most so many blocks on each side; 0 for the usual number."""
+
     def of(seen: Seen) -> Tensor:
-        total, count = seen.zeros(cells, cells), seen.zeros(cells, 1)
+        key_places = [places(real) for real in seen.real]
+        query_places = [places(real) for real in seen.real_queries]
+        if seen.own_key is not None:
+            own = seen.own.tolist()
+            query_places = [[each[key] for key in own] for each in key_places]
+            for each, real in zip(query_places, seen.real_queries.tolist(), strict=True):
+                each[:] = [at if is_real else -1 for at, is_real in zip(each, real, strict=True)]
+        (rows, down), (columns, across) = (
+            blocks(1 + max(map(max, side)), cells) for side in (query_places, key_places)
+        )
+        total, count = seen.zeros(rows, columns), seen.zeros(rows, 1)
         for b in range(seen.batch):
-            key_block = blocks(seen.real[b], cells)
-            query_block = blocks(seen.real_queries[b], cells)
-            if seen.own_key is not None:
-                query_block = [key_block[own] for own in seen.own.tolist()]
-            to_query, to_key = (one_hot(x, cells).to(total.dtype) for x in (query_block, key_block))
+            to_query = one_hot(query_places[b], rows, down).to(total.dtype)
+            to_key = one_hot(key_places[b], columns, across).to(total.dtype)
             to_query = seen.counted(b)[..., None] * to_query
             total += torch.einsum("hik,hia,kb->hab", seen.weights[b], to_query, to_key)
             count += to_query.sum(1)[..., None]
@@ -355,18 +363,23 @@ def block_map(cells: int) -> Callable[[Seen], Tensor]:
     return of
 
 
-def blocks(real: Tensor, cells: int) -> list[int]:
-    """The block of each place; -1 for padding."""
-    places = real.nonzero().squeeze(1).tolist()
-    found = [-1] * len(real)
-    for nth, place in enumerate(places):
-        found[place] = nth * cells // len(places)
-    return found
+def places(real: Tensor) -> list[int]:
+    """The number of each place among those that are real; -1 for padding."""
+    numbers = iter(range(len(real)))
+    return [next(numbers) if is_real else -1 for is_real in real.tolist()]
 
 
-def one_hot(block: list[int], cells: int) -> Tensor:
-    """(length, cells); nothing for -1."""
-    return torch.tensor(block)[:, None] == torch.arange(cells)
+def blocks(tokens: int, cells: int) -> tuple[int, int]:
+    """The number of blocks of a text, and the tokens of each."""
+    size, most = 1, cells or (512 if tokens <= 512 else 256)
+    while math.ceil(tokens / size) > most:
+        size *= 2
+    return math.ceil(tokens / size), size
+
+
+def one_hot(place: list[int], blocks: int, size: int) -> Tensor:
+    """(length, blocks); nothing for -1."""
+    return torch.tensor(place)[:, None].div(size, rounding_mode="floor") == torch.arange(blocks)
 
 
 REFERENCE: dict[str, Callable[[Seen], Tensor]] = {
@@ -406,5 +419,5 @@ REFERENCE: dict[str, Callable[[Seen], Tensor]] = {
     "total_variation": total_variation,
     "head_distance": head_distance,
     "top_keys": top_keys((-1,)),
-    "map": block_map(CELLS),
+    "map": block_map(),
 }

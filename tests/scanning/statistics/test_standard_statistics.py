@@ -93,6 +93,8 @@ def assert_as_dense(call: Call, found: dict[str, Tensor]) -> None:
             assert torch.equal(own[..., :2].nan_to_num(), whole[..., :2].nan_to_num())
         size = exact.abs().clamp(min=1.0 if name in CAN_CANCEL else 0.0)
         rounding = roundoff(call.inputs[1].shape[2] + 1, wide) * size
+        if name == "map":
+            rounding = rounding + exact.abs() * 2**-24  # its sums are stored in float32
         budget = Budget(name, wide, exact, FORWARD * plain + moved + rounding)
         budget.assert_holds(number_of(name, own))
 
@@ -119,10 +121,12 @@ def test_whatever_the_tiles(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_summaries_have_one_row_a_head_and_stay_on_the_cpu(kind: str) -> None:
     for name, summary in summaries(kind, SMALL).items():
-        for value in summary.values():
-            assert value.shape[0] == 6
+        parts = BY_NAME[name].parts or {}
+        for part, value in summary.items():
+            assert not parts[part].per_head or value.shape[0] == 6
             assert value.device.type == "cpu"
-            assert value.dtype in (torch.float64, torch.int64)
+            is_map = (name, part) == ("map", "sum")  # the largest of all
+            assert value.dtype in ((torch.float32,) if is_map else (torch.float64, torch.int64))
         result = BY_NAME[name].result(summary)
         assert result.dim() == 1 + len(BY_NAME[name].definition.axes)
 

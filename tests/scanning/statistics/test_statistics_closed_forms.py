@@ -16,9 +16,9 @@ from headwise.masks.mask import Mask
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics.catalogue import find_standard_statistics
+from headwise.scanning.statistics.maps import Map, block_size, block_sizes, coarsen_map
 from headwise.scanning.statistics.statistic import compute_summaries
 from tests.honest import normal
-from tests.scanning.scans import map_pyramid
 from tests.scanning.statistics.calls import assert_is, roundoff
 
 LENGTH = 128
@@ -111,14 +111,22 @@ def test_a_key_of_a_short_sequence_does_not_win_by_its_few_queries() -> None:
         assert torch.equal(one.result(one.merge(order)), one.result(long))
 
 
+def assert_is_in_float32(found: Tensor, expected: Tensor) -> None:
+    """Each is a sum that was rounded once, over an exact number of queries."""
+    torch.testing.assert_close(found, expected.expand_as(found), rtol=2**-24, atol=0.0)
+
+
 def test_the_map_of_even_weights() -> None:
-    found = read("map", even())
-    assert_is(found, 1 / 64)
-    causal = read("map", even(mask=Mask.causal()))
+    causal = even(mask=Mask.causal())
+    single = (torch.ones(LENGTH, LENGTH).double() / (I + 1)[:, None]).tril()
+    assert_is_in_float32(read("map", causal), single)
+    found = Map(64).result(
+        compute_summaries(CapturedCall.for_self_attention(causal), [Map(64)])["map"]
+    )
     # Queries 2a and 2a + 1; each cell before the last has two keys of each.
     first, second = 1 / (2 * I[:64] + 1), 1 / (2 * I[:64] + 2)
     below = torch.ones(64, 64).double().tril(-1) * (first + second)[:, None]
-    assert_is(causal, (below + torch.diag((first + 2 * second) / 2)))
+    assert_is_in_float32(found, below + torch.diag((first + 2 * second) / 2))
 
 
 def test_a_sink_that_takes_as_much_as_all_keys() -> None:
@@ -297,14 +305,52 @@ def test_heads_that_look_elsewhere() -> None:
     assert_is(found, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), terms=rows)
 
 
-# ---- the pyramid -------------------------------------------------------------------------------
+# ---- maps of any size --------------------------------------------------------------------------
 
 
-def test_a_pyramid_has_the_exact_map_at_every_size() -> None:
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32, 64, 128])
+def test_a_map_in_larger_blocks_is_exact(size: int) -> None:
     matrix = even(mask=Mask.causal())
-    (statistic,) = find_standard_statistics(["map"])
-    observation = CapturedCall.for_self_attention(matrix)
-    maps = map_pyramid(compute_summaries(observation, [statistic])["map"])
-    assert list(maps) == [64, 32, 16, 8, 4, 2, 1]
-    for size, found in maps.items():
-        assert_is(found, matrix.pool(size, size)[0])
+    fine = compute_summaries(CapturedCall.for_self_attention(matrix), [Map()])["map"]
+    coarse = coarsen_map(fine, [size, size])
+    assert block_sizes(coarse) == (size, size)
+    # Of size² terms that were rounded, and as many sums of float32.
+    expected, terms = matrix.pool(LENGTH // size, LENGTH // size)[0], size * size
+    torch.testing.assert_close(Map().result(coarse), expected, rtol=(terms + 1) * 2**-24, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("length", "cells", "blocks", "size"),
+    [
+        *((n, 0, n, 1) for n in (1, 129, 200, 511, 512)),
+        (513, 0, 129, 4),
+        (1000, 0, 250, 4),
+        (1024, 0, 256, 4),
+        (1025, 0, 129, 8),
+        (16_384, 0, 256, 64),
+        (1000, 160, 125, 8),
+        (100, 7, 7, 16),
+        (100, 1, 1, 128),
+    ],
+)
+def test_blocks_of_a_text(length: int, cells: int, blocks: int, size: int) -> None:
+    assert block_size(length, cells) == size
+    assert -(-length // size) == blocks
+    assert block_size(length, blocks) == size  # a reader of a map needs nothing else
+
+
+def test_a_map_of_16_384_tokens_has_equal_blocks() -> None:
+    """Each query looks one token back, so the weight between two blocks is known."""
+    length, width = 16_384, 16
+    angle = torch.arange(length).double() / length * math.tau
+    waves = torch.arange(1, width + 1).double()[:, None] * angle
+    k = torch.cat([waves.cos(), waves.sin()]).T[None, None].float()
+    q = k.roll(1, dims=2)
+    q[0, 0, 0] = k[0, 0, 0]
+    # The next key has a score that is less by the scale times 1 - cos, over all waves.
+    matrix = AttentionMatrix(q, k, scale=2e7)
+    found = read("map", matrix)[0]
+    assert found.shape == (256, 256)
+    expected = torch.eye(256).double() * 63 / 64 + torch.eye(256).double().roll(1, 0).tril() / 64
+    expected[0, 0] = 1.0
+    assert (found - expected).abs().max() < 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,11 +22,15 @@ from headwise.scanning import call as captured_call
 from headwise.scanning.call import CapturedCall, RepeatedTokens, evenly_spaced_positions
 from headwise.scanning.statistics import similarity, statistic
 from headwise.scanning.statistics.catalogue import STANDARD, find_standard_statistics
-from headwise.scanning.statistics.maps import TopKeysOfChosenQueries
+from headwise.scanning.statistics.maps import (
+    Map,
+    TopKeysOfChosenQueries,
+    block_sizes,
+    coarsen_map,
+)
 from headwise.scanning.statistics.statistic import MISSING, Definition, RowMean, compute_summaries
 from tests.honest import normal
 from tests.memory import LargestTensor
-from tests.scanning.scans import map_pyramid
 from tests.scanning.statistics.calls import KINDS, assert_is
 from tests.scanning.statistics.dense_statistics import REFERENCE, block_map, top_keys
 
@@ -341,24 +346,31 @@ def test_equal_shares_are_told_apart_by_their_place() -> None:
         assert found[:, 6:].isnan().all()
 
 
-# ---- the pyramid, and memory -------------------------------------------------------------------
+# ---- maps of short sequences, and memory -------------------------------------------------------
 
 
+@pytest.mark.parametrize("cells", [1, 2, 7, 16])
 @pytest.mark.parametrize("kind", ["both lengths", "left padding", "cross", "cached"])
-def test_a_pyramid_of_short_sequences(kind: str) -> None:
+def test_blocks_of_short_sequences(kind: str, cells: int) -> None:
     call = replace(KINDS[kind], dtype=torch.float64).call()
-    maps = map_pyramid(
-        compute_summaries(call.observation(), find_standard_statistics(["map"]))["map"]
+    fine, coarse = (
+        compute_summaries(call.observation(), [one])["map"] for one in (Map(), Map(cells))
     )
-    for size in (1, 2, 8, 32):
-        assert_is(maps[size], block_map(size)(call.seen(*call.inputs)))
+    expected = block_map(cells)(call.seen(*call.inputs))
+    # Sums of float64 that were rounded once; and sums of what was rounded.
+    size = math.prod(block_sizes(coarse))
+    again = coarsen_map(fine, block_sizes(coarse))
+    for found, terms in ((coarse, 1), (again, size + 1)):
+        torch.testing.assert_close(
+            Map().result(found), expected, rtol=terms * 2**-23, atol=0.0, equal_nan=True
+        )
 
 
 def test_memory_never_grows_with_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 2**14)
     monkeypatch.setattr(captured_call, "SAMPLES", 4)
     monkeypatch.setattr(similarity, "AT_ONCE", 2**14)
-    length = 512
+    length = 1024  # a shorter text has a map of single tokens
     q, k, v = (normal(1, 2, length, 8, seed=n, dtype=torch.float32) for n in range(3))
     matrix = AttentionMatrix(q, k, mask=Mask.causal())
     tokens = torch.randint(0, 300, (1, length))

@@ -3,7 +3,6 @@
 import type { App } from "../app";
 import { element, select } from "../dom";
 import { allHeads, nameOf } from "../heads";
-import { tokensOfBlock } from "../maps";
 import type { MapPane } from "./map";
 
 const SCALE = 2; // pixels of a picture for each pixel of the page
@@ -100,11 +99,11 @@ export class Export {
       ]);
       return table(["first", "last", "token", "weight"], rows);
     }
-    if (!map) return "";
-    const [down, across] = app.light.lengths();
+    const [down, across] = app.light.axes() ?? [];
+    if (!map || !down || !across) return "";
     const rows = Array.from({ length: map.rows * map.cols }, (_, at) => [
-      ...tokensOfBlock(Math.floor(at / map.cols), map.rows, down),
-      ...tokensOfBlock(at % map.cols, map.cols, across),
+      ...down.tokens(Math.floor(at / map.cols)),
+      ...across.tokens(at % map.cols),
       map.values[at] ?? 0,
     ]);
     const last = app.state.mode === "diff" ? "A - B" : "weight";

@@ -2,13 +2,13 @@
 
 import { axisLeft, axisTop } from "d3-axis";
 import { type ScaleLinear, scaleLinear } from "d3-scale";
-import { select as pick } from "d3-selection";
+import { type Selection, select as pick } from "d3-selection";
 import { type D3ZoomEvent, type ZoomBehavior, zoom, zoomIdentity } from "d3-zoom";
 import type { App } from "../app";
 import { css, viridis } from "../colours";
 import { eachFrame, element, fitCanvas } from "../dom";
 import { count, visible } from "../format";
-import { type HeadMap, blockOfToken, tokensOfBlock } from "../maps";
+import type { Axis, HeadMap } from "../maps";
 import { WHOLE, type Zoom } from "../state";
 import type { Entry, Loaded, Seen } from "../view";
 import { imageOf } from "./map_image";
@@ -27,6 +27,8 @@ export interface CellFacts {
   queries: [number, number];
   keys: [number, number];
   value: number;
+  /** True if the last block of queries, or of keys, is here and has fewer tokens than the others. */
+  isShort: [queries: boolean, keys: boolean];
 }
 
 /** What a pane tells of the pointer and the keys; the maps share their cursor and their zoom. */
@@ -99,21 +101,22 @@ export class MapPane {
 
   facts({ row, col }: Cell): CellFacts | null {
     const map = this.map;
-    if (!map) return null;
-    const [queries, keys] = this.view.light.lengths();
+    const axes = this.view.light.axes();
+    if (!map || !axes) return null;
+    const [queries, keys] = axes;
     return {
-      queries: tokensOfBlock(row, map.rows, queries),
-      keys: tokensOfBlock(col, map.cols, keys),
+      queries: queries.tokens(row),
+      keys: keys.tokens(col),
       value: map.values[row * map.cols + col] ?? 0,
+      isShort: [queries.isShort(row), keys.isShort(col)],
     };
   }
 
   /** Return the cell with a query and a key, or null if the map ends before them. */
   cellOf(query: number, key: number): Cell | null {
-    const map = this.map;
-    const [queries, keys] = this.view.light.lengths();
-    if (!map || query >= queries || key >= keys) return null;
-    return { row: blockOfToken(query, map.rows, queries), col: blockOfToken(key, map.cols, keys) };
+    const [queries, keys] = this.view.light.axes() ?? [];
+    if (!queries || !keys || query >= queries.length || key >= keys.length) return null;
+    return { row: queries.block(query), col: keys.block(key) };
   }
 
   // ---- input ------------------------------------------------------------------------------------
@@ -169,7 +172,7 @@ export class MapPane {
   private applyZoom([factor, left, top]: Zoom): void {
     const [width, height] = this.size;
     this.isSettingZoom = true;
-    const closest = Math.max(1, Math.max(...this.view.light.lengths()) / FEWEST_TOKENS);
+    const closest = Math.max(1, Math.max(...(this.view.light.axes() ?? []).map(({ length }) => length)) / FEWEST_TOKENS);
     this.behaviour.scaleExtent([1, closest]).extent([[0, 0], [width, height]]).translateExtent([[0, 0], [width, height]]);
     this.behaviour.transform(
       pick(this.canvas),
@@ -223,22 +226,22 @@ export class MapPane {
   /** Draw the stored weights of single tokens over the blocks, as soon as a token has some pixels. */
   private drawTopKeys(context: CanvasRenderingContext2D): void {
     this.hasSquares = false;
-    const { loaded, state } = this.view;
-    const map = this.map;
-    if (!map || !loaded?.top || !loaded.queries || state.mode === "diff") return;
-    const [queries, keys] = this.view.light.lengths();
+    const { loaded, state, light } = this.view;
+    const [queries, keys] = light.axes() ?? [];
+    if (!queries || !keys || !loaded?.top || !loaded.queries || state.mode === "diff") return;
     const { x, y } = this.scales();
-    const [across, down] = [(map.cols / keys) * (x(1) - x(0)), (map.rows / queries) * (y(1) - y(0))];
-    if (Math.min(across, down) < SQUARE || (map.rows === queries && map.cols === keys)) return;
+    const [across, down] = [(x(1) - x(0)) / keys.size, (y(1) - y(0)) / queries.size];
+    if (Math.min(across, down) < SQUARE || light.hasSingleTokens) return;
     this.hasSquares = true;
-    const first = Math.max(0, Math.floor((y.invert(0) * queries) / map.rows));
-    const last = Math.min(queries - 1, Math.ceil((y.invert(this.size[1]) * queries) / map.rows));
+    const first = Math.max(0, Math.floor(y.invert(0) * queries.size));
+    const shown = Math.min(queries.length, loaded.queries.lengthOf(state.sequence));
+    const last = Math.min(shown - 1, Math.ceil(y.invert(this.size[1]) * queries.size));
     const before = loaded.queries.first[state.sequence] ?? 0;
     context.strokeStyle = "rgb(255 255 255 / 60%)";
     context.lineWidth = 0.5;
     for (let query = first; query <= last; query++) {
       for (const [key, weight] of loaded.top.keysOf(before + query)) {
-        const box = [x((key * map.cols) / keys), y((query * map.rows) / queries), across, down] as const;
+        const box = [x(key / keys.size), y(query / queries.size), across, down] as const;
         context.fillStyle = css(viridis(Math.sqrt(weight)));
         context.fillRect(...box);
         context.strokeRect(...box);
@@ -255,23 +258,36 @@ export class MapPane {
 
   private drawAxes(): void {
     const { x, y } = this.scales();
-    const map = this.map;
-    const [queries, keys] = this.view.light.lengths();
+    const [queries, keys] = this.view.light.axes() ?? [];
     this.axes.setAttribute("width", String(this.size[0] + MARGIN.left + MARGIN.right));
     this.axes.setAttribute("height", String(this.size[1] + MARGIN.top + MARGIN.bottom));
     const root = pick(this.axes);
     root.selectAll("*").remove();
-    if (!map) return;
-    const tokens = (scale: ScaleLinear<number, number>, blocks: number, n: number): ScaleLinear<number, number> =>
-      scale.copy().domain(scale.domain().map((block) => (block * n) / blocks));
-    const [across, down] = [tokens(x, map.cols, keys), tokens(y, map.rows, queries)];
+    if (!queries || !keys) return;
+    const [across, down] = [tokensOf(x, keys), tokensOf(y, queries)];
     const { loaded } = this.view;
-    root.append("g").attr("transform", `translate(${MARGIN.left},${MARGIN.top})`).attr("class", "axis")
-      .call(axisTop(across).tickSizeOuter(0).tickValues(ticksOf(across, 62)).tickFormat((at) => this.tick(Number(at), loaded?.keys ?? null, across)));
-    root.append("g").attr("transform", `translate(${MARGIN.left},${MARGIN.top})`).attr("class", "axis")
-      .call(axisLeft(down).tickSizeOuter(0).tickValues(ticksOf(down, 24)).tickFormat((at) => this.tick(Number(at), loaded?.queries ?? null, down)));
+    const group = (name: string) => root.append("g").attr("transform", `translate(${MARGIN.left},${MARGIN.top})`).attr("class", name);
+    group("axis").call(axisTop(across).tickSizeOuter(0).tickValues(ticksOf(across, 62, keys.length)).tickFormat((at) => this.tick(Number(at), loaded?.keys ?? null, across)));
+    group("axis").call(axisLeft(down).tickSizeOuter(0).tickValues(ticksOf(down, 24, queries.length)).tickFormat((at) => this.tick(Number(at), loaded?.queries ?? null, down)));
     root.append("text").attr("class", "axis-name").attr("x", MARGIN.left + 4).attr("y", 10).text("keys →");
     root.append("text").attr("class", "axis-name").attr("x", 2).attr("y", 10).text("queries ↓");
+    this.markShortEnd(group("short").append("path"), queries, keys);
+  }
+
+  /** Draw a line beside the last block of an axis, if it is shorter than the others. */
+  private markShortEnd(path: Selection<SVGPathElement, unknown, null, undefined>, queries: Axis, keys: Axis): void {
+    const { x, y } = this.scales();
+    const [width, height] = this.size;
+    const ends = [
+      [keys, x, width, (from: number, to: number) => `M${from},${height + 3}H${to}`],
+      [queries, y, height, (from: number, to: number) => `M${width + 3},${from}V${to}`],
+    ] as const;
+    const lines = ends.map(([axis, scale, size, line]) => {
+      const last = axis.blocks - 1;
+      const [from, to] = [Math.max(0, scale(last)), Math.min(size, scale(axis.blocks))];
+      return axis.isShort(last) && from < to ? line(from, to) : "";
+    });
+    path.attr("d", lines.join(""));
   }
 
   /** Return the label of a token at an axis: its word where there is room, else its index. */
@@ -290,12 +306,11 @@ export class MapPane {
     const map = this.map;
     if (!map) return;
     const { x, y } = this.scales();
-    const [queries, keys] = this.view.light.lengths();
+    const axes = this.view.light.axes();
     const isKeys = lights.what === "keys";
-    if (lights.token !== null) {
-      const own = isKeys ? queries : keys;
-      const blocks = isKeys ? map.rows : map.cols;
-      const block = blockOfToken(lights.token, blocks, own);
+    const own = isKeys ? axes?.[0] : axes?.[1];
+    if (lights.token !== null && own && lights.token < own.length) {
+      const block = own.block(lights.token);
       const scale = isKeys ? y : x;
       const [from, size] = [scale(block), Math.max(2, scale(block + 1) - scale(block))];
       context.strokeStyle = "#fff";
@@ -314,12 +329,11 @@ export class MapPane {
 
   /** Draw a ring at each lit token, on the line of the token that looks or is looked at. */
   private markEntries(context: CanvasRenderingContext2D, entries: Entry[], line: { isKeys: boolean; from: number }): void {
-    const map = this.map;
-    if (!map) return;
+    const [queries, keys] = this.view.light.axes() ?? [];
+    if (!queries || !keys) return;
     const { x, y } = this.scales();
-    const [queries, keys] = this.view.light.lengths();
     for (const { first, weight } of entries.slice(0, 200)) {
-      const at = line.isKeys ? x(((first + 0.5) * map.cols) / keys) : y(((first + 0.5) * map.rows) / queries);
+      const at = line.isKeys ? x((first + 0.5) / keys.size) : y((first + 0.5) / queries.size);
       context.beginPath();
       context.arc(line.isKeys ? at : line.from, line.isKeys ? line.from : at, 3 + 5 * Math.sqrt(weight), 0, 2 * Math.PI);
       context.strokeStyle = "#ff4d00";
@@ -329,14 +343,18 @@ export class MapPane {
   }
 }
 
+/** Return a scale from tokens instead of blocks. */
+const tokensOf = (scale: ScaleLinear<number, number>, axis: Axis): ScaleLinear<number, number> =>
+  scale.copy().domain(scale.domain().map((block) => block * axis.size));
+
 /** True if a token has room for its word. */
 const isRoomy = (scale: ScaleLinear<number, number>): boolean => scale(1) - scale(0) >= 12;
 
 /** Return about one tick each `pixels`: where a token begins, or in its middle if it has its word. */
-function ticksOf(scale: ScaleLinear<number, number>, pixels: number): number[] {
+function ticksOf(scale: ScaleLinear<number, number>, pixels: number, length: number): number[] {
   const [from = 0, to = 0] = scale.range();
   const ticks = scale.ticks(Math.max(2, Math.floor(Math.abs(to - from) / pixels)));
-  const within = [...new Set(ticks.map(Math.floor))];
+  const within = [...new Set(ticks.map(Math.floor))].filter((at) => at < length);
   if (!isRoomy(scale)) return within;
   const [first = 0, last = 0] = scale.domain();
   return within.map((at) => at + 0.5).filter((at) => first <= at && at <= last);

@@ -141,6 +141,7 @@ function placeOf(view: Seen, facts: CellFacts): string {
     const word = (at: number): string => visible(text.word(state.sequence, at));
     return first === last ? ` “${word(first)}”` : ` “${word(first)} … ${word(last)}”`;
   };
-  const queries = `query ${range(...facts.queries)}${words(loaded?.queries ?? null, facts.queries)}`;
-  return `${queries} → key ${range(...facts.keys)}${words(loaded?.keys ?? null, facts.keys)}`;
+  const [queries, keys] = facts.isShort.map((isShort) => (isShort ? " (the last block, shorter)" : ""));
+  const query = `query ${range(...facts.queries)}${queries}${words(loaded?.queries ?? null, facts.queries)}`;
+  return `${query} → key ${range(...facts.keys)}${keys}${words(loaded?.keys ?? null, facts.keys)}`;
 }

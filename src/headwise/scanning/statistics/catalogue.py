@@ -128,6 +128,7 @@ STANDARD: tuple[statistic.TileStatistic, ...] = (
     maps.TopKeysOfChosenQueries(),
     maps.Map(),
 )
+EARLIER: tuple[statistic.Statistic, ...] = (maps.MapOfShares(),)  # in files of earlier versions
 # The order of pictures; all other statistics come after these.
 PICTURED = tuple(
     """

@@ -11,14 +11,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headwise.errors import OptionError
-from headwise.scanning.call import CELLS, CapturedCall
+from headwise.matrix.kernels.kernel import accumulation_dtype
+from headwise.scanning.call import CapturedCall
 from headwise.scanning.statistics import statistic
 from headwise.scanning.statistics.rows import EXCLUDED, SHARE
 from headwise.scanning.statistics.statistic import COUNT, Definition, Parts, Summary, WeightTile
 from headwise.support.text import describe_value
 
 RANKS = 8  # keys in a list of the largest weights
-MAP_SIZES = tuple(2**power for power in range(11))  # numbers of cells that a map may have
+SINGLE_TOKENS = 512  # tokens of a text up to which a block of a map is one token
+BLOCKS = 256  # most blocks of a longer text, on each side of a map
+MOST_BLOCKS = 1024  # of a map on each side
+MOST_CELLS = 38_000_000  # of the maps of all heads on a page: 144 heads with 512 tokens
 NOTHING = -1  # the key, the token and the weight of a rank without a key
 MOST_RANKS = 64
 Layer = int | str
@@ -54,11 +58,178 @@ class OffsetProfile(statistic.TileStatistic):
         gathered["count"][tile.heads] += counted.sum((0, 2))
 
 
+def most_blocks(length: int) -> int:
+    """Return the most blocks of a text on each side of a map, if no other number was chosen."""
+    return SINGLE_TOKENS if length <= SINGLE_TOKENS else BLOCKS
+
+
+def block_size(length: int, cells: int = 0) -> int:
+    """Return the tokens of a block, if a text of this length is to have at most ``cells`` blocks.
+
+    It is a power of two, so that maps of texts of several lengths merge exactly. With ``cells`` 0
+    the text has at most `most_blocks`.
+    """
+    most = cells or most_blocks(length)
+    return 1 << (max(1, -(-length // most)) - 1).bit_length()
+
+
+class _TokenBlocks:
+    """The queries or the keys of a call, in blocks of equal numbers of tokens.
+
+    Attributes:
+        position: (batch, tokens), the number of each token in its sequence, −1 for padding.
+        length: the tokens of the longest sequence, up to the last that is here.
+        size: the tokens of a block.
+        blocks: the number of blocks from the first token to the last.
+    """
+
+    def __init__(self, position: Tensor, *, cells: int) -> None:
+        self.position = position
+        self.length = int(position.max()) + 1 if position.numel() else 0
+        self.size = block_size(self.length, cells)
+        self.blocks = -(-self.length // self.size)
+        self._has_padding = (position < 0).any(-1).tolist()
+
+    def sum_blocks(self, x: Tensor, sequence: int, piece: slice) -> tuple[slice, Tensor]:
+        """Return the blocks of a piece of the tokens, and the sums of ``x`` over each.
+
+        ``x`` is (heads, piece, others), and the result (heads, blocks, others).
+        """
+        position = self.position[sequence, piece]
+        if self._has_padding[sequence]:
+            real = (position >= 0).nonzero().squeeze(1)
+            x, position = x.index_select(1, real), position[real]
+        if not len(position):
+            return slice(0, 0), x
+        first = int(position[0])  # the others follow one by one
+        stop = first + len(position)
+        blocks = slice(first // self.size, -(-stop // self.size))
+        if self.size == 1:
+            return blocks, x
+        ragged = first - blocks.start * self.size, blocks.stop * self.size - stop
+        x = pad(x, (0, 0, *ragged)) if any(ragged) else x
+        return blocks, x.unflatten(1, (-1, self.size)).sum(2)
+
+
+class _Cells(NamedTuple):
+    """The sums of a map so far."""
+
+    total: Tensor  # (heads, blocks of queries, blocks of keys)
+    counted: Tensor  # (heads, blocks of queries)
+    queries: _TokenBlocks
+    keys: _TokenBlocks
+
+
 class Map(statistic.TileStatistic):
     """The weight from each block of queries to each block of keys.
 
-    ``cells`` is the number of blocks on each side: a power of two up to 1,024.
+    A text of up to 512 tokens has a block for each token, a longer one at most 256 blocks: of 2, 4,
+    8 or more tokens, the least power of two that suffices. The last block may be shorter. Texts
+    of several lengths are merged by position, in blocks of the longest.
+
+    ``cells`` is another number of blocks that each side may have at most, up to 1,024.
     """
+
+    definition = Definition(
+        name="map",
+        id="map-2",
+        formula="cell (a, b): mean over the queries i of block a of Σⱼ A[i, j] over the keys j of "
+        "block b; block ⌊i / s⌋ holds the i-th real token of its sequence, s = 2ᵏ tokens a block: "
+        "the least with which the longest text has at most 512 blocks of one token, or 256 of "
+        "several, if no other number was chosen",
+        unit="share of the weight, 0 to 1; a row of cells sums to 1, less a sink's share",
+        excluded=EXCLUDED + "; blocks that no query is in have no value",
+        source="headwise.AttentionMatrix.pool",
+        axes=("query_block", "key_block"),
+    )
+    parts: ClassVar[Parts] = {
+        "sum": statistic.SummaryPart(axes=("query_blocks", "key_blocks"), values="share"),
+        "count": statistic.SummaryPart(axes=("query_blocks",), values="count"),
+        "length": statistic.SummaryPart(axes=(2,), values="integer", per_head=False),
+        "cells": statistic.SummaryPart(values="integer", per_head=False),
+    }
+
+    def __init__(self, cells: int | None = None) -> None:
+        if cells is not None and not (type(cells) is int and 0 < cells <= MOST_BLOCKS):
+            saw = f"Map(cells={describe_value(cells)})"
+            needed = f"the most blocks on each side, from 1 to {MOST_BLOCKS:,}"
+            raise OptionError(saw=saw, needed=needed, do="Map(cells=128)")
+        self.cells = cells or 0
+
+    def start(self, call: CapturedCall) -> _Cells:
+        """Return a sum for each cell, and a number of queries for each block of queries."""
+        queries = _TokenBlocks(call.query_positions, cells=self.cells)
+        keys = _TokenBlocks(call.key_positions, cells=self.cells)
+        zeros, heads = call.matrix.q.new_zeros, call.matrix.shape[1]
+        exact = accumulation_dtype(call.matrix.q.dtype)
+        total = zeros(heads, queries.blocks, keys.blocks, dtype=exact)
+        return _Cells(total, zeros(heads, queries.blocks, dtype=torch.float64), queries, keys)
+
+    def update(self, gathered: _Cells, tile: WeightTile) -> None:
+        """Add the weights of the tile to the cells."""
+        total, counted, queries, keys = gathered
+        is_counted = tile.is_counted_query[..., None].double()
+        for nth, sequence in enumerate(range(tile.batches.start, tile.batches.stop)):
+            rows, weights = queries.sum_blocks(tile.weights[nth], sequence, tile.rows)
+            columns, weights = keys.sum_blocks(weights.mT, sequence, tile.columns)
+            total[tile.heads, rows, columns] += weights.mT
+            _, count = queries.sum_blocks(is_counted[nth], sequence, tile.rows)
+            counted[tile.heads, rows] += count[..., 0]
+
+    def make_summary(self, gathered: _Cells, call: CapturedCall) -> Summary:  # noqa: ARG002
+        """Return the sums in float32, the queries, and the tokens of the longest sequence."""
+        length = torch.tensor([gathered.queries.length, gathered.keys.length])
+        numbers = {"length": length, "cells": torch.tensor(self.cells)}
+        return {"sum": gathered.total.float().cpu(), "count": gathered.counted.cpu(), **numbers}
+
+    def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:
+        """Return a difference in the chosen number of cells."""
+        here, there = (int(each["cells"]) or "the text's" for each in (summary, other))
+        return None if here == there else f"a map of {here} cells, and one of {there}"
+
+    def merge(self, summaries: Sequence[Summary]) -> Summary:
+        """Return the sums over all calls, in blocks of the longest text."""
+        if len(summaries) == 1:
+            return dict(summaries[0])
+        length = torch.stack([each["length"] for each in summaries]).amax(0)
+        sizes = [max(pair) for pair in zip(*map(block_sizes, summaries), strict=True)]
+        pooled = [coarsen_map(each, sizes) for each in summaries]
+        rows, columns = (max(x["sum"].shape[axis] for x in pooled) for axis in (1, 2))
+        heads = len(summaries[0]["count"])
+        total = {
+            "sum": torch.zeros(heads, rows, columns),
+            "count": torch.zeros(heads, rows, dtype=torch.float64),
+        }
+        for each in pooled:
+            total["sum"][:, : each["sum"].shape[1], : each["sum"].shape[2]] += each["sum"]
+            total["count"][:, : each["count"].shape[1]] += each["count"]
+        return {**total, "length": length, "cells": summaries[0]["cells"].clone()}
+
+    def result(self, summary: Summary) -> Tensor:
+        """(heads, query_block, key_block)."""
+        return summary["sum"].double() / summary["count"][..., None]
+
+
+def block_sizes(summary: Summary) -> tuple[int, int]:
+    """Return the tokens of a block of queries of a map, and of one of keys."""
+    lengths = map(int, summary["length"])
+    pairs = zip(lengths, summary["sum"].shape[1:], strict=True)
+    queries, keys = (block_size(length, max(1, blocks)) for length, blocks in pairs)
+    return queries, keys
+
+
+def coarsen_map(summary: Summary, sizes: Sequence[int]) -> Summary:
+    """Return a map in larger blocks: ``sizes`` are multiples of the tokens of a block."""
+    total, count = summary["sum"], summary["count"]
+    down, across = (x // y for x, y in zip(sizes, block_sizes(summary), strict=True))
+    total = pad(total, (0, -total.shape[2] % across, 0, -total.shape[1] % down))
+    total = total.unflatten(2, (-1, across)).sum(3).unflatten(1, (-1, down)).sum(2)
+    count = pad(count, (0, -count.shape[1] % down)).unflatten(1, (-1, down)).sum(2)
+    return {**summary, "sum": total, "count": count}
+
+
+class MapOfShares(statistic.Statistic):
+    """The map of earlier versions, by shares of a text: scans that have it are read."""
 
     definition = Definition(
         name="map",
@@ -66,40 +237,16 @@ class Map(statistic.TileStatistic):
         formula="cell (a, b): mean over the queries of block a of Σⱼ A[i, j] over the keys of "
         "block b; the i-th of n real tokens is in block ⌊c i / n⌋ of c: 64 blocks if no other "
         "number was chosen",
-        unit="share of the weight, 0 to 1; a row of cells sums to 1, less a sink's share",
+        unit=Map.definition.unit,
         excluded=EXCLUDED + "; blocks that no query is in have no value. A sequence shorter than "
         "the map leaves gaps: a coarser one (pyramid) has none",
-        source="headwise.AttentionMatrix.pool",
-        axes=("query_block", "key_block"),
+        source=Map.definition.source,
+        axes=Map.definition.axes,
     )
     parts: ClassVar[Parts] = {
         "sum": statistic.SummaryPart(axes=("cells", "cells")),
         "count": statistic.SummaryPart(axes=("cells",), values="count"),
     }
-
-    def __init__(self, cells: int = CELLS) -> None:
-        if not isinstance(cells, int) or cells not in MAP_SIZES:
-            saw = f"Map(cells={describe_value(cells)})"
-            needed = f"a power of two from 1 to {MAP_SIZES[-1]:,}"
-            raise OptionError(saw=saw, needed=needed, do="Map(cells=128)")
-        self.cells = cells
-
-    def start(self, call: CapturedCall) -> Summary:
-        """Return a sum for each cell, and a number of queries for each block of queries."""
-        count = call.matrix.q.new_zeros(call.matrix.shape[1], self.cells, dtype=torch.float64)
-        return {"sum": count[..., None].repeat(1, 1, self.cells), "count": count}
-
-    def update(self, gathered: Summary, tile: WeightTile) -> None:
-        """Add the weights of the tile to the cells."""
-        blocks, weights = tile.weight_by_query_block
-        key_cells = tile.call.key_map_block_one_hot[tile.batches, tile.columns].to(weights.dtype)
-        weights = torch.matmul(weights, key_cells[:, None])
-        gathered["sum"][tile.heads, blocks] += weights.double().sum(0)
-        cells = tile.call.query_map_block[tile.batches, tile.rows]
-        inside = torch.arange(blocks.start, blocks.stop, device=cells.device)
-        member = (cells[..., None] == inside).to(weights.dtype)
-        counted = torch.matmul(tile.is_counted_query.to(member.dtype), member)
-        gathered["count"][tile.heads, blocks] += counted.double().sum(0)
 
     def reason_not_mergeable(self, summary: Summary, other: Summary) -> str | None:
         """Return a difference in the number of cells."""

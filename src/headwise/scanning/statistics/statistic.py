@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -119,19 +119,10 @@ class WeightTile(ObservedTile):
         return block.as_strided(size, stride)
 
     @cached_property
-    def weight_by_query_block(self) -> tuple[slice, Tensor]:
-        """The blocks of a map here, and the sums (batches, heads, blocks, columns) over queries."""
-        cells = self.call.query_map_block[self.batches, self.rows]
-        real = cells[cells >= 0]
-        blocks = slice(int(real.min()), int(real.max()) + 1) if real.numel() else slice(0, 0)
-        index = torch.arange(blocks.start, blocks.stop, device=cells.device)
-        member = (cells[:, None, :] == index[:, None]).to(self.weights.dtype)
-        return blocks, torch.matmul(member[:, None], self.weights)
-
-    @cached_property
     def received(self) -> Tensor:
         """(batches, heads, columns) in float64: the weight of all rows that are no padding."""
-        return self.weight_by_query_block[1].double().sum(2)
+        real = self.call.real_queries[self.batches, None, None, self.rows].to(self.weights.dtype)
+        return torch.matmul(real, self.weights).squeeze(2).double()
 
     @cached_property
     def indices_of_earlier_repeats(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,7 +336,6 @@ class Statistic:
     parts: ClassVar[Parts | None] = None  # tensors of a summary; None if files do not check them
     needs: tuple[Need, ...] = ()  # attributes of a call that must be known
     reach: int = 0  # largest distance from a query's key that `diagonal` and `band` may ask for
-    cells: int = 0  # blocks of a map that `by_cell` is to have; 0 for any number
 
     def merge(self, summaries: Sequence[Summary]) -> Summary:
         """Return the summary of all calls together: by default sums in float64."""
@@ -471,9 +461,6 @@ def read_tiles(
             saw = f"{statistic.definition.name}: {reason}"
             do = "set these attributes of the CapturedCall, or leave the statistic out"
             raise OptionError(saw=saw, needed=", ".join(statistic.needs), do=do)
-    cells = max((statistic.cells for statistic in statistics), default=0)
-    if cells not in (0, call.cells):
-        call = replace(call, cells=cells)
     with without_autocast(call.matrix.q):
         gathered = [(each, each.start(call)) for each in statistics]
         reading = [pair for pair in gathered if type(pair[0]).update is not TileStatistic.update]
