@@ -95,7 +95,7 @@ def main() -> None:
 
 def measure(browser: Chromium, path: Path) -> dict[str, float]:
     """Return the figures of one visit of a page."""
-    with browser.open(path, waits=False, init=WATCH_TASKS) as opened:
+    with browser.open(path, waits=False, address="", init=WATCH_TASKS) as opened:
         opened.poll(READY)
         opened.page.wait_for_timeout(500)
         found: dict[str, float] = opened.page.evaluate(

@@ -31,6 +31,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+NOTHING_LIT = "#t=none"  # the address of a page's first view without a token
 SECONDS = 20  # until a condition must hold
 READY = "performance.getEntriesByName('headwise-ready').length > 0"
 
@@ -80,11 +81,14 @@ class Chromium:
         height: int = 900,
         script: bool = True,
         waits: bool = True,
-        address: str = "",
+        address: str = NOTHING_LIT,
         init: str = "",
         **options: Any,
     ) -> Iterator[Opened]:
-        """Open a file; with ``waits``, until the viewer is ready. The network is off."""
+        """Open a file; with ``waits``, until the viewer is ready. The network is off.
+
+        Without an address of its own, a page of a scan opens with a link that is lit.
+        """
         context: BrowserContext = self.browser.new_context(
             viewport={"width": width, "height": height},
             java_script_enabled=script,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.reports.browser import READY, SECONDS
+from tests.reports.browser import NOTHING_LIT, READY, SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -203,7 +203,12 @@ class Firefox:
             "browsingContext.setViewport", context=tab, viewport={"width": width, "height": height}
         )
         self.socket.events.clear()
-        call("browsingContext.navigate", context=tab, url=path.as_uri(), wait="complete")
+        call(
+            "browsingContext.navigate",
+            context=tab,
+            url=path.as_uri() + NOTHING_LIT,
+            wait="complete",
+        )
         page = FirefoxPage(self.socket, tab)
         page.poll(READY)
         try:

@@ -13,6 +13,8 @@ from headwise.scanning.result import HeadScan
 from tests.reports.browser import Chromium, needs_a_browser
 from tests.reports.firefox import Firefox, FirefoxPage, firefox, needs_firefox
 from tests.reports.viewer_scans import WORDS, viewer_report, viewer_scan
+from tests.reports.written_pages import DRAWN, LINES, page_of, tokenized
+from tests.scanning.written_texts import KINDS, TEXTS
 
 pytestmark = [needs_firefox, needs_a_browser, pytest.mark.slow]
 
@@ -102,3 +104,21 @@ def test_the_search_pins_its_places(page: FirefoxPage, scan: HeadScan) -> None:
     page.wait(f"s.token === {places[0]}")
     page.press("Escape", "n")
     page.wait(f"s.token === {places[1]}")
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_drawn_as_they_were_written(started: Firefox, tmp_path: Path, kind: str) -> None:
+    """To the last character, with letters that join, in lines that fit."""
+    text = "\n".join(TEXTS.values())
+    with started.open(page_of(tmp_path, tokenized(kind, text))) as page:
+        page.poll("document.querySelectorAll('.sheet .t').length > 9")
+        page.evaluate(f"({DRAWN})().then((rows) => {{ window.drawn = rows; }})")
+        page.poll("window.drawn")
+        assert "".join(page.evaluate("drawn")) == text
+        page.evaluate("document.querySelector('.scroller').scrollTop = 0")
+        page.poll("document.querySelector('.sheet .row').style.top === '0px'")
+        for pieces, bare, drawn, room in page.evaluate(f"({LINES})()"):
+            assert pieces == pytest.approx(bare, abs=0.5)
+            assert drawn <= room
+        assert page.complaints == []

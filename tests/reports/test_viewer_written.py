@@ -3,74 +3,28 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from headwise import scan as scan_model
-from headwise.checkpoints.transformers import StoredTokenizer
 from headwise.models import tiny
-from headwise.reports.page import save_scan_page
-from headwise.reports.report import ScanReport
-from headwise.scanning.result import HeadScan
-from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from headwise.scanning.written import WrittenText
 from tests.reports.browser import Chromium, Opened, needs_a_browser
-from tests.scanning.written_texts import KINDS, TEXTS, tokenizer_of
+from tests.reports.written_pages import DRAWN, LINES, page_of, tokenized
+from tests.scanning.written_texts import KINDS, TEXTS
 
 pytestmark = [needs_a_browser, pytest.mark.usefixtures("shapes_unchecked")]
 
-HEADS, HEAD_DIM = 2, 7
+FLAGS = {chr(code) for code in range(0x1F1E6, 0x1F200)}  # letters, two for each flag
+JOINED = "\u200d\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"  # to what stands before
 WIDTHS = {"wide": 1400, "phone": 390}
-# The rows of a text from its first to its last, while it is scrolled to its end.
-DRAWN = """async () => {
-  const scroller = document.querySelector(".scroller"), rows = new Map();
-  const frame = () => new Promise((resume) => requestAnimationFrame(resume));
-  for (let top = 0; top < scroller.scrollHeight; top += scroller.clientHeight) {
-    scroller.scrollTop = top;
-    await frame().then(frame);
-    for (const row of scroller.querySelectorAll(".sheet .row")) {
-      rows.set(parseFloat(row.style.top), row.textContent);
-    }
-  }
-  return [...rows].sort(([a], [b]) => a - b).map(([, text]) => text);
-}"""
 LISTEN = """() => {
   const keep = (event) => { window.copied = event.clipboardData.getData("text/plain"); };
   document.addEventListener("copy", keep);
 }"""
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def scan_of(*written: WrittenText, seed: int = 0, scale: float = 3.0) -> HeadScan:
-    """A scan of causal attention at random, one input for each text."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = [
-        tuple(
-            scale * torch.randn(1, HEADS, len(text.spans), HEAD_DIM, generator=generator)
-            for _ in "qkv"
-        )
-        for text in written
-    ]
-    wanted = ["entropy", Map(512), TopKeysOfEveryQuery()]
-    return scan_model(attend, inputs, statistics=wanted, written=list(written))
-
-
-def tokenized(kind: str, text: str) -> WrittenText:
-    spans = StoredTokenizer(tokenizer_of(kind)).spans(text, None)
-    assert spans is not None
-    return WrittenText(text, torch.tensor(spans))
-
-
-def page_of(folder: Path, *written: WrittenText, **options: Any) -> Path:
-    return save_scan_page(folder / "page.html", ScanReport.of(scan_of(*written, **options)))
 
 
 def show(opened: Opened, sequence: int) -> None:
@@ -110,9 +64,9 @@ def test_what_is_drawn_and_copied_is_the_text(
 
 
 def test_a_part_that_is_copied_has_no_lines_of_the_page(browser: Chromium, all_texts: Path) -> None:
-    """From the second character of the first line to the second of the third."""
+    """From the second character of the first line to the second of the third, on a phone."""
     text = TEXTS["long"]
-    with browser.open(all_texts, address="#p=text") as opened:
+    with browser.open(all_texts, width=390) as opened:
         show(opened, list(TEXTS).index("long"))
         opened.page.evaluate(LISTEN)
         first, second = opened.page.evaluate(
@@ -129,7 +83,12 @@ def test_a_part_that_is_copied_has_no_lines_of_the_page(browser: Chromium, all_t
         assert opened.page.evaluate("copied") == text[1 : first + second + 2]
         # The rows of the selection's ends stay, wherever the text is scrolled to.
         opened.page.evaluate("document.querySelector('.scroller').scrollTop = 1e6")
-        opened.page.wait_for_timeout(100)
+        opened.poll("/x$/.test([...document.querySelectorAll('.sheet .row')].at(-1).textContent)")
+        tops = (
+            "[...document.querySelectorAll('.sheet .row')].map((row) => parseFloat(row.style.top))"
+        )
+        assert 26 not in opened.page.evaluate(tops)  # the second line is out of sight
+        opened.page.evaluate("window.copied = null")
         opened.page.keyboard.press("Control+c")
         assert opened.page.evaluate("copied") == text[1 : first + second + 2]
 
@@ -139,24 +98,28 @@ def test_letters_join_and_stand_as_in_any_text(browser: Chromium, all_texts: Pat
     with browser.open(all_texts, address="#p=text") as opened:
         for number in range(len(TEXTS)):
             show(opened, number)
-            lines = opened.page.evaluate(
-                """() => [...document.querySelectorAll(".sheet .row")].map((row) => {
-                  const run = row.firstChild, bare = run.cloneNode();
-                  for (const mark of run.querySelectorAll("[data-mark]")) delete mark.dataset.mark;
-                  bare.textContent = run.textContent;
-                  const widthOf = (node) => {
-                    const range = document.createRange();
-                    range.selectNodeContents(node);
-                    return range.getBoundingClientRect().width;
-                  };
-                  const pieces = widthOf(run), room = row.parentNode.clientWidth - 48;
-                  run.replaceWith(bare);
-                  return [pieces, widthOf(bare), room];
-                })"""
-            )
-            for pieces, bare, room in lines:
+            lines = opened.page.evaluate(LINES)
+            for pieces, bare, drawn, room in lines:
                 assert pieces == pytest.approx(bare, abs=0.5)
-                assert pieces <= room
+                assert drawn <= room
+
+
+def test_no_piece_is_a_part_of_what_is_read_as_one_character(
+    browser: Chromium, all_texts: Path
+) -> None:
+    """No accent, joiner, variation or colour of skin begins a piece, and no flag is divided."""
+    with browser.open(all_texts, address="#p=text") as opened:
+        for name in ("combining", "emoji", "hebrew"):
+            show(opened, list(TEXTS).index(name))
+            pieces = opened.page.locator(".t:not([data-mark])").all_text_contents()
+            for piece in pieces:
+                first = piece[:1]
+                assert unicodedata.category(first)[0] != "M", piece
+                assert first not in JOINED, piece
+                assert not piece.endswith("\u200d"), piece
+            flags = [char for piece in pieces for char in piece if char in FLAGS]
+            assert len(flags) == sum(char in FLAGS for char in TEXTS[name])
+            assert all(sum(char in FLAGS for char in piece) % 2 == 0 for piece in pieces)
 
 
 # ---- right to left -------------------------------------------------------------------------------
@@ -261,7 +224,11 @@ def test_arrows_walk_through_all_tokens(emoji: Opened) -> None:
 
 
 def test_a_token_without_characters_is_a_mark(emoji: Opened) -> None:
-    mark = emoji.page.locator('[data-t="0"]')
+    mark, word = (emoji.page.locator(f'[data-t="{token}"]') for token in (0, 1))
+    boxes = [each.bounding_box() for each in (mark, word)]
+    assert boxes[0] is not None
+    assert boxes[1] is not None
+    assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"] + 0.5
     assert mark.text_content() == ""
     assert mark.get_attribute("data-mark")
     mark.click()
@@ -289,9 +256,14 @@ def test_arrows_move_between_lines(browser: Chromium, all_texts: Path) -> None:
 
 def test_words_of_sentences_are_as_written(browser: Chromium, tmp_path: Path) -> None:
     written = tokenized("word-piece", TEXTS["accents"])
-    with browser.open(page_of(tmp_path, written), address="#h=0.0&t=5") as opened:
+    words = [written.word(token) for token in range(len(written.spans))]
+    token = words.index("CRÈME")
+    with browser.open(page_of(tmp_path, written), address=f"#h=0.0&t={token}") as opened:
         opened.wait("s.lit.exact === 'map'")
-        assert opened.state()["parts"]["summary"].startswith("0.0: “CRÈME” at 5 looks at")
+        summary = opened.state()["parts"]["summary"]
+        assert summary.startswith(f"0.0: “CRÈME” at {token} looks at")
+        top = opened.state()["lit"]["entries"][0]["first"]
+        assert f"“{words[top] or '∅'}” at {top}" in summary
 
 
 # ---- search --------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def layer_of(
         },
         "most_received": {
             "received": torch.arange(8.0, 0.0, -1.0).double().expand(heads, -1).clone(),
-            "key": torch.arange(8).expand(heads, -1).clone(),
+            "key": (torch.arange(8) % length).expand(heads, -1).clone(),
             "token": torch.arange(8).expand(heads, -1).clone(),
         },
         "map": _map_summary(_maps(generator, heads, cells), length, by_shares=by_shares),

@@ -17,7 +17,15 @@ from headwise.errors import OptionError
 from headwise.models import tiny
 from headwise.reports.page import viewer_data
 from headwise.reports.report import ScanReport
-from headwise.scanning import HeadScan, WrittenText, merge_parts, open_model, read_texts, scan_part
+from headwise.scanning import (
+    HeadScan,
+    WrittenText,
+    merge_parts,
+    open_model,
+    plan_scan,
+    read_texts,
+    scan_part,
+)
 from headwise.scanning.layer import TextRecorder
 from tests.scanning.edited import Edit, edit, fields_in
 from tests.scanning.models import bert, t5
@@ -277,6 +285,14 @@ def test_a_corpus_keeps_the_texts(tmp_path: Path) -> None:
         object.__setattr__(each, "written", changed)
     with pytest.raises(OptionError, match=r"made from other content of 'a\.txt'"):
         scan_part(model, read, tmp_path / "out", statistics="entropy")
+
+
+def test_a_planned_scan_keeps_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text := "Grüße, 🐇!", "utf-8")
+    model = open_model()
+    plan = plan_scan(model, read_texts(model, [tmp_path / "a.txt"]), statistics=["entropy"])
+    scan = plan.scan_text(plan.texts[0])
+    assert same(written_of(scan)[0], WrittenText(text, tiny.spans(text)))
 
 
 # ---- the data of the page ------------------------------------------------------------------------

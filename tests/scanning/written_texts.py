@@ -25,7 +25,7 @@ TEXTS = {
     "hebrew": "שָׁלוֹם עולם, זה טקסט (ארוך) עם English words בתוכו.",
     "emoji": "Hi 👋🏽! A 👩‍👩‍👧‍👦 family 🐇🐇, flags 🇫🇷🇯🇵, a heart ❤️ and 1️⃣.",
     "lines": "first line\nsecond line\r\n\n\tindented\n  two blanks\u2028separated\n",
-    "blanks": "   three before, tabs\t\tinside,  two   three, and after   \t ",
+    "blanks": "   three before," + "\ta\tb" * 20 + ",  two   three, and after   \t ",
     "invisible": "zero\u200bwidth, soft\u00adhyphen, \u200fRLM, no\u00a0break, \x07 bell",
     "long": "word " * 40 + "x" * 300,
 }

@@ -1,6 +1,6 @@
 /** The page: what is chosen, the data of it, and the parts that draw it. */
 
-import type { Layer, Meta, Received, Scan, Statistic } from "./contract";
+import type { Layer, Meta, Received, Scan, Standout, Statistic } from "./contract";
 import { allHeads, statisticOf } from "./heads";
 import { Light } from "./light";
 import { type HeadId, Thumbnails, difference, loadMap, positionOf, sameHead } from "./maps";
@@ -64,7 +64,7 @@ export class App implements Seen {
     readonly source: Source,
     private readonly keepsAddress: boolean,
   ) {
-    this.state = this.firstState(0);
+    this.state = this.firstState(0, true);
     if (keepsAddress) {
       this.state = this.repaired(fromHash(location.hash));
       window.addEventListener("hashchange", () => {
@@ -127,11 +127,17 @@ export class App implements Seen {
     return there.heads.includes(other) ? { scan: 1, layer, head: other } : null;
   }
 
-  /** Return the first view: of two scans the largest change, else the first head that stands out. */
-  private firstState(report: number): State {
+  /**
+   * Return the first view: of two scans the largest change, else the head with the strongest link, which
+   * is lit; without `opens` or such a link, the first head that stands out.
+   */
+  private firstState(report: number, opens = false): State {
     const meta = this.source.reports[report];
     const scan = meta?.scans[0];
-    const first = meta?.changes[0] ?? scan?.standouts[0];
+    const opening = (opens && meta?.opening) || null;
+    const isIt = (each: Standout): boolean => each.layer === opening?.layer && each.head === opening.head;
+    const standout = scan?.standouts.find(isIt) ?? scan?.standouts[0];
+    const first = meta?.changes[0] ?? (opening && { statistic: standout?.statistic, ...opening }) ?? standout;
     const layer = first?.layer ?? Math.max(0, scan?.layers.findIndex((each) => each.heads.length) ?? 0);
     const head = first?.head ?? scan?.layers[layer]?.heads[0] ?? 0;
     const other = this.partner({ layer, head }, report);
@@ -148,7 +154,7 @@ export class App implements Seen {
       other,
       mode: other ? "both" : "A",
       sequence: 0,
-      token: null,
+      token: opening?.token ?? null,
       second: null,
       direction: "keys",
       zoom: WHOLE,
@@ -160,7 +166,8 @@ export class App implements Seen {
   /** Return a whole state from the parts of an address; what the report does not have is left out. */
   private repaired(given: Partial<State>): State {
     const report = given.report !== undefined && this.source.reports[given.report] ? given.report : 0;
-    const first = this.firstState(report);
+    // An address that names a head or a token is that of a view, not of the page.
+    const first = this.firstState(report, given.layer === undefined && given.token === undefined);
     const { layer = first.layer, head = first.head } = given;
     const state = { ...first, other: this.partner({ layer, head }, report), ...given, report };
     const scans = this.source.reports[report]?.scans ?? [];
@@ -239,7 +246,7 @@ export class App implements Seen {
 
   /** Choose another report: the address is that of its first view. */
   chooseReport(report: number): void {
-    this.set(this.firstState(report));
+    this.set(this.firstState(report, true));
   }
 
   /** Pin a token of the sequence, or unpin it if it is pinned. */

@@ -93,6 +93,8 @@ export interface Meta {
   rule: string;
   command: string | null;
   scans: Scan[];
+  /** The strongest link that is not trivial: what the token of this head looks at. */
+  opening: { layer: number; head: number; token: number } | null;
   /** For each layer and head of the first scan its partner in the second; null if paired by number. */
   matched: number[][] | null;
   changes: Change[];

@@ -100,7 +100,7 @@ export function fromHash(hash: string): Partial<State> {
   set("subject", choice("l", ["head", "layer"] as const));
   set("against", whole("k"));
   set("sequence", whole("x"));
-  set("token", whole("t"));
+  set("token", given.get("t") === "none" ? null : whole("t"));
   set("second", whole("u"));
   set("direction", choice("d", ["keys", "queries"] as const));
   const zoom = (given.get("z") ?? "").split(",").map(Number);

@@ -275,7 +275,11 @@ def most_received_tokens(
     received = []
     for key, token, weight in rows[:MOST_RECEIVING].tolist():
         if weight > 0:
-            received.append((int(key), token_word(text, int(key), int(token), name_of), weight))
+            if text is not None and len(text.lengths) == scan.sequences == 1:
+                word = text.word(0, int(key), name_of)
+            else:  # which sequence the key is of is unknown
+                word = name_of(int(token)) if name_of is not None and token >= 0 else ""
+            received.append((int(key), word, weight))
     return received
 
 
@@ -310,16 +314,6 @@ def _written_fields(written: WrittenText) -> dict[str, Any]:
     before = np.concatenate([[0], reached])[:-1]
     gaps = np.where(is_drawn, first - before, 0)
     return {"text": written.text, "spans": np.stack([gaps, end - first], 1).ravel().tolist()}
-
-
-def token_word(text: ScannedText | None, place: int, token: int, name_of: Names | None) -> str:
-    """Return a token's characters as they were written, else its text by ``name_of``.
-
-    The characters are those of a text of one sequence. Empty where neither is known.
-    """
-    written = text.written[0] if text is not None and len(text.written) == 1 else None
-    word = "" if written is None else written.word(place)
-    return word or (name_of(token) if name_of is not None and token >= 0 else "")
 
 
 def has_known_tokens(text: ScannedText) -> bool:

@@ -196,12 +196,13 @@ def _label_axes_with_tokens(
     """Write the word of each token beside a map of few tokens, where words are known."""
     for axis, number in ((axes.xaxis, record.key_text), (axes.yaxis, record.query_text)):
         text = None if number is None else scan.texts[number]
-        ids = [] if text is None else text.ids.tolist()
-        named = [blobs.token_word(text, place, token, name_of) for place, token in enumerate(ids)]
-        if 0 < len(ids) <= MOST_TOKENS and any(named):
-            words = [escape_unprintable(word)[:MOST_LETTERS] for word in named]
+        length = text.lengths[0] if text is not None and len(text.lengths) == 1 else 0
+        if text is not None and length <= MOST_TOKENS:
+            words = [escape_unprintable(text.word(0, n, name_of)) for n in range(length)]
             # A dollar sign would begin mathematics.
-            axis.set_ticks(range(len(ids)), [word.replace("$", r"\$") for word in words])
+            shown = [word[:MOST_LETTERS].replace("$", r"\$") for word in words]
+            if any(words):
+                axis.set_ticks(range(length), shown)
     axes.tick_params("x", rotation=90)
     axes.tick_params(labelsize=min(8, 160 / max(1, len(axes.get_yticks()))))
 

@@ -23,6 +23,7 @@ from headwise.reports import report as view
 from headwise.reports.templates import secure_page, template_environment
 from headwise.scanning.diff import APART, HeadChange, ScanDiff
 from headwise.scanning.layer import LayerScan, StandoutHead
+from headwise.scanning.links import find_strongest_link
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import RANKS
 from headwise.support.files import write_whole
@@ -99,14 +100,13 @@ def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, byte
     scans = [report.scan] if report.second is None else [report.scan, report.second]
     maps = [_maps_of_page(scan) for scan in scans]
     top_keys = [_count_top_keys(scan, report) for scan in scans]
-    names_of = [report.name_of, report.second_name_of or report.name_of]
     # zlib releases the lock of the interpreter.
     with ThreadPoolExecutor() as pool:
         deflated = {
             name: pool.submit(_deflate_bytes, blob)
             for number, scan in enumerate(scans)
             for name, blob in blobs.scan_blobs(
-                scan, maps[number], top_keys[number], name_of=names_of[number], prefix=str(number)
+                scan, maps[number], top_keys[number], name_of=report.name_of, prefix=str(number)
             )
         }
         meta = report_meta(report, maps, top_keys)
@@ -164,9 +164,16 @@ def report_meta(
         "rule": f"{rule} {view.WEIGHTS}",
         "command": report.command,
         "scans": [_scan_meta(report, *its) for its in each],
+        "opening": None if second is not None else _opening_meta(report),
         "matched": None if diff is None or not report.match else _matched_heads(diff),
         "changes": [] if diff is None else [_change_meta(diff, each) for each in report.changes],
     }
+
+
+def _opening_meta(report: view.ScanReport) -> dict[str, int] | None:
+    """Return the head and the token of the link that the page opens with, if there is one."""
+    link = find_strongest_link(report.scan, report.name_of)
+    return None if link is None else dict(zip(("layer", "head", "token"), link, strict=True))
 
 
 def _count_top_keys(scan: HeadScan, report: view.ScanReport) -> blobs.TopKeyCounts:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.errors import OptionError
-from headwise.scanning.layer import LayerScan, ScanReadings
+from headwise.scanning.layer import LayerScan, ScannedText, ScanReadings
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from headwise.support.tensors import convert_to_int_or_none
 from headwise.support.text import describe_count, describe_value
 
 Direction = Literal["keys", "queries"]
 Bound = Literal["exact", "at least", "at most"]
+LEAST = 0.05  # weight of a link that a page opens with
+SIGHT = 400  # characters between two words that a page can show together, in about ten lines
+SPECIAL = re.compile(r"\[.*\]$|<.*>$")  # names of tokens such as [SEP] and <s>
 MAP, TOP_KEYS = Map.definition.name, TopKeysOfEveryQuery.definition.name
 
 
@@ -108,6 +113,65 @@ def find_links(
     return sorted(links, key=lambda link: (link.bound == "at most", -link.weight))
 
 
+def find_strongest_link(
+    scan: ScanReadings, name_of: Callable[[int], str] | None
+) -> tuple[int, int, int] | None:
+    """Return (layer, head, query) of the strongest link of two words of the first sequence.
+
+    A link is trivial, and left out, from or to a token that is no word, such as a special one, to
+    the first token, to the own one and to those beside it. Links in `SIGHT` come first, since a
+    page can show both of their words. None where no link is left, or where two are the strongest.
+    """
+    words = [_Words.of(text, name_of) for text in scan.texts]
+    longest = max((len(text.places) for text in words), default=0)
+    for sight in (SIGHT, None):
+        links: list[tuple[float, int, int, int]] = []
+        for index, layer in enumerate(scan.layer_scans):
+            if layer.query_text is None or layer.key_text is None:
+                continue
+            if (weights := _read_weights(scan, layer, 0)) is not None:
+                queries, keys = words[layer.query_text], words[layer.key_text]
+                for link in weights.strongest(partial(_is_worth, queries, keys, sight)):
+                    links.append((link.weight, index, layer.heads[link.position], link.query))
+        links.sort(reverse=True)
+        if links and links[0][0] >= LEAST:
+            # A weight of a softmax over n keys is right to n steps of float32.
+            rounding = longest * torch.finfo(torch.float32).eps
+            is_tie = len(links) > 1 and links[0][0] - links[1][0] <= rounding
+            return None if is_tie else links[0][1:]
+    return None
+
+
+class _Words(NamedTuple):
+    """The tokens of the first sequence of a text."""
+
+    are_words: Tensor  # (tokens,) of bool, False for the first token
+    places: Tensor  # (tokens,): the characters before each
+
+    @classmethod
+    def of(cls, text: ScannedText, name_of: Callable[[int], str] | None) -> _Words:
+        """Return the tokens of a text, by their characters or their names."""
+        words = [text.word(0, token, name_of) for token in range(sum(text.lengths[:1]))]
+        are_words = [
+            place > 0 and not SPECIAL.match(word.strip()) and any(map(str.isalnum, word))
+            for place, word in enumerate(words)
+        ]
+        lengths = torch.tensor([len(word) for word in words], dtype=torch.int64)
+        return cls(torch.tensor(are_words, dtype=torch.bool), lengths.cumsum(0) - lengths)
+
+
+def _is_worth(
+    queries: _Words, keys: _Words, sight: int | None, query: Tensor, key: Tensor
+) -> Tensor:
+    """Return where a query and a key are words that are apart, and in sight of each other."""
+    chosen = queries.are_words[query] & keys.are_words[key]
+    if queries is keys:
+        chosen &= (query - key).abs() > 1
+        if sight is not None:
+            chosen &= (queries.places[query] - keys.places[key]).abs() <= sight
+    return chosen
+
+
 def _text_of(layer: LayerScan, direction: Direction) -> int | None:
     """Return the text of the token that is given."""
     both = None in (layer.query_text, layer.key_text)
@@ -184,6 +248,13 @@ class _AllWeights(NamedTuple):
                 query, looked_at = (token, other) if direction == "keys" else (other, token)
                 yield _HeadLink(position, query, looked_at, weight)
 
+    def strongest(self, is_chosen: Callable[[Tensor, Tensor], Tensor]) -> Iterator[_HeadLink]:
+        """Yield the two strongest of the chosen links."""
+        queries, keys = (torch.arange(length) for length in self.values.shape[1:])
+        left = self.values.nan_to_num(0) * is_chosen(queries[:, None], keys)
+        for position, query, key, weight in _two_largest(left):
+            yield _HeadLink(position, query, key, weight)
+
 
 class _LargestWeights(NamedTuple):
     """The largest weights of every query of a sequence, with their keys: (heads, queries, ranks).
@@ -213,6 +284,13 @@ class _LargestWeights(NamedTuple):
                     most = float(rest[token])
                     yield _HeadLink(position, token, key, most, "at most" if most else "exact")
 
+    def strongest(self, is_chosen: Callable[[Tensor, Tensor], Tensor]) -> Iterator[_HeadLink]:
+        """Yield the two strongest of the chosen links."""
+        key = self.key.clamp(min=0)
+        queries = torch.arange(key.shape[1])[:, None]
+        for nth, query, rank, weight in _two_largest(self.share * is_chosen(queries, key)):
+            yield _HeadLink(self.heads[nth], query, int(key[nth, query, rank]), weight)
+
     def _rest(self) -> Tensor:
         """Return (heads, queries): the most that a key may have that is not stored.
 
@@ -222,6 +300,16 @@ class _LargestWeights(NamedTuple):
         rounding = self.share.shape[-1] * torch.finfo(torch.float32).eps
         left = (1 - self.share.clamp(min=0).sum(-1)).clamp(min=0) + rounding
         return torch.minimum(self.share[..., -1].clamp(min=0), left)
+
+
+def _two_largest(values: Tensor) -> Iterator[tuple[int, int, int, float]]:
+    """Yield the places and the values of the two largest that are above 0, of three axes."""
+    flat = values.flatten()
+    largest, places = flat.topk(min(2, len(flat)))
+    for value, place in zip(largest.tolist(), places, strict=True):
+        if value > 0:
+            first, second, third = (int(x) for x in torch.unravel_index(place, values.shape))
+            yield first, second, third, value
 
 
 def _find_query(

@@ -84,15 +84,20 @@ export class LineBreaker {
     } else if (IS_BLANK.test(atom)) {
       // One blank may hang over the end of a line.
       if (filling.used > width) begin(at);
-      const tab = TAB * this.measure(" ");
-      const size = atom === "\t" ? tab - (filling.used % tab) : this.measure(atom);
-      filling.used += size + marks;
+      filling.used += (atom === "\t" ? this.tabFrom(filling.used) : this.measure(atom)) + marks;
     } else {
       const size = this.measure(atom) + marks;
       if (filling.used > 0 && filling.used + size > width) begin(at);
       if (size > width) this.breakWord(filling, atom, at, begin);
       else filling.used += size;
     }
+  }
+
+  /** Return the room of a tab: to the next stop that is not nearer than half a digit, as in CSS. */
+  private tabFrom(used: number): number {
+    const tab = TAB * this.measure(" ");
+    const size = tab - (used % tab);
+    return size < this.measure("0") / 2 ? size + tab : size;
   }
 
   /** Break a word that is longer than a line after any of its characters. */

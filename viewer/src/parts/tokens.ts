@@ -6,6 +6,7 @@ import { eachFrame, element, fitCanvas, onLongPress } from "../dom";
 import type { Direction } from "../state";
 import type { Place, Text } from "../text";
 import type { Written } from "../written";
+import { type Arc, Arcs } from "./arcs";
 import { LineBreaker, type Lines, lineOf } from "./lines";
 import { type Hit, type Row, makeRow } from "./rows";
 import { type Lights, marked } from "../view";
@@ -16,6 +17,7 @@ const MARGIN = 20; // on the right, for what hangs over the end of a line
 const STEPS = 10; // classes of colour, lit-1 to lit-10
 const FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
 const MOST_TICKS = 2000; // found places that the minimap shows
+const LEAST_ARC = 0.05; // weight of an arc: a token has at most 20
 
 /** What the tokens of a text are: both, or under cross attention queries alone or keys alone. */
 export type Role = "both" | "queries" | "keys";
@@ -25,6 +27,7 @@ export class Tokens {
   readonly root = element("div", { class: "pane" });
   private readonly sheet = element("div", { class: "sheet" });
   private readonly minimap = element("canvas", { class: "minimap", "data-part": "minimap", "aria-hidden": "true" });
+  private readonly arcs = new Arcs();
   private readonly breaker = new LineBreaker(`14px ${FAMILY}`, `11px ${FAMILY}`);
   private role: Role = "both";
   private text: Text | null = null;
@@ -39,7 +42,7 @@ export class Tokens {
 
   constructor(private readonly app: App) {
     this.root.append(this.scroller, this.minimap);
-    this.scroller.append(this.sheet);
+    this.scroller.append(this.sheet, this.arcs.root);
     this.listen();
   }
 
@@ -141,21 +144,30 @@ export class Tokens {
     return this.role === "both" || !this.holdsToken;
   }
 
-  /** Scroll to a token that was pinned elsewhere; in the other text, to the token that is lit most. */
+  /**
+   * Scroll to a token that was pinned elsewhere, and to the one that is lit most if there is room for
+   * both; in the other text, to the latter.
+   */
   private follow(): void {
     const { token } = this.app.state;
-    const target = this.holdsToken ? token : this.lights.token === token ? (this.lights.entries[0]?.first ?? null) : null;
-    const key = [this.drawnText, this.lights.what, token, target].join("\0");
+    const entry = this.lights.token === token ? this.lights.entries[0] : undefined;
+    const lit = entry && entry.first === entry.last && this.holdsEntries ? entry.first : null;
+    const target = this.holdsToken ? token : (entry?.first ?? null);
+    const key = [this.drawnText, this.lights.what, token, lit].join("\0");
     if (!this.drawn || token === null || target === null || key === this.scrolledTo) return;
     this.scrolledTo = key;
-    this.scrollTo(target);
+    // A token that was chosen here is in sight, and the text stays where it is.
+    this.scrollTo(target, this.holdsToken && token === this.cursor ? target : (lit ?? target));
   }
 
-  private scrollTo(token: number): void {
-    const top = this.lineOfToken(token) * LINE;
+  /** Bring a token into sight, and another one if there is room for both. */
+  private scrollTo(token: number, other: number = token): void {
     const { scrollTop, clientHeight } = this.scroller;
-    if (top < scrollTop || top + LINE > scrollTop + clientHeight) {
-      this.scroller.scrollTop = Math.max(0, top - clientHeight / 2);
+    const lines = [this.lineOfToken(token), this.lineOfToken(other)];
+    const [top, bottom] = [Math.min(...lines) * LINE, (Math.max(...lines) + 1) * LINE];
+    if (bottom - top > clientHeight) return this.scrollTo(token);
+    if (top < scrollTop || bottom > scrollTop + clientHeight) {
+      this.scroller.scrollTop = Math.max(0, (top + bottom - clientHeight) / 2);
     }
   }
 
@@ -192,7 +204,27 @@ export class Tokens {
     this.dropRows(first, last);
     this.addRows(first, last);
     this.paint();
+    this.drawArcs(first * LINE, (last - first + 1) * LINE);
     this.drawMinimap();
+  }
+
+  /** Draw the larger weights of the token, where it and what is lit are both in sight. */
+  private drawArcs(top: number, height: number): void {
+    const { token, entries } = this.lights;
+    const from = this.role === "both" && token !== null ? this.boxOf(token) : null;
+    const arcs: Arc[] = [];
+    for (const { first, last, weight } of from ? entries : []) {
+      if (Math.abs(weight) < LEAST_ARC) break;
+      const to = first === last && first !== token ? this.boxOf(first) : null;
+      if (from && to) arcs.push({ from, to, weight });
+    }
+    this.arcs.draw(arcs, top, height);
+  }
+
+  /** Return the box of a token that is in sight. */
+  private boxOf(token: number): DOMRect | null {
+    const row = this.rows.get(this.lineOfToken(token));
+    return row?.hits.find((hit) => hit.tokens.includes(token))?.span.getClientRects()[0] ?? null;
   }
 
   /** Remove the rows that are out of sight, but those in which a selection begins or ends. */
