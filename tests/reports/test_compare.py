@@ -17,7 +17,7 @@ from headwise.scanning.layer import HEAD_DISTANCE
 from headwise.scanning.result import HeadScan
 from tests.reports.accessibility import small_targets, violations
 from tests.reports.browser import Chromium, Opened, needs_a_browser
-from tests.reports.viewer_scans import RANKS, layer_of, viewer_report, viewer_scan
+from tests.reports.viewer_scans import RANKS, viewer_report, viewer_scan
 
 pytestmark = needs_a_browser
 
@@ -295,10 +295,10 @@ def test_targets_are_large_enough(browser: Chromium, path: Path, touch: bool, le
 
 def uneven() -> HeadScan:
     """Layers of other numbers of heads, one of them scanned in part; a head without numbers."""
-    sizes = {"length": 640, "top": 1, "cells": 128}
     scan = viewer_scan()
     first, _, last = scan.layer_scans
-    some = replace(layer_of(1, heads=2, **sizes), num_heads=7, heads=(1, 6), kind="cross")
+    two = viewer_scan(heads=2).layer_scans[1]
+    some = replace(two, num_heads=7, heads=(1, 6), kind="cross")
     del some.summaries["effective_keys"]
     some.missing["effective_keys"] = "it was not asked for"
     last.summaries["entropy"]["sum"][3] = torch.nan
@@ -381,11 +381,11 @@ def test_two_texts_of_other_lengths(browser: Chromium, tmp_path: Path) -> None:
         # Query 602 of the long text: the short one ends before.
         at = 602.5 / 640
         opened.page.mouse.move(first["x"] + first["width"] / 2, first["y"] + at * first["height"])
-        opened.poll("headwise.state().parts.readout.startsWith('A, query 600 to 604')")
+        opened.poll("headwise.state().parts.readout.startsWith('A, query 600 to 607')")
         assert opened.state()["parts"]["cells"][1] is None
         at = 52.5 / 640
         opened.page.mouse.move(first["x"] + 1, first["y"] + at * first["height"])
-        opened.poll("headwise.state().parts.readout.includes('; B, query 50')")
+        opened.poll("headwise.state().parts.readout.includes('; B, query 48 to 49')")
         opened.page.click('[data-layer="2"]')
         opened.wait("s.subject === 'layer' && s.layer === 2")
         rows = table_of(opened, "layer")

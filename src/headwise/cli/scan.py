@@ -46,6 +46,10 @@ PART_HELP = (
     "Scan part I of N of a corpus, such as 3/8; auto for the numbers of torchrun or of a Slurm "
     "array. Without a page: --merge writes it."
 )
+WITH_HELP = (
+    "Show what changed from another model, which reads the same input, or from a scan in a folder "
+    "that --out wrote."
+)
 TOP_KEYS_HELP = (
     "Heads of which the page shows the 4 largest weights of every token: 3.7,4.0 (layer.head), all "
     "or none."
@@ -117,6 +121,9 @@ class ScanOptions:
         list[Path] | None,
         Option(metavar="DIR", help="Merge the parts in these folders, and write the page."),
     ] = None
+    other: Annotated[
+        Path | None, Option("--with", metavar="DIR", show_default=False, help=WITH_HELP)
+    ] = None
     as_json: Annotated[
         bool, Option("--json", help="Print every number as JSON instead of pictures.")
     ] = False
@@ -131,6 +138,7 @@ class ScanOptions:
             value, default = getattr(self, name), getattr(ScanOptions, name)
             if value != default:
                 words += [output.option_text(name), *([] if value is True else [str(value)])]
+        words += [] if self.other is None else ["--with", str(self.other)]
         words += ["--page", str(self.page), "--force"]
         return " ".join([*map(shlex.quote, words), "--top-keys", "{heads}"])
 
@@ -167,6 +175,7 @@ class ScanOptions:
                 do="--page with another name, or --force to write over the earlier page",
             )
         self._require_one_input()
+        self._require_comparison()
         if self.map_cells is not None and not 0 < self.map_cells <= MOST_BLOCKS:
             raise OptionError(
                 saw=f"--map-cells {self.map_cells}",
@@ -217,6 +226,31 @@ class ScanOptions:
                 do="--text with a folder or with several files, or a single process",
             )
 
+    def _require_comparison(self) -> None:
+        """Raise OptionError for what --with cannot be compared with."""
+        if self.other is None:
+            return
+        if self.part is not None:
+            raise OptionError(
+                saw="--part and --with",
+                needed="a page, which --part does not write",
+                do="--with together with --merge",
+            )
+        if (self.merge or self._is_corpus) and not self.saved_other:
+            raise OptionError(
+                saw=f"several texts, and --with {self.other}, which holds no scan",
+                needed="a scan of the same texts",
+                do="scan that model with --out FOLDER first, then --with FOLDER",
+            )
+
+    @property
+    def saved_other(self) -> Path | None:
+        """The saved scan in the folder of --with, if there is one."""
+        from headwise.scanning.parts import SCAN
+
+        path = None if self.other is None else self.other / SCAN
+        return path if path is not None and path.is_file() else None
+
     def _require_one_input(self) -> None:
         """Raise OptionError for several inputs, or for a place that cannot hold their scans."""
         inputs = self._given("text", "tokens", "random_repeats")
@@ -261,6 +295,8 @@ def scan(**options: Any) -> None:
         return
     merges = given.merge
     report = _merge_and_report(merges, given) if merges else run_scan_with_progress(given)
+    if given.other is not None:
+        report = _compare_with(report, _report_other(given), given.other)
     _print_report(report, given, start=start)
 
 
@@ -338,6 +374,34 @@ def _merge_and_report(folders: Sequence[Path], options: ScanOptions) -> ScanRepo
             "scan the missing documents, or leave out the folder with other documents",
         )
     return _report(parts.merge_parts(folders, options.out), folder_parts.corpus.words, options)
+
+
+def _report_other(options: ScanOptions) -> ScanReport:
+    """Return the report of --with: of a saved scan, or of a model that reads the same input."""
+    from headwise.scanning import parts
+    from headwise.scanning.result import HeadScan
+
+    assert options.other is not None
+    alone = replace(options, model_dir=options.other, demo=False, other=None, out=None, merge=None)
+    if options.saved_other is None:
+        return run_scan_with_progress(alone)
+    words = parts.find_parts([options.other]).corpus.words
+    return _report(HeadScan.load(options.saved_other), words, alone)
+
+
+def _compare_with(report: ScanReport, other: ScanReport, folder: Path) -> ScanReport:
+    """Return a report of both scans, in which each has a name of its own."""
+    name = escape_unprintable(folder.resolve().name)
+    name = next((x for x in (other.title, name) if x != report.title), str(folder))
+    texts = report.read if other.read == report.read else f"{report.read}; {name}: {other.read}"
+    return replace(
+        report,
+        second=other.scan,
+        second_name_of=other.name_of,
+        names=(report.title, name),
+        read=texts,
+        notes=(*report.notes, *(f"{name}: {note}" for note in other.all_notes)),
+    )
 
 
 def _exit_with_no(*lines: str) -> None:

@@ -100,13 +100,14 @@ def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, byte
     scans = [report.scan] if report.second is None else [report.scan, report.second]
     maps = [_maps_of_page(scan) for scan in scans]
     top_keys = [_count_top_keys(scan, report) for scan in scans]
+    names_of = [report.name_of, report.second_name_of or report.name_of]
     # zlib releases the lock of the interpreter.
     with ThreadPoolExecutor() as pool:
         deflated = {
             name: pool.submit(_deflate_bytes, blob)
             for number, scan in enumerate(scans)
             for name, blob in blobs.scan_blobs(
-                scan, maps[number], top_keys[number], name_of=report.name_of, prefix=str(number)
+                scan, maps[number], top_keys[number], name_of=names_of[number], prefix=str(number)
             )
         }
         meta = report_meta(report, maps, top_keys)

@@ -131,6 +131,7 @@ class ScanReport:
     # the first key of others.
     top_keys: Literal["all", "standouts"] = "standouts"
     second: HeadScan | None = None  # another scan of the same layers and heads, to compare with
+    second_name_of: Callable[[int], str] | None = None  # of its tokens; `name_of` if None
     match: bool = False  # True to pair the heads of both by the least distance, else by number
     names: tuple[str, str] = ("A", "B")  # of the two scans
 
