@@ -209,7 +209,9 @@ def test_a_layer_opens_beside_all_layers(opened: Opened, scan: HeadScan) -> None
 
 def test_two_layers_are_compared_by_keyboard(opened: Opened, scan: HeadScan) -> None:
     page = opened.page
-    page.focus('[data-layer="1"]')
+    page.focus('[data-id="1.0"]')
+    page.keyboard.press("ArrowLeft")
+    opened.wait("s.subject === 'layer' && s.layer === 1")
     page.keyboard.press("ArrowUp")
     opened.wait("s.subject === 'layer' && s.layer === 0")
     page.keyboard.press("c")
@@ -234,6 +236,12 @@ def test_two_layers_are_compared_by_keyboard(opened: Opened, scan: HeadScan) -> 
         head = int(match[1])
         sizes = [abs(float(scan[n][0, head] - scan[n][2, head])) / span[n] for n in scan.scalars]
         assert is_shown(match[3], sum(sizes) / len(sizes))
+    page.focus('[data-layer="0"]')
+    page.keyboard.press("ArrowRight")
+    opened.wait("s.subject === 'head' && s.layer === 0 && s.head === 0")
+    opened.poll(FOCUS.format("id", "0.0"))
+    page.go_back()
+    opened.wait("s.against === 2")
     page.click(".pairs button >> nth=0")
     opened.wait("s.subject === 'head' && s.mode === 'diff' && s.other.layer === 2")
 
@@ -288,6 +296,43 @@ def test_targets_are_large_enough(browser: Chromium, path: Path, touch: bool, le
             opened.page.evaluate(VIEWS[view])
             opened.do(f"headwise.app.set({{ tab: '{tab}' }})", f"s.tab === '{tab}'")
             assert small_targets(opened, least) == []
+
+
+def test_cards_out_of_sight_are_a_button_away(browser: Chromium, tmp_path: Path) -> None:
+    before, after = viewer_scan(), viewer_scan()
+    for layer in after.layer_scans:
+        layer.summaries["previous_token"]["sum"] += 0.3
+    report = viewer_report(after, second=before, names=("after", "before"))
+    with browser.open(save_scan_page(tmp_path / "page.html", report), width=1440) as opened:
+        page = opened.page
+        back, on = page.locator(".step").all()
+        first, last = page.locator(".way").first, page.locator(".way").last
+        row = page.locator(".ways").bounding_box()
+        assert row is not None
+
+        def is_seen(card: Any) -> bool:
+            box = card.bounding_box()
+            return bool(
+                row["x"] <= box["x"] and box["x"] + box["width"] <= row["x"] + row["width"] + 1
+            )
+
+        assert (is_seen(first), is_seen(last), back.is_enabled()) == (True, False, False)
+        for _ in range(4):
+            if on.is_enabled():
+                on.click()
+                page.wait_for_timeout(100)
+        assert (is_seen(first), is_seen(last), on.is_enabled()) == (False, True, False)
+        back.click()
+        page.wait_for_timeout(100)
+        assert back.is_enabled() or is_seen(first)
+        first.focus()
+        for _ in range(page.locator(".way").count() - 1):
+            page.keyboard.press("ArrowRight")
+        opened.poll("[...document.querySelectorAll('.way')].at(-1).ariaPressed === 'true'")
+        assert is_seen(last)
+        # Nothing is out of sight in a wide window.
+        page.set_viewport_size({"width": 2700, "height": 900})
+        opened.poll("document.querySelector('.step').hidden")
 
 
 # ---- what a scan may lack ------------------------------------------------------------------------
@@ -353,43 +398,63 @@ def test_a_single_layer_has_a_view(browser: Chromium, tmp_path: Path) -> None:
         assert opened.complaints == []
 
 
-def test_two_texts_of_other_lengths(browser: Chromium, tmp_path: Path) -> None:
-    """Heads pair by number; a statistic that one scan lacks comes last; maps keep their tokens."""
+@pytest.fixture
+def texts(browser: Chromium, tmp_path: Path) -> Iterator[Opened]:
+    """A page of two texts of other lengths; of the second no induction was measured."""
     long, short = viewer_scan(length=640), viewer_scan(length=100, cells=64)
-    short = replace(
-        short, statistics=tuple(s for s in short.statistics if s.definition.name != "induction")
-    )
+    measured = tuple(x for x in short.statistics if x.definition.name != "induction")
+    short = replace(short, statistics=measured)
     for layer in short.layer_scans:
         del layer.summaries["induction"]
         layer.summaries["entropy"]["sum"] += 0.5
     report = viewer_report(long, second=short, names=("long", "short"))
     with browser.open(save_scan_page(tmp_path / "two.html", report)) as opened:
-        assert all(
-            way.endswith((" in long", " in long\n"))
-            for way in opened.page.locator(".way").all_inner_texts()
-        )
-        assert opened.page.locator(".way").count() == 8
-        state = opened.state()
-        assert state["mode"] == "both"
-        assert state["other"] == {"scan": 1, "layer": state["layer"], "head": state["head"]}
-        names = [row[0] for row in table_of(opened, "facts")]
-        assert names[-1] == "induction"
-        assert table_of(opened, "facts")[-1][2] == "no value"
-        boxes = opened.page.locator("[data-part=map] .box canvas:first-child")
-        first = boxes.nth(0).bounding_box()
-        assert first is not None
-        # Query 602 of the long text: the short one ends before.
-        at = 602.5 / 640
-        opened.page.mouse.move(first["x"] + first["width"] / 2, first["y"] + at * first["height"])
-        opened.poll("headwise.state().parts.readout.startsWith('A, query 600 to 607')")
-        assert opened.state()["parts"]["cells"][1] is None
-        at = 52.5 / 640
-        opened.page.mouse.move(first["x"] + 1, first["y"] + at * first["height"])
-        opened.poll("headwise.state().parts.readout.includes('; B, query 48 to 49')")
-        opened.page.click('[data-layer="2"]')
-        opened.wait("s.subject === 'layer' && s.layer === 2")
-        rows = table_of(opened, "layer")
-        assert "layer 2 long" in opened.page.inner_text(".of-layer thead").replace("\n", " ")
-        assert rows[-1][0] == "induction"
-        assert opened.page.locator(".pairs button").count() == 5
+        yield opened
         assert opened.complaints == []
+
+
+def test_two_texts_pair_heads_by_number_and_every_sentence_names_both(texts: Opened) -> None:
+    page, state = texts.page, texts.state()
+    ways = page.locator(".way").all_inner_texts()
+    assert len(ways) == 8
+    assert all(" in short, " in way and way.strip().endswith(" in long") for way in ways)
+    assert (state["mode"], state["other"]["scan"]) == ("both", 1)
+    assert (state["other"]["layer"], state["other"]["head"]) == (state["layer"], state["head"])
+    name = f"{state['layer']}.{state['head']}"
+    texts.do("headwise.app.pin(50)", "s.token === 50")
+    summary = page.locator(".summary").inner_text()
+    assert summary.startswith(f"{name} long: ")
+    assert f". {name} short: " in summary
+    page.click('[data-mode="diff"]')
+    texts.wait("s.mode === 'diff'")
+    assert page.inner_text("[data-part=compare] h2") == f"{name} long − {name} short"
+    assert "long − short" not in page.inner_text("[data-part=grid]")  # the total change
+    page.select_option('[aria-label="statistic"]', "entropy")
+    texts.poll("document.querySelector('.heads').innerText.includes('Entropy, long − short:')")
+
+
+def test_what_one_of_two_texts_lacks_comes_last(texts: Opened) -> None:
+    assert table_of(texts, "facts")[-1][0] == "induction"
+    assert table_of(texts, "facts")[-1][2] == "no value"
+    texts.page.click('[data-layer="2"]')
+    texts.wait("s.subject === 'layer' && s.layer === 2")
+    assert table_of(texts, "layer")[-1][0] == "induction"
+    heads = texts.page.inner_text(".of-layer thead").replace("\n", " ")
+    assert "layer 2 long" in heads
+    assert "layer 2 short" in heads
+    assert texts.page.locator(".pairs button").count() == 5
+
+
+def test_maps_of_two_texts_keep_their_tokens(texts: Opened) -> None:
+    state, readout = texts.state(), "headwise.state().parts.readout"
+    name = f"{state['layer']}.{state['head']}"
+    box = texts.page.locator("[data-part=map] .box canvas").first.bounding_box()
+    assert box is not None
+    # Query 602 of the long text: the short one ends before.
+    for query, shown in (
+        (602.5, f"startsWith('{name} long, query 600 to 607')"),
+        (52.5, f"includes('; {name} short, query 48 to 49')"),
+    ):
+        texts.page.mouse.move(box["x"] + 1, box["y"] + query / 640 * box["height"])
+        texts.poll(f"{readout}.{shown}")
+        assert (texts.state()["parts"]["cells"][1] is None) == (query > 100)

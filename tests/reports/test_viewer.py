@@ -369,7 +369,7 @@ def test_two_maps_share_their_cursor_their_zoom_and_the_token(
     assert (first["y"], first["width"]) == (second["y"], second["width"])
     row, col, cell = 100, 20, second["width"] / 128
     page.mouse.move(second["x"] + (col + 0.5) * cell, second["y"] + (row + 0.5) * cell)
-    opened.poll("headwise.state().parts.readout.includes('B ')")
+    opened.poll("headwise.state().parts.readout.includes(', 2.3 ')")
     cells = opened.state()["parts"]["cells"]
     for shown, (layer, head) in zip(cells, ((0, 1), (2, 3)), strict=True):
         assert (shown["queries"], shown["keys"]) == ([400, 403], [80, 83])

@@ -19,7 +19,8 @@ type Change = "push" | "replace";
 class Beside implements Seen {
   loaded: Loaded | null = null;
   readonly light = new Light(this);
-  readonly onLight = (): void => undefined;
+  /** What is lit here is drawn beside what is lit there. */
+  readonly onLight = (): void => this.app.onLight(this.app.light.lights);
 
   constructor(private readonly app: App) {}
 

@@ -129,7 +129,7 @@ export function rovingFocus(group: HTMLElement, columns: () => number, kind = "b
     if (!next) return;
     event.preventDefault();
     event.stopPropagation();
-    for (const each of buttons) each.tabIndex = each === next ? 0 : -1;
+    if (from.tabIndex === 0) for (const each of buttons) each.tabIndex = each === next ? 0 : -1;
     next.focus();
     if (group.dataset["follow"] !== undefined) next.click();
   });

@@ -50,6 +50,9 @@ export class Compare implements Part {
       const isHere = choice.dataset["mode"] === mode;
       choice.setAttribute("aria-pressed", String(isHere));
       choice.tabIndex = isHere ? 0 : -1;
+      const heads = [app.chosen, other ?? app.chosen].map((head) => app.shortName(head));
+      const words = { A: heads[0], B: heads[1], both: heads.join(" and "), diff: heads.join(" − ") };
+      choice.setAttribute("aria-label", `${choice.textContent}: ${words[choice.dataset["mode"] as keyof typeof words]}`);
     }
   }
 

@@ -55,9 +55,24 @@ export class Grid implements Part {
       this.cells,
     );
     this.links = new LinkCells(app, this.cells, this.unit);
+    this.cells.addEventListener("keydown", (event) => this.crossed(event));
     rovingFocus(this.cells, () => this.columns, ".cell");
     rovingFocus(this.cells, () => 1, ".layer");
     this.cells.addEventListener("click", (event) => this.clicked(event));
+  }
+
+  /** Go by the arrow keys from the first head of a layer to the layer's number, and back. */
+  private crossed(event: KeyboardEvent): void {
+    const from = event.target as HTMLElement;
+    const row = from.closest(".row");
+    const [number, first] = [row?.querySelector<HTMLElement>(".layer"), row?.querySelector<HTMLElement>(".cell")];
+    const isLeft = event.key === "ArrowLeft" && from === first;
+    const next = isLeft ? number : event.key === "ArrowRight" && from === number ? first : null;
+    if (!next) return;
+    event.preventDefault();
+    event.stopImmediatePropagation();
+    next.focus();
+    if (!this.app.isChoosing) next.click();
   }
 
   private clicked(event: MouseEvent): void {
@@ -114,7 +129,6 @@ export class Grid implements Part {
       const isChosen = index === state.layer;
       layer.setAttribute("aria-pressed", String(isChosen && state.subject === "layer"));
       layer.classList.toggle("other", index === state.against);
-      layer.tabIndex = isChosen ? 0 : -1;
     });
     this.tellChoosing();
     requestAnimationFrame(() => this.reveal());
@@ -185,7 +199,7 @@ export class Grid implements Part {
       const own = heads.filter((head) => head.layer === index);
       return element("div", { class: "row" }, ...this.margins(index, own, statistic), ...own.map(cellOf));
     });
-    this.cells.replaceChildren(headNumbers(scan, this.ends(statistic)), ...rows);
+    this.cells.replaceChildren(headNumbers(scan, showsLinks(state) ? ["", ""] : this.ends(statistic)), ...rows);
   }
 
   /** Return the number of a layer, and its strip, which stands at the end of the row. */
@@ -194,12 +208,12 @@ export class Grid implements Part {
     const spread = spreadOf(heads.map(({ value }) => value));
     const words = statistic ? `: ${spreadWords(statistic, spread)}` : "";
     const number = button(record?.kind === "cross" ? `${index}×` : String(index), {
-      class: "soft number layer", "aria-label": `layer ${index}${words}`, title: `layer ${index}${words}`, disabled: !heads.length,
+      class: "soft number layer", "aria-label": `layer ${index}${words}`, title: `layer ${index}${words}`, tabindex: -1, disabled: !heads.length,
     }, () => undefined);
     number.dataset["layer"] = String(index);
     this.layers.push(number);
     const place = (value: number): number => this.place(statistic, value);
-    return statistic ? [number, spreadStrip(spread, place)] : [number];
+    return statistic && !showsLinks(this.app.state) ? [number, spreadStrip(spread, place)] : [number];
   }
 
   /** Return where a value stands on the scale of the colours, from 0 to 1. */
@@ -223,7 +237,8 @@ export class Grid implements Part {
     const isDifference = this.comparison === "diff";
     const [low, high] = this.ends(statistic);
     const order = this.app.state.order === "value" ? "The most first." : "A row is a layer, a column a head.";
-    return `${statistic.heading}${isDifference ? ", A − B" : ""}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
+    const names = this.app.meta.scans.map(({ name }) => name).join(" − ");
+    return `${statistic.heading}${isDifference ? `, ${names}` : ""}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
   }
 
   private colour({ value }: HeadValue, statistic: Statistic | null): RGB | null {

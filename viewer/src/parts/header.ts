@@ -1,11 +1,12 @@
 /** What the page is of, and the heads that stand out: the ways in. */
 
 import type { App } from "../app";
-import { button, element, rovingFocus, select } from "../dom";
+import { button, eachFrame, element, rovingFocus, select } from "../dom";
 import { count } from "../format";
 import { nameOf } from "../heads";
 import type { Part } from "../view";
 
+const STEP = 306; // pixels of a card and the gap after it
 const MOST_BUTTONS = 4; // reports up to which each has a button
 
 export class Header implements Part {
@@ -16,6 +17,9 @@ export class Header implements Part {
   private readonly ways = element("div", {
     class: "ways", "data-part": "standouts", "data-follow": "", role: "group",
   });
+  private readonly steps = [-1, 1].map((by) =>
+    button(by < 0 ? "‹" : "›", { class: "step", tabindex: -1, "aria-label": by < 0 ? "cards before" : "more cards" }, () => this.scroll(by)),
+  );
   private readonly reports: HTMLElement | null;
   private shownReport = -1;
 
@@ -23,8 +27,11 @@ export class Header implements Part {
     this.reports = this.makeReports();
     // The names of the reports are the title then.
     this.title.classList.toggle("unseen", this.reports !== null);
-    this.root.append(element("div", { class: "line" }, this.title, this.reports, this.about, this.more), this.ways);
+    this.root.append(element("div", { class: "line" }, this.title, this.reports, this.about, this.more), element("div", { class: "way-row" }, ...this.steps.slice(0, 1), this.ways, ...this.steps.slice(1)));
     rovingFocus(this.ways, () => 1);
+    const tell = eachFrame(() => this.tellSteps());
+    this.ways.addEventListener("scroll", tell);
+    new ResizeObserver(tell).observe(this.ways);
   }
 
   /** Return the choice of a report, or null if there is one alone. */
@@ -61,6 +68,21 @@ export class Header implements Part {
       way.setAttribute("aria-pressed", String(way === here));
       if (way === here && !isPressed) this.reveal(way);
     }
+  }
+
+  /** Scroll the cards by what is in sight, less one card. */
+  private scroll(by: number): void {
+    this.ways.scrollBy({ left: by * Math.max(STEP, this.ways.clientWidth - STEP) });
+  }
+
+  /** Show the buttons where cards are out of sight, and end them at the ends of the row. */
+  private tellSteps(): void {
+    const { scrollLeft, scrollWidth, clientWidth } = this.ways;
+    const [before, after] = [scrollLeft > 1, scrollLeft + clientWidth < scrollWidth - 1];
+    this.steps.forEach((step, n) => {
+      step.hidden = !before && !after;
+      step.disabled = !(n ? after : before);
+    });
   }
 
   /** Scroll the sentences, which are one row on a phone, to the one that is shown. */
@@ -122,6 +144,8 @@ export class Header implements Part {
     this.ways.setAttribute("aria-label", isPair ? "what changed" : "heads that stand out");
     const notes = [meta.about, meta.read, meta.same, meta.chosen, ...meta.notes, meta.rule, ...meta.missing];
     this.ways.replaceChildren(...(ways.length ? ways : [element("p", {}, none)]));
+    this.ways.scrollLeft = 0;
+    this.tellSteps();
     this.more.replaceChildren(
       element("summary", {}, notesLabel(meta.notes.length)),
       ...notes.filter(Boolean).map((note) => element("p", { class: "small" }, note)),

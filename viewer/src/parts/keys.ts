@@ -5,7 +5,7 @@ import { button, element } from "../dom";
 import type { Search } from "./search";
 
 const KEYS: [keys: string, meaning: string][] = [
-  ["← → ↑ ↓", "in the grid: other heads; in the map: other cells; in the text: other tokens"],
+  ["← → ↑ ↓", "in the grid: other heads, and left of them their layer; in the map: other cells; in the text: other tokens"],
   ["Enter", "pin the query of the cell, or the token"],
   ["l", "this word in all heads, and back"],
   ["Shift and Enter, or Shift and a click", "in the text: a second token, for the weight of the pair"],

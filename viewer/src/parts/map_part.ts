@@ -25,6 +25,7 @@ export class MapPart implements Part {
   ) {
     this.main = new MapPane(app, app, this);
     this.beside = new MapPane(app, app.beside, this);
+    this.beside.canvas.tabIndex = -1; // the keys move the cursor of both in the first
     const [first, second] = this.captions;
     const boxes = element("div", { class: "boxes" },
       element("div", { class: "frame" }, first, this.main.root),
@@ -120,10 +121,11 @@ export class MapPart implements Part {
     const isPair = this.panes.length > 1;
     if (!isPair) this.readout.textContent = `${place}: ${percent(first.facts.value)}`;
     else if (second && placeOf(second.view, second.facts) === place) {
-      this.readout.textContent = `${place}: A ${percent(first.facts.value)}, B ${percent(second.facts.value)}`;
+      const weights = [first, second].map(({ view, facts }) => `${this.app.shortName(view.shown)} ${percent(facts.value)}`);
+      this.readout.textContent = `${place}: ${weights.join(", ")}`;
     } else {
       this.readout.textContent = told
-        .map(({ view, facts }) => `${view === this.app ? "A" : "B"}, ${placeOf(view, facts)}: ${percent(facts.value)}`)
+        .map(({ view, facts }) => `${this.app.shortName(view.shown)}, ${placeOf(view, facts)}: ${percent(facts.value)}`)
         .join("; ");
     }
   }

@@ -3,12 +3,11 @@
 import type { App } from "../app";
 import { button, element, rovingFocus, select, setOptions } from "../dom";
 import { change, count, percent, range, visible } from "../format";
-import { nameOf as nameOfHead } from "../heads";
 import type { Direction } from "../state";
 import type { Place, Text } from "../text";
 import type { Search } from "./search";
 import { Tokens } from "./tokens";
-import { type Entry, type Lights, type Loaded, type Part, marked } from "../view";
+import { type Entry, type Lights, type Loaded, type Part, type Seen, marked } from "../view";
 
 const MOST_NAMED = 4; // lit tokens that are named in words
 const NOWHERE: Place[] = [];
@@ -78,20 +77,23 @@ export class TextPane implements Part {
 
   lit(lights: Lights): void {
     this.lights = lights;
-    this.summary.replaceChildren(...this.words(), this.pair());
+    const { app } = this;
+    const isPair = app.state.mode === "both" && app.beside.light.lights.token !== null;
+    this.summary.replaceChildren(...this.words(app), ...(isPair ? [". ", ...this.words(app.beside)] : []), this.pair());
     this.main.lit(lights);
     if (this.isCross) this.keys.lit(lights);
   }
 
   /** Return the answer in words: what the token looks at, or what looks at it. */
-  private words(): (string | HTMLElement)[] {
-    const { token, what, entries, exact } = this.lights;
-    const { loaded, state } = this.app;
+  private words(view: Seen): (string | HTMLElement)[] {
+    const { token, what, entries, exact } = view.light.lights;
+    const { loaded, state } = view;
+    const { app } = this;
     const [from, to] = what === "keys" ? [loaded?.queries, loaded?.keys] : [loaded?.keys, loaded?.queries];
     if (token === null) return ["Choose a token of the text to see what it looks at."];
     const isDifference = state.mode === "diff";
     const verb = what === "keys" ? "looks at" : "is looked at by";
-    const head = isDifference ? "A − B" : nameOfHead(this.app.shown);
+    const head = isDifference && state.other ? `${app.shortName(app.chosen)} − ${app.shortName(state.other)}` : app.shortName(view.shown);
     const subject = nameOf(token, from ?? null, state.sequence);
     const looker = exact === "block" ? `The block of ${subject}` : subject;
     const ranks = loaded?.top?.ranks ?? 0;
@@ -102,7 +104,7 @@ export class TextPane implements Part {
     if (!entries.length && what === "queries" && among) return [`${head}: ${looker} is ${place} of no query`];
     if (!entries.length) return [`${head}: ${looker} ${verb} nothing`];
     // The second token of a pair is named after these.
-    const most = state.second === null ? MOST_NAMED : 2;
+    const most = state.second === null && state.mode !== "both" ? MOST_NAMED : 2;
     const named = (marked(entries).length ? marked(entries) : entries.slice(0, 1)).slice(0, most).flatMap((entry, n) => [
       n ? ", " : "",
       element("b", {}, nameOfEntry(entry, to ?? null, state.sequence)),
