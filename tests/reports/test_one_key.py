@@ -124,7 +124,7 @@ def test_a_sink_at_token_0_is_named_once() -> None:
     ]
 
 
-@pytest.mark.parametrize(("share", "is_named"), [(0.29, False), (0.3, False), (0.31, True)])
+@pytest.mark.parametrize(("share", "is_named"), [(0.29, False), (0.2999, False), (0.3001, True)])
 def test_over_30_per_cent(share: float, is_named: bool) -> None:
     found = planted([(17, share), (17, 0.02), (17, 0.02)])
     # It is the highest, far above the middle head; but no sink.

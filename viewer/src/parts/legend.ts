@@ -1,0 +1,48 @@
+/** The scale of the colours: beside the map as the map has them, and beside the text as the text does. */
+
+import { css } from "../colours";
+import { element } from "../dom";
+import { number } from "../format";
+import { LEAST } from "../view";
+import { colourOf } from "./map_image";
+
+const WEIGHTS = [0, 0.01, 0.1, 0.25, 0.5, 1];
+const SHARES = [-1, -0.25, 0, 0.25, 1]; // of the largest difference
+const STEPS = 10; // classes of colour, lit-1 to lit-10
+
+/**
+ * Return the step of a token's colour, from 1 to 10 by the square root of its weight; below 0 for what
+ * is less, and 0 for what is not marked. A weight of `end` has the last step.
+ */
+export function stepOf(weight: number, end: number): number {
+  if (Math.abs(weight) < LEAST) return 0;
+  return Math.sign(weight) * Math.round(STEPS * Math.sqrt(Math.min(1, Math.abs(weight) / end)));
+}
+
+export const classOf = (step: number): string => `${step < 0 ? "less" : "lit"}-${Math.abs(step)}`;
+
+export class Legend {
+  readonly root: HTMLElement;
+
+  constructor(private readonly kind: "map" | "text") {
+    this.root = element("p", { class: "legend", "data-part": `${kind}-legend` });
+  }
+
+  /** Draw the scale of weights up to 1, or of differences up to the largest. */
+  update(isDifference: boolean, end: number): void {
+    const values = isDifference ? SHARES.map((share) => share * end) : WEIGHTS;
+    const shown = values.filter((value) => this.kind === "map" || stepOf(value, end) !== 0);
+    const [low, high] = isDifference ? ["B more, %", "A more"] as const : ["weight, %", ""] as const;
+    const least = `${this.kind === "map" ? "rings: " : ""}under ${100 * LEAST} %: not marked`;
+    const soft = (words: string): HTMLElement => element("span", { class: "soft" }, words);
+    const stops = shown.map((value) => this.stop(value, isDifference, end));
+    this.root.replaceChildren(soft(low), ...stops, soft(high), soft(least));
+  }
+
+  private stop(value: number, isDifference: boolean, end: number): HTMLElement {
+    const swatch = element("span", { class: "swatch" });
+    if (this.kind === "map") swatch.style.background = css(colourOf(value, isDifference, end));
+    else swatch.classList.add(classOf(stepOf(value, end)));
+    return element("span", { class: "stop" }, swatch, number(Math.round(1000 * Math.abs(value)) / 10));
+  }
+}
