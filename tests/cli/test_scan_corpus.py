@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,21 @@ def test_a_byte_order_mark_is_no_token(model: Path, texts: Path) -> None:
     heads = json.loads(run(model, *options)[0])["heads"]
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     assert json.loads(run(model, *options)[0])["heads"] == heads
+
+
+@pytest.mark.parametrize(("stored", "heads"), [("none", "1.0"), ("all", "all")])
+def test_the_command_for_more_single_tokens_runs(
+    model: Path, texts: Path, stored: str, heads: str
+) -> None:
+    """Into another folder, where the scans of the one here lack them."""
+    run(model, "--text", texts, "--out", "kept", "--top-keys", stored, "--length", 6)
+    page = Path("headwise-scan/index.html").read_text("utf-8")
+    command = str(
+        json.loads(page.partition('id="headwise-meta">')[2].partition("</script>")[0])["command"]
+    )
+    program, name, *arguments = shlex.split(command.format(heads=heads))
+    assert (program, name) == ("headwise", "scan")
+    _, err = run(*arguments)
+    assert ("nothing is read again" in err) == (stored == "all")
+    page = Path("headwise-scan/index.html").read_text("utf-8")
+    assert '"top":[4,' in page

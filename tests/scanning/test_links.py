@@ -94,10 +94,10 @@ def test_what_looks_at_a_token() -> None:
 
 
 def test_a_map_of_one_token_a_cell_holds_every_weight() -> None:
-    weights = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0)).double()
+    weights = torch.rand(3, 200, 200, generator=torch.Generator().manual_seed(0)).double()
     weights /= weights.sum(-1, keepdim=True)
     read = scan_weights(weights, statistics="map")
-    assert read["map"].shape == (1, 3, 64, 64)
+    assert read["map"].shape == (1, 3, 200, 200)
     for direction, rows in (("keys", weights), ("queries", weights.mT)):
         links = {x.head: x for x in read.links(7, direction=direction)}  # type: ignore[arg-type]
         for head in range(3):

@@ -128,14 +128,21 @@ class ScanOptions:
         bool, Option("--json", help="Print every number as JSON instead of pictures.")
     ] = False
 
-    @property
-    def command_with_top_keys(self) -> str:
-        """The same command for more single tokens, with {heads} for their heads."""
+    def command_with_top_keys(self, scan: HeadScan) -> str:
+        """Return the same command for more single tokens, with {heads} for their heads.
+
+        Its scan goes to another folder, unless the one here holds the top keys of all heads.
+        """
+        chosen = (
+            self
+            if self.out is None or _holds_all_top_keys(scan)
+            else replace(self, out=self.out.with_name(f"{self.out.name}-top-keys"))
+        )
         words = ["headwise", "scan", "--demo" if self.demo else str(self.model_dir)]
         for path in self.text or ():
             words += ["--text", str(path)]
         for name in ("tokens", "random_repeats", "length", "out", "skip_empty", "device", "dtype"):
-            value, default = getattr(self, name), getattr(ScanOptions, name)
+            value, default = getattr(chosen, name), getattr(ScanOptions, name)
             if value != default:
                 words += [output.option_text(name), *([] if value is True else [str(value)])]
         words += [] if self.other is None else ["--with", str(self.other)]
@@ -409,6 +416,11 @@ def _exit_with_no(*lines: str) -> None:
     raise typer.Exit(output.NO)
 
 
+def _holds_all_top_keys(scan: HeadScan) -> bool:
+    summaries = [layer.summaries.get("top_keys_of_every_query") for layer in scan.layer_scans]
+    return all(each is not None and bool((each["row"] >= 0).all()) for each in summaries)
+
+
 def _report(scan: HeadScan, words: Words, options: ScanOptions) -> ScanReport:
     from headwise.reports.report import ScanReport
 
@@ -421,7 +433,7 @@ def _report(scan: HeadScan, words: Words, options: ScanOptions) -> ScanReport:
         chosen=words["chosen"],
         notes=tuple(words["notes"]),
         name_of=(lambda token: str(tokens.get(str(token), token))) if tokens else None,
-        command=None if options.merge else options.command_with_top_keys,
+        command=None if options.merge else options.command_with_top_keys(scan),
         top_keys="all" if list(options.top_keys or ()) == ["all"] else "standouts",
     )
 
