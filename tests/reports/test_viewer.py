@@ -378,8 +378,17 @@ def test_two_maps_share_their_cursor_their_zoom_and_the_token(
     page.mouse.click(first["x"] + (col + 0.5) * cell, first["y"] + (row + 0.5) * cell)
     opened.wait("s.token === 400")
     opened.poll("headwise.app.beside.light.lights.token === 400")
+    opened.do("headwise.app.set({ zoom: [4, 0.25, 0.25] })", "s.zoom[0] === 4")
+    zooms = "[...document.querySelectorAll('.box canvas:first-child')].map((c) => c.__zoom.x)"
+    before = page.evaluate(zooms)
+    # While the drag goes on, both maps move.
+    page.mouse.move(first["x"] + 60, first["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(first["x"] + 90, first["y"] + 60, steps=4)
+    opened.poll(f"{zooms}[0] === {before[0]} + 30 && {zooms}[1] === {before[1]} + 30")
+    page.mouse.up()
     page.mouse.wheel(0, -600)
-    opened.wait("s.zoom[0] > 1")
+    opened.wait("s.zoom[0] > 4")
     opened.poll(
         "(() => { const t = [...document.querySelectorAll('.box canvas:first-child')]"
         ".map((c) => c.__zoom); return t[0].k > 1 && t[0].k === t[1].k && t[0].x === t[1].x; })()"

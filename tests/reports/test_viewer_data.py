@@ -228,6 +228,13 @@ def test_two_scans_and_their_matched_heads() -> None:
     assert [each["name"] for each in meta["scans"]] == ["here", "there"]
     assert meta["matched"] == [order.argsort().tolist()] * 3
     assert meta["changes"] == []
+    total = next(x for x in meta["scans"][0]["statistics"] if x["is_change"])
+    assert torch.tensor(total["rows"]).abs().max() < 1e-6
+    moved = viewer_scan()
+    moved.layer_scans[1].summaries["entropy"]["sum"][4] += 2.0
+    meta, blobs = blobs_of(viewer_report(moved, second=after, match=True))
+    total = next(x for x in meta["scans"][0]["statistics"] if x["is_change"])
+    assert int(torch.tensor(total["rows"]).argmax()) == 5 + 4
     assert blobs_of(viewer_report(before, second=after))[0]["matched"] is None
     assert {name.split("/")[0] for name in blobs} == {"0", "1"}
 
@@ -262,6 +269,15 @@ def test_what_changed_is_told_alike_everywhere() -> None:
     for sentence in sentences:
         assert sentence in static
         assert sentence.replace(" in early", " before").replace(" in late", " after") in printed
+
+
+def test_each_of_two_scans_has_its_words() -> None:
+    scan = viewer_scan()
+    report = viewer_report(scan, second=scan, second_name_of=lambda token: f"w{token}")
+    _, blobs = blobs_of(report)
+    first, second = (json.loads(blobs[f"{n}/text/0"])["words"] for n in (0, 1))
+    assert first[:3] == list(WORDS[:3])
+    assert second[:3] == ["w0", "w1", "w2"]
 
 
 def test_the_total_change_is_the_distance_of_python() -> None:
