@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from headwise import AttentionMatrix, Mask
 from headwise import scan as scan_model
+from headwise.reports.images import viridis_colour
 from headwise.reports.page import save_scan_page
 from headwise.reports.report import ScanReport
+from headwise.scanning.layer import ScannedText
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import viewer_report, viewer_scan
@@ -40,10 +43,13 @@ def causal_matrix(length: int, heads: int = HEADS) -> AttentionMatrix:
     return AttentionMatrix(q, k, mask=Mask.causal())
 
 
-def page_of_matrix(folder: Path, length: int, *, cells: int) -> Read:
+def page_of_matrix(folder: Path, length: int, *, cells: int, named: bool = False) -> Read:
+    """With ``named`` the tokens are known, so the page has their text."""
     matrix = causal_matrix(length)
     wanted = ["standard", Map(cells), TopKeysOfEveryQuery(ranks=RANKS)]
     read = scan_model(matrix, torch.zeros_like(matrix.q), statistics=wanted)
+    if named:
+        read = replace(read, texts=(ScannedText(torch.arange(length).int(), (length,)),))
     report = ScanReport.of(read, name_of=lambda token: f"w{token}")
     return Read(save_scan_page(folder / "page.html", report), matrix.dense()[0].double())
 
@@ -52,6 +58,12 @@ def page_of_matrix(folder: Path, length: int, *, cells: int) -> Read:
 def single(tmp_path_factory: pytest.TempPathFactory) -> Read:
     """With a map of one token a cell, and with stored top keys."""
     return page_of_matrix(tmp_path_factory.mktemp("single"), LENGTH, cells=128)
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    """The same with the words of the tokens: w0, w1, w2."""
+    return page_of_matrix(tmp_path_factory.mktemp("named"), LENGTH, cells=128, named=True)
 
 
 @pytest.fixture(scope="module")
@@ -295,3 +307,147 @@ def test_a_map_by_shares_keeps_its_blocks(browser: Chromium, tmp_path: Path) -> 
     block = [n * 128 // 200 for n in range(200)]
     assert found == block
     assert tokens == [[block.index(n), 199 - block[::-1].index(n)] for n in range(128)]
+
+
+# ---- emphasis, and its scale ---------------------------------------------------------------------
+
+RADII = """
+window.rings = [];
+const { arc } = CanvasRenderingContext2D.prototype;
+CanvasRenderingContext2D.prototype.arc = function (x, y, radius, ...rest) {
+  rings.push(radius);
+  return arc.call(this, x, y, radius, ...rest);
+};
+"""
+
+
+@pytest.fixture
+def written(browser: Chromium, named: Read) -> Iterator[Opened]:
+    with browser.open(named.path, address="#s=entropy&h=0.1&o=none") as opened:
+        yield opened
+        assert opened.complaints == []
+
+
+def colour(text: str) -> list[float]:
+    """The channels of a computed colour, from 0 to 255."""
+    numbers = [float(each) for each in re.findall(r"[\d.]+", text.partition("(")[2])]
+    return [round(255 * each) for each in numbers[:3]] if "srgb" in text else numbers[:3]
+
+
+def swatches(opened: Opened, kind: str) -> list[tuple[list[float], str]]:
+    """The colour and the words of each stop of a scale."""
+    stops = opened.page.locator(f"[data-part={kind}-legend] .stop")
+    found = stops.evaluate_all(
+        "(all) => all.map((stop) => "
+        "[getComputedStyle(stop.firstChild).backgroundColor, stop.textContent])"
+    )
+    return [(colour(background), words) for background, words in found]
+
+
+def test_marks_are_as_large_as_the_weights(browser: Chromium, named: Read) -> None:
+    with browser.open(named.path, address="#s=entropy&h=0.1&o=none", init=RADII) as opened:
+        opened.page.evaluate("rings.length = 0")
+        lit = ask(opened, 30, "keys")
+        large = [weight for weight in lit.values() if weight >= LEAST]
+        assert 1 < len(large) < len(lit)
+        drawn = sorted(set(opened.page.evaluate("rings")))
+        assert drawn == pytest.approx(sorted({10 * weight**0.5 for weight in large}))
+        classes = {
+            token: opened.page.locator(f'[data-t="{token}"]').get_attribute("class") or ""
+            for token in lit
+        }
+        for token, weight in lit.items():
+            step = f" lit-{round(10 * weight**0.5)}" if weight >= LEAST else ""
+            assert classes[token].removesuffix(" pinned") == f"t{step}"
+
+
+def test_a_scale_has_the_colours_of_what_is_drawn(written: Opened) -> None:
+    opened = written
+    lit = ask(opened, 60, "keys")
+    stops = swatches(opened, "text")
+    assert [words for _, words in stops] == ["1", "10", "50", "100"]
+    steps = {
+        round(10 * share**0.5): swatch
+        for share, (swatch, _) in zip((0.01, 0.1, 0.5, 1.0), stops, strict=True)
+    }
+    seen = 0
+    for token, weight in lit.items():
+        if weight >= LEAST and (step := round(10 * weight**0.5)) in steps:
+            span = opened.page.locator(f'[data-t="{token}"]')
+            assert (
+                colour(span.evaluate("(t) => getComputedStyle(t).backgroundColor")) == steps[step]
+            )
+            seen += 1
+    assert seen
+    assert opened.page.inner_text("[data-part=text-legend]").endswith("under 1 %: not marked")
+    # The colours of the map are those of the weights at its stops.
+    for (swatch, _), share in zip(swatches(opened, "map"), (0, 0.01, 0.1, 0.5, 1.0), strict=True):
+        expected = viridis_colour(share**0.5)
+        assert max(abs(a - b) for a, b in zip(swatch, expected, strict=True)) <= 6
+
+
+# ---- A - B ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compared(browser: Chromium, named: Read) -> Iterator[Opened]:
+    with browser.open(named.path, address="#s=entropy&h=0.1&o=0.0.2&m=diff") as opened:
+        yield opened
+        assert opened.complaints == []
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_changes_are_sorted_by_their_size(compared: Opened, named: Read, direction: str) -> None:
+    change = named.weights[1] - named.weights[2]
+    lines = change if direction == "keys" else change.T
+    # The token whose largest change is a fall, and the largest of these.
+    sizes = lines.abs().amax(1) * (lines.amax(1) < -lines.amin(1))
+    token = int(sizes.argmax())
+    lit = ask(compared, token, direction)
+    assert compared.state()["lit"]["exact"] == "map"
+    shown = list(lit.values())
+    assert shown == sorted(shown, key=abs, reverse=True)
+    assert shown[0] == min(shown) < 0
+    shares = torch.zeros(LENGTH, dtype=torch.float64)
+    shares[list(lit)] = torch.tensor(shown, dtype=torch.float64)
+    # Each of the two is right to half a step of the square root, so a value w to about √w / 255.
+    assert (shares - lines[token]).abs().max() <= 2 * (1 / 255 + 0.25 / 255**2)
+    said = compared.page.inner_text(".summary")
+    assert f"at {int(lines[token].argmin())} (−" in said.partition(", ")[0]
+    badge = compared.page.inner_text("[data-part=badge]")
+    large = [weight for weight in shown if abs(weight) >= LEAST]
+    share = percent(sum(map(abs, large)) / sum(map(abs, shown)))
+    assert badge.endswith(f"Token: its {len(large)} largest changes, {share} of all change.")
+
+
+def test_text_and_map_have_one_pair_of_colours(compared: Opened) -> None:
+    lit = ask(compared, 60, "keys")
+    for kind in ("text", "map"):
+        stops = [swatch for swatch, _ in swatches(compared, kind)]
+        for red, _, blue in (stops[0], stops[1]):
+            assert red < blue  # teal: B has more
+        for red, _, blue in (stops[-1], stops[-2]):
+            assert red > blue  # brown: A has more
+        words = compared.page.inner_text(f"[data-part={kind}-legend]")
+        assert words.startswith("B more")
+        assert words.index("A more") > words.index(swatches(compared, kind)[-1][1])
+    ends = [swatches(compared, kind)[-1][1] for kind in ("text", "map")]
+    most = compared.page.evaluate("Math.max(...headwise.app.loaded.map.values.map(Math.abs))")
+    assert [float(end) for end in ends] == [pytest.approx(100 * most, abs=0.5)] * 2
+    for token, weight in lit.items():
+        name = compared.page.locator(f'[data-t="{token}"]').get_attribute("class") or ""
+        step = round(10 * (abs(weight) / most) ** 0.5)
+        mark = f" {'less' if weight < 0 else 'lit'}-{step}" if abs(weight) >= LEAST else ""
+        assert name.removesuffix(" pinned") == f"t{mark}"
+
+
+def test_heads_are_ranked_by_the_size_of_their_change(browser: Chromium, tmp_path: Path) -> None:
+    before, after = viewer_scan(), viewer_scan()
+    after.layer_scans[1].summaries["induction"]["sum"][2] -= 0.5
+    after.layer_scans[0].summaries["induction"]["sum"][1] += 0.2
+    report = viewer_report(after, second=before, names=("after", "before"))
+    path = save_scan_page(tmp_path / "page.html", report)
+    with browser.open(path, address="#s=induction&h=0.1&m=diff&v=value") as opened:
+        names = opened.page.locator("[data-part=grid] .cell b").all_inner_texts()
+        assert names[:2] == ["1.2", "0.1"]
+        assert "The largest change first." in opened.page.inner_text("[data-part=grid]")

@@ -49,9 +49,10 @@ export function compared(
   });
 }
 
-/** Return the heads with the most first; heads without a value come last. */
-export function ranked(heads: HeadValue[]): HeadValue[] {
-  return [...heads].sort((a, b) => (b.value ?? -Infinity) - (a.value ?? -Infinity));
+/** Return the heads with the most first, or the largest change; heads without a value come last. */
+export function ranked(heads: HeadValue[], isDifference: boolean): HeadValue[] {
+  const size = (value: number | null): number => (value === null ? -Infinity : isDifference ? Math.abs(value) : value);
+  return [...heads].sort((a, b) => size(b.value) - size(a.value));
 }
 
 /** Return the rank of a head from 1, and the number of heads with a value. */

@@ -1,12 +1,10 @@
 /** The tokens that are lit: what a token looks at, or what looks at it, and how exactly. */
 
 import { count, percent } from "./format";
-import { Axis } from "./maps";
+import { Axis, largest } from "./maps";
 import type { ExactRow } from "./source";
 import type { Direction } from "./state";
-import { type Entry, type Lights, type View, LEAST, marked } from "./view";
-
-const DARK: Lights = { token: null, what: "keys", entries: [], exact: "none" };
+import { DARK, type Entry, LEAST, type Lights, type View, marked } from "./view";
 
 export class Light {
   lights: Lights = DARK;
@@ -29,7 +27,7 @@ export class Light {
     const text = what === "keys" ? app.loaded?.queries : app.loaded?.keys;
     if (app.loaded && text && token >= text.lengthOf(app.state.sequence)) return { ...DARK, what };
     const row = what === "keys" ? this.exactRow(token) : null;
-    if (row) return { token, what, entries: row, exact: "row" };
+    if (row) return { token, what, entries: row, exact: "row", end: 1 };
     const fromMap = this.fromMap(token, what);
     if (fromMap?.exact === "map") return fromMap;
     return this.fromTopKeys(token, what) ?? fromMap ?? { ...DARK, token, what };
@@ -38,6 +36,12 @@ export class Light {
   /** True if a cell of the map is the weight between two tokens. */
   get hasSingleTokens(): boolean {
     return this.app.scan.sequences === 1 && (this.axes()?.every(({ size }) => size === 1) ?? false);
+  }
+
+  /** The value that ends the scale of colours: 1, or of A − B the largest of the map. */
+  get end(): number {
+    const { loaded, state } = this.app;
+    return state.mode === "diff" && loaded?.map ? largest(loaded.map) : 1;
   }
 
   private fromTopKeys(token: number, what: Direction): Lights | null {
@@ -49,7 +53,7 @@ export class Light {
         ? loaded.top.keysOf(first + token)
         : loaded.top.queriesOf(token, first, loaded.queries.lengthOf(state.sequence));
     const entries = lit.map(([at, weight]) => ({ first: at, last: at, weight }));
-    return { token, what, entries, exact: "top" };
+    return { token, what, entries, exact: "top", end: 1 };
   }
 
   private fromMap(token: number, what: Direction): Lights | null {
@@ -68,7 +72,7 @@ export class Light {
       if (weight !== 0 && last >= first) entries.push({ first, last, weight });
     }
     entries.sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
-    return { token, what, entries, exact: this.hasSingleTokens ? "map" : "block" };
+    return { token, what, entries, exact: this.hasSingleTokens ? "map" : "block", end: this.end };
   }
 
   /** Return every weight of a query if the kernel has sent it, and ask for it if not. */
@@ -146,15 +150,15 @@ export class Light {
     const shown = exact === "top" ? entries : marked(entries);
     const part = total(shown);
     if (exact === "top" && ranks === 1) return `its first key, ${percent(part)} of all`;
-    if (exact === "top") return `${largest(shown.length)} among its top ${ranks}, ${percent(part)} of all`;
+    if (exact === "top") return `${inWords(shown.length)} among its top ${ranks}, ${percent(part)} of all`;
     const isDifference = this.app.state.mode === "diff";
     const name = isDifference ? "change" : "weight";
-    if (!shown.length) return `none of its ${name}s reaches ${percent(LEAST)}`;
+    if (!shown.length) return `none of its ${name}s reaches ${100 * LEAST} %`;
     const all = exact === "row" ? 1 : total(entries);
     const whole = isDifference ? "all change" : what === "keys" ? "all" : "all that it receives";
     const sum = isDifference || what === "queries" ? part / all : part;
     const source = exact === "row" ? ", computed by the kernel" : "";
-    return `${largest(shown.length, name)}, ${percent(sum)} of ${whole}${source}`;
+    return `${inWords(shown.length, name)}, ${percent(sum)} of ${whole}${source}`;
   }
 
   /** Return why a block answers for its token. */
@@ -170,5 +174,5 @@ export class Light {
 
 const total = (entries: Entry[]): number => entries.reduce((sum, { weight }) => sum + Math.abs(weight), 0);
 
-const largest = (number: number, name = "weight"): string =>
+const inWords = (number: number, name = "weight"): string =>
   `its ${number === 1 ? `largest ${name}` : `${number} largest ${name}s`}`;

@@ -95,6 +95,15 @@ export function difference(a: HeadMap, b: HeadMap): HeadMap | null {
   return { rows, cols, length: [down.length, across.length], values };
 }
 
+const ends = new WeakMap<HeadMap, number>();
+
+/** Return the largest difference of a map, which ends its scale. */
+export function largest(map: HeadMap): number {
+  const end = ends.get(map) ?? map.values.reduce((most, value) => Math.max(most, Math.abs(value)), 0.001);
+  ends.set(map, end);
+  return end;
+}
+
 /** Return the whole blocks that two axes have in common, or null if their blocks have other sizes. */
 function commonBlocks(blocks: number, length: number, others: number, itsLength: number): Axis | null {
   const [one, two] = [new Axis(blocks, length, false), new Axis(others, itsLength, false)];

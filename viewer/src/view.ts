@@ -30,7 +30,11 @@ export interface Lights {
    * "top": the stored largest; "block": blocks of tokens.
    */
   exact: "row" | "map" | "top" | "block" | "none";
+  /** The weight that ends the scale of colours: 1, or of A − B the largest of the map. */
+  end: number;
 }
+
+export const DARK: Lights = { token: null, what: "keys", entries: [], exact: "none", end: 1 };
 
 /** Return the entries that are marked. */
 export const marked = (entries: Entry[]): Entry[] => entries.filter(({ weight }) => Math.abs(weight) >= LEAST);

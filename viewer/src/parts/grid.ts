@@ -189,7 +189,7 @@ export class Grid implements Part {
       return;
     }
     if (state.order === "value") {
-      const kept = ranked(heads).filter((head) => test === null || test(head));
+      const kept = ranked(heads, this.comparison === "diff").filter((head) => test === null || test(head));
       this.columns = 1;
       this.cells.replaceChildren(...kept.map(cellOf));
       return;
@@ -236,7 +236,7 @@ export class Grid implements Part {
     if (!statistic) return "";
     const isDifference = this.comparison === "diff";
     const [low, high] = this.ends(statistic);
-    const order = this.app.state.order === "value" ? "The most first." : "A row is a layer, a column a head.";
+    const order = this.app.state.order === "value" ? `The ${isDifference ? "largest change" : "most"} first.` : "A row is a layer, a column a head.";
     const names = this.app.meta.scans.map(({ name }) => name).join(" − ");
     return `${statistic.heading}${isDifference ? `, ${names}` : ""}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
   }

@@ -2,11 +2,11 @@
 
 import { css } from "../colours";
 import { element } from "../dom";
-import { number } from "../format";
+import { percent } from "../format";
 import { LEAST } from "../view";
 import { colourOf } from "./map_image";
 
-const WEIGHTS = [0, 0.01, 0.1, 0.25, 0.5, 1];
+const WEIGHTS = [0, 0.01, 0.1, 0.5, 1];
 const SHARES = [-1, -0.25, 0, 0.25, 1]; // of the largest difference
 const STEPS = 10; // classes of colour, lit-1 to lit-10
 
@@ -43,6 +43,6 @@ export class Legend {
     const swatch = element("span", { class: "swatch" });
     if (this.kind === "map") swatch.style.background = css(colourOf(value, isDifference, end));
     else swatch.classList.add(classOf(stepOf(value, end)));
-    return element("span", { class: "stop" }, swatch, number(Math.round(1000 * Math.abs(value)) / 10));
+    return element("span", { class: "stop" }, swatch, String(parseFloat(percent(Math.abs(value)))));
   }
 }

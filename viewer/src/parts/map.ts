@@ -5,17 +5,18 @@ import { type ScaleLinear, scaleLinear } from "d3-scale";
 import { type Selection, select as pick } from "d3-selection";
 import { type D3ZoomEvent, type ZoomBehavior, zoom, zoomIdentity } from "d3-zoom";
 import type { App } from "../app";
-import { css, viridis } from "../colours";
+import { css, diverging, viridis } from "../colours";
 import { eachFrame, element, fitCanvas } from "../dom";
 import { count, visible } from "../format";
 import type { Axis, HeadMap } from "../maps";
 import { WHOLE, type Zoom } from "../state";
-import type { Entry, Loaded, Seen } from "../view";
+import { type Entry, LEAST, type Lights, type Loaded, type Seen, marked } from "../view";
 import { imageOf } from "./map_image";
 
 const MARGIN = { left: 68, top: 34, right: 24, bottom: 8 };
 const FEWEST_TOKENS = 16; // across the map at the largest zoom
 const SQUARE = 2; // pixels of a token from which single weights are drawn
+const RING = 10; // radius in pixels of the ring of a weight of 1
 const WORD_LENGTH = 9; // characters of a token at an axis
 
 export interface Cell {
@@ -244,7 +245,7 @@ export class MapPane {
         const box = [x(key / keys.size), y(query / queries.size), across, down] as const;
         context.fillStyle = css(viridis(Math.sqrt(weight)));
         context.fillRect(...box);
-        context.strokeRect(...box);
+        if (weight >= LEAST) context.strokeRect(...box);
       }
     }
   }
@@ -313,11 +314,11 @@ export class MapPane {
       const block = own.block(lights.token);
       const scale = isKeys ? y : x;
       const [from, size] = [scale(block), Math.max(2, scale(block + 1) - scale(block))];
-      context.strokeStyle = "#fff";
+      context.strokeStyle = this.view.state.mode === "diff" ? "#000" : "#fff";
       context.lineWidth = 1;
       if (isKeys) context.strokeRect(-1, from - 0.5, width + 2, size + 1);
       else context.strokeRect(from - 0.5, -1, size + 1, height + 2);
-      if (lights.exact !== "block") this.markEntries(context, lights.entries, { isKeys, from: from + size / 2 });
+      if (lights.exact !== "block") this.drawRings(context, lights, from + size / 2);
     }
     if (this.cursor) {
       const { row, col } = this.cursor;
@@ -327,19 +328,31 @@ export class MapPane {
     }
   }
 
-  /** Draw a ring at each lit token, on the line of the token that looks or is looked at. */
-  private markEntries(context: CanvasRenderingContext2D, entries: Entry[], line: { isKeys: boolean; from: number }): void {
+  /** Draw a ring at each marked token, on the line of the token that looks or is looked at. */
+  private drawRings(context: CanvasRenderingContext2D, { what, entries, end }: Lights, line: number): void {
     const [queries, keys] = this.view.light.axes() ?? [];
     if (!queries || !keys) return;
     const { x, y } = this.scales();
-    for (const { first, weight } of entries.slice(0, 200)) {
-      const at = line.isKeys ? x((first + 0.5) / keys.size) : y((first + 0.5) / queries.size);
-      context.beginPath();
-      context.arc(line.isKeys ? at : line.from, line.isKeys ? line.from : at, 3 + 5 * Math.sqrt(weight), 0, 2 * Math.PI);
-      context.strokeStyle = "#ff4d00";
-      context.lineWidth = 2;
-      context.stroke();
+    for (const entry of marked(entries)) {
+      const middle = entry.first + 0.5;
+      const place = what === "keys" ? [x(middle / keys.size), line] as const : [line, y(middle / queries.size)] as const;
+      drawRing(context, place, radiusOf(entry, end), this.view.state.mode === "diff" ? Math.sign(entry.weight) : 0);
     }
+  }
+}
+
+/** Return the radius of a ring in pixels: its area is as the weight. */
+const radiusOf = ({ weight }: Entry, end: number): number => RING * Math.sqrt(Math.min(1, Math.abs(weight) / end));
+
+/** Draw a ring that can be seen on every colour of the map; it says whether a difference is more or less. */
+function drawRing(context: CanvasRenderingContext2D, [x, y]: readonly [number, number], radius: number, sign: number): void {
+  const inner = sign === 0 ? "#ff4d00" : css(diverging(-sign));
+  for (const [width, colour] of [[3, sign === 0 ? "#000" : "#fff"], [1.5, inner]] as const) {
+    context.beginPath();
+    context.arc(x, y, radius, 0, 2 * Math.PI);
+    context.strokeStyle = colour;
+    context.lineWidth = width;
+    context.stroke();
   }
 }
 

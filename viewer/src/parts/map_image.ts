@@ -2,12 +2,7 @@
 
 import { type RGB, diverging, viridis } from "../colours";
 import { element } from "../dom";
-import type { HeadMap } from "../maps";
-
-/** Return the largest difference of a map, which ends its scale. */
-export function largest(map: HeadMap): number {
-  return map.values.reduce((most, value) => Math.max(most, Math.abs(value)), 0.001);
-}
+import { type HeadMap, largest } from "../maps";
 
 /** Differences are coloured by the signed square root of their share of the largest. */
 export function colourOf(value: number, isDifference: boolean, most: number): RGB {

@@ -1,11 +1,10 @@
 /** The map of the chosen head, or those of A and B side by side, with legend and readout. */
 
 import type { App } from "../app";
-import { css } from "../colours";
 import { element } from "../dom";
-import { percent, range, visible } from "../format";
+import { change, percent, range, visible } from "../format";
+import { Legend } from "./legend";
 import { type Cell, type CellFacts, MapPane } from "./map";
-import { colourOf, largest } from "./map_image";
 import type { Loaded, Part, Seen } from "../view";
 
 export class MapPart implements Part {
@@ -16,7 +15,7 @@ export class MapPart implements Part {
   private readonly captions = [element("p", { class: "small" }), element("p", { class: "small" })] as const;
   private readonly badge = element("p", { class: "badge", "data-part": "badge", role: "status" });
   private readonly readout = element("p", { class: "readout", "aria-live": "polite" });
-  private readonly legend = element("p", { class: "legend" });
+  private readonly legend = new Legend("map");
 
   constructor(
     private readonly app: App,
@@ -30,7 +29,7 @@ export class MapPart implements Part {
     const boxes = element("div", { class: "boxes" },
       element("div", { class: "frame" }, first, this.main.root),
       element("div", { class: "frame" }, second, this.beside.root));
-    this.root.append(tools, boxes, element("div", { class: "line under" }, this.legend, under), this.readout, this.badge);
+    this.root.append(tools, boxes, element("div", { class: "line under" }, this.legend.root, under), this.readout, this.badge);
   }
 
   private get panes(): MapPane[] {
@@ -75,7 +74,8 @@ export class MapPart implements Part {
       caption.textContent = isPair ? `${"AB"[n]}: ${app.shortName(heads[n] ?? app.chosen)}` : "";
     });
     (this.beside.root.parentElement as HTMLElement).hidden = !isPair;
-    this.drawLegend(loaded);
+    this.legend.root.hidden = !loaded?.map;
+    this.legend.update(app.state.mode === "diff", app.light.end);
     for (const pane of this.panes) pane.update();
     this.tellResolution();
   }
@@ -93,22 +93,6 @@ export class MapPart implements Part {
     this.badge.textContent = this.app.light.badge + squares;
   }
 
-  private drawLegend(loaded: Loaded | null): void {
-    const map = loaded?.map ?? null;
-    this.legend.hidden = map === null;
-    const isDifference = this.app.state.mode === "diff";
-    const most = map && isDifference ? largest(map) : 1;
-    const stops = isDifference ? [-1, -0.25, 0, 0.25, 1].map((share) => share * most) : [0, 0.01, 0.1, 0.25, 0.5, 1];
-    this.legend.replaceChildren(
-      element("span", { class: "soft" }, isDifference ? "A − B " : "weight "),
-      ...stops.map((value) => {
-        const swatch = element("span", { class: "swatch" });
-        swatch.style.background = css(colourOf(value, isDifference, most));
-        return element("span", { class: "stop" }, swatch, percent(value));
-      }),
-    );
-  }
-
   /** Say the cell under the cursor: its queries, its keys, and its weight in each map. */
   private tell(): void {
     const told = this.panes.flatMap((pane) => {
@@ -119,7 +103,7 @@ export class MapPart implements Part {
     if (!first) return;
     const place = placeOf(first.view, first.facts);
     const isPair = this.panes.length > 1;
-    if (!isPair) this.readout.textContent = `${place}: ${percent(first.facts.value)}`;
+    if (!isPair) this.readout.textContent = `${place}: ${(this.app.state.mode === "diff" ? change : percent)(first.facts.value)}`;
     else if (second && placeOf(second.view, second.facts) === place) {
       const weights = [first, second].map(({ view, facts }) => `${this.app.shortName(view.shown)} ${percent(facts.value)}`);
       this.readout.textContent = `${place}: ${weights.join(", ")}`;

@@ -6,8 +6,9 @@ import { change, count, percent, range, visible } from "../format";
 import type { Direction } from "../state";
 import type { Place, Text } from "../text";
 import type { Search } from "./search";
+import { Legend } from "./legend";
 import { Tokens } from "./tokens";
-import { type Entry, type Lights, type Loaded, type Part, type Seen, marked } from "../view";
+import { DARK, type Entry, type Lights, type Loaded, type Part, type Seen, marked } from "../view";
 
 const MOST_NAMED = 4; // lit tokens that are named in words
 const NOWHERE: Place[] = [];
@@ -20,7 +21,8 @@ export class TextPane implements Part {
   private readonly main: Tokens;
   private readonly keys: Tokens; // under cross attention; the main ones are the queries then
   private readonly names = [element("h3", {}, "text of the queries"), element("h3", {}, "text of the keys")] as const;
-  private lights: Lights = { token: null, what: "keys", entries: [], exact: "none" };
+  private readonly legend = new Legend("text");
+  private lights: Lights = DARK;
 
   constructor(
     private readonly app: App,
@@ -42,6 +44,7 @@ export class TextPane implements Part {
       element("div", { class: "panes" },
         element("div", { class: "side" }, queriesName, this.main.root),
         element("div", { class: "side" }, keysName, this.keys.root)),
+      this.legend.root,
     );
   }
 
@@ -68,7 +71,9 @@ export class TextPane implements Part {
     this.direction.hidden = isCross;
     for (const name of this.names) name.hidden = !isCross;
     (this.keys.root.parentElement as HTMLElement).hidden = !isCross;
+    this.root.dataset["mode"] = state.mode;
     if (!loaded) return;
+    this.legend.update(state.mode === "diff", this.app.light.end);
     this.main.update(isCross ? loaded.queries : (loaded.keys ?? loaded.queries), isCross ? "queries" : "both");
     this.keys.update(isCross ? loaded.keys : null, isCross ? "keys" : "both");
     this.main.find(isCross ? NOWHERE : this.search.places, this.search.here);

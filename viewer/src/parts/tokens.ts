@@ -9,12 +9,12 @@ import type { Written } from "../written";
 import { type Arc, Arcs } from "./arcs";
 import { LineBreaker, type Lines, lineOf } from "./lines";
 import { type Hit, type Row, makeRow } from "./rows";
-import { type Lights, marked } from "../view";
+import { classOf, stepOf } from "./legend";
+import { DARK, type Lights, marked } from "../view";
 
 const LINE = 26; // height of a line, in pixels
 const GUTTER = 48; // width of the token indices
 const MARGIN = 20; // on the right, for what hangs over the end of a line
-const STEPS = 10; // classes of colour, lit-1 to lit-10
 const FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
 const MOST_TICKS = 2000; // found places that the minimap shows
 const LEAST_ARC = 0.05; // weight of an arc: a token has at most 20
@@ -33,7 +33,7 @@ export class Tokens {
   private text: Text | null = null;
   private drawn: { written: Written; lines: Lines; directions: Directions } | null = null;
   private readonly rows = new Map<number, Row>();
-  private lights: Lights = { token: null, what: "keys", entries: [], exact: "none" };
+  private lights: Lights = DARK;
   private places: Place[] = [];
   private here: Place | null = null;
   private cursor: number | null = null;
@@ -268,7 +268,7 @@ export class Tokens {
         if (Math.abs(level) > Math.abs(strongest)) strongest = level;
       }
       const shown = this.shownToken(tokens);
-      let name = strongest ? `t ${strongest < 0 ? "less" : "lit"}-${Math.abs(strongest)}` : "t";
+      let name = strongest ? `t ${classOf(strongest)}` : "t";
       if (this.holdsToken && shown === this.lights.token) name += " pinned";
       if (this.holdsEntries && tokens.includes(this.app.state.second ?? -1)) name += " second";
       if (shown === this.cursor) name += " cursor";
@@ -292,7 +292,7 @@ export class Tokens {
     const tokens = hits.flatMap((hit) => hit.tokens);
     const [first, last] = [Math.min(...tokens), Math.max(...tokens)];
     for (const entry of marked(this.lights.entries).reverse()) {
-      const level = Math.sign(entry.weight) * stepOf(entry.weight);
+      const level = stepOf(entry.weight, this.lights.end);
       for (let at = Math.max(first, entry.first); at <= Math.min(last, entry.last); at++) levels.set(at, level);
     }
     return levels;
@@ -312,13 +312,11 @@ export class Tokens {
     context.fillRect(0, (height * scroller.scrollTop) / whole, 28, Math.max(3, (height * height) / whole));
     if (this.holdsEntries) {
       for (const { first, last, weight } of marked(lights.entries)) {
-        const root = Math.sqrt(Math.min(1, Math.abs(weight)));
-        context.globalAlpha = 0.25 + 0.75 * root;
+        const root = Math.sqrt(Math.min(1, Math.abs(weight) / lights.end));
         context.fillStyle = style.getPropertyValue(weight < 0 ? "--less" : "--lit");
         context.fillRect(3, yOf(first), 22 * root, Math.max(2, yOf(last) - yOf(first)));
       }
     }
-    context.globalAlpha = 1;
     context.fillStyle = style.getPropertyValue("--other");
     for (const place of this.places.slice(0, MOST_TICKS)) {
       if (place.sequence === this.app.state.sequence) context.fillRect(25, y(place.from), 3, 1);
@@ -453,5 +451,3 @@ export class Tokens {
     return null;
   }
 }
-
-const stepOf = (weight: number): number => Math.ceil(STEPS * Math.sqrt(Math.min(1, Math.abs(weight))));
