@@ -16,6 +16,8 @@ from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.diagnoses import report_of_model
 from tests.reports.studies import recorded_study
 from tests.reports.viewer_scans import viewer_report, viewer_scan
+from tests.reports.written_pages import page_of, tokenized
+from tests.scanning.written_texts import TEXTS
 
 pytestmark = needs_a_browser
 
@@ -62,6 +64,21 @@ def test_axe_finds_nothing_in_one_word(
         with browser.open(page, address=address, color_scheme=scheme) as opened:
             opened.wait("s.parts.links.all?.length === 12")
             assert violations(opened) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_axe_finds_nothing_in_a_text_as_it_was_written(
+    browser: Chromium, tmp_path: Path, scheme: str
+) -> None:
+    """With marks, right-to-left lines, places of a search, lit tokens and arcs."""
+    text = "\n".join(TEXTS.values())
+    page = page_of(tmp_path, tokenized("byte-level", text))
+    with browser.open(page, address="#t=200&q=o", color_scheme=scheme) as opened:
+        opened.poll("document.querySelectorAll('[data-found]').length > 0")
+        opened.poll("document.querySelector('.run[dir=rtl]') !== null")
+        opened.poll("document.querySelectorAll('[data-mark]').length > 0")
+        assert violations(opened) == []
 
 
 def test_axe_can_find_something(browser: Chromium, tmp_path: Path) -> None:

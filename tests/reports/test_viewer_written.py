@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from headwise.models import tiny
+from headwise.reports.page import save_scan_page
 from headwise.scanning.written import WrittenText
 from tests.reports.browser import Chromium, Opened, needs_a_browser
+from tests.reports.viewer_scans import viewer_report, viewer_scan
 from tests.reports.written_pages import DRAWN, LINES, page_of, tokenized
 from tests.scanning.written_texts import KINDS, TEXTS
 
@@ -21,6 +24,10 @@ pytestmark = [needs_a_browser, pytest.mark.usefixtures("shapes_unchecked")]
 FLAGS = {chr(code) for code in range(0x1F1E6, 0x1F200)}  # letters, two for each flag
 JOINED = "\u200d\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"  # to what stands before
 WIDTHS = {"wide": 1400, "phone": 390}
+BOXES = """(all) => all.map((each) => {
+  const { top, left, right } = each.getBoundingClientRect();
+  return [top, left, right];
+})"""
 LISTEN = """() => {
   const keep = (event) => { window.copied = event.clipboardData.getData("text/plain"); };
   document.addEventListener("copy", keep);
@@ -120,6 +127,22 @@ def test_no_piece_is_a_part_of_what_is_read_as_one_character(
             flags = [char for piece in pieces for char in piece if char in FLAGS]
             assert len(flags) == sum(char in FLAGS for char in TEXTS[name])
             assert all(sum(char in FLAGS for char in piece) % 2 == 0 for piece in pieces)
+
+
+@pytest.mark.parametrize("names", ["text", "numbers"])
+def test_words_of_the_vocabulary_are_apart_in_lines_that_fit(
+    browser: Chromium, tmp_path: Path, names: str
+) -> None:
+    """Of a tokenizer that does not tell the characters."""
+    report = viewer_report(viewer_scan(), **({"name_of": None} if names == "numbers" else {}))
+    with browser.open(save_scan_page(tmp_path / "page.html", report)) as opened:
+        opened.poll("document.querySelectorAll('.sheet .t').length > 9")
+        boxes = opened.page.locator(".sheet .t").evaluate_all(BOXES)
+        for (top, _, right), (below, left, _) in pairwise(boxes):
+            assert below > top or left >= right - 0.5
+        lines = opened.page.evaluate(LINES)  # which draws them bare
+        assert max(pieces for pieces, *_ in lines) <= lines[0][-1]
+        assert min(pieces - bare for pieces, bare, *_ in lines) > 0
 
 
 # ---- right to left -------------------------------------------------------------------------------

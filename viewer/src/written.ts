@@ -38,6 +38,8 @@ export class Written {
     private readonly starts: Uint32Array,
     private readonly ends: Uint32Array,
     private readonly nameOf: (token: number) => string,
+    /** True if the text is made of words, which then have some room around them. */
+    readonly isMade = false,
   ) {
     this.cut();
     this.mark();
@@ -74,7 +76,7 @@ export class Written {
       ends[token] = at;
       if (word.includes("\n")) add("\n");
     });
-    return new Written(parts.join(""), starts, ends, nameOf);
+    return new Written(parts.join(""), starts, ends, nameOf, true);
   }
 
   get length(): number {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -135,8 +136,8 @@ def find_strongest_link(
                     links.append((link.weight, index, layer.heads[link.position], link.query))
         links.sort(reverse=True)
         if links and links[0][0] >= LEAST:
-            # A weight of a softmax over n keys is right to n steps of float32.
-            rounding = longest * torch.finfo(torch.float32).eps
+            # A sum over n keys, by halves, is right to log2 n steps of float32.
+            rounding = math.log2(max(2, longest)) * torch.finfo(torch.float32).eps
             is_tie = len(links) > 1 and links[0][0] - links[1][0] <= rounding
             return None if is_tie else links[0][1:]
     return None

@@ -35,8 +35,10 @@ function pathOf({ from, to, weight }: Arc, box: DOMRect): SVGPathElement {
   const [x1, x2] = [middle(upper), middle(lower)];
   const y2 = lower.top - box.top;
   if (lower.top - upper.top < lower.height / 2) {
-    const y = y2 - Math.min(HIGHEST, 8 + Math.abs(x2 - x1) / 8);
-    path.setAttribute("d", `M${x1} ${y2}C${x1} ${y} ${x2} ${y} ${x2} ${y2}`);
+    const high = Math.min(HIGHEST, 8 + Math.abs(x2 - x1) / 8);
+    // Over the line; under the first one, which has no room above it.
+    const [y, turn] = y2 < HIGHEST / 2 ? [lower.bottom - box.top, y2 + lower.height + high] : [y2, y2 - high];
+    path.setAttribute("d", `M${x1} ${y}C${x1} ${turn} ${x2} ${turn} ${x2} ${y}`);
   } else {
     const y1 = upper.bottom - box.top;
     const bend = Math.min(HIGHEST, (y2 - y1) / 2 + 4);

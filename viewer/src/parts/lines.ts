@@ -5,6 +5,7 @@ import { type Mark, type Written, isBoundary, lastAtMost } from "../written";
 const SLICE_MS = 30; // of measuring before other work may run
 const TAB = 8; // blanks, as in the style sheet
 const MARK = 6; // the room around a mark, in pixels
+const ROOM = 4; // around a word of a text that is made of words, in pixels
 const MOST_KNOWN = 64; // characters of a word that is remembered
 const EVERY = 512; // words, after which the clock is read
 // Scripts that have no blanks between words: a line may end after each character, but not before
@@ -15,11 +16,31 @@ const BLANK = " \\t\\u1680\\u2000-\\u2006\\u2008-\\u200a\\u205f";
 const END = "\\n\\v\\f\\r\\u0085\\u2028\\u2029";
 const ATOM = new RegExp(`\\r\\n|[${END}${BLANK}]|[${ALONE}]${CLOSES}|[^${END}${BLANK}${ALONE}]+`, "gu");
 const IS_END = new RegExp(`^[${END}]`);
-const IS_BLANK = new RegExp(`^[${BLANK}]`);
+const IS_BLANK = new RegExp(`^[${BLANK}]$`);
 
 /** Where each line of a sequence begins, in characters. */
 export interface Lines {
   starts: number[];
+}
+
+/** Something that is not broken over two lines, unless it is longer than a line. */
+interface Atom {
+  atom: string;
+  index: number;
+  room: number;
+}
+
+/** Yield the words, blanks and ends of lines of a text; of one that is made of words, its pieces. */
+function* atomsOf(written: Written): Generator<Atom> {
+  const { text, cuts } = written;
+  if (!written.isMade) {
+    for (const { 0: atom, index } of text.matchAll(ATOM)) yield { atom, index, room: 0 };
+    return;
+  }
+  for (let piece = 0; piece + 1 < cuts.length; piece++) {
+    const index = cuts[piece] ?? 0;
+    yield { atom: text.slice(index, cuts[piece + 1]), index, room: written.firstOf(piece) < 0 ? 0 : ROOM };
+  }
 }
 
 /** A line that is being filled. */
@@ -54,8 +75,8 @@ export class LineBreaker {
     let since = performance.now();
     let done = 0;
     let mark = 0;
-    for (const { 0: atom, index } of written.text.matchAll(ATOM)) {
-      let marks = 0;
+    for (const { atom, index, room } of atomsOf(written)) {
+      let marks = room;
       for (; (written.marks[mark]?.at ?? Infinity) < index + atom.length; mark++) {
         marks += this.widthOf(written.marks[mark] as Mark);
       }

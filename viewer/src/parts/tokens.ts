@@ -119,6 +119,7 @@ export class Tokens {
       if (!lines) return;
       this.drawn = { written, lines, directions: new Directions(written.text) };
       this.clearRows();
+      this.sheet.classList.toggle("made", written.isMade);
       this.sheet.style.height = `${lines.starts.length * LINE}px`;
       this.scrolledTo = "";
       this.follow();
