@@ -143,6 +143,15 @@ def test_another_head_on_the_first_token_is_another_fact() -> None:
     assert (1, "puts 25 % of its weight on the first token") in words
 
 
+def test_the_first_token_beside_another_key_is_another_fact_of_the_same_head() -> None:
+    weights = torch.full((3, LENGTH, LENGTH), 1 / LENGTH, dtype=torch.float64)
+    weights[0] = 0.2 / (LENGTH - 2)
+    weights[0, :, 17], weights[0, :, 0] = 0.55, 0.25
+    words = sentences(scan(matrix_of(weights), values(3), statistics=NAMES))
+    assert (0, "gives 55 % of the weight of all queries to token 17") in words
+    assert (0, "puts 25 % of its weight on the first token") in words
+
+
 def special(found: HeadScan, name: str, shares: list[float]) -> HeadScan:
     """The scan with this statistic too."""
     (statistic,) = find_standard_statistics([name])
@@ -187,8 +196,7 @@ def test_a_scan_without_the_statistic_names_the_first_token_as_before() -> None:
 
 def test_a_word_may_be_anything() -> None:
     found = planted([(0, 0.57), (9, 0.02)])
-    tokens = found.layer_scans[0].summaries["most_received"]["token"]
-    tokens.fill_(3)
+    give_tokens(found)
     for word, shown in (
         ("{}", "“{}”, token 0"),
         ("one key", "“one key”, token 0"),
@@ -203,8 +211,15 @@ def test_a_word_may_be_anything() -> None:
 # ---- pages and terminals -------------------------------------------------------------------------
 
 
-def report_of(found: HeadScan) -> ScanReport:
+def give_tokens(found: HeadScan) -> None:
+    """Make all tokens known, of one kind."""
     found.layer_scans[0].summaries["most_received"]["token"].fill_(3)
+    for text in found.texts:
+        text.ids.fill_(3)
+
+
+def report_of(found: HeadScan) -> ScanReport:
+    give_tokens(found)
     return ScanReport.of(found, title="planted", name_of=lambda _: "[CLS]")
 
 
@@ -232,8 +247,25 @@ def test_the_page_names_the_key(browser: Chromium, tmp_path: Path) -> None:
         assert "gives 57 % of the weight of all queries to “[CLS]”, token 17" in card.inner_text()
         card.click()
         opened.wait("s.statistic === 'one_key' && s.layer === 0 && s.head === 0")
+        received = opened.page.inner_text("[data-part=received]")
+        assert received.startswith(
+            "Receive most of the weight of all queries: “[CLS]” at 17 (57 %), “[CLS]” at 0 (1.1 %)"
+        )
         assert "Weight on one key" in opened.page.inner_text("[data-part=definition]")
         opened.page.click("summary:has-text('About')")
         about = opened.page.inner_text("details.about")
         assert "over 30 % of the weight of all queries" in about
         assert "sink (the layer" not in about.replace("learned sink (the layer", "")
+
+
+@needs_a_browser
+def test_what_a_key_of_several_texts_receives_is_in_queries(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    found = planted([(17, 0.57), (0, 0.2)]).merge(planted([(9, 0.25), (0, 0.2)]))
+    with browser.open(
+        save_scan_page(tmp_path / "page.html", report_of(found)), address="#h=0.0"
+    ) as opened:
+        opened.poll("headwise.app.loaded !== null")
+        received = opened.page.inner_text("[data-part=received]")
+        assert received.startswith("Receive most: “[CLS]” at 17 (as much as 22.8 queries give), ")

@@ -71,6 +71,7 @@ def test_a_step_is_the_rounded_distance() -> None:
     ("length", "counts", "words"),
     [
         (512, {}, "on every query"),
+        (512, {(1, 0, 4): 64.0}, "on 64 to 512 of 512 queries"),
         (16_384, {}, "on 256 of 16,384 queries"),
         (16_384, {(1, 0, 4): 64.0}, "on 64 to 256 of 16,384 queries"),
     ],
@@ -164,3 +165,15 @@ def test_a_page_without_distances_lists_no_heads(browser: Chromium, tmp_path: Pa
         assert note.startswith("This scan holds no distances between heads.")
         assert opened.page.locator("select[aria-label='compare with'] option").count() == 1
         assert opened.complaints == []
+
+
+@needs_a_browser
+def test_heads_without_a_distance_are_not_listed(browser: Chromium, tmp_path: Path) -> None:
+    """The heads of layer 1 read another text than those of layer 0."""
+    scan = viewer_scan(layers=2, heads=3)
+    across = scan.layer_scans[1].summaries[DISTANCE]
+    across["sum"][:, :3] = across["count"][:, :3] = 0.0
+    with browser.open(
+        save_scan_page(tmp_path / "page.html", viewer_report(scan)), address="#h=0.0"
+    ) as opened:
+        assert sorted(each[:3] for each in shown(opened)) == ["0.1", "0.2"]

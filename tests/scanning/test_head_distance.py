@@ -24,9 +24,11 @@ from headwise.matrix.kernels import tiles
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics import similarity
+from headwise.scanning.statistics.maps import OneKey
 from headwise.scanning.statistics.similarity import HeadDistance
 from headwise.scanning.statistics.statistic import compute_summaries
 from tests.honest import normal
+from tests.scanning.models import gpt2, tokens
 from tests.scanning.scans import changed
 from tests.scanning.statistics.calls import assert_is
 
@@ -325,7 +327,10 @@ def test_a_model_that_runs_twice_in_a_call_has_two_passes() -> None:
     modules = Modules(first)
     apart = [dense(each.weights(), each.real_queries()) for each in (first, second)]
     together = (LENGTH * apart[0] + 19 * apart[1]) / (LENGTH + 19)
-    found = scan(modules, torch.zeros(1), call=twice, statistics=[NAME])
+    with pytest.MonkeyPatch.context() as patch:
+        # The rows of a pass fit into the memory, and not those of both.
+        patch.setattr(similarity, "MEMORY", BATCH * TOTAL * LENGTH**2 * 8)
+        found = scan(modules, torch.zeros(1), call=twice, statistics=[NAME])
     assert_is(all_pairs(found), together)
     number = BATCH * (LENGTH + 19)
     assert found.compared_queries[0] == (number, number, number)
@@ -362,7 +367,23 @@ def test_cross_attention_and_a_cache_have_no_distance() -> None:
     assert "cross attention" in str(HeadDistance().reason_not_computable(call))
     mask = Mask.causal(align="bottom-right")
     call = CapturedCall.for_self_attention(AttentionMatrix(q, k, mask=mask), own_key=5)
-    assert "cache" in str(HeadDistance().reason_not_computable(call))
+    for statistic in (HeadDistance(), OneKey()):
+        assert "cache" in str(statistic.reason_not_computable(call))
+
+
+def test_a_text_that_is_continued_has_the_distances_of_its_beginning() -> None:
+    model, ids = gpt2(), tokens(1, LENGTH)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+
+    def generate(model: Any, **given: Any) -> None:
+        model.generate(**given, **options)
+
+    found = scan(model, {"input_ids": ids}, call=generate, statistics=[NAME])
+    alone = scan(model, {"input_ids": ids}, statistics=[NAME])
+    assert torch.equal(found[NAME], alone[NAME])
+    assert found.compared_queries == 2 * ((LENGTH, LENGTH, LENGTH),)
+    assert [layer.calls for layer in found.layer_scans] == [3, 3]
+    assert all(layer.missing == {} for layer in found.layer_scans)
 
 
 # ---- what is done with a scan --------------------------------------------------------------------

@@ -85,7 +85,6 @@ def _run_scan(model: Any, inputs: Any, collector: _Collector, call: Any) -> Head
     prepared = model_inputs.check_tokens_and_limit_outputs(model, given)
     with record.record_attention(model, on_complete=collector.add) as recorder:
         for original, shortened in zip(given, prepared, strict=True):
-            recorder.complete_call()  # the last one of the input before
             collector.begin_input()
             if call is None:
                 recorder.run(shortened)
