@@ -69,7 +69,7 @@ def test_a_head_is_chosen_by_keys_and_its_map_is_drawn(page: FirefoxPage, scan: 
     page.wait("s.layer === 1 && s.head === 2")
     page.poll("headwise.app.loaded?.map")
     # Where the band of head 2 is, and that of the heads beside it is not.
-    weights, places = scan["map"][1, 2], [(100, 98), (100, 96), (20, 18), (64, 60), (64, 64)]
+    weights, places = scan["map"][1, 2], [(70, 68), (70, 66), (20, 18), (64, 60), (64, 64)]
     for row, col in places:
         colour = page.evaluate(
             f"""(() => {{

@@ -141,12 +141,13 @@ def test_a_page_of_16384_tokens_is_small_in_the_browser(browser: Chromium, tmp_p
         opened.do("headwise.app.set({ search: 'rabbit' })", "s.parts.results > 100")
         assert opened.page.evaluate("document.querySelectorAll('*').length") <= 3000
         assert opened.page.locator('[data-t="9000"]').is_visible()
-        # Of a head without single tokens, the block is named, and the heads that have them.
+        # Of a head that does not stand out the first key is named, and the heads that have more.
         opened.do("headwise.app.choose({ layer: 3, head: 7 })", "s.head === 7")
-        opened.poll("headwise.state().parts.summary.includes(': The block of ')")
+        opened.poll("headwise.state().parts.summary.includes(' looks most at ')")
         opened.page.click(".command summary")
         held = opened.page.inner_text(".command p")
-        assert held.startswith("This page holds single tokens of heads 0.0, 1.0, 2.0, 3.0")
+        assert held.startswith("This page holds the largest weight of every token for all heads,")
+        assert "the 4 largest of heads 0.3, 1.2, " in held
 
 
 @pytest.mark.slow
