@@ -400,6 +400,7 @@ def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Pat
     moved.layer_scans[1].summaries["induction"]["sum"][2] = 0.1
     report = viewer_report(scan, second=moved, names=("before", "after"))
     with browser.open(save_scan_page(tmp_path / "two.html", report)) as opened:
+        assert "15 heads · A is before, B is after · " in opened.page.inner_text(".top")
         # The page opens on the largest change, with the grid by total change.
         assert opened.page.inner_text(".way").strip() == (
             "induction of layer 1, head 2: 10 % after, 92 % before"

@@ -168,7 +168,7 @@ class ScanReport:
         """The change from the second scan to this one; None if there is one scan alone."""
         return None if self.second is None else self.second.diff(self.scan, match=self.match)
 
-    @property
+    @cached_property
     def changes(self) -> list[HeadChange]:
         """The largest changes from the second scan to this one; none if there is one alone."""
         return [] if self.diff is None else self.diff.changes(names=self.names[::-1])

@@ -56,7 +56,8 @@ export class Header implements Part {
       this.shownReport = state.report;
       const heads = scan.layers.reduce((sum, layer) => sum + layer.heads.length, 0);
       this.title.textContent = meta.title;
-      this.about.textContent = `${count(heads)} heads · ${meta.read}`;
+      const names = meta.scans.length > 1 ? ` · A is ${meta.scans[0]?.name}, B is ${meta.scans[1]?.name}` : "";
+      this.about.textContent = `${count(heads)} heads${names} · ${meta.read}`;
       this.tellReport();
       this.fillWays();
     }
