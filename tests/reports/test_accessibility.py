@@ -89,11 +89,18 @@ def test_axe_can_find_something(browser: Chromium, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("touch", "least"), [(False, 24), (True, 44)])
-def test_targets_are_large_enough(browser: Chromium, viewer: Path, touch: bool, least: int) -> None:
+def test_targets_are_large_enough(
+    browser: Chromium, tmp_path: Path, touch: bool, least: int
+) -> None:
     width = 390 if touch else 1400
+    viewer = scan_page.save_scan_page(tmp_path / "page.html", viewer_report(viewer_scan(heads=12)))
     with browser.open(viewer, width=width, has_touch=touch, is_mobile=touch) as opened:
-        for tab in ("heads", "map", "facts", "text"):
-            opened.do(f"headwise.app.set({{ tab: '{tab}' }})", f"s.tab === '{tab}'")
+        opened.do("headwise.app.set({ token: 300, second: 290 })", "s.second === 290")
+        views = [(tab, "layers") for tab in ("heads", "map", "facts", "text")]
+        for tab, order in (*views, ("heads", "links"), ("heads", "strongest")):
+            opened.do(f"headwise.app.set({{ tab: '{tab}', order: '{order}' }})")
+            opened.wait(f"s.tab === '{tab}' && s.order === '{order}'")
+            opened.poll(f"document.querySelector('.cells.{order}') !== null")
             assert small_targets(opened, least) == []
 
 

@@ -62,6 +62,21 @@ def test_a_pinned_token_has_the_sentence_of_chromium(
         assert page.state()["lit"] == opened.state()["lit"]
 
 
+def test_a_word_in_all_heads_has_the_answers_of_chromium(
+    page: FirefoxPage, browser: Chromium, path: Path
+) -> None:
+    asked = "s.parts.links.token === 300 && s.parts.links.all.length > 0"
+    page.evaluate("headwise.app.pin(300)")
+    page.wait("s.token === 300")
+    page.click("[data-part=every-head]")
+    page.wait(asked)
+    with browser.open(path, address="#t=300&v=links") as other:
+        other.wait(asked)
+        assert page.state()["parts"]["links"] == other.state()["parts"]["links"]
+        labels = "[...document.querySelectorAll('.cell')].map((cell) => cell.ariaLabel)"
+        assert page.evaluate(labels) == other.page.evaluate(labels)
+
+
 def test_a_head_is_chosen_by_keys_and_its_map_is_drawn(page: FirefoxPage, scan: HeadScan) -> None:
     page.click('[data-id="0.0"]')
     page.wait("s.layer === 0 && s.head === 0")

@@ -20,7 +20,7 @@ const ORDERS: [Order, string][] = [
   ["maps", "as small maps"],
   ["value", "most first"],
   ["links", "word by layer"],
-  ["strongest", "word by share"],
+  ["strongest", "word by rank"],
 ];
 
 export class Grid implements Part {

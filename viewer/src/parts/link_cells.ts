@@ -135,7 +135,7 @@ const wordOf = (text: Text | null, sequence: number, token: number): string =>
 /** Return a weight for a cell: "57 %", "≥57 %", "<12 %", or "<1 %" where it has no colour. */
 function shortShare({ weight, bound }: Link): string {
   if (bound === "at most" || (weight > 0 && weight < LEAST)) return `<${Math.max(1, Math.ceil(100 * weight))} %`;
-  return (bound === "at least" ? "≥" : "") + percent(weight);
+  return bound === "at least" ? `≥${Math.floor(100 * weight)} %` : percent(weight);
 }
 
 const quoted = (text: Text | null, sequence: number, token: number): string =>
