@@ -190,7 +190,7 @@ def test_a_token_in_no_list_is_not_looked_at_by_nothing(browser: Chromium, block
 
 def blocks_of(length: int) -> tuple[int, int]:
     """The tokens of a block, and the number of blocks."""
-    most = 512 if length <= 512 else 256
+    most = 512 if length <= 512 else 160
     size = next(2**power for power in range(20) if length <= most * 2**power)
     return size, -(-length // size)
 
@@ -253,7 +253,7 @@ def test_a_shorter_last_block_is_marked(browser: Chromium, tmp_path: Path) -> No
             "blocks of 4 tokens, the last of 1",
             "query 512 (the last block, shorter) → key 512 (the last block, shorter): ",
         ),
-        (1024, "blocks of 4 tokens", "query 1,020 to 1,023 → key 1,020 to 1,023: "),
+        (1024, "blocks of 8 tokens", "query 1,016 to 1,023 → key 1,016 to 1,023: "),
     ):
         matrix = causal_matrix(length)
         read = scan_model(matrix, torch.zeros_like(matrix.q), statistics=["map"])

@@ -55,7 +55,7 @@ TOP_KEYS_HELP = (
     "or none."
 )
 FEW = "the largest of all heads, and 4 of those that stand out"
-MAP_SIZE = "one token a block up to 512 tokens, else 256; 128 for a corpus"
+MAP_SIZE = "one token a block up to 512 tokens, else 160; 128 for a corpus"
 MOST_BLOCKS = 1024  # that a map may have, as in headwise.scanning.Map
 
 

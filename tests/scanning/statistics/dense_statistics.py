@@ -371,7 +371,7 @@ def places(real: Tensor) -> list[int]:
 
 def blocks(tokens: int, cells: int) -> tuple[int, int]:
     """The number of blocks of a text, and the tokens of each."""
-    size, most = 1, cells or (512 if tokens <= 512 else 256)
+    size, most = 1, cells or (512 if tokens <= 512 else 160)
     while math.ceil(tokens / size) > most:
         size *= 2
     return math.ceil(tokens / size), size

@@ -20,7 +20,7 @@ from headwise.support.text import describe_value
 
 RANKS = 8  # keys in a list of the largest weights
 SINGLE_TOKENS = 512  # tokens of a text up to which a block of a map is one token
-BLOCKS = 256  # most blocks of a longer text, on each side of a map
+BLOCKS = 160  # most blocks of a longer text, on each side of a map
 MOST_BLOCKS = 1024  # of a map on each side
 MOST_CELLS = 38_000_000  # of the maps of all heads on a page: 144 heads with 512 tokens
 NOTHING = -1  # the key, the token and the weight of a rank without a key
@@ -123,8 +123,8 @@ class _Cells(NamedTuple):
 class Map(statistic.TileStatistic):
     """The weight from each block of queries to each block of keys.
 
-    A text of up to 512 tokens has a block for each token, a longer one at most 256 blocks: of 2, 4,
-    8 or more tokens, the least power of two that suffices. The last block may be shorter. Texts
+    A text of up to 512 tokens has a block for each token, a longer one at most 160 blocks: of 4, 8
+    or more tokens, the least power of two that suffices. The last block may be shorter. Texts
     of several lengths are merged by position, in blocks of the longest.
 
     ``cells`` is another number of blocks that each side may have at most, up to 1,024.
@@ -135,7 +135,7 @@ class Map(statistic.TileStatistic):
         id="map-2",
         formula="cell (a, b): mean over the queries i of block a of Σⱼ A[i, j] over the keys j of "
         "block b; block ⌊i / s⌋ holds the i-th real token of its sequence, s = 2ᵏ tokens a block: "
-        "the least with which the longest text has at most 512 blocks of one token, or 256 of "
+        "the least with which the longest text has at most 512 blocks of one token, or 160 of "
         "several, if no other number was chosen",
         unit="share of the weight, 0 to 1; a row of cells sums to 1, less a sink's share",
         excluded=EXCLUDED + "; blocks that no query is in have no value",
