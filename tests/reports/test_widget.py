@@ -89,6 +89,10 @@ def test_traits(read: HeadScan, model: Any, ids: torch.Tensor) -> None:
     assert read.view(model=model, inputs=ids).computes_rows
     two = read.view(other=read)
     assert len(two.meta["scans"]) == 2
+    other = scan(model, tiny.encode("another text")[None], statistics=["standard", Map(64)])
+    change = other.diff(read).changes(1)[0].after
+    assert read.view(other=other).selected_head == [change.layer_index, change.head]
+    assert [first["layer"], first["head"]] != [change.layer_index, change.head]
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

@@ -40,7 +40,7 @@ def view_scan(
     meta, blobs = viewer_data(report)
     rows = None if model is None else ExactRows(model, inputs)
     widget = _widget_class()(meta=meta, blobs=blobs, computes_rows=rows is not None, height=height)
-    opening, first = meta["opening"], first_head(scan)
+    opening, first = next(iter(meta["changes"]), meta["opening"]), first_head(scan)
     shown = first if opening is None else (opening["layer"], opening["head"])
     widget.selected_head = None if shown is None else list(shown)
     if rows is not None:
