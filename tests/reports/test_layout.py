@@ -95,3 +95,13 @@ def test_in_a_narrow_window_map_and_text_share_the_first_screen(
         assert is_inside(box(opened, "[data-part=map] canvas"), 900, 700)
         assert is_inside(box(opened, ".text .scroller"), 900, 700)
         assert area(opened, "[data-part=map] canvas") >= 0.2 * 900 * 700
+
+
+@pytest.mark.parametrize("width", [900, 1280, 1440])
+def test_every_column_of_twelve_heads_is_in_sight(
+    browser: Chromium, large: Path, width: int
+) -> None:
+    with browser.open(large, width=width, height=800) as opened:
+        cells = "document.querySelector('[data-part=grid] .cells')"
+        sizes = opened.page.evaluate(f"[{cells}.scrollWidth, {cells}.clientWidth]")
+        assert sizes[0] <= sizes[1]

@@ -77,6 +77,7 @@ export class MapPart implements Part {
     this.legend.root.hidden = !loaded?.map;
     this.legend.update(app.state.mode === "diff", app.light.end);
     for (const pane of this.panes) pane.update();
+    this.tell();
     this.tellResolution();
   }
 
@@ -100,7 +101,10 @@ export class MapPart implements Part {
       return facts ? [{ view: pane.view, facts }] : [];
     });
     const [first, second] = told;
-    if (!first) return;
+    if (!first) {
+      this.readout.textContent = "";
+      return;
+    }
     const place = placeOf(first.view, first.facts);
     const isPair = this.panes.length > 1;
     if (!isPair) this.readout.textContent = `${place}: ${(this.app.state.mode === "diff" ? change : percent)(first.facts.value)}`;

@@ -8,7 +8,7 @@ import type { Loaded, Part } from "../view";
 
 export class Pinned implements Part {
   readonly root = element("div", { class: "pins", "data-part": "pinned" });
-  private readonly everyHead = button("in all heads", { "data-part": "every-head" }, () => this.app.toggleLinks());
+  private readonly everyHead = button("", { "data-part": "every-head" }, () => this.app.toggleLinks());
   private readonly second = button("", {}, () => this.app.set({ second: null }));
 
   constructor(private readonly app: App) {
@@ -17,7 +17,7 @@ export class Pinned implements Part {
 
   update(loaded: Loaded | null): void {
     const { state } = this.app;
-    this.everyHead.setAttribute("aria-label", state.second === null ? "this word in all heads" : "this pair in all heads");
+    this.everyHead.textContent = state.second === null ? "this word in all heads" : "this pair in all heads";
     this.everyHead.setAttribute("aria-pressed", String(showsLinks(state)));
     this.second.hidden = state.second === null;
     if (state.second === null) return;
