@@ -20,7 +20,14 @@ from headwise import AttentionMatrix, Mask, scan
 from headwise.errors import OptionError
 from headwise.reports.blobs import THUMB, head_map_arrays, pool_thumbnails
 from headwise.reports.images import ALPHABET, encode_base85
-from headwise.reports.page import read_viewer_asset, render_scan_page, save_scan_page, viewer_data
+from headwise.reports.page import (
+    read_viewer_asset,
+    render_scan_page,
+    render_static,
+    save_scan_page,
+    standout_cards,
+    viewer_data,
+)
 from headwise.reports.report import ScanReport
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
@@ -190,6 +197,29 @@ def test_cross_attention_has_two_texts() -> None:
     assert all(layer["map"] == layer["map_length"] == [LENGTH, SOURCE] for layer in cross)
     index = meta["scans"][0]["layers"].index(cross[0])
     assert len(blobs[f"0/top/{index}/0"]) == 3 * BATCH * LENGTH * 4 * HEADS
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_words_are_as_written_where_that_is_known() -> None:
+    """In the data of the viewer, in the form without script and in figures; else the names."""
+    text = "Élan, 🐇 und Größe"
+    spans = [(0, 0), (0, 4), (4, 5), (6, 7), (8, 11), (12, 17)]
+    q, k, v = torch.randn(3, 1, HEADS, len(spans), 7, generator=torch.Generator().manual_seed(2))
+    read = scan(AttentionMatrix(q, k), v, statistics=["standard"], written=(text, spans))
+    words = {text[first:end] for first, end in spans if end > first}
+    _, blobs = blobs_of(ScanReport.of(read))
+    rows = [row for head in json.loads(blobs["0/received"])[0] for row in head]
+    assert {word for _, word, _ in rows} - {""} <= words
+    assert all(word == text[slice(*spans[key])] for key, word, _ in rows)
+    shown = render_static(ScanReport.of(read))
+    cards = standout_cards(ScanReport.of(read))
+    assert cards
+    assert all(
+        f"<code>{word}</code>" in shown for card in cards for word, *_ in card.received if word
+    )
+    named = [ScanReport.of(read, name_of=lambda token: "[CLS]"), ScanReport.of(read)]
+    firsts = [json.loads(blobs_of(report)[1]["0/text/0"])["words"] for report in named]
+    assert firsts == [[], []]  # an attention matrix has no token ids
 
 
 def test_an_old_scan_has_no_texts() -> None:

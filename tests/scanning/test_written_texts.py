@@ -15,6 +15,7 @@ from headwise import scan as scan_model
 from headwise.checkpoints.transformers import StoredTokenizer
 from headwise.errors import OptionError
 from headwise.models import tiny
+from headwise.reports.blobs import text_fields
 from headwise.reports.page import viewer_data
 from headwise.reports.report import ScanReport
 from headwise.scanning import (
@@ -26,7 +27,7 @@ from headwise.scanning import (
     read_texts,
     scan_part,
 )
-from headwise.scanning.layer import TextRecorder
+from headwise.scanning.layer import ScannedText, TextRecorder
 from tests.scanning.edited import Edit, edit, fields_in
 from tests.scanning.models import bert, t5
 from tests.scanning.written_texts import KINDS, TEXTS, tokenizer_of
@@ -317,6 +318,34 @@ def test_the_page_has_the_spans_in_units_of_utf_16(kind: str, name: str) -> None
         drawn = units[2 * begin : 2 * (begin + size)].decode("utf-16-le")
         assert drawn == text[first:end]
         at = max(at, begin + size)
+
+
+@pytest.mark.parametrize(
+    ("spans", "stored"),
+    [
+        ([(0, 2), (0, 0), (3, 5)], [0, 2, 0, 0, 1, 2]),
+        ([(0, 5), (1, 2), (6, 7)], [0, 5, -4, 1, 1, 1]),
+        ([(1, 3), (2, 4), (9, 9)], [1, 2, -1, 2, 0, 0]),
+    ],
+)
+def test_a_span_begins_after_the_last_character_before_it(spans: Any, stored: list[int]) -> None:
+    text = ScannedText(torch.arange(3).int(), (3,), (WrittenText("ab cd efgh", spans),))
+    (fields,) = text_fields(text, None)["written"]
+    assert fields["spans"] == stored
+
+
+def test_inputs_of_a_function_keep_their_own_texts() -> None:
+    """Its last call is complete before the next input begins."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    inputs = [tuple(torch.randn(3, 1, 2, 4, 7)) for _ in range(3)]
+    spans = torch.arange(4)[:, None] + torch.arange(2)
+    written = [WrittenText(text, spans) for text in ("abcd", "efgh", "ijkl")]
+    scan = scan_model(attend, inputs, written=written, **ENTROPY)
+    assert [text and text.text for text in written_of(scan)] == ["abcd", "efgh", "ijkl"]
+    assert scan.texts[0].lengths == (4, 4, 4)
 
 
 def test_a_recorder_names_the_lengths_that_it_read() -> None:
