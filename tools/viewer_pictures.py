@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from headwise import scan
+from headwise.models import tiny
 from headwise.reports.page import save_scan_page
 from tests.reports.browser import Chromium, chromium
 from tests.reports.viewer_scans import viewer_report, viewer_scan
@@ -40,6 +42,12 @@ def picture(browser: Chromium, page: Path, name: str) -> Image.Image:
         return Image.open(io.BytesIO(opened.page.screenshot())).convert("RGB")
 
 
+def save_figure(path: Path) -> None:
+    """Write the figure of matplotlib that the documentation shows."""
+    ids = tiny.encode("the quick brown fox jumps over the lazy dog. " * 4)[None]
+    scan(tiny.load(), ids, statistics=["map"]).plot("map", layer=2, head=0).savefig(path, dpi=150)
+
+
 def differing_pixels(a: Image.Image, b: Image.Image) -> float:
     """Return the share of pixels in which a channel differs by more than an eighth of its range."""
     if a.size != b.size:
@@ -51,6 +59,7 @@ def differing_pixels(a: Image.Image, b: Image.Image) -> float:
 def main() -> None:
     """Write every picture."""
     FOLDER.mkdir(parents=True, exist_ok=True)
+    save_figure(FOLDER / "figure.png")
     with TemporaryDirectory() as folder, chromium() as browser:
         page = save_scan_page(Path(folder) / "page.html", viewer_report(viewer_scan()))
         for name in PICTURES:

@@ -50,6 +50,8 @@ def test_what_was_read_the_pictures_the_words_and_the_page(model: Path, text: Pa
 def test_the_pictures_and_the_words_are_the_scans(model: Path, text: Path) -> None:
     out, _ = run(model, "--text", text, "--out", "kept")
     found = HeadScan.load("kept/scan.safetensors")
+    page = Path("headwise-scan/index.html").read_text("utf-8")
+    assert '"files":["kept/scan.safetensors"]' in page  # which its lines of Python load
     lines = out.splitlines()
     drawn = clearest_statistic(found)
     assert drawn is not None
@@ -61,8 +63,8 @@ def test_the_pictures_and_the_words_are_the_scans(model: Path, text: Path) -> No
     assert told == [
         [str(one.head.layer_index), str(one.head.head)] for one in standout_heads(found)
     ]
-    table, page = (next(n for n, x in enumerate(lines) if w in x) for w in ("stand out", ".html"))
-    assert table < page < place  # the conclusions and the page come before the grid
+    table, path = (next(n for n, x in enumerate(lines) if w in x) for w in ("stand out", ".html"))
+    assert table < path < place  # the conclusions and the page come before the grid
 
 
 def test_the_heads_that_stand_out_are_a_table() -> None:

@@ -81,6 +81,16 @@ def test_axe_finds_nothing_in_a_text_as_it_was_written(
         assert violations(opened) == []
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_where_files_are_chosen(
+    browser: Chromium, viewer: Path, scheme: str
+) -> None:
+    with browser.open(viewer, address="#t=300", color_scheme=scheme) as opened:
+        opened.page.click("[data-part=export-opener]")
+        assert opened.page.locator("[data-subject]").count() == 3
+        assert violations(opened) == []
+
+
 def test_axe_can_find_something(browser: Chromium, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<!doctype html><html><body><img src='data:,'><button></button></body></html>")

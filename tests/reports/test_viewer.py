@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -442,29 +440,3 @@ def test_nearly_equal_scans_look_equal(browser: Chromium, scan: HeadScan, tmp_pa
         opened.page.select_option('[aria-label="statistic"]', "induction")
         opened.wait("s.statistic === 'induction' && s.mode === 'both'")
         assert "colours from −5 to 5" in opened.page.inner_text("[data-part=grid]")
-
-
-@pytest.mark.parametrize("choice", ["png", "svg", "map", "heads", "lit"])
-def test_exports(opened: Opened, scan: HeadScan, tmp_path: Path, choice: str) -> None:
-    choose(opened, 1, 0)
-    opened.page.click('[data-t="7"]')
-    opened.wait("s.token === 7")
-    with opened.page.expect_download() as download:
-        opened.page.select_option("[data-part=export]", choice)
-    file = tmp_path / "export"
-    download.value.save_as(file)
-    if choice == "png":
-        assert file.read_bytes().startswith(b"\x89PNG")
-        assert len(file.read_bytes()) > 2000
-    elif choice == "svg":
-        assert file.read_text("utf-8").startswith("<svg")
-        assert "data:image/png;base64," in file.read_text("utf-8")
-        assert "layer 1, head 0" in file.read_text("utf-8")
-    else:
-        rows = list(csv.reader(io.StringIO(file.read_text("utf-8"))))
-        expected = {"map": 128 * 128, "heads": 15, "lit": len(lit_keys(scan, 7))}
-        assert len(rows) == 1 + expected[choice]
-        if choice == "heads":
-            column = rows[0].index("entropy")
-            values = [float(row[column]) for row in rows[1:]]
-            assert values == pytest.approx(scan["entropy"].flatten().tolist(), rel=1e-5)

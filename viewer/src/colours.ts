@@ -29,7 +29,7 @@ export const viridis = (position: number): RGB => VIRIDIS[step(position)] as RGB
 /** Return the colour of a position from −1 to 1; 0 is the neutral middle. */
 export const diverging = (position: number): RGB => DIVERGING[step((position + 1) / 2)] as RGB;
 
-export const css = ([red, green, blue]: RGB): string => `rgb(${red} ${green} ${blue})`;
+export const css = (colour: RGB): string => `#${colour.map((channel) => channel.toString(16).padStart(2, "0")).join("")}`;
 
 /** Return black or white, by the larger contrast (relative luminance of WCAG 2). */
 export function ink(colour: RGB): "#000" | "#fff" {

@@ -92,6 +92,8 @@ export interface Meta {
   missing: string[];
   rule: string;
   command: string | null;
+  /** The file of each scan, as Python loads it. */
+  files: string[];
   scans: Scan[];
   /** The strongest link that is not trivial: what the token of this head looks at. */
   opening: { layer: number; head: number; token: number } | null;

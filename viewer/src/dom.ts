@@ -18,6 +18,16 @@ export function element<K extends keyof HTMLElementTagNameMap>(
   return made;
 }
 
+/** Return an element of SVG with attributes and children. */
+export function shape(tag: string, attributes: Record<string, string | number> = {}, ...children: (Node | string)[]): SVGElement {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    made.setAttribute(name, typeof value === "number" ? String(Number(value.toFixed(3))) : value);
+  }
+  made.append(...children);
+  return made;
+}
+
 export function button(label: string, attributes: Attributes, act: () => void): HTMLButtonElement {
   const made = element("button", { type: "button", ...attributes }, label);
   made.addEventListener("click", act);

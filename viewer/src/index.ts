@@ -30,14 +30,15 @@ function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): voi
   const tools = element("div", { class: "tools" });
   const compare = new Compare(app, tools);
   const map = new MapPart(app, compare.root, command(app));
-  tools.append(new Export(app, map.main).root, keys.opener);
   const header = new Header(app);
   const grid = new Grid(app);
+  const files = new Export(app, grid);
+  tools.append(files.opener, keys.opener);
   const facts = new Facts(app);
   const pinned = new Pinned(app);
   const text = new TextPane(app, pinned.root, search);
   const tabs = tabList(app, root);
-  const parts = [header.root, tabs.root, grid.root, map.root, text.root, facts.root, keys.dialog];
+  const parts = [header.root, tabs.root, grid.root, map.root, text.root, facts.root, keys.dialog, files.dialog];
   root.replaceChildren(element("div", { class: "app", role }, ...parts));
   app.parts.push(header, tabs, grid, compare, map, facts, search, pinned, text);
   app.onLight = (lights) => {

@@ -139,7 +139,12 @@ export class Light {
     const { lights } = this;
     const map = `Map: ${this.resolution()}.`;
     if (lights.token === null || lights.exact === "none") return map;
-    return `${map} Token: ${lights.exact === "block" ? `its block, since ${this.reason()}` : this.extent()}.`;
+    return `${map} Token: ${this.answer}.`;
+  }
+
+  /** How exact the answer about the token is, and how much of all weight it shows. */
+  get answer(): string {
+    return this.lights.exact === "block" ? `its block, since ${this.reason()}` : this.extent();
   }
 
   /** Return how much of all weight is shown, in words: "its 6 largest weights, 93 % of all". */

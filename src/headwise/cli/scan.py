@@ -380,7 +380,9 @@ def _merge_and_report(folders: Sequence[Path], options: ScanOptions) -> ScanRepo
             "one scan of each document",
             "scan the missing documents, or leave out the folder with other documents",
         )
-    return _report(parts.merge_parts(folders, options.out), folder_parts.corpus.words, options)
+    merged = parts.merge_parts(folders, options.out)
+    report = _report(merged, folder_parts.corpus.words, options)
+    return replace(report, saved=str((options.out or folders[0]) / parts.SCAN))
 
 
 def _report_other(options: ScanOptions) -> ScanReport:

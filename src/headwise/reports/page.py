@@ -164,6 +164,7 @@ def report_meta(
         "missing": report.not_measured_sentences,
         "rule": f"{rule} {view.WEIGHTS}",
         "command": report.command,
+        "files": list(report.files),
         "scans": [_scan_meta(report, *its) for its in each],
         "opening": None if second is not None else _opening_meta(report),
         "matched": None if diff is None or not report.match else _matched_heads(diff),

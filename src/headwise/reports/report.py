@@ -134,6 +134,7 @@ class ScanReport:
     second_name_of: Callable[[int], str] | None = None  # of its tokens; `name_of` if None
     match: bool = False  # True to pair the heads of both by the least distance, else by number
     names: tuple[str, str] = ("A", "B")  # of the two scans
+    saved: str | None = None  # the file of the scan
 
     @classmethod
     def of(
@@ -157,6 +158,13 @@ class ScanReport:
     def standouts(self) -> list[StandoutHead]:
         """The heads of the scan that stand out, with the words of their tokens."""
         return standout_heads(self.scan, self.name_of)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files of the scans, as the lines of Python on the page load them."""
+        if self.second is not None:
+            return tuple(f"{name}.safetensors" for name in self.names)
+        return (self.saved or "scan.safetensors",)
 
     @property
     def all_notes(self) -> tuple[str, ...]:

@@ -145,7 +145,8 @@ class ScanDiff(Displayed):
         The colours are centred on 0.
 
         Args:
-            statistic: the statistic; the one with the largest change if None.
+            statistic: the statistic, or "apart" for the distance over all; the one with the largest
+                change if None.
             ax: matplotlib axes to draw into, instead of a new figure.
             width: of a new figure, in inches.
 

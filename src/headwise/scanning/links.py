@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -54,6 +54,18 @@ class Link:
     bound: Bound
 
 
+class TokenWeights(NamedTuple):
+    """The weights of one token in one head, the largest first.
+
+    Attributes:
+        pairs: the other token, counted in its sequence, and the weight, which is above 0.
+        ranks: the number of keys that are stored of each query; None if every weight is known.
+    """
+
+    pairs: list[tuple[int, float]]
+    ranks: int | None
+
+
 class _HeadLink(NamedTuple):
     """A link of the head at a position of its layer."""
 
@@ -75,10 +87,7 @@ def find_links(
     name_of: Callable[[int], str] | None,
 ) -> list[Link]:
     """Return a link of each head, as `HeadScan.links` says."""
-    if direction not in ("keys", "queries"):
-        saw = f"direction={describe_value(direction)}"
-        needed = '"keys" or "queries"'
-        raise OptionError(saw=saw, needed=needed, do='direction="keys"')
+    _require_direction(direction)
     if key is not None and direction == "queries":
         saw = 'a pair of tokens, and direction="queries"'
         needed = "the query, then the key"
@@ -110,7 +119,8 @@ def find_links(
                 )
             )
     if not are_known:
-        raise _not_stored_error(scan, text)
+        has_several = len(scan.texts) > 1
+        raise _not_stored_error(f" of the layers{f' that read text {text}' if has_several else ''}")
     return sorted(links, key=lambda link: (link.bound == "at most", -link.weight))
 
 
@@ -173,6 +183,46 @@ def _is_worth(
     return chosen
 
 
+def find_answer(
+    scan: ScanReadings,
+    layer_index: int,
+    head: int,
+    token: int,
+    *,
+    direction: Direction,
+    sequence: int,
+) -> TokenWeights:
+    """Return the weights of a token in one head: all from a map of one token a cell, or the stored.
+
+    Raises:
+        OptionError: a direction, a token or a sequence that the scan does not have, or a head
+            without single tokens.
+    """
+    _require_direction(direction)
+    layer = scan.layer_scans[layer_index]
+    text = _text_of(layer, direction)
+    answer = None
+    if text is not None:
+        _require_token(scan, text, sequence, token, name="token")
+        weights = _read_weights(scan, layer, sequence)
+        answer = weights and weights.read(layer.heads.index(head), token, direction)
+    if answer is None:
+        raise _not_stored_error(f" of layer {layer_index}, head {head}")
+    return answer
+
+
+def _sort_answer(pairs: Iterable[tuple[int, float]], ranks: int | None) -> TokenWeights:
+    real = [(token, weight) for token, weight in pairs if weight > 0]
+    return TokenWeights(sorted(real, key=lambda pair: -pair[1]), ranks)
+
+
+def _require_direction(direction: str) -> None:
+    if direction not in ("keys", "queries"):
+        saw = f"direction={describe_value(direction)}"
+        needed = '"keys" or "queries"'
+        raise OptionError(saw=saw, needed=needed, do='direction="keys"')
+
+
 def _text_of(layer: LayerScan, direction: Direction) -> int | None:
     """Return the text of the token that is given."""
     both = None in (layer.query_text, layer.key_text)
@@ -199,11 +249,9 @@ def _are(count: int, name: str) -> str:
     return f"{'is' if count == 1 else 'are'} {describe_count(count, noun)}"
 
 
-def _not_stored_error(scan: ScanReadings, text: int) -> OptionError:
-    has_several = len(scan.texts) > 1
-    of_text = f" that read text {text}" if has_several else ""
+def _not_stored_error(of_what: str) -> OptionError:
     return OptionError(
-        saw=f"no single tokens of the layers{of_text}: no top keys, and no map of one token a cell",
+        saw=f"no single tokens{of_what}: no top keys, and no map of one token a cell",
         needed="the keys with the largest weights of every query",
         do='headwise.scan(model, inputs, statistics=["standard", TopKeysOfEveryQuery()])',
     )
@@ -239,6 +287,12 @@ class _AllWeights(NamedTuple):
 
     values: Tensor
 
+    def read(self, position: int, token: int, direction: Direction) -> TokenWeights:
+        """Return the answer of the head at a position of its layer."""
+        values = self.values[position]
+        row = values[token] if direction == "keys" else values[:, token]
+        return _sort_answer(enumerate(row.tolist()), ranks=None)
+
     def find(self, token: int, key: int | None, direction: Direction) -> Iterator[_HeadLink]:
         """Yield the link of each head whose weights are numbers, and are not all 0."""
         for position, values in enumerate(self.values):
@@ -266,6 +320,20 @@ class _LargestWeights(NamedTuple):
     heads: list[int]  # positions in the layer
     key: Tensor
     share: Tensor
+
+    def read(self, position: int, token: int, direction: Direction) -> TokenWeights | None:
+        """Return the answer of the head at a position of its layer; None if it has no keys."""
+        if position not in self.heads:
+            return None
+        nth = self.heads.index(position)
+        keys, shares = self.key[nth], self.share[nth]
+        ranks = shares.shape[-1]
+        if direction == "keys":
+            return _sort_answer(
+                zip(keys[token].tolist(), shares[token].tolist(), strict=True), ranks
+            )
+        given = shares.masked_fill(keys != token, 0).amax(-1)
+        return _sort_answer(enumerate(given.tolist()), ranks)
 
     def find(self, token: int, key: int | None, direction: Direction) -> Iterator[_HeadLink]:
         """Yield the link of each head that has one among the stored keys, or a bound of a pair."""

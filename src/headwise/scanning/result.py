@@ -229,36 +229,53 @@ class HeadScan(Displayed, ScanReadings):
 
     def plot(
         self,
-        kind: Literal["map", "grid", "profile"] = "grid",
+        kind: Literal["map", "grid", "profile", "token"] = "grid",
         *,
         layer: int | str | None = None,
         head: int | None = None,
         statistic: str | None = None,
+        token: int | None = None,
+        direction: Direction = "keys",
+        sequence: int = 0,
+        queries: range | None = None,
+        keys: range | None = None,
         name_of: Callable[[int], str] | None = None,
         ax: Any = None,
         width: float = 3.35,
     ) -> Any:
         """Return a matplotlib Figure, at the quality of a paper: the pictures of the viewer.
 
-        Text stays text in PDF and SVG, and colours are those of the page.
+        Each has a title with the model, and a scale. Text stays text in PDF and SVG, and colours
+        are those of the page, which shows the call that draws what it shows.
 
         Args:
             kind: "grid" for layers x heads of a statistic, "map" for the weights of a head in
-                blocks, "profile" for its weights by offset.
+                blocks, "profile" for its weights by offset, "token" for what a token looks at.
             layer: the layer's number in the scan, or its name; that of the first head that stands
                 out if None.
             head: the head's number; that of the first head that stands out if None.
             statistic: of a grid; the one of the first head that stands out if None.
-            name_of: returns the text of a token id; a map of up to 48 tokens then shows them.
+            token: of "token", counted in its sequence, from 0. A map of one token a cell holds
+                every weight; else `TopKeysOfEveryQuery` has stored the largest. The figure says
+                which.
+            direction: "keys" for what the token looks at, "queries" for what looks at it.
+            sequence: the token's, from 0.
+            queries: the tokens of a map that are in sight, in whole blocks; all if None.
+            keys: the same of the keys.
+            name_of: returns the text of a token id, where the text was not written down. A map of
+                up to 48 tokens shows their words.
             ax: matplotlib axes to draw into, instead of a new figure.
             width: of a new figure, in inches; 3.35 is a column of many journals.
 
         Raises:
-            OptionError: a kind, a statistic or a head that the scan does not have.
+            OptionError: a kind, a statistic, a head or tokens that the scan does not have, or a
+                token of a head without single tokens.
             MissingExtraError: matplotlib is not installed.
         """
         chosen = {"layer": layer, "head": head, "statistic": statistic, "name_of": name_of}
-        return render_form(self, "figure", kind=kind, **chosen, ax=ax, width=width)
+        asked = {"token": token, "direction": direction, "sequence": sequence}
+        part = {"queries": queries, "keys": keys}
+        return render_form(self, "figure", kind=kind, **chosen, **asked, **part, ax=ax, width=width)
 
     # ---- save and load ----------------------------------------------------------------------
 

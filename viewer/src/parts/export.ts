@@ -1,104 +1,83 @@
-/** The view as files: the map as PNG and SVG, numbers as CSV. */
+/** The view as files: figures for print, numbers as CSV, and the lines of Python that draw the same. */
 
 import type { App } from "../app";
-import { element, select } from "../dom";
+import { button, element } from "../dom";
+import { gridFigure } from "../figures/grid";
+import { mapFigure } from "../figures/map";
+import { toPng, toSvg } from "../figures/sheet";
+import { tokenFigure } from "../figures/token";
 import { allHeads, nameOf } from "../heads";
-import type { MapPane } from "./map";
+import { gridLines, mapLines, tokenLines } from "../python";
+import type { Grid } from "./grid";
 
-const SCALE = 2; // pixels of a picture for each pixel of the page
+type Format = "svg" | "png" | "csv";
 
-type Choice = "png" | "svg" | "map" | "heads" | "lit";
+const FORMATS: readonly Format[] = ["svg", "png", "csv"];
+const SAVED = "scan.save(path) writes the file that Python loads; headwise scan writes it with --out DIR, as DIR/scan.safetensors.";
 
-const CHOICES: [Choice, string][] = [
-  ["png", "map as PNG"],
-  ["svg", "map as SVG"],
-  ["map", "map as CSV"],
-  ["heads", "heads as CSV"],
-  ["lit", "lit tokens as CSV"],
-];
+/** Something that the page shows; without a figure there is nothing of it. */
+interface Subject {
+  name: string;
+  title: string;
+  figure: () => SVGSVGElement | null;
+  numbers: () => string;
+  python: () => string | null;
+}
 
 export class Export {
-  readonly root: HTMLSelectElement;
+  readonly dialog = element("dialog", { class: "export", "data-part": "export", "aria-label": "export" });
+  readonly opener = button("export", { "data-part": "export-opener" }, () => this.open());
+  private readonly subjects: Subject[];
 
   constructor(
     private readonly app: App,
-    private readonly map: MapPane,
+    grid: Grid,
   ) {
-    this.root = select("export", [["", "export …"], ...CHOICES], (value) => {
-      this.root.value = "";
-      void this.save(value as Choice);
-    });
-    this.root.setAttribute("data-part", "export");
+    this.subjects = [
+      { name: "map", title: "The map", figure: () => mapFigure(app), numbers: () => this.mapNumbers(), python: () => mapLines(app) },
+      {
+        name: "heads", title: "All heads", figure: () => gridFigure(app, grid), numbers: () => this.headNumbers(),
+        python: () => gridLines(app, grid.comparison),
+      },
+      { name: "token", title: "The token", figure: () => tokenFigure(app), numbers: () => this.tokenNumbers(), python: () => tokenLines(app) },
+    ];
   }
 
-  private get name(): string {
-    const { meta, state } = this.app;
-    return `${meta.title}-${nameOf(state)}`.replace(/[^\w.-]+/g, "-");
+  /** List what is shown now; where there is nothing to draw, there is no choice. */
+  private open(): void {
+    const rows = this.subjects.flatMap((subject) => (subject.figure() ? [this.row(subject)] : []));
+    const close = button("close", {}, () => this.dialog.close());
+    this.dialog.replaceChildren(element("h2", {}, "Export"), ...rows, element("p", { class: "soft small" }, SAVED), close);
+    this.dialog.showModal();
   }
 
-  private async save(choice: Choice): Promise<void> {
-    if (choice === "png") download(`${this.name}.png`, await this.png());
-    else if (choice === "svg") download(`${this.name}.svg`, new Blob([this.svg()], { type: "image/svg+xml" }));
-    else download(`${this.name}-${choice}.csv`, new Blob([this.csv(choice)], { type: "text/csv" }));
-  }
-
-  /** Return the axes over the map as they are shown, as a picture of its own. */
-  private svg(): string {
-    const axes = this.map.axes.cloneNode(true) as SVGSVGElement;
-    const canvas = this.map.canvas;
-    const image = document.createElementNS("http://www.w3.org/2000/svg", "image");
-    image.setAttribute("href", canvas.toDataURL("image/png"));
-    image.setAttribute("x", String(canvas.offsetLeft));
-    image.setAttribute("y", String(canvas.offsetTop));
-    image.setAttribute("width", String(canvas.clientWidth));
-    image.setAttribute("height", String(canvas.clientHeight));
-    image.setAttribute("image-rendering", "pixelated");
-    axes.prepend(image);
-    axes.removeAttribute("aria-hidden");
-    // The page's style does not travel with the picture.
-    const ink = getComputedStyle(this.map.root).color;
-    for (const text of axes.querySelectorAll("text")) text.setAttribute("fill", ink);
-    axes.setAttribute("color", ink);
-    axes.setAttribute("font-family", "sans-serif");
-    axes.setAttribute("font-size", "11");
-    const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
-    title.textContent = `${this.app.meta.title}, ${this.app.nameOf(this.app.shown)}. ${this.app.light.badge}`;
-    axes.prepend(title);
-    return new XMLSerializer().serializeToString(axes);
-  }
-
-  /** Return the same picture in pixels, on the page's paper. */
-  private async png(): Promise<Blob> {
-    const picture = new Image();
-    const { width, height } = this.map.axes.getBoundingClientRect();
-    picture.src = `data:image/svg+xml,${encodeURIComponent(this.svg())}`;
-    await picture.decode();
-    const canvas = element("canvas", { width: SCALE * width, height: SCALE * height });
-    const context = canvas.getContext("2d");
-    if (context) {
-      context.fillStyle = getComputedStyle(this.map.root).getPropertyValue("--paper");
-      context.fillRect(0, 0, canvas.width, canvas.height);
-      context.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  private row(subject: Subject): HTMLElement {
+    const row = element("div", { class: "subject", "data-subject": subject.name });
+    const files = FORMATS.map((format) =>
+      button(format.toUpperCase(), { "data-format": format, "aria-label": `${subject.title} as ${format.toUpperCase()}` }, () => void this.save(subject, format)));
+    row.append(element("div", { class: "line" }, element("h3", {}, subject.title), ...files));
+    const lines = subject.python();
+    if (lines) {
+      const copy = button("copy", { "aria-label": `copy the Python of ${subject.title.toLowerCase()}` }, () => void navigator.clipboard?.writeText(lines));
+      row.append(element("div", { class: "line python" }, element("code", {}, lines), copy));
     }
-    return new Promise((resolve) => canvas.toBlob((blob) => resolve(blob ?? new Blob())));
+    return row;
   }
 
-  private csv(choice: Exclude<Choice, "png" | "svg">): string {
+  private async save(subject: Subject, format: Format): Promise<void> {
+    const { meta, shown } = this.app;
+    const name = `${meta.title}-${nameOf(shown)}-${subject.name}`.replace(/[^\w.-]+/g, "-");
+    const figure = subject.figure();
+    if (format === "csv") download(`${name}.csv`, new Blob([subject.numbers()], { type: "text/csv" }));
+    else if (figure && format === "svg") download(`${name}.svg`, new Blob([toSvg(figure)], { type: "image/svg+xml" }));
+    else if (figure) download(`${name}.png`, await toPng(figure));
+  }
+
+  // ---- numbers ------------------------------------------------------------------------------------
+
+  private mapNumbers(): string {
     const { app } = this;
-    const { map, queries, keys } = app.loaded ?? {};
-    if (choice === "heads") {
-      const columns = app.scan.statistics;
-      const values = columns.map((statistic) => allHeads(app.scan, statistic).map(({ value }) => value ?? ""));
-      const rows = allHeads(app.scan, null).map(({ layer, head }, n) => [layer, head, ...values.map((column) => column[n] ?? "")]);
-      return table(["layer", "head", ...columns.map(({ name }) => name)], rows);
-    }
-    if (choice === "lit") {
-      const text = app.light.lights.what === "keys" ? keys : queries;
-      const rows = app.light.lights.entries.map(({ first, last, weight }) => [
-        first, last, first === last ? (text?.word(app.state.sequence, first) ?? "") : "", weight,
-      ]);
-      return table(["first", "last", "token", "weight"], rows);
-    }
+    const map = app.loaded?.map;
     const [down, across] = app.light.axes() ?? [];
     if (!map || !down || !across) return "";
     const rows = Array.from({ length: map.rows * map.cols }, (_, at) => [
@@ -108,6 +87,24 @@ export class Export {
     ]);
     const last = app.state.mode === "diff" ? "A - B" : "weight";
     return table(["first query", "last query", "first key", "last key", last], rows);
+  }
+
+  private headNumbers(): string {
+    const { scan } = this.app;
+    const columns = scan.statistics;
+    const values = columns.map((statistic) => allHeads(scan, statistic).map(({ value }) => value ?? ""));
+    const rows = allHeads(scan, null).map(({ layer, head }, n) => [layer, head, ...values.map((column) => column[n] ?? "")]);
+    return table(["layer", "head", ...columns.map(({ name }) => name)], rows);
+  }
+
+  private tokenNumbers(): string {
+    const { app } = this;
+    const { lights } = app.light;
+    const text = lights.what === "keys" ? app.loaded?.keys : app.loaded?.queries;
+    const rows = lights.entries.map(({ first, last, weight }) => [
+      first, last, first === last ? (text?.word(app.state.sequence, first) ?? "") : "", weight,
+    ]);
+    return table(["first", "last", "token", "weight"], rows);
   }
 }
 

@@ -41,7 +41,7 @@ export class Grid implements Part {
   private revealed = "";
   private columns = 1;
   private readonly links: LinkCells;
-  private most = 1; // the largest difference, which ends the scale
+  most = 1; // the largest difference, which ends the scale
 
   constructor(private readonly app: App) {
     this.statistics = select("statistic", [], (value) => app.set({ statistic: value }));
@@ -152,13 +152,13 @@ export class Grid implements Part {
   }
 
   /** The mode in which all heads of two scans are compared, or null if one scan is shown. */
-  private get comparison(): "B" | "diff" | null {
+  get comparison(): "B" | "diff" | null {
     const { mode, other } = this.app.state;
     if (mode === "A" || other?.scan !== 1 || this.app.statistic?.is_change) return null;
     return mode === "B" ? "B" : "diff";
   }
 
-  private values(statistic: Statistic | null): HeadValue[] {
+  values(statistic: Statistic | null): HeadValue[] {
     const { meta, scan } = this.app;
     const second = meta.scans[1];
     const mode = this.comparison;
@@ -241,7 +241,7 @@ export class Grid implements Part {
     return `${statistic.heading}${isDifference ? `, ${names}` : ""}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
   }
 
-  private colour({ value }: HeadValue, statistic: Statistic | null): RGB | null {
+  colour({ value }: HeadValue, statistic: Statistic | null): RGB | null {
     if (!statistic || value === null) return null;
     return this.comparison === "diff" ? diverging(-value / this.most) : viridis(scalePosition(statistic, value));
   }
@@ -286,7 +286,8 @@ function statisticOptions(statistics: Statistic[]): [string, string][] {
   return order.map(({ name, label }) => [name, label]);
 }
 
-function unitOf(statistic: Statistic): string {
+/** Return the unit of a statistic, in per cent where it is a share. */
+export function unitOf(statistic: Statistic): string {
   const [unit = ""] = statistic.unit.split(/,|;| \(/);
   return isShare(statistic) ? unit.replace("share", "per cent") : unit;
 }

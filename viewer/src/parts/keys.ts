@@ -38,8 +38,8 @@ export class Keys {
   listen(target: HTMLElement | Document): void {
     target.addEventListener("keydown", (event) => {
       const pressed = event as KeyboardEvent;
-      const field = (pressed.target as HTMLElement).closest?.("input, select, textarea");
-      if (field || pressed.ctrlKey || pressed.metaKey || pressed.altKey || this.dialog.open) return;
+      const field = (pressed.target as HTMLElement).closest?.("input, select, textarea, dialog");
+      if (field || pressed.ctrlKey || pressed.metaKey || pressed.altKey) return;
       if (this.act(pressed.key)) pressed.preventDefault();
     });
   }
