@@ -8,7 +8,8 @@ import type { Loaded, Part } from "../view";
 
 export class Pinned implements Part {
   readonly root = element("div", { class: "pins", "data-part": "pinned" });
-  private readonly everyHead = button("", { "data-part": "every-head" }, () => this.app.toggleLinks());
+  // No tab stop: the key l and the order of the grid do the same.
+  private readonly everyHead = button("", { "data-part": "every-head", tabindex: -1 }, () => this.app.toggleLinks());
   private readonly second = button("", {}, () => this.app.set({ second: null }));
 
   constructor(private readonly app: App) {
