@@ -1,11 +1,13 @@
-"""Write the pictures of the viewer in the documentation: ``python -m tools.viewer_pictures``.
+"""Write the pictures of the viewer in the documentation: ``make pictures``.
 
-The pages are those of the tests' seeded builder, which a test compares with the pictures.
+One picture is the page of the trained encoder on the text that ships. The other pages are those of
+the tests' seeded builder. A test compares all with the files.
 """
 
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,32 +16,46 @@ import numpy as np
 from PIL import Image
 
 from headwise import scan
-from headwise.models import tiny
+from headwise.cli.scan import ScanOptions, run_scan_with_progress
+from headwise.models import minilm, tiny
 from headwise.reports.page import save_scan_page
 from tests.reports.browser import Chromium, chromium
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 
-FOLDER = Path(__file__).parents[1] / "docs" / "images" / "viewer"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+FIGURE = IMAGES / "viewer" / "figure.png"
 COLOURS = 256  # of a picture in the documentation
-# name -> (options of the browser, what is done in the page)
+ENCODER = "all-MiniLM-L6-v2"
+# file -> (options of the browser, address in the page)
 PICTURES: dict[str, tuple[dict[str, Any], str]] = {
-    "light": ({}, "headwise.app.pin(7)"),
-    "dark": ({"color_scheme": "dark"}, "headwise.app.choose({ layer: 0, head: 1 }, 'entropy')"),
-    "compare": ({}, "headwise.app.compareWith({ scan: 0, layer: 2, head: 3 })"),
-    "maps": ({"width": 900}, "headwise.app.set({ order: 'maps' })"),
-    "phone-heads": ({"width": 390, "height": 844}, "headwise.app.set({ tab: 'heads' })"),
-    "phone-text": ({"width": 390, "height": 844}, "headwise.app.set({ tab: 'text', token: 7 })"),
+    # The head that links a pronoun to its noun, and what the pronoun looks at in all heads.
+    "scan": ({"width": 1440}, "#h=1.3&t=70&v=links"),
+    "viewer/light": ({}, "#h=1.0&t=7"),
+    "viewer/dark": ({"color_scheme": "dark"}, "#s=entropy&h=0.1"),
+    "viewer/compare": ({}, "#h=1.0&o=0.2.3&m=diff"),
+    "viewer/maps": ({"width": 900}, "#h=1.0&v=maps"),
+    "viewer/phone-heads": ({"width": 390, "height": 844}, "#h=1.0&p=heads"),
+    "viewer/phone-text": ({"width": 390, "height": 844}, "#h=1.0&p=text&t=7"),
 }
 
 
-def picture(browser: Chromium, page: Path, name: str) -> Image.Image:
+def save_page(name: str, folder: Path) -> Path:
+    """Write the page of a picture into a folder."""
+    page = folder / "page.html"
+    if name != "scan":
+        return save_scan_page(page, viewer_report(viewer_scan()))
+    options = ScanOptions(model_dir=minilm.model_folder(), page=page)
+    return save_scan_page(page, replace(run_scan_with_progress(options), title=ENCODER))
+
+
+def picture(browser: Chromium, name: str) -> Image.Image:
     """Return a picture of the viewer."""
-    options, action = PICTURES[name]
-    with browser.open(page, **options) as opened:
-        opened.do("headwise.app.choose({ layer: 1, head: 0 })", "s.layer === 1 && s.head === 0")
-        opened.page.evaluate(action)
-        opened.page.wait_for_timeout(400)
-        return Image.open(io.BytesIO(opened.page.screenshot())).convert("RGB")
+    options, address = PICTURES[name]
+    with TemporaryDirectory() as folder:
+        page = save_page(name, Path(folder))
+        with browser.open(page, address=address, **options) as opened:
+            opened.page.wait_for_timeout(400)
+            return Image.open(io.BytesIO(opened.page.screenshot())).convert("RGB")
 
 
 def save_figure(path: Path) -> None:
@@ -58,14 +74,13 @@ def differing_pixels(a: Image.Image, b: Image.Image) -> float:
 
 def main() -> None:
     """Write every picture."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    save_figure(FOLDER / "figure.png")
-    with TemporaryDirectory() as folder, chromium() as browser:
-        page = save_scan_page(Path(folder) / "page.html", viewer_report(viewer_scan()))
+    save_figure(FIGURE)
+    with chromium() as browser:
         for name in PICTURES:
-            small = picture(browser, page, name).quantize(COLOURS, dither=Image.Dither.NONE)
-            small.save(FOLDER / f"{name}.png", optimize=True)
-            print(f"{name}: {(FOLDER / f'{name}.png').stat().st_size:,} bytes")
+            file = IMAGES / f"{name}.png"
+            small = picture(browser, name).quantize(COLOURS, dither=Image.Dither.NONE)
+            small.save(file, optimize=True)
+            print(f"{name}: {file.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

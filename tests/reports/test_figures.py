@@ -23,8 +23,7 @@ from headwise.reports.report import diverging_colour, most_changed_statistic
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import Map, TopKeysOfEveryQuery
 from tests.reports.viewer_scans import WORDS, viewer_scan
-from tests.root import ROOT
-from tools.viewer_pictures import save_figure
+from tools.viewer_pictures import FIGURE, save_figure
 
 SHARES = ["0 %", "10 %", "25 %", "50 %", "100 %"]
 
@@ -300,7 +299,7 @@ def test_axes_of_a_figure_are_used(scan: HeadScan) -> None:
 def test_the_picture_of_the_documentation(tmp_path: Path) -> None:
     drawn, kept = tmp_path / "figure.png", tmp_path / "kept.png"
     save_figure(drawn)
-    kept.write_bytes(ROOT.joinpath("docs/images/viewer/figure.png").read_bytes())
+    kept.write_bytes(FIGURE.read_bytes())
     assert compare_images(str(kept), str(drawn), tol=5) is None
 
 

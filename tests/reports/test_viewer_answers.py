@@ -431,6 +431,11 @@ def test_text_and_map_have_one_pair_of_colours(compared: Opened) -> None:
         words = compared.page.inner_text(f"[data-part={kind}-legend]")
         assert words.startswith("B more")
         assert words.index("A more") > words.index(swatches(compared, kind)[-1][1])
+    ends_of_text = [swatches(compared, "text")[n][0] for n in (0, -1)]
+    style = "getComputedStyle(document.querySelector('.text')).getPropertyValue('{}')"
+    for name, swatch in zip(("--less", "--more"), ends_of_text, strict=True):
+        value = compared.page.evaluate(style.format(name)).strip().removeprefix("#")
+        assert swatch == [int(value[n : n + 2], 16) for n in (0, 2, 4)]
     ends = [swatches(compared, kind)[-1][1] for kind in ("text", "map")]
     most = compared.page.evaluate("Math.max(...headwise.app.loaded.map.values.map(Math.abs))")
     assert [float(end) for end in ends] == [pytest.approx(100 * most, abs=0.5)] * 2
@@ -439,6 +444,32 @@ def test_text_and_map_have_one_pair_of_colours(compared: Opened) -> None:
         step = round(10 * (abs(weight) / most) ** 0.5)
         mark = f" {'less' if weight < 0 else 'lit'}-{step}" if abs(weight) >= LEAST else ""
         assert name.removesuffix(" pinned") == f"t{mark}"
+
+
+def test_small_changes_have_the_whole_scale(browser: Chromium, tmp_path: Path) -> None:
+    """The largest change is that of the last step; what is under 1 % has no mark and no stop."""
+    matrix = causal_matrix(LENGTH, heads=1)
+    other = AttentionMatrix(1.05 * matrix.q, matrix.k, mask=matrix.mask)
+    most = float((other.dense() - matrix.dense()).abs().max())
+    assert 2 * LEAST < most < 4 * LEAST
+    text = ScannedText(torch.arange(LENGTH).int(), (LENGTH,))
+    reads = [replace(scan_model(m, torch.zeros_like(m.q)), texts=(text,)) for m in (other, matrix)]
+    report = ScanReport.of(reads[0], name_of=lambda token: f"w{token}")
+    path = save_scan_page(tmp_path / "page.html", replace(report, second=reads[1]))
+    with browser.open(path, address="#h=0.0&m=diff&t=none") as opened:
+        end = opened.page.evaluate("headwise.app.light.end")
+        assert end == pytest.approx(most, abs=2 * (1 / 255 + 0.25 / 255**2))
+        assert len(swatches(opened, "text")) == 2
+        assert len(swatches(opened, "map")) == 5
+        values = opened.page.evaluate("[...headwise.app.loaded.map.values].map(Math.abs)")
+        token = values.index(max(values)) // LENGTH
+        lit = ask(opened, token, "keys")
+        assert any(abs(weight) < LEAST for weight in lit.values())
+        for at, weight in lit.items():
+            name = opened.page.locator(f'[data-t="{at}"]').get_attribute("class") or ""
+            step = f"{'less' if weight < 0 else 'lit'}-{round(10 * (abs(weight) / end) ** 0.5)}"
+            mark = f" {step}" if abs(weight) >= LEAST else ""
+            assert name.removesuffix(" pinned") == f"t{mark}"
 
 
 def test_heads_are_ranked_by_the_size_of_their_change(browser: Chromium, tmp_path: Path) -> None:

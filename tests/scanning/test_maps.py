@@ -13,6 +13,8 @@ from headwise import AttentionMatrix, Mask
 from headwise import scan as scan_model
 from headwise.errors import OptionError
 from headwise.reports import blobs
+from headwise.reports.page import viewer_data
+from headwise.reports.report import ScanReport
 from headwise.scanning.plan import _cells_within_bounds
 from headwise.scanning.result import HeadScan
 from headwise.scanning.statistics.maps import Map
@@ -137,6 +139,16 @@ def test_the_arrays_of_a_page_are_the_pooled_matrix(length: int, most: int) -> N
     expected = mean_by_position([length], size)
     assert maps.shape == expected.shape
     assert abs(torch.from_numpy(maps) - expected).max() <= (size**2 + 8) * 2**-23
+
+
+def test_a_page_of_many_heads_has_larger_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs, "MOST_CELLS", HEADS * 64**2)
+    for cells, most in ((None, 64), (200, 1024)):  # a number that was chosen stays
+        read = scan_of(200, cells)
+        assert blobs.most_blocks_of_page(read) == most
+        (layer,) = viewer_data(ScanReport.of(read))[0]["scans"][0]["layers"]
+        blocks = 50 if cells is None else 200
+        assert (layer["map"], layer["map_length"]) == ([blocks, blocks], [200, 200])
 
 
 def test_the_words_of_blocks() -> None:

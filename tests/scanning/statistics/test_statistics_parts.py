@@ -351,7 +351,8 @@ def test_equal_shares_are_told_apart_by_their_place() -> None:
 
 @pytest.mark.parametrize("cells", [1, 2, 7, 16])
 @pytest.mark.parametrize("kind", ["both lengths", "left padding", "cross", "cached"])
-def test_blocks_of_short_sequences(kind: str, cells: int) -> None:
+def test_blocks_of_short_sequences(kind: str, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 3 * 5 * 29)  # tiles begin and end within blocks
     call = replace(KINDS[kind], dtype=torch.float64).call()
     fine, coarse = (
         compute_summaries(call.observation(), [one])["map"] for one in (Map(), Map(cells))

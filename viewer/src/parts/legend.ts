@@ -10,14 +10,9 @@ const WEIGHTS = [0, 0.01, 0.1, 0.5, 1];
 const SHARES = [-1, -0.25, 0, 0.25, 1]; // of the largest difference
 const STEPS = 10; // classes of colour, lit-1 to lit-10
 
-/**
- * Return the step of a token's colour, from 1 to 10 by the square root of its weight; below 0 for what
- * is less, and 0 for what is not marked. A weight of `end` has the last step.
- */
-export function stepOf(weight: number, end: number): number {
-  if (Math.abs(weight) < LEAST) return 0;
-  return Math.sign(weight) * Math.round(STEPS * Math.sqrt(Math.min(1, Math.abs(weight) / end)));
-}
+/** Return the step of a token's colour by the square root of its weight, 10 for `end`; below 0 for what is less. */
+export const stepOf = (weight: number, end: number): number =>
+  Math.sign(weight) * Math.round(STEPS * Math.sqrt(Math.min(1, Math.abs(weight) / end)));
 
 export const classOf = (step: number): string => `${step < 0 ? "less" : "lit"}-${Math.abs(step)}`;
 
@@ -31,7 +26,7 @@ export class Legend {
   /** Draw the scale of weights up to 1, or of differences up to the largest. */
   update(isDifference: boolean, end: number): void {
     const values = isDifference ? SHARES.map((share) => share * end) : WEIGHTS;
-    const shown = values.filter((value) => this.kind === "map" || stepOf(value, end) !== 0);
+    const shown = values.filter((value) => this.kind === "map" || Math.abs(value) >= LEAST);
     const [low, high] = isDifference ? ["B more, %", "A more"] as const : ["weight, %", ""] as const;
     const least = `${this.kind === "map" ? "rings: " : ""}under ${100 * LEAST} %: not marked`;
     const soft = (words: string): HTMLElement => element("span", { class: "soft" }, words);
