@@ -93,13 +93,15 @@ class Reader:
         self.opened, self.page, self.way = opened, opened.page, way
         self.actions = 0
 
-    def press(self, selector: str) -> None:
-        """Click, tap, or go to a control by Tab and arrows and press Enter."""
+    def press(self, selector: str, *, key: str | None = None) -> None:
+        """Click, tap, or go to a control by Tab and arrows and press Enter; or press its key."""
         self.actions += 1
         if self.way == "mouse":
             self.page.click(selector)
         elif self.way == "touch":
             self.page.tap(selector)
+        elif key is not None:
+            self.page.keyboard.press(key)
         else:
             self.go_to(selector)
             self.page.keyboard.press("Enter")
@@ -225,7 +227,7 @@ def test_which_head_links_it_to_suitcase(
     query, key = seen.place("it"), seen.place("suitcase")
     with reading(browser, path, way, "#s=entropy&h=0.0&t=none&p=text") as reader:
         reader.press_token(query)
-        reader.press("[data-part=every-head]")
+        reader.press("[data-part=every-head]", key="l")
         reader.opened.wait(f"s.order === 'links' && s.parts.links?.token === {query}")
         cells = reader.page.locator("[data-part=grid] [data-id]")
         names = {
