@@ -54,8 +54,8 @@ def test_a_gate_of_zeros_halves_the_head_outputs(kind: str) -> None:
         parameter.zero_()
     plain = without_gate(layer)
     assert torch.equal(layer.head_outputs(x), plain.head_outputs(x) / 2)
-    halved = F.linear(plain.head_outputs(x).transpose(1, 2).flatten(2) / 2, layer.out_proj.weight)
-    assert torch.equal(layer(x), halved + layer.out_proj.bias)
+    halved = plain.head_outputs(x).transpose(1, 2).flatten(2) / 2
+    assert torch.equal(layer(x), F.linear(halved, layer.out_proj.weight, layer.out_proj.bias))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -291,7 +291,7 @@ NEAR_MISSES = (
     NearMiss("norm weights in another order", with_reversed_norms, NORM),
     NearMiss(
         "norm on another role",
-        of_stage("k after norm", lambda f: F.normalize(f["k"], dim=-1) * f.weight("q_norm")),
+        of_stage("k after norm", lambda f: F.normalize(f["k"], dim=-1) * f.model.weights["q_norm"]),
         NORM,
     ),
     NearMiss("rotary on values", after("v", lambda v: turned(v, -1)), {"rotary": PARTIAL}),

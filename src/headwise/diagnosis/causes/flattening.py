@@ -70,7 +70,7 @@ def _reorder_mask(reorder: Reorder, forced: ForcedStage) -> Tensor:
 
 def _reorder_bias(reorder: Reorder, forced: ForcedStage) -> Tensor:
     distances, scores = key_query_distances(forced.call), forced.usual_result()
-    bias = distance_bias(forced.settings, distances, forced.weight("distances"))
+    bias = distance_bias(forced.settings, distances, forced.model.weights.get("distances"))
     if bias is None:  # with another cause, which leaves it out
         return scores
     return scores + (reorder(bias.expand(len(scores), -1, -1, -1)) - bias)

@@ -26,7 +26,7 @@ def _gate_without_sigmoid(evidence: Evidence) -> Variants:
 
 def _multiply_by_projection(forced: ForcedStage) -> Tensor:
     """Return head outputs times the projection of their gate, without its sigmoid."""
-    weight, bias = forced.weight("wg"), forced.weight("bg")
+    weight, bias = forced.model.weights.get("wg"), forced.model.weights.get("bg")
     if weight is None:  # another change left the gate out
         return forced.usual_result()
     bare = forced.model.with_weights(wg=None, bg=None)

@@ -172,7 +172,10 @@ def _normalise_by_norm_of(role: str, forced: ForcedStage) -> Tensor:
     if norm is None:  # another cause removed the norm
         return forced.usual_result()
     x = forced.usual_result() if forced.stage == "v" else forced[forced.stage[0]]
-    weight, bias = forced.weight(f"{role}_norm"), forced.weight(f"{role}_norm_bias")
+    weight, bias = (
+        forced.model.weights.get(f"{role}_norm"),
+        forced.model.weights.get(f"{role}_norm_bias"),
+    )
     return normalise_heads(norm, x, weight, bias)
 
 

@@ -24,7 +24,7 @@ def _bias_otherwise(evidence: Evidence, bias: Bias) -> AttentionModel:
     """Return the model with another bias, (batch, heads, queries, keys), in place of its own."""
 
     def score(forced: ForcedStage) -> Tensor:
-        table = forced.weight("distances")
+        table = forced.model.weights.get("distances")
         if table is None:  # another cause has left the bias out
             return forced.usual_result()
         bare = forced.model.with_settings(score_bias=None).with_weights(distances=None)

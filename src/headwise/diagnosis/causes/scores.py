@@ -279,7 +279,7 @@ def _softmax_in_dtypes(
     stored: torch.dtype, within: torch.dtype, after: torch.dtype, forced: ForcedStage
 ) -> Tensor:
     scores = forced["scores"].to(stored).to(within)
-    return _softmax_with_sink(scores, forced.weight("sink")).to(after).double()
+    return _softmax_with_sink(scores, forced.model.weights.get("sink")).to(after).double()
 
 
 def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> Tensor:
@@ -338,7 +338,7 @@ def _another_column_cut_off(evidence: Evidence) -> Variants:
 
 def _cut_column(place: str, forced: ForcedStage) -> Tensor:
     """Return weights that are one key off: the sink at one end of the keys, the other cut off."""
-    if (sink := forced.weight("sink")) is None:  # another change left it out
+    if (sink := forced.model.weights.get("sink")) is None:  # another change left it out
         return forced.usual_result()
     columns = _join_sink(forced["scores"], sink)
     columns = columns if place == "first" else columns.roll(1, -1)

@@ -219,7 +219,7 @@ def _bound_projection(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
 
 
 def _bound_linear(forced: ForcedStage, role: str, x: Tensor, r: rounding.Roundoff) -> Tensor:
-    weight, bias = forced.model.weights[f"w{role}"], forced.weight(f"b{role}")
+    weight, bias = forced.model.weights[f"w{role}"], forced.model.weights.get(f"b{role}")
     sizes = torch.einsum("ble,hde->bhld", x.double().abs(), weight.abs())
     sizes = sizes if bias is None else sizes + bias.abs()[:, None]
     return (x.shape[-1] * r.u + r.U) * sizes
@@ -283,7 +283,7 @@ def _bound_head_outputs(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
 
 
 def _bound_output(forced: ForcedStage, r: rounding.Roundoff) -> Tensor:
-    heads, bias = forced["head outputs"], forced.weight("bo")
+    heads, bias = forced["head outputs"], forced.model.weights.get("bo")
     joined = heads.abs().transpose(1, 2).flatten(2)
     sizes = joined @ forced.model.weights["wo"].abs().flatten(0, 1)
     sizes = sizes if bias is None else sizes + bias.abs()

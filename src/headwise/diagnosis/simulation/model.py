@@ -347,10 +347,6 @@ class ForcedStage:
             return self.call.stages[stage]
         return ForcedStage(self.model, self.call, stage).result
 
-    def weight(self, name: str) -> Tensor | None:
-        """Return a tensor of the weights, None where the model has none."""
-        return self.model.weights.get(name)
-
     def of_all_calls(self, stage: str) -> Tensor:
         """Return keys or values of earlier calls and of this one, (batch, kv_heads, keys, ...)."""
         if not self.call.earlier:
@@ -367,7 +363,7 @@ def project_heads(forced: ForcedStage) -> Tensor:
     """Return q, k or v: x @ weight + bias for each head."""
     role, inputs = forced.stage, forced.call.inputs
     x = inputs.x if role == "q" else inputs.key_source
-    weight, bias = forced.model.weights[f"w{role}"], forced.weight(f"b{role}")
+    weight, bias = forced.model.weights[f"w{role}"], forced.model.weights.get(f"b{role}")
     return forced.model.memory.compute(stages.project_heads, x, weight, bias)
 
 
@@ -396,16 +392,22 @@ def _apply_norm_at_place(forced: ForcedStage, x: Tensor, place: str) -> Tensor:
     role, rule = forced.stage[0], forced.settings.norm
     if rule is None or rule.place != place:
         return x
-    weight, bias = forced.weight(f"{role}_norm"), forced.weight(f"{role}_norm_bias")
+    weight, bias = (
+        forced.model.weights.get(f"{role}_norm"),
+        forced.model.weights.get(f"{role}_norm_bias"),
+    )
     if weight is None:
-        weight, bias = forced.weight(f"{role}_norms"), forced.weight(f"{role}_norms_bias")
+        weight, bias = (
+            forced.model.weights.get(f"{role}_norms"),
+            forced.model.weights.get(f"{role}_norms_bias"),
+        )
     return forced.model.memory.compute(norm.normalise_heads, rule, x, weight, bias)
 
 
 def compute_scores(forced: ForcedStage) -> Tensor:
     """Return the scores, -inf where a key is hidden."""
     products, distances = scale_products(forced), key_query_distances(forced.call)
-    mask, table = forced.call.inputs.mask, forced.weight("distances")
+    mask, table = forced.call.inputs.mask, forced.model.weights.get("distances")
     return forced.model.memory.compute(
         _bias_and_hide, forced.settings, products, distances, mask, table
     )
@@ -451,7 +453,7 @@ def visible_keys(forced: ForcedStage) -> Tensor:
 def softmax_scores(forced: ForcedStage) -> Tensor:
     """Return the weights of the scores; a row without keys is 0."""
     return forced.model.memory.compute(
-        stages.weights_from_scores, forced["scores"], forced.weight("sink")
+        stages.weights_from_scores, forced["scores"], forced.model.weights.get("sink")
     )
 
 
@@ -466,7 +468,7 @@ def mix_values(forced: ForcedStage) -> Tensor:
 
 def output_gates(forced: ForcedStage) -> Tensor | None:
     """Return the factors of the head outputs, None without an output gate."""
-    weight, bias = forced.weight("wg"), forced.weight("bg")
+    weight, bias = forced.model.weights.get("wg"), forced.model.weights.get("bg")
     if weight is None:
         return None
     return forced.model.memory.compute(gate.output_gate, forced.call.inputs.x, weight, bias)
@@ -474,7 +476,11 @@ def output_gates(forced: ForcedStage) -> Tensor | None:
 
 def project_output(forced: ForcedStage) -> Tensor:
     """Return the projected head outputs."""
-    heads, weight, bias = forced["head outputs"], forced.model.weights["wo"], forced.weight("bo")
+    heads, weight, bias = (
+        forced["head outputs"],
+        forced.model.weights["wo"],
+        forced.model.weights.get("bo"),
+    )
     return forced.model.memory.compute(stages.project_output, heads, weight, bias)
 
 
