@@ -1,0 +1,353 @@
+"""Cut: what happens to the heads of each layer of a model, as data."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from headwise.errors import CheckpointError, OptionError
+from headwise.function.spec import AttentionSpec
+from headwise.function.weights import State
+from headwise.support.files import parse_json_object, write_whole
+from headwise.surgery.steps import (
+    STEPS,
+    Basis,
+    Equality,
+    Heads,
+    Merge,
+    Refit,
+    Shift,
+    Step,
+    Take,
+    Zero,
+    require_numbers,
+)
+
+FORMAT = 1
+EQUALITIES: tuple[Equality, ...] = ("indices", "rounding", "no")  # the later, the less is equal
+WORDS: Mapping[Equality, str] = {
+    "indices": "outputs stay equal: numbers only change their places",
+    "rounding": "outputs stay equal up to rounding",
+    "no": "outputs change",
+}
+
+
+@dataclass(frozen=True)
+class LayerCut:
+    """What happens to the heads of one layer: steps, in order.
+
+    Every method returns a longer cut and leaves this one alone. Numbers of heads are those of the
+    layer after the steps so far; `heads` tells their original numbers.
+
+        LayerCut(8, 2).drop([1, 5]).merge(1)
+
+    Attributes:
+        num_heads: of the original layer.
+        num_kv_heads: of the original layer.
+        steps: see `headwise.surgery.steps`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def heads(self) -> Heads:
+        """The original heads that the layer's heads are made of."""
+        start = Heads.all(self.num_heads, self.num_kv_heads)
+        return reduce(lambda heads, step: step.follow(heads), self.steps, start)
+
+    @property
+    def gone(self) -> list[int]:
+        """The original numbers of heads that are gone, or whose output is zero."""
+        heads = self.heads
+        return sorted({*range(self.num_heads)} - {*heads.query} | heads.off)
+
+    @property
+    def equality(self) -> Equality:
+        """How far the layer's outputs stay equal."""
+        return max((step.equality for step in self.steps), key=EQUALITIES.index, default="indices")
+
+    def then(self, *steps: Step) -> LayerCut:
+        """Return this cut and more steps; raise where one does not fit the heads before it."""
+        longer = replace(self, steps=(*self.steps, *steps))
+        _ = longer.heads
+        return longer
+
+    def keep(self, heads: Sequence[int], *, are_zero: bool = False) -> LayerCut:
+        """Keep these heads in this order, with the kv heads that they read.
+
+        Args:
+            heads: their numbers; those that share a kv head stand together.
+            are_zero: True if the outputs of all others are zero, so that none is lost.
+
+        Raises:
+            OptionError: a number twice or out of range, or kv heads that keep unequal numbers of
+                query heads.
+        """
+        before, chosen = self.heads, tuple(int(head) for head in heads)
+        require_numbers(chosen, len(before.query), "heads")
+        runs = [(kv, len([*run])) for kv, run in groupby(chosen, lambda h: h // before.group)]
+        kept = [kv for kv, _ in runs]
+        if len({*kept}) < len(kept) or len({count for _, count in runs}) > 1:
+            counts = ", ".join(f"{count} of kv head {kv}" for kv, count in runs)
+            raise OptionError(
+                saw=f"heads {', '.join(map(str, chosen))}: {counts}",
+                needed="the same number of query heads for each kv head that stays, side by side",
+                do="keep whole groups, or as many heads of each group",
+            )
+        return self.then(Take(len(before.query), chosen, tuple(kept), are_zero))
+
+    def drop(self, heads: Iterable[int], *, are_zero: bool = False) -> LayerCut:
+        """Take these heads out; see `keep`."""
+        total, dropped = len(self.heads.query), [int(head) for head in heads]
+        require_numbers(dropped, total, "heads", all_may_go=True)
+        return self.keep([h for h in range(total) if h not in dropped], are_zero=are_zero)
+
+    def zero(self, heads: Iterable[int]) -> LayerCut:
+        """Set the rows of the output projection of these heads to 0; the layer keeps its size."""
+        return self.then(Zero(tuple(int(head) for head in heads)))
+
+    def expand(self, num_kv_heads: int) -> LayerCut:
+        """Repeat each kv head, so that fewer query heads share one: no output changes.
+
+        Raises:
+            OptionError: not a multiple of the kv heads, or not a divisor of the heads.
+        """
+        heads = self.heads
+        total, before = len(heads.query), len(heads.kv)
+        if num_kv_heads < 1 or num_kv_heads % before or total % num_kv_heads:
+            fits = [n for n in range(before, total + 1, before) if total % n == 0]
+            raise OptionError(
+                saw=f"{num_kv_heads} kv heads from {before}, for {total} heads",
+                needed=f"a multiple of {before} that divides {total}: {', '.join(map(str, fits))}",
+                do="choose one of these",
+            )
+        copies = num_kv_heads // before
+        places = tuple(place // copies for place in range(num_kv_heads))
+        return self.then(Take(total, tuple(range(total)), places, are_zero=True))
+
+    def collapse(self, num_kv_heads: int) -> LayerCut:
+        """Keep one of each run of equal kv heads, the reverse of `expand`: no output changes.
+
+        Applying the cut raises where the copies are not equal.
+
+        Raises:
+            OptionError: not a divisor of the kv heads.
+        """
+        heads = self.heads
+        total, before = len(heads.query), len(heads.kv)
+        count = self._run_length(num_kv_heads)
+        return self.then(Take(total, tuple(range(total)), tuple(range(0, before, count)), True))
+
+    def merge(self, num_kv_heads: int) -> LayerCut:
+        """Make this many kv heads, each the mean of kv heads that stand side by side.
+
+        `keep` puts those that shall be merged side by side. See `headwise.surgery.steps.Merge`.
+
+        Raises:
+            OptionError: not a divisor of the kv heads.
+        """
+        return self.then(Merge(self._run_length(num_kv_heads)))
+
+    def turn(self, *, key: Tensor | None = None, value: Tensor | None = None) -> LayerCut:
+        """Change the basis of the channels inside each head; see `headwise.surgery.steps.Basis`."""
+        return self.then(Basis(key, value))
+
+    def shift(self, bias: Tensor) -> LayerCut:
+        """Add a vector (out_dim,) to the output's bias."""
+        return self.then(Shift(bias))
+
+    def refit(self, wo: Tensor, bo: Tensor | None = None) -> LayerCut:
+        """Replace the output projection; see `headwise.surgery.steps.Refit`."""
+        return self.then(Refit(wo, bo))
+
+    def apply(self, state: State, spec: AttentionSpec) -> State:
+        """Return the canonical tensors after all steps; the given ones stay as they are.
+
+        Args:
+            state: see `headwise.function.weights`.
+            spec: the function of the layer.
+
+        Raises:
+            OptionError: the function does not allow a step; or kv heads are not equal, or outputs
+                not zero, where the cut says so.
+            ShapeError: a layer with other numbers of heads.
+        """
+        given = state["wq"].shape[0], state["wk"].shape[0]
+        if given != (self.num_heads, self.num_kv_heads):
+            raise OptionError(
+                saw=f"a layer of {given[0]} heads and {given[1]} kv heads",
+                needed=f"{self.num_heads} and {self.num_kv_heads}, as this cut was made for",
+                do="make the cut for this layer",
+            )
+        for step in self.steps:
+            step.require_function(spec)
+            state = step.apply(state)
+        return state
+
+    def _run_length(self, num_kv_heads: int) -> int:
+        before = len(self.heads.kv)
+        if num_kv_heads < 1 or before % num_kv_heads:
+            fits = [n for n in range(1, before + 1) if before % n == 0]
+            raise OptionError(
+                saw=f"{num_kv_heads} kv heads from {before}",
+                needed=f"a divisor of {before}: {', '.join(map(str, fits))}",
+                do="choose one of these",
+            )
+        return before // num_kv_heads
+
+    def __str__(self) -> str:
+        """Say how many heads are left, and which are gone."""
+        heads, gone = self.heads, self.gone
+        kept = len({*heads.query} - heads.off)
+        text = f"{kept} of {self.num_heads} heads"
+        if gone:
+            text += f" without {', '.join(map(str, gone))}"
+        if heads.off:
+            text += ", at full size" if len(heads.query) == self.num_heads else ", some at size"
+        if len(heads.kv) != self.num_kv_heads:
+            text += f", {len(heads.kv)} of {self.num_kv_heads} kv heads"
+        kinds = [step.kind for step in self.steps if step.kind in NAMED]
+        return text + "".join(f", {NAMED[kind]}" for kind in dict.fromkeys(kinds))
+
+
+NAMED = {
+    "merge": "merged by their mean",
+    "basis": "in another basis",
+    "shift": "with a mean in the bias",
+    "refit": "with a fitted output projection",
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What happens to the heads of each layer of a model.
+
+    ``str()`` is a table by layer. A cut saves as JSON, and composes: `then` makes one cut of two.
+
+    Attributes:
+        layers: prefix of the layer's tensor names, such as "model.layers.0.self_attn." -> its cut.
+            Layers that are not named stay as they are.
+    """
+
+    layers: Mapping[str, LayerCut] = field(default_factory=dict)
+
+    @property
+    def equality(self) -> Equality:
+        """How far the model's outputs stay equal."""
+        kinds = (layer.equality for layer in self.layers.values())
+        return max(kinds, key=EQUALITIES.index, default="indices")
+
+    @property
+    def gone(self) -> dict[str, list[int]]:
+        """The original numbers of the heads that are gone, by layer."""
+        return {name: layer.gone for name, layer in self.layers.items() if layer.gone}
+
+    def __iter__(self) -> Iterator[tuple[str, LayerCut]]:
+        """Yield the name and the cut of each layer."""
+        return iter(self.layers.items())
+
+    def then(self, other: Cut) -> Cut:
+        """Return the cut that does this one, and then another one.
+
+        Raises:
+            OptionError: the other one was made for layers with other numbers of heads.
+        """
+        layers = dict(self.layers)
+        for name, after in other:
+            before = layers.get(name, LayerCut(after.num_heads, after.num_kv_heads))
+            left = len(before.heads.query), len(before.heads.kv)
+            if left != (after.num_heads, after.num_kv_heads):
+                raise OptionError(
+                    saw=f"{name} with {left[0]} heads and {left[1]} kv heads after the first cut",
+                    needed=f"{after.num_heads} and {after.num_kv_heads}, of which the second "
+                    "one takes",
+                    do="make the second cut of the model after the first one",
+                )
+            layers[name] = before.then(*after.steps)
+        return Cut(layers)
+
+    def __str__(self) -> str:
+        """Return a line for each layer, and what stays equal."""
+        width = max(map(len, self.layers), default=0)
+        lines = [f"{name:{width}}  {layer}" for name, layer in self]
+        return "\n".join([*lines, WORDS[self.equality]])
+
+    def to_json(self) -> str:
+        """Return the cut as JSON; tensors are in the bytes of safetensors."""
+        layers = {
+            name: {
+                "heads": layer.num_heads,
+                "kv_heads": layer.num_kv_heads,
+                "steps": [_write_step(step) for step in layer.steps],
+            }
+            for name, layer in self
+        }
+        return json.dumps({"format": FORMAT, "layers": layers}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the cut that `to_json` wrote.
+
+        Raises:
+            CheckpointError: another text.
+        """
+        try:
+            values = parse_json_object(text)
+            if (version := values.get("format")) != FORMAT:
+                raise ValueError(f"has the format {version!r}, not {FORMAT}")
+            return cls({name: _read_layer(layer) for name, layer in values["layers"].items()})
+        except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+            raise CheckpointError(
+                saw=f"a text that is no cut: {type(error).__name__}: {error}",
+                needed=f"what Cut.to_json writes, of the format {FORMAT}",
+                do="write it with Cut.save, or read it with the version that wrote it",
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the cut as JSON, beside its path and then renamed."""
+        write_whole(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return the cut of a file; see `from_json`."""
+        return cls.from_json(Path(path).read_text("utf-8"))
+
+
+def _write_step(step: Step) -> dict[str, Any]:
+    values = {each.name: getattr(step, each.name) for each in fields(step)}  # type: ignore[arg-type]
+    return {"step": step.kind} | {name: _write_value(value) for name, value in values.items()}
+
+
+def _write_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        content = save({"x": value.detach().cpu().contiguous()})
+        return {"safetensors": base64.b64encode(content).decode("ascii")}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _read_layer(values: Mapping[str, Any]) -> LayerCut:
+    steps = (_read_step(step) for step in values["steps"])
+    return LayerCut(values["heads"], values["kv_heads"]).then(*steps)
+
+
+def _read_step(values: Mapping[str, Any]) -> Step:
+    read = {name: _read_value(value) for name, value in values.items() if name != "step"}
+    return STEPS[values["step"]](**read)
+
+
+def _read_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return load(base64.b64decode(value["safetensors"]))["x"]
+    return tuple(value) if isinstance(value, list) else value
