@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from headwise.checkpoints import config as configs
-from headwise.checkpoints.attention import attention_from_state
+from headwise.checkpoints.config import attention_window
+from headwise.checkpoints.places import Place, find_places
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import HeadwiseError, OptionError
@@ -22,8 +22,6 @@ from headwise.function.stages import mix_values
 from headwise.layers import checks, conversion, distance
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
-from headwise.layouts._layout import Layout
-from headwise.layouts.modules import NamedModule, find_modules
 from headwise.masks.mask import Mask
 from headwise.scanning.call import CapturedCall
 from headwise.scanning.record import record_attention
@@ -292,62 +290,21 @@ def _read_native_or_torch_layer(name: str, module: nn.Module) -> ModuleData | No
 
 def _read_transformers_modules(model: nn.Module) -> list[ModuleData]:
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict[str, Any])
-    fields: dict[str, Any] = to_dict()
-    name = configs.layout_name(fields) if fields else None
-    if name is None:
-        return []
-    layout, state = registry.layout(name), model.state_dict()
-    modules = [m for m in find_modules(layout, state) if m.tensors]
-    if not modules:
-        layout, modules = _find_modules_by_other_names(layout, state)
-    return [_read_module_by_layout(module, modules, state, layout, fields) for module in modules]
+    state = model.state_dict()
+    return [_read_place(place, state) for place in find_places(state, to_dict())]
 
 
-def _find_modules_by_other_names(
-    layout: Layout, state: Mapping[str, Tensor]
-) -> tuple[Layout, list[NamedModule]]:
-    """Return the modules by the names of another layout, with the function of this one.
-
-    transformers 5 gives the modules of some models other names than their files have.
-    """
-    readings = [
-        (sum(len(module.tensors) for module in modules), other, modules)
-        for other in registry.layouts_by_name().values()
-        if other.required and (modules := [m for m in find_modules(other, state) if m.tensors])
-    ]
-    _, other, modules = max(readings, key=lambda each: each[0], default=(0, layout, []))
-    return replace(other, function=layout.function), modules
-
-
-def _read_heads_of_stack(module: NamedModule, config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the heads that a config states for the encoder or the decoder of a module."""
-    sides = [side for side in ("encoder", "decoder") if side in module.prefix.split(".")]
-    count = config.get(f"{sides[0]}_attention_heads") if sides else None
-    return {"heads": count} if isinstance(count, int) else {}
-
-
-def _read_module_by_layout(
-    module: NamedModule,
-    modules: list[NamedModule],
-    state: Mapping[str, Tensor],
-    layout: Layout,
-    config: dict[str, Any],
-) -> ModuleData:
-    described = configs.layout_in_layer(layout, config, module.layer)
+def _read_place(place: Place, state: Mapping[str, Tensor]) -> ModuleData:
     data = None
     with suppress(HeadwiseError):
-        shapes = {local: tuple(state[full].shape) for full, local in module.tensors.items()}
-        counts = configs.read_stated_counts(config) | _read_heads_of_stack(module, config)
-        sizes = described.sizes(shapes, counts)
-        layer = attention_from_state(module, modules, state, described, config, sizes, window=None)
-        data = NativeSubject(layer).model
+        data = NativeSubject(place.layer(state, window=None)).model
     owners = {
         role: full.rpartition(".")[0]
-        for full, local in module.tensors.items()
+        for full, local in place.module.tensors.items()
         for role in "qkvo"
-        if f"w{role}" in layout.patterns[local].tensors
+        if f"w{role}" in place.layout.patterns[local].tensors
     }
     window = None
     with suppress(HeadwiseError):
-        window = configs.attention_window(config, module.layer)
-    return ModuleData(module.prefix, data, owners, window)
+        window = attention_window(place.config, place.module.layer)
+    return ModuleData(place.name, data, owners, window)

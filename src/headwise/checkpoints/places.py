@@ -1,0 +1,101 @@
+"""Places of the attention modules in a model's tensors: their layout, sizes and function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from headwise.checkpoints import config as configs
+from headwise.checkpoints.attention import attention_from_state
+from headwise.checkpoints.config import Config
+from headwise.function.weights import State
+from headwise.layers.attention import Attention
+from headwise.layouts import registry
+from headwise.layouts._layout import Layout
+from headwise.layouts.modules import NamedModule, find_modules
+from headwise.layouts.pattern import Sizes
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where one attention module lies in a model's tensors, and how they are read.
+
+    Attributes:
+        module: its position, and the names of its tensors.
+        modules: all attention modules of the model.
+        layout: that of its tensors, with the function of its layer.
+        config: the model's config.json.
+    """
+
+    module: NamedModule
+    modules: Sequence[NamedModule]
+    layout: Layout
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """The prefix of its tensors' names."""
+        return self.module.prefix
+
+    def sizes(self, state: Mapping[str, Tensor]) -> Sizes:
+        """Return the size of every axis.
+
+        Raises:
+            OptionError, ShapeError: tensors that do not fit the layout and the config.
+        """
+        shapes = {local: tuple(state[name].shape) for name, local in self.module.tensors.items()}
+        return self.layout.sizes(shapes, self._counts)
+
+    def read(self, state: Mapping[str, Tensor]) -> State:
+        """Return the canonical tensors that this module stores by itself."""
+        stored = {local: state[name] for name, local in self.module.tensors.items()}
+        return self.layout.read(stored, sizes=self.sizes(state))
+
+    def layer(self, state: Mapping[str, Tensor], **options: Any) -> Attention:
+        """Return the attention as a layer; see `headwise.checkpoints.attention`."""
+        sizes = self.sizes(state)
+        return attention_from_state(
+            self.module, self.modules, state, self.layout, self.config, sizes, **options
+        )
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        """The counts that the config states for the model, or for this module's side of it."""
+        sides = [side for side in ("encoder", "decoder") if side in self.name.split(".")]
+        count = self.config.get(f"{sides[0]}_attention_heads") if sides else None
+        stated = configs.read_stated_counts(self.config)
+        return stated | ({"heads": count} if isinstance(count, int) else {})
+
+
+def find_places(state: Mapping[str, Tensor], config: Config) -> list[Place]:
+    """Return the attention modules of a model; none where no layout of the catalogue fits."""
+    name = configs.layout_name(config) if config else None
+    if name is None:
+        return []
+    layout = registry.layout(name)
+    modules = [module for module in find_modules(layout, state) if module.tensors]
+    if not modules:
+        layout, modules = _find_modules_by_other_names(layout, state)
+    return [
+        Place(module, modules, configs.layout_in_layer(layout, config, module.layer), config)
+        for module in modules
+    ]
+
+
+def _find_modules_by_other_names(
+    layout: Layout, state: Mapping[str, Tensor]
+) -> tuple[Layout, list[NamedModule]]:
+    """Return the modules by the names of another layout, with the function of this one.
+
+    transformers 5 gives the modules of some models other names than their files have.
+    """
+    readings = [
+        (sum(len(module.tensors) for module in modules), other, modules)
+        for other in registry.layouts_by_name().values()
+        if other.required and (modules := [m for m in find_modules(other, state) if m.tensors])
+    ]
+    _, other, modules = max(readings, key=lambda each: each[0], default=(0, layout, []))
+    return replace(other, function=layout.function), modules

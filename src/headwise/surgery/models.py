@@ -1,0 +1,236 @@
+"""Cuts of a model of transformers, in memory: the same class with smaller attention modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.checkpoints.places import Place, find_places
+from headwise.errors import DeviceError, OptionError
+from headwise.function.spec import AttentionSpec, BucketRule
+from headwise.function.weights import State
+from headwise.layouts import registry
+from headwise.support.text import list_some
+from headwise.surgery.cut import Cut, LayerCut
+
+Counts = tuple[int, int, int]  # heads, kv heads, head_dim
+
+
+def stated_counts(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    """Return what the attributes of attention modules count, by their names in transformers."""
+    return {
+        **dict.fromkeys(("num_heads", "n_heads", "num_attention_heads"), heads),
+        **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), kv_heads),
+        "num_key_value_groups": heads // kv_heads,
+        **dict.fromkeys(("all_head_size", "inner_dim", "split_size"), heads * head_dim),
+    }
+
+
+class ModelHeads:
+    """The attention modules of a model, by name, as a cut finds them.
+
+    Args:
+        model: a model of transformers.
+
+    Raises:
+        OptionError: no layout for this model; or quantised, adapted or shared weights.
+        DeviceError: weights on several devices.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.state: Mapping[str, Tensor] = dict(model.state_dict())
+        self.config: dict[str, Any] = _config_of(model)
+        _require_plain_weights(self.state)
+        places = find_places(self.state, self.config)
+        if not places:
+            raise OptionError(
+                saw=f"{type(model).__name__}, whose attention is in no layout of the catalogue",
+                needed="a model of transformers whose model_type the catalogue knows",
+                do="cut single layers of headwise: headwise.surgery.cut_layer; headwise layouts "
+                "lists the layouts",
+            )
+        _require_apart(places, self.state)
+        self.places = {place.name: place for place in places}
+        self.specs = {name: self._read_spec(place) for name, place in self.places.items()}
+
+    def _read_spec(self, place: Place) -> AttentionSpec:
+        return place.layer(self.state, window=None).spec
+
+    def whole(self) -> Cut:
+        """Return the cut of all layers that does nothing yet."""
+        return Cut(
+            {
+                name: LayerCut(int(spec.num_heads), int(spec.num_kv_heads))
+                for name, spec in self.specs.items()
+            }
+        )
+
+    def cut(self, cut: Cut) -> dict[str, Tensor]:
+        """Return the tensors that a cut changes or adds, by their names in the model.
+
+        Raises:
+            OptionError, ShapeError: see `LayerCut.apply`; or layers that the model does not have.
+        """
+        if unknown := [name for name in cut.layers if name not in self.places]:
+            raise OptionError(
+                saw=f"a cut of {list_some(unknown)}, which the model does not have",
+                needed=f"layers among {list_some([*self.places])}",
+                do="make the cut of this model: headwise.surgery.ModelHeads(model).whole()",
+            )
+        self._require_shared_distances(cut)
+        changed: dict[str, Tensor] = {}
+        for name, layer in cut:
+            changed |= self._cut_place(self.places[name], layer)
+        return changed
+
+    def _cut_place(self, place: Place, cut: LayerCut) -> dict[str, Tensor]:
+        sizes, spec = place.sizes(self.state), self.specs[place.name]
+        state: State = cut.apply(place.read(self.state), spec)
+        width = {"rotary_width": sizes["rotary_width"]} if "rotary_width" in sizes else {}
+        stored = place.layout.pack(state, **width)
+        return {place.name + local: tensor for local, tensor in stored.items()}
+
+    def _require_shared_distances(self, cut: Cut) -> None:
+        """Raise where layers share the first one's table of distances, and keep other heads."""
+        sides: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
+        for name, place in self.places.items():
+            if isinstance(self.specs[name].score_bias, BucketRule):
+                heads = cut.layers[name].heads.query if name in cut.layers else ()
+                at = place.module.place
+                kept = heads or tuple(range(int(self.specs[name].num_heads)))
+                sides.setdefault((at.root, at.role), {})[name] = kept
+        for layers in sides.values():
+            first, *others = layers
+            if different := [name for name in others if layers[name] != layers[first]]:
+                raise OptionError(
+                    saw=f"other heads in {list_some(different)} than in {first}",
+                    needed="the same heads in all layers of a stack that share one table of "
+                    "distances",
+                    do="keep the same heads in each layer, or zero heads in place of taking "
+                    "them out",
+                )
+
+
+def cut_model(cut: Cut, model: nn.Module) -> Any:
+    """Return a copy of a model of transformers with the heads that a cut leaves.
+
+    The given model stays as it is. The copy has the same class; its attention modules have other
+    sizes, and no config states sizes that differ by layer.
+
+    Raises:
+        OptionError: a model or a cut that cannot be cut; see `ModelHeads`.
+        ShapeError: see `LayerCut.apply`.
+        DeviceError: weights on several devices.
+    """
+    heads = ModelHeads(model)
+    changed = heads.cut(cut)
+    made = copy.deepcopy(model)
+    for name, tensor in changed.items():
+        put_tensor(made, name, tensor)
+    for name, layer in cut:
+        spec, left = heads.specs[name], layer.heads
+        before = int(spec.num_heads), int(spec.num_kv_heads), int(spec.head_dim)
+        after = len(left.query), len(left.kv), before[2]
+        set_counts(made, heads.places[name], before, after)
+    return made
+
+
+def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make a tensor the parameter of this name, and tell its module the new sizes."""
+    path, _, local = name.rpartition(".")
+    owner: Any = model.get_submodule(path)
+    like = owner.weight
+    requires_grad = like.requires_grad
+    setattr(owner, local, nn.Parameter(tensor.detach(), requires_grad=requires_grad))
+    if local != "weight":
+        return
+    rows, columns = tensor.shape[0], tensor.shape[-1]
+    if isinstance(owner, nn.Linear):
+        owner.out_features, owner.in_features = rows, columns
+    elif isinstance(owner, nn.Embedding):
+        owner.num_embeddings, owner.embedding_dim = rows, columns
+    elif hasattr(owner, "nf"):  # Conv1D of transformers, (in, out)
+        owner.nx, owner.nf = rows, columns
+
+
+def set_counts(model: nn.Module, place: Place, before: Counts, after: Counts) -> None:
+    """Set the numbers of heads that the modules of one attention state."""
+    old, new = stated_counts(*before), stated_counts(*after)
+    for module in _modules_of(model, place):
+        for name, count in old.items():
+            if vars(module).get(name) == count:
+                setattr(module, name, new[name])
+
+
+def _modules_of(model: nn.Module, place: Place) -> Iterable[nn.Module]:
+    """Yield the module of an attention, and the modules inside it."""
+    path = place.name.rstrip(".")
+    owners = {name.rpartition(".")[0] for name in place.module.tensors}
+    yield from model.get_submodule(path).modules()
+    for owner in owners - {path}:  # a layout may lie in a block, beside other modules
+        parent = owner.rpartition(".")[0]
+        if not parent.startswith(path):
+            yield model.get_submodule(parent)
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if to_dict is None:
+        raise OptionError(
+            saw=f"a {type(model).__name__} without a config",
+            needed="a model of transformers",
+            do="cut single layers of headwise: headwise.surgery.cut_layer",
+        )
+    return dict(to_dict())
+
+
+def _require_plain_weights(state: Mapping[str, Tensor]) -> None:
+    """Raise for adapters, quantised weights, and weights on several devices."""
+    adapted = [name for name in state if "lora_" in name or ".base_layer." in name]
+    if adapted:
+        raise OptionError(
+            saw=f"a model with adapters, such as {adapted[0]}",
+            needed="weights of its own",
+            do="merge the adapters first: model = model.merge_and_unload()",
+        )
+    quantised = registry.find_quantisation(state.keys())
+    packed = [name for name, x in state.items() if name.endswith("weight") and not _is_real(x)]
+    if quantised is not None or packed:
+        raise OptionError(
+            saw=f"a model with quantised weights: {quantised.reason}"
+            if quantised
+            else f"a model with quantised weights, such as {packed[0]}",
+            needed="weights in floating point",
+            do="load the model before quantisation, cut it, and quantise it then",
+        )
+    devices = sorted({str(x.device) for x in state.values()})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise DeviceError(
+            saw=f"a model on {', '.join(devices)}",
+            needed="all weights on one device that holds them",
+            do='load it on one device: device_map="cpu"',
+        )
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and type(tensor) in (Tensor, nn.Parameter)
+
+
+def _require_apart(places: Iterable[Place], state: Mapping[str, Tensor]) -> None:
+    """Raise where two attention modules share a tensor: a cut of one would cut the other."""
+    owners: dict[tuple[int, torch.Size], str] = {}
+    for place in places:
+        for name in place.module.tensors:
+            key = state[name].data_ptr(), state[name].shape
+            other = owners.setdefault(key, name)
+            if other != name and state[name].numel():
+                raise OptionError(
+                    saw=f"{name}, which is the same tensor as {other}",
+                    needed="weights that no two layers share",
+                    do="give each layer weights of its own: model.layer = copy.deepcopy(...)",
+                )
