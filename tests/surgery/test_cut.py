@@ -39,7 +39,7 @@ def test_a_cut_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 def test_original_numbers_follow_every_step() -> None:
-    heads = a_cut_with_every_step().heads
+    heads = a_cut_with_every_step().origins
     assert heads.query == (3, 4, 0, 1, 9, 10, 6, 7)
     assert heads.kv == ((0, 1), (2, 3))
     assert heads.off == {10}
@@ -64,7 +64,7 @@ def test_two_cuts_are_one() -> None:
     second = Cut({"x.": LayerCut(4, 2).drop([1, 2]), "y.": LayerCut(8, 8).zero([2])})
     both = first.then(second)
     assert both.gone == {"x.": [0, 2, 3, 5], "y.": [2]}
-    assert both.layers["x."].heads.query == (4, 1)
+    assert both.layers["x."].origins.query == (4, 1)
     stepwise = cut_layer(second.layers["x."], cut_layer(first.layers["x."], layer))
     at_once = cut_layer(both.layers["x."], layer)
     assert all(

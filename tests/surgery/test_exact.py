@@ -44,7 +44,7 @@ def test_reordered_heads_give_the_same_outputs(case: Case, dtype: torch.dtype) -
     cut = cut_of(layer).keep(order)
     made = cut_layer(cut, layer)
     assert cut.equality == "indices"
-    assert list(cut.heads.query) == order
+    assert list(cut.origins.query) == order
     assert_same_outputs(made, layer, tensors)
     # Head i is the head that was at order[i], to the bit: nothing was computed.
     before, after = (canonical_state(x, x.state_dict()) for x in (layer, made))

@@ -23,8 +23,8 @@ from headwise.surgery.steps import (
     STEPS,
     Basis,
     Equality,
-    Heads,
     Merge,
+    Origins,
     Refit,
     Shift,
     Step,
@@ -47,7 +47,7 @@ class LayerCut:
     """What happens to the heads of one layer: steps, in order.
 
     Every method returns a longer cut and leaves this one alone. Numbers of heads are those of the
-    layer after the steps so far; `heads` tells their original numbers.
+    layer after the steps so far; `origins` tells their original numbers.
 
         LayerCut(8, 2).drop([1, 5]).merge(1)
 
@@ -62,15 +62,15 @@ class LayerCut:
     steps: tuple[Step, ...] = ()
 
     @property
-    def heads(self) -> Heads:
+    def origins(self) -> Origins:
         """The original heads that the layer's heads are made of."""
-        start = Heads.all(self.num_heads, self.num_kv_heads)
-        return reduce(lambda heads, step: step.follow(heads), self.steps, start)
+        start = Origins.all(self.num_heads, self.num_kv_heads)
+        return reduce(lambda origins, step: step.follow(origins), self.steps, start)
 
     @property
     def gone(self) -> list[int]:
         """The original numbers of heads that are gone, or whose output is zero."""
-        heads = self.heads
+        heads = self.origins
         return sorted({*range(self.num_heads)} - {*heads.query} | heads.off)
 
     @property
@@ -81,7 +81,7 @@ class LayerCut:
     def then(self, *steps: Step) -> LayerCut:
         """Return this cut and more steps; raise where one does not fit the heads before it."""
         longer = replace(self, steps=(*self.steps, *steps))
-        _ = longer.heads
+        _ = longer.origins
         return longer
 
     def keep(self, heads: Sequence[int], *, are_zero: bool = False) -> LayerCut:
@@ -95,7 +95,7 @@ class LayerCut:
             OptionError: a number twice or out of range, or kv heads that keep unequal numbers of
                 query heads.
         """
-        before, chosen = self.heads, tuple(int(head) for head in heads)
+        before, chosen = self.origins, tuple(int(head) for head in heads)
         require_numbers(chosen, len(before.query), "heads")
         runs = [(kv, len([*run])) for kv, run in groupby(chosen, lambda h: h // before.group)]
         kept = [kv for kv, _ in runs]
@@ -110,7 +110,7 @@ class LayerCut:
 
     def drop(self, heads: Iterable[int], *, are_zero: bool = False) -> LayerCut:
         """Take these heads out; see `keep`."""
-        total, dropped = len(self.heads.query), [int(head) for head in heads]
+        total, dropped = len(self.origins.query), [int(head) for head in heads]
         require_numbers(dropped, total, "heads", all_may_go=True)
         return self.keep([h for h in range(total) if h not in dropped], are_zero=are_zero)
 
@@ -124,7 +124,7 @@ class LayerCut:
         Raises:
             OptionError: not a multiple of the kv heads, or not a divisor of the heads.
         """
-        heads = self.heads
+        heads = self.origins
         total, before = len(heads.query), len(heads.kv)
         if num_kv_heads < 1 or num_kv_heads % before or total % num_kv_heads:
             fits = [n for n in range(before, total + 1, before) if total % n == 0]
@@ -145,7 +145,7 @@ class LayerCut:
         Raises:
             OptionError: not a divisor of the kv heads.
         """
-        heads = self.heads
+        heads = self.origins
         total, before = len(heads.query), len(heads.kv)
         count = self._run_length(num_kv_heads)
         return self.then(Take(total, tuple(range(total)), tuple(range(0, before, count)), True))
@@ -197,7 +197,7 @@ class LayerCut:
         return state
 
     def _run_length(self, num_kv_heads: int) -> int:
-        before = len(self.heads.kv)
+        before = len(self.origins.kv)
         if num_kv_heads < 1 or before % num_kv_heads:
             fits = [n for n in range(1, before + 1) if before % n == 0]
             raise OptionError(
@@ -209,7 +209,7 @@ class LayerCut:
 
     def __str__(self) -> str:
         """Say how many heads are left, and which are gone."""
-        heads, gone = self.heads, self.gone
+        heads, gone = self.origins, self.gone
         kept = len({*heads.query} - heads.off)
         text = f"{kept} of {self.num_heads} heads"
         if gone:
@@ -267,7 +267,7 @@ class Cut:
         layers = dict(self.layers)
         for name, after in other:
             before = layers.get(name, LayerCut(after.num_heads, after.num_kv_heads))
-            left = len(before.heads.query), len(before.heads.kv)
+            left = len(before.origins.query), len(before.origins.kv)
             if left != (after.num_heads, after.num_kv_heads):
                 raise OptionError(
                     saw=f"{name} with {left[0]} heads and {left[1]} kv heads after the first cut",

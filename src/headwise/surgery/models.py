@@ -100,7 +100,7 @@ class ModelHeads:
         sides: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
         for name, place in self.places.items():
             if isinstance(self.specs[name].score_bias, BucketRule):
-                heads = cut.layers[name].heads.query if name in cut.layers else ()
+                heads = cut.layers[name].origins.query if name in cut.layers else ()
                 at = place.module.place
                 kept = heads or tuple(range(int(self.specs[name].num_heads)))
                 sides.setdefault((at.root, at.role), {})[name] = kept
@@ -133,7 +133,7 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
     for name, tensor in changed.items():
         put_tensor(made, name, tensor)
     for name, layer in cut:
-        spec, left = heads.specs[name], layer.heads
+        spec, left = heads.specs[name], layer.origins
         before = int(spec.num_heads), int(spec.num_kv_heads), int(spec.head_dim)
         after = len(left.query), len(left.kv), before[2]
         set_counts(made, heads.places[name], before, after)

@@ -26,7 +26,7 @@ KV_TENSORS = tuple(name for name, axes in AXES.items() if axes[0] == "kv_heads")
 
 
 @dataclass(frozen=True)
-class Heads:
+class Origins:
     """The original heads that the heads of a layer are made of.
 
     Attributes:
@@ -40,7 +40,7 @@ class Heads:
     off: frozenset[int] = frozenset()
 
     @classmethod
-    def all(cls, num_heads: int, num_kv_heads: int) -> Heads:
+    def all(cls, num_heads: int, num_kv_heads: int) -> Origins:
         """Return the heads of a layer that nothing was done to."""
         return cls(tuple(range(num_heads)), tuple((kv,) for kv in range(num_kv_heads)))
 
@@ -56,7 +56,7 @@ class Step(ABC):
     kind: ClassVar[str]  # its name in a file
 
     @abstractmethod
-    def follow(self, heads: Heads) -> Heads:
+    def follow(self, origins: Origins) -> Origins:
         """Return the heads after this step; raise where it does not fit those before."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Step(ABC):
 class Take(Step):
     """Index map: head i becomes the head ``heads[i]``, and kv head j the one at ``kv_heads[j]``.
 
-    Heads that are not named are gone. A kv head may be named several times: its copies.
+    Origins that are not named are gone. A kv head may be named several times: its copies.
 
     Attributes:
         total: the number of heads before.
@@ -100,13 +100,13 @@ class Take(Step):
         """The numbers of heads that are gone."""
         return sorted({*range(self.total)} - {*self.heads})
 
-    def follow(self, heads: Heads) -> Heads:
+    def follow(self, origins: Origins) -> Origins:
         """Return the heads at these places."""
-        require_numbers(self.heads, len(heads.query), "heads")
+        require_numbers(self.heads, len(origins.query), "heads")
         for number in self.kv_heads:
-            _require_range(number, len(heads.kv), "kv_heads")
-        query = tuple(heads.query[i] for i in self.heads)
-        return Heads(query, tuple(heads.kv[j] for j in self.kv_heads), heads.off & {*query})
+            _require_range(number, len(origins.kv), "kv_heads")
+        query = tuple(origins.query[i] for i in self.heads)
+        return Origins(query, tuple(origins.kv[j] for j in self.kv_heads), origins.off & {*query})
 
     def apply(self, state: State) -> State:
         """Return the tensors at these places; an index map changes no bit."""
@@ -177,17 +177,17 @@ class Merge(Step):
         """Outputs change, unless the merged kv heads are equal."""
         return "indices" if self.count == 1 else "no"
 
-    def follow(self, heads: Heads) -> Heads:
+    def follow(self, origins: Origins) -> Origins:
         """Return the heads with merged kv heads."""
-        if self.count < 1 or len(heads.kv) % self.count:
+        if self.count < 1 or len(origins.kv) % self.count:
             raise OptionError(
-                saw=f"{len(heads.kv)} kv heads, merged {self.count} at a time",
-                needed=f"a divisor of {len(heads.kv)}",
+                saw=f"{len(origins.kv)} kv heads, merged {self.count} at a time",
+                needed=f"a divisor of {len(origins.kv)}",
                 do="choose a number of kv heads that divides the one before",
             )
-        runs = [heads.kv[j : j + self.count] for j in range(0, len(heads.kv), self.count)]
+        runs = [origins.kv[j : j + self.count] for j in range(0, len(origins.kv), self.count)]
         merged = tuple(tuple(sorted({o for kv in run for o in kv})) for run in runs)
-        return replace(heads, kv=merged)
+        return replace(origins, kv=merged)
 
     def apply(self, state: State) -> State:
         """Return the tensors with the mean of the keys' and values' matrices."""
@@ -226,20 +226,20 @@ class Basis(Step):
         """Products of two bases are rounded."""
         return "rounding"
 
-    def follow(self, heads: Heads) -> Heads:
+    def follow(self, origins: Origins) -> Origins:
         """Return the same heads."""
         for name, basis in (("key", self.key), ("value", self.value)):
             if basis is not None and (
                 basis.dim() != 3
-                or basis.shape[0] != len(heads.kv)
+                or basis.shape[0] != len(origins.kv)
                 or basis.shape[1] != basis.shape[2]
             ):
                 raise ShapeError(
-                    saw=f"a {name} basis {tuple(basis.shape)} for {len(heads.kv)} kv heads",
-                    needed=f"({len(heads.kv)}, channels, channels)",
+                    saw=f"a {name} basis {tuple(basis.shape)} for {len(origins.kv)} kv heads",
+                    needed=f"({len(origins.kv)}, channels, channels)",
                     do="give one square matrix for each kv head",
                 )
-        return heads
+        return origins
 
     def apply(self, state: State) -> State:
         """Return the tensors in the other basis, computed in float64 and rounded once."""
@@ -308,7 +308,7 @@ def require_rotary_planes(basis: Tensor, width: int) -> None:
 
 @dataclass(frozen=True)
 class Zero(Step):
-    """Heads whose rows of the output projection become 0: they stay, and give nothing."""
+    """Origins whose rows of the output projection become 0: they stay, and give nothing."""
 
     kind: ClassVar[str] = "zero"
     heads: tuple[int, ...]
@@ -318,10 +318,10 @@ class Zero(Step):
         """Outputs change."""
         return "no" if self.heads else "indices"
 
-    def follow(self, heads: Heads) -> Heads:
+    def follow(self, origins: Origins) -> Origins:
         """Return the heads with these ones off."""
-        require_numbers(self.heads, len(heads.query), "heads", all_may_go=True)
-        return replace(heads, off=heads.off | {heads.query[i] for i in self.heads})
+        require_numbers(self.heads, len(origins.query), "heads", all_may_go=True)
+        return replace(origins, off=origins.off | {origins.query[i] for i in self.heads})
 
     def apply(self, state: State) -> State:
         """Return the tensors with rows of 0."""
@@ -342,9 +342,9 @@ class Shift(Step):
         """Outputs change."""
         return "no"
 
-    def follow(self, heads: Heads) -> Heads:
+    def follow(self, origins: Origins) -> Origins:
         """Return the same heads."""
-        return heads
+        return origins
 
     def apply(self, state: State) -> State:
         """Return the tensors with the sum as bias."""
@@ -372,15 +372,15 @@ class Refit(Step):
         """Outputs change."""
         return "no"
 
-    def follow(self, heads: Heads) -> Heads:
+    def follow(self, origins: Origins) -> Origins:
         """Return the same heads."""
-        if len(self.wo) != len(heads.query):
+        if len(self.wo) != len(origins.query):
             raise ShapeError(
-                saw=f"an output projection of {len(self.wo)} heads for {len(heads.query)}",
-                needed=f"wo ({len(heads.query)}, value_dim, out_dim)",
+                saw=f"an output projection of {len(self.wo)} heads for {len(origins.query)}",
+                needed=f"wo ({len(origins.query)}, value_dim, out_dim)",
                 do="fit it to the heads that are left",
             )
-        return heads
+        return origins
 
     def apply(self, state: State) -> State:
         """Return the tensors with the fitted projection."""
