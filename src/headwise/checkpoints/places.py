@@ -21,7 +21,7 @@ from headwise.layouts.pattern import Sizes
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where one attention module lies in a model's tensors, and how they are read.
+    """Place of one attention module in a model's tensors, and the way to read them.
 
     Attributes:
         module: its position, and the names of its tensors.

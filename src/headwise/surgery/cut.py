@@ -44,7 +44,7 @@ WORDS: Mapping[Equality, str] = {
 
 @dataclass(frozen=True)
 class LayerCut:
-    """What happens to the heads of one layer: steps, in order.
+    """Change of the heads of one layer: steps, in order.
 
     Every method returns a longer cut and leaves this one alone. Numbers of heads are those of the
     layer after the steps so far; `origins` tells their original numbers.
@@ -232,7 +232,7 @@ NAMED = {
 
 @dataclass(frozen=True)
 class Cut:
-    """What happens to the heads of each layer of a model.
+    """Change of the heads of each layer of a model.
 
     ``str()`` is a table by layer. A cut saves as JSON, and composes: `then` makes one cut of two.
 

@@ -158,8 +158,8 @@ class Take(Step):
             _refuse_unknown("score bias", spec.score_bias)
 
 
-def _are_equal_rows(tensor: Tensor, one: int, other: int) -> bool:
-    return bool(torch.equal(tensor[one], tensor[other]))
+def _are_equal_rows(tensor: Tensor, row: int, other: int) -> bool:
+    return bool(torch.equal(tensor[row], tensor[other]))
 
 
 @dataclass(frozen=True)
