@@ -75,7 +75,7 @@ class LayerCut:
 
     @property
     def equality(self) -> Equality:
-        """How far the layer's outputs stay equal."""
+        """Degree to which the layer's outputs stay equal."""
         return max((step.equality for step in self.steps), key=EQUALITIES.index, default="indices")
 
     def then(self, *steps: Step) -> LayerCut:
@@ -245,7 +245,7 @@ class Cut:
 
     @property
     def equality(self) -> Equality:
-        """How far the model's outputs stay equal."""
+        """Degree to which the model's outputs stay equal."""
         kinds = (layer.equality for layer in self.layers.values())
         return max(kinds, key=EQUALITIES.index, default="indices")
 

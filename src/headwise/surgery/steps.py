@@ -69,7 +69,7 @@ class Step(ABC):
     @property
     @abstractmethod
     def equality(self) -> Equality:
-        """How far the layer's outputs stay equal."""
+        """Degree to which the layer's outputs stay equal."""
 
 
 @dataclass(frozen=True)
