@@ -13,6 +13,8 @@ the section "machine" names. Bytes are held as the first 128 bits of their SHA-2
 from __future__ import annotations
 
 import argparse
+import platform
+import re
 import sys
 from collections.abc import Callable
 from contextlib import chdir, redirect_stdout
@@ -60,6 +62,14 @@ def measure_machine() -> Entries:
     for package in ("torch", "transformers", "safetensors"):
         yield package, version(package)
     yield "cpu", torch.backends.cpu.get_cpu_capability()
+    yield "processor", name_processor()
+
+
+def name_processor() -> str:
+    """Return the processor's name: libraries of matrix products choose their kernels by it."""
+    known = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", known.read_text() if known.exists() else "", re.M)
+    return names[0] if names else platform.processor()
 
 
 def measure_bench() -> Entries:

@@ -176,8 +176,7 @@ class _Collector:
                 fitting.append(statistic)
             elif name not in layer.summaries:
                 layer.missing[name] = reason
-        call, gathered = read_tiles(call, fitting)
-        for statistic, sums in gathered:
+        for statistic, sums in read_tiles(call, fitting):
             if statistic is self._distance:
                 # The same text with other padding would have other numbers of queries and keys.
                 reads = (texts[0], *call.first_real_key.tolist())

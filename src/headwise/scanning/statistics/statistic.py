@@ -442,7 +442,7 @@ def compute_summaries(
 
     Memory grows with queries and with keys, never with queries x keys.
     """
-    call, gathered = read_tiles(call, statistics)
+    gathered = read_tiles(call, statistics)
     with without_autocast(call.matrix.q):
         return {each.definition.name: each.make_summary(sums, call) for each, sums in gathered}
 
@@ -450,11 +450,8 @@ def compute_summaries(
 @torch.no_grad()
 def read_tiles(
     call: CapturedCall, statistics: Iterable[TileStatistic]
-) -> tuple[CapturedCall, list[tuple[TileStatistic, Any]]]:
-    """Return each statistic with its accumulators after all tiles, and the call that was read.
-
-    That is ``call`` with the blocks of a map that a statistic needs.
-    """
+) -> list[tuple[TileStatistic, Any]]:
+    """Return each statistic with its accumulators after all tiles."""
     statistics = tuple(statistics)
     for statistic in statistics:
         if (reason := statistic.reason_not_computable(call)) is not None:
@@ -473,4 +470,4 @@ def read_tiles(
             for each, sums in reading:
                 tile.reach = each.reach
                 each.update(sums, tile)
-    return call, gathered
+    return gathered
