@@ -97,11 +97,29 @@ def test_in_a_narrow_window_map_and_text_share_the_first_screen(
         assert area(opened, "[data-part=map] canvas") >= 0.2 * 900 * 700
 
 
+@pytest.mark.parametrize("order", ["layers", "links"])
 @pytest.mark.parametrize("width", [900, 1280, 1440])
 def test_every_column_of_twelve_heads_is_in_sight(
-    browser: Chromium, large: Path, width: int
+    browser: Chromium, large: Path, width: int, order: str
 ) -> None:
-    with browser.open(large, width=width, height=800) as opened:
+    with browser.open(large, width=width, height=800, address=f"#t=9000&v={order}") as opened:
         cells = "document.querySelector('[data-part=grid] .cells')"
         sizes = opened.page.evaluate(f"[{cells}.scrollWidth, {cells}.clientWidth]")
         assert sizes[0] <= sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(1280, 720), (1366, 768), (1440, 900), (1920, 1080), (900, 700)]
+)
+def test_one_word_in_all_heads_moves_nothing(
+    browser: Chromium, large: Path, width: int, height: int
+) -> None:
+    """The map keeps its place and its size, and the pinned word stays under the pointer."""
+    with browser.open(large, width=width, height=height, address="#t=9000") as opened:
+        opened.poll("document.querySelector('.t.pinned') !== null")
+        places = ("[data-part=map] canvas", ".text .scroller", ".text .t.pinned")
+        before = [box(opened, place) for place in places]
+        opened.page.click("[data-part=every-head]")
+        opened.wait("s.parts.links.token === 9000")
+        assert [box(opened, place) for place in places] == before
+        assert area(opened, "[data-part=map] canvas") >= 0.2 * width * height

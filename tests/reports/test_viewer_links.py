@@ -224,9 +224,7 @@ def test_bounds_where_the_page_holds_the_first_key(browser: Chromium, blocks: Re
                     assert link_["bound"] == "at most"
                     assert true**0.5 <= link_["weight"] ** 0.5 + HALF
         assert bounds == {"exact", "at most"}
-        assert "<: the pair is not among the stored keys" in opened.page.inner_text(
-            "[data-part=grid]"
-        )
+        assert "<: not among the stored keys" in opened.page.inner_text("[data-part=grid]")
         opened.do("headwise.app.set({ second: null, direction: 'queries' })", "s.second === null")
         opened.wait("s.parts.links.all.some(({ bound }) => bound === 'at least')")
         shown = answers(opened, token)
@@ -235,8 +233,55 @@ def test_bounds_where_the_page_holds_the_first_key(browser: Chromium, blocks: Re
             assert is_near(link_["weight"], float(column[link_["other"]]))
             is_most = is_near(link_["weight"], float(column.max()), halves=2)
             assert is_most or link_["bound"] == "at least"
-        assert "≥: another token" in opened.page.inner_text("[data-part=grid]")
+        assert "≥: another token may give more" in opened.page.inner_text("[data-part=grid]")
         assert opened.complaints == []
+
+
+def test_what_gives_most_and_what_may_give_more(
+    browser: Chromium, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All queries, by brute force: the stored steps say what is known of each."""
+    monkeypatch.setattr("headwise.reports.blobs.MOST_ROWS", 0)
+    scan = viewer_scan(layers=2, heads=5, length=2500, top=5)
+    ties = scan.layer_scans[0].summaries["top_keys_of_every_query"]
+    ties["key"][0, [40, 2000], 0], ties["share"][0, [40, 2000], 0] = 7, 0.99
+    page = save_scan_page(tmp_path / "page.html", viewer_report(scan))
+    bounds = set()
+    with browser.open(page, address="#t=7&d=queries&v=links") as opened:
+        counts = opened.page.evaluate("headwise.app.scan.layers.map(({ top }) => top)")
+        assert {count for layer in counts for count in layer} == {1, 4}
+        for token in (7, 1290, 2400):
+            opened.do(f"headwise.app.set({{ token: {token} }})")
+            shown = answers(opened, token)
+            for (layer, head), link_ in shown.items():
+                top = scan.layer_scans[layer].summaries["top_keys_of_every_query"]
+                ranks = counts[layer][head]
+                keys = top["key"][head, :, :ranks]
+                shares = top["share"][head, :, :ranks].double().clamp(min=0)
+                steps = (255 * shares.sqrt()).round()
+                given = torch.where((keys == token) & (steps > 0), steps, 0).amax(-1)
+                assert link_["other"] == int(given.argmax())
+                assert link_["weight"] == pytest.approx((float(given.max()) / 255) ** 2)
+                low, high = ((steps + end).clamp(0, 255) / 255 for end in (-0.5, 0.5))
+                rest = torch.minimum(high[:, -1] ** 2, 1 - (low**2).sum(-1)).clamp(min=0)
+                rest = torch.where((steps[:, -1] > 0) & (keys != token).all(-1), rest, 0)
+                bound = "at least" if float(rest.max()) > link_["weight"] else "exact"
+                assert link_["bound"] == bound
+                bounds.add((ranks, bound))
+    assert len(bounds) >= 3
+
+
+def test_answers_are_inflated_while_nothing_is_asked(browser: Chromium, blocks: Read) -> None:
+    """A quiet page needs its blobs no more."""
+    token = 99
+    with browser.open(blocks.path, address=f"#s=entropy&h=0.0&t={token}") as opened:
+        opened.page.wait_for_timeout(1000)
+        gone = (
+            "document.querySelectorAll('[data-blob^=\"0/top\"]').forEach((each) => each.remove())"
+        )
+        opened.page.evaluate(gone)
+        opened.page.click(SWITCH)
+        assert len(answers(opened, token)) == len(blocks.scan.links(token))
 
 
 # ---- by keyboard, by touch, by address -----------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import type { Layer, Meta, Received, Scan, Standout, Statistic } from "./contract";
 import { allHeads, statisticOf } from "./heads";
+import { blobsOfLinks } from "./links";
 import { Light } from "./light";
 import { type HeadId, Thumbnails, difference, loadMap, positionOf, sameHead } from "./maps";
 import { Distances } from "./similar";
@@ -302,6 +303,17 @@ export class App implements Seen {
       since = performance.now();
     }
     this.updateLight();
+    this.readAhead();
+  }
+
+  private readonly ahead = new Set<number>();
+
+  /** Begin to inflate what answers about a word in all heads, once for each report. */
+  private readAhead(): void {
+    const { report } = this.state;
+    if (this.ahead.has(report)) return;
+    this.ahead.add(report);
+    void this.source.readAhead(report, blobsOfLinks(this.scan, 0));
   }
 
   private async load(): Promise<Loaded> {

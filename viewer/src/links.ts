@@ -4,7 +4,7 @@ import type { Layer, Scan } from "./contract";
 import { WEIGHTS } from "./maps";
 import type { Source } from "./source";
 import type { Direction } from "./state";
-import { type TopKeys, loadLayer } from "./top_keys";
+import { type TopKeys, loadLayer, numbersOfChunks } from "./top_keys";
 
 const MOST_CELLS = 2 ** 26; // of all maps together, up to which they are read
 const SLICE_MS = 40; // of work before other work may run
@@ -90,6 +90,15 @@ async function answersOf(
   });
 }
 
+/** Return the names of the blobs that hold the answers of a scan, in parts of which each is quickly inflated. */
+export function blobsOfLinks(record: Scan, scan: number): string[] {
+  return record.layers.flatMap((layer, index) => {
+    const chunks = layer.top.some((count) => count > 0) ? numbersOfChunks(record, layer) : [];
+    const maps = hasSingleTokens(record, layer) ? [`${scan}/map/${index}`] : [];
+    return [...chunks.map((number) => `${scan}/top/${index}/${number}`), ...maps];
+  });
+}
+
 /** True if maps hold the weights of single tokens, and are small enough to be read. */
 function hasSingleTokens(scan: Scan, layer: Layer): boolean {
   const lengthOf = (text: number | null): number | undefined => (text === null ? undefined : scan.texts[text]?.lengths[0]);
@@ -120,7 +129,7 @@ function pair(top: TopKeys, query: number, key: number, other: number): Answer {
 }
 
 function mostGiven(top: TopKeys, key: number, first: number, length: number): Answer | null {
-  const [most] = top.queriesOf(key, first, length);
+  const most = top.mostOf(key, first, length);
   if (!most) return null;
   const isLess = top.mayGiveMore(key, most[1], first, length);
   return { other: most[0], weight: most[1], bound: isLess ? "at least" : "exact" };

@@ -17,6 +17,8 @@ export type RowAsker = (
   query: number,
 ) => Promise<ExactRow>;
 
+const MOST_AHEAD = 2 ** 26; // bytes that are inflated before they are asked for
+
 /** Returns the deflated bytes of a blob, or null if there is none. */
 export type BlobReader = (name: string) => Uint8Array<ArrayBuffer> | null;
 
@@ -45,6 +47,16 @@ export class Source {
     return bytes;
   }
 
+  /** Inflate blobs one by one while the page has nothing else to do, so that no answer waits for them. */
+  async readAhead(report: number, names: string[]): Promise<void> {
+    let held = 0;
+    for (const name of names) {
+      await idle();
+      held += (await this.bytes(report, name)).length;
+      if (held > MOST_AHEAD) return;
+    }
+  }
+
   async words(report: number, scan: number, text: number): Promise<Words> {
     return this.json<Words>(report, `${scan}/text/${text}`, { words: [], ids: [] });
   }
@@ -58,6 +70,10 @@ export class Source {
     return bytes.length ? (JSON.parse(new TextDecoder().decode(bytes)) as T) : empty;
   }
 }
+
+/** Wait until the browser is idle; where it does not say so, until other work has run. */
+const idle = (): Promise<void> =>
+  new Promise((resume) => ("requestIdleCallback" in window ? requestIdleCallback(() => resume()) : setTimeout(resume, 20)));
 
 async function inflate(deflated: Uint8Array<ArrayBuffer>): Promise<Uint8Array> {
   const stream = new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate"));

@@ -37,6 +37,19 @@ class Chunk {
     for (let plane = this.planes - 1; plane >= 0; plane--) key = key * 256 + (this.bytes[plane * this.size + at] ?? 0);
     return key;
   }
+
+  /** Call `found` with each query from one to before another that has a key in a row, and with its share. */
+  find(row: number, key: number, from: number, to: number, found: (query: number, share: number) => void): void {
+    const { bytes } = this;
+    const start = row * this.queries;
+    const low = key & 255;
+    // Of the keys with the same low byte only, the other planes are read.
+    for (let query = from; query < to; query++) {
+      if (bytes[start + query] !== low || this.key(row, query) !== key) continue;
+      const share = this.share(row, query);
+      if (share) found(query, share);
+    }
+  }
 }
 
 /** The stored keys of every query of a head. */
@@ -66,15 +79,36 @@ export class TopKeys {
   /** Return the queries from `first` on that have a key among their stored keys, most first. */
   queriesOf(key: number, first: number, length: number): Lit[] {
     const lit: Lit[] = [];
-    for (let query = first; query < first + length; query++) {
-      const chunk = this.chunks[Math.floor(query / this.step)];
-      const at = query % this.step;
-      for (const row of chunk ? this.rows : []) {
-        const share = chunk!.share(row, at);
-        if (share && chunk!.key(row, at) === key) lit.push([query - first, WEIGHTS[share] ?? 0]);
+    for (const [chunk, start, from, to] of this.parts(first, length)) {
+      for (const row of this.rows) {
+        chunk.find(row, key, from, to, (at, share) => lit.push([start + at - first, WEIGHTS[share] ?? 0]));
       }
     }
-    return lit.sort((a, b) => b[1] - a[1]);
+    return lit.sort((a, b) => b[1] - a[1] || a[0] - b[0]);
+  }
+
+  /** Return the first of these queries that gives the key most, or null if none stores it. */
+  mostOf(key: number, first: number, length: number): Lit | null {
+    let [most, query] = [0, 0];
+    for (const [chunk, start, from, to] of this.parts(first, length)) {
+      for (const row of this.rows) {
+        chunk.find(row, key, from, to, (at, share) => {
+          const isFirst = share === most && start + at < query;
+          if (share > most || isFirst) [most, query] = [share, start + at];
+        });
+      }
+    }
+    return most ? [query - first, WEIGHTS[most] ?? 0] : null;
+  }
+
+  /** Yield the chunks of some queries: the first query of each, and from where to where it holds them. */
+  private *parts(first: number, length: number): Generator<[chunk: Chunk, start: number, from: number, to: number]> {
+    const end = first + length;
+    for (let number = Math.floor(first / this.step); number * this.step < end; number++) {
+      const start = number * this.step;
+      const chunk = this.chunks[number];
+      if (chunk) yield [chunk, start, Math.max(0, first - start), Math.min(this.step, end - start)];
+    }
   }
 
   /**
@@ -98,10 +132,14 @@ export class TopKeys {
 
   /** True if a query from `first` on may give more than a weight to a key that is not among its stored ones. */
   mayGiveMore(key: number, weight: number, first: number, length: number): boolean {
-    for (let query = first; query < first + length; query++) {
-      const chunk = this.chunks[Math.floor(query / this.step)];
-      const at = query % this.step;
-      if (chunk && this.restAt(chunk, at) > weight && this.rows.every((row) => chunk.key(row, at) !== key)) return true;
+    const most = mostLeft(this.rows.length);
+    const last = this.rows[this.rows.length - 1] ?? 0;
+    if (Math.max(...most) <= weight) return false;
+    for (const [chunk, , from, to] of this.parts(first, length)) {
+      for (let at = from; at < to; at++) {
+        if ((most[chunk.share(last, at)] ?? 0) <= weight || this.restAt(chunk, at) <= weight) continue;
+        if (this.rows.every((row) => chunk.key(row, at) !== key)) return true;
+      }
     }
     return false;
   }
@@ -123,7 +161,7 @@ export async function loadLayer(
   const record = source.reports[report]?.scans[scan];
   const layer = record?.layers[index];
   if (!record || !layer?.top.some((count) => count > 0)) return [];
-  const total = lengths(record, layer.query_text).reduce((sum, length) => sum + length, 0);
+  const total = sum(lengths(record, layer.query_text));
   const planes = Math.max(...lengths(record, layer.key_text)) > MANY_TOKENS ? 4 : 2;
   const step = layer.chunk;
   const [first, last] = queries ?? [0, total - 1];
@@ -132,10 +170,23 @@ export async function loadLayer(
     const bytes = await source.bytes(report, `${scan}/top/${index}/${number}`);
     chunks[number] = new Chunk(bytes, Math.min(step, total - number * step), planes);
   };
-  const numbers: number[] = [];
-  for (let number = Math.floor(first / step); number * step <= last; number++) numbers.push(number);
+  const numbers = numbersOfChunks(record, layer).filter((number) => number * step <= last && (number + 1) * step > first);
   await Promise.all(numbers.map(load));
   return rowsOfHeads(layer).map((rows) => (rows.length ? new TopKeys(chunks, step, rows, total) : null));
+}
+
+const leftOf = new Map<number, Float32Array>();
+
+/** Return, for each step of the last of some stored weights, the most that a key beside them may have. */
+function mostLeft(ranks: number): Float32Array {
+  const most = leftOf.get(ranks) ?? LOW.map((low, step) => (step ? Math.max(0, Math.min(HIGH[step] ?? 0, 1 - ranks * low)) : 0));
+  leftOf.set(ranks, most);
+  return most;
+}
+
+/** Return the numbers of the chunks of a layer with top keys. */
+export function numbersOfChunks(scan: Scan, layer: Layer): number[] {
+  return Array.from({ length: Math.ceil(sum(lengths(scan, layer.query_text)) / layer.chunk) }, (_, number) => number);
 }
 
 /** Return the rows of each head in a chunk. */
@@ -152,3 +203,5 @@ function rowsOfHeads({ top }: Layer): number[][] {
 
 const lengths = (scan: Scan, text: number | null): number[] =>
   text === null ? [] : (scan.texts[text]?.lengths ?? []);
+
+const sum = (values: number[]): number => values.reduce((total, value) => total + value, 0);

@@ -30,7 +30,7 @@ export class Grid implements Part {
   private readonly filter = element("input", {
     type: "text", "aria-label": "filter", placeholder: "filter: 3, *.7, > 50", autocomplete: "off", spellcheck: "false",
   });
-  private readonly unit = element("p", { class: "soft small" });
+  private readonly unit = element("p", { class: "unit soft small" });
   private readonly asked = element("span", { role: "status" });
   private readonly hint = element("p", { class: "hint small" });
   private readonly cells = element("div", { class: "cells", role: "group", "aria-label": "heads of the model" });
@@ -117,7 +117,6 @@ export class Grid implements Part {
       this.draw(loaded.thumbnails, statistic);
     }
     if (showsLinks(state) && loaded) void this.links.fill(this.buttons, filterOf(state.filter, { kind: "share" }));
-    this.root.parentElement?.classList.toggle("wide", state.order === "links");
     const other = state.other;
     for (const [name, cell] of this.buttons) {
       const isChosen = name === nameOf(state);
@@ -247,11 +246,11 @@ export class Grid implements Part {
   }
 
   private cell(head: HeadValue, statistic: Statistic | null, thumbnails: Thumbnails | null): HTMLButtonElement {
-    const words = statistic ? long(statistic, head.value) : "no value";
-    const cell = button("", { class: "cell", "aria-label": `layer ${head.layer}, head ${head.head}: ${words}` }, () => undefined);
-    cell.dataset["id"] = nameOf(head);
-    const colour = this.colour(head, statistic);
+    const cell = element("button", { type: "button", class: "cell", "data-id": nameOf(head) });
     if (showsLinks(this.app.state)) return cell;
+    const words = statistic ? long(statistic, head.value) : "no value";
+    cell.setAttribute("aria-label", `layer ${head.layer}, head ${head.head}: ${words}`);
+    const colour = this.colour(head, statistic);
     if (thumbnails) {
       const bytes = thumbnails.of(head.layer, head.head);
       if (bytes) cell.append(thumbnail(bytes));

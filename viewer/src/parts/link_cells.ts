@@ -29,7 +29,6 @@ export class LinkCells {
     const links = asked && (await findLinks(app.source, app.state.report, 0, asked));
     const texts = await Promise.all(app.scan.texts.map((_, index) => app.loadText(0, index)));
     if (epoch !== this.epoch) return;
-    this.shown = { asked, links };
     this.unit.textContent = this.unitLine(asked, links, texts);
     const byName = new Map((links ?? []).map((link) => [nameOf(link), link]));
     for (const [name, cell] of buttons) {
@@ -40,6 +39,7 @@ export class LinkCells {
       this.fillCell(cell, { layer, head }, link, asked, texts);
     }
     if (app.state.order === "strongest") this.sort(buttons, byName);
+    this.shown = { asked, links };
   }
 
   /** Forget what is being computed. */
@@ -109,8 +109,8 @@ export class LinkCells {
     if (!links) return "This page holds no single tokens. Below the map stands the command that stores them.";
     const token = placed(texts[asked.text] ?? null, asked.sequence, asked.token);
     const sentences = [`${this.question(asked, token, texts)} Colours as in the map, none under 1 %.`];
-    if (links.some(({ bound }) => bound === "at most")) sentences.push("<: the pair is not among the stored keys.");
-    if (links.some(({ bound }) => bound === "at least")) sentences.push("≥: another token, whose keys are not all stored, may give more.");
+    if (links.some(({ bound }) => bound === "at most")) sentences.push("<: not among the stored keys.");
+    if (links.some(({ bound }) => bound === "at least")) sentences.push("≥: another token may give more.");
     if (links.length < allHeads(scan, null).length) sentences.push(asked.direction === "keys" ? "·: not stored." : "·: no stored key.");
     if (meta.scans.length > 1) sentences.push(`Heads of A, ${scan.name}.`);
     return sentences.join(" ");
@@ -125,7 +125,8 @@ export class LinkCells {
   }
 
   dump(): object {
-    return { links: { token: this.shown.asked?.token ?? null, other: this.shown.asked?.other ?? null, all: this.shown.links } };
+    const { asked, links } = this.shown;
+    return { links: { token: asked?.token ?? null, other: asked?.other ?? null, direction: asked?.direction ?? null, all: links } };
   }
 }
 
