@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.checkpoints import config as configs
 from headwise.checkpoints.attention import attention_from_state
 from headwise.checkpoints.config import Config
+from headwise.errors import OptionError, ShapeError
 from headwise.function.weights import State
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
@@ -28,12 +29,15 @@ class Place:
         modules: all attention modules of the model.
         layout: that of its tensors, with the function of its layer.
         config: the model's config.json.
+        head_dim: that of the module in memory, None where it states none. A module that lost heads
+            has other numbers of them than its config says.
     """
 
     module: NamedModule
     modules: Sequence[NamedModule]
     layout: Layout
     config: Config
+    head_dim: int | None = None
 
     @property
     def name(self) -> str:
@@ -47,7 +51,16 @@ class Place:
             OptionError, ShapeError: tensors that do not fit the layout and the config.
         """
         shapes = {local: tuple(state[name].shape) for name, local in self.module.tensors.items()}
-        return self.layout.sizes(shapes, self._counts)
+        try:
+            sizes = self.layout.sizes(shapes, self._counts)
+        except (OptionError, ShapeError):
+            if self.head_dim is None:
+                raise
+            sizes = {}
+        if self.head_dim in (None, sizes.get("head_dim")):
+            return sizes
+        counts = {name: n for name, n in self._counts.items() if name not in ("heads", "kv_heads")}
+        return self.layout.sizes(shapes, {**counts, "head_dim": self.head_dim})
 
     def read(self, state: Mapping[str, Tensor]) -> State:
         """Return the canonical tensors that this module stores by itself."""
@@ -68,6 +81,26 @@ class Place:
         count = self.config.get(f"{sides[0]}_attention_heads") if sides else None
         stated = configs.read_stated_counts(self.config)
         return stated | ({"heads": count} if isinstance(count, int) else {})
+
+
+HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")  # of modules in memory
+
+
+def find_model_places(model: nn.Module) -> list[Place]:
+    """Return the attention modules of a model of transformers in memory; see `find_places`."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict[str, Any])
+    places = find_places(model.state_dict(), to_dict())
+    return [replace(place, head_dim=_stated_head_dim(model, place)) for place in places]
+
+
+def _stated_head_dim(model: nn.Module, place: Place) -> int | None:
+    """Return the head_dim that a module of an attention states."""
+    owners = [name.rpartition(".")[0].rpartition(".")[0] for name in place.module.tensors]
+    for path in dict.fromkeys([place.name.rstrip("."), *owners]):
+        stated = vars(model.get_submodule(path))
+        if (width := next((stated[n] for n in HEAD_DIMS if n in stated), None)) is not None:
+            return int(width)
+    return None
 
 
 def find_places(state: Mapping[str, Tensor], config: Config) -> list[Place]:

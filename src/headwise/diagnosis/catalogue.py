@@ -187,6 +187,11 @@ ACTIVATIONS_DTYPE = Cause(
     cost=1.2,
 )
 NUMBER_OF_HEADS = Cause("number of heads", WITH_HEADS)
+HEADS_GONE = Cause(
+    "heads gone",
+    ("q", "k", "v", *NORMED, "scores", "weights", "head outputs", "output"),
+    cost=1.5,
+)
 SPLIT_WITHOUT_TRANSPOSE = Cause("split without transpose", ("q", "k", "v"))
 MERGE_WITHOUT_TRANSPOSE = Cause("merge without transpose", ("output",))
 BATCH_AND_HEADS = Cause("batch and heads in another order", ("q", "k", "v", *MIXED))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.diagnosis import watch
-from headwise.diagnosis.catalogue import CAUSES, Cause
+from headwise.diagnosis.catalogue import CAUSES, HEADS_GONE, Cause
 from headwise.diagnosis.causes.evidence import Evidence
 from headwise.diagnosis.comparison import FoundCause, FunctionComparison, PartedStage, StageGaps
 from headwise.diagnosis.pairs import find_best_pair
@@ -68,6 +68,7 @@ def search_causes(evidence: Evidence, causes: Sequence[Cause]) -> CauseSearchRes
     return CauseSearchResult(tuple(named), evidence.gaps)
 
 
+QUERIES = ("q", "q after norm", "q after rotary")
 PROJECTED = {"q", "k", "v", "output"}  # the stages that multiply by weights
 
 
@@ -90,8 +91,8 @@ class ExplainedCalls:
         What they do not explain to the rounding of the run is explained to the rounding of the
         stored weights, if that leaves nothing.
         """
-        if self.has_other_rows:  # which no cause changes
-            return CauseSearchResult((), self.gaps)
+        if self.has_other_rows:
+            return self._search_beside_gone_heads
         named = search_causes(Evidence(self.model, self.calls, self.gaps), self.candidates)
         if named.left.cells_beyond_rounding and self._has_weights_in_narrower_dtype:
             calls = [replace(call, dtype=self.stored) for call in self.calls]
@@ -102,18 +103,35 @@ class ExplainedCalls:
                     return coarse
         return named
 
+    @property
+    def _search_beside_gone_heads(self) -> CauseSearchResult:
+        """The heads that are gone, which alone change the number of rows, and causes beside."""
+        evidence = Evidence(self.model, self.calls, self.gaps)
+        gone = search_causes(evidence, (HEADS_GONE,))
+        if not gone.causes:
+            return gone
+        evidence = Evidence.of(gone.causes[-1].model, self.calls)
+        beside = search_causes(evidence, self.candidates)
+        return CauseSearchResult((*gone.causes, *beside.causes), beside.left)
+
     @cached_property
     def has_other_rows(self) -> bool:
         """True if queries, values or outputs have another number of channels than the model's."""
         wq, wo = self.model.weights["wq"], self.model.weights["wo"]
         heads, value_dim, out_dim = wo.shape
-        rows = {"q": wq.shape[0] * wq.shape[1], "head outputs": heads * value_dim}
-        return any(
-            x.shape[2] != out_dim if stage == "output" else x.shape[1::2].numel() != rows[stage]
-            for call in self.calls
-            for stage, x in call.stages.items()
-            if stage == "output" or stage in rows
-        )
+        rows = dict.fromkeys(QUERIES, wq.shape[0] * wq.shape[1]) | {
+            "head outputs": heads * value_dim
+        }
+        for call in self.calls:
+            for stage, x in call.stages.items():
+                if stage == "output" and x.shape[2] != out_dim:
+                    return True
+                if stage in rows and x.shape[1::2].numel() != rows[stage]:
+                    return True
+            # Weights alone do not tell whether the same rows were split into other heads.
+            if rows.keys().isdisjoint(call.stages) and "weights" in call.stages:
+                return call.stages["weights"].shape[1] != heads
+        return False
 
     def _describe_shapes(self, stage: str) -> str:
         """Return the heads and channels of a stage in the first and in the second; "" for equal."""
@@ -240,18 +258,25 @@ class ExplainedCalls:
 
     @property
     def parted_stages(self) -> tuple[PartedStage, ...]:
-        """The stages that part although the stages before them are the same."""
+        """The stages that part although the stages before them are the same.
+
+        Some can be compared only once the heads that are gone are left out.
+        """
         left = {*self.search.left.cells_beyond_rounding}
         parted = []
-        for stage in self.gaps.stages_beyond_rounding:
-            cells = [each for each in self.gaps.cells_beyond_rounding if each[0] == stage]
+        for stage in STAGES:
+            first = stage in self.gaps.stages_beyond_rounding
+            gaps_of_stage = self.gaps if first else self.search.left
+            cells = [each for each in gaps_of_stage.cells_beyond_rounding if each[0] == stage]
+            if not cells:
+                continue
             heads = tuple(sorted({head for _, _, head in cells}))
             positions, tokens = self._parted_positions(stage)
             inputs = describe_calls(self.calls, {number for _, number, _ in cells})
             parted.append(
                 PartedStage(
                     stage=stage,
-                    size=max(self.gaps.cells[cell].size for cell in cells),
+                    size=max(gaps_of_stage.cells[cell].size for cell in cells),
                     heads=None if WHOLE in heads else heads,
                     probes=tuple(dict.fromkeys(self.names[n] for _, n, _ in cells)),
                     is_explained=left.isdisjoint(cells),

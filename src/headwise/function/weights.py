@@ -10,6 +10,7 @@ h // (heads / kv_heads). Two channels that are rotated together are half of the 
 Vaswani et al. 2017, section 3.2.2, has the transposes of these matrices.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,3 +61,17 @@ NORMS = ("q_norm", "k_norm", "q_norms", "k_norms")
 OPTIONAL = (*BIASES, *(f"{norm}_bias" for norm in NORMS), "distances")
 # Tensors with a rotated head_dim, in which the order of channels matters.
 ROTATED = ("wq", "wk", "bq", "bk", "extra_k", *NORMS, *(f"{norm}_bias" for norm in NORMS))
+
+
+def take_heads(state: State, heads: Sequence[int], kv_heads: Sequence[int]) -> State:
+    """Return copies of canonical tensors with these heads and kv heads, in this order."""
+    import torch  # which the list of layouts starts without
+
+    places = {"heads": torch.tensor(heads), "kv_heads": torch.tensor(kv_heads)}
+    taken = {}
+    for name, tensor in state.items():
+        for dim, axis in enumerate(AXES[name]):
+            if axis in places:
+                tensor = tensor.index_select(dim, places[axis].to(tensor.device))
+        taken[name] = tensor.clone()
+    return taken

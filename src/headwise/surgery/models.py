@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.checkpoints.places import Place, find_places
+from headwise.checkpoints.places import Place, find_model_places
 from headwise.errors import DeviceError, OptionError
 from headwise.function.spec import AttentionSpec, BucketRule
 from headwise.function.weights import State
@@ -46,7 +46,7 @@ class ModelHeads:
         self.state: Mapping[str, Tensor] = dict(model.state_dict())
         self.config: dict[str, Any] = _config_of(model)
         _require_plain_weights(self.state)
-        places = find_places(self.state, self.config)
+        places = find_model_places(model)
         if not places:
             raise OptionError(
                 saw=f"{type(model).__name__}, whose attention is in no layout of the catalogue",

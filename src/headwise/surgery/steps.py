@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
 from headwise.function.spec import AlibiRule, AttentionSpec, Other
-from headwise.function.weights import AXES, State
+from headwise.function.weights import AXES, State, take_heads
 from headwise.support.text import list_some
 
 # "indices": tensors are the same numbers at other places. "rounding": another order of sums, or
@@ -118,14 +118,7 @@ class Take(Step):
                 needed="rows of 0, as this cut says",
                 do="take the cut of these weights: drop(heads) without are_zero=True",
             )
-        places = {"heads": torch.tensor(self.heads), "kv_heads": torch.tensor(self.kv_heads)}
-        taken = {}
-        for name, tensor in state.items():
-            for dim, axis in enumerate(AXES[name]):
-                if axis in places:
-                    tensor = tensor.index_select(dim, places[axis].to(tensor.device))
-            taken[name] = tensor.clone()
-        return taken
+        return take_heads(state, self.heads, self.kv_heads)
 
     def _require_equal_copies(self, state: State) -> None:
         """Raise where a head would read another kv head than before, unless they are equal."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from headwise.diagnosis.catalogue import KV_HEADS_TILED, ROTATED
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
 from headwise.diagnosis.causes.masks import fill_empty_rows
+from headwise.diagnosis.simulation.gaps import list_misshapen_stages
 from headwise.diagnosis.simulation.model import AttentionModel, ForcedStage, RecordedCall
 from headwise.function.distance import slopes_of
 from headwise.function.rotary import count_channels
@@ -221,6 +222,8 @@ def _another_group(evidence: Evidence) -> Variants:
 
 def _models_by_kv_head(evidence: Evidence, places: tuple[int, ...]) -> Iterator[AttentionModel]:
     """Yield models whose heads take these kv heads: keys and values, keys alone, values alone."""
+    if any(list_misshapen_stages(evidence.model, call) for call in evidence.calls):
+        return  # the recorded layer has another number of them
     for stages in (("scores", "head outputs"), ("scores",), ("head outputs",)):
         yield evidence.replace_stages(stages, _take_kv_heads, places)
 

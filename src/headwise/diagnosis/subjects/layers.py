@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from headwise.checkpoints.config import attention_window
-from headwise.checkpoints.places import Place, find_places
+from headwise.checkpoints.places import Place, find_model_places
 from headwise.diagnosis.simulation.model import AttentionModel, Inputs, RecordedCall
 from headwise.diagnosis.subjects.subject import ModuleSubject
 from headwise.errors import HeadwiseError, OptionError
@@ -289,9 +289,8 @@ def _read_native_or_torch_layer(name: str, module: nn.Module) -> ModuleData | No
 
 
 def _read_transformers_modules(model: nn.Module) -> list[ModuleData]:
-    to_dict = getattr(getattr(model, "config", None), "to_dict", dict[str, Any])
     state = model.state_dict()
-    return [_read_place(place, state) for place in find_places(state, to_dict())]
+    return [_read_place(place, state) for place in find_model_places(model)]
 
 
 def _read_place(place: Place, state: Mapping[str, Tensor]) -> ModuleData:
