@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import BartConfig
+from transformers import FunnelConfig
 from transformers.models.bart.modeling_bart import BartAttention
 
 from headwise import Attention, compare
@@ -95,7 +95,7 @@ def test_a_file_that_is_no_safetensors(layer: Attention, tmp_path: Path) -> None
 
 
 def test_two_modules_whose_weights_have_no_layout() -> None:
-    modules = [BartAttention(WIDTH, HEADS, config=BartConfig()) for _ in range(2)]
+    modules = [BartAttention(WIDTH, HEADS, config=FunnelConfig()) for _ in range(2)]
     inputs = Inputs(torch.randn(2, 6, WIDTH), torch.randn(2, 7, WIDTH))
     with pytest.raises(OptionError, match="a BartAttention and a BartAttention, whose weights"):
         compare(*modules, inputs)

@@ -74,7 +74,10 @@ def _find_recorded_heads(evidence: Evidence) -> tuple[tuple[int, ...], tuple[int
     model, stages = evidence.model, [evidence.shown_stages[role] for role in ("q", "k")]
     if {*stages} - {*NORMED, "q", "k"}:  # neither was recorded
         return None
-    call = min(evidence.calls, key=lambda call: call.inputs.x.numel())
+    calls = [call for call in evidence.calls if {*stages} <= {*call.stages}]
+    if not calls:
+        return None
+    call = min(calls, key=lambda call: call.inputs.x.numel())
     if call.stages[stages[0]].shape[1] >= model.settings.num_heads:
         return None
     heads, kv_heads = (_match_heads(model, call, stage) for stage in stages)
