@@ -8,6 +8,7 @@
 # make browser install Debian's chromium and firefox-esr, with which the tests of the pages run (needs root)
 # make bench-compare  how often headwise.compare names a fault's cause
 # make bench-field  the same on attention as people write it
+# make bench-pruning  heads of a trained encoder taken out by plain torch (four minutes)
 # make pictures  the pictures of the pages in README and docs, made of today's pages; needs Chromium
 # make study   measure the study again, and write what the documentation says of it
 # make classes try every model type of transformers, and write docs/huggingface.md
@@ -33,7 +34,7 @@ OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
 ENDS_TESTS := tests/contract tests/layers tests/function tests/matrix tests/paths
 
-.PHONY: demo test suite check lint api bench bench-viewer bench-compare bench-field browser pictures study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
+.PHONY: demo test suite check lint api bench bench-viewer bench-compare bench-field bench-pruning browser pictures study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
 .DEFAULT_GOAL := demo
 
 # Without bytecode on disk, each worker and each process that a test starts compiles all files anew.
@@ -108,6 +109,9 @@ bench-compare: $(READY)
 # the sets that were written apart, when the work on the search was done.
 bench-field: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.field $(CASES)
+
+bench-pruning: $(READY)
+	$(BIN)/python -m benchmarks.pruning
 
 # A test of `make check` compares the pictures with today's pages.
 pictures: $(READY)
