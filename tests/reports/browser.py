@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATH = next(filter(None, map(shutil.which, NAMES)), None)
@@ -67,10 +68,11 @@ class Opened:
 
 
 class Chromium:
-    """The browser of a test run: a page in a context of its own for each test."""
+    """The browser of a test run. Tests use the same tab, one after the other: to start takes long."""
 
     def __init__(self, browser: Browser) -> None:
         self.browser = browser
+        self.free: dict[tuple[Any, ...], list[Page]] = defaultdict(list)
 
     @contextmanager
     def open(
@@ -79,36 +81,70 @@ class Chromium:
         *,
         width: int = 1400,
         height: int = 900,
-        script: bool = True,
         waits: bool = True,
         address: str = NOTHING_LIT,
-        init: str = "",
         **options: Any,
     ) -> Iterator[Opened]:
         """Open a file; with ``waits``, until the viewer is ready. The network is off.
 
         Without an address of its own, a page of a scan opens with a link that is lit.
         """
-        context: BrowserContext = self.browser.new_context(
-            viewport={"width": width, "height": height},
-            java_script_enabled=script,
-            offline=True,
-            **options,
-        )
-        opened = Opened(context.new_page())
-        page = opened.page
+        with self._tab(**options) as page:
+            page.set_viewport_size({"width": width, "height": height})
+            opened = Opened(page)
+            listeners: dict[Any, Callable[[Any], None]] = {
+                "request": lambda request: opened.requests.append(request.url),
+                "pageerror": lambda error: opened.complaints.append(str(error)),
+                "console": lambda message: opened.complaints.append(message.text),
+            }
+            for event, listener in listeners.items():
+                page.on(event, listener)
+            page.goto(path.as_uri() + address)
+            if waits and options.get("script", True):
+                opened.poll(READY)
+            yield opened
+            for event, listener in listeners.items():
+                page.remove_listener(event, listener)
+
+    @contextmanager
+    def _tab(
+        self,
+        *,
+        init: str = "",
+        script: bool = True,
+        has_touch: bool = False,
+        is_mobile: bool = False,
+        color_scheme: Any = "light",
+        forced_colors: Any = "none",
+        reduced_motion: Any = "no-preference",
+    ) -> Iterator[Page]:
+        """Yield an empty tab, which another test may have left. With ``init`` it is a new one."""
+        free = self.free[script, has_touch, is_mobile]
+        if free and not init:
+            page = free.pop()
+        else:
+            page = self.browser.new_context(
+                offline=True, java_script_enabled=script, has_touch=has_touch, is_mobile=is_mobile
+            ).new_page()
         if init:
             page.add_init_script(init)
-        page.on("request", lambda request: opened.requests.append(request.url))
-        page.on("pageerror", lambda error: opened.complaints.append(str(error)))
-        page.on("console", lambda message: opened.complaints.append(message.text))
-        page.goto(path.as_uri() + address)
-        if script and waits:
-            opened.poll(READY)
+        page.emulate_media(
+            media="null",
+            color_scheme=color_scheme,
+            forced_colors=forced_colors,
+            reduced_motion=reduced_motion,
+        )
         try:
-            yield opened
-        finally:
-            context.close()
+            yield page
+            page.mouse.move(-1, -1)
+            page.goto("about:blank")
+        except BaseException:  # nobody knows what it left
+            page.context.close()
+            raise
+        if init:
+            page.context.close()
+        else:
+            free.append(page)
 
 
 @contextmanager
