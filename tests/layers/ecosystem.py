@@ -5,11 +5,10 @@ The kinds of layer are subjects of tests/paths, so that what is asked of every p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -68,11 +67,6 @@ class Written(Called):
 
     def output(self, *given: Any, **options: Any) -> Tensor:
         return reference.output(self.inner, *given, **options)
-
-
-def others_slow(subjects: Iterable[Subject], *kept: str) -> list[Any]:
-    """Parameters of a test, of which `make test` runs the kept ones alone."""
-    return [s if s.name in kept else pytest.param(s, marks=pytest.mark.slow) for s in subjects]
 
 
 def subject(

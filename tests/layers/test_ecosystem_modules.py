@@ -26,12 +26,12 @@ from tests.layers.ecosystem import (
     SUBJECTS,
     budget_of,
     layer_of,
-    others_slow,
     tokens,
 )
 from tests.paths import in_eager, transformed
 from tests.paths.outcomes import ONE_BY_ONE
 from tests.paths.subjects import Subject
+from tests.quick import others_slow
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,

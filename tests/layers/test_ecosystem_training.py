@@ -22,11 +22,11 @@ from tests.layers.ecosystem import (
     Called,
     budget_of,
     layer_of,
-    others_slow,
     tokens,
 )
 from tests.paths import in_eager
 from tests.paths.subjects import Subject
+from tests.quick import others_slow
 
 DROPPED = replace(
     BY_NAME["causal"],

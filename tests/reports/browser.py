@@ -68,7 +68,7 @@ class Opened:
 
 
 class Chromium:
-    """The browser of a test run. Tests use the same tab, one after the other: to start takes long."""
+    """The browser of a test run. Tests use one tab after the other, since a new one takes long."""
 
     def __init__(self, browser: Browser) -> None:
         self.browser = browser

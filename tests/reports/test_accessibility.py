@@ -11,6 +11,7 @@ import pytest
 from headwise.reports import diagnosis
 from headwise.reports import page as scan_page
 from headwise.reports.images import css_colour, viridis_colour
+from tests.quick import others_slow
 from tests.reports.accessibility import small_targets, violations
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.diagnoses import report_of_model
@@ -21,6 +22,7 @@ from tests.scanning.written_texts import TEXTS
 
 pytestmark = needs_a_browser
 
+SCHEMES = ("light", "dark")
 PAGES: dict[str, Callable[[], str]] = {
     "viewer": lambda: scan_page.render_scan_page(viewer_report(viewer_scan())),
     "two": lambda: scan_page.render_scan_page(viewer_report(viewer_scan(), second=viewer_scan())),
@@ -30,31 +32,24 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-@pytest.fixture(scope="module", params=PAGES)
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=others_slow(PAGES, "viewer", "static", "diagnosis"))
+def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = tmp_path_factory.mktemp(request.param) / f"{request.param}.html"
     page.write_text(PAGES[request.param](), "utf-8")
     return page
 
 
-@pytest.fixture(scope="module")
-def viewer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    page = tmp_path_factory.mktemp("viewer") / "page.html"
-    page.write_text(PAGES["viewer"](), "utf-8")
-    return page
-
-
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
-def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str) -> None:
-    waits = path.stem in ("viewer", "two")
-    with browser.open(path, waits=waits, color_scheme=scheme) as opened:
+@pytest.mark.parametrize("scheme", others_slow(SCHEMES, "light"))
+def test_axe_finds_nothing(browser: Chromium, page: Path, scheme: str) -> None:
+    waits = page.stem in ("viewer", "two")
+    with browser.open(page, waits=waits, color_scheme=scheme) as opened:
         if waits:
             opened.do("headwise.app.pin(7)", "s.token === 7")
         assert violations(opened) == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("order", ["links", "strongest"])
+@pytest.mark.parametrize("scheme", others_slow(SCHEMES, "light"))
+@pytest.mark.parametrize("order", others_slow(["links", "strongest"], "links"))
 def test_axe_finds_nothing_in_one_word(
     browser: Chromium, tmp_path: Path, order: str, scheme: str
 ) -> None:
@@ -66,7 +61,7 @@ def test_axe_finds_nothing_in_one_word(
             assert violations(opened) == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", others_slow(SCHEMES, "dark"))
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_axe_finds_nothing_in_a_text_as_it_was_written(
     browser: Chromium, tmp_path: Path, scheme: str
@@ -81,11 +76,11 @@ def test_axe_finds_nothing_in_a_text_as_it_was_written(
         assert violations(opened) == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", others_slow(SCHEMES, "dark"))
 def test_axe_finds_nothing_where_files_are_chosen(
-    browser: Chromium, viewer: Path, scheme: str
+    browser: Chromium, path: Path, scheme: str
 ) -> None:
-    with browser.open(viewer, address="#t=300", color_scheme=scheme) as opened:
+    with browser.open(path, address="#t=300", color_scheme=scheme) as opened:
         opened.page.click("[data-part=export-opener]")
         assert opened.page.locator("[data-subject]").count() == 3
         assert violations(opened) == []
@@ -103,8 +98,8 @@ def test_targets_are_large_enough(
     browser: Chromium, tmp_path: Path, touch: bool, least: int
 ) -> None:
     width = 390 if touch else 1400
-    viewer = scan_page.save_scan_page(tmp_path / "page.html", viewer_report(viewer_scan(heads=12)))
-    with browser.open(viewer, width=width, has_touch=touch, is_mobile=touch) as opened:
+    page = scan_page.save_scan_page(tmp_path / "page.html", viewer_report(viewer_scan(heads=12)))
+    with browser.open(page, width=width, has_touch=touch, is_mobile=touch) as opened:
         opened.do("headwise.app.set({ token: 300, second: 290 })", "s.second === 290")
         views = [(tab, "layers") for tab in ("heads", "map", "facts", "text")]
         for tab, order in (*views, ("heads", "links"), ("heads", "strongest")):
@@ -129,22 +124,23 @@ def seen(opened: Opened, colours: list[str], kind: str) -> list[tuple[int, ...]]
     opened.page.evaluate(PAINT, colours)
     clip = {"x": 8, "y": 8, "width": 20 * len(colours), "height": 12}
     shown = _pixels(opened.page.screenshot(clip=clip))
+    session.detach()  # with which the tab sees as before
     return [shown[n * 20 + 2] for n in range(len(colours))]
 
 
-@pytest.mark.parametrize("kind", EYES)
-def test_the_scale_is_ordered_for_every_eye(browser: Chromium, viewer: Path, kind: str) -> None:
-    with browser.open(viewer) as opened:
+@pytest.mark.parametrize("kind", others_slow(EYES, "deuteranopia"))
+def test_the_scale_is_ordered_for_every_eye(browser: Chromium, path: Path, kind: str) -> None:
+    with browser.open(path) as opened:
         steps = [css_colour(viridis_colour(n / 8)) for n in range(9)]
         luminance = [_luminance(colour) for colour in seen(opened, steps, kind)]
         assert luminance == sorted(luminance)
         assert min(b - a for a, b in pairwise(luminance)) > 0.004
 
 
-@pytest.mark.parametrize("kind", EYES)
-def test_more_and_less_differ_for_every_eye(browser: Chromium, viewer: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", others_slow(EYES, "deuteranopia"))
+def test_more_and_less_differ_for_every_eye(browser: Chromium, path: Path, kind: str) -> None:
     """The scale of A − B: palest at 0, darker to both ends, and one end is not the other."""
-    with browser.open(viewer) as opened:
+    with browser.open(path) as opened:
         opened.do("headwise.app.compareWith({ scan: 0, layer: 2, head: 3 })", "s.mode === 'diff'")
         opened.poll("document.querySelectorAll('.legend .swatch').length > 4")
         stops = opened.page.evaluate(
@@ -175,8 +171,8 @@ def _luminance(colour: tuple[int, ...]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_forced_colours_keep_the_scale(browser: Chromium, viewer: Path) -> None:
-    with browser.open(viewer, forced_colors="active") as opened:
+def test_forced_colours_keep_the_scale(browser: Chromium, path: Path) -> None:
+    with browser.open(path, forced_colors="active") as opened:
         colours = opened.page.evaluate(
             "[...document.querySelectorAll('.cell')]"
             ".map((cell) => getComputedStyle(cell).backgroundColor)"
@@ -184,8 +180,8 @@ def test_forced_colours_keep_the_scale(browser: Chromium, viewer: Path) -> None:
         assert len({*colours}) > 5
 
 
-def test_reduced_motion_moves_nothing(browser: Chromium, viewer: Path) -> None:
-    with browser.open(viewer, reduced_motion="reduce") as opened:
+def test_reduced_motion_moves_nothing(browser: Chromium, path: Path) -> None:
+    with browser.open(path, reduced_motion="reduce") as opened:
         moving = opened.page.evaluate(
             """[...document.querySelectorAll("*")].filter((e) => {
               const style = getComputedStyle(e);

@@ -15,6 +15,7 @@ import torch
 from headwise.reports.page import save_scan_page
 from headwise.scanning.layer import HEAD_DISTANCE
 from headwise.scanning.result import HeadScan
+from tests.quick import others_slow
 from tests.reports.accessibility import small_targets, violations
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import RANKS, viewer_report, viewer_scan
@@ -23,16 +24,7 @@ pytestmark = needs_a_browser
 
 HEAD = "s.layer === {} && s.head === {}"
 FOCUS = "document.activeElement.dataset.{} === '{}'"
-
-
-@pytest.fixture(scope="module")
-def scan() -> HeadScan:
-    return viewer_scan()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, scan: HeadScan) -> Path:
-    return save_scan_page(tmp_path_factory.mktemp("compare") / "page.html", viewer_report(scan))
+HINT = "document.querySelector('.hint span').innerText === '{}'"
 
 
 @pytest.fixture
@@ -108,7 +100,7 @@ def test_a_head_is_compared_by_keyboard_alone(opened: Opened, scan: HeadScan) ->
     page.focus("[data-part=compare-with]")
     page.keyboard.press("Enter")
     opened.poll(FOCUS.format("id", "1.2"))
-    assert page.inner_text(".hint span") == "Choose a head to compare with 1.2."
+    opened.poll(HINT.format("Choose a head to compare with 1.2."))
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
     opened.poll(FOCUS.format("id", "2.3"))
@@ -215,11 +207,10 @@ def test_two_layers_are_compared_by_keyboard(opened: Opened, scan: HeadScan) -> 
     page.keyboard.press("ArrowUp")
     opened.wait("s.subject === 'layer' && s.layer === 0")
     page.keyboard.press("c")
-    opened.poll(FOCUS.format("layer", "0"))
+    opened.poll(HINT.format("Choose a layer to compare with layer 0."))
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
     opened.poll(FOCUS.format("layer", "2"))
-    assert page.inner_text(".hint span") == "Choose a layer to compare with layer 0."
     page.keyboard.press("Enter")
     opened.wait("s.against === 2 && s.layer === 0")
     means = {
@@ -279,8 +270,8 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("view", others_slow(VIEWS, "choosing", "layers"))
+@pytest.mark.parametrize("scheme", others_slow(["light", "dark"], "light"))
 def test_axe_finds_nothing(browser: Chromium, path: Path, scheme: str, view: str) -> None:
     with browser.open(path, color_scheme=scheme) as opened:
         opened.page.evaluate(VIEWS[view])

@@ -19,6 +19,7 @@ from headwise.models import tiny
 from headwise.reports.images import viridis_colour
 from headwise.reports.page import save_scan_page
 from headwise.scanning.result import HeadScan
+from tests.quick import others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import WORDS, viewer_report, viewer_scan
 
@@ -309,7 +310,7 @@ def test_maps_side_by_side_are_two(opens: Any, tmp_path: Path) -> None:
 # ---- all heads, and a token ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("statistic", ["previous_token", "entropy"])
+@pytest.mark.parametrize("statistic", others_slow(["previous_token", "entropy"], "entropy"))
 def test_all_heads_have_their_values_and_the_scale(
     opens: Any, scans: dict[str, HeadScan], tmp_path: Path, statistic: str
 ) -> None:
@@ -484,7 +485,9 @@ def test_the_lines_of_a_difference_draw_its_two_maps(opens: Any, saved: Any) -> 
     assert np.abs(page).max() > 0.1
 
 
-@pytest.mark.parametrize("statistic", ["induction", "entropy", "effective_keys"])
+@pytest.mark.parametrize(
+    "statistic", others_slow(["induction", "entropy", "effective_keys"], "entropy")
+)
 def test_the_line_of_all_heads_draws_them(opens: Any, saved: Any, statistic: str) -> None:
     opened = opens("long")
     opened.do(f"headwise.app.set({{ statistic: '{statistic}' }})", f"s.statistic === '{statistic}'")
@@ -517,14 +520,17 @@ def test_the_line_of_a_change_draws_it(opens: Any, saved: Any, statistic: str) -
     assert max(shown) > 0
 
 
+ANSWERS = [
+    ("long", 1, 0, 300, "keys"),
+    ("long", 1, 0, 3, "queries"),
+    ("short", 2, 4, 21, "keys"),
+    ("short", 2, 4, 5, "queries"),
+]
+
+
 @pytest.mark.parametrize(
     ("page", "layer", "head", "token", "direction"),
-    [
-        ("long", 1, 0, 300, "keys"),
-        ("long", 1, 0, 3, "queries"),
-        ("short", 2, 4, 21, "keys"),
-        ("short", 2, 4, 5, "queries"),
-    ],
+    others_slow(ANSWERS, ANSWERS[0], ANSWERS[-1]),
 )
 def test_the_line_of_a_token_draws_its_answer(
     opens: Any, saved: Any, page: str, layer: int, head: int, token: int, direction: str

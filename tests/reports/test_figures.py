@@ -28,11 +28,6 @@ from tools.viewer_pictures import FIGURE, save_figure
 SHARES = ["0 %", "10 %", "25 %", "50 %", "100 %"]
 
 
-@pytest.fixture(scope="module")
-def scan() -> HeadScan:
-    return viewer_scan()
-
-
 def image_of(figure: Any) -> Any:
     (image,) = figure.axes[0].images
     return image

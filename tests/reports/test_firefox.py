@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from headwise.reports.images import viridis_colour
-from headwise.reports.page import save_scan_page
 from headwise.scanning.result import HeadScan
 from tests.reports.browser import Chromium, needs_a_browser
 from tests.reports.firefox import Firefox, FirefoxPage, firefox, needs_firefox
-from tests.reports.viewer_scans import WORDS, viewer_report, viewer_scan
+from tests.reports.viewer_scans import WORDS
 from tests.reports.written_pages import DRAWN, LINES, page_of, tokenized
 from tests.scanning.written_texts import KINDS, TEXTS
 
@@ -20,16 +19,6 @@ pytestmark = [needs_firefox, needs_a_browser, pytest.mark.slow]
 
 MAP = "[data-part=map] canvas"
 SUMMARY = "document.querySelector('[data-part=text] .summary').textContent"
-
-
-@pytest.fixture(scope="module")
-def scan() -> HeadScan:
-    return viewer_scan()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, scan: HeadScan) -> Path:
-    return save_scan_page(tmp_path_factory.mktemp("firefox") / "page.html", viewer_report(scan))
 
 
 @pytest.fixture(scope="module")

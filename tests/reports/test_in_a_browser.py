@@ -9,6 +9,7 @@ import pytest
 from headwise.reports import diagnosis
 from headwise.reports import page as scan_page
 from headwise.reports.report import SameFunction, ScanReport
+from tests.quick import others_slow
 from tests.reports.browser import FAULTS, NO_FAULTS, Chromium, needs_a_browser
 from tests.reports.diagnoses import report_of_many_heads, report_of_model, report_of_weights
 from tests.reports.scans import made_up, report
@@ -64,7 +65,7 @@ def test_the_first_screen_of_the_study_has_every_answer_beside_its_question(
 
 @pytest.mark.parametrize(
     ("width", "dark"),
-    [pytest.param(1280, False, marks=pytest.mark.slow), (900, True), (390, False)],
+    others_slow([(1280, False), (900, True), (390, False)], (390, False)),
 )
 def test_every_picture_is_drawn_and_nothing_overflows(
     browser: Chromium, path: Path, width: int, dark: bool

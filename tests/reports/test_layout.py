@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 
 from headwise.reports.page import save_scan_page
+from tests.quick import others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
-from tests.reports.viewer_scans import gpt2_sized, viewer_report, viewer_scan
+from tests.reports.viewer_scans import gpt2_sized
 
 pytestmark = needs_a_browser
 
 Box = tuple[float, float, float, float]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layout")
-    return save_scan_page(folder / "small.html", viewer_report(viewer_scan()))
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +38,11 @@ def is_inside(inner: Box, width: int, height: int) -> bool:
     return left >= 0 and top >= 0 and right <= width and bottom <= height
 
 
-@pytest.mark.parametrize("page", ["small", "large"])
-@pytest.mark.parametrize(("width", "height"), [(1280, 720), (1366, 768), (1440, 900), (1920, 1080)])
+WINDOWS = [(1280, 720), (1366, 768), (1440, 900), (1920, 1080)]
+
+
+@pytest.mark.parametrize("page", ["path", "large"])
+@pytest.mark.parametrize(("width", "height"), others_slow(WINDOWS, (1280, 720)))
 def test_the_map_takes_a_fifth_of_the_window_beside_the_text(
     browser: Chromium, request: pytest.FixtureRequest, page: str, width: int, height: int
 ) -> None:
@@ -56,17 +54,17 @@ def test_the_map_takes_a_fifth_of_the_window_beside_the_text(
         assert lines[3] - lines[1] >= 4 * 26
 
 
-def test_the_heads_take_no_more_than_they_need(browser: Chromium, small: Path) -> None:
-    with browser.open(small, width=1440, height=900) as opened:
+def test_the_heads_take_no_more_than_they_need(browser: Chromium, path: Path) -> None:
+    with browser.open(path, width=1440, height=900) as opened:
         last = box(opened, "[data-part=grid] .cells .row:last-child")
         cells, text = box(opened, "[data-part=grid] .cells"), box(opened, ".text")
         assert cells[3] - last[3] < 8
         assert text[1] - cells[3] < 16
 
 
-@pytest.mark.parametrize("width", [1440, 900, 390])
-def test_cards_are_one_row_that_scrolls(browser: Chromium, small: Path, width: int) -> None:
-    with browser.open(small, width=width, height=844) as opened:
+@pytest.mark.parametrize("width", others_slow([1440, 900, 390], 1440, 390))
+def test_cards_are_one_row_that_scrolls(browser: Chromium, path: Path, width: int) -> None:
+    with browser.open(path, width=width, height=844) as opened:
         cards = opened.page.locator("[data-part=standouts] button")
         tops = {round(card["y"]) for each in cards.all() if (card := each.bounding_box())}
         assert len(tops) == 1
@@ -75,8 +73,8 @@ def test_cards_are_one_row_that_scrolls(browser: Chromium, small: Path, width: i
 
 
 @pytest.mark.parametrize("tab", ["heads", "map"])
-def test_on_a_phone_the_text_stays_in_sight(browser: Chromium, small: Path, tab: str) -> None:
-    with browser.open(small, width=390, height=844) as opened:
+def test_on_a_phone_the_text_stays_in_sight(browser: Chromium, path: Path, tab: str) -> None:
+    with browser.open(path, width=390, height=844) as opened:
         opened.do(f"headwise.app.set({{ tab: '{tab}', token: 7 }})", f"s.tab === '{tab}'")
         opened.page.wait_for_timeout(100)
         part = {"heads": "[data-part=grid] .cells", "map": "[data-part=map] canvas"}[tab]
@@ -89,16 +87,16 @@ def test_on_a_phone_the_text_stays_in_sight(browser: Chromium, small: Path, tab:
 
 
 def test_in_a_narrow_window_map_and_text_share_the_first_screen(
-    browser: Chromium, small: Path
+    browser: Chromium, path: Path
 ) -> None:
-    with browser.open(small, width=900, height=700) as opened:
+    with browser.open(path, width=900, height=700) as opened:
         assert is_inside(box(opened, "[data-part=map] canvas"), 900, 700)
         assert is_inside(box(opened, ".text .scroller"), 900, 700)
         assert area(opened, "[data-part=map] canvas") >= 0.2 * 900 * 700
 
 
 @pytest.mark.parametrize("order", ["layers", "links"])
-@pytest.mark.parametrize("width", [900, 1280, 1440])
+@pytest.mark.parametrize("width", others_slow([900, 1280, 1440], 900))
 def test_every_column_of_twelve_heads_is_in_sight(
     browser: Chromium, large: Path, width: int, order: str
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from headwise.reports.images import viridis_colour
 from headwise.reports.page import save_scan_page
 from headwise.scanning.result import HeadScan
+from tests.quick import others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import WORDS, viewer_report, viewer_scan
 
@@ -73,7 +74,7 @@ def test_one_screen_without_scrolling(opened: Opened) -> None:
     assert sorted(names) == ["keys →", "queries ↓"]
 
 
-@pytest.mark.parametrize("head", [0, 3])
+@pytest.mark.parametrize("head", others_slow([0, 3], 3))
 def test_offsets_share_one_axis_until_it_is_zoomed(
     opened: Opened, scan: HeadScan, head: int
 ) -> None:
@@ -420,7 +421,7 @@ def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Pat
         assert opened.complaints == []
 
 
-@pytest.mark.parametrize("width", [1150, 800])
+@pytest.mark.parametrize("width", others_slow([1150, 800], 1150))
 def test_a_lit_token_moves_nothing(browser: Chromium, path: Path, width: int) -> None:
     with browser.open(path, width=width) as opened:
         choose(opened, 1, 1)

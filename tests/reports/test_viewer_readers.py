@@ -10,7 +10,7 @@ import pytest
 
 from headwise.reports import page as scan_page
 from headwise.reports.page import render_scan_page, save_scan_page
-from headwise.scanning.result import HeadScan
+from tests.quick import others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import SCALARS, gpt2_sized, large, viewer_report, viewer_scan
 
@@ -20,21 +20,11 @@ LENGTH = 640
 MOST_PAGES = 4
 
 
-@pytest.fixture(scope="module")
-def scan() -> HeadScan:
-    return viewer_scan(length=LENGTH)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, scan: HeadScan) -> Path:
-    return save_scan_page(tmp_path_factory.mktemp("viewer") / "page.html", viewer_report(scan))
-
-
 # ---- screens -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [1400, 900, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", others_slow([1400, 900, 390], 1400, 390))
+@pytest.mark.parametrize("scheme", others_slow(["light", "dark"], "light"))
 def test_widths(browser: Chromium, path: Path, width: int, scheme: str) -> None:
     touch = width == 390
     with browser.open(path, width=width, color_scheme=scheme, has_touch=touch) as opened:
@@ -52,7 +42,7 @@ def test_widths(browser: Chromium, path: Path, width: int, scheme: str) -> None:
         assert opened.complaints == []
 
 
-@pytest.mark.parametrize("width", [1400, 1100])
+@pytest.mark.parametrize("width", others_slow([1400, 1100], 1100))
 def test_every_way_in_is_in_sight(browser: Chromium, tmp_path: Path, width: int) -> None:
     """A scan in which a head stands out by each statistic."""
     scan = viewer_scan()
@@ -183,10 +173,7 @@ PRINTED: dict[str, Callable[[], str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [name if name == "viewer" else pytest.param(name, marks=pytest.mark.slow) for name in PRINTED],
-)
+@pytest.mark.parametrize("case", PRINTED)
 def test_print_takes_at_most_four_pages(browser: Chromium, tmp_path: Path, case: str) -> None:
     path = tmp_path / "page.html"
     path.write_text(PRINTED[case](), "utf-8")

@@ -14,6 +14,7 @@ import torch
 from headwise.models import tiny
 from headwise.reports.page import save_scan_page
 from headwise.scanning.written import WrittenText
+from tests.quick import others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
 from tests.reports.viewer_scans import viewer_report, viewer_scan
 from tests.reports.written_pages import DRAWN, LINES, page_of, tokenized
@@ -42,7 +43,7 @@ def show(opened: Opened, sequence: int) -> None:
     opened.poll(f"{first}.startsWith(document.querySelector('.sheet .row')?.textContent || '-')")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=others_slow(KINDS, "byte-level"))
 def all_texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of all texts, read by one tokenizer."""
     written = [tokenized(request.param, text) for text in TEXTS.values()]
@@ -52,7 +53,7 @@ def all_texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 # ---- drawn and copied ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", others_slow(WIDTHS, "wide"))
 def test_what_is_drawn_and_copied_is_the_text(
     browser: Chromium, all_texts: Path, width: str
 ) -> None:
@@ -129,7 +130,7 @@ def test_no_piece_is_a_part_of_what_is_read_as_one_character(
             assert all(sum(char in FLAGS for char in piece) % 2 == 0 for piece in pieces)
 
 
-@pytest.mark.parametrize("names", ["text", "numbers"])
+@pytest.mark.parametrize("names", others_slow(["text", "numbers"], "text"))
 def test_words_of_the_vocabulary_are_apart_in_lines_that_fit(
     browser: Chromium, tmp_path: Path, names: str
 ) -> None:
@@ -303,7 +304,7 @@ PHRASES = {
 }
 
 
-@pytest.mark.parametrize("name", PHRASES)
+@pytest.mark.parametrize("name", others_slow(PHRASES, "accents", "hebrew", "emoji"))
 def test_phrases_are_found_and_marked(browser: Chromium, all_texts: Path, name: str) -> None:
     with browser.open(all_texts, address="#p=text") as opened:
         show(opened, list(TEXTS).index(name))

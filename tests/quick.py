@@ -1,0 +1,20 @@
+"""Which cases of a test `make test` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def others_slow(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Parameters of a test, of which `make test` runs the kept ones alone, some by their name."""
+    found = {case: getattr(case, "name", case) for case in cases}
+    assert set(kept) <= {*found.values()}
+    return [
+        case
+        if name in kept
+        else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+        for case, name in found.items()
+    ]
