@@ -107,7 +107,7 @@ def test_every_column_of_twelve_heads_is_in_sight(
 
 
 @pytest.mark.parametrize(
-    ("width", "height"), [(1280, 720), (1366, 768), (1440, 900), (1920, 1080), (900, 700)]
+    ("width", "height"), others_slow([*WINDOWS, (900, 700)], (1280, 720), (900, 700))
 )
 def test_one_word_in_all_heads_moves_nothing(
     browser: Chromium, large: Path, width: int, height: int
