@@ -26,7 +26,7 @@ _MAX_COUNT = 2**31 - 1
 _MAX_HEADS = 2**20  # heads or channels: detection may try every divisor of the heads
 
 # count -> its names in a config, by spaces; the first name that is present counts.
-_NAMES = {
+NAMES = {
     "heads": "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
     "decoder_attention_heads",
     "kv_heads": "num_key_value_heads num_kv_heads n_head_kv multi_query_group_num",
@@ -261,7 +261,7 @@ def merge_stated_counts(
 
 
 def _read_counts(fields: ConfigFields) -> Sizes:
-    counts = {size: _read_first_count(fields, names.split()) for size, names in _NAMES.items()}
+    counts = {size: _read_first_count(fields, names.split()) for size, names in NAMES.items()}
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         counts["kv_heads"] = 1
     # MPT and DBRX have kv_n_heads in attn_config.

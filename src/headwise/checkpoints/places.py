@@ -18,6 +18,7 @@ from headwise.layouts import registry
 from headwise.layouts._layout import Layout
 from headwise.layouts.modules import NamedModule, find_modules
 from headwise.layouts.pattern import Sizes
+from headwise.layouts.plan import TensorHeader
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,7 @@ class Place:
         """The prefix of its tensors' names."""
         return self.module.prefix
 
-    def sizes(self, state: Mapping[str, Tensor]) -> Sizes:
+    def sizes(self, state: Mapping[str, TensorHeader]) -> Sizes:
         """Return the size of every axis.
 
         Raises:
@@ -103,7 +104,7 @@ def _stated_head_dim(model: nn.Module, place: Place) -> int | None:
     return None
 
 
-def find_places(state: Mapping[str, Tensor], config: Config) -> list[Place]:
+def find_places(state: Mapping[str, TensorHeader], config: Config) -> list[Place]:
     """Return the attention modules of a model; none where no layout of the catalogue fits."""
     name = configs.layout_name(config) if config else None
     if name is None:
@@ -119,7 +120,7 @@ def find_places(state: Mapping[str, Tensor], config: Config) -> list[Place]:
 
 
 def _find_modules_by_other_names(
-    layout: Layout, state: Mapping[str, Tensor]
+    layout: Layout, state: Mapping[str, TensorHeader]
 ) -> tuple[Layout, list[NamedModule]]:
     """Return the modules by the names of another layout, with the function of this one.
 

@@ -222,7 +222,7 @@ def plan_checkpoint_conversion(
 ) -> ConversionPlan:
     """Check the arguments of `convert_checkpoint`, and return its steps and files."""
     _require_file_options(files, shards)
-    target, accept = _require_usable_target(source, target, files), tuple(accept)
+    target, accept = require_usable_target(source, target, files), tuple(accept)
     stored = read_description(source)
     config = descriptions.read_config_file_or_description(source, stored)
     before = descriptions.layout_with_described_function(source_layout, stored)
@@ -319,7 +319,7 @@ def _require_file_options(files: str, shards: int) -> None:
         )
 
 
-def _require_usable_target(source: CheckpointSource, target: Path, files: str) -> Path:
+def require_usable_target(source: CheckpointSource, target: Path, files: str) -> Path:
     """Return the target's path without links and ``..``; raise CheckpointError if unusable."""
     target, is_folder = target.absolute(), source.is_folder or files != "safetensors"
     if target.name == "..":

@@ -39,9 +39,8 @@ class DescribedModel:
 
     def arguments(self, transformers: Any) -> tuple[Any, dict[str, Any]]:
         """Return the model class and what its ``from_pretrained`` gets, in the model's layout."""
-        values, known = dict(self.checkpoint.config), self.checkpoint.known
-        config = type(transformers.AutoConfig.for_model(values["model_type"])).from_dict(values)
-        kind = _model_class(transformers, config, trusted=False)
+        known = self.checkpoint.known
+        kind, config = _class_of_config(transformers, self.checkpoint.config)
         if not issubclass(kind, transformers.PreTrainedModel):
             with torch.device("meta"):  # an Auto class needs a folder to choose one; no memory
                 kind = type(kind.from_config(config))
@@ -260,6 +259,52 @@ def _load_model(
     folder: Path, transformers: Any, options: dict[str, Any], dtype: torch.dtype | str
 ) -> tuple[Any, dict[str, Any]]:
     """Return the model of a folder, and which weights transformers did not find, place or fit."""
+    model, info = _read_model(folder, transformers, options, dtype)
+    _require_fitting_weights(folder, info, model)
+    return model, info
+
+
+def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a folder, and the names of weights that are missing or do not fit.
+
+    Weights of other sizes than the config states are random in the model; the second value names
+    them, as "output_loading_info" of transformers does. The dtype is that of the file.
+
+    Raises:
+        MissingExtraError, OptionError, CheckpointError: see `load`.
+    """
+    measure_model_bytes(folder)
+    transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
+    options = {"local_files_only": True, "trust_remote_code": False}
+    return _read_model(folder, transformers, options, "auto")
+
+
+def make_empty_model(config: Mapping[str, Any]) -> Any:
+    """Return the model of a config on the meta device: shapes without memory for weights.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        OptionError: the config has no model_type of transformers.
+        ValueError: sizes that the model's class refuses.
+    """
+    transformers = require_package("transformers", purpose=PURPOSE, pip="'headwise[huggingface]'")
+    values = dict(config)
+    if values.get("model_type") not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+        raise OptionError(
+            saw=f"a config of the model_type {str(values.get('model_type'))[:40]}",
+            needed="a model_type of transformers",
+            do="name a folder from save_pretrained",
+        )
+    with _silence_transformers(transformers):
+        kind, made = _class_of_config(transformers, values)
+        with torch.device("meta"):
+            is_class = issubclass(kind, transformers.PreTrainedModel)
+            return kind(made) if is_class else kind.from_config(made)
+
+
+def _read_model(
+    folder: Path, transformers: Any, options: dict[str, Any], dtype: torch.dtype | str
+) -> tuple[Any, dict[str, Any]]:
     trusted, described = options["trust_remote_code"], open_described_model(folder)
     if described is None:
         _require_trusted_code(folder, transformers, trusted=trusted)
@@ -276,7 +321,6 @@ def _load_model(
         if unplaced and info["missing_keys"] and all(map(WRAPPERS.match, unplaced)):
             weights["key_mapping"] = {WRAPPERS.pattern: ""}
             model, info = kind.from_pretrained(**weights)
-    _require_fitting_weights(folder, info, model)
     return model, info
 
 
@@ -290,6 +334,13 @@ def _require_trusted_code(folder: Path, transformers: Any, *, trusted: bool) -> 
             needed="a model type of transformers, or your permission to run this code",
             do="read the code, then pass --trust-remote-code",
         )
+
+
+def _class_of_config(transformers: Any, values: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the class of a model, and its config as an object of transformers."""
+    kind = type(transformers.AutoConfig.for_model(values["model_type"]))
+    config = kind.from_dict(dict(values))
+    return _model_class(transformers, config, trusted=False), config
 
 
 def _model_class(transformers: Any, config: Any, *, trusted: bool) -> Any:
@@ -399,6 +450,16 @@ def _describe_differences(info: dict[str, Any], folder: Path, model: Any) -> Ite
         yield f"the adapter beside the weights ({ADAPTER}) is {applied}applied"
 
 
+def list_load_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that transformers raises at a damaged folder, or at sizes in a config."""
+    import huggingface_hub.errors
+    from safetensors import SafetensorError
+
+    # newer releases of huggingface_hub check the types of a config, and raise this error
+    strict = getattr(huggingface_hub.errors, "StrictDataclassError", SafetensorError)
+    return (*_UNREADABLE, strict, SafetensorError)
+
+
 @contextmanager
 def _explain_load_errors(folder: Path, part: str) -> Iterator[None]:
     """Turn the errors of transformers at a damaged folder into OptionErrors.
@@ -406,15 +467,9 @@ def _explain_load_errors(folder: Path, part: str) -> Iterator[None]:
     transformers checks only some fields of a config: 0 heads, or a text in place of a list, raises
     an arbitrary Python error.
     """
-    import huggingface_hub.errors
-    from safetensors import SafetensorError
-
-    # newer releases of huggingface_hub check the types of a config, and raise this error
-    strict = getattr(huggingface_hub.errors, "StrictDataclassError", SafetensorError)
-    unreadable: tuple[type[Exception], ...] = (*_UNREADABLE, strict, SafetensorError)
     try:
         yield
-    except unreadable as error:
+    except list_load_errors() as error:
         if "weights_only" in str(error):
             raise torch_file.unreadable_error(folder, str(error)) from None
         reason = " ".join(str(error).split())

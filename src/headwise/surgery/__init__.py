@@ -5,12 +5,27 @@ from typing import TYPE_CHECKING
 from headwise.support.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from headwise.surgery.check import check_folder as check_folder
     from headwise.surgery.cut import Cut as Cut
     from headwise.surgery.cut import LayerCut as LayerCut
+    from headwise.surgery.folders import FolderPlan as FolderPlan
+    from headwise.surgery.folders import Written as Written
+    from headwise.surgery.folders import load as load
+    from headwise.surgery.folders import plan_folder as plan_folder
+    from headwise.surgery.folders import write as write
+    from headwise.surgery.full import full_size as full_size
     from headwise.surgery.layers import cut_layer as cut_layer
     from headwise.surgery.models import ModelHeads as ModelHeads
     from headwise.surgery.models import cut_model as cut_model
 
 __getattr__, __dir__, __all__ = export_lazily(
-    __name__, {"cut": "Cut LayerCut", "layers": "cut_layer", "models": "ModelHeads cut_model"}
+    __name__,
+    {
+        "check": "check_folder",
+        "cut": "Cut LayerCut",
+        "folders": "FolderPlan Written load plan_folder write",
+        "full": "full_size",
+        "layers": "cut_layer",
+        "models": "ModelHeads cut_model",
+    },
 )

@@ -18,34 +18,31 @@ from headwise.support.text import list_some
 from headwise.surgery.cut import Cut, LayerCut
 
 Counts = tuple[int, int, int]  # heads, kv heads, head_dim
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_key_value_groups")
 
 
 def stated_counts(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     """Return what the attributes of attention modules count, by their names in transformers."""
     return {
         **dict.fromkeys(("num_heads", "n_heads", "num_attention_heads"), heads),
-        **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), kv_heads),
-        "num_key_value_groups": heads // kv_heads,
+        **dict.fromkeys(KV_HEADS[:2], kv_heads),
+        KV_HEADS[2]: heads // kv_heads,
         **dict.fromkeys(("all_head_size", "inner_dim", "split_size"), heads * head_dim),
     }
 
 
-class ModelHeads:
-    """The attention modules of a model, by name, as a cut finds them.
+class HeadPlaces:
+    """The attention modules of a model, by name; its weights may have no values.
 
-    Args:
-        model: a model of transformers.
-
-    Raises:
-        OptionError: no layout for this model; or quantised, adapted or shared weights.
-        DeviceError: weights on several devices.
+    Attributes:
+        places: name -> the place of an attention module.
+        specs: name -> its function.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.state: Mapping[str, Tensor] = dict(model.state_dict())
         self.config: dict[str, Any] = _config_of(model)
-        _require_plain_weights(self.state)
         places = find_model_places(model)
         if not places:
             raise OptionError(
@@ -54,12 +51,12 @@ class ModelHeads:
                 do="cut single layers of headwise: headwise.surgery.cut_layer; headwise layouts "
                 "lists the layouts",
             )
-        _require_apart(places, self.state)
         self.places = {place.name: place for place in places}
         self.specs = {name: self._read_spec(place) for name, place in self.places.items()}
 
     def _read_spec(self, place: Place) -> AttentionSpec:
-        return place.layer(self.state, window=None).spec
+        with next(iter(self.state.values())).device:
+            return place.layer(self.state, window=None).spec
 
     def whole(self) -> Cut:
         """Return the cut of all layers that does nothing yet."""
@@ -70,11 +67,13 @@ class ModelHeads:
             }
         )
 
-    def cut(self, cut: Cut) -> dict[str, Tensor]:
-        """Return the tensors that a cut changes or adds, by their names in the model.
+    def fit(self, cut: Cut) -> Cut:
+        """Return the cut as this model's modules can hold it.
+
+        A module whose class has no kv heads gets a copy of them for each head: no output changes.
 
         Raises:
-            OptionError, ShapeError: see `LayerCut.apply`; or layers that the model does not have.
+            OptionError: layers that the model does not have, or heads that its layers share.
         """
         if unknown := [name for name in cut.layers if name not in self.places]:
             raise OptionError(
@@ -83,17 +82,15 @@ class ModelHeads:
                 do="make the cut of this model: headwise.surgery.ModelHeads(model).whole()",
             )
         self._require_shared_distances(cut)
-        changed: dict[str, Tensor] = {}
-        for name, layer in cut:
-            changed |= self._cut_place(self.places[name], layer)
-        return changed
+        return Cut({name: self._fit_layer(name, layer) for name, layer in cut})
 
-    def _cut_place(self, place: Place, cut: LayerCut) -> dict[str, Tensor]:
-        sizes, spec = place.sizes(self.state), self.specs[place.name]
-        state: State = cut.apply(place.read(self.state), spec)
-        width = {"rotary_width": sizes["rotary_width"]} if "rotary_width" in sizes else {}
-        stored = place.layout.pack(state, **width)
-        return {place.name + local: tensor for local, tensor in stored.items()}
+    def _fit_layer(self, name: str, cut: LayerCut) -> LayerCut:
+        heads, spec = cut.origins, self.specs[name]
+        if len(heads.kv) == len(heads.query) or spec.num_kv_heads != spec.num_heads:
+            return cut
+        modules = modules_of(self.model, self.places[name])
+        shares = any(hasattr(module, word) for module in modules for word in KV_HEADS)
+        return cut if shares else cut.expand(len(heads.query))
 
     def _require_shared_distances(self, cut: Cut) -> None:
         """Raise where layers share the first one's table of distances, and keep other heads."""
@@ -116,6 +113,36 @@ class ModelHeads:
                 )
 
 
+class ModelHeads(HeadPlaces):
+    """The attention modules of a model, by name, as a cut finds them.
+
+    Args:
+        model: a model of transformers.
+
+    Raises:
+        OptionError: no layout for this model; or quantised, adapted or shared weights.
+        DeviceError: weights on several devices.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        _require_plain_weights(dict(model.state_dict()))
+        super().__init__(model)
+        _require_apart(self.places.values(), self.state)
+
+    def cut(self, cut: Cut) -> dict[str, Tensor]:
+        """Return the tensors that a cut changes or adds, by their names in the model.
+
+        Raises:
+            OptionError, ShapeError: see `LayerCut.apply`; or layers that the model does not have.
+        """
+        changed: dict[str, Tensor] = {}
+        for name, layer in self.fit(cut):
+            place = self.places[name]
+            state = layer.apply(place.read(self.state), self.specs[name])
+            changed |= pack(place, state, place.sizes(self.state))
+        return changed
+
+
 def cut_model(cut: Cut, model: nn.Module) -> Any:
     """Return a copy of a model of transformers with the heads that a cut leaves.
 
@@ -128,16 +155,36 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
         DeviceError: weights on several devices.
     """
     heads = ModelHeads(model)
-    changed = heads.cut(cut)
+    fitted = heads.fit(cut)
+    changed = heads.cut(fitted)
     made = copy.deepcopy(model)
-    for name, tensor in changed.items():
-        put_tensor(made, name, tensor)
-    for name, layer in cut:
-        spec, left = heads.specs[name], layer.origins
-        before = int(spec.num_heads), int(spec.num_kv_heads), int(spec.head_dim)
-        after = len(left.query), len(left.kv), before[2]
-        set_counts(made, heads.places[name], before, after)
+    resize(made, heads, fitted, changed)
     return made
+
+
+def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, Tensor]) -> None:
+    """Give a model the changed tensors, and its attention modules their numbers of heads."""
+    for name, tensor in changed.items():
+        put_tensor(model, name, tensor)
+    for name, layer in cut:
+        before = counts_of(heads.specs[name])
+        left = layer.origins
+        set_counts(model, heads.places[name], before, (len(left.query), len(left.kv), before[2]))
+
+
+def counts_of(spec: AttentionSpec) -> Counts:
+    """Return heads, kv heads and head_dim."""
+    return int(spec.num_heads), int(spec.num_kv_heads), int(spec.head_dim)
+
+
+def pack(place: Place, state: State, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the tensors that a module stores, by their full names.
+
+    ``sizes`` are those of the module before the cut.
+    """
+    width = {"rotary_width": sizes["rotary_width"]} if "rotary_width" in sizes else {}
+    stored = place.layout.pack(state, **width)
+    return {place.name + local: tensor for local, tensor in stored.items()}
 
 
 def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
@@ -161,13 +208,13 @@ def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 def set_counts(model: nn.Module, place: Place, before: Counts, after: Counts) -> None:
     """Set the numbers of heads that the modules of one attention state."""
     old, new = stated_counts(*before), stated_counts(*after)
-    for module in _modules_of(model, place):
+    for module in modules_of(model, place):
         for name, count in old.items():
             if vars(module).get(name) == count:
                 setattr(module, name, new[name])
 
 
-def _modules_of(model: nn.Module, place: Place) -> Iterable[nn.Module]:
+def modules_of(model: nn.Module, place: Place) -> Iterable[nn.Module]:
     """Yield the module of an attention, and the modules inside it."""
     path = place.name.rstrip(".")
     owners = {name.rpartition(".")[0] for name in place.module.tensors}

@@ -1,0 +1,505 @@
+"""Cuts of stored models of transformers: one folder from another.
+
+A folder is written in one of three forms. "plain": plain transformers loads the smaller model.
+"full": plain transformers loads the model at its size, with zeros for what is gone. "headwise":
+`load` opens it, since no config states its sizes. Each has the cut beside its weights, in cut.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from headwise.checkpoints import safetensors
+from headwise.checkpoints.config import read_config
+from headwise.checkpoints.conversion import FREE_SPACE, NEEDED
+from headwise.checkpoints.places import Place, find_places
+from headwise.checkpoints.plan import OutputFile, OutputPlan, plan_output, require_usable_target
+from headwise.checkpoints.source import (
+    FOREIGN,
+    INDEX,
+    SAFETENSORS,
+    TORCH,
+    CheckpointSource,
+    explained_os_errors,
+    open_source,
+    require_inside,
+)
+from headwise.checkpoints.staging import PartialFile, StagingDir, write_synced
+from headwise.checkpoints.transformers import (
+    ADAPTER,
+    CONFIG,
+    make_empty_model,
+    measure_model_bytes,
+    read_model,
+)
+from headwise.errors import CheckpointError, HeadwiseError, OptionError
+from headwise.function.weights import State
+from headwise.layouts import registry
+from headwise.layouts.plan import ConversionStep, make_copy_step
+from headwise.support.progress import Progress, no_progress
+from headwise.support.text import human_bytes, list_some
+from headwise.surgery.cut import Cut, LayerCut
+from headwise.surgery.full import full_size
+from headwise.surgery.models import HeadPlaces, ModelHeads, pack, resize
+from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
+
+Form = Literal["plain", "full", "headwise"]
+RECORD = "cut.json"
+KEY = "headwise-surgery"  # of the form, in the metadata of the weights
+WEIGHTS = (SAFETENSORS, *TORCH, *FOREIGN, INDEX)
+ORIGINAL = "the folder of the model as save_pretrained wrote it"
+
+
+class StoredHeads:
+    """The attention modules of a model in a folder, by their names in the loaded model.
+
+    Raises:
+        CheckpointError: the folder holds no complete model, or is cut in a form of headwise.
+        OptionError: no layout for this model; or quantised, adapted or shared weights.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        measure_model_bytes(folder)
+        self.folder, self.source = folder, open_source(folder)
+        self.config = read_config(folder)
+        _require_plain_folder(folder, self.source, self.config)
+        self.heads = HeadPlaces(make_empty_model(self.config))
+        files = find_places(self.source.headers, self.config)
+        self.places = _pair_places(folder, self.heads, files)
+
+    def whole(self) -> Cut:
+        """Return the cut of all layers that does nothing yet."""
+        return self.heads.whole()
+
+    def cut(self, name: str, layer: LayerCut) -> State:
+        """Return the canonical tensors of an attention after its cut."""
+        return layer.apply(self.places[name].read(self.source), self.heads.specs[name])
+
+    def fit(self, cut: Cut) -> Cut:
+        """Return the cut by the names of the loaded model, as its modules can hold it.
+
+        Layers may also have the names of the file, or of the model without its head.
+        """
+        base = getattr(self.heads.model, "base_model_prefix", "") + "."
+        names = {name.removeprefix(base): name for name in self.places}
+        names |= {place.name: name for name, place in self.places.items()}
+        names |= {name: name for name in self.places}
+        return self.heads.fit(Cut({names.get(name, name): layer for name, layer in cut}))
+
+
+@dataclass(frozen=True)
+class CutStep(ConversionStep):
+    """One tensor of an attention that is cut."""
+
+    attention: str = ""
+
+    @property
+    def is_copy(self) -> bool:
+        """False: the tensor is computed."""
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class FolderPlan:
+    """Files of a cut model, before anything is written; ``str()`` says what they will be.
+
+    Attributes:
+        stored: the model before the cut.
+        cut: as it is applied.
+        form: "plain", "full" or "headwise".
+        config: the fields of config.json that change, and biases of zeros.
+        output: the files with tensors.
+    """
+
+    stored: StoredHeads
+    cut: Cut
+    form: Form
+    config: PlainConfig
+    output: OutputPlan
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the cut model."""
+        return sum(file.size - len(file.head) for file in self.output.files)
+
+    @property
+    def nbytes_before(self) -> int:
+        """Bytes of all tensors of the model before the cut."""
+        return sum(header.nbytes for header in self.stored.source.headers.values())
+
+    def __str__(self) -> str:
+        """Return the sizes, the changes of the config, and what loads the folder."""
+        loads = "headwise.surgery.load" if self.form == "headwise" else "plain transformers"
+        before, after = human_bytes(self.nbytes_before), human_bytes(self.nbytes)
+        changes = [f"{name} {new}" for name, (_, new) in self.config.changes.items()]
+        stated = f"; config.json: {', '.join(changes)}" if changes else ""
+        return f"tensors of {after}, {before} before{stated}; {loads} loads the folder"
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of an attention, by their names in the file."""
+        stored = self.stored
+        layer = self.cut.layers.get(name) or stored.whole().layers[name]
+        state = add_biases(stored.cut(name, layer), self.config.biases.get(name, ()))
+        return pack(stored.places[name], state, stored.places[name].sizes(stored.source.headers))
+
+
+def plan_folder(cut: Cut, source: str | Path, *, form: Form = "plain") -> FolderPlan:
+    """Return the files of a cut model; nothing is written.
+
+    Args:
+        cut: layers have the names of the loaded model.
+        source: a folder from save_pretrained.
+        form: see `write`.
+
+    Raises:
+        CheckpointError, OptionError, ShapeError: see `write`.
+    """
+    if form not in get_args(Form):
+        raise OptionError(
+            saw=f"form={form!r:.40}",
+            needed=" or ".join(map(repr, get_args(Form))),
+            do="leave it out for a folder that plain transformers loads",
+        )
+    stored = StoredHeads(Path(source))
+    fitted = stored.fit(full_size(cut) if form == "full" else cut)
+    shapes = {
+        name: {tensor: tuple(x.shape) for tensor, x in stored.cut(name, layer).items()}
+        for name, layer in fitted
+    }
+    config = PlainConfig(stored.config)
+    if form != "headwise":
+        config = find_plain_config(stored.heads, shapes, stored.config)
+        if config.obstacle:
+            raise _no_plain_form(config.obstacle, cut, form)
+    bare = FolderPlan(stored, fitted, form, config, OutputPlan((), None))
+    steps = list(_plan_steps(bare))
+    output = plan_output(stored.source, steps, {KEY: form})
+    return replace(bare, output=output)
+
+
+def _no_plain_form(obstacle: str, cut: Cut, form: Form) -> OptionError:
+    ways = 'form="headwise", a folder that headwise.surgery.load opens'
+    if form == "plain":
+        try:
+            full_size(cut)
+            ways = f'form="full", the same outputs at full size, or {ways}'
+        except HeadwiseError:
+            pass
+    return OptionError(
+        saw=obstacle,
+        needed="sizes that the class of plain transformers builds from a config.json; nothing was "
+        "written",
+        do=f"choose {ways}",
+    )
+
+
+def _plan_steps(plan: FolderPlan) -> Iterator[ConversionStep]:
+    stored, headers = plan.stored, plan.stored.source.headers
+    changed = {*plan.cut.layers, *plan.config.biases}
+    inside = {name for each in changed for name in stored.places[each].module.tensors}
+    for name in headers:
+        if name not in inside:
+            yield make_copy_step(name, name, headers[name])
+    for attention in changed:
+        first = min(stored.places[attention].module.tensors)
+        for name, tensor in plan.tensors(attention).items():
+            inputs = (name if name in headers else first,)
+            yield CutStep(inputs, {name: tuple(tensor.shape)}, attention=attention)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Folder of a cut model.
+
+    Attributes:
+        folder: its path.
+        form: "plain", "full" or "headwise".
+        changes: field of config.json -> its value before and after.
+        nbytes, nbytes_before: bytes of all tensors after the cut, and before.
+    """
+
+    folder: Path
+    form: Form
+    changes: Mapping[str, tuple[Any, Any]]
+    nbytes: int
+    nbytes_before: int
+
+
+def write(
+    cut: Cut,
+    source: str | Path,
+    target: str | Path,
+    *,
+    form: Form = "plain",
+    progress: Progress = no_progress,
+) -> Written:
+    """Write a cut of a stored model into a new folder; the source stays as it is.
+
+    The target appears whole or not at all, with the tokenizer and the other small files of the
+    source, and the cut in cut.json. One attention at a time is in memory.
+
+    Args:
+        cut: layers have the names of the loaded model: ``ModelHeads(model).whole()``.
+        source: a folder from save_pretrained, with weights in safetensors or of torch.
+        target: a new folder.
+        form: "plain" for a smaller model that plain transformers loads; "full" for the model at its
+            size, with zeros for what is gone; "headwise" for a folder that `load` opens.
+        progress: called with a file's name, the bytes done, and the bytes in all.
+
+    Raises:
+        OptionError: the config of plain transformers cannot state the sizes of this cut; or the
+            model or the cut cannot be cut, see `ModelHeads` and `LayerCut.apply`.
+        CheckpointError: no complete model, a target that exists or is inside the source, too little
+            disk space, or a source that changes meanwhile.
+    """
+    plan = plan_folder(cut, source, form=form)
+    stored = plan.stored
+    target = require_usable_target(stored.source, Path(target), "safetensors")
+    beside = list(_files_beside(stored.folder, stored.source))
+    size = plan.output.peak_size + sum(path.stat().st_size for path in beside)
+    with (
+        explained_os_errors(target.parent, problem="", needed=NEEDED, do=FREE_SPACE),
+        StagingDir(target, size) as staging,
+    ):
+        staging.begin(_identify(plan))
+        done = 0
+        for file in plan.output.files:
+            done = _write_file(plan, file, staging, done, progress)
+        _write_beside(plan, beside, staging.files_path)
+        stored.source.require_unchanged()
+        staging.finish(staging.files_path)
+    return Written(target, form, plan.config.changes, plan.nbytes, plan.nbytes_before)
+
+
+def _write_file(
+    plan: FolderPlan, file: OutputFile, staging: StagingDir, done: int, progress: Progress
+) -> int:
+    """Write a file of tensors; return the bytes of tensors done so far."""
+    headers, before = plan.stored.source.headers, ("", dict[str, Tensor]())
+    part = PartialFile(staging.path / f"{file.name}.part")
+    try:
+        part.write(file.head)
+        for step in file.steps:
+            start, [name] = part.size, step.outputs
+            if isinstance(step, CutStep):
+                if before[0] != step.attention:
+                    before = step.attention, plan.tensors(step.attention)
+                part.write(safetensors.tensor_bytes(before[1][name]))
+            elif (stored := headers[name]).offset is not None:
+                part.append_range(stored.file, stored.offset, stored.nbytes)
+            else:
+                part.write(safetensors.tensor_bytes(plan.stored.source[name]))
+            done += part.size - start
+            progress(file.name, done, plan.nbytes)
+        staging.finish_file(part, verify=False)
+    finally:
+        part.close()
+    return done
+
+
+def _write_beside(plan: FolderPlan, beside: list[Path], folder: Path) -> None:
+    """Write the index, the config and the record of the cut, and copy all other small files."""
+    stored = plan.stored
+    for path in beside:
+        made = folder / path.relative_to(stored.folder)
+        made.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, made)
+    if plan.output.index is not None:
+        write_synced(folder / plan.output.index[0], plan.output.index[1])
+    if plan.config.changes:
+        text = json.dumps(plan.config.values, indent=2) + "\n"
+        write_synced(folder / CONFIG, text)
+    earlier = stored.folder / RECORD
+    cut = Cut.load(earlier).then(plan.cut) if earlier.is_file() else plan.cut
+    write_synced(folder / RECORD, cut.to_json())
+
+
+def _identify(plan: FolderPlan) -> str:
+    """Return a hash of all that the written files follow from."""
+    parts = (plan.stored.source.source_digest(), plan.form, plan.cut.to_json())
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _files_beside(folder: Path, source: CheckpointSource) -> Iterator[Path]:
+    """Yield the files of a folder that hold no weights, such as those of its tokenizer."""
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        is_small = path.is_file() and not path.name.endswith(WEIGHTS)
+        if is_small and not hidden and path not in source.states:
+            require_inside(path, folder)
+            yield path
+
+
+def load(folder: str | Path) -> Any:
+    """Load a model from a folder that `write` has made, of any form.
+
+    The model has the class that config.json names, in eval mode and in the dtype of the file. In a
+    folder of the form "headwise" its attention modules have the sizes of the cut.
+
+    Raises:
+        CheckpointError: another folder, a cut of an unknown version, or tensors that are missing,
+            unexpected or of other sizes.
+        OptionError: quantised, adapted or shared weights, or a model that cannot be read.
+        MissingExtraError: transformers is not installed.
+    """
+    folder = Path(folder)
+    measure_model_bytes(folder)
+    source = open_source(folder)
+    form = read_form(folder)
+    cut, config = Cut.load(folder / RECORD), read_config(folder)
+    _require_plain_weights(folder, source, config)
+    model, info = read_model(folder)
+    if form != "headwise":
+        _require_all(folder, info, frozenset())
+        return model.eval()
+    heads = ModelHeads(model)
+    places = _pair_places(folder, heads, find_places(source.headers, config))
+    fitted = heads.fit(cut)
+    changed: dict[str, Tensor] = {}
+    for name, layer in fitted:
+        changed |= _read_cut_place(folder, source, heads, places[name], name, layer)
+    stored = {n for name in fitted.layers for n in places[name].module.tensors}
+    _require_all(folder, info, frozenset(stored | changed.keys()))
+    resize(model, heads, fitted, changed)
+    return model.eval()
+
+
+def _read_cut_place(
+    folder: Path,
+    source: CheckpointSource,
+    heads: HeadPlaces,
+    place: Place,
+    name: str,
+    layer: LayerCut,
+) -> dict[str, Tensor]:
+    """Return the tensors of a cut attention by their names in the model."""
+    left, target = layer.origins, heads.places[name]
+    sizes = target.sizes(heads.state)
+    counts = {"heads": len(left.query), "kv_heads": len(left.kv), "head_dim": sizes["head_dim"]}
+    stored = {local: source[full].clone() for full, local in place.module.tensors.items()}
+    shapes = {local: tuple(x.shape) for local, x in stored.items()}
+    try:
+        state = place.layout.read(stored, sizes=place.layout.sizes(shapes, counts))
+        packed = pack(target, state, sizes)
+    except HeadwiseError as error:
+        raise CheckpointError(
+            saw=f"{folder}: the tensors of {place.name} do not fit {RECORD}: {error}",
+            needed=f"{len(left.query)} heads and {len(left.kv)} kv heads",
+            do="copy the folder again, or write it again with headwise.surgery.write",
+        ) from error
+    if missing := sorted(target.module.tensors.keys() - packed.keys()):
+        raise _bad_folder(folder, f"it lacks {list_some(missing)}")
+    dtypes = {local: heads.state[local].dtype for local in target.module.tensors}
+    usual = next(iter(dtypes.values()))
+    return {full: tensor.to(dtypes.get(full, usual)) for full, tensor in packed.items()}
+
+
+def _require_all(folder: Path, info: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raise for tensors that transformers did not find, place or fit, beside known ones."""
+    problems = {
+        "it lacks": sorted({*info["missing_keys"]} - known),
+        "the model has no place for": sorted({*info["unexpected_keys"]} - known),
+        "other sizes than config.json states, of": sorted(
+            {name for name, *_ in info["mismatched_keys"]} - known
+        ),
+    }
+    for problem, names in problems.items():
+        if names:
+            raise _bad_folder(folder, f"{problem} {list_some(names)}")
+
+
+def _bad_folder(folder: Path, saw: str) -> CheckpointError:
+    return CheckpointError(
+        saw=f"{folder}: {saw}",
+        needed="the tensors of the cut model, all of them and no others",
+        do="copy the folder again, or write it again with headwise.surgery.write",
+    )
+
+
+def read_form(folder: Path) -> str:
+    """Return the form of a folder that `write` has made: "plain", "full" or "headwise".
+
+    Raises:
+        CheckpointError: another folder, or a form of another version.
+    """
+    source = open_source(folder)
+    forms = {shard.metadata.get(KEY) for shard in source.shards}
+    form = forms.pop() if len(forms) == 1 else None
+    known = next((each for each in get_args(Form) if each == form), None)
+    if known is None or not (folder / RECORD).is_file():
+        lacks = f"the {KEY} of its weights" if form is None else RECORD
+        raise CheckpointError(
+            saw=f"{folder} without {lacks}"
+            if form is None or known
+            else f"{folder} of the form {form!r:.40}",
+            needed="a folder that headwise.surgery.write has made, and the version that wrote it",
+            do="load other folders with transformers: AutoModel.from_pretrained(folder)",
+        )
+    return str(known)
+
+
+def _require_plain_folder(
+    folder: Path, source: CheckpointSource, config: Mapping[str, Any]
+) -> None:
+    if (folder / ADAPTER).is_file():
+        raise OptionError(
+            saw=f"{folder} holds an adapter, {ADAPTER}",
+            needed=ORIGINAL,
+            do="merge the adapter: model.merge_and_unload().save_pretrained(NEW_DIR)",
+        )
+    _require_plain_weights(folder, source, config)
+    if any(shard.metadata.get(KEY) == "headwise" for shard in source.shards):
+        raise OptionError(
+            saw=f"{folder}, which is cut in the form of headwise",
+            needed=ORIGINAL,
+            do=f"cut the original by both: Cut.load({RECORD!r}).then(cut)",
+        )
+
+
+def _require_plain_weights(
+    folder: Path, source: CheckpointSource, config: Mapping[str, Any]
+) -> None:
+    quantised = registry.find_quantisation(source.headers)
+    if quantised is None and config.get("quantization_config") is None:
+        return
+    raise OptionError(
+        saw=f"{folder} holds quantised weights"
+        + (f": {quantised.reason}" if quantised else f": quantization_config in {CONFIG}"),
+        needed="weights in floating point",
+        do="cut the model before quantisation, and quantise it then",
+    )
+
+
+def _pair_places(folder: Path, heads: HeadPlaces, files: list[Place]) -> dict[str, Place]:
+    """Return the place in the file of each attention, by its name in the model.
+
+    transformers gives some tensors other names than their files have.
+    """
+    by_name = {place.name: place for place in files}
+    by_number = {_number(place): place for place in files}
+    paired = {
+        name: match
+        for name, place in heads.places.items()
+        if (match := by_name.get(name) or by_number.get(_number(place))) is not None
+    }
+    taken = {place.name for place in paired.values()}
+    missing = [name for name in heads.places if name not in paired]
+    if missing or len(taken) < len(paired):
+        raise CheckpointError(
+            saw=f"{folder} has no weights for {list_some(missing or [*paired])}",
+            needed="weights of its own for every attention of the model",
+            do="copy the folder again; layers that share weights cannot be cut one by one",
+        )
+    return paired
+
+
+def _number(place: Place) -> tuple[str, int]:
+    return place.module.place.role or "self", place.module.layer

@@ -1,0 +1,198 @@
+"""Configs of cut models: the fields that state heads, and whether the model's class holds a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.checkpoints.config import NAMES
+from headwise.checkpoints.places import Place
+from headwise.checkpoints.transformers import CONFIG, list_load_errors
+from headwise.function.weights import BIASES, State
+from headwise.surgery.models import Counts, HeadPlaces, counts_of, pack
+
+Shapes = Mapping[str, tuple[int, ...]]  # canonical tensor -> its sizes
+SIZES = ("heads", "kv_heads", "head_dim")
+# Fields that a config may leave out, since others imply them.
+ADDED = {"heads": (), "kv_heads": ("num_key_value_heads",), "head_dim": ("head_dim",)}
+BIAS_FLAG = "attention_bias"
+
+
+@dataclass(frozen=True)
+class PlainConfig:
+    """Config of a cut model, and the reason why the model's class does not hold the cut.
+
+    Attributes:
+        values: config.json with the fields of the cut model.
+        changes: field -> its value before and after; None for none before.
+        biases: name of an attention -> biases of zeros that its class adds.
+        obstacle: the first difference, "" where plain transformers loads the model.
+    """
+
+    values: Mapping[str, Any]
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    obstacle: str = ""
+
+
+def find_plain_config(
+    heads: HeadPlaces, cut: Mapping[str, Shapes], stored: Mapping[str, Any] | None = None
+) -> PlainConfig:
+    """Return the config by which the model's class builds the sizes of a cut model.
+
+    The class is built on the meta device, and every shape is compared.
+
+    Args:
+        heads: those of the model before the cut.
+        cut: name of an attention -> shapes of its canonical tensors after the cut; other
+            attentions stay.
+        stored: the config as its file has it; that of the model if None.
+    """
+    config = dict(heads.config if stored is None else stored)
+    after = {name: _counts_after(shapes) for name, shapes in cut.items()}
+    edited, obstacle = _edit_counts(config, heads, after)
+    if any("bo" in shapes and "bo" not in shapes_of(heads, name) for name, shapes in cut.items()):
+        section = _section(edited)
+        if section.get(BIAS_FLAG) is False:
+            section[BIAS_FLAG] = True
+    changes = dict(_find_changes(config, edited))
+    if obstacle:
+        return PlainConfig(edited, changes, obstacle=obstacle)
+    stated = ", ".join(f"{name} {value}" for name, (_, value) in changes.items())
+    words = type(heads.model).__name__ + (f" with {stated}" if stated else "")
+    try:
+        built = build_empty(heads.model, edited)
+    except list_load_errors() as error:
+        reason = " ".join(str(error).split())[:200]
+        return PlainConfig(edited, changes, obstacle=f"{words}: {reason}")
+    biases: dict[str, tuple[str, ...]] = {}
+    for name, place in heads.places.items():
+        shapes = cut.get(name, shapes_of(heads, name))
+        if missing := tuple(b for b in _find_biases(place, built) if b not in shapes):
+            biases[name] = missing
+    made = _shapes_after(heads, cut, biases)
+    obstacle = next(_find_differences(heads.model, made, built, words), "")
+    return PlainConfig(edited, changes, biases, obstacle)
+
+
+def build_empty(model: nn.Module, config: Mapping[str, Any]) -> Any:
+    """Return a model of the same class with another config, on the meta device."""
+    kind: Any = type(model)
+    before: Any = model.config
+    values = type(before).from_dict(dict(config))
+    with torch.device("meta"):
+        return kind(values)
+
+
+def shapes_of(heads: HeadPlaces, name: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the canonical tensors that an attention stores."""
+    place = heads.places[name]
+    sizes = place.sizes(heads.state)
+    return place.layout.canonical_shapes(place.module.tensors.values(), sizes)
+
+
+def add_biases(state: State, names: tuple[str, ...]) -> State:
+    """Return canonical tensors with biases of zeros."""
+    axes = {"bq": "wq", "bk": "wk", "bv": "wv"}
+    zeros = {
+        name: state[axes[name]].new_zeros(state[axes[name]].shape[:2])
+        for name in names
+        if name in axes
+    }
+    if "bo" in names:
+        zeros["bo"] = state["wo"].new_zeros(state["wo"].shape[-1])
+    return {**state, **zeros}
+
+
+def _counts_after(shapes: Shapes) -> Counts:
+    return shapes["wq"][0], shapes["wk"][0], shapes["wq"][1]
+
+
+def _edit_counts(
+    config: Mapping[str, Any], heads: HeadPlaces, cut: Mapping[str, Counts]
+) -> tuple[dict[str, Any], str]:
+    """Return the config with the counts of the cut, and the reason why it cannot state them."""
+    edited = _copy(config)
+    old = {name: counts_of(spec) for name, spec in heads.specs.items()}
+    new = {**old, **cut}
+    if old == new:
+        return edited, ""
+    first, *others = new
+    if other := next((name for name in others if new[name] != new[first]), None):
+        few, many = (f"{each[0]} heads and {each[1]} kv heads" for each in (new[first], new[other]))
+        return edited, (
+            f"{few} in {first}, {many} in {other}, where {CONFIG} states one number for all layers"
+        )
+    section = _section(edited)
+    for size, count in zip(SIZES, new[first], strict=True):
+        present = [name for name in NAMES[size].split() if isinstance(section.get(name), int)]
+        is_implied = size == "kv_heads" and new[first][0] == new[first][1]
+        for name in present or ([] if is_implied else ADDED[size]):
+            section[name] = count
+    return edited, ""
+
+
+def _section(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the section of the language model in a config of several models, else all of it."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: dict(x) if isinstance(x, dict) else x for name, x in config.items()}
+
+
+def _find_changes(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for name, value in after.items():
+        if isinstance(value, dict):
+            yield from _find_changes(before[name], value)
+        elif name not in before or before[name] != value:
+            yield name, (before.get(name), value)
+
+
+def _find_biases(place: Place, built: nn.Module) -> tuple[str, ...]:
+    """Return the biases of an attention that a class builds."""
+    patterns, names = place.layout.patterns, built.state_dict().keys()
+    held = {t for n, p in patterns.items() if place.name + n in names for t in p.tensors}
+    return tuple(name for name in BIASES if name in held)
+
+
+def _shapes_after(
+    heads: HeadPlaces, cut: Mapping[str, Shapes], biases: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of the model after the cut, by its name."""
+    shapes = {name: tuple(x.shape) for name, x in heads.state.items()}
+    for name in {**cut, **biases}:
+        place, sizes = heads.places[name], heads.places[name].sizes(heads.state)
+        after = cut.get(name, shapes_of(heads, name))
+        state = {tensor: torch.empty(size, device="meta") for tensor, size in after.items()}
+        packed = pack(place, add_biases(state, biases.get(name, ())), sizes)
+        shapes |= {tensor: tuple(x.shape) for tensor, x in packed.items()}
+    return shapes
+
+
+def _find_differences(
+    model: nn.Module, made: Mapping[str, tuple[int, ...]], built: nn.Module, words: str
+) -> Iterator[str]:
+    """Yield what a class builds in another way than the cut model."""
+    wanted = {name: tuple(x.shape) for name, x in built.state_dict().items()}
+    for name in sorted({*made, *wanted}):
+        if made.get(name) != wanted.get(name):
+            after, needed = (str(each.get(name, "no such tensor")) for each in (made, wanted))
+            yield f"{name}: {after} after the cut, {needed} in {words}"
+    buffers = {name: tuple(x.shape) for name, x in built.named_buffers()}
+    for name, buffer in model.named_buffers():
+        if buffers.get(name) != tuple(buffer.shape):
+            yield f"{name}: {tuple(buffer.shape)} before the cut, {buffers.get(name)} in {words}"
+    modules = dict(built.named_modules())
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            other = vars(modules[path]).get(name) if path in modules else value
+            if isinstance(value, float) and other != value:
+                yield f"{path}.{name}: {value} before the cut, {other} in {words}"
