@@ -62,7 +62,7 @@ def made_up(
         together = PassOfModel()
         for index in range(layers):
             call = call_of(index, heads=heads, length=length)
-            together.add(index, 0, read_tiles(call, [HeadDistance()])[1][0][1])
+            together.add(index, 0, read_tiles(call, [HeadDistance()])[0][1])
         for index, summary in together.compare([heads] * layers):
             made[index].summaries["head_distance"] = summary
     return HeadScan(
