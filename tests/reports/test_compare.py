@@ -326,6 +326,23 @@ def test_cards_out_of_sight_are_a_button_away(browser: Chromium, tmp_path: Path)
         opened.poll("document.querySelector('.step').hidden")
 
 
+def test_the_way_back_from_a_card_is_beside_the_cards(browser: Chromium, tmp_path: Path) -> None:
+    before, after = viewer_scan(), viewer_scan()
+    after.layer_scans[1].summaries["induction"]["sum"][2] -= 0.5
+    report = viewer_report(after, second=before, names=("after", "before"))
+    with browser.open(save_scan_page(tmp_path / "page.html", report)) as opened:
+        total = opened.page.locator("[data-part=total-change]")
+        first = opened.state()["statistic"]
+        assert total.get_attribute("aria-pressed") == "true"
+        opened.page.locator("[data-part=standouts] button").first.click()
+        opened.wait("s.statistic === 'induction'")
+        assert total.get_attribute("aria-pressed") == "false"
+        total.click()
+        opened.wait(f"s.statistic === '{first}'")
+    with browser.open(save_scan_page(tmp_path / "one.html", viewer_report(after))) as opened:
+        assert opened.page.locator("[data-part=total-change]").is_hidden()
+
+
 # ---- what a scan may lack ------------------------------------------------------------------------
 
 

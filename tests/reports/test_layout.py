@@ -121,3 +121,34 @@ def test_one_word_in_all_heads_moves_nothing(
         opened.wait("s.parts.links.token === 9000")
         assert [box(opened, place) for place in places] == before
         assert area(opened, "[data-part=map] canvas") >= 0.2 * width * height
+
+
+def test_columns_out_of_sight_fade_the_edge(browser: Chromium, large: Path) -> None:
+    cells = "[data-part=grid] .cells"
+    with browser.open(large, width=390, height=844, has_touch=True, is_mobile=True) as opened:
+        opened.do("headwise.app.set({ tab: 'heads' })", "s.tab === 'heads'")
+        opened.poll(f"document.querySelector('{cells}').matches('[data-more]')")
+        mask = opened.page.locator(cells).evaluate("(all) => getComputedStyle(all).maskImage")
+        assert mask.startswith("linear-gradient")
+        opened.page.locator(cells).evaluate("(all) => { all.scrollLeft = all.scrollWidth; }")
+        opened.poll(f"!document.querySelector('{cells}').matches('[data-more]')")
+    with browser.open(large, width=1440, height=900) as opened:
+        assert not opened.page.locator(f"{cells}[data-more]").count()
+
+
+@pytest.mark.parametrize("width", [390, 900, 1280, 1440])
+def test_what_is_chosen_is_not_cut(browser: Chromium, large: Path, width: int) -> None:
+    """A box is at least as wide as one that has room for what is chosen alone."""
+    with browser.open(large, width=width, height=844, address="#t=9000&v=links") as opened:
+        opened.do("headwise.app.set({ tab: 'heads' })", "s.tab === 'heads'")
+        for box_ in opened.page.locator("[data-part=grid] select").all():
+            cut = """(box) => {
+              const free = box.cloneNode(true);
+              free.value = box.value;
+              free.style.cssText = "position: absolute; max-width: none; flex: none";
+              box.parentElement.append(free);
+              const wide = free.getBoundingClientRect().width;
+              free.remove();
+              return wide - box.getBoundingClientRect().width;
+            }"""
+            assert box_.evaluate(cut) < 1

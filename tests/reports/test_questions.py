@@ -236,7 +236,7 @@ def test_which_head_links_it_to_suitcase(
     weights = torch.stack([layer[:, query] for layer in seen.weights])  # (layers, heads, keys)
     for name, label in names.items():
         layer, head = map(int, str(name).split("."))
-        found = re.search(r"looks at “([^“”]*)”, ([\d.]+) %$", str(label))
+        found = re.search(r"looks at “([^“”]*)” at [\d,]+, ([\d.]+) %$", str(label))
         assert found, label
         row = weights[layer, head]
         assert within(float(found[2]) / 100, float(row.max())), label

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -321,6 +323,20 @@ def test_keys(opened: Opened) -> None:
     assert not page.is_visible("dialog[open]")
 
 
+def test_escape_closes_what_is_said_about_the_page(opened: Opened) -> None:
+    page = opened.page
+    opened.do("headwise.app.set({ token: 7 })", "s.token === 7")
+    page.click(".about summary")
+    assert page.locator(".about[open]").count() == 1
+    page.click(".about p >> nth=0")
+    page.keyboard.press("Escape")
+    assert page.locator(".about[open]").count() == 0
+    assert page.evaluate("document.activeElement.matches('.about summary')")
+    assert opened.state()["token"] == 7
+    page.keyboard.press("Escape")
+    opened.wait("s.token === null")
+
+
 def test_at_most_15_tab_stops_before_the_text(opened: Opened) -> None:
     stops = 0
     while not opened.page.evaluate("document.activeElement.closest('.scroller') !== null"):
@@ -367,14 +383,20 @@ def test_two_maps_share_their_cursor_their_zoom_and_the_token(
     assert first["x"] + first["width"] < second["x"]  # side by side
     assert (first["y"], first["width"]) == (second["y"], second["width"])
     row, col, cell = 100, 20, second["width"] / 128
-    page.mouse.move(second["x"] + (col + 0.5) * cell, second["y"] + (row + 0.5) * cell)
+
+    def place(box: Any) -> tuple[int, int]:
+        """A whole pixel of the cell, since a click has no parts of pixels."""
+        assert cell > 1
+        return math.ceil(box["x"] + col * cell), math.ceil(box["y"] + row * cell)
+
+    page.mouse.move(*place(second))
     opened.poll("headwise.state().parts.readout.includes(', 2.3 ')")
     cells = opened.state()["parts"]["cells"]
     for shown, (layer, head) in zip(cells, ((0, 1), (2, 3)), strict=True):
         assert (shown["queries"], shown["keys"]) == ([400, 403], [80, 83])
         expected = float(scan["map"][layer, head, row, col])
         assert abs(shown["value"] ** 0.5 - expected**0.5) <= 0.5 / 255 + 1e-6
-    page.mouse.click(first["x"] + (col + 0.5) * cell, first["y"] + (row + 0.5) * cell)
+    page.mouse.click(*place(first))
     opened.wait("s.token === 400")
     opened.poll("headwise.app.beside.light.lights.token === 400")
     opened.do("headwise.app.set({ zoom: [4, 0.25, 0.25] })", "s.zoom[0] === 4")

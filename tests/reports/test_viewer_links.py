@@ -132,8 +132,11 @@ def test_a_pinned_word_answers_for_every_head(browser: Chromium, sentence: Read)
         assert len(shown) == 72
         words = page.evaluate("document.querySelector('[data-id=\"5.5\"]').innerText.split('\\n')")
         assert words == ["suitcase", "35 %"]
-        assert label(opened, 5, 5) == "layer 5, head 5: “it” looks at “suitcase”, 35 %"
-        assert label(opened, 3, 1) == "layer 3, head 1: “it” looks at “trophy”, 57 %"
+        assert label(opened, 5, 5) == "layer 5, head 5: “it” at 11 looks at “suitcase” at 9, 35 %"
+        trophy = shown[3, 1]["other"]
+        words = f"“it” at 11 looks at “trophy” at {trophy}, 57 %"
+        assert label(opened, 3, 1) == f"layer 3, head 1: {words}"
+        assert page.get_attribute('[data-id="3.1"]', "title") == words
         for layer, head, weights in sentence:
             link = shown[layer, head]
             assert is_near(link["weight"], float(weights[IT].max()))
@@ -162,7 +165,7 @@ def test_a_pair_of_words_in_every_head(browser: Chromium, sentence: Read) -> Non
             cell = page.locator(f'[data-id="{layer}.{head}"]')
             has_colour = cell.evaluate("(cell) => cell.style.background !== ''")
             assert has_colour == (shown[layer, head]["weight"] >= 0.01)
-        assert label(opened, 5, 5) == "layer 5, head 5: “it” looks at “suitcase”, 35 %"
+        assert label(opened, 5, 5) == "layer 5, head 5: “it” at 11 looks at “suitcase” at 9, 35 %"
         assert page.inner_text('[data-id="0.2"]') == "<1 %"
         assert page.locator(f'[data-t="{SUITCASE}"]').get_attribute("class") == "t second cursor"
         page.select_option('[aria-label="order"]', "strongest")
@@ -197,7 +200,9 @@ def test_what_looks_at_a_word(browser: Chromium, sentence: Read) -> None:
         first = sentence.scan.links(SUITCASE, direction="queries")[0]
         words = label(opened, first.layer_index, first.head)
         assert words.endswith(
-            f"“{first.word}” looks at “suitcase”, {first.weight:.0%}".replace("%", " %")
+            f"“{first.word}” at {first.query} looks at “suitcase” at 9, {first.weight:.0%}".replace(
+                "%", " %"
+            )
         )
 
 

@@ -200,7 +200,8 @@ export class App implements Seen {
     if (this.state.token === null) this.state.second = null;
     this.hovered = null;
     if (this.keepsAddress && this.address !== location.hash) {
-      if (how === "push") location.hash = this.address;
+      // Unlike an assignment to location.hash, this neither lays out the page nor scrolls.
+      if (how === "push") history.pushState(null, "", this.address);
       else history.replaceState(null, "", this.address);
     }
     void this.refresh();

@@ -26,11 +26,11 @@ const TABS: [Tab, string][] = [["heads", "Heads"], ["map", "Map"], ["facts", "Fa
 function mount(root: HTMLElement, app: App, keysOf: HTMLElement | Document): void {
   const role = keysOf === document ? "main" : null;
   const search = new Search(app);
-  const keys = new Keys(app, search);
+  const header = new Header(app);
+  const keys = new Keys(app, search, header);
   const tools = element("div", { class: "tools" });
   const compare = new Compare(app, tools);
   const map = new MapPart(app, compare.root, command(app));
-  const header = new Header(app);
   const grid = new Grid(app);
   const files = new Export(app, grid);
   tools.append(files.opener, keys.opener);

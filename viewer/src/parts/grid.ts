@@ -3,7 +3,7 @@
 import type { App } from "../app";
 import type { Scan, Statistic } from "../contract";
 import { type RGB, css, diverging, ink, viridis } from "../colours";
-import { button, element, hasTabs, rovingFocus, select, setOptions } from "../dom";
+import { button, eachFrame, element, hasTabs, rovingFocus, select, setOptions } from "../dom";
 import { isShare, long, short } from "../format";
 import { type HeadValue, allHeads, compared, filterOf, nameOf, ranked, scalePosition, spreadOf } from "../heads";
 import { THUMB, type Thumbnails } from "../maps";
@@ -59,6 +59,15 @@ export class Grid implements Part {
     rovingFocus(this.cells, () => this.columns, ".cell");
     rovingFocus(this.cells, () => 1, ".layer");
     this.cells.addEventListener("click", (event) => this.clicked(event));
+    const tell = eachFrame(() => this.tellMore());
+    this.cells.addEventListener("scroll", tell);
+    new ResizeObserver(tell).observe(this.cells);
+  }
+
+  /** Fade the right edge where heads are out of sight. */
+  private tellMore(): void {
+    const { scrollLeft, scrollWidth, clientWidth } = this.cells;
+    this.cells.toggleAttribute("data-more", scrollLeft + clientWidth < scrollWidth - 1);
   }
 
   /** Go by the arrow keys from the first head of a layer to the layer's number, and back. */
@@ -130,7 +139,10 @@ export class Grid implements Part {
       layer.classList.toggle("other", index === state.against);
     });
     this.tellChoosing();
-    requestAnimationFrame(() => this.reveal());
+    requestAnimationFrame(() => {
+      this.reveal();
+      this.tellMore();
+    });
   }
 
   /** Scroll to the chosen head, once for each choice and each drawing. */

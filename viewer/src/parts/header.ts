@@ -20,6 +20,11 @@ export class Header implements Part {
   private readonly steps = [-1, 1].map((by) =>
     button(by < 0 ? "‹" : "›", { class: "step", tabindex: -1, "aria-label": by < 0 ? "cards before" : "more cards" }, () => this.scroll(by)),
   );
+  /** The way back from a card to the total change of all heads. */
+  private readonly total = button("Total change of every head", { class: "total", "data-part": "total-change" }, () => {
+    const total = this.app.scan.statistics.find((each) => each.is_change);
+    if (total) this.app.set({ statistic: total.name });
+  });
   private readonly reports: HTMLElement | null;
   private shownReport = -1;
 
@@ -27,7 +32,7 @@ export class Header implements Part {
     this.reports = this.makeReports();
     // The names of the reports are the title then.
     this.title.classList.toggle("unseen", this.reports !== null);
-    this.root.append(element("div", { class: "line" }, this.title, this.reports, this.about, this.more), element("div", { class: "way-row" }, ...this.steps.slice(0, 1), this.ways, ...this.steps.slice(1)));
+    this.root.append(element("div", { class: "line" }, this.title, this.reports, this.about, this.more), element("div", { class: "way-row" }, this.total, ...this.steps.slice(0, 1), this.ways, ...this.steps.slice(1)));
     rovingFocus(this.ways, () => 1);
     const tell = eachFrame(() => this.tellSteps());
     this.ways.addEventListener("scroll", tell);
@@ -61,6 +66,8 @@ export class Header implements Part {
       this.tellReport();
       this.fillWays();
     }
+    this.total.hidden = !scan.statistics.some((each) => each.is_change);
+    this.total.setAttribute("aria-pressed", String(this.app.statistic?.is_change ?? false));
     const ways = [...this.ways.querySelectorAll("button")].filter((way) => way.dataset["head"] === nameOf(state));
     // Under the total change a head's first card is that of its largest.
     const here = ways.find((way) => way.dataset["statistic"] === state.statistic) ?? (this.app.statistic?.is_change ? ways[0] : undefined);
@@ -69,6 +76,14 @@ export class Header implements Part {
       way.setAttribute("aria-pressed", String(way === here));
       if (way === here && !isPressed) this.reveal(way);
     }
+  }
+
+  /** Close what is said about the page, and go to where it is opened; false if it is closed. */
+  closeAbout(): boolean {
+    if (!this.more.open) return false;
+    this.more.open = false;
+    this.more.querySelector("summary")?.focus();
+    return true;
   }
 
   /** Scroll the cards by what is in sight, less one card. */

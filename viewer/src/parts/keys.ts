@@ -2,6 +2,7 @@
 
 import type { App } from "../app";
 import { button, element } from "../dom";
+import type { Header } from "./header";
 import type { Search } from "./search";
 
 const KEYS: [keys: string, meaning: string][] = [
@@ -9,7 +10,7 @@ const KEYS: [keys: string, meaning: string][] = [
   ["Enter", "pin the query of the cell, or the token"],
   ["l", "this word in all heads, and back"],
   ["Shift and Enter, or Shift and a click", "in the text: a second token, for the weight of the pair"],
-  ["Esc", "unpin"],
+  ["Esc", "close what is open; else unpin"],
   ["[ and ]", "the head before, the next head"],
   ["d", "turn: what a token looks at, what looks at it"],
   ["c", "compare: then Enter or a click on a head, or on the number of a layer; Esc leaves"],
@@ -28,6 +29,7 @@ export class Keys {
   constructor(
     private readonly app: App,
     private readonly search: Search,
+    private readonly header: Header,
   ) {
     const list = element("dl");
     for (const [keys, meaning] of KEYS) list.append(element("dt", {}, keys), element("dd", {}, meaning));
@@ -58,7 +60,7 @@ export class Keys {
       d: () => app.set({ direction: state.direction === "keys" ? "queries" : "keys" }),
       x: () => app.set({ mode: state.other ? ({ A: "B", B: "both", both: "diff", diff: "A" } as const)[state.mode] : "A" }),
       c: () => app.choosing(true),
-      Escape: () => (app.isChoosing ? app.choosing(false) : app.pin(null)),
+      Escape: () => (app.isChoosing ? app.choosing(false) : this.header.closeAbout() || app.pin(null)),
     };
     const act = acts[key];
     act?.();

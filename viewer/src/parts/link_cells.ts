@@ -63,14 +63,17 @@ export class LinkCells {
     const word = link && asked && asked.other === null ? wordOf(this.otherText(id.layer, asked, texts), asked.sequence, link.other) : "";
     const isLit = link !== null && link.bound !== "at most" && link.weight >= LEAST;
     const colour = isLit ? viridis(Math.sqrt(link.weight)) : null;
-    cell.setAttribute("aria-label", `layer ${id.layer}, head ${id.head}: ${this.words(id.layer, link, asked, texts)}`);
+    const sentence = this.words(id.layer, link, asked, texts);
+    cell.setAttribute("aria-label", `layer ${id.layer}, head ${id.head}: ${sentence}`);
+    cell.title = sentence;
     const isRow = this.app.state.order === "strongest";
+    const place = word && link && isRow && this.otherText(id.layer, asked as Asked, texts)?.isKnown ? ` at ${count(link.other)}` : "";
     const swatch = element("span", { class: "swatch" });
     if (colour) swatch.style.background = css(colour);
     cell.style.background = colour && !isRow ? css(colour) : "";
     cell.style.color = colour && !isRow ? ink(colour) : "";
     cell.classList.toggle("dim", !colour);
-    const shown = [element("span", { class: "word" }, word), element("span", { class: "share" }, share)];
+    const shown = [element("span", { class: "word" }, `${word}${place}`), element("span", { class: "share" }, share)];
     if (isRow) cell.replaceChildren(swatch, element("b", {}, nameOf(id)), ...shown.reverse());
     else cell.replaceChildren(...(word ? shown : shown.slice(1)));
   }
@@ -81,12 +84,12 @@ export class LinkCells {
     return texts[(direction === "keys" ? record?.key_text : record?.query_text) ?? -1] ?? null;
   }
 
-  /** Return the answer of a head as a sentence: “it” looks at “suitcase”, 57 %. */
+  /** Return the answer of a head as a sentence: “it” at 11 looks at “suitcase” at 9, 57 %. */
   private words(layer: number, link: Link | null, asked: Asked | null, texts: (Text | null)[]): string {
     if (!asked) return "no token is pinned";
-    const token = quoted(texts[asked.text] ?? null, asked.sequence, asked.token);
+    const token = placed(texts[asked.text] ?? null, asked.sequence, asked.token);
     if (!link) return asked.direction === "keys" ? `nothing is known of ${token}` : `no stored link to ${token}`;
-    const other = quoted(this.otherText(layer, asked, texts), asked.sequence, link.other);
+    const other = placed(this.otherText(layer, asked, texts), asked.sequence, link.other);
     const [query, key] = asked.direction === "keys" ? [token, other] : [other, token];
     const share = { exact: "", "at least": "at least ", "at most": "under " }[link.bound] + percent(link.weight);
     return `${query} looks at ${key}, ${share}`;
@@ -139,9 +142,6 @@ function shortShare({ weight, bound }: Link): string {
   return bound === "at least" ? `≥${Math.floor(100 * weight)} %` : percent(weight);
 }
 
-const quoted = (text: Text | null, sequence: number, token: number): string =>
-  text?.isKnown ? `“${wordOf(text, sequence, token)}”` : `token ${count(token)}`;
-
 /** Return a word with its place: “it” at 11. */
 const placed = (text: Text | null, sequence: number, token: number): string =>
-  text?.isKnown ? `${quoted(text, sequence, token)} at ${count(token)}` : `token ${count(token)}`;
+  text?.isKnown ? `“${wordOf(text, sequence, token)}” at ${count(token)}` : `token ${count(token)}`;
