@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -160,7 +161,8 @@ class _Collector:
         if layer.calls == 1:
             layer.query_text, layer.key_text = texts
         if layer.heads != tuple(range(layer.num_heads)):
-            call = call.of_heads(torch.tensor(layer.heads, device=call.matrix.q.device))
+            places = torch.tensor(self._layers.places(layer), device=call.matrix.q.device)
+            call = replace(call.of_heads(places), heads=layer.heads)
         if not _attends_with_finite_numbers(call):
             self._not_finite[call.layer] = None
         if (tokens := call.tokens) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
@@ -87,6 +87,16 @@ class RepeatedTokens:
         return batch, row - batch * len(keys), self._order[batches][batch, rank]
 
 
+class OriginalHeads(NamedTuple):
+    """Heads of a layer before some were taken out, as its module states them in `ORIGINAL`."""
+
+    total: int
+    numbers: tuple[int, ...]  # of each head that is left, in the original layer
+
+
+ORIGINAL = "original_heads"  # attribute of a module that lost heads
+
+
 @dataclass(eq=False, kw_only=True)
 class CapturedCall:
     """One attention call of a layer, with what was observed around it.
@@ -121,6 +131,7 @@ class CapturedCall:
     is_cross: bool = False  # keys and queries are projected from different tensors
     layer_index: int = 0  # among the scanned layers, in call order
     heads: tuple[int, ...] | None = None  # numbers in their layer; None for all
+    original: OriginalHeads | None = None  # of a layer that lost heads
 
     def __post_init__(self) -> None:
         batch, _, queries, keys = self.matrix.shape

@@ -347,7 +347,7 @@ class _HeadAblation(_Watcher):
         return without
 
     def measure_one_input(
-        self, run: Callable[[], Tensor], progress: Progress, before: int, place: tuple[int, int]
+        self, run: Callable[[], Tensor], progress: Progress, before: int, turn: tuple[int, int]
     ) -> None:
         """Run the n-th of so many inputs with all heads, and then once without each head."""
         self._real_queries.clear()
@@ -359,19 +359,24 @@ class _HeadAblation(_Watcher):
         if self._generator is not None:
             self._partner = draw_partners(count, self._generator)
         chosen = [each for each in self.layers.selected_layers() if self._is_possible(each, count)]
-        off = [(layer, head) for layer in chosen for head in layer.heads]
-        passed, total_passes = (before + n * (1 + len(off)) for n in place)
+        off = [
+            (layer, head, place)
+            for layer in chosen
+            for head, place in zip(layer.heads, self.layers.places(layer), strict=True)
+        ]
+        passed, total_passes = (before + n * (1 + len(off)) for n in turn)
         progress("all heads", passed + 1, total_passes)
         effects: dict[str, list[Tensor]] = {layer.name: [] for layer in chosen}
-        for done, (layer, head) in enumerate(off, start=2):
-            self._off, self._call_index = (layer, head), 0
+        for done, (layer, head, place) in enumerate(off, start=2):
+            self._off, self._call_index = (layer, place), 0
             effects[layer.name].append((run() - baseline).sum())
             progress(f"{layer.name}, head {head}", passed + done, total_passes)
         for layer in chosen:
             total = torch.stack(effects[layer.name]).cpu()
             summary = {"sum": total, "count": torch.full_like(total, count)}
             if self._means is not None:  # only effects of equal means can be merged
-                summary["stood_in"] = self._means[layer.name][list(layer.heads)].double().cpu()
+                places = self.layers.places(layer)
+                summary["stood_in"] = self._means[layer.name][places].double().cpu()
             layer.add_summary(self.statistic, summary)
 
     def _is_possible(self, layer: LayerScan, count: int) -> bool:

@@ -32,7 +32,14 @@ from headwise.layers.torch_api.layer import MultiheadAttention
 from headwise.masks.clauses.band import Band
 from headwise.matrix.operator import AttentionMatrix
 from headwise.scanning import weights
-from headwise.scanning.call import CapturedCall, ModuleCall, tensors_equal, version_counter
+from headwise.scanning.call import (
+    ORIGINAL,
+    CapturedCall,
+    ModuleCall,
+    OriginalHeads,
+    tensors_equal,
+    version_counter,
+)
 from headwise.scanning.context import CallAwaitingProjection, KeyTokens, TokenStreams
 from headwise.scanning.inputs import ModelInput, call_model_on_input
 from headwise.scanning.torch_calls import TorchCalls
@@ -383,6 +390,7 @@ class Recorder:
             real_keys=real_keys,
             tokens=key_tokens.tokens,
             dropped=key_tokens.dropped,
+            original=_original_heads(stack, matrix.shape[1]),
         )
 
     def _locate_queries_and_key_tokens(
@@ -418,6 +426,13 @@ def _has_cross_attention_source(
         query, key = [*args[:2], *(kwargs[k] for k in ("query", "key") if k in kwargs)][:2]
         return not tensors_equal(query, key)
     return any(isinstance(kwargs.get(name), Tensor) for name in SOURCES)
+
+
+def _original_heads(stack: list[ModuleCall], heads: int) -> OriginalHeads | None:
+    """Return the heads that the innermost module had before some were taken out, if it says so."""
+    stated = (vars(module_call.module).get(ORIGINAL) for module_call in reversed(stack))
+    original = next(filter(None, stated), None)
+    return original if original is not None and len(original.numbers) == heads else None
 
 
 def _real_keys(matrix: AttentionMatrix, own_key: int | None) -> Tensor:

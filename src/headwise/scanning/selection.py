@@ -17,7 +17,7 @@ from headwise.scanning.layer import LayerScan
 from headwise.scanning.statistics import catalogue
 from headwise.scanning.statistics.statistic import TileStatistic
 from headwise.support.tensors import has_integer_dtype
-from headwise.support.text import describe_value
+from headwise.support.text import describe_value, list_some
 
 STANDARD_SET = "standard"  # the name of all statistics of the standard set
 MOST_LAYERS = 12  # layers that a message names; the others are counted
@@ -102,6 +102,7 @@ class SelectedLayers:
     def __init__(self, layers: Layers, heads: Numbers | None = None) -> None:
         self._patterns, self._heads = normalise_layers_option(layers), normalise_heads_option(heads)
         self._seen: dict[str, LayerScan | None] = {}  # None for a layer that is not selected
+        self._numbers: dict[str, tuple[int, ...]] = {}  # of all heads of each layer, in its order
 
     def record_call_and_find_layer(self, call: CapturedCall) -> LayerScan | None:
         """Count a call, and return its layer if that is selected."""
@@ -117,15 +118,24 @@ class SelectedLayers:
 
     def _make_empty_layer(self, call: CapturedCall) -> LayerScan:
         count = call.matrix.shape[1]
-        heads = tuple(range(count)) if self._heads is None else self._heads
-        if any(not 0 <= head < count for head in heads):
+        total, numbers = call.original or (count, tuple(range(count)))
+        heads = numbers if self._heads is None else self._heads
+        if not {*heads} <= {*numbers}:
+            some = list_some([str(number) for number in numbers], MOST_LAYERS)
             raise OptionError(
                 saw=f"heads {describe_value(list(heads))} of {call.layer}",
-                needed=f"heads from 0 to {count - 1}: the layer has {count}",
-                do=f"heads=[{count - 1}], or layers= with layers that have these heads",
+                needed=f"heads from 0 to {count - 1}: the layer has {count}"
+                if call.original is None
+                else f"heads among {some}: the others were taken out",
+                do=f"heads=[{numbers[-1]}], or layers= with layers that have these heads",
             )
+        self._numbers[call.layer] = numbers
         kind: Literal["self", "cross"] = "cross" if call.is_cross else "self"
-        return LayerScan(name=call.layer, num_heads=count, heads=heads, kind=kind)
+        return LayerScan(name=call.layer, num_heads=total, heads=heads, kind=kind)
+
+    def places(self, layer: LayerScan) -> list[int]:
+        """Return the places of a layer's selected heads among all that it computes."""
+        return [self._numbers[layer.name].index(head) for head in layer.heads]
 
     def selected_layers(self) -> tuple[LayerScan, ...]:
         """Return the selected layers, in call order."""

@@ -14,8 +14,10 @@ from headwise.layers.conversion import (
     options_of_spec,
 )
 from headwise.layouts import registry
+from headwise.scanning.call import ORIGINAL
 from headwise.support.text import list_some
 from headwise.surgery.cut import LayerCut
+from headwise.surgery.models import label_heads
 
 PLAIN = "a layer with weights of its own, in floating point and of all heads"
 
@@ -37,6 +39,9 @@ def cut_layer(cut: LayerCut, layer: Attention | nn.MultiheadAttention) -> Attent
     made = Attention(**constructor_arguments_from_weights(state, plain.spec, stated))
     made.load_state_dict(layer_state_dict_from_canonical(state, made))
     made.requires_grad_(any(x.requires_grad for x in plain.parameters()))
+    if ORIGINAL in vars(layer):
+        vars(made)[ORIGINAL] = vars(layer)[ORIGINAL]
+    label_heads(made, cut)
     return made.train(layer.training)
 
 

@@ -14,6 +14,7 @@ from headwise.errors import DeviceError, OptionError
 from headwise.function.spec import AttentionSpec, BucketRule
 from headwise.function.weights import State
 from headwise.layouts import registry
+from headwise.scanning.call import ORIGINAL, OriginalHeads
 from headwise.support.text import list_some
 from headwise.surgery.cut import Cut, LayerCut
 
@@ -170,6 +171,7 @@ def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, 
         before = counts_of(heads.specs[name])
         left = layer.origins
         set_counts(model, heads.places[name], before, (len(left.query), len(left.kv), before[2]))
+        label_heads(model.get_submodule(name.rstrip(".")), layer)
 
 
 def counts_of(spec: AttentionSpec) -> Counts:
@@ -212,6 +214,14 @@ def set_counts(model: nn.Module, place: Place, before: Counts, after: Counts) ->
         for name, count in old.items():
             if vars(module).get(name) == count:
                 setattr(module, name, new[name])
+
+
+def label_heads(module: nn.Module, cut: LayerCut) -> None:
+    """Let a module state the original numbers of its heads, which a scan takes as labels."""
+    whole = OriginalHeads(cut.num_heads, tuple(range(cut.num_heads)))
+    before: OriginalHeads = vars(module).get(ORIGINAL, whole)
+    left = tuple(before.numbers[head] for head in cut.origins.query)
+    vars(module)[ORIGINAL] = OriginalHeads(before.total, left)
 
 
 def modules_of(model: nn.Module, place: Place) -> Iterable[nn.Module]:

@@ -1,0 +1,98 @@
+"""Scans of what was cut: heads keep the numbers that they had."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import headwise
+from headwise import Attention
+from headwise.errors import OptionError
+from headwise.scanning import HeadScan
+from headwise.scanning.importance import ablations, next_token
+from headwise.surgery import Cut, LayerCut, ModelHeads, cut_layer, cut_model
+
+IDS = torch.arange(34).reshape(2, 17)
+KEPT = ([4, 5, 0, 1], [0, 3, 5])  # of the first layer, of the others
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=10,
+        intermediate_size=64,
+        pad_token_id=0,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def cut_of(model: nn.Module) -> Cut:
+    whole = ModelHeads(model).whole()
+    return Cut({name: cut.keep(kept) for (name, cut), kept in zip(whole, KEPT, strict=True)})
+
+
+def test_a_scan_of_a_cut_model_has_the_original_numbers() -> None:
+    model = llama()
+    made = cut_model(cut_of(model), model)
+    scan = headwise.scan(made, IDS)
+    assert [layer.heads for layer in scan.layer_scans] == [tuple(kept) for kept in KEPT]
+    assert [layer.num_heads for layer in scan.layer_scans] == [6, 6]
+    # The first layer has the input that it had: head 4 attends as head 4 did.
+    before, after = (x["entropy"][0] for x in (headwise.scan(model, IDS), scan))
+    for head in range(6):
+        if head in KEPT[0]:
+            torch.testing.assert_close(after[head], before[head], rtol=1e-5, atol=1e-6)
+        else:
+            assert after[head].isnan()
+
+
+def test_heads_are_chosen_by_their_original_numbers() -> None:
+    model = llama()
+    made = cut_model(cut_of(model), model)
+    scan = headwise.scan(made, IDS, heads=[5, 0])
+    whole = headwise.scan(made, IDS)
+    assert [layer.heads for layer in scan.layer_scans] == [(5, 0), (5, 0)]
+    for head in (5, 0):
+        assert torch.equal(scan["entropy"][:, head], whole["entropy"][:, head])
+    with pytest.raises(OptionError, match=r"heads among 4, 5, 0 and 1 more|heads among 4, 5, 0, 1"):
+        headwise.scan(made, IDS, heads=[2])
+
+
+def test_ablations_are_of_the_same_heads() -> None:
+    model = llama()
+    made = cut_model(cut_of(model), model)
+    effects = ablations(made, IDS, heads=[5])["ablation_zero"]
+    # Without head 5 by hand: it is at the second place of the first layer.
+    layer = copy.deepcopy(made)
+    layer.model.layers[0].self_attn.o_proj.weight.data[:, 10:20] = 0
+    losses = [next_token(m(input_ids=IDS), IDS).mean() for m in (made, layer)]
+    torch.testing.assert_close(
+        effects[0, 5], (losses[1] - losses[0]).detach().double(), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_a_layer_that_was_cut_twice() -> None:
+    torch.manual_seed(0)
+    layer = Attention(40, 6, head_dim=10)
+    made = cut_layer(LayerCut(4, 4).keep([3, 0]), cut_layer(LayerCut(6, 6).drop([0, 2]), layer))
+    scan = headwise.scan(made, torch.randn(2, 9, 40))
+    assert (scan.layer_scans[0].heads, scan.layer_scans[0].num_heads) == ((5, 1), 6)
+
+
+def test_the_file_of_a_scan_keeps_them(tmp_path: object) -> None:
+    model = llama()
+    scan = headwise.scan(cut_model(cut_of(model), model), IDS)
+    path = f"{tmp_path}/scan.safetensors"
+    scan.save(path)
+    read = HeadScan.load(path)
+    assert [layer.heads for layer in read.layer_scans] == [tuple(kept) for kept in KEPT]
+    assert torch.equal(read["entropy"].nan_to_num(-1), scan["entropy"].nan_to_num(-1))
