@@ -16,7 +16,11 @@ from headwise.function.weights import State
 from headwise.layers.attention import Attention
 from headwise.layouts import registry
 from headwise.layouts._layout import Layout
-from headwise.layouts.modules import NamedModule, find_modules
+from headwise.layouts.modules import (
+    NamedModule,
+    find_modules,
+    find_unlisted_tensors_of_module,
+)
 from headwise.layouts.pattern import Sizes
 from headwise.layouts.plan import TensorHeader
 
@@ -113,9 +117,11 @@ def find_places(state: Mapping[str, TensorHeader], config: Config) -> list[Place
     modules = [module for module in find_modules(layout, state) if module.tensors]
     if not modules:
         layout, modules = _find_modules_by_other_names(layout, state)
+    # GPT-2's cross attention has the names of its self attention, and q_attn beside them.
+    known = [m for m in modules if m.place.role or not find_unlisted_tensors_of_module(m, layout)]
     return [
         Place(module, modules, configs.layout_in_layer(layout, config, module.layer), config)
-        for module in modules
+        for module in known
     ]
 
 

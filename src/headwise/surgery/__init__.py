@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from headwise.surgery.folders import write as write
     from headwise.surgery.full import full_size as full_size
     from headwise.surgery.layers import cut_layer as cut_layer
+    from headwise.surgery.memory import cut_model as cut_model
     from headwise.surgery.models import ModelHeads as ModelHeads
-    from headwise.surgery.models import cut_model as cut_model
 
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
@@ -26,6 +26,7 @@ __getattr__, __dir__, __all__ = export_lazily(
         "folders": "FolderPlan Written load plan_folder write",
         "full": "full_size",
         "layers": "cut_layer",
-        "models": "ModelHeads cut_model",
+        "memory": "cut_model",
+        "models": "ModelHeads",
     },
 )

@@ -1,8 +1,7 @@
-"""Cuts of a model of transformers, in memory: the same class with smaller attention modules."""
+"""Attention modules of a model of transformers: as a cut finds them, and gives them other sizes."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -136,31 +135,22 @@ class ModelHeads(HeadPlaces):
         Raises:
             OptionError, ShapeError: see `LayerCut.apply`; or layers that the model does not have.
         """
+        return self.pack(self.read(self.fit(cut)))
+
+    def read(self, cut: Cut) -> dict[str, State]:
+        """Return the canonical tensors of the layers of a fitted cut, by name."""
+        return {
+            name: layer.apply(self.places[name].read(self.state), self.specs[name])
+            for name, layer in cut
+        }
+
+    def pack(self, states: Mapping[str, State]) -> dict[str, Tensor]:
+        """Return the tensors of layers by their names in the model."""
         changed: dict[str, Tensor] = {}
-        for name, layer in self.fit(cut):
+        for name, state in states.items():
             place = self.places[name]
-            state = layer.apply(place.read(self.state), self.specs[name])
             changed |= pack(place, state, place.sizes(self.state))
         return changed
-
-
-def cut_model(cut: Cut, model: nn.Module) -> Any:
-    """Return a copy of a model of transformers with the heads that a cut leaves.
-
-    The given model stays as it is. The copy has the same class; its attention modules have other
-    sizes, and no config states sizes that differ by layer.
-
-    Raises:
-        OptionError: a model or a cut that cannot be cut; see `ModelHeads`.
-        ShapeError: see `LayerCut.apply`.
-        DeviceError: weights on several devices.
-    """
-    heads = ModelHeads(model)
-    fitted = heads.fit(cut)
-    changed = heads.cut(fitted)
-    made = copy.deepcopy(model)
-    resize(made, heads, fitted, changed)
-    return made
 
 
 def resize(model: nn.Module, heads: HeadPlaces, cut: Cut, changed: Mapping[str, Tensor]) -> None:
