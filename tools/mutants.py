@@ -143,9 +143,8 @@ def run_tests(mutant: Mutant | None, *what: str) -> str:
     return ""
 
 
-def first_failing_test(mutant: Mutant) -> str:
-    """Return the first test that fails, or `SURVIVED`."""
-    test = recorded_results().get(mutant.name, ("", ""))[1]
+def first_failing_test(mutant: Mutant, test: str) -> str:
+    """Return the first test that fails, beginning with the recorded one, or `SURVIVED`."""
     first = run_tests(mutant, test) if is_existing_test(test) else ""
     return first or run_tests(mutant, *mutant.entries_by_relevance()) or SURVIVED
 
@@ -198,8 +197,11 @@ def main(names: Sequence[str]) -> int:
         return 2
     left = [mutant for mutant in mutants if not is_done(mutant)]
     print(f"{len(mutants)} mutants, {len(mutants) - len(left)} of them done", flush=True)
+    rows = recorded_results()  # before the page is written again
+    recorded = [rows.get(mutant.name, ("", ""))[1] for mutant in left]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for mutant, test in zip(left, pool.map(first_failing_test, left), strict=True):
+        found = pool.map(first_failing_test, left, recorded)
+        for mutant, test in zip(left, found, strict=True):
             record_result(mutant, test)
             print(f"{mutant.name}: {test}", flush=True)
     tests = {recorded_results()[mutant.name][1] for mutant in mutants}

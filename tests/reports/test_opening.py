@@ -129,6 +129,17 @@ def test_a_link_out_of_sight_comes_after_those_in_sight() -> None:
     assert find_strongest_link(scan_of(spread(far, length), words), None) == (0, 0, end)
 
 
+@pytest.mark.parametrize(
+    ("between", "last", "opens"), [(SIGHT, "q" * 40, (0, 0, 5)), (SIGHT + 1, "q", (0, 1, 3))]
+)
+def test_sight_is_counted_from_begin_to_begin(
+    between: int, last: str, opens: tuple[int, int, int]
+) -> None:
+    words = ["x", "key", "x" * (between - len("keyit,")), "it", ",", last]
+    weights = spread({(0, 5, 1): 0.9, (1, 3, 1): 0.3}, len(words))
+    assert find_strongest_link(scan_of(weights, words), None) == opens
+
+
 def test_names_in_brackets_are_no_words() -> None:
     report = viewer_report(viewer_scan())
     names = {2: "[SEP]", 8: "it", 5: "<s>", 9: "was", 4: "noun"}

@@ -18,7 +18,7 @@ import torch
 
 from headwise import AttentionMatrix, Mask, scan
 from headwise.errors import OptionError
-from headwise.reports.blobs import THUMB, head_map_arrays, pool_thumbnails
+from headwise.reports.blobs import THUMB, count_top_keys, head_map_arrays, pool_thumbnails
 from headwise.reports.images import ALPHABET, encode_base85
 from headwise.reports.page import (
     read_viewer_asset,
@@ -43,6 +43,7 @@ from tests.reports.viewer_scans import (
     viewer_scan,
 )
 from tests.scanning.models import BATCH, HEADS, LENGTH, SOURCE, t5, tokens
+from tests.scanning.scans import changed
 
 FILES = Path(__file__).parents[1] / "scanning" / "files"
 QUERIES = 23  # no other axis has this length
@@ -140,6 +141,15 @@ def test_heads_that_stand_out_keep_more_keys(
     assert [layer["top"] for layer in blobs_of(few)[0]["scans"][0]["layers"]] == [[4, 4, 0]] * 2
 
 
+def test_heads_that_keep_more_keys_are_known_by_their_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headwise.reports.blobs.MOST_ROWS", 0)
+    read = viewer_scan(layers=1, heads=3, length=QUERIES, top=3)
+    some = changed(read, heads=(4, 0, 2), num_heads=5)
+    assert count_top_keys(some, {(0, 4), (0, 1)}) == [[RANKS, 1, 1]]
+
+
 @pytest.mark.parametrize("length", [65_536, 65_537])
 def test_keys_of_a_long_text_take_more_bytes(length: int) -> None:
     report = viewer_report(viewer_scan(layers=1, heads=2, length=length))
@@ -170,6 +180,19 @@ def test_thumbnails_keep_the_weight_of_a_row(cells: int) -> None:
         assert np.allclose(pooled, maps)
 
 
+def test_a_shorter_last_block_has_its_part_of_a_thumbnail() -> None:
+    # 80 tokens in blocks of 32, the last of 16; a cell of a thumbnail has five tokens.
+    read, dense = real_scan(length=80, cells=4)
+    _, blobs = blobs_of(ScanReport.of(read))
+    member = (torch.arange(80)[:, None] // 32 == torch.arange(3)).double()
+    even = member / member.sum(0)
+    # Each weight is spread evenly over the tokens of its blocks.
+    spread = torch.einsum("hqk,qr,kc,ir,jc->hij", dense, even, member, member, even)
+    cells = spread.unflatten(1, (THUMB, 5)).mean(2).unflatten(2, (THUMB, 5)).sum(3)
+    shown = weights(blobs["0/thumbs"]).reshape(HEADS, THUMB, THUMB)
+    assert np.abs(np.sqrt(shown) - cells.sqrt().numpy()).max() <= 0.5 / 255 + 1e-6
+
+
 # ---- what a scan may lack ------------------------------------------------------------------------
 
 
@@ -197,6 +220,18 @@ def test_cross_attention_has_two_texts() -> None:
     assert all(layer["map"] == layer["map_length"] == [LENGTH, SOURCE] for layer in cross)
     index = meta["scans"][0]["layers"].index(cross[0])
     assert len(blobs[f"0/top/{index}/0"]) == 3 * BATCH * LENGTH * 4 * HEADS
+
+
+def test_what_receives_most_has_the_word_of_its_text() -> None:
+    inputs = {"input_ids": tokens(1, SOURCE), "decoder_input_ids": tokens(1, LENGTH)}
+    read = scan(t5(), inputs, statistics=["most_received"])
+    _, blobs = blobs_of(ScanReport.of(read, name_of=str))
+    for layer, heads in zip(read.layer_scans, json.loads(blobs["0/received"]), strict=True):
+        assert layer.key_text is not None
+        ids = read.texts[layer.key_text].ids.tolist()
+        rows = [row for head in heads for row in head]
+        assert len(rows) == HEADS * 4
+        assert [word for _, word, _ in rows] == [str(ids[key]) for key, _, _ in rows]
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

@@ -173,6 +173,18 @@ def test_a_sink_is_one_more_key() -> None:
     assert_is(found, torch.tensor([[0.0, 0.5], [0.5, 0.0]]))
 
 
+def test_a_query_that_one_head_cannot_use_counts_for_neither() -> None:
+    # Head 0 gives all to the own key. Head 1 gives all to key 0, at queries 0 and 1, else nothing.
+    zeros = torch.zeros(1, 2, 4, 3, dtype=torch.float64)
+    allowed = torch.stack([torch.eye(4), torch.zeros(4, 4)]).bool()
+    allowed[1, :2, 0] = True
+    mask = Mask.may_attend(allowed, axes="heads queries keys")
+    call = CapturedCall.for_self_attention(AttentionMatrix(zeros, zeros, mask=mask))
+    found = HeadDistance().result(compute_summaries(call, [HeadDistance()])[NAME])
+    # Both look at key 0 at query 0, and at two keys at query 1.
+    assert_is(found, torch.tensor([[0.0, 0.5], [0.5, 0.0]]))
+
+
 # ---- the queries that are read ---------------------------------------------------------------
 
 

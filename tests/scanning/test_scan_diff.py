@@ -303,6 +303,21 @@ def test_changes_of_matched_heads_name_both() -> None:
     assert (changes[0].before.head, changes[0].after.head) == (2, 0)
 
 
+def test_changes_of_some_heads_are_those_of_their_numbers() -> None:
+    def some(*numbers: float) -> HeadScan:
+        return changed(scalars(numbers, name="distance"), heads=(4, 1), num_heads=6)
+
+    changes = some(0.0, 5.0).diff(some(3.0, 5.0)).changes()
+    assert [x.sentence for x in changes] == [
+        "distance of layer 0, head 4: 0.00 tokens before, 3.00 tokens after"
+    ]
+    changes = some(0.0, 5.0).diff(some(5.0, 1.0), match=True).changes()
+    assert [x.sentence for x in changes] == [
+        "distance of layer 0, head 1 (head 4 before): 0.00 tokens before, 1.00 tokens after"
+    ]
+    assert (changes[0].before.head, changes[0].after.head) == (4, 1)
+
+
 def test_maps_of_other_blocks_are_not_subtracted() -> None:
     one, two = random_scan(0), random_scan(1)
     summary = two.layer_scans[0].summaries["map"]

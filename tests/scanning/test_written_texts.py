@@ -65,6 +65,7 @@ def test_a_token_is_its_characters() -> None:
         ("abc", [0, 1], r"spans of shape \(2,\) in torch.int64"),
         ("abc", [(0.0, 1.0)], r"spans of shape \(1, 2\) in torch.float32"),
         ("abc", [(0, 1), (1, 4)], r"token 1 with span \(1, 4\) in a text of 3 characters"),
+        ("né", [(0, 3)], r"token 0 with span \(0, 3\) in a text of 2 characters"),
         ("abc", [(2, 1)], r"token 0 with span \(2, 1\)"),
         ("abc", [(1, 2), (0, 0), (0, 1)], "token 2 begins at 0, token 0 at 1"),
     ],
