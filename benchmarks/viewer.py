@@ -40,6 +40,7 @@ LIMITS: dict[str, tuple[str, float | None, float | None]] = {
     "a word in all heads": ("ms", 50, None),
     "the next word, in all heads": ("ms", 50, None),
     "what looks at it, in all heads": ("ms", 50, None),
+    "what looks at the next word": ("ms", 50, None),
     "DOM nodes": ("", 3000, None),
 }
 WATCH_TASKS = """
@@ -70,7 +71,7 @@ ANSWER = """(([token, direction]) => {
     requestAnimationFrame(look);
   }, { capture: true, once: true }));
 })"""
-PINNED, NEXT = 1000, 1003  # tokens in sight of one another
+PINNED, NEXT, LAST = 1000, 1003, 1006  # tokens in sight of one another
 SEARCH = """(async () => {
   const start = performance.now();
   headwise.app.set({ search: "rabbit" });
@@ -125,6 +126,9 @@ def measure(browser: Chromium, path: Path) -> dict[str, float]:
             "the next word, in all heads": click(opened, f'[data-t="{NEXT}"]', NEXT),
             "what looks at it, in all heads": click(
                 opened, "[data-direction=queries]", NEXT, direction="queries"
+            ),
+            "what looks at the next word": click(
+                opened, f'[data-t="{LAST}"]', LAST, direction="queries"
             ),
             "DOM nodes": opened.page.evaluate("document.querySelectorAll('*').length"),
         }

@@ -381,6 +381,43 @@ def test_the_answer_of_a_token(opens: Any, scans: dict[str, HeadScan], tmp_path:
     assert "what looks at" in figure(opened, "token", tmp_path).title
 
 
+def test_the_answers_of_two_heads_stand_side_by_side(
+    opens: Any, scans: dict[str, HeadScan], tmp_path: Path
+) -> None:
+    opened = opens("long")
+    choose(opened, 1, 0)
+    opened.do("headwise.app.compareWith({ scan: 0, layer: 2, head: 0 })", "s.mode === 'diff'")
+    opened.do("headwise.app.set({ mode: 'both', token: 300 })", "s.mode === 'both'")
+    opened.poll("headwise.app.beside.light.lights.entries.length > 0")
+    drawn = figure(opened, "token", tmp_path)
+    ids = scans["long"].texts[0].ids.tolist()
+    heads = "layer 1, head 0 (A) and layer 2, head 0 (B)"
+    assert drawn.title == f"made-up: {heads}: what “{WORDS[ids[300]]}” at 300 looks at"
+    entries = opened.page.evaluate(
+        "[headwise.app, headwise.app.beside].map(({ light }) => light.lights.entries)"
+    )
+    lit = [entry["weight"] for side in entries for entry in side if entry["weight"] >= 0.01]
+    placed = [(part, x) for part, x, _ in drawn.parts if part.get("data-weight")]
+    assert [float(bar.get("data-weight", 0)) for bar, _ in placed] == lit
+    # Of one scale, and B's right of A's.
+    widths = [float(bar.get("width", 0)) for bar, _ in placed]
+    assert [w / widths[0] for w in widths] == pytest.approx([w / lit[0] for w in lit], abs=1e-3)
+    lefts = [x for _, x in placed]
+    count = sum(entry["weight"] >= 0.01 for entry in entries[0])
+    assert max(lefts[:count]) + max(widths[:count]) < min(lefts[count:])
+    for entry in entries[1]:
+        assert f"“{WORDS[ids[entry['first']]]}” at {entry['first']}" in drawn.texts
+    assert {"A", "B"} <= {*drawn.texts}
+    lines = python_of(opened, "token").splitlines()
+    assert [line.rsplit("# ")[-1] for line in lines[1:]] == ["A", "B"]
+    assert "layer=2, head=0, token=300" in lines[2]
+    with save(opened, "token", "csv", tmp_path).open(encoding="utf-8", newline="") as file:
+        names, *rows = csv.reader(file)
+    assert names == ["head", "first", "last", "token", "weight"]
+    sides = [(side, entry) for side, each in zip("AB", entries, strict=True) for entry in each]
+    assert [(row[0], float(row[4])) for row in rows] == [(s, e["weight"]) for s, e in sides]
+
+
 def test_there_is_no_choice_where_nothing_is_drawn(browser: Chromium, tmp_path: Path) -> None:
     scan = scan_model(tiny.load(), tiny.encode("a text")[None], statistics=["entropy"])
     with browser.open(save_scan_page(tmp_path / "few.html", viewer_report(scan))) as opened:

@@ -2,11 +2,11 @@
 
 import type { Layer, Meta, Received, Scan, Standout, Statistic } from "./contract";
 import { allHeads, statisticOf } from "./heads";
-import { blobsOfLinks } from "./links";
+import { type Asked, blobsOfLinks, linksOf } from "./links";
 import { Light } from "./light";
 import { type HeadId, Thumbnails, difference, loadMap, positionOf, sameHead } from "./maps";
 import { Distances } from "./similar";
-import type { Source } from "./source";
+import { type Source, idle } from "./source";
 import { type State, WHOLE, fromHash, showsLinks, toHash } from "./state";
 import { Text } from "./text";
 import { loadTopKeys } from "./top_keys";
@@ -304,17 +304,29 @@ export class App implements Seen {
       since = performance.now();
     }
     this.updateLight();
-    this.readAhead();
+    void this.lookAhead(epoch);
   }
 
-  private readonly ahead = new Set<number>();
+  private readonly ahead = new Map<number, Promise<void>>();
 
-  /** Begin to inflate what answers about a word in all heads, once for each report. */
-  private readAhead(): void {
+  /** While the page is idle inflate what answers about a word in all heads, and find the answers to the pinned one. */
+  private async lookAhead(epoch: number): Promise<void> {
     const { report } = this.state;
-    if (this.ahead.has(report)) return;
-    this.ahead.add(report);
-    void this.source.readAhead(report, blobsOfLinks(this.scan, 0));
+    const read = this.ahead.get(report) ?? this.source.readAhead(report, blobsOfLinks(this.scan, 0));
+    this.ahead.set(report, read);
+    await read;
+    for (const direction of ["keys", "queries"] as const) {
+      await idle();
+      const asked = epoch === this.epoch ? this.asked(direction) : null;
+      if (asked) await linksOf(this.source, report, 0, asked);
+    }
+  }
+
+  /** Return the question about the pinned tokens in all heads, or null if none is pinned. */
+  asked(direction: State["direction"]): Asked | null {
+    const { token, second: other, sequence } = this.state;
+    const text = direction === "keys" ? this.layer?.query_text : this.layer?.key_text;
+    return token === null || text === null || text === undefined ? null : { text, sequence, token, other, direction };
   }
 
   private async load(): Promise<Loaded> {

@@ -7,6 +7,7 @@ import type { Direction } from "./state";
 import { type TopKeys, loadLayer, numbersOfChunks } from "./top_keys";
 
 const MOST_CELLS = 2 ** 26; // of all maps together, up to which they are read
+const MOST_KEPT = 8; // answers: of some pinned words in both directions
 const SLICE_MS = 40; // of work before other work may run
 
 /** The tokens that are asked for; `other` is the second of a pair. */
@@ -34,8 +35,21 @@ export interface Link {
 
 type Answer = Omit<Link, "layer" | "head">;
 
+const found = new WeakMap<Source, Map<string, Promise<Link[] | null>>>();
+
 /** Return the link of each head that has one, in the order of layers and heads; null if the scan holds none. */
-export async function findLinks(source: Source, report: number, scan: number, asked: Asked): Promise<Link[] | null> {
+export function linksOf(source: Source, report: number, scan: number, asked: Asked): Promise<Link[] | null> {
+  const kept = found.get(source) ?? new Map<string, Promise<Link[] | null>>();
+  found.set(source, kept);
+  const key = JSON.stringify([report, scan, asked.text, asked.sequence, asked.token, asked.other, asked.direction]);
+  const links = kept.get(key) ?? findLinks(source, report, scan, asked);
+  kept.delete(key);
+  kept.set(key, links);
+  for (const oldest of kept.keys()) if (kept.size > MOST_KEPT) kept.delete(oldest);
+  return links;
+}
+
+async function findLinks(source: Source, report: number, scan: number, asked: Asked): Promise<Link[] | null> {
   const record = source.reports[report]?.scans[scan];
   const links: Link[] = [];
   let isKnown = false;

@@ -46,10 +46,12 @@ export function gridLines(app: App, comparison: "B" | "diff" | null): string | n
 /** Return the line of the answer about a token, or null if the scan alone does not give it. */
 export function tokenLines(app: App): string | null {
   const { token, what, exact } = app.light.lights;
-  const { mode, sequence } = app.state;
+  const { mode, other, sequence } = app.state;
   if (token === null || mode === "diff" || !(exact === "map" || exact === "top")) return null;
-  const { scan, layer, head } = app.shown;
   const direction = what === "queries" ? ', direction="queries"' : "";
   const of = sequence ? `, sequence=${sequence}` : "";
-  return `${IMPORT}${load(app, scan)}.plot("token", layer=${layer}, head=${head}, token=${token}${direction}${of})`;
+  const line = ({ scan, layer, head }: HeadId): string =>
+    `${load(app, scan)}.plot("token", layer=${layer}, head=${head}, token=${token}${direction}${of})`;
+  if (mode !== "both" || !other) return IMPORT + line(app.shown);
+  return `${IMPORT}${line(app.chosen)}  # A\n${line(other)}  # B`;
 }

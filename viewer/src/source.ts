@@ -72,7 +72,7 @@ export class Source {
 }
 
 /** Wait until the browser is idle; where it does not say so, until other work has run. */
-const idle = (): Promise<void> =>
+export const idle = (): Promise<void> =>
   new Promise((resume) => ("requestIdleCallback" in window ? requestIdleCallback(() => resume()) : setTimeout(resume, 20)));
 
 async function inflate(deflated: Uint8Array<ArrayBuffer>): Promise<Uint8Array> {

@@ -72,7 +72,7 @@ export function titleOf(app: App): string {
 }
 
 /** Put drawings beside each other; two have the letters of A and B. */
-function inRow(drawings: Drawing[]): Drawing {
+export function inRow(drawings: Drawing[]): Drawing {
   if (drawings.length === 1) return drawings[0] as Drawing;
   const root = shape("g");
   let width = 0;

@@ -6,8 +6,8 @@ import { css, diverging } from "../colours";
 import { shape } from "../dom";
 import { change, count, percent, range, visible } from "../format";
 import type { Text } from "../text";
-import { type Entry, marked } from "../view";
-import { titleOf } from "./map";
+import { type Entry, type Seen, marked } from "../view";
+import { inRow, titleOf } from "./map";
 import { type Drawing, INK, SIZE, SOFT, label, sheet, widthOf } from "./sheet";
 
 const [MOST_BARS, FEW_BARS] = [16, 4];
@@ -16,39 +16,48 @@ const WIDTH = 300; // of the longest bar
 const [MORE, LESS] = [css(diverging(-0.8)), css(diverging(0.8))];
 const ONE_COLOUR = "#1b716d";
 
-/** Return the lit tokens as a figure, or null if there are none. */
+/** Return the lit tokens as a figure, or null if there are none; of A and B side by side both answers. */
 export function tokenFigure(app: App): SVGSVGElement | null {
   const { lights } = app.light;
-  const bars = shownBars(app);
-  if (lights.token === null || !bars.length) return null;
+  const isPair = app.state.mode === "both";
+  const views: Seen[] = isPair ? [app, app.beside] : [app];
+  if (lights.token === null || views.every((view) => !shownBars(view).length)) return null;
   const { queries = null, keys = null } = app.loaded ?? {};
-  const [from, to] = lights.what === "keys" ? [queries, keys] : [keys, queries];
-  const subject = nameOf(app, { first: lights.token, last: lights.token, weight: 0 }, from);
+  const subject = nameOf(app, { first: lights.token, last: lights.token, weight: 0 }, lights.what === "keys" ? queries : keys);
   const question = lights.what === "keys" ? `what ${subject} looks at` : `what looks at ${subject}`;
-  return sheet(drawingOf(app, bars, to), {
+  const answers = views.map(({ light }, n) => `${isPair ? `${"AB"[n]}: ` : ""}${light.answer}`);
+  const weights = views.flatMap((view) => shownBars(view).map(({ weight }) => weight)); // of one scale
+  const drawings = views.map((view) => drawingOf(view, weights));
+  return sheet(inRow(isPair ? drawings.map(below) : drawings), {
     title: `${titleOf(app)}: ${question}`,
-    lines: [`${app.state.mode === "diff" ? "Weight of A less weight of B" : "Weight"}: ${app.light.answer}.`],
+    lines: [`${app.state.mode === "diff" ? "Weight of A less weight of B" : "Weight"}: ${answers.join("; ")}.`],
     note: `Read: ${app.meta.read}. headwise ${app.meta.headwise}.`,
   });
 }
 
 /** Return the lit tokens that have bars: the largest that are marked, or a few where none is. */
-function shownBars(app: App): Entry[] {
-  const { entries } = app.light.lights;
+function shownBars(view: Seen): Entry[] {
+  const { entries } = view.light.lights;
   const largest = marked(entries).slice(0, MOST_BARS);
   return largest.length ? largest : entries.slice(0, FEW_BARS);
 }
 
-function nameOf(app: App, { first, last }: Entry, text: Text | null): string {
+function nameOf(view: Seen, { first, last }: Entry, text: Text | null): string {
   if (first !== last) return `tokens ${range(first, last)}`;
-  return text?.isKnown ? `“${visible(text.word(app.state.sequence, first))}” at ${count(first)}` : `token ${count(first)}`;
+  return text?.isKnown ? `“${visible(text.word(view.state.sequence, first))}” at ${count(first)}` : `token ${count(first)}`;
 }
 
-function drawingOf(app: App, bars: Entry[], text: Text | null): Drawing {
-  const isDifference = app.state.mode === "diff";
-  const names = bars.map((bar) => nameOf(app, bar, text));
-  const left = Math.max(...names.map((name) => widthOf(name))) + 10;
-  const weights = bars.map(({ weight }) => weight);
+/** Leave room for a letter above a drawing. */
+function below({ root, width, height }: Drawing): Drawing {
+  return { root: shape("g", { transform: `translate(0,${2 * SIZE})` }, root), width, height: height + 2 * SIZE };
+}
+
+function drawingOf(view: Seen, weights: number[]): Drawing {
+  const isDifference = view.state.mode === "diff";
+  const bars = shownBars(view);
+  const text = (view.light.lights.what === "keys" ? view.loaded?.keys : view.loaded?.queries) ?? null;
+  const names = bars.map((bar) => nameOf(view, bar, text));
+  const left = Math.max(0, ...names.map((name) => widthOf(name))) + 10;
   const x = scaleLinear([Math.min(0, ...weights), Math.max(0, ...weights)], [0, WIDTH]).nice(4);
   const height = bars.length * ROW;
   const root = shape("g", { transform: `translate(${left},0)` });

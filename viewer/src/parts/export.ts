@@ -8,6 +8,7 @@ import { toPng, toSvg } from "../figures/sheet";
 import { tokenFigure } from "../figures/token";
 import { allHeads, nameOf } from "../heads";
 import { gridLines, mapLines, tokenLines } from "../python";
+import type { Seen } from "../view";
 import type { Grid } from "./grid";
 
 type Format = "svg" | "png" | "csv";
@@ -99,12 +100,16 @@ export class Export {
 
   private tokenNumbers(): string {
     const { app } = this;
-    const { lights } = app.light;
-    const text = lights.what === "keys" ? app.loaded?.keys : app.loaded?.queries;
-    const rows = lights.entries.map(({ first, last, weight }) => [
-      first, last, first === last ? (text?.word(app.state.sequence, first) ?? "") : "", weight,
-    ]);
-    return table(["first", "last", "token", "weight"], rows);
+    const isPair = app.state.mode === "both";
+    const views: Seen[] = isPair ? [app, app.beside] : [app];
+    const rows = views.flatMap(({ light: { lights }, loaded }, n) => {
+      const text = lights.what === "keys" ? loaded?.keys : loaded?.queries;
+      return lights.entries.map(({ first, last, weight }) => [
+        ...(isPair ? ["AB"[n] ?? ""] : []),
+        first, last, first === last ? (text?.word(app.state.sequence, first) ?? "") : "", weight,
+      ]);
+    });
+    return table([...(isPair ? ["head"] : []), "first", "last", "token", "weight"], rows);
   }
 }
 

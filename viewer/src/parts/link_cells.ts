@@ -5,7 +5,7 @@ import { css, ink, viridis } from "../colours";
 import { element } from "../dom";
 import { count, percent, visible } from "../format";
 import { type HeadValue, allHeads, nameOf } from "../heads";
-import { type Asked, type Link, findLinks } from "../links";
+import { type Asked, type Link, linksOf } from "../links";
 import type { Text } from "../text";
 import { LEAST } from "../view";
 
@@ -25,8 +25,8 @@ export class LinkCells {
   async fill(buttons: Map<string, HTMLButtonElement>, test: Test | null): Promise<void> {
     const epoch = ++this.epoch;
     const { app } = this;
-    const asked = this.asked();
-    const links = asked && (await findLinks(app.source, app.state.report, 0, asked));
+    const asked = app.asked(app.state.direction);
+    const links = asked && (await linksOf(app.source, app.state.report, 0, asked));
     const texts = await Promise.all(app.scan.texts.map((_, index) => app.loadText(0, index)));
     if (epoch !== this.epoch) return;
     this.unit.textContent = this.unitLine(asked, links, texts);
@@ -46,14 +46,6 @@ export class LinkCells {
   leave(): void {
     this.epoch++;
     this.shown = { asked: null, links: null };
-  }
-
-  /** Return the question about the pinned tokens, or null if none is pinned. */
-  private asked(): Asked | null {
-    const { state, layer } = this.app;
-    const { token, second: other, direction, sequence } = state;
-    const text = direction === "keys" ? layer?.query_text : layer?.key_text;
-    return token === null || text === null || text === undefined ? null : { text, sequence, token, other, direction };
   }
 
   private fillCell(
