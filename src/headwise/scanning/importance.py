@@ -90,7 +90,7 @@ class _Watcher:
         )
 
 
-def _prepare(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[model_inputs.ModelInput]]:
+def prepare(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[model_inputs.ModelInput]]:
     """Return a model without its wrapper, and its inputs, which ask for all logits."""
     model = weights.unwrap_compiled(model)
     if not isinstance(model, nn.Module):
@@ -131,7 +131,7 @@ def gradients(
             do not exist.
         ShapeError, DTypeError: a loss that is not one number for each sequence.
     """
-    model, prepared = _prepare(model, inputs)
+    model, prepared = prepare(model, inputs)
     gates = Gates(SelectedLayers(layers), causal=loss is None)
     with record_attention(model, gates, gradients=True) as recorder:
         for model_input in prepared:
@@ -259,7 +259,7 @@ def ablations(
             input of one sequence for "resample".
         ShapeError, DTypeError: a loss that is not one number for each sequence.
     """
-    model, prepared = _prepare(model, inputs)
+    model, prepared = prepare(model, inputs)
     before = 0
     if by == "mean":
         by, before = mean_outputs(model, inputs, layers=layers), len(prepared)
@@ -287,7 +287,7 @@ def mean_outputs(
     Raises:
         OptionError: layers that do not exist, or no captured attention.
     """
-    model, prepared = _prepare(model, inputs)
+    model, prepared = prepare(model, inputs)
     chosen = SelectedLayers(layers)
     sums: dict[str, Tensor] = {}
     counts: Counter[str] = Counter()
@@ -449,7 +449,7 @@ def next_token(
         saw = "loss=None for inputs without token ids"
         needed = "input_ids (batch, length) for the default loss, which predicts each next token"
         raise OptionError(saw=saw, needed=needed, do=PASS_A_LOSS)
-    logits = _find_logits(output, ids, vocabularies)
+    logits = find_logits(output, ids, vocabularies)
     if logits.dim() != 3 or logits.shape[:2] != ids.shape:
         saw = f"logits {tuple(logits.shape)} for input ids {tuple(ids.shape)}"
         needed = "logits (batch, length, vocabulary): a next token for each token"
@@ -486,11 +486,7 @@ def _run_losses(
     """Run a model, and return the loss of each sequence in float64."""
     output, inputs = recorder.run(model_input), model_input.original
     if loss is None:
-        _, table = weights.find_unembedding(model)
-        tables = recorder.tables if table is None else recorder.tables | {tuple(table.shape)}
-        # A square table is left out: a state as wide as the vocabulary could be taken for logits.
-        vocabularies = {rows for rows, width in tables if rows != width}
-        loss = partial(next_token, vocabularies=vocabularies)
+        loss = partial(next_token, vocabularies=find_vocabularies(model, recorder))
     if not callable(loss):
         saw = f"loss={describe_value(loss)}"
         do = "leave it out for the mean cross-entropy of each next token"
@@ -513,21 +509,39 @@ def _run_losses(
     return losses.double()
 
 
+def find_vocabularies(model: nn.Module, recorder: Recorder) -> set[int]:
+    """Return the possible sizes of the vocabulary of a model that ran."""
+    _, table = weights.find_unembedding(model)
+    tables = recorder.tables if table is None else recorder.tables | {tuple(table.shape)}
+    # A square table is left out: a state as wide as the vocabulary could be taken for logits.
+    return {rows for rows, width in tables if rows != width}
+
+
 @torch.no_grad()
-def _require_causal(call: CapturedCall) -> None:
-    """Raise OptionError if the first or the middle query attends to a later key."""
+def is_causal(call: CapturedCall) -> bool:
+    """True unless the first or the middle query attends to a later key."""
     _, _, queries, keys = call.matrix.shape
     if call.is_cross or queries != keys or keys < 2:
-        return
+        return True
     rows = torch.tensor([0, (queries - 1) // 2], device=call.matrix.q.device)
     later = torch.arange(keys, device=rows.device) > rows[:, None]
-    if bool(((call.matrix.rows(rows) > 0) & later).any()):
+    return not bool(((call.matrix.rows(rows) > 0) & later).any())
+
+
+def _require_causal(call: CapturedCall) -> None:
+    """Raise OptionError if a query attends to a later key."""
+    if not is_causal(call):
         saw = f"loss=None for a model whose layer {call.layer} attends to later tokens"
         needed = "a causal model for the default loss, which predicts each next token"
         raise OptionError(saw=saw, needed=needed, do=PASS_A_LOSS)
 
 
-def _find_logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> Tensor:
+def find_logits(output: Any, ids: Tensor, vocabularies: Collection[int] | None) -> Tensor:
+    """Return the logits of a model's output.
+
+    Raises:
+        OptionError: there are none.
+    """
     logits = output.get("logits") if isinstance(output, Mapping) else None
     logits = getattr(output, "logits", None) if logits is None else logits
     if isinstance(logits, Tensor):

@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING
 from headwise.support.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from headwise.surgery._prune import Pruning as Pruning
+    from headwise.surgery._prune import PruningPlan as PruningPlan
+    from headwise.surgery._prune import plan_prune as plan_prune
+    from headwise.surgery._prune import prune as prune
     from headwise.surgery.check import check_folder as check_folder
     from headwise.surgery.cut import Cut as Cut
     from headwise.surgery.cut import LayerCut as LayerCut
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
+        "_prune": "Pruning PruningPlan plan_prune prune",
         "check": "check_folder",
         "cut": "Cut LayerCut",
         "folders": "FolderPlan Written load plan_folder write",

@@ -14,10 +14,9 @@ from headwise.layers.conversion import (
     options_of_spec,
 )
 from headwise.layouts import registry
-from headwise.scanning.call import ORIGINAL
+from headwise.scanning.call import ORIGINAL, OriginalHeads
 from headwise.support.text import list_some
 from headwise.surgery.cut import LayerCut
-from headwise.surgery.models import label_heads
 
 PLAIN = "a layer with weights of its own, in floating point and of all heads"
 
@@ -43,6 +42,14 @@ def cut_layer(cut: LayerCut, layer: Attention | nn.MultiheadAttention) -> Attent
         vars(made)[ORIGINAL] = vars(layer)[ORIGINAL]
     label_heads(made, cut)
     return made.train(layer.training)
+
+
+def label_heads(module: nn.Module, cut: LayerCut) -> None:
+    """Let a module state the original numbers of its heads, which a scan takes as labels."""
+    whole = OriginalHeads(cut.num_heads, tuple(range(cut.num_heads)))
+    before: OriginalHeads = vars(module).get(ORIGINAL, whole)
+    left = tuple(before.numbers[head] for head in cut.origins.query)
+    vars(module)[ORIGINAL] = OriginalHeads(before.total, left)
 
 
 def _as_attention(layer: nn.MultiheadAttention) -> Attention:

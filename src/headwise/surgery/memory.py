@@ -1,4 +1,4 @@
-"""Cuts of a model of transformers, in memory: the same class with smaller attention modules."""
+"""Cuts of a model in memory: the same class with smaller attention modules."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 from torch import nn
 
 from headwise.surgery.cut import Cut
+from headwise.surgery.layers import cut_layer
 from headwise.surgery.models import ModelHeads, resize
 from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
 
 
 def cut_model(cut: Cut, model: nn.Module) -> Any:
-    """Return a copy of a model of transformers with the heads that a cut leaves.
+    """Return a copy of a model with the heads that a cut leaves.
 
     The given model stays as it is. The copy has the same class; its attention modules have other
     sizes. Its config states them if it can, so that save_pretrained writes a folder that
     transformers loads; else it stays that of the original, and `headwise.surgery.write` has other
-    forms.
+    forms. A layer of headwise is replaced as a whole, see `headwise.surgery.cut_layer`.
 
     Raises:
         OptionError: a model or a cut that cannot be cut; see `ModelHeads`.
@@ -27,6 +28,8 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
     """
     heads = ModelHeads(model)
     fitted = heads.fit(cut)
+    if heads.layers:
+        return _replace_layers(fitted, heads)
     states = heads.read(fitted)
     shapes = {
         name: {tensor: tuple(x.shape) for tensor, x in state.items()}
@@ -34,13 +37,24 @@ def cut_model(cut: Cut, model: nn.Module) -> Any:
     }
     config = find_plain_config(heads, shapes)
     for name, biases in ({} if config.obstacle else config.biases).items():
-        state = states.get(name) or heads.places[name].read(heads.state)
+        state = states.get(name) or heads.canonical(name)
         states[name] = add_biases(state, biases)
     changed = heads.pack(states)
     made = copy.deepcopy(model)
     resize(made, heads, fitted, changed)
     if not config.obstacle:
         _set_config(made, config)
+    return made
+
+
+def _replace_layers(cut: Cut, heads: ModelHeads) -> Any:
+    """Return a copy of a model whose layers of headwise are cut."""
+    made = copy.deepcopy(heads.model)
+    for name, layer in cut:
+        smaller = cut_layer(layer, heads.layers[name])
+        if not name:  # the model is the layer
+            return smaller
+        made.set_submodule(name.rstrip("."), smaller)
     return made
 
 

@@ -12,10 +12,13 @@ from headwise.checkpoints.places import Place, find_model_places
 from headwise.errors import DeviceError, OptionError
 from headwise.function.spec import AttentionSpec, BucketRule
 from headwise.function.weights import State
+from headwise.layers.attention import Attention
+from headwise.layers.conversion import canonical_state, layer_state_dict_from_canonical
 from headwise.layouts import registry
 from headwise.scanning.call import ORIGINAL, OriginalHeads
 from headwise.support.text import list_some
 from headwise.surgery.cut import Cut, LayerCut
+from headwise.surgery.layers import label_heads
 
 Counts = tuple[int, int, int]  # heads, kv heads, head_dim
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_key_value_groups")
@@ -75,37 +78,47 @@ class HeadPlaces:
         Raises:
             OptionError: layers that the model does not have, or heads that its layers share.
         """
-        if unknown := [name for name in cut.layers if name not in self.places]:
+        if unknown := [name for name in cut.layers if name not in self.specs]:
             raise OptionError(
                 saw=f"a cut of {list_some(unknown)}, which the model does not have",
-                needed=f"layers among {list_some([*self.places])}",
+                needed=f"layers among {list_some([*self.specs])}",
                 do="make the cut of this model: headwise.surgery.ModelHeads(model).whole()",
             )
-        self._require_shared_distances(cut)
+        self._require_same_heads_in_stacks(cut)
         return Cut({name: self._fit_layer(name, layer) for name, layer in cut})
 
     def _fit_layer(self, name: str, cut: LayerCut) -> LayerCut:
         heads, spec = cut.origins, self.specs[name]
-        if len(heads.kv) == len(heads.query) or spec.num_kv_heads != spec.num_heads:
+        is_full = len(heads.kv) == len(heads.query)
+        if is_full or name not in self.places or spec.num_kv_heads != spec.num_heads:
             return cut
         modules = modules_of(self.model, self.places[name])
         shares = any(hasattr(module, word) for module in modules for word in KV_HEADS)
         return cut if shares else cut.expand(len(heads.query))
 
-    def _require_shared_distances(self, cut: Cut) -> None:
-        """Raise where layers share the first one's table of distances, and keep other heads."""
-        sides: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
-        for name, place in self.places.items():
-            if isinstance(self.specs[name].score_bias, BucketRule):
-                heads = cut.layers[name].origins.query if name in cut.layers else ()
-                at = place.module.place
-                kept = heads or tuple(range(int(self.specs[name].num_heads)))
-                sides.setdefault((at.root, at.role), {})[name] = kept
-        for layers in sides.values():
-            first, *others = layers
-            if different := [name for name in others if layers[name] != layers[first]]:
+    @property
+    def stacks(self) -> list[tuple[str, ...]]:
+        """Names of the layers that must keep the same heads, each other layer by itself.
+
+        Layers of one stack share a table of distances; in cross attention, one of zeros.
+        """
+        stacks: dict[tuple[str, ...], list[str]] = {}
+        for name in self.specs:
+            key: tuple[str, ...] = (name,)
+            place = self.places.get(name)
+            if place is not None and isinstance(place.layout.function.score_bias, BucketRule):
+                key = place.module.place.root, place.module.place.role, "table"
+            stacks.setdefault(key, []).append(name)
+        return [tuple(names) for names in stacks.values()]
+
+    def _require_same_heads_in_stacks(self, cut: Cut) -> None:
+        whole = self.whole()
+        for stack in self.stacks:
+            layers = {name: cut.layers.get(name, whole.layers[name]) for name in stack}
+            kept = {name: layer.origins.query for name, layer in layers.items()}
+            if different := [name for name in stack[1:] if kept[name] != kept[stack[0]]]:
                 raise OptionError(
-                    saw=f"other heads in {list_some(different)} than in {first}",
+                    saw=f"other heads in {list_some(different)} than in {stack[0]}",
                     needed="the same heads in all layers of a stack that share one table of "
                     "distances",
                     do="keep the same heads in each layer, or zero heads in place of taking "
@@ -117,7 +130,10 @@ class ModelHeads(HeadPlaces):
     """The attention modules of a model, by name, as a cut finds them.
 
     Args:
-        model: a model of transformers.
+        model: a model of transformers, or a module made of layers of headwise.
+
+    Attributes:
+        layers: name -> a layer of headwise. With such layers, no places are looked for.
 
     Raises:
         OptionError: no layout for this model; or quantised, adapted or shared weights.
@@ -125,9 +141,31 @@ class ModelHeads(HeadPlaces):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.layers = {
+            f"{name}." if name else "": module
+            for name, module in model.named_modules()
+            if isinstance(module, Attention)
+        }
+        if self.layers:
+            self.model, self.places = model, {}
+            self.specs = {name: layer.spec for name, layer in self.layers.items()}
+            return
         _require_plain_weights(dict(model.state_dict()))
         super().__init__(model)
         _require_apart(self.places.values(), self.state)
+
+    def original_numbers(self, name: str) -> list[int]:
+        """Return the numbers by which a scan names the heads of one attention, in their order."""
+        module = self.model.get_submodule(name.rstrip("."))
+        original: OriginalHeads | None = vars(module).get(ORIGINAL)
+        whole = range(int(self.specs[name].num_heads))
+        return [*whole] if original is None else [*original.numbers]
+
+    def canonical(self, name: str) -> State:
+        """Return the canonical tensors of one attention."""
+        if name in self.layers:
+            return canonical_state(self.layers[name], self.layers[name].state_dict())
+        return self.places[name].read(self.state)
 
     def cut(self, cut: Cut) -> dict[str, Tensor]:
         """Return the tensors that a cut changes or adds, by their names in the model.
@@ -139,17 +177,18 @@ class ModelHeads(HeadPlaces):
 
     def read(self, cut: Cut) -> dict[str, State]:
         """Return the canonical tensors of the layers of a fitted cut, by name."""
-        return {
-            name: layer.apply(self.places[name].read(self.state), self.specs[name])
-            for name, layer in cut
-        }
+        return {name: layer.apply(self.canonical(name), self.specs[name]) for name, layer in cut}
 
     def pack(self, states: Mapping[str, State]) -> dict[str, Tensor]:
         """Return the tensors of layers by their names in the model."""
         changed: dict[str, Tensor] = {}
         for name, state in states.items():
+            if name in self.layers:
+                stored = layer_state_dict_from_canonical(state, self.layers[name])
+                changed |= {name + local: tensor for local, tensor in stored.items()}
+                continue
             place = self.places[name]
-            changed |= pack(place, state, place.sizes(self.state))
+            changed |= pack_in_memory(place, state, place.sizes(self.state))
         return changed
 
 
@@ -179,6 +218,18 @@ def pack(place: Place, state: State, sizes: Mapping[str, int]) -> dict[str, Tens
     return {place.name + local: tensor for local, tensor in stored.items()}
 
 
+def pack_in_memory(place: Place, state: State, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the tensors as `pack` does, with a bias of the output projection in any layout.
+
+    A module in memory can hold one that its class has not.
+    """
+    if "bo" not in state or "bo" in place.layout.canonical_tensor_names:
+        return pack(place, state, sizes)
+    weight = next(local for local, p in place.layout.patterns.items() if "wo" in p.tensors)
+    packed = pack(place, {name: x for name, x in state.items() if name != "bo"}, sizes)
+    return packed | {f"{place.name}{weight.removesuffix('weight')}bias": state["bo"]}
+
+
 def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Make a tensor the parameter of this name, and tell its module the new sizes."""
     path, _, local = name.rpartition(".")
@@ -204,14 +255,6 @@ def set_counts(model: nn.Module, place: Place, before: Counts, after: Counts) ->
         for name, count in old.items():
             if vars(module).get(name) == count:
                 setattr(module, name, new[name])
-
-
-def label_heads(module: nn.Module, cut: LayerCut) -> None:
-    """Let a module state the original numbers of its heads, which a scan takes as labels."""
-    whole = OriginalHeads(cut.num_heads, tuple(range(cut.num_heads)))
-    before: OriginalHeads = vars(module).get(ORIGINAL, whole)
-    left = tuple(before.numbers[head] for head in cut.origins.query)
-    vars(module)[ORIGINAL] = OriginalHeads(before.total, left)
 
 
 def modules_of(model: nn.Module, place: Place) -> Iterable[nn.Module]:

@@ -13,7 +13,7 @@ from headwise.checkpoints.config import NAMES
 from headwise.checkpoints.places import Place
 from headwise.checkpoints.transformers import CONFIG, list_load_errors
 from headwise.function.weights import BIASES, State
-from headwise.surgery.models import Counts, HeadPlaces, counts_of, pack
+from headwise.surgery.models import Counts, HeadPlaces, counts_of, pack_in_memory
 
 Shapes = Mapping[str, tuple[int, ...]]  # canonical tensor -> its sizes
 SIZES = ("heads", "kv_heads", "head_dim")
@@ -172,7 +172,7 @@ def _shapes_after(
         place, sizes = heads.places[name], heads.places[name].sizes(heads.state)
         after = cut.get(name, shapes_of(heads, name))
         state = {tensor: torch.empty(size, device="meta") for tensor, size in after.items()}
-        packed = pack(place, add_biases(state, biases.get(name, ())), sizes)
+        packed = pack_in_memory(place, add_biases(state, biases.get(name, ())), sizes)
         shapes |= {tensor: tuple(x.shape) for tensor, x in packed.items()}
     return shapes
 

@@ -1,0 +1,349 @@
+"""Pruning: choose the heads that go, mend the layers, and measure on other data.
+
+plan = plan_prune(model, inputs, keep=0.75)   # which heads, and what they cost one by one
+print(plan)
+result = plan.measure()                       # prune(model, inputs, keep=0.75) does both
+print(result)
+result.model, result.cut
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwise.errors import OptionError
+from headwise.scanning.importance import mean_outputs
+from headwise.scanning.weights import unwrap_compiled
+from headwise.support.progress import Progress, no_progress
+from headwise.support.text import describe_value
+from headwise.surgery.choice import Choice, Search, Take
+from headwise.surgery.cut import Cut
+from headwise.surgery.data import Data
+from headwise.surgery.effects import By, HeadEffects
+from headwise.surgery.fit import (
+    Decision,
+    Repair,
+    cut_heads,
+    match_names,
+    record_moments,
+    refit_heads,
+    require_repair,
+)
+from headwise.surgery.memory import cut_model
+from headwise.surgery.models import ModelHeads
+from headwise.surgery.quality import Measure, Quality, interval
+
+POINTS = 9  # of the curve
+MOST_LAYERS = 10  # lines of a table
+MEAN_WORDS = {
+    "zero": "their outputs are zero",
+    "mean": "their mean outputs are in the output's bias",
+    "refit": "the output projection is fitted where held-out tokens agree, else the mean",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Point of the curve of quality.
+
+    Attributes:
+        kept: the number of heads that are left.
+        zero: the mean quality on held-out data with the outputs of the others zero.
+        mean: the same with their mean outputs.
+        is_chosen: True for the number of heads of the plan.
+    """
+
+    kept: int
+    zero: float
+    mean: float
+    is_chosen: bool
+
+
+@dataclass(frozen=True, eq=False)
+class PruningPlan:
+    """Plan of a pruning: the heads that go, and the effect of each alone.
+
+    ``str()`` is a table by layer. Nothing is fitted or measured on held-out data yet.
+
+    Attributes:
+        heads: the attention modules of the model.
+        names: the recorded name of each attention, by its name in the cut.
+        data: inputs to choose and fit on, and held-out ones.
+        quality: the measure.
+        choice: the order of the heads, and how many of them go.
+        means: mean outputs (heads, value_dim) on the data to fit on, by layer.
+        by: "ablation" or "gradient".
+        repair: "zero", "mean" or "refit".
+    """
+
+    heads: ModelHeads
+    names: dict[str, str]
+    data: Data
+    quality: Quality
+    choice: Choice
+    means: dict[str, Tensor]
+    by: By
+    repair: Repair
+
+    @property
+    def gone(self) -> dict[str, list[int]]:
+        """Numbers of the heads that go, by layer."""
+        return {name: numbers for name, numbers in self.choice.gone().items() if numbers}
+
+    def measure(self, progress: Progress = no_progress) -> Pruning:
+        """Fit the repair, make the cut, and measure it and the curve on held-out data.
+
+        Args:
+            progress: called with (stage, steps done, steps in all).
+        """
+        cut, decisions = self._repair(progress)
+        model, held_out = self.heads.model, self.data.held_out
+        before = self.quality.values(model, held_out)
+        made = cut_model(cut, model)
+        after = self.quality.values(made, held_out)
+        return Pruning(self, cut, made, decisions, before, after, self._curve(before, progress))
+
+    def _repair(self, progress: Progress) -> tuple[Cut, dict[str, Decision]]:
+        if self.repair != "refit":
+            means = None if self.repair == "zero" else self.means
+            return cut_heads(self.heads, self.gone, means), {}
+        recorded = record_moments(self.heads.model, self.data.fit, progress=progress)
+        sums = {name: recorded[label] for name, label in self.names.items()}
+        return refit_heads(self.heads, self.gone, sums)
+
+    def _curve(self, before: Tensor, progress: Progress) -> tuple[Point, ...]:
+        """Measure with all heads, with the choice, and at about `POINTS` places in between."""
+        last, taken = len(self.choice.steps), self.choice.taken
+        places = sorted({taken, *(round(last * n / (POINTS - 1)) for n in range(POINTS))})
+        points = []
+        for done, steps in enumerate(places):
+            progress("curve", done, len(places))
+            zero = mean = float(before.mean())
+            if steps:
+                gone = self.choice.gone(steps)
+                zero, mean = (self._measure_cut(gone, means) for means in (None, self.means))
+            points.append(Point(self.choice.kept(steps), zero, mean, steps == taken))
+        progress("curve", len(places), len(places))
+        return tuple(points)
+
+    def _measure_cut(self, gone: dict[str, list[int]], means: dict[str, Tensor] | None) -> float:
+        model = cut_model(cut_heads(self.heads, gone, means, zeroed=True), self.heads.model)
+        return float(self.quality.values(model, self.data.held_out).mean())
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row for each layer: its name, heads, heads gone, and the effects of all."""
+        gone = self.choice.gone()
+        return [
+            {
+                "layer": name,
+                "heads": len(effects),
+                "kept": len(effects) - len(gone[name]),
+                "gone": gone[name],
+                "effects": effects.tolist(),
+            }
+            for name, effects in self.choice.effects.items()
+        ]
+
+    def __str__(self) -> str:
+        """Return at most 14 lines."""
+        choice, rows = self.choice, self.table()
+        total, kept = choice.total, choice.kept()
+        lines = [
+            f"{kept} of {total} heads stay, {total - kept} go, chosen by {self.by}",
+            f"predicted change of quality: {-choice.predicted:+.4f}, the sum of the effects of "
+            "single heads",
+        ]
+        width = max(len(row["layer"]) for row in rows)
+        for row in rows[:MOST_LAYERS]:
+            numbers = ", ".join(map(str, row["gone"])) or "none"
+            lines.append(
+                f"{row['layer']:{width}}  {row['kept']} of {row['heads']}  gone: {numbers}"
+            )
+        if len(rows) > MOST_LAYERS:
+            lines.append(f"and {len(rows) - MOST_LAYERS} more layers")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Pruning:
+    """Result of a pruning.
+
+    ``str()`` is a report of at most 20 lines.
+
+    Attributes:
+        plan: the plan.
+        cut: the heads that are left, and the repair.
+        model: a copy of the model with the cut.
+        decisions: by layer, whether the refit is kept; empty for another repair.
+        before, after: the quality of each held-out sequence, (sequences,).
+        curve: the mean quality on held-out data against heads kept.
+    """
+
+    plan: PruningPlan
+    cut: Cut
+    model: Any
+    decisions: dict[str, Decision]
+    before: Tensor
+    after: Tensor
+    curve: tuple[Point, ...]
+
+    @property
+    def change(self) -> tuple[float, float, float]:
+        """The mean change of quality, and its 95 % bootstrap interval over sequences."""
+        difference = self.after - self.before
+        return (float(difference.mean()), *interval(difference))
+
+    def __str__(self) -> str:
+        """Return the plan, the quality before and after, and the curve."""
+        change, low, high = self.change
+        lines = [
+            str(self.plan),
+            MEAN_WORDS[self.plan.repair] + self._refits(),
+            f"quality: {self.plan.quality.title}",
+            f"on {len(self.after)} sequences; {self.plan.data.note}",
+            f"{float(self.before.mean()):.4f} before, {float(self.after.mean()):.4f} after: "
+            f"{change:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}",
+            "heads kept:    " + " ".join(f"{self._mark(point):>7}" for point in self.curve),
+            "quality, mean: " + " ".join(f"{point.mean:7.4f}" for point in self.curve),
+        ]
+        return "\n".join(lines)
+
+    @staticmethod
+    def _mark(point: Point) -> str:
+        return f"*{point.kept}" if point.is_chosen else str(point.kept)
+
+    def _refits(self) -> str:
+        if not self.decisions:
+            return ""
+        fitted = sum(each.ridge is not None for each in self.decisions.values())
+        return f": fitted in {fitted} of {len(self.decisions)} layers"
+
+    def to_json(self) -> str:
+        """Return all numbers of the report as JSON; the cut has a file of its own."""
+        change, low, high = self.change
+        values = {
+            "by": self.plan.by,
+            "repair": self.plan.repair,
+            "measure": self.plan.quality.title,
+            "heads": self.plan.choice.total,
+            "kept": self.plan.choice.kept(),
+            "predicted": -self.plan.choice.predicted,
+            "sequences": len(self.after),
+            "held_out": self.plan.data.note,
+            "before": float(self.before.mean()),
+            "after": float(self.after.mean()),
+            "change": {"mean": change, "low": low, "high": high},
+            "curve": [asdict(point) for point in self.curve],
+            "refits": {name: asdict(each) for name, each in self.decisions.items()},
+            "layers": self.plan.table(),
+        }
+        return json.dumps(values, indent=1) + "\n"
+
+
+def plan_prune(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    keep: float = 0.75,
+    held_out: Any = None,
+    by: By = "ablation",
+    rounds: int = 1,
+    take: Take = "groups",
+    even: bool = False,
+    repair: Repair = "mean",
+    measure: Measure | None = None,
+    progress: Progress = no_progress,
+) -> PruningPlan:
+    """Choose the heads that go; see `prune`, which also fits and measures."""
+    _require_options(keep, by, rounds, take)
+    require_repair(repair)
+    model = unwrap_compiled(model)
+    heads, data = ModelHeads(model), Data.of(inputs, held_out)
+    quality = Quality.of(model, [*data.fit, *data.held_out], measure)
+    recorded = mean_outputs(model, data.fit)
+    names = match_names(heads, recorded)
+    means = {name: recorded[label] for name, label in names.items()}
+    effects = HeadEffects(
+        heads, names, data.fit, quality, None if repair == "zero" else means, progress
+    )
+    importance = effects.by_ablation if by == "ablation" else effects.by_gradient
+    search = Search(heads, importance, tuple(names), take, even)
+    choice = search.choose(keep, rounds)
+    return PruningPlan(heads, names, data, quality, choice, means, by, repair)
+
+
+def prune(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    keep: float = 0.75,
+    held_out: Any = None,
+    by: By = "ablation",
+    rounds: int = 1,
+    take: Take = "groups",
+    even: bool = False,
+    repair: Repair = "mean",
+    measure: Measure | None = None,
+    progress: Progress = no_progress,
+) -> Pruning:
+    """Take the least important heads out of a model, and measure what that costs on other data.
+
+    The given model stays as it is. The module's text says more on the options.
+
+    Args:
+        model: a model of transformers, or a module made of layers of headwise.
+        inputs: data to choose and fit on, as for `headwise.scanning.importance.ablations`.
+        keep: the share of all heads that stays at least, between 0 and 1.
+        held_out: data to measure on. None to hold out half of the inputs.
+        by: "ablation" or "gradient".
+        rounds: 1 to measure each head once; more to measure again without those that are gone.
+        take: "groups" or "heads", which differ for grouped heads only.
+        even: True for the same number in each layer, which a config of transformers can state.
+        repair: "zero", "mean" or "refit".
+        measure: (output, input) -> (batch,), higher is better; None for the usual one.
+        progress: called with (stage, steps done, steps in all).
+
+    Raises:
+        OptionError: options outside their range, a sequence that is in both parts of the data, no
+            loss for gradients, or a model that cannot be cut (see `ModelHeads`).
+        ShapeError: a measure that is not one number for each sequence.
+    """
+    plan = plan_prune(
+        model,
+        inputs,
+        keep=keep,
+        held_out=held_out,
+        by=by,
+        rounds=rounds,
+        take=take,
+        even=even,
+        repair=repair,
+        measure=measure,
+        progress=progress,
+    )
+    return plan.measure(progress)
+
+
+def _require_options(keep: float, by: str, rounds: int, take: str) -> None:
+    if not (isinstance(keep, float) and 0 < keep < 1):
+        raise OptionError(
+            saw=f"keep={describe_value(keep)}",
+            needed="the share of heads that stays, between 0 and 1",
+            do="keep=0.75",
+        )
+    if rounds < 1:
+        raise OptionError(saw=f"rounds={rounds}", needed="at least one", do="rounds=1")
+    for name, value, known in (
+        ("by", by, ("ablation", "gradient")),
+        ("take", take, ("groups", "heads")),
+    ):
+        if value not in known:
+            raise OptionError(
+                saw=f"{name}={describe_value(value)}",
+                needed=f"one of {', '.join(known)}",
+                do=f'{name}="{known[0]}"',
+            )

@@ -1,0 +1,201 @@
+"""Choice of the heads that go: by importance, in rounds, under constraints.
+
+A head's effect is the quality that is lost without it. A unit is what goes together: a kv head with
+its query heads, or one query head of each kv head; and under a shared table of distances the same
+heads of all layers of a stack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, zip_longest
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headwise.errors import OptionError
+from headwise.support.text import describe_count
+from headwise.surgery.models import ModelHeads
+
+Take = Literal["groups", "heads"]
+Effects = dict[str, Tensor]  # (heads,) in float64, by layer
+Heads = dict[str, list[int]]  # by layer
+# (heads that are gone, heads to measure) -> effects of these, NaN for others
+Importance = Callable[[Heads, Heads], Effects]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Heads that go together.
+
+    Attributes:
+        layers: names of the layers that lose them.
+        heads: their numbers, the same in each layer.
+        effect: the sum of their single effects.
+    """
+
+    layers: tuple[str, ...]
+    heads: tuple[int, ...]
+    effect: float
+
+    @property
+    def size(self) -> int:
+        """The number of heads in all layers."""
+        return len(self.layers) * len(self.heads)
+
+
+Step = tuple[Unit, ...]  # units that go at once
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Order in which heads go, and how many of them.
+
+    Attributes:
+        effects: the effect of each head with all others there, (heads,), by layer.
+        steps: all units that may go, the first ones first. One unit of each layer is in none.
+        taken: the number of steps that are done.
+    """
+
+    effects: Effects
+    steps: tuple[Step, ...]
+    taken: int
+
+    def gone(self, steps: int | None = None) -> Heads:
+        """Return the heads that are gone after so many steps, by default those of the choice."""
+        gone: Heads = {name: [] for name in self.effects}
+        for unit in chain(*self.steps[: self.taken if steps is None else steps]):
+            for name in unit.layers:
+                gone[name] = sorted([*gone[name], *unit.heads])
+        return gone
+
+    @property
+    def predicted(self) -> float:
+        """The sum of the single effects of the heads that go: the quality that they cost alone."""
+        return sum(unit.effect for unit in chain(*self.steps[: self.taken]))
+
+    @property
+    def total(self) -> int:
+        """The number of heads of all layers."""
+        return sum(map(len, self.effects.values()))
+
+    def kept(self, steps: int | None = None) -> int:
+        """Return the number of heads that are left."""
+        return self.total - sum(map(len, self.gone(steps).values()))
+
+
+@dataclass
+class Search:
+    """Search for the heads that go.
+
+    Attributes:
+        heads: the attention modules of the model.
+        importance: measures the effects of heads in a model without some others.
+        layers: names of the layers that may lose heads, in the order of a run.
+        take: "groups" for whole kv heads with their query heads, "heads" for one query head of
+            each kv head. Without grouped heads they are the same.
+        even: True to take as many units from each layer.
+    """
+
+    heads: ModelHeads
+    importance: Importance
+    layers: tuple[str, ...]
+    take: Take
+    even: bool
+    effects: Effects = field(default_factory=dict)
+
+    def choose(self, keep: float, rounds: int) -> Choice:
+        """Return the choice that keeps at least this share of all heads.
+
+        The first round measures all heads. Each further one measures again, without the heads that
+        are gone, the heads that come next: twice as many as still have to go.
+
+        Raises:
+            OptionError: no head can go.
+        """
+        everything = {name: [*range(self._count(name))] for name in self.layers}
+        out = sum(map(len, everything.values()))
+        out -= math.ceil(keep * out - 1e-9)  # 0.7 * 10 may be just above 7
+        first = self.importance({}, everything)
+        self.effects = dict(first)
+        done: list[Step] = []
+        for number in range(1, rounds + 1):
+            if number > 1:
+                self._measure_again(done, 2 * (out - _size(done)))
+            done += _first_steps(self._order(done), out * number // rounds - _size(done))
+        if not done:
+            raise OptionError(
+                saw=f"keep={keep}, with which at most {describe_count(out, 'head')} may go",
+                needed=f"at least {_size(self._order([])[:1])}: as many go at once",
+                do="a smaller keep, even=False or take='heads'",
+            )
+        return Choice(first, (*done, *self._order(done)), len(done))
+
+    def _measure_again(self, done: list[Step], least: int) -> None:
+        """Measure the effects of the next heads, at least so many, without those of ``done``."""
+        following: list[Step] = []
+        for step in self._order(done):
+            if _size(following) < least:
+                following.append(step)
+        measured = self.importance(self._list_heads(done), self._list_heads(following))
+        for name, effects in measured.items():
+            self.effects[name] = torch.where(effects.isnan(), self.effects[name], effects)
+
+    def _order(self, done: list[Step]) -> list[Step]:
+        """Return the steps that are possible after those of ``done``, the least effect first."""
+        gone = self._list_heads(done)
+        spare = []
+        for stack in self.heads.stacks:
+            if layers := tuple(name for name in stack if name in self.layers):
+                units = sorted(self._units(layers, gone), key=_effect_of_one_head)
+                spare.append(units[:-1])  # one of each layer stays
+        if self.even:
+            rows = zip_longest(*spare)
+            return [tuple(unit for unit in row if unit is not None) for row in rows]
+        return [(unit,) for unit in sorted(chain(*spare), key=_effect_of_one_head)]
+
+    def _units(self, layers: tuple[str, ...], gone: Heads) -> list[Unit]:
+        """Return the units of layers that keep the same heads."""
+        spec = self.heads.specs[layers[0]]
+        count, group = int(spec.num_heads), int(spec.num_heads) // int(spec.num_kv_heads)
+        effects = torch.stack([self.effects[name] for name in layers]).sum(0)
+        groups = [
+            [head for head in range(start, start + group) if head not in gone[layers[0]]]
+            for start in range(0, count, group)
+        ]
+        if self.take == "heads":  # the least important ones of each kv head go together
+            ordered = [sorted(heads, key=lambda head: float(effects[head])) for heads in groups]
+            groups = [[*row] for row in zip(*ordered, strict=True)] if group > 1 else groups
+        return [
+            Unit(layers, tuple(sorted(heads)), float(effects[heads].sum()))
+            for heads in groups
+            if heads
+        ]
+
+    def _list_heads(self, steps: list[Step]) -> Heads:
+        """Return the heads of these steps, by layer."""
+        heads: Heads = {name: [] for name in self.layers}
+        for unit in chain(*steps):
+            for name in unit.layers:
+                heads[name] += unit.heads
+        return heads
+
+    def _count(self, name: str) -> int:
+        return int(self.heads.specs[name].num_heads)
+
+
+def _effect_of_one_head(unit: Unit) -> float:
+    return unit.effect / unit.size
+
+
+def _size(steps: Sequence[Step]) -> int:
+    return sum(unit.size for unit in chain(*steps))
+
+
+def _first_steps(steps: list[Step], most: int) -> list[Step]:
+    """Return the first steps with at most so many heads."""
+    sizes = accumulate(_size([step]) for step in steps)
+    return [step for step, size in zip(steps, sizes, strict=True) if size <= most]

@@ -1,0 +1,279 @@
+"""Repairs of a layer without some of its heads, fitted to data.
+
+    mean     the mean output of each head that is gone goes into the output's bias
+    refit    the output projection of the other heads is fitted to the layer's output
+
+The refit is a ridge regression of the lost output on the outputs of the heads that stay. Its
+penalty pulls towards the projection as it was, so that the mean is its limit for a large ridge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from headwise.errors import OptionError
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.importance import prepare
+from headwise.scanning.record import record_attention
+from headwise.support.progress import Progress, no_progress
+from headwise.support.text import list_some
+from headwise.surgery.cut import Cut, LayerCut
+from headwise.surgery.models import ModelHeads
+
+Repair = Literal["zero", "mean", "refit"]
+REPAIRS: tuple[Repair, ...] = ("zero", "mean", "refit")
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the mean square of a channel
+Gone = Mapping[str, Collection[int]]  # numbers of heads, by layer
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decision between the mean and the refit in one layer.
+
+    Errors are those of the layer's output on tokens that the fit did not see, as shares of the
+    output's variance. Each half of the sequences was fitted to, and the other one measured.
+
+    Attributes:
+        ridge: that of the refit with the least error; None where the mean is better on one half.
+        mean: the error of the mean.
+        refit: the least error of a refit.
+    """
+
+    ridge: float | None
+    mean: float
+    refit: float
+
+
+def match_names(heads: ModelHeads, recorded: Iterable[str]) -> dict[str, str]:
+    """Return the recorded name of each attention, by its name in a cut, in the order of a run.
+
+    Raises:
+        OptionError: an attention that runs several times in a pass.
+    """
+    names: dict[str, str] = {}
+    for label in recorded:
+        path = label.partition(" (")[0] + "."
+        fits = [name for name in heads.specs if path.startswith(name) or name.startswith(path)]
+        if not fits:
+            continue
+        name = max(fits, key=len)
+        if name in names:
+            raise OptionError(
+                saw=f"{name.rstrip('.')}, which runs several times in one pass",
+                needed="layers that run once",
+                do="make a Cut of this model by hand: headwise.surgery.ModelHeads(model).whole()",
+            )
+        names[name] = label
+    return names
+
+
+def cut_heads(
+    heads: ModelHeads, gone: Gone, means: Mapping[str, Tensor] | None, *, zeroed: bool = False
+) -> Cut:
+    """Return the cut of some heads.
+
+    They are zeroed in place of taken out where the layer's function allows no other number.
+
+    Args:
+        heads: the attention modules of the model.
+        gone: the numbers of the heads that go, by layer.
+        means: mean outputs (heads, value_dim), by layer, whose projection goes into the bias; None
+            for zero.
+        zeroed: True to zero the heads in all layers.
+    """
+    layers = {}
+    for name, numbers in gone.items():
+        if numbers:
+            layers[name] = _leave_out(heads, name, numbers, zeroed=zeroed)
+            if means is not None:
+                shift = project_means(heads.canonical(name)["wo"], means[name], numbers)
+                layers[name] = layers[name].shift(shift)
+    return Cut(layers)
+
+
+def _leave_out(
+    heads: ModelHeads, name: str, gone: Collection[int], *, zeroed: bool = False
+) -> LayerCut:
+    whole = heads.whole().layers[name]
+    taken = whole.drop(gone)
+    try:
+        taken.steps[0].require_function(heads.specs[name])
+    except OptionError:
+        zeroed = True
+    return whole.zero(sorted(gone)) if zeroed else taken
+
+
+def project_means(
+    wo: Float[Tensor, "heads value_dim out_dim"],
+    means: Float[Tensor, "heads value_dim"],
+    gone: Collection[int],
+) -> Float[Tensor, " out_dim"]:
+    """Return the sum of mean @ wo over the heads that are gone, in float64."""
+    chosen = sorted(gone)
+    return torch.einsum("hv,hvo->o", means[chosen].double(), wo[chosen].double())
+
+
+# ---- the refit -----------------------------------------------------------------------------------
+
+
+class Moments:
+    """Sums of products of all channels of a layer's head outputs, with 1 as the last channel.
+
+    Attributes:
+        sums: (2, channels + 1, channels + 1) in float64: of every second sequence, and of the
+            others. Only real tokens count.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | float = 0.0
+        self._sequences = 0
+
+    def add(
+        self, call: CapturedCall, outputs: Float[Tensor, "batch heads queries value_dim"]
+    ) -> None:
+        """Add the outputs of one call."""
+        channels = outputs.double().transpose(1, 2).flatten(2)
+        ones = channels.new_ones(*channels.shape[:2], 1)
+        channels = torch.cat([channels, ones], -1)
+        odd = (torch.arange(len(channels)) + self._sequences) % 2 == 1
+        self._sequences += len(channels)
+        sums = []
+        for chosen in (~odd, odd):
+            rows = channels[chosen][call.real_queries[chosen]]
+            sums.append(rows.mT @ rows)
+        self.sums = self.sums + torch.stack(sums)
+
+
+def record_moments(
+    model: nn.Module, inputs: Any, *, progress: Progress = no_progress
+) -> dict[str, Tensor]:
+    """Return the sums of `Moments` for each recorded layer."""
+    model, prepared = prepare(model, inputs)
+    moments: dict[str, Moments] = {}
+
+    def watch(call: CapturedCall) -> None:
+        if call.outputs is not None:
+            moments.setdefault(call.layer, Moments()).add(call, call.outputs)
+
+    with torch.no_grad(), record_attention(model, watch) as recorder:
+        for done, each in enumerate(prepared, start=1):
+            recorder.run(each)
+            progress("products of head outputs", done, len(prepared))
+    return {name: torch.as_tensor(each.sums) for name, each in moments.items()}
+
+
+def fit_projection(
+    sums: Float[Tensor, "more more"],
+    wo: Float[Tensor, "heads value_dim out_dim"],
+    kept: Collection[int],
+    ridge: float,
+) -> tuple[Float[Tensor, "heads value_dim out_dim"], Float[Tensor, " out_dim"]]:
+    """Fit the output projection of the heads that stay to the output of all heads.
+
+    With the centred products C of the channels K that stay and G that go, the change D of the
+    projection solves (C_KK + r I) D = C_KG wo_G, where r is ``ridge`` times the mean diagonal of
+    C_KK. An infinite ridge gives D = 0: the mean alone.
+
+    Args:
+        sums: those of `Moments`, of one half or of both together.
+        wo: the original projection.
+        kept: numbers of the heads that stay.
+        ridge: relative to the mean square of a channel.
+
+    Returns:
+        The projection, with 0 for heads that are gone, and what is added to the bias.
+    """
+    count, flat = len(wo), wo.double().flatten(0, 1)
+    stays = torch.zeros(count, dtype=torch.bool)
+    stays[sorted(kept)] = True
+    stays = stays.repeat_interleave(wo.shape[1]).to(sums.device)
+    mean = sums[-1, :-1] / sums[-1, -1]
+    centred = sums[:-1, :-1] - sums[-1, -1] * torch.outer(mean, mean)
+    fitted = torch.where(stays[:, None], flat, 0.0)
+    if ridge != float("inf"):
+        square = centred[stays][:, stays]
+        square = square + ridge * square.diagonal().mean() * torch.eye(len(square)).to(square)
+        change = torch.linalg.solve(square, centred[stays][:, ~stays] @ flat[~stays])
+        fitted[stays] += change
+    return fitted.unflatten(0, wo.shape[:2]), mean @ (flat - fitted)
+
+
+def output_error(
+    sums: Float[Tensor, "more more"],
+    wo: Float[Tensor, "heads value_dim out_dim"],
+    fitted: Float[Tensor, "heads value_dim out_dim"],
+    bias: Float[Tensor, " out_dim"],
+) -> float:
+    """Return the squared error of a layer's output, as a share of the output's variance."""
+    flat = wo.double().flatten(0, 1)
+    wrong = torch.cat([fitted.flatten(0, 1) - flat, bias[None]])
+    mean = sums[-1, :-1] / sums[-1, -1]
+    centred = sums[:-1, :-1] - sums[-1, -1] * torch.outer(mean, mean)
+    return float((wrong * (sums @ wrong)).sum() / (flat * (centred @ flat)).sum())
+
+
+def decide(
+    sums: Float[Tensor, "halves more more"],
+    wo: Float[Tensor, "heads value_dim out_dim"],
+    kept: Collection[int],
+) -> Decision:
+    """Decide between the mean and a refit by their errors on the half that they did not see.
+
+    A refit is kept where both halves agree.
+    """
+
+    def errors(ridge: float) -> list[float]:
+        pairs = ((0, 1), (1, 0))
+        fits = [(other, fit_projection(sums[seen], wo, kept, ridge)) for seen, other in pairs]
+        return [output_error(sums[other], wo, *fitted) for other, fitted in fits]
+
+    mean = errors(float("inf"))
+    refits = {ridge: errors(ridge) for ridge in RIDGES}
+    best = min(RIDGES, key=lambda ridge: sum(refits[ridge]))
+    agree = all(error < limit for error, limit in zip(refits[best], mean, strict=True))
+    return Decision(best if agree else None, sum(mean) / 2, sum(refits[best]) / 2)
+
+
+def refit_heads(
+    heads: ModelHeads, gone: Gone, sums: Mapping[str, Tensor]
+) -> tuple[Cut, dict[str, Decision]]:
+    """Return the cut of some heads with a fitted projection where held-out tokens agree.
+
+    Args:
+        heads: the attention modules of the model.
+        gone: the numbers of the heads that go, by layer.
+        sums: those of `record_moments`, by the layers' names in the cut.
+    """
+    layers, decisions = {}, {}
+    for name, numbers in gone.items():
+        if not numbers:
+            continue
+        state = heads.canonical(name)
+        kept = [head for head in range(len(state["wo"])) if head not in numbers]
+        layer = _leave_out(heads, name, numbers)
+        chosen = decisions[name] = decide(sums[name], state["wo"], kept)
+        ridge = float("inf") if chosen.ridge is None else chosen.ridge
+        fitted, bias = fit_projection(sums[name].sum(0), state["wo"], kept, ridge)
+        if chosen.ridge is None:
+            layers[name] = layer.shift(bias)
+        else:
+            bias = bias + state["bo"].double() if "bo" in state else bias
+            left = layer.origins.query
+            layers[name] = layer.refit(fitted[list(left)], bias)
+    return Cut(layers), decisions
+
+
+def require_repair(repair: str) -> None:
+    """Raise OptionError for another repair."""
+    if repair not in REPAIRS:
+        raise OptionError(
+            saw=f"repair={repair!r}",
+            needed=f"one of {list_some(REPAIRS)}",
+            do='repair="mean"',
+        )

@@ -1,0 +1,177 @@
+"""Quality of a model on data: one number for each sequence, higher is better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwise.errors import OptionError, ShapeError
+from headwise.scanning.call import CapturedCall
+from headwise.scanning.importance import (
+    find_logits,
+    find_vocabularies,
+    is_causal,
+    next_token,
+    prepare,
+)
+from headwise.scanning.inputs import call_model_on_input, list_inputs, token_ids
+from headwise.scanning.record import record_attention
+from headwise.support.text import describe_value
+from headwise.support.tracing import evaluation_mode
+
+# (output of the model, its input) -> (batch,), higher is better
+Measure = Callable[[Any, Any], Tensor]
+
+RESAMPLES = 1000  # of the bootstrap
+
+
+@dataclass(frozen=True, eq=False)
+class Quality:
+    """Measure of a model on data.
+
+    Attributes:
+        title: its name and unit.
+        measure: (output, input) -> (batch,).
+        is_likeness: True if the original model has the highest value by definition. There its
+            gradient is 0.
+    """
+
+    title: str
+    measure: Measure
+    is_likeness: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Sequence[Any], measure: Measure | None = None) -> Quality:
+        """Return a caller's measure, or the usual one of this kind of model.
+
+        * A causal language model: minus the mean next-token loss in nats; see
+          `headwise.scanning.importance.next_token`.
+        * An encoder of tokens without logits: the cosine similarity of the mean last hidden state
+          over real tokens to that of the original model.
+        * Other models: the cosine similarity of the first output, as one vector without its
+          padding, to that of the original model.
+
+        Args:
+            model: the original model.
+            inputs: all inputs that the measure is for.
+            measure: (output, input) -> (batch,), higher is better.
+        """
+        if measure is not None:
+            return cls("the given measure", measure)
+        loss = _find_next_token_loss(model, inputs[0])
+        if loss is not None:
+            return cls("minus the mean next-token loss, in nats", lambda *pair: -loss(*pair))
+        likeness = _Likeness(model, inputs)
+        return cls(f"cosine similarity of {likeness.what} to the original's", likeness, True)
+
+    @torch.no_grad()
+    def values(self, model: nn.Module, inputs: Sequence[Any]) -> Float[Tensor, " sequences"]:
+        """Return the measure of each sequence, in float64; the model runs in evaluation mode.
+
+        Raises:
+            ShapeError: a measure that is not one number for each sequence.
+        """
+        model, prepared = prepare(model, list(inputs))
+        with evaluation_mode(model):
+            outputs = ((call_model_on_input(model, each), each.original) for each in prepared)
+            return torch.cat(
+                [self._value(output, given).double().cpu() for output, given in outputs]
+            )
+
+    def _value(self, output: Any, given: Any) -> Tensor:
+        value = self.measure(output, given)
+        if not isinstance(value, Tensor) or value.dim() != 1:
+            raise ShapeError(
+                saw=f"a measure that gave {describe_value(value)}",
+                needed="one number for each sequence, (batch,)",
+                do="a mean over the tokens of each sequence, none over the batch",
+            )
+        return value
+
+    def loss(self, output: Any, given: Any) -> Tensor:
+        """Return minus the measure: a loss for `headwise.scanning.importance`."""
+        return -self.measure(output, given)
+
+
+def _find_next_token_loss(model: nn.Module, given: Any) -> Measure | None:
+    """Return the mean cross-entropy of the next token for a causal language model, else None."""
+    causal: list[bool] = []
+
+    def watch(call: CapturedCall) -> None:
+        causal.append(is_causal(call) and not call.is_cross)
+
+    model, prepared = prepare(model, [given])
+    with torch.no_grad(), record_attention(model, watch) as recorder:
+        output = recorder.run(prepared[0])
+    recorder.require_any_captured(type(model).__name__)
+    vocabularies, ids = find_vocabularies(model, recorder), token_ids(prepared[0])
+    with suppress(OptionError):
+        if ids is not None and all(causal):
+            logits = find_logits(output, ids, vocabularies)
+            if logits.shape[:2] == ids.shape:
+                return partial(next_token, vocabularies=vocabularies)
+    return None
+
+
+class _Likeness:
+    """Cosine similarity of a model's first output to that of the original model."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[Any]) -> None:
+        # Inputs are kept beside their vectors, so that no other input gets the same id.
+        self._expected: dict[int, tuple[Any, Tensor]] = {}
+        self.what = ""
+        model, prepared = prepare(model, list(inputs))
+        with torch.no_grad(), evaluation_mode(model):
+            for each in prepared:
+                output = call_model_on_input(model, each)
+                self.what, vectors = _vectors(output, each.original)
+                self._expected[id(each.original)] = each.original, vectors
+
+    def __call__(self, output: Any, given: Any) -> Tensor:
+        vectors = _vectors(output, given)[1]
+        return F.cosine_similarity(vectors, self._expected[id(given)][1], dim=-1)
+
+
+def _vectors(output: Any, given: Any) -> tuple[str, Tensor]:
+    """Return the name of a model's first output, and its (batch, numbers) in float64."""
+    named = list_inputs(given)[0].named
+    parts = output.values() if isinstance(output, Mapping) else output
+    parts = [output] if isinstance(output, Tensor) else list(parts)
+    first = next((x for x in parts if isinstance(x, Tensor) and x.dim() > 1), None)
+    if first is None:
+        raise OptionError(
+            saw=f"a model whose output is {describe_value(output)}",
+            needed="an output with a tensor (batch, ...), to compare it with the original's",
+            do="measure=function, where function(output, inputs) returns a tensor (batch,)",
+        )
+    numbers, real = first.double(), first.new_ones(first.shape[:2], dtype=torch.bool)
+    for name in ("attention_mask", "decoder_attention_mask"):
+        if isinstance(mask := named.get(name), Tensor) and mask.shape == real.shape:
+            real = mask.bool()
+    if first.dim() > 2:
+        numbers = numbers.masked_fill(~real.reshape(*real.shape, *[1] * (first.dim() - 2)), 0.0)
+    ids = named.get("input_ids")
+    is_state = first is getattr(output, "last_hidden_state", None)
+    if is_state and isinstance(ids, Tensor) and ids.shape == first.shape[:2]:
+        return "the mean last hidden state", numbers.sum(1) / real.sum(1, keepdim=True)
+    return "the first output", numbers.flatten(1)
+
+
+def interval(values: Float[Tensor, " sequences"], *, seed: int = 0) -> tuple[float, float]:
+    """Return the 95 % interval of a mean over sequences: 2.5 and 97.5 per cent of resamples.
+
+    Percentile bootstrap of Efron (1979), with `RESAMPLES` draws of as many sequences.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
+    means = values.double()[drawn].mean(-1)
+    low, high = means.quantile(means.new_tensor([0.025, 0.975])).tolist()
+    return low, high
