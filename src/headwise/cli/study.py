@@ -35,12 +35,13 @@ def study(
     """
     start = time.perf_counter()
     with output.progress_bar(output.make_console(stderr=True), "loading torch") as progress:
+        from headwise.reports.pictures import require_matplotlib
         from headwise.study import page, question, run, terminal
 
         names = run.select_ids(questions or [])
         if not as_list:
             # Everything that can be refused is refused before the work and before a folder is made.
-            page.require_matplotlib()
+            require_matplotlib()
             make_parent_and_require_writable(out)
             result = run.answer_questions(questions or [], progress=progress)
             path = write_whole(out, page.render_study_page(result))

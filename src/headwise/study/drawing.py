@@ -8,6 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from headwise.reports.pictures import BAD as BAD
+from headwise.reports.pictures import CARD as CARD
+from headwise.reports.pictures import INK as INK
+from headwise.reports.pictures import LINE as LINE
+from headwise.reports.pictures import SERIES as SERIES
+from headwise.reports.pictures import SOFT as SOFT
+from headwise.reports.pictures import WIDTH as WIDTH
 from headwise.study.question import Numbers, fill_template
 
 if TYPE_CHECKING:
@@ -20,14 +27,6 @@ else:  # matplotlib is optional: only annotations use these names
     Axes = Figure = SubFigure = AxesImage = Annotation = Any
 
 Point = tuple[float | int, float | int]
-WIDTH = 7.6  # inches, of every picture
-
-INK = "#1d2126"  # text and marks
-SOFT = "#5d656e"  # axes, notes
-LINE = "#e3e1db"  # grids and edges
-CARD = "#ffffff"  # behind everything
-SERIES = ("#1b716d", "#c2571a", "#5b4b9e", "#b0306a", "#8a7a00")  # in this order
-BAD = "#b3261e"
 
 
 def draw_weight_map(axes: Axes, weights: Sequence[Sequence[float]]) -> AxesImage:
