@@ -17,6 +17,7 @@ from headwise.cli.demo import demo
 from headwise.cli.detect import detect
 from headwise.cli.layouts import layouts
 from headwise.cli.output import PrintedErrors, exit_status_help
+from headwise.cli.prune import prune
 from headwise.cli.scan import scan
 from headwise.cli.study import study
 from headwise.cli.verify import verify
@@ -33,6 +34,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str, str, str], ...] = (
     (demo, "done", "a layer of the trained encoder is not the same", ""),
     (study, "every claim is borne out", "one is not", "none could be asked"),
     (scan, "done", "a text was not scanned, or parts are missing", ""),
+    (prune, "written", "", ""),
     (convert, "written", "", "the layout of the source stays open"),
     (verify, "the same", "not the same", "the layout of one stays open"),
     (compare, "the same function", "different", "the inputs could not show a difference"),

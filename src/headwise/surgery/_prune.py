@@ -33,6 +33,7 @@ from headwise.surgery.fit import (
     refit_heads,
     require_repair,
 )
+from headwise.surgery.journal import Journal
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.quality import Measure, Quality, interval
@@ -199,9 +200,12 @@ class Pruning:
 
     def __str__(self) -> str:
         """Return the plan, the quality before and after, and the curve."""
+        return "\n".join([str(self.plan), *self.result_lines()])
+
+    def result_lines(self) -> list[str]:
+        """Return what was measured, in lines."""
         change, low, high = self.change
-        lines = [
-            str(self.plan),
+        return [
             MEAN_WORDS[self.plan.repair] + self._refits(),
             f"quality: {self.plan.quality.title}",
             f"on {len(self.after)} sequences; {self.plan.data.note}",
@@ -210,7 +214,6 @@ class Pruning:
             "heads kept:    " + " ".join(f"{self._mark(point):>7}" for point in self.curve),
             "quality, mean: " + " ".join(f"{point.mean:7.4f}" for point in self.curve),
         ]
-        return "\n".join(lines)
 
     @staticmethod
     def _mark(point: Point) -> str:
@@ -224,8 +227,12 @@ class Pruning:
 
     def to_json(self) -> str:
         """Return all numbers of the report as JSON; the cut has a file of its own."""
+        return json.dumps(self.values(), indent=1) + "\n"
+
+    def values(self) -> dict[str, Any]:
+        """Return all numbers of the report by name."""
         change, low, high = self.change
-        values = {
+        return {
             "by": self.plan.by,
             "repair": self.plan.repair,
             "measure": self.plan.quality.title,
@@ -241,7 +248,6 @@ class Pruning:
             "refits": {name: asdict(each) for name, each in self.decisions.items()},
             "layers": self.plan.table(),
         }
-        return json.dumps(values, indent=1) + "\n"
 
 
 def plan_prune(
@@ -256,9 +262,13 @@ def plan_prune(
     even: bool = False,
     repair: Repair = "mean",
     measure: Measure | None = None,
+    journal: Journal | None = None,
     progress: Progress = no_progress,
 ) -> PruningPlan:
-    """Choose the heads that go; see `prune`, which also fits and measures."""
+    """Choose the heads that go; see `prune`, which also fits and measures.
+
+    ``journal`` keeps the effects of heads that were measured, for a later run.
+    """
     _require_options(keep, by, rounds, take)
     require_repair(repair)
     model = unwrap_compiled(model)
@@ -268,7 +278,7 @@ def plan_prune(
     names = match_names(heads, recorded)
     means = {name: recorded[label] for name, label in names.items()}
     effects = HeadEffects(
-        heads, names, data.fit, quality, None if repair == "zero" else means, progress
+        heads, names, data.fit, quality, None if repair == "zero" else means, progress, journal
     )
     importance = effects.by_ablation if by == "ablation" else effects.by_gradient
     search = Search(heads, importance, tuple(names), take, even)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from headwise.scanning.importance import ablations, gradients
 from headwise.support.progress import Progress
 from headwise.surgery.choice import Effects, Heads
 from headwise.surgery.fit import cut_heads
+from headwise.surgery.journal import Journal
 from headwise.surgery.memory import cut_model
 from headwise.surgery.models import ModelHeads
 from headwise.surgery.quality import Quality
@@ -33,6 +35,7 @@ class HeadEffects:
         means: mean outputs (heads, value_dim), by name in a cut: the output of a head that is off.
             None for zero.
         progress: called with (stage, steps done, steps in all).
+        journal: keeps effects by ablation for a later run; None for none.
     """
 
     heads: ModelHeads
@@ -41,6 +44,7 @@ class HeadEffects:
     quality: Quality
     means: Mapping[str, Tensor] | None
     progress: Progress
+    journal: Journal | None = None
 
     def by_ablation(self, gone: Heads, chosen: Heads) -> Effects:
         """Return the loss of quality without each of the chosen heads, one at a time.
@@ -58,7 +62,11 @@ class HeadEffects:
             self.progress(stage, before + done, total)
 
         for name, numbers in chosen.items():
-            if numbers:
+            key = json.dumps([name, sorted(numbers), {n: sorted(x) for n, x in gone.items() if x}])
+            known = None if self.journal is None else self.journal.find(key)
+            if known is not None:
+                effects[name] = known
+            elif numbers:
                 labels = self.heads.original_numbers(name)
                 scan = ablations(
                     model,
@@ -71,7 +79,9 @@ class HeadEffects:
                 )
                 [row] = scan["ablation_zero" if self.means is None else "ablation_mean"]
                 effects[name] = row[labels]
-                before += passes[name]
+                if self.journal is not None:
+                    self.journal.add(key, effects[name])
+            before += passes[name]
         return effects
 
     def by_gradient(self, gone: Heads, chosen: Heads) -> Effects:

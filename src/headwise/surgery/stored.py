@@ -1,0 +1,175 @@
+"""Pruning and regrouping of a stored model, on the lines of a text file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import transformers
+from headwise.checkpoints.plan import require_usable_target
+from headwise.checkpoints.source import open_source
+from headwise.errors import OptionError
+from headwise.support.progress import Progress
+from headwise.support.text import describe_count
+from headwise.surgery._prune import PruningPlan, plan_prune
+from headwise.surgery.check import check_folder
+from headwise.surgery.cut import Cut
+from headwise.surgery.fit import cut_heads
+from headwise.surgery.folders import FolderPlan, Form, Written, plan_folder, write
+from headwise.surgery.journal import Journal
+from headwise.surgery.models import ModelHeads
+
+BATCH = 32  # lines that run together
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSubject:
+    """A stored model that will be cut, with the data to choose, fit and measure on.
+
+    Attributes:
+        folder: of the model.
+        target: the new folder.
+        form: of the target; see `headwise.surgery.write`.
+        stored: the loaded model.
+        fit: inputs to choose and fit on.
+        held_out: inputs to measure on.
+    """
+
+    folder: Path
+    target: Path
+    form: Form
+    stored: transformers.StoredModel
+    fit: list[dict[str, Tensor]]
+    held_out: list[dict[str, Tensor]]
+
+    @property
+    def journal(self) -> Path:
+        """The file of effects that were measured, beside the target."""
+        return self.target.with_name(f".{self.target.name}.headwise-effects.json")
+
+    def plan_prune(self, *, progress: Progress, **options: Any) -> PruningPlan:
+        """Return the plan; see `headwise.surgery.plan_prune`. Effects are kept in the journal."""
+        journal = Journal(self.journal, self._identity(options["by"], options["repair"]))
+        return plan_prune(
+            self.stored.model,
+            self.fit,
+            held_out=self.held_out,
+            even=self.form == "plain",
+            journal=journal,
+            progress=progress,
+            **options,
+        )
+
+    def plan_folder(self, plan: PruningPlan) -> FolderPlan:
+        """Return the files that this plan leads to, without fitted numbers."""
+        means = None if plan.repair == "zero" else plan.means
+        return plan_folder(cut_heads(plan.heads, plan.gone, means), self.folder, form=self.form)
+
+    def write(self, cut: Cut, progress: Progress) -> Written:
+        """Write the folder, and remove the journal."""
+        written = write(cut, self.folder, self.target, form=self.form, progress=progress)
+        self.journal.unlink(missing_ok=True)
+        return written
+
+    def check(self, model: Any) -> float:
+        """Load the folder in a new process; return the largest difference of its outputs."""
+        one = {name: x[:2] for name, x in self.held_out[0].items()}
+        return check_folder(self.target, model, one)
+
+    def _identity(self, *options: str) -> str:
+        digest = hashlib.sha256(open_source(self.folder).source_digest().encode())
+        for given in (*self.fit, *self.held_out):
+            digest.update(given["input_ids"].numpy().tobytes())
+        digest.update(repr(options).encode())
+        return digest.hexdigest()
+
+
+def open_for_cut(folder: Path, data: Path, target: Path, *, form: Form, length: int) -> Any:
+    """Load a model and its data; raise where the cut could not be written in the end.
+
+    Args:
+        folder: a folder from save_pretrained, with a tokenizer.
+        data: a text file, a sequence on each line. Lines are dealt out in turns: to choose and
+            fit on, and held out.
+        target: a new folder.
+        form: see `headwise.surgery.write`.
+        length: the most tokens of a line.
+
+    Raises:
+        OptionError: no text, no tokenizer, a model that cannot be cut, or a form that cannot
+            state fewer heads.
+        CheckpointError: no complete model, or a target that exists.
+    """
+    require_usable_target(open_source(folder), target, "safetensors")
+    lines = read_lines(data)
+    stored = transformers.load(folder)
+    if stored.tokenizer is None:
+        raise OptionError(
+            saw=f"{folder} has no tokenizer",
+            needed="a tokenizer for the lines of the data",
+            do="copy the tokenizer into the folder, or prune from Python with token ids: "
+            "headwise.surgery.prune(model, inputs)",
+        )
+    _require_form(stored.model, folder, form)
+    fit, held_out = (_batches(stored, part, length) for part in (lines[::2], lines[1::2]))
+    return StoredSubject(folder, target, form, stored, fit, held_out)
+
+
+def read_lines(data: Path) -> list[str]:
+    """Return the different lines of a text file that are not empty.
+
+    Raises:
+        OptionError: no such file, another encoding, or fewer than four lines.
+    """
+    try:
+        text = data.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(
+            saw=f"{data}, which cannot be read: {error}",
+            needed="a text file in UTF-8, a sequence on each line",
+            do="name such a file",
+        ) from error
+    lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+    if len(lines) < 4:
+        raise OptionError(
+            saw=f"{data} with {describe_count(len(lines), 'line')} of text",
+            needed="at least four different lines: to choose and fit on, and held out; some "
+            "hundred are better",
+            do="name a file with more lines",
+        )
+    return lines
+
+
+def _batches(
+    stored: transformers.StoredModel, lines: Sequence[str], length: int
+) -> list[dict[str, Tensor]]:
+    """Return inputs of lines of about one length, padded on the right."""
+    assert stored.tokenizer is not None
+    most = min(length, stored.positions or length)
+    ids = sorted((stored.tokenizer.first_ids(line, most) for line in lines), key=len)
+    ids = [each for each in ids if len(each) > 1]
+    return [_pad(stored, ids[start : start + BATCH]) for start in range(0, len(ids), BATCH)]
+
+
+def _pad(stored: transformers.StoredModel, ids: Sequence[list[int]]) -> dict[str, Tensor]:
+    longest = max(map(len, ids))
+    pad = stored.config.get("pad_token_id")
+    filler = pad if isinstance(pad, int) and pad >= 0 else 0
+    rows = torch.tensor([each + [filler] * (longest - len(each)) for each in ids])
+    mask = torch.tensor([[1] * len(each) + [0] * (longest - len(each)) for each in ids])
+    return {**stored.inputs(rows), "attention_mask": mask}
+
+
+def _require_form(model: Any, folder: Path, form: Form) -> None:
+    """Raise OptionError where no cut of this model can be written in a form."""
+    whole = ModelHeads(model).whole()
+    fewer = {
+        name: cut.drop(range(cut.origins.group)) for name, cut in whole if cut.num_kv_heads > 1
+    }
+    plan_folder(Cut(fewer), folder, form=form)
