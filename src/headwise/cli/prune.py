@@ -78,6 +78,7 @@ def prune(
     start, console = time.perf_counter(), output.make_console(stderr=True)
     with output.progress_bar(console, "loading torch") as progress:
         from headwise.reports.pictures import require_matplotlib
+        from headwise.scanning.source import make_model_title
         from headwise.surgery import stored
 
         if page is None:
@@ -100,7 +101,8 @@ def prune(
         pruned = plan.measure(progress)
         written = opened.write(pruned.cut, progress)
         difference = opened.check(pruned.model)
-    _report(pruned, written, difference, page=page, start=start, as_json=as_json)
+    title = make_model_title(model)
+    _report(pruned, written, difference, page=page, title=title, start=start, as_json=as_json)
 
 
 def lines_that_load(written: Written) -> list[str]:
@@ -122,6 +124,7 @@ def _report(
     difference: float,
     *,
     page: Path,
+    title: str,
     start: float,
     as_json: bool,
 ) -> None:
@@ -129,7 +132,7 @@ def _report(
     from headwise.support.text import human_bytes
 
     lines = lines_that_load(written)
-    path = write_whole(page, render_pruning(pruned, model=written.folder.name, commands=lines))
+    path = write_whole(page, render_pruning(pruned, model=title, commands=lines))
     checked = f"a new process loads it; its outputs are within {difference:.1e} of those in memory"
     sizes = f"{human_bytes(written.nbytes)} of tensors, {human_bytes(written.nbytes_before)} before"
     result = {"schema": SCHEMA, **pruned.values(), "folder": str(written.folder)}
@@ -138,7 +141,11 @@ def _report(
         path,
         start=start,
         show=lambda console: console.print(
-            *pruned.result_lines(), f"{written.folder}: {sizes}; {checked}", sep="\n", markup=False
+            *pruned.result_lines(),
+            f"{written.folder}: {sizes}; {checked}",
+            sep="\n",
+            markup=False,
+            soft_wrap=True,
         ),
         as_json=(lambda: result) if as_json else None,
     )

@@ -36,7 +36,7 @@ def head_rows(table: Sequence[dict[str, Any]]) -> list[tuple[str, list[HeadCell]
     most = max((abs(x) for row in table for x in row["effects"]), default=0.0) or 1.0
     return [
         (
-            row["layer"],
+            row["layer"].rstrip("."),
             [
                 HeadCell(n, effect, n in row["gone"], max(effect, 0.0) / most)
                 for n, effect in enumerate(row["effects"])
@@ -80,14 +80,16 @@ def draw_curve(points: Sequence[Point], title: str) -> Markup:
         f"With {chosen.kept} heads: {chosen.mean:.4f} by means, {chosen.zero:.4f} by zeros."
     )
     return draw_svg(
-        lambda figure: _draw_curve(figure, points, chosen, title),
+        lambda figure: _draw_curve(figure, points, chosen),
         caption,
         name="curve",
         height=HEIGHT,
     )
 
 
-def _draw_curve(figure: Figure, points: Sequence[Point], chosen: Point, title: str) -> None:
+def _draw_curve(figure: Figure, points: Sequence[Point], chosen: Point) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes = figure.subplots()
     kept = [point.kept for point in points]
     ways = ("others at their mean output", "mean"), ("others at zero", "zero")
@@ -102,7 +104,7 @@ def _draw_curve(figure: Figure, points: Sequence[Point], chosen: Point, title: s
         textcoords="offset points",
         color=SOFT,
     )
-    axes.set(xlabel="heads that stay", ylabel=title)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set(xlabel="heads that stay", ylabel="quality")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color=LINE)
     axes.legend(loc="lower right")

@@ -186,18 +186,19 @@ def plan_folder(cut: Cut, source: str | Path, *, form: Form = "plain") -> Folder
 
 
 def _no_plain_form(obstacle: str, cut: Cut, form: Form) -> OptionError:
-    ways = 'form="headwise", a folder that headwise.surgery.load opens'
+    ways = '"headwise", a folder that headwise.surgery.load opens'
     if form == "plain":
         try:
             full_size(cut)
-            ways = f'form="full", the same outputs at full size, or {ways}'
+            ways = f'"full", the same outputs at full size, or {ways}'
         except HeadwiseError:
             pass
     return OptionError(
         saw=obstacle,
         needed="sizes that the class of plain transformers builds from a config.json; nothing was "
         "written",
-        do=f"choose {ways}",
+        do=f"choose another {{form}}: {ways}",
+        parameter="form",
     )
 
 

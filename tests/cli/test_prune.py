@@ -1,0 +1,174 @@
+"""``headwise prune``: plan, folder, page, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import headwise
+from headwise.cli import app
+from headwise.errors import CheckpointError, HeadwiseError, OptionError
+from headwise.surgery import Cut, effects
+from tests.huggingface.stored import WORDS, bert, stored
+
+runner = CliRunner()
+
+
+def llama() -> transformers.PreTrainedModel:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=40,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=10,
+        intermediate_size=64,
+        max_position_embeddings=40,
+        initializer_range=0.3,
+        pad_token_id=0,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    models = {"llama": llama(), "bert": bert()}
+    return {name: stored(place / name, model) for name, model in models.items()}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for length in range(4, 20):
+        numbers = torch.randint(len(WORDS), (length,), generator=generator).tolist()
+        lines.append(" ".join(WORDS[n] for n in numbers))
+    path = tmp_path / "data.txt"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run(*arguments: object) -> str:
+    result = runner.invoke(app, ["prune", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: object) -> HeadwiseError:
+    error = runner.invoke(app, ["prune", *map(str, arguments)]).exception
+    assert isinstance(error, HeadwiseError), repr(error)
+    return error
+
+
+def test_plain_transformers_loads_the_smaller_model(
+    folders: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    before = {path: path.read_bytes() for path in folders["llama"].iterdir()}
+    out = tmp_path / "smaller"
+    text = run(folders["llama"], "--data", data, "--out", out, "--keep", 0.75)
+    assert "12 of 16 heads stay, 4 go, chosen by ablation" in text
+    assert "num_attention_heads 6, num_key_value_heads 3; plain transformers loads" in text
+    assert text.index("predicted change") < text.index("95 % interval") < text.index("The page:")
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (6, 3)
+    gone = Cut.load(out / "cut.json").gone
+    assert [len(numbers) for numbers in gone.values()] == [2, 2]
+    assert {path: path.read_bytes() for path in folders["llama"].iterdir()} == before
+    page = (tmp_path / "smaller.html").read_text()
+    assert "with 12 of 16 heads" in page
+    assert page.count('class="gone ') == 4
+    assert "AutoModel.from_pretrained" in page
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_dry_run_writes_nothing(folders: dict[str, Path], data: Path, tmp_path: Path) -> None:
+    text = run(folders["llama"], "--data", data, "--out", tmp_path / "new", "--dry-run")
+    assert "plain transformers loads the folder" in text
+    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new.html").exists()
+
+
+def test_a_width_that_no_config_states_is_refused_before_the_work(
+    folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(effects, "ablations", lambda *_, **__: pytest.fail("it measured heads"))
+    error = refused(folders["bert"], "--data", data, "--out", tmp_path / "new")
+    assert "hidden size" in error.saw
+    assert '"full", the same outputs at full size, or "headwise"' in error.do
+
+
+@pytest.mark.parametrize("form", ["full", pytest.param("headwise", marks=pytest.mark.slow)])
+def test_the_two_ways_on(folders: dict[str, Path], data: Path, tmp_path: Path, form: str) -> None:
+    out = tmp_path / "new"
+    text = run(folders["bert"], "--data", data, "--out", out, "--form", form, "--json")
+    values = json.loads(text)
+    assert values["kept"] < values["heads"]
+    assert (values["bytes"] < values["bytes_before"]) == (form == "headwise")
+    loaded = headwise.surgery.load(out)
+    assert type(loaded) is transformers.BertModel
+
+
+def test_an_interrupted_run_goes_on(
+    folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+    real: Callable[..., object] = effects.ablations
+
+    def stop_in_the_second(*arguments: object, layers: str, **options: object) -> object:
+        measured.append(layers)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments, layers=layers, **options)
+
+    monkeypatch.setattr(effects, "ablations", stop_in_the_second)
+    command = [folders["llama"], "--data", data, "--out", tmp_path / "new"]
+    assert runner.invoke(app, ["prune", *map(str, command)]).exit_code == 130
+    assert not (tmp_path / "new").exists()
+    run(*command)
+    assert len(measured) == 3  # the second layer alone is measured again
+    assert measured[1] == measured[2] != measured[0]
+    # Another question has other effects.
+    measured.clear()
+    shutil.rmtree(tmp_path / "new")
+    (tmp_path / "new.html").unlink()
+    monkeypatch.setattr(effects, "ablations", real)
+    run(*command, "--repair", "zero")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "saw"),
+    [
+        (lambda data, out: data.write_text("one\ntwo\none\n"), OptionError, "with 2 lines of text"),
+        (lambda data, out: data.unlink(), OptionError, "cannot be read"),
+        (lambda data, out: data.write_bytes(b"\xff\xfe\x00"), OptionError, "cannot be read"),
+        (lambda data, out: out.mkdir(), CheckpointError, "new"),
+    ],
+    ids=["few lines", "no file", "another encoding", "a target that exists"],
+)
+def test_what_is_refused(
+    folders: dict[str, Path],
+    data: Path,
+    tmp_path: Path,
+    change: Callable[[Path, Path], object],
+    kind: type[HeadwiseError],
+    saw: str,
+) -> None:
+    out = tmp_path / "new"
+    change(data, out)
+    error = refused(folders["llama"], "--data", data, "--out", out)
+    assert isinstance(error, kind)
+    assert saw in error.saw
+
+
+def test_a_share_outside_its_range(folders: dict[str, Path], data: Path, tmp_path: Path) -> None:
+    error = refused(folders["llama"], "--data", data, "--out", tmp_path / "n", "--keep", 1.5)
+    assert "keep=1.5" in error.saw
