@@ -116,6 +116,7 @@ bench-pruning: $(READY)
 # A test of `make check` compares the pictures with today's pages.
 pictures: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.viewer_pictures
+	$(BIN)/python -m tools.surgery_pictures
 
 study: $(READY)
 	$(BIN)/python -m tools.study

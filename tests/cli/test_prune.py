@@ -13,7 +13,7 @@ import transformers
 from typer.testing import CliRunner
 
 import headwise
-from headwise.cli import app
+from headwise.cli import app, output
 from headwise.errors import CheckpointError, HeadwiseError, OptionError
 from headwise.surgery import Cut, effects
 from tests.huggingface.stored import WORDS, bert, stored
@@ -104,6 +104,28 @@ def test_a_width_that_no_config_states_is_refused_before_the_work(
     error = refused(folders["bert"], "--data", data, "--out", tmp_path / "new")
     assert "hidden size" in error.saw
     assert '"full", the same outputs at full size, or "headwise"' in error.do
+
+
+def test_a_number_of_heads_that_the_class_refuses_names_those_that_fit(
+    data: Path, tmp_path: Path
+) -> None:
+    """Llama's config wants a width that is a multiple of its heads: 64 is none of 6."""
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=40,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=10,
+        intermediate_size=64,
+        pad_token_id=0,
+    )
+    folder = stored(tmp_path / "wide", transformers.LlamaForCausalLM(config))
+    error = refused(folder, "--data", data, "--out", tmp_path / "new")
+    assert "3 of 4 groups of heads in each layer" in error.saw
+    assert "1, 2 of 4 groups" in error.needed
+    assert "--keep 0.5" in error.lines(output.option_text)[2]
 
 
 @pytest.mark.parametrize("form", ["full", pytest.param("headwise", marks=pytest.mark.slow)])

@@ -86,7 +86,7 @@ def prune(
         if not dry_run:
             require_matplotlib()
             make_parent_and_require_writable(page)
-        opened = stored.open_for_cut(model, data, out, form=form, length=length)
+        opened = stored.open_for_cut(model, data, out, form=form, length=length, keep=keep)
         options: dict[str, Any] = {"keep": keep, "by": by, "repair": repair}
         plan = opened.plan_prune(**options, progress=progress)
     folder = opened.plan_folder(plan)

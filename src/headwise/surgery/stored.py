@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,9 @@ class StoredSubject:
         return digest.hexdigest()
 
 
-def open_for_cut(folder: Path, data: Path, target: Path, *, form: Form, length: int) -> Any:
+def open_for_cut(
+    folder: Path, data: Path, target: Path, *, form: Form, length: int, keep: float
+) -> StoredSubject:
     """Load a model and its data; raise where the cut could not be written in the end.
 
     Args:
@@ -100,6 +103,7 @@ def open_for_cut(folder: Path, data: Path, target: Path, *, form: Form, length: 
         target: a new folder.
         form: see `headwise.surgery.write`.
         length: the most tokens of a line.
+        keep: the share of heads that stays.
 
     Raises:
         OptionError: no text, no tokenizer, a model that cannot be cut, or a form that cannot
@@ -116,7 +120,7 @@ def open_for_cut(folder: Path, data: Path, target: Path, *, form: Form, length: 
             do="copy the tokenizer into the folder, or prune from Python with token ids: "
             "headwise.surgery.prune(model, inputs)",
         )
-    _require_form(stored.model, folder, form)
+    _require_form(stored.model, folder, form, keep)
     fit, held_out = (_batches(stored, part, length) for part in (lines[::2], lines[1::2]))
     return StoredSubject(folder, target, form, stored, fit, held_out)
 
@@ -166,10 +170,39 @@ def _pad(stored: transformers.StoredModel, ids: Sequence[list[int]]) -> dict[str
     return {**stored.inputs(rows), "attention_mask": mask}
 
 
-def _require_form(model: Any, folder: Path, form: Form) -> None:
-    """Raise OptionError where no cut of this model can be written in a form."""
+def _require_form(model: Any, folder: Path, form: Form, keep: float) -> None:
+    """Raise OptionError where no cut of this size can be written in a form.
+
+    Some classes of transformers want a width that is a multiple of the heads, also where head_dim
+    is stated: then only some numbers of heads can go.
+    """
     whole = ModelHeads(model).whole()
-    fewer = {
-        name: cut.drop(range(cut.origins.group)) for name, cut in whole if cut.num_kv_heads > 1
-    }
-    plan_folder(Cut(fewer), folder, form=form)
+    units = min(cut.num_kv_heads for _, cut in whole)
+    left = min(max(math.ceil(keep * units - 1e-9), 1), units - 1)
+    try:
+        plan_folder(_keep_units(whole, left), folder, form=form)
+    except OptionError as error:
+        if not (fits := [n for n in range(1, units) if _fits(whole, n, folder, form)]):
+            raise
+        nearest = min(fits, key=lambda n: abs(n - left))
+        raise OptionError(
+            saw=f"{{keep}} {keep:g}, with {left} of {units} groups of heads in each layer: "
+            f"{error.saw}",
+            needed=f"{', '.join(map(str, fits))} of {units} groups, which plain transformers can "
+            "state",
+            do=f"{{keep}} {nearest / units:g}; or another form: full or headwise",
+            parameter="keep",
+        ) from error
+
+
+def _fits(whole: Cut, units: int, folder: Path, form: Form) -> bool:
+    try:
+        plan_folder(_keep_units(whole, units), folder, form=form)
+    except OptionError:
+        return False
+    return True
+
+
+def _keep_units(whole: Cut, units: int) -> Cut:
+    """Return the cut that keeps the first kv heads of each layer, with their query heads."""
+    return Cut({name: cut.keep(range(units * cut.origins.group)) for name, cut in whole})
