@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
 from headwise import surgery
@@ -21,7 +22,8 @@ BATCH = 50
 
 def main() -> None:
     """Prune the encoder, print the report, and draw its curve."""
-    model, tokenizer = (kind.from_pretrained(model_folder()) for kind in (AutoModel, AutoTokenizer))
+    model: nn.Module = AutoModel.from_pretrained(model_folder())
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
     to_fit, held_out = (
         [
             dict(tokenizer(half[start : start + BATCH], padding=True, return_tensors="pt"))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import MissingExtraError
+from headwise.reports import pictures as charts
 from headwise.reports.templates import mark_identifiers_as_code
 from headwise.study import drawing as style
-from headwise.study import page as charts
-from headwise.study.page import render_study_page
+from headwise.study.page import answer_svg, render_study_page
 from headwise.support.files import write_whole
 from tests.reports.html import Tree, everything, outside
 from tests.study.answers import QUESTION, answer, made_up, missing
@@ -80,14 +80,14 @@ def test_where_it_was_measured() -> None:
 
 
 def test_the_picture_takes_the_colours_of_its_page() -> None:
-    drawn = charts.answer_svg(answer())
+    drawn = answer_svg(answer())
     named = re.findall(r"var\((--[\w-]+), (#\w+)\)", drawn)
     assert {("--series-0", style.SERIES[0]), ("--soft", style.SOFT)} <= set(named)
     assert not re.search(rf"(?<!, ){style.SERIES[0]}", drawn)
 
 
 def test_the_picture_has_text_that_stays_text_and_words_for_it() -> None:
-    drawn = Tree(charts.answer_svg(answer())).root
+    drawn = Tree(answer_svg(answer())).root
     (element,) = drawn.all("svg")
     assert element.attributes["aria-label"] == 'Two "bars", 1.0 and 2.5.'
     assert element.attributes["role"] == "img"
@@ -95,7 +95,7 @@ def test_the_picture_has_text_that_stays_text_and_words_for_it() -> None:
 
 
 def test_a_picture_is_the_same_every_time() -> None:
-    assert charts.answer_svg(answer()) == charts.answer_svg(answer())
+    assert answer_svg(answer()) == charts.answer_svg(answer())
 
 
 def test_save_writes_what_render_gives(tmp_path: Path) -> None:

@@ -85,11 +85,3 @@ def _require_plain(layer: Attention) -> None:
             needed=PLAIN,
             do=quantised.do if quantised else "merge adapters first: model.merge_and_unload()",
         )
-
-
-def label_heads(module: nn.Module, cut: LayerCut) -> None:
-    """Let a module state the original numbers of its heads, which a scan takes as labels."""
-    whole = OriginalHeads(cut.num_heads, tuple(range(cut.num_heads)))
-    before: OriginalHeads = vars(module).get(ORIGINAL, whole)
-    left = tuple(before.numbers[head] for head in cut.origins.query)
-    vars(module)[ORIGINAL] = OriginalHeads(before.total, left)

@@ -15,6 +15,7 @@ from headwise.function.weights import State
 from headwise.layers.attention import Attention
 from headwise.layers.conversion import canonical_state, layer_state_dict_from_canonical
 from headwise.layouts import registry
+from headwise.scanning.call import ORIGINAL, OriginalHeads
 from headwise.support.text import list_some
 from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.layers import label_heads
