@@ -95,7 +95,7 @@ def test_the_picture_has_text_that_stays_text_and_words_for_it() -> None:
 
 
 def test_a_picture_is_the_same_every_time() -> None:
-    assert answer_svg(answer()) == charts.answer_svg(answer())
+    assert answer_svg(answer()) == answer_svg(answer())
 
 
 def test_save_writes_what_render_gives(tmp_path: Path) -> None:

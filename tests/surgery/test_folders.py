@@ -99,7 +99,9 @@ def test_heads_of_a_fixed_width_have_the_other_forms(
 ) -> None:
     model, source = FAMILIES[family](), written[family] / "source"
     cut = without(model, GONE)
-    with pytest.raises(OptionError, match=r"(?s)after the cut, \(\d+.*another form: \"full\".*\"headwise\""):
+    with pytest.raises(
+        OptionError, match=r"(?s)after the cut, \(\d+.*another form: \"full\".*\"headwise\""
+    ):
         write(cut, source, tmp_path / "plain")
     assert not any(tmp_path.iterdir())
     assert write(cut, source, tmp_path / "new", form="headwise").changes == {}
