@@ -32,6 +32,18 @@ Data = Annotated[
     ),
 ]
 Out = Annotated[Path, typer.Option(help="A new folder for the smaller model.", show_default=False)]
+Keep = Annotated[float, typer.Option(help="The share of heads that stays.")]
+By = Annotated[
+    Literal["ablation", "gradient"],
+    typer.Option(help="How the importance of a head is measured."),
+]
+Repair = Annotated[
+    Literal["mean", "zero", "refit"],
+    typer.Option(
+        help="What stands in for a head: its mean output, nothing, or an output projection that "
+        "is fitted where held-out tokens agree."
+    ),
+]
 Form = Annotated[
     Literal["plain", "full", "headwise"],
     typer.Option(
@@ -51,18 +63,9 @@ def prune(
     *,
     data: Data,
     out: Out,
-    keep: Annotated[float, typer.Option(help="The share of heads that stays.")] = 0.75,
-    by: Annotated[
-        Literal["ablation", "gradient"],
-        typer.Option(help="How the importance of a head is measured."),
-    ] = "ablation",
-    repair: Annotated[
-        Literal["mean", "zero", "refit"],
-        typer.Option(
-            help="What stands in for a head: its mean output, nothing, or an output projection "
-            "that is fitted where held-out tokens agree."
-        ),
-    ] = "mean",
+    keep: Keep = 0.75,
+    by: By = "ablation",
+    repair: Repair = "mean",
     form: Form = "plain",
     length: Length = 128,
     page: Page = None,

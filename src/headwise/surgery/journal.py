@@ -28,8 +28,8 @@ class Journal:
 
     def find(self, key: str) -> Tensor | None:
         """Return the effects of an earlier run, (heads,); None where there are none."""
-        found = self._entries.get(key)
-        return None if found is None else torch.tensor(found, dtype=torch.float64)
+        effects = self._entries.get(key)
+        return None if effects is None else torch.tensor(effects, dtype=torch.float64)
 
     def add(self, key: str, effects: Tensor) -> None:
         """Keep the effects (heads,) that were measured."""

@@ -80,8 +80,8 @@ class StoredSubject:
 
     def check(self, model: Any) -> float:
         """Load the folder in a new process; return the largest difference of its outputs."""
-        one = {name: x[:2] for name, x in self.held_out[0].items()}
-        return check_folder(self.target, model, one)
+        inputs = {name: x[:2] for name, x in self.held_out[0].items()}
+        return check_folder(self.target, model, inputs)
 
     def _identity(self, *options: str) -> str:
         digest = hashlib.sha256(open_source(self.folder).source_digest().encode())
