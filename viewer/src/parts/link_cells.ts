@@ -60,14 +60,15 @@ export class LinkCells {
     cell.title = sentence;
     const isRow = this.app.state.order === "strongest";
     const place = word && link && isRow && this.otherText(id.layer, asked as Asked, texts)?.isKnown ? ` at ${count(link.other)}` : "";
-    const swatch = element("span", { class: "swatch" });
-    if (colour) swatch.style.background = css(colour);
     cell.style.background = colour && !isRow ? css(colour) : "";
     cell.style.color = colour && !isRow ? ink(colour) : "";
     cell.classList.toggle("dim", !colour);
     const shown = [element("span", { class: "word" }, `${word}${place}`), element("span", { class: "share" }, share)];
-    if (isRow) cell.replaceChildren(swatch, element("b", {}, nameOf(id)), ...shown.reverse());
-    else cell.replaceChildren(...(word ? shown : shown.slice(1)));
+    if (isRow) {
+      const swatch = element("span", { class: "swatch" });
+      if (colour) swatch.style.background = css(colour);
+      cell.replaceChildren(swatch, element("b", {}, nameOf(id)), ...shown.reverse());
+    } else cell.replaceChildren(...(word ? shown : shown.slice(1)));
   }
 
   /** Return the text of the tokens that are found in a layer. */
