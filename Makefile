@@ -5,6 +5,7 @@
 # make api     write docs/api.json: public names, commands, JSON keys, exit statuses
 # make bench   the figures, on a machine that does nothing else
 # make bench-viewer  the page in a browser: sizes, first paint, frames
+# make bench-surgery  a model with half of its groups out: time, bytes, outputs
 # make browser install Debian's chromium and firefox-esr, with which the tests of the pages run (needs root)
 # make bench-compare  how often headwise.compare names a fault's cause
 # make bench-field  the same on attention as people write it
@@ -34,7 +35,7 @@ OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3.13
 ENDS_TESTS := tests/contract tests/layers tests/function tests/matrix tests/paths
 
-.PHONY: demo test suite check lint api bench bench-viewer bench-compare bench-field bench-pruning browser pictures study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
+.PHONY: demo test suite check lint api bench bench-viewer bench-surgery bench-compare bench-field bench-pruning browser pictures study classes proof mutants fuzz oldest newest viewer viewer-current docs clean
 .DEFAULT_GOAL := demo
 
 # Without bytecode on disk, each worker and each process that a test starts compiles all files anew.
@@ -92,6 +93,9 @@ bench: .venv/.bench
 
 bench-viewer: $(READY)
 	$(BIN)/python -m benchmarks.viewer
+
+bench-surgery: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.surgery
 
 # The tests drive the browsers that are there; nothing is downloaded but Debian's packages.
 browser:

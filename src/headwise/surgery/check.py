@@ -74,14 +74,14 @@ def check_folder(folder: str | Path, model: Any, inputs: Mapping[str, Tensor]) -
         expected = model(**inputs)[0]
     if torch.equal(stored, expected):
         return 0.0
-    verdict = _budget_of(model, inputs).check(stored) if stored.shape == expected.shape else None
+    verdict = output_budget(model, inputs).check(stored) if stored.shape == expected.shape else None
     if not verdict:
         reason = verdict or f"an output {tuple(stored.shape)}, not {tuple(expected.shape)}"
         raise _differs(folder, f"gives other outputs than the model in memory: {reason}")
     return float((stored.double() - expected.double()).abs().max())
 
 
-def _budget_of(model: Any, inputs: Mapping[str, Tensor]) -> Budget:
+def output_budget(model: Any, inputs: Mapping[str, Tensor]) -> Budget:
     """Return the error that every honest way to the model's output may have."""
     names = [name for name, _ in model.named_parameters()]
 
