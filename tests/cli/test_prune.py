@@ -106,6 +106,23 @@ def test_a_width_that_no_config_states_is_refused_before_the_work(
     assert '"full", the same outputs at full size, or "headwise"' in error.do
 
 
+def test_a_mean_without_a_place_is_refused_before_the_work(data: Path, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = transformers.Qwen2Config(
+        vocab_size=40,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=64,
+    )
+    folder = stored(tmp_path / "qwen", transformers.Qwen2ForCausalLM(config))
+    command = [folder, "--data", data, "--out", tmp_path / "new", "--keep", 0.5]
+    error = refused(*command)
+    assert "o_proj.bias" in error.saw
+    assert error.lines(output.option_text)[2] == "--repair zero"
+
+
 def test_a_number_of_heads_that_the_class_refuses_names_those_that_fit(
     data: Path, tmp_path: Path
 ) -> None:

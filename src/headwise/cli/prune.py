@@ -89,7 +89,9 @@ def prune(
         if not dry_run:
             require_matplotlib()
             make_parent_and_require_writable(page)
-        opened = stored.open_for_cut(model, data, out, form=form, length=length, keep=keep)
+        opened = stored.open_for_cut(
+            model, data, out, form=form, length=length, keep=keep, repair=repair
+        )
         options: dict[str, Any] = {"keep": keep, "by": by, "repair": repair}
         plan = opened.plan_prune(**options, progress=progress)
     folder = opened.plan_folder(plan)

@@ -21,7 +21,7 @@ from headwise.support.text import describe_count
 from headwise.surgery._prune import PruningPlan, plan_prune
 from headwise.surgery.check import check_folder
 from headwise.surgery.cut import Cut
-from headwise.surgery.fit import cut_heads
+from headwise.surgery.fit import Repair, cut_heads
 from headwise.surgery.folders import FolderPlan, Form, Written, plan_folder, write
 from headwise.surgery.journal import Journal
 from headwise.surgery.models import ModelHeads
@@ -92,7 +92,14 @@ class StoredSubject:
 
 
 def open_for_cut(
-    folder: Path, data: Path, target: Path, *, form: Form, length: int, keep: float
+    folder: Path,
+    data: Path,
+    target: Path,
+    *,
+    form: Form,
+    length: int,
+    keep: float,
+    repair: Repair,
 ) -> StoredSubject:
     """Load a model and its data; raise where the cut could not be written in the end.
 
@@ -104,6 +111,7 @@ def open_for_cut(
         form: see `headwise.surgery.write`.
         length: the most tokens of a line.
         keep: the share of heads that stays.
+        repair: see `headwise.surgery.prune`.
 
     Raises:
         OptionError: no text, no tokenizer, a model that cannot be cut, or a form that cannot
@@ -120,7 +128,10 @@ def open_for_cut(
             do="copy the tokenizer into the folder, or prune from Python with token ids: "
             "headwise.surgery.prune(model, inputs)",
         )
-    _require_form(stored.model, folder, form, keep)
+    heads = ModelHeads(stored.model)
+    if repair != "zero":
+        _require_bias(heads, folder, form)
+    _require_form(heads.whole(), folder, form, keep)
     fit, held_out = (_batches(stored, part, length) for part in (lines[::2], lines[1::2]))
     return StoredSubject(folder, target, form, stored, fit, held_out)
 
@@ -170,13 +181,27 @@ def _pad(stored: transformers.StoredModel, ids: Sequence[list[int]]) -> dict[str
     return {**stored.inputs(rows), "attention_mask": mask}
 
 
-def _require_form(model: Any, folder: Path, form: Form, keep: float) -> None:
+def _require_bias(heads: ModelHeads, folder: Path, form: Form) -> None:
+    """Raise OptionError where the mean of a head has no place in the stored model."""
+    widths = {name: heads.canonical(name)["wo"].shape[-1] for name in heads.specs}
+    shifted = {name: cut.shift(torch.ones(widths[name])) for name, cut in heads.whole()}
+    try:
+        plan_folder(Cut(shifted), folder, form=form)
+    except OptionError as error:
+        raise OptionError(
+            saw=f"the mean outputs of heads, for which {folder} has no place: {error.saw}",
+            needed="an output projection with a bias",
+            do="{repair} zero",
+            parameter="repair",
+        ) from error
+
+
+def _require_form(whole: Cut, folder: Path, form: Form, keep: float) -> None:
     """Raise OptionError where no cut of this size can be written in a form.
 
     Some classes of transformers want a width that is a multiple of the heads, also where head_dim
     is stated: then only some numbers of heads can go.
     """
-    whole = ModelHeads(model).whole()
     units = min(cut.num_kv_heads for _, cut in whole)
     left = min(max(math.ceil(keep * units - 1e-9), 1), units - 1)
     try:
