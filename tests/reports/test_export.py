@@ -98,9 +98,14 @@ def assert_is_viridis(stops: Any) -> None:
         assert max(abs(a - b) for a, b in zip(colour, expected, strict=True)) <= 6
 
 
+# A picture is encoded between two frames; where nothing moves, after a second.
+FRAMES = "(function frame() { requestAnimationFrame(frame); })()"
+
+
 def save(opened: Opened, subject: str, form: str, folder: Path) -> Path:
     """Open the dialog, save a file, and close the dialog."""
     opened.page.click(EXPORT)
+    opened.page.evaluate(FRAMES)
     with opened.page.expect_download() as download:
         opened.page.click(f"[data-subject={subject}] [data-format={form}]")
     file = folder / f"{subject}.{form}"
