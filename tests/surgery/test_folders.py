@@ -161,3 +161,36 @@ def test_a_cut_that_does_nothing_writes_the_same_tensors(
         )
         assert before.keys() == after.keys()
         assert all(torch.equal(x, after[name]) for name, x in before.items())
+
+
+@families
+def test_reordered_heads_have_a_plain_form(
+    family: str, written: dict[str, Path], tmp_path: Path
+) -> None:
+    model, source = FAMILIES[family](), written[family] / "source"
+    cut = Cut({name: layer.keep([4, 5, 1, 0, 2, 3]) for name, layer in whole(model)})
+    assert write(cut, source, tmp_path / "new").changes == {}
+    loaded, info = type(model).from_pretrained(tmp_path / "new", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(output_of(loaded.eval()), output_of(cut_model(cut, model)))
+
+
+@families
+def test_a_mean_in_the_bias_is_stored_where_the_class_has_one(
+    family: str, written: dict[str, Path], tmp_path: Path
+) -> None:
+    model, source = FAMILIES[family](), written[family] / "source"
+    mean = torch.linspace(-1, 1, 48)
+    cut = Cut({name: layer.drop(GONE).shift(mean) for name, layer in whole(model)})
+    expected = output_of(cut_model(cut, model))
+    assert not torch.equal(expected, output_of(cut_model(without(model, GONE), model)))
+    for form in ("full",) if family in WIDTH_BOUND else ("plain", "full"):
+        if family in ("qwen2", "t5"):  # whose output projection has no bias
+            with pytest.raises(OptionError):
+                write(cut, source, tmp_path / form, form=form)
+            assert not any(tmp_path.iterdir())
+            continue
+        made = write(cut, source, tmp_path / form, form=form)
+        flag = "attention_bias" in json.loads((source / "config.json").read_text("utf-8"))
+        assert made.changes.get("attention_bias", (None, None))[1] == (True if flag else None)
+        assert torch.equal(output_of(load(tmp_path / form)), expected)
