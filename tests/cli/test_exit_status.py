@@ -27,7 +27,7 @@ from tests.checkpoints import llamas
 from tests.root import ROOT
 from tests.study.answers import answer, made_up
 
-COMMANDS = ("demo", "study", "scan", "convert", "verify", "compare", "detect", "layouts")
+COMMANDS = ("demo", "study", "scan", "convert", "verify", "prune", "compare", "detect", "layouts")
 Status = Callable[..., int]
 
 
