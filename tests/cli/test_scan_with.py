@@ -77,20 +77,20 @@ def require_found(old: Path, new: Path, first: int, *arguments: object) -> dict[
     for name, folder in (("old", old), ("new", new)):
         run(folder, "--out", f"saved-{name}", "--page", f"{name}.html", *arguments)
     before, after = (HeadScan.load(Path(f"saved-{name}") / SCAN) for name in ("old", "new"))
-    out, _ = run(new, "--with", old, "--json", *arguments)
+    out, _ = run(old, "--with", new, "--json", *arguments)
     content: dict[str, Any] = json.loads(out)
     size, name, layer, head = largest(before, after)
     change = content["changes"][0]
     assert (change["statistic"], change["layer_index"], change["head"]) == (name, layer, head)
     assert change["size"] == pytest.approx(size)
-    assert change["second"] == pytest.approx(float(before[name][layer, head]), abs=1e-6)
-    assert change["first"] == pytest.approx(float(after[name][layer, head]), abs=1e-6)
+    assert change["first"] == pytest.approx(float(before[name][layer, head]), abs=1e-6)
+    assert change["second"] == pytest.approx(float(after[name][layer, head]), abs=1e-6)
     assert all(row["layer_index"] >= first for row in content["changes"])
     assert f"of layer {layer}, head {head}: " in change["sentence"]
     for row in content["changes"]:
-        assert f" in {content['compared']['second']}, " in row["sentence"]
-        assert row["sentence"].endswith(f" in {content['compared']['first']}")
-    again, _ = run(new, "--with", "saved-old", "--json", "--force", *arguments)
+        assert f" in {content['compared']['first']}, " in row["sentence"]
+        assert row["sentence"].endswith(f" in {content['compared']['second']}")
+    again, _ = run(old, "--with", "saved-new", "--json", "--force", *arguments)
     sizes = [row["size"] for row in json.loads(again)["changes"]]
     assert sizes == [row["size"] for row in content["changes"]]
     return content
@@ -105,7 +105,7 @@ def test_a_halved_norm_is_found(tmp_path: Path, case: str) -> None:
     old = stored(tmp_path / "old", make(), with_tokenizer=False)
     new = halve(old, weight, tmp_path / "new")
     content = require_found(old, new, first, "--random-repeats", "--length", 31)
-    assert content["compared"] == {"first": "new", "second": "old"}
+    assert content["compared"] == {"first": "old", "second": "new"}
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_the_page_opens_on_the_change(browser: Chromium, tmp_path: Path) -> None
     make, weight, _ = MODELS["before its attention"]
     old = stored(tmp_path / "old", make(), with_tokenizer=False)
     new = halve(old, weight, tmp_path / "new")
-    out, _ = run(new, "--with", old, "--json", "--random-repeats", "--length", 31)
+    out, _ = run(old, "--with", new, "--json", "--random-repeats", "--length", 31)
     sentences = [row["sentence"] for row in json.loads(out)["changes"]]
     with browser.open(Path("headwise-scan/index.html").absolute()) as opened:
         ways = [way.strip() for way in opened.page.locator(".way").all_inner_texts()]
@@ -132,7 +132,7 @@ def test_the_page_opens_on_the_change(browser: Chromium, tmp_path: Path) -> None
         assert f"of layer {state['layer']}, head {state['head']}: " in sentences[0]
         assert state["statistic"] == "apart"
         command = opened.page.evaluate("headwise.app.meta.command")
-        assert f"--with {old}" in command
+        assert f"--with {new}" in command
         assert opened.complaints == []
 
 
@@ -141,7 +141,7 @@ def test_the_terminal_says_what_changed(tmp_path: Path) -> None:
     old = stored(tmp_path / "old", make(), with_tokenizer=False)
     new = halve(old, weight, tmp_path / "new")
     arguments = ("--random-repeats", "--length", 31, "--stats", "previous_token,maximum")
-    printed, _ = run(new, "--with", old, *arguments)
+    printed, _ = run(old, "--with", new, *arguments)
     assert "The largest changes come first, each as a part of the scale" in printed
     assert " in old, " in printed
     same, _ = run(old, "--with", old, "--force", *arguments)

@@ -139,7 +139,7 @@ def test_the_scale_is_ordered_for_every_eye(browser: Chromium, path: Path, kind:
 
 @pytest.mark.parametrize("kind", others_slow(EYES, "deuteranopia"))
 def test_more_and_less_differ_for_every_eye(browser: Chromium, path: Path, kind: str) -> None:
-    """The scale of A − B: palest at 0, darker to both ends, and one end is not the other."""
+    """The scale of B − A: palest at 0, darker to both ends, and one end is not the other."""
     with browser.open(path) as opened:
         opened.do("headwise.app.compareWith({ scan: 0, layer: 2, head: 3 })", "s.mode === 'diff'")
         opened.poll("document.querySelectorAll('.legend .swatch').length > 4")

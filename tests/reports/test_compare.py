@@ -86,7 +86,7 @@ def require_sorted_changes(rows: list[list[str]], scan: HeadScan, pairs: dict[st
         first, second = pairs[key]
         assert is_shown(a, first)
         assert is_shown(b, second)
-        assert is_shown(change, first - second)
+        assert is_shown(change, second - first)
         sizes.append(abs(first - second) / span[key])
     assert len(rows) == len(pairs)
     assert sizes == sorted(sizes, reverse=True)
@@ -293,7 +293,7 @@ def test_cards_out_of_sight_are_a_button_away(browser: Chromium, tmp_path: Path)
     before, after = viewer_scan(), viewer_scan()
     for layer in after.layer_scans:
         layer.summaries["previous_token"]["sum"] += 0.3
-    report = viewer_report(after, second=before, names=("after", "before"))
+    report = viewer_report(before, second=after, names=("before", "after"))
     with browser.open(save_scan_page(tmp_path / "page.html", report), width=1440) as opened:
         page = opened.page
         back, on = page.locator(".step").all()
@@ -329,7 +329,7 @@ def test_cards_out_of_sight_are_a_button_away(browser: Chromium, tmp_path: Path)
 def test_the_way_back_from_a_card_is_beside_the_cards(browser: Chromium, tmp_path: Path) -> None:
     before, after = viewer_scan(), viewer_scan()
     after.layer_scans[1].summaries["induction"]["sum"][2] -= 0.5
-    report = viewer_report(after, second=before, names=("after", "before"))
+    report = viewer_report(before, second=after, names=("before", "after"))
     with browser.open(save_scan_page(tmp_path / "page.html", report)) as opened:
         total = opened.page.locator("[data-part=total-change]")
         first = opened.state()["statistic"]
@@ -339,8 +339,68 @@ def test_the_way_back_from_a_card_is_beside_the_cards(browser: Chromium, tmp_pat
         assert total.get_attribute("aria-pressed") == "false"
         total.click()
         opened.wait(f"s.statistic === '{first}'")
-    with browser.open(save_scan_page(tmp_path / "one.html", viewer_report(after))) as opened:
+    with browser.open(save_scan_page(tmp_path / "one.html", viewer_report(before))) as opened:
         assert opened.page.locator("[data-part=total-change]").is_hidden()
+
+
+# ---- the sign of a change ------------------------------------------------------------------------
+
+
+def two_scans() -> tuple[HeadScan, HeadScan]:
+    """Two scans of 4 tokens: head 0.1 looks at its own token before, and at token 0 after."""
+    own, first = torch.eye(4), torch.zeros(4, 4)
+    first[:, 0] = 1
+    scans = []
+    for weights, share in ((own, 0.25), (first, 0.75)):
+        scan = viewer_scan(layers=2, heads=3, length=4, cells=4, top=0)
+        summaries = scan.layer_scans[0].summaries
+        summaries["map"]["sum"][1] = weights
+        summaries["map"]["count"][1] = 1
+        summaries["induction"]["sum"][1] = share
+        summaries["induction"]["count"][1] = 1
+        scans.append(scan)
+    return scans[0], scans[1]
+
+
+def test_the_scan_named_first_is_a_and_a_change_is_b_less_a(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    before, after = two_scans()
+    path = before.diff(after).save_page(tmp_path / "page.html", names=("epoch 1", "epoch 2"))
+    with browser.open(path) as opened:
+        page = opened.page
+        assert "A is epoch 1, B is epoch 2" in page.inner_text(".top")
+        assert page.inner_text(".way").strip() == (
+            "induction of layer 0, head 1: 25 % in epoch 1, 75 % in epoch 2"
+        )
+        widths = "[...document.querySelectorAll('.bars .bar')].map((e) => e.style.width)"
+        places = [float(width.removesuffix("%")) for width in page.evaluate(widths)]
+        assert places == pytest.approx([100 * 0.25**0.5, 100 * 0.75**0.5], rel=1e-5)
+        captions = page.locator(".frame p").all_inner_texts()
+        assert captions == ["A: 0.1 epoch 1", "B: 0.1 epoch 2"]
+        values = "[...headwise.app.{}.map.values]"
+        left, right = (page.evaluate(values.format(x)) for x in ("loaded", "beside.loaded"))
+        assert left == torch.eye(4).flatten().tolist()
+        assert right == [1, 0, 0, 0] * 4
+        heads = page.locator("[data-part=facts] thead th").all_inner_texts()
+        assert heads == ["statistic", "0.1 epoch 1", "0.1 epoch 2", "change"]
+        rows = {row[0]: row[1:] for row in table_of(opened, "facts")}
+        assert rows["induction"] == ["25 %", "75 %", "+50 %"]
+        modes = page.locator("[data-mode]:is(button)").all_inner_texts()
+        assert modes == ["A", "B", "A and B", "B − A"]
+        page.click('button[data-mode="diff"]')
+        opened.wait("s.mode === 'diff'")
+        change = [a - b for a, b in zip(right, left, strict=True)]
+        assert page.evaluate(values.format("loaded")) == change
+        page.select_option('[aria-label="statistic"]', "induction")
+        opened.poll("document.querySelector('[data-id=\"0.1\"]').textContent === '50'")
+        assert page.inner_text('[data-id="1.1"]') == "0"
+        opened.do("headwise.app.pin(3)", "s.token === 3")
+        summary = page.inner_text(".summary")
+        assert summary.startswith("0.1 epoch 2 − 0.1 epoch 1: ")
+        assert "(+100 %)" in summary.partition("at 0")[2].partition(",")[0]
+        assert "(−100 %)" in summary.partition("at 3")[2].rpartition("at 3")[2]
+        assert opened.complaints == []
 
 
 # ---- what a scan may lack ------------------------------------------------------------------------
@@ -425,7 +485,7 @@ def test_two_texts_pair_heads_by_number_and_every_sentence_names_both(texts: Ope
     page, state = texts.page, texts.state()
     ways = page.locator(".way").all_inner_texts()
     assert len(ways) == 8
-    assert all(" in short, " in way and way.strip().endswith(" in long") for way in ways)
+    assert all(" in long, " in way and way.strip().endswith(" in short") for way in ways)
     assert (state["mode"], state["other"]["scan"]) == ("both", 1)
     assert (state["other"]["layer"], state["other"]["head"]) == (state["layer"], state["head"])
     name = f"{state['layer']}.{state['head']}"
@@ -435,10 +495,10 @@ def test_two_texts_pair_heads_by_number_and_every_sentence_names_both(texts: Ope
     assert f". {name} short: " in summary
     page.click('[data-mode="diff"]')
     texts.wait("s.mode === 'diff'")
-    assert page.inner_text("[data-part=compare] h2") == f"{name} long − {name} short"
-    assert "long − short" not in page.inner_text("[data-part=grid]")  # the total change
+    assert page.inner_text("[data-part=compare] h2") == f"{name} short − {name} long"
+    assert "short − long" not in page.inner_text("[data-part=grid]")  # the total change
     page.select_option('[aria-label="statistic"]', "entropy")
-    texts.poll("document.querySelector('.heads').innerText.includes('Entropy, long − short:')")
+    texts.poll("document.querySelector('.heads').innerText.includes('Entropy, short − long:')")
 
 
 def test_what_one_of_two_texts_lacks_comes_last(texts: Opened) -> None:

@@ -159,7 +159,7 @@ def paths(scans: dict[str, HeadScan], tmp_path_factory: pytest.TempPathFactory) 
     reports = {
         "long": viewer_report(scans["long"]),
         "short": viewer_report(scans["short"]),
-        "two": viewer_report(scans["long"], second=moved, names=("after", "before")),
+        "two": viewer_report(moved, second=scans["long"], names=("before", "after")),
     }
     return {name: save_scan_page(folder / f"{name}.html", each) for name, each in reports.items()}
 
@@ -281,11 +281,11 @@ def test_a_difference_names_both_heads(
     opened.do("headwise.app.compareWith({ scan: 0, layer: 2, head: 3 })", "s.mode === 'diff'")
     opened.poll("headwise.app.loaded.b !== null")
     drawn, png = figure(opened, "map", tmp_path), save(opened, "map", "png", tmp_path)
-    assert drawn.title == "made-up: layer 0, head 1 (A) − layer 2, head 3 (B)"
-    change = scans["long"]["map"][0, 1] - scans["long"]["map"][2, 3]
+    assert drawn.title == "made-up: layer 2, head 3 (B) − layer 0, head 1 (A)"
+    change = scans["long"]["map"][2, 3] - scans["long"]["map"][0, 1]
     names, stops = drawn.scale
     most = f"{100 * float(change.abs().max()):.0f} %"
-    assert (names[0], names[2], names[4], names[5]) == (f"−{most}", "0 %", most, "A − B")
+    assert (names[0], names[2], names[4], names[5]) == (f"−{most}", "0 %", most, "B − A")
     colours = np.array([colour for _, colour in stops])
     places = (change.abs() > 0.02).nonzero().numpy()
     shown = colours_of(png, drawn, (CELLS, CELLS), places)
@@ -357,9 +357,9 @@ def test_a_change_of_all_heads_is_centred(opens: Any, tmp_path: Path) -> None:
     )
     opened.poll("document.querySelector('[data-id=\"1.2\"]').textContent === '82'")
     drawn = figure(opened, "heads", tmp_path)
-    assert drawn.title.endswith(", after (A) − before (B)")
+    assert drawn.title.endswith(", after (B) − before (A)")
     names, _ = drawn.scale
-    assert names == ["−82 %", "−41 %", "0 %", "41 %", "82 %", "A − B"]
+    assert names == ["−82 %", "−41 %", "0 %", "41 %", "82 %", "B − A"]
     assert "82" in drawn.texts
 
 
@@ -523,7 +523,7 @@ def test_the_lines_of_a_difference_draw_its_two_maps(opens: Any, saved: Any) -> 
     page = np.array(opened.page.evaluate(PLACES)).reshape(CELLS, CELLS)
     a, b = saved(python_of(opened, "map"), "long")
     # Each is right to half a step of the square root, so a weight w to about √w / 255.
-    assert np.abs(map_of(a) - map_of(b) - page).max() <= 2 * (1 / 255 + 0.25 / 255**2)
+    assert np.abs(map_of(b) - map_of(a) - page).max() <= 2 * (1 / 255 + 0.25 / 255**2)
     assert np.abs(page).max() > 0.1
 
 

@@ -356,7 +356,7 @@ def test_two_heads_are_compared(opened: Opened, scan: HeadScan) -> None:
     state = opened.state()
     assert state["other"] == {"scan": 0, "layer": 2, "head": 3}
     values = opened.page.evaluate("[...headwise.app.loaded.map.values]")
-    expected = (scan["map"][0, 1] - scan["map"][2, 3]).flatten()
+    expected = (scan["map"][2, 3] - scan["map"][0, 1]).flatten()
     # Each of the two is right to half a step of the square root, so a value w to about √w / 255.
     assert (torch.tensor(values) - expected).abs().max() <= 2 * (1 / 255 + 0.25 / 255**2)
     opened.page.click('[data-mode="B"]')
@@ -424,18 +424,18 @@ def test_two_scans_are_compared(browser: Chromium, scan: HeadScan, tmp_path: Pat
         assert "15 heads · A is before, B is after · " in opened.page.inner_text(".top")
         # The page opens on the largest change, with the grid by total change.
         assert opened.page.inner_text(".way").strip() == (
-            "induction of layer 1, head 2: 10 % after, 92 % before"
+            "induction of layer 1, head 2: 92 % before, 10 % after"
         )
         assert opened.page.locator(".way").get_attribute("aria-pressed") == "true"
         state = opened.state()
         assert (state["statistic"], state["layer"], state["head"]) == ("apart", 1, 2)
         assert (state["mode"], state["other"]) == ("both", {"scan": 1, "layer": 1, "head": 2})
         cells = opened.page.locator("[data-part=grid] .cell").all_inner_texts()
-        changed = moved.diff(scan).apart.flatten().tolist()
+        changed = scan.diff(moved).apart.flatten().tolist()
         assert [float(cell) for cell in cells] == pytest.approx(changed, abs=0.05)
         opened.page.click(".way")
         opened.wait("s.statistic === 'induction' && s.mode === 'both'")
-        assert opened.page.inner_text('[data-id="1.2"]') == "82"
+        assert opened.page.inner_text('[data-id="1.2"]') == "−82"
         assert opened.page.inner_text('[data-id="1.3"]') == "0"
         choose(opened, 1, 2)
         assert opened.state()["other"]["scan"] == 1

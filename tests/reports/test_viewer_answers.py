@@ -289,7 +289,7 @@ def test_texts_of_other_lengths_are_compared_over_the_tokens_of_both(
         head = state["head"], state["other"]["head"]
         values = torch.tensor(opened.page.evaluate("[...headwise.app.loaded.map.values]"))
     dense = [m.dense()[0, h].double() for m, h in zip(matrices, head, strict=True)]
-    expected = (dense[0][:41, :41] - dense[1]).flatten()
+    expected = (dense[1] - dense[0][:41, :41]).flatten()
     # Each of the two is right to half a step of the square root, so a value w to about √w / 255.
     assert (values - expected).abs().max() <= 2 * (1 / 255 + 0.25 / 255**2)
 
@@ -387,7 +387,7 @@ def test_a_scale_has_the_colours_of_what_is_drawn(written: Opened) -> None:
         assert max(abs(a - b) for a, b in zip(swatch, expected, strict=True)) <= 6
 
 
-# ---- A - B ---------------------------------------------------------------------------------------
+# ---- B - A ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -399,10 +399,12 @@ def compared(browser: Chromium, named: Read) -> Iterator[Opened]:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_changes_are_sorted_by_their_size(compared: Opened, named: Read, direction: str) -> None:
-    change = named.weights[1] - named.weights[2]
+    change = named.weights[2] - named.weights[1]
     lines = change if direction == "keys" else change.T
-    # The token whose largest change is a fall, and the largest of these.
-    sizes = lines.abs().amax(1) * (lines.amax(1) < -lines.amin(1))
+    # Each of the two is right to half a step of the square root, so a value w to about √w / 255.
+    bound = 2 * (1 / 255 + 0.25 / 255**2)
+    # The token whose largest change is a fall, also as stored, and the largest of these.
+    sizes = lines.abs().amax(1) * (lines.amax(1) < -lines.amin(1) - 2 * bound)
     token = int(sizes.argmax())
     lit = ask(compared, token, direction)
     assert compared.state()["lit"]["exact"] == "map"
@@ -411,8 +413,7 @@ def test_changes_are_sorted_by_their_size(compared: Opened, named: Read, directi
     assert shown[0] == min(shown) < 0
     shares = torch.zeros(LENGTH, dtype=torch.float64)
     shares[list(lit)] = torch.tensor(shown, dtype=torch.float64)
-    # Each of the two is right to half a step of the square root, so a value w to about √w / 255.
-    assert (shares - lines[token]).abs().max() <= 2 * (1 / 255 + 0.25 / 255**2)
+    assert (shares - lines[token]).abs().max() <= bound
     said = compared.page.inner_text(".summary")
     assert f"at {int(lines[token].argmin())} (−" in said.partition(", ")[0]
     badge = compared.page.inner_text("[data-part=badge]")
@@ -426,12 +427,12 @@ def test_text_and_map_have_one_pair_of_colours(compared: Opened) -> None:
     for kind in ("text", "map"):
         stops = [swatch for swatch, _ in swatches(compared, kind)]
         for red, _, blue in (stops[0], stops[1]):
-            assert red < blue  # teal: B has more
+            assert red < blue  # teal: A has more
         for red, _, blue in (stops[-1], stops[-2]):
-            assert red > blue  # brown: A has more
+            assert red > blue  # brown: B has more
         words = compared.page.inner_text(f"[data-part={kind}-legend]")
-        assert words.startswith("B more")
-        assert words.index("A more") > words.index(swatches(compared, kind)[-1][1])
+        assert words.startswith("A more")
+        assert words.index("B more") > words.index(swatches(compared, kind)[-1][1])
     ends_of_text = [swatches(compared, "text")[n][0] for n in (0, -1)]
     style = "getComputedStyle(document.querySelector('.text')).getPropertyValue('{}')"
     for name, swatch in zip(("--less", "--more"), ends_of_text, strict=True):
@@ -477,7 +478,7 @@ def test_heads_are_ranked_by_the_size_of_their_change(browser: Chromium, tmp_pat
     before, after = viewer_scan(), viewer_scan()
     after.layer_scans[1].summaries["induction"]["sum"][2] -= 0.5
     after.layer_scans[0].summaries["induction"]["sum"][1] += 0.2
-    report = viewer_report(after, second=before, names=("after", "before"))
+    report = viewer_report(before, second=after, names=("before", "after"))
     path = save_scan_page(tmp_path / "page.html", report)
     with browser.open(path, address="#s=induction&h=0.1&m=diff&v=value") as opened:
         names = opened.page.locator("[data-part=grid] .cell b").all_inner_texts()

@@ -22,6 +22,7 @@ from headwise.reports.blobs import THUMB, count_top_keys, head_map_arrays, pool_
 from headwise.reports.images import ALPHABET, encode_base85
 from headwise.reports.page import (
     read_viewer_asset,
+    render_diff,
     render_scan_page,
     render_static,
     save_scan_page,
@@ -291,7 +292,7 @@ def test_two_scans_and_their_matched_heads() -> None:
     report = viewer_report(before, second=after, names=("here", "there"), match=True)
     meta, blobs = blobs_of(report)
     assert [each["name"] for each in meta["scans"]] == ["here", "there"]
-    assert meta["matched"] == [order.argsort().tolist()] * 3
+    assert meta["matched"] == [order.argsort().tolist()] * 3  # of each head of the first scan
     assert meta["changes"] == []
     total = next(x for x in meta["scans"][0]["statistics"] if x["is_change"])
     assert torch.tensor(total["rows"]).abs().max() < 1e-6
@@ -308,7 +309,7 @@ def test_what_changed_is_told_alike_everywhere() -> None:
     before, after = viewer_scan(), viewer_scan()
     after.layer_scans[1].summaries["induction"]["sum"][2] = 0.12
     after.layer_scans[2].summaries["entropy"]["sum"][4] += 1.5
-    report = viewer_report(after, second=before, names=("late", "early"))
+    report = viewer_report(before, second=after, names=("early", "late"))
     meta, _ = blobs_of(report)
     sentences = [change["sentence"] for change in meta["changes"]]
     induction = "induction of layer 1, head 2: 92 % in early, 12 % in late"
@@ -325,15 +326,39 @@ def test_what_changed_is_told_alike_everywhere() -> None:
         rel=1e-5,
     )
     record = report.as_json()
-    assert record["compared"] == {"first": "late", "second": "early"}
+    assert record["compared"] == {"first": "early", "second": "late"}
     assert [row["sentence"] for row in record["changes"]] == sentences
-    assert record["changes"][0]["second"] == pytest.approx(0.92)
-    assert record["changes"][0]["first"] == pytest.approx(0.12)
+    assert record["changes"][0]["first"] == pytest.approx(0.92)
+    assert record["changes"][0]["second"] == pytest.approx(0.12)
     static = Tree(render_scan_page(report)).root.all("main")[0].text
     printed = " ".join(str(before.diff(after)).split())
     for sentence in sentences:
         assert sentence in static
         assert sentence.replace(" in early", " before").replace(" in late", " after") in printed
+
+
+def test_first_is_the_scan_before_and_a_change_is_after_less_before() -> None:
+    before, after = viewer_scan(), viewer_scan()
+    for each, share in ((before, 0.25), (after, 0.75)):
+        induction = each.layer_scans[1].summaries["induction"]
+        induction["sum"][2], induction["count"][2] = share, 1
+    report = viewer_report(before, second=after, names=("early", "late"))
+    assert report.diff is not None
+    assert float(report.diff["induction"][1, 2]) == 0.5
+    change = report.as_json()["changes"][0]
+    assert (change["first"], change["second"]) == (0.25, 0.75)
+    assert change["sentence"] == "induction of layer 1, head 2: 25 % in early, 75 % in late"
+    meta, _ = blobs_of(report)
+    assert [scan["name"] for scan in meta["scans"]] == ["early", "late"]
+    induction = [
+        next(x for x in scan["statistics"] if x["name"] == "induction") for scan in meta["scans"]
+    ]
+    assert [each["rows"][1][2] for each in induction] == [0.25, 0.75]
+    assert meta["changes"][0]["places"] == pytest.approx([0.25**0.5, 0.75**0.5], rel=1e-5)
+    page = render_diff(before.diff(after), names=("early", "late"))
+    stored, _ = data_in(page)
+    assert [scan["name"] for scan in stored["scans"]] == ["early", "late"]
+    assert stored["changes"][0]["sentence"] == change["sentence"]
 
 
 def test_each_of_two_scans_has_its_words() -> None:
@@ -348,7 +373,7 @@ def test_each_of_two_scans_has_its_words() -> None:
 def test_the_total_change_is_the_distance_of_python() -> None:
     before, after = viewer_scan(), viewer_scan()
     after.layer_scans[1].summaries["induction"]["sum"][2] = 0.12
-    meta, _ = blobs_of(viewer_report(after, second=before))
+    meta, _ = blobs_of(viewer_report(before, second=after))
     first, second = ({each["name"]: each for each in scan["statistics"]} for scan in meta["scans"])
     assert "apart" not in second
     assert [x["name"] for x in meta["scans"][0]["statistics"] if x["is_change"]] == ["apart"]

@@ -434,12 +434,12 @@ def test_cross_attention_and_several_sequences(browser: Chromium, tmp_path: Path
 
 def test_two_scans_answer_for_a(browser: Chromium, tmp_path: Path) -> None:
     scan = viewer_scan(top=5)
-    report = viewer_report(scan, second=viewer_scan(), names=("after", "before"))
+    report = viewer_report(scan, second=viewer_scan(), names=("before", "after"))
     with browser.open(
         save_scan_page(tmp_path / "p.html", report), address="#t=300&v=links"
     ) as opened:
         assert len(answers(opened, 300)) == 15
-        assert "Heads of A, after." in opened.page.inner_text("[data-part=grid]")
+        assert "Heads of A, before." in opened.page.inner_text("[data-part=grid]")
 
 
 def test_a_page_without_single_tokens_says_so(browser: Chromium, tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_changes_of_matched_heads_name_both() -> None:
     one, two = scalars([0.0, 4.0, 9.0], name="distance"), scalars([9.5, 0.0, 4.0], name="distance")
     changes = one.diff(two, match=True).changes()
     assert [x.sentence for x in changes] == [
-        "distance of layer 0, head 0 (head 2 before): 9.00 tokens before, 9.50 tokens after"
+        "distance of layer 0, head 2 (head 0 after): 9.00 tokens before, 9.50 tokens after"
     ]
     assert (changes[0].before.head, changes[0].after.head) == (2, 0)
 
@@ -313,7 +313,7 @@ def test_changes_of_some_heads_are_those_of_their_numbers() -> None:
     ]
     changes = some(0.0, 5.0).diff(some(5.0, 1.0), match=True).changes()
     assert [x.sentence for x in changes] == [
-        "distance of layer 0, head 1 (head 4 before): 0.00 tokens before, 1.00 tokens after"
+        "distance of layer 0, head 4 (head 1 after): 0.00 tokens before, 1.00 tokens after"
     ]
     assert (changes[0].before.head, changes[0].after.head) == (4, 1)
 

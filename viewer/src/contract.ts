@@ -38,10 +38,10 @@ export interface Statistic {
   kind: Kind;
   low: number;
   high: number;
-  /** The least end of the scale of A − B. */
+  /** The least end of the scale of B − A. */
   least_change: number | null;
   first: boolean;
-  /** True of the total change between two scans, which A alone has. */
+  /** True of the total change from A to B, which A alone has. */
   is_change: boolean;
   rows: (number | null)[][];
 }
@@ -55,7 +55,7 @@ export interface Standout {
   middle: string;
 }
 
-/** A change from the second scan to the first: the head of the first, in a sentence on both. */
+/** A change from the first scan to the second: the head of the first, in a sentence on both. */
 export interface Change {
   layer: number;
   head: number;
@@ -94,6 +94,7 @@ export interface Meta {
   command: string | null;
   /** The file of each scan, as Python loads it. */
   files: string[];
+  /** A, the one before, and B, the one after, if there are two. */
   scans: Scan[];
   /** The strongest link that is not trivial: what the token of this head looks at. */
   opening: { layer: number; head: number; token: number } | null;

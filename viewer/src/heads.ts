@@ -34,7 +34,7 @@ export function allHeads(scan: Scan, statistic: Statistic | null): HeadValue[] {
   );
 }
 
-/** Return the values of B, or of A − B, for each head of A and its partner in B. */
+/** Return the values of B, or of B − A, for each head of A and its partner in B. */
 export function compared(
   scans: [Scan, Scan],
   name: string,
@@ -45,7 +45,7 @@ export function compared(
     const other = partner(head);
     const there = other && valueOf(scans[1], name, other.layer, other.head);
     if (mode === "B") return { ...head, value: there };
-    return { ...head, value: head.value === null || there === null ? null : head.value - there };
+    return { ...head, value: head.value === null || there === null ? null : there - head.value };
   });
 }
 

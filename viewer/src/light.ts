@@ -38,7 +38,7 @@ export class Light {
     return this.app.scan.sequences === 1 && (this.axes()?.every(({ size }) => size === 1) ?? false);
   }
 
-  /** The value that ends the scale of colours: 1, or of A − B the largest of the map. */
+  /** The value that ends the scale of colours: 1, or of B − A the largest of the map. */
   get end(): number {
     const { loaded, state } = this.app;
     return state.mode === "diff" && loaded?.map ? largest(loaded.map) : 1;

@@ -82,16 +82,16 @@ export class Axis {
   }
 }
 
-/** Return A − B over the tokens that both have, or null if the blocks are not the same. */
+/** Return B − A over the tokens that both have, or null if the blocks are not the same. */
 export function difference(a: HeadMap, b: HeadMap): HeadMap | null {
   const isSame = a.rows === b.rows && a.cols === b.cols && String(a.length) === String(b.length);
-  if (isSame) return { ...a, values: a.values.map((value, at) => value - (b.values[at] ?? 0)) };
+  if (isSame) return { ...a, values: a.values.map((value, at) => (b.values[at] ?? 0) - value) };
   if (!a.length || !b.length) return null;
   const [down, across] = [commonBlocks(a.rows, a.length[0], b.rows, b.length[0]), commonBlocks(a.cols, a.length[1], b.cols, b.length[1])];
   if (!down || !across) return null;
   const [rows, cols] = [down.blocks, across.blocks];
   const at = (map: HeadMap, n: number): number => map.values[Math.floor(n / cols) * map.cols + (n % cols)] ?? 0;
-  const values = Float32Array.from({ length: rows * cols }, (_, n) => at(a, n) - at(b, n));
+  const values = Float32Array.from({ length: rows * cols }, (_, n) => at(b, n) - at(a, n));
   return { rows, cols, length: [down.length, across.length], values };
 }
 

@@ -32,15 +32,13 @@ export function gridLines(app: App, comparison: "B" | "diff" | null): string | n
   const { meta, scan, statistic } = app;
   if (!statistic) return null;
   const draw = `plot("grid", statistic=${quoted(statistic.name)})`;
-  if (statistic.is_change) {
+  if (statistic.is_change || comparison === "diff") {
     const match = meta.matched ? ", match=True" : "";
-    return `${IMPORT}${load(app, 1)}.diff(${load(app, 0)}${match}).plot(${quoted(statistic.name)})`;
+    return `${IMPORT}${load(app, 0)}.diff(${load(app, 1)}${match}).plot(${quoted(statistic.name)})`;
   }
   if (!comparison) return `${IMPORT}${load(app, 0)}.${draw}`;
   const isPaired = meta.matched?.every((heads, layer) => heads.every((head, at) => head === scan.layers[layer]?.heads[at]));
-  if (isPaired === false) return null;
-  if (comparison === "B") return `${IMPORT}${load(app, 1)}.${draw}`;
-  return `${IMPORT}${load(app, 1)}.diff(${load(app, 0)}).plot(${quoted(statistic.name)})`;
+  return isPaired === false ? null : `${IMPORT}${load(app, 1)}.${draw}`;
 }
 
 /** Return the line of the answer about a token, or null if the scan alone does not give it. */

@@ -23,14 +23,14 @@ export interface Lights {
   /** The token that looks, or is looked at; null if none is pinned or under the pointer. */
   token: number | null;
   what: Direction;
-  /** The largest first; of A − B, whatever their signs. */
+  /** The largest first; of B − A, whatever their signs. */
   entries: Entry[];
   /**
    * "row": the largest weights, from the kernel; "map": all weights, from a map of single tokens;
    * "top": the stored largest; "block": blocks of tokens.
    */
   exact: "row" | "map" | "top" | "block" | "none";
-  /** The weight that ends the scale of colours: 1, or of A − B the largest of the map. */
+  /** The weight that ends the scale of colours: 1, or of B − A the largest of the map. */
   end: number;
 }
 
@@ -43,7 +43,7 @@ export const marked = (entries: Entry[]): Entry[] => entries.filter(({ weight })
 export interface Loaded {
   a: HeadMap | null;
   b: HeadMap | null;
-  /** A, B or A − B, as the mode says; A where both stand side by side. */
+  /** A, B or B − A, as the mode says; A where both stand side by side. */
   map: HeadMap | null;
   top: TopKeys | null;
   queries: Text | null;

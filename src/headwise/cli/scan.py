@@ -47,8 +47,8 @@ PART_HELP = (
     "array. Without a page: --merge writes it."
 )
 WITH_HELP = (
-    "Show what changed from another model, which reads the same input, or from a scan in a folder "
-    "that --out wrote."
+    "Show what changed in another model, which reads the same input, or in a scan in a folder that "
+    "--out wrote."
 )
 TOP_KEYS_HELP = (
     "Heads of which the page shows the 4 largest weights of every token: 3.7,4.0 (layer.head), all "

@@ -84,15 +84,13 @@ def render_diff(
     title: str | None = None,
     name_of: Callable[[int], str] | None = None,
 ) -> str:
-    """Return the page of two scans: A is the later one, so that A − B is the difference."""
+    """Return the page of two scans: A is the one before, B the one after."""
     before, after = diff.before, diff.after
     assert isinstance(before, HeadScan)
     assert isinstance(after, HeadScan)
     is_matched = diff.assignment != tuple(layer.heads for layer in before.layer_scans)
-    report = view.ScanReport.of(after, title=title, name_of=name_of)
-    return render_scan_page(
-        replace(report, second=before, match=is_matched, names=(names[1], names[0]))
-    )
+    report = view.ScanReport.of(before, title=title, name_of=name_of)
+    return render_scan_page(replace(report, second=after, match=is_matched, names=names))
 
 
 def viewer_data(report: view.ScanReport) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -167,7 +165,7 @@ def report_meta(
         "files": list(report.files),
         "scans": [_scan_meta(report, *its) for its in each],
         "opening": None if second is not None else _opening_meta(report),
-        "matched": None if diff is None or not report.match else _matched_heads(diff),
+        "matched": list(map(list, diff.assignment)) if diff is not None and report.match else None,
         "changes": [] if diff is None else [_change_meta(diff, each) for each in report.changes],
     }
 
@@ -180,7 +178,7 @@ def _opening_meta(report: view.ScanReport) -> dict[str, int] | None:
 
 def _count_top_keys(scan: HeadScan, report: view.ScanReport) -> blobs.TopKeyCounts:
     heads = [standout.head for standout in view.standout_heads(scan)]
-    heads += [x.after if scan is report.scan else x.before for x in report.changes]
+    heads += [x.before if scan is report.scan else x.after for x in report.changes]
     chosen = {(head.layer_index, head.head) for head in heads}
     return blobs.count_top_keys(scan, None if report.top_keys == "all" else chosen)
 
@@ -237,7 +235,7 @@ def _drawn_statistics(scan: HeadScan, diff: ScanDiff | None) -> list[view.DrawnS
         else each
         for each in drawn
     ]
-    return [*both, *([view.total_change(diff)] if scan is diff.after else [])]
+    return [*both, *([view.total_change(diff)] if scan is diff.before else [])]
 
 
 def _layer_meta(
@@ -296,20 +294,11 @@ def _round_number(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _matched_heads(diff: ScanDiff) -> list[list[int]]:
-    """Return for each head of the later scan its partner in the earlier one, by layer."""
-    pairs = zip(diff.before.layer_scans, diff.after.layer_scans, diff.assignment, strict=True)
-    partners = [
-        (dict(zip(after, before.heads, strict=True)), layer) for before, layer, after in pairs
-    ]
-    return [[of[head] for head in layer.heads] for of, layer in partners]
-
-
 def _change_meta(diff: ScanDiff, change: HeadChange) -> dict[str, Any]:
     scale = view.joint_scale(diff, change.statistic)
     return {
-        "layer": change.after.layer_index,
-        "head": change.after.head,
+        "layer": change.before.layer_index,
+        "head": change.before.head,
         "statistic": change.statistic,
         "sentence": change.sentence,
         "places": [_round_number(scale.position(x.value)) for x in (change.before, change.after)],

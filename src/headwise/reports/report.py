@@ -130,7 +130,7 @@ class ScanReport:
     # Whether the page has all stored keys of every query, or those of heads that stand out, and
     # the first key of others.
     top_keys: Literal["all", "standouts"] = "standouts"
-    second: HeadScan | None = None  # another scan of the same layers and heads, to compare with
+    second: HeadScan | None = None  # the scan after this one, of the same layers and heads
     second_name_of: Callable[[int], str] | None = None  # of its tokens; `name_of` if None
     match: bool = False  # True to pair the heads of both by the least distance, else by number
     names: tuple[str, str] = ("A", "B")  # of the two scans
@@ -173,13 +173,13 @@ class ScanReport:
 
     @cached_property
     def diff(self) -> ScanDiff | None:
-        """The change from the second scan to this one; None if there is one scan alone."""
-        return None if self.second is None else self.second.diff(self.scan, match=self.match)
+        """The change from this scan to the second one; None if there is one scan alone."""
+        return None if self.second is None else self.scan.diff(self.second, match=self.match)
 
     @cached_property
     def changes(self) -> list[HeadChange]:
-        """The largest changes from the second scan to this one; none if there is one alone."""
-        return [] if self.diff is None else self.diff.changes(names=self.names[::-1])
+        """The largest changes from this scan to the second one; none if there is one alone."""
+        return [] if self.diff is None else self.diff.changes(names=self.names)
 
     @property
     def num_heads(self) -> int:
@@ -279,12 +279,12 @@ class ScanReport:
         first, second = self.names
         rows = [
             {
-                "layer_index": change.after.layer_index,
-                "head": change.after.head,
-                "other_head": change.before.head,
+                "layer_index": change.before.layer_index,
+                "head": change.before.head,
+                "other_head": change.after.head,
                 "statistic": change.statistic,
-                "first": None if math.isnan(change.after.value) else change.after.value,
-                "second": None if math.isnan(change.before.value) else change.before.value,
+                "first": None if math.isnan(change.before.value) else change.before.value,
+                "second": None if math.isnan(change.after.value) else change.after.value,
                 "size": change.size,
                 "sentence": change.sentence,
             }
@@ -638,9 +638,9 @@ def _make_change(
     if words[0] == words[1]:
         return None
     sides = [_name_side(*pair) for pair in zip(words, names, strict=True)]
-    pair = f"layer {layer}, head {second}"
+    pair = f"layer {layer}, head {first}"
     if second != first:
-        pair += f" ({_name_side(f'head {first}', names[0])})"
+        pair += f" ({_name_side(f'head {second}', names[1])})"
     return HeadChange(
         statistic=name,
         before=HeadValue(record.name, layer, first, values[0]),
@@ -668,12 +668,8 @@ def diverging_colour(position: float) -> RGB:
 
 
 def total_change(diff: ScanDiff) -> DrawnStatistic:
-    """Return `ScanDiff.apart` as a picture, by the heads of the later scan."""
-    values = torch.full_like(diff.apart, torch.nan)
-    for index, (layer, heads) in enumerate(
-        zip(diff.before.layer_scans, diff.assignment, strict=True)
-    ):
-        values[index, list(heads)] = diff.apart[index, list(layer.heads)]
+    """Return `ScanDiff.apart` as a picture, by the heads of the scan before."""
+    values = diff.apart
     real = values[values.isfinite()]
     high = max([LEAST_TOTAL, *real.tolist()])
     middle = float(real.median()) if real.numel() else math.nan

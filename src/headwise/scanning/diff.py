@@ -125,7 +125,7 @@ class ScanDiff(Displayed):
     ) -> Path:
         """Write the viewer's page of both scans, and return its path.
 
-        A is ``after`` and B is ``before``, so that A − B is the difference.
+        A is ``before`` and B is ``after``: a change is B − A, as everywhere.
 
         Args:
             path: the HTML file; it is replaced as a whole.

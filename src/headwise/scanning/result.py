@@ -215,7 +215,7 @@ class HeadScan(Displayed, ScanReadings):
         Args:
             model: the model that was scanned; the kernel then computes exact rows on demand.
             inputs: its inputs, as `headwise.scan` got them.
-            other: another scan of the same layers and heads, to compare with.
+            other: the scan after this one, of the same layers and heads, to compare with.
             title: the name of the model; its class if None.
             name_of: returns the text of a token id; without it, tokens are numbers.
             height: of the widget, in pixels.

@@ -20,7 +20,7 @@ export function gridFigure(app: App, grid: Grid): SVGSVGElement | null {
   if (!statistic) return null;
   const { comparison } = grid;
   const names = meta.scans.map(({ name }) => name);
-  const which = comparison === "diff" ? `, ${names[0]} (A) − ${names[1]} (B)` : comparison === "B" ? `, ${names[1]}` : "";
+  const which = comparison === "diff" ? `, ${names[1]} (B) − ${names[0]} (A)` : comparison === "B" ? `, ${names[1]}` : "";
   const { drawing, top } = drawingOf(app, grid, statistic);
   return sheet(withScale(drawing, scaleOf(grid, statistic), top), {
     title: `${meta.title}: ${statistic.heading}${which}`,
@@ -33,7 +33,7 @@ function scaleOf(grid: Grid, statistic: Statistic): Scale {
   const words = isShare(statistic) ? percent : number;
   if (grid.comparison === "diff") {
     const stops = [-1, -0.5, 0, 0.5, 1].map((share): [number, string] => [(1 + share) / 2, words(share * grid.most)]);
-    return { name: "A − B", colour: (position) => diverging(1 - 2 * position), stops };
+    return { name: "B − A", colour: (position) => diverging(1 - 2 * position), stops };
   }
   if (statistic.kind === "weight") {
     const stops = [0, 0.01, 0.1, 0.25, 0.5, 1].map((share): [number, string] => [Math.sqrt(share), percent(share)]);

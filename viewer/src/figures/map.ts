@@ -67,7 +67,7 @@ export function mapFigure(app: App): SVGSVGElement | null {
 export function titleOf(app: App): string {
   const { other, mode } = app.state;
   const both = other ? [`${app.nameOf(app.chosen)} (A)`, `${app.nameOf(other)} (B)`] : [];
-  const heads = mode === "diff" && other ? both.join(" − ") : mode === "both" && other ? both.join(" and ") : app.nameOf(app.shown);
+  const heads = mode === "diff" && other ? both.reverse().join(" − ") : mode === "both" && other ? both.join(" and ") : app.nameOf(app.shown);
   return `${app.meta.title}: ${heads}`;
 }
 
@@ -85,7 +85,7 @@ export function inRow(drawings: Drawing[]): Drawing {
 
 function meaning(view: Seen): string {
   const cells = `${view.light.resolution()}.`;
-  if (view.state.mode === "diff") return `Weight of A less weight of B, from each query to each key; ${cells}`;
+  if (view.state.mode === "diff") return `Weight of B less weight of A, from each query to each key; ${cells}`;
   return `Weight from each query to each key; ${cells}`;
 }
 
@@ -104,7 +104,7 @@ function scaleOf(map: HeadMap, isDifference: boolean): Scale {
   const place = (share: number): number => (1 + Math.sign(share) * Math.sqrt(Math.abs(share))) / 2;
   const colour = (position: number): RGB => colourOf(Math.sign(position - 0.5) * (2 * position - 1) ** 2 * most, true, most);
   const stops = [-1, -0.25, 0, 0.25, 1].map((share): [number, string] => [place(share), percent(share * most)]);
-  return { name: "A − B", colour, stops };
+  return { name: "B − A", colour, stops };
 }
 
 // ---- the drawing -----------------------------------------------------------------------------------

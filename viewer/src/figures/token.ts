@@ -30,7 +30,7 @@ export function tokenFigure(app: App): SVGSVGElement | null {
   const drawings = views.map((view) => drawingOf(view, weights));
   return sheet(inRow(isPair ? drawings.map(below) : drawings), {
     title: `${titleOf(app)}: ${question}`,
-    lines: [`${app.state.mode === "diff" ? "Weight of A less weight of B" : "Weight"}: ${answers.join("; ")}.`],
+    lines: [`${app.state.mode === "diff" ? "Weight of B less weight of A" : "Weight"}: ${answers.join("; ")}.`],
     note: `Read: ${app.meta.read}. headwise ${app.meta.headwise}.`,
   });
 }
@@ -79,6 +79,6 @@ function drawingOf(view: Seen, weights: number[]): Drawing {
       label(percent(tick), x(tick), height + 4 + SIZE, { "text-anchor": "middle" }),
     );
   }
-  root.append(label(isDifference ? "A − B" : "weight", WIDTH / 2, height + 2.8 * SIZE, { "text-anchor": "middle", fill: SOFT }));
+  root.append(label(isDifference ? "B − A" : "weight", WIDTH / 2, height + 2.8 * SIZE, { "text-anchor": "middle", fill: SOFT }));
   return { root, width: left + WIDTH + 60, height: height + 3.6 * SIZE };
 }

@@ -27,7 +27,7 @@ export function changeTable(sides: Sides[], names: [a: string, b: string], isMis
   const rows = sized.filter(({ size }) => size !== null).sort((x, y) => (y.size ?? 0) - (x.size ?? 0));
   const head = ["statistic", ...names, "change"].map((name) => element("th", { scope: "col" }, name));
   const body = rows.map(({ each: { statistic, a, b } }) => {
-    const change = a === null || b === null ? "" : signed(statistic, a - b);
+    const change = a === null || b === null ? "" : signed(statistic, b - a);
     const cells = [bare(statistic, a), bare(statistic, b), change].map((words) => element("td", {}, words));
     return element("tr", {}, element("th", { scope: "row" }, labelWithUnit(statistic)), ...cells);
   });

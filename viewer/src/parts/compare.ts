@@ -1,10 +1,11 @@
-/** The tools over the map: the head's name, what it is compared with, and A, B or A − B. */
+/** The tools over the map: the head's name, what it is compared with, and A, B or B − A. */
 
 import type { App } from "../app";
 import { button, element, rovingFocus, select } from "../dom";
 import { percent } from "../format";
 import { nameOf } from "../heads";
-import { positionOf } from "../maps";
+import { type HeadId, positionOf } from "../maps";
+import type { Mode } from "../state";
 import type { Loaded, Part } from "../view";
 
 export class Compare implements Part {
@@ -19,7 +20,7 @@ export class Compare implements Part {
     tools: HTMLElement,
   ) {
     this.others = select("compare with", [], (value) => this.chooseOther(value));
-    for (const [mode, words] of [["A", "A"], ["B", "B"], ["both", "A and B"], ["diff", "A − B"]] as const) {
+    for (const [mode, words] of [["A", "A"], ["B", "B"], ["both", "A and B"], ["diff", "B − A"]] as const) {
       const choice = button(words, {}, () => app.set({ mode }));
       choice.dataset["mode"] = mode;
       this.modes.append(choice);
@@ -37,9 +38,8 @@ export class Compare implements Part {
     const { app } = this;
     const { other, mode } = app.state;
     this.opener.setAttribute("aria-pressed", String(app.isChoosing));
-    const sign = { A: null, B: null, both: "and", diff: "−" }[mode];
-    const isPair = sign !== null && other !== null;
-    this.title.textContent = isPair ? `${app.shortName(app.chosen)} ${sign} ${app.shortName(other)}` : app.nameOf(app.shown);
+    const names = other && this.names(other);
+    this.title.textContent = names && (mode === "both" || mode === "diff") ? names[mode] : app.nameOf(app.shown);
     const options = this.options(loaded);
     const value = other ? `${other.scan}.${other.layer}.${other.head}` : "";
     if (other && !options.some(([each]) => each === value)) options.push([value, app.nameOf(other)]);
@@ -50,10 +50,14 @@ export class Compare implements Part {
       const isHere = choice.dataset["mode"] === mode;
       choice.setAttribute("aria-pressed", String(isHere));
       choice.tabIndex = isHere ? 0 : -1;
-      const heads = [app.chosen, other ?? app.chosen].map((head) => app.shortName(head));
-      const words = { A: heads[0], B: heads[1], both: heads.join(" and "), diff: heads.join(" − ") };
-      choice.setAttribute("aria-label", `${choice.textContent}: ${words[choice.dataset["mode"] as keyof typeof words]}`);
+      if (names) choice.setAttribute("aria-label", `${choice.textContent}: ${names[choice.dataset["mode"] as Mode]}`);
     }
+  }
+
+  /** Return what each mode shows: one head or both, A first, or what B has more than A. */
+  private names(other: HeadId): Record<Mode, string> {
+    const [A, B] = [this.app.shortName(this.app.chosen), this.app.shortName(other)];
+    return { A, B, both: `${A} and ${B}`, diff: `${B} − ${A}` };
   }
 
   private options(loaded: Loaded | null): [string, string][] {

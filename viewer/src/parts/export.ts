@@ -86,7 +86,7 @@ export class Export {
       ...across.tokens(at % map.cols),
       map.values[at] ?? 0,
     ]);
-    const last = app.state.mode === "diff" ? "A - B" : "weight";
+    const last = app.state.mode === "diff" ? "B - A" : "weight";
     return table(["first query", "last query", "first key", "last key", last], rows);
   }
 

@@ -248,8 +248,8 @@ export class Grid implements Part {
     const isDifference = this.comparison === "diff";
     const [low, high] = this.ends(statistic);
     const order = this.app.state.order === "value" ? `The ${isDifference ? "largest change" : "most"} first.` : "A row is a layer, a column a head.";
-    const names = this.app.meta.scans.map(({ name }) => name).join(" − ");
-    return `${statistic.heading}${isDifference ? `, ${names}` : ""}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
+    const [before, after] = this.app.meta.scans;
+    return `${statistic.heading}${isDifference ? `, ${after?.name} − ${before?.name}` : ""}: ${unitOf(statistic)}, colours from ${low} to ${high}. ${order}`;
   }
 
   colour({ value }: HeadValue, statistic: Statistic | null): RGB | null {

@@ -15,7 +15,7 @@ const KEYS: [keys: string, meaning: string][] = [
   ["d", "turn: what a token looks at, what looks at it"],
   ["c", "compare: then Enter or a click on a head, or on the number of a layer; Esc leaves"],
   ["Shift and a click", "compare with this head, or with this layer"],
-  ["x", "A, B, A and B, A − B"],
+  ["x", "A, B, A and B, B − A"],
   ["+ − 0", "in the map: zoom; drag moves"],
   ["/", "search the text, or a token by #17"],
   ["n and N", "next place, place before"],

@@ -27,7 +27,7 @@ export class Legend {
   update(isDifference: boolean, end: number): void {
     const values = isDifference ? SHARES.map((share) => share * end) : WEIGHTS;
     const shown = values.filter((value) => this.kind === "map" || Math.abs(value) >= LEAST);
-    const [low, high] = isDifference ? ["B more, %", "A more"] as const : ["weight, %", ""] as const;
+    const [low, high] = isDifference ? ["A more, %", "B more"] as const : ["weight, %", ""] as const;
     const least = `${this.kind === "map" ? "rings: " : ""}under ${100 * LEAST} %: not marked`;
     const soft = (words: string): HTMLElement => element("span", { class: "soft" }, words);
     const stops = shown.map((value) => this.stop(value, isDifference, end));

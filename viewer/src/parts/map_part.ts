@@ -9,7 +9,7 @@ import type { Loaded, Part, Seen } from "../view";
 
 export class MapPart implements Part {
   readonly root = element("section", { class: "map", "data-part": "map", "aria-label": "map of the head" });
-  /** The map of A, of B or of A − B. */
+  /** The map of A, of B or of B − A. */
   readonly main: MapPane;
   private readonly beside: MapPane; // that of B, where A stands in the other
   private readonly captions = [element("p", { class: "small" }), element("p", { class: "small" })] as const;

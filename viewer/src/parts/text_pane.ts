@@ -98,7 +98,7 @@ export class TextPane implements Part {
     if (token === null) return ["Choose a token of the text to see what it looks at."];
     const isDifference = state.mode === "diff";
     const verb = what === "keys" ? "looks at" : "is looked at by";
-    const head = isDifference && state.other ? `${app.shortName(app.chosen)} − ${app.shortName(state.other)}` : app.shortName(view.shown);
+    const head = isDifference && state.other ? `${app.shortName(state.other)} − ${app.shortName(app.chosen)}` : app.shortName(view.shown);
     const subject = nameOf(token, from ?? null, state.sequence);
     const looker = exact === "block" ? `The block of ${subject}` : subject;
     const ranks = loaded?.top?.ranks ?? 0;
