@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from headwise.surgery._prune import PruningPlan as PruningPlan
     from headwise.surgery._prune import plan_prune as plan_prune
     from headwise.surgery._prune import prune as prune
+    from headwise.surgery._regroup import Regrouping as Regrouping
+    from headwise.surgery._regroup import RegroupPlan as RegroupPlan
+    from headwise.surgery._regroup import plan_regroup as plan_regroup
+    from headwise.surgery._regroup import regroup as regroup
     from headwise.surgery.check import check_folder as check_folder
     from headwise.surgery.cut import Cut as Cut
     from headwise.surgery.cut import LayerCut as LayerCut
@@ -26,6 +30,7 @@ __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
         "_prune": "Pruning PruningPlan plan_prune prune",
+        "_regroup": "Regrouping RegroupPlan plan_regroup regroup",
         "check": "check_folder",
         "cut": "Cut LayerCut",
         "folders": "FolderPlan Written load plan_folder write",

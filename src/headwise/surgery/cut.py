@@ -150,15 +150,20 @@ class LayerCut:
         count = self._run_length(num_kv_heads)
         return self.then(Take(total, tuple(range(total)), tuple(range(0, before, count)), True))
 
-    def merge(self, num_kv_heads: int) -> LayerCut:
-        """Make this many kv heads, each the mean of kv heads that stand side by side.
+    def merge(self, num_kv_heads: int, **maps: Tensor | None) -> LayerCut:
+        """Make this many kv heads, each of kv heads that stand side by side: by default their mean.
 
-        `keep` puts those that shall be merged side by side. See `headwise.surgery.steps.Merge`.
+        `keep` puts those that shall be merged side by side.
+
+        Args:
+            num_kv_heads: a divisor of their number.
+            maps: key and query, value and output; see `headwise.surgery.steps.Merge`.
 
         Raises:
-            OptionError: not a divisor of the kv heads.
+            OptionError: not a divisor of the kv heads, or a map of one side alone.
+            ShapeError: maps that are not one square matrix for each kv head.
         """
-        return self.then(Merge(self._run_length(num_kv_heads)))
+        return self.then(Merge(self._run_length(num_kv_heads), **maps))
 
     def turn(self, *, key: Tensor | None = None, value: Tensor | None = None) -> LayerCut:
         """Change the basis of the channels inside each head; see `headwise.surgery.steps.Basis`."""
@@ -218,12 +223,18 @@ class LayerCut:
             text += ", at full size" if len(heads.query) == self.num_heads else ", some at size"
         if len(heads.kv) != self.num_kv_heads:
             text += f", {len(heads.kv)} of {self.num_kv_heads} kv heads"
-        kinds = [step.kind for step in self.steps if step.kind in NAMED]
-        return text + "".join(f", {NAMED[kind]}" for kind in dict.fromkeys(kinds))
+        phrases = dict.fromkeys(filter(None, map(_describe_step, self.steps)))
+        return text + "".join(f", {phrase}" for phrase in phrases)
+
+
+def _describe_step(step: Step) -> str:
+    """Return what numbers of heads do not say, or nothing."""
+    if isinstance(step, Merge):
+        return f"merged by {'maps' if step.has_maps else 'their mean'}"
+    return NAMED.get(step.kind, "")
 
 
 NAMED = {
-    "merge": "merged by their mean",
     "basis": "in another basis",
     "shift": "with a mean in the bias",
     "refit": "with a fitted output projection",

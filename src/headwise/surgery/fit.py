@@ -50,6 +50,13 @@ class Decision:
     refit: float
 
 
+def match_name(heads: ModelHeads, label: str) -> str | None:
+    """Return the name in a cut of an attention that was recorded under a label, None for none."""
+    path = label.partition(" (")[0] + "."
+    fits = [name for name in heads.specs if path.startswith(name) or name.startswith(path)]
+    return max(fits, key=len, default=None)
+
+
 def match_names(heads: ModelHeads, recorded: Iterable[str]) -> dict[str, str]:
     """Return the recorded name of each attention, by its name in a cut, in the order of a run.
 
@@ -58,11 +65,9 @@ def match_names(heads: ModelHeads, recorded: Iterable[str]) -> dict[str, str]:
     """
     names: dict[str, str] = {}
     for label in recorded:
-        path = label.partition(" (")[0] + "."
-        fits = [name for name in heads.specs if path.startswith(name) or name.startswith(path)]
-        if not fits:
+        name = match_name(heads, label)
+        if name is None:
             continue
-        name = max(fits, key=len)
         if name in names:
             raise OptionError(
                 saw=f"{name.rstrip('.')}, which runs several times in one pass",

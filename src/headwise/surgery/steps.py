@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import OptionError, ShapeError
-from headwise.function.spec import AlibiRule, AttentionSpec, Other
+from headwise.function.spec import ABSENT, AlibiRule, AttentionSpec, Other
 from headwise.function.weights import AXES, State, take_heads
 from headwise.support.text import list_some
 
@@ -23,6 +23,7 @@ from headwise.support.text import list_some
 # numbers rounded once. "no": outputs are others.
 Equality = Literal["indices", "rounding", "no"]
 KV_TENSORS = tuple(name for name, axes in AXES.items() if axes[0] == "kv_heads")
+KEYS, VALUES = ("wk", "bk", "extra_k"), ("wv", "bv", "extra_v")  # whose channels a map changes
 
 
 @dataclass(frozen=True)
@@ -155,20 +156,39 @@ def _are_equal_rows(tensor: Tensor, row: int, other: int) -> bool:
     return bool(torch.equal(tensor[row], tensor[other]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Merge(Step):
-    """Grouped heads from more kv heads: each new one is the mean of ``count`` that follow it.
+    """Grouped heads from more kv heads: each new one is made of ``count`` that follow it.
 
-    GQA (arXiv:2305.13245), section 2.1, makes grouped heads in this way.
+        k' = Σ key_j @ k_j,  q' = query_j @ q,  v' = Σ value_j @ v_j,  wo' = output_j @ wo
+
+    The sums are over the kv heads j of a run; queries and output projections are those of the heads
+    that read j. Without maps a new kv head is the mean, as in GQA (arXiv:2305.13245), section 2.1.
+    `headwise.surgery.maps` fits maps to data. With a rotation, those of keys and queries keep its
+    planes; see `require_rotary_planes`.
+
+    Attributes:
+        count: the number of kv heads in a run.
+        key, query: (kv_heads, head_dim, head_dim) before the merge; None for the mean.
+        value, output: (kv_heads, value_dim, value_dim) before the merge; None for the mean.
     """
 
     kind: ClassVar[str] = "merge"
     count: int
+    key: Tensor | None = None
+    query: Tensor | None = None
+    value: Tensor | None = None
+    output: Tensor | None = None
+
+    @property
+    def has_maps(self) -> bool:
+        """True unless all new kv heads are means."""
+        return self.key is not None or self.value is not None
 
     @property
     def equality(self) -> Equality:
         """Outputs change, unless the merged kv heads are equal."""
-        return "indices" if self.count == 1 else "no"
+        return "indices" if self.count == 1 and not self.has_maps else "no"
 
     def follow(self, origins: Origins) -> Origins:
         """Return the heads with merged kv heads."""
@@ -178,22 +198,36 @@ class Merge(Step):
                 needed=f"a divisor of {len(origins.kv)}",
                 do="choose a number of kv heads that divides the one before",
             )
+        for names in (("key", "query"), ("value", "output")):
+            maps = [getattr(self, name) for name in names]
+            if (maps[0] is None) != (maps[1] is None):
+                raise OptionError(
+                    saw=f"a map of {names[maps[0] is None]} alone",
+                    needed=f"maps of {names[0]} and {names[1]}, or none",
+                    do="give both",
+                )
+            for name, each in zip(names, maps, strict=True):
+                _require_square(name, each, len(origins.kv))
         runs = [origins.kv[j : j + self.count] for j in range(0, len(origins.kv), self.count)]
         merged = tuple(tuple(sorted({o for kv in run for o in kv})) for run in runs)
         return replace(origins, kv=merged)
 
     def apply(self, state: State) -> State:
-        """Return the tensors with the mean of the keys' and values' matrices."""
-        merged = dict(state)
+        """Return the tensors with merged kv heads, computed in float64 and rounded once."""
+        merged = _map_heads(state, self.query, ("wq", "bq"))
+        merged = _map_heads(merged, self.output, ("wo",))
+        maps = dict.fromkeys(KEYS, self.key) | dict.fromkeys(VALUES, self.value)
         for name in KV_TENSORS:
             if name in state:
-                runs = state[name].double().unflatten(0, (-1, self.count))
-                merged[name] = runs.mean(1).to(state[name].dtype)
+                each, exact = maps.get(name), state[name].double()
+                exact = exact if each is None else self.count * _map_channels(each, exact)
+                merged[name] = exact.unflatten(0, (-1, self.count)).mean(1).to(state[name].dtype)
         return merged
 
     def require_function(self, spec: AttentionSpec) -> None:
-        """Raise for a norm over the width of all heads."""
+        """Raise for a norm over the width of all heads, and for maps that something forbids."""
         _require_own_channels(self, spec)
+        _require_maps((self.key, self.query), (self.value,), spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,61 +250,95 @@ class Basis(Step):
 
     @property
     def equality(self) -> Equality:
-        """Products of two bases are rounded."""
+        """InputProducts of two bases are rounded."""
         return "rounding"
 
     def follow(self, origins: Origins) -> Origins:
         """Return the same heads."""
-        for name, basis in (("key", self.key), ("value", self.value)):
-            if basis is not None and (
-                basis.dim() != 3
-                or basis.shape[0] != len(origins.kv)
-                or basis.shape[1] != basis.shape[2]
-            ):
-                raise ShapeError(
-                    saw=f"a {name} basis {tuple(basis.shape)} for {len(origins.kv)} kv heads",
-                    needed=f"({len(origins.kv)}, channels, channels)",
-                    do="give one square matrix for each kv head",
-                )
+        _require_square("key", self.key, len(origins.kv))
+        _require_square("value", self.value, len(origins.kv))
         return origins
 
     def apply(self, state: State) -> State:
         """Return the tensors in the other basis, computed in float64 and rounded once."""
         turned = dict(state)
-        group = state["wq"].shape[0] // state["wk"].shape[0]
         for basis, ours, theirs in (
-            (self.key, ("wk", "bk", "extra_k"), ("wq", "bq")),
-            (self.value, ("wv", "bv", "extra_v"), ("wo",)),
+            (self.key, KEYS, ("wq", "bq")),
+            (self.value, VALUES, ("wo",)),
         ):
             if basis is None:
                 continue
             exact = basis.double()
-            inverse = torch.linalg.inv(exact).mT.repeat_interleave(group, 0)
-            for names, matrix in ((ours, exact), (theirs, inverse)):
-                for name in names:
-                    if name in state:
-                        turned[name] = _map_channels(matrix, state[name])
+            for name in ours:
+                if name in state:
+                    turned[name] = _map_channels(exact, state[name]).to(state[name].dtype)
+            turned = _map_heads(turned, torch.linalg.inv(exact).mT, theirs)
         return turned
 
     def require_function(self, spec: AttentionSpec) -> None:
         """Raise where a norm, a gate or the rotation tells the channels of a head apart."""
-        if self.value is not None and spec.output_gate == "channel":
-            raise _channels_differ("values", "an output gate for each channel")
-        if self.key is None:
-            return
-        if spec.qk_norm:
-            raise _channels_differ("keys", "a norm of queries and keys")
-        if isinstance(spec.rotary, Other):
-            _refuse_unknown("rotation", spec.rotary)
-        if spec.rotation is not None:
-            width = spec.rotation.width
-            require_rotary_planes(self.key, self.key.shape[-1] if width is None else width)
+        _require_maps((self.key,), (self.value,), spec)
+
+
+def require_free_values(spec: AttentionSpec) -> None:
+    """Raise OptionError where something tells the channels of values apart."""
+    if spec.output_gate == "channel":
+        raise _channels_differ("values", "an output gate for each channel")
+    if spec.clip is not ABSENT:
+        raise _channels_differ("values", "projections that are clipped")
+
+
+def require_free_keys(spec: AttentionSpec) -> None:
+    """Raise OptionError where more than a rotation tells the channels of keys apart."""
+    if spec.qk_norm:
+        raise _channels_differ("keys", "a norm of queries and keys")
+    if spec.clip is not ABSENT:
+        raise _channels_differ("keys", "projections that are clipped")
+    if isinstance(spec.rotary, Other):
+        _refuse_unknown("rotation", spec.rotary)
+
+
+def _require_maps(
+    keys: Sequence[Tensor | None], values: Sequence[Tensor | None], spec: AttentionSpec
+) -> None:
+    """Raise OptionError where a layer's function does not allow these maps of channels."""
+    if any(each is not None for each in values):
+        require_free_values(spec)
+    for matrix in keys:
+        if matrix is not None:
+            require_free_keys(spec)
+            if spec.rotation is not None:
+                width = spec.rotation.width
+                require_rotary_planes(matrix, matrix.shape[-1] if width is None else width)
+
+
+def _require_square(name: str, maps: Tensor | None, kv_heads: int) -> None:
+    """Raise ShapeError unless there is one square matrix for each kv head."""
+    if maps is not None and not (
+        maps.dim() == 3 and maps.shape[0] == kv_heads and maps.shape[1] == maps.shape[2]
+    ):
+        raise ShapeError(
+            saw=f"maps of {name} {tuple(maps.shape)} for {kv_heads} kv heads",
+            needed=f"({kv_heads}, channels, channels)",
+            do="give one square matrix for each kv head",
+        )
 
 
 def _map_channels(matrix: Tensor, tensor: Tensor) -> Tensor:
     """Return a tensor (heads, channels, ...) after a matrix (heads, channels, channels)."""
     flat = tensor.double().reshape(*tensor.shape[:2], -1)
-    return (matrix @ flat).reshape(tensor.shape).to(tensor.dtype)
+    return (matrix.to(flat) @ flat).reshape(tensor.shape)
+
+
+def _map_heads(state: State, maps: Tensor | None, names: Sequence[str]) -> State:
+    """Return the tensors after a matrix for each kv head, which all its query heads share."""
+    mapped = dict(state)
+    for name in names if maps is not None else ():
+        if name in state:
+            assert maps is not None
+            each = maps.repeat_interleave(len(state[name]) // len(maps), 0)
+            mapped[name] = _map_channels(each, state[name]).to(state[name].dtype)
+    return mapped
 
 
 def require_rotary_planes(basis: Tensor, width: int) -> None:

@@ -1,0 +1,299 @@
+"""Regrouping: fewer kv heads, which more query heads share.
+
+plan = plan_regroup(model, inputs, kv_heads=6)   # which kv heads are merged, and what is lost
+print(plan)
+result = plan.measure()                          # regroup(model, inputs, kv_heads=6) does both
+print(result)
+result.model, result.cut
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwise.errors import OptionError
+from headwise.scanning.weights import unwrap_compiled
+from headwise.support.progress import Progress, no_progress
+from headwise.support.text import describe_value
+from headwise.surgery.channels import InputProducts, record_products
+from headwise.surgery.cut import Cut
+from headwise.surgery.data import Data
+from headwise.surgery.maps import How, require_how
+from headwise.surgery.memory import cut_model
+from headwise.surgery.merge import Merged, merge_heads
+from headwise.surgery.models import ModelHeads
+from headwise.surgery.quality import Measure, Quality, interval
+
+MOST_LAYERS = 10  # lines of a table
+
+
+@dataclass(frozen=True)
+class MergePoint:
+    """Point of the curve of quality against kv heads.
+
+    Attributes:
+        kv_heads: the number of kv heads that are left in each layer.
+        mean: the mean quality on held-out data, where each is the mean of its neighbours.
+        merged: the same by the maps and the groups of the plan.
+        is_chosen: True for the number of the plan.
+    """
+
+    kv_heads: int
+    mean: float
+    merged: float
+    is_chosen: bool
+
+
+@dataclass(frozen=True, eq=False)
+class RegroupPlan:
+    """Plan of a regrouping: the kv heads that become one, and what is lost of them.
+
+    ``str()`` is a table by layer. Nothing is measured on held-out data yet.
+
+    Attributes:
+        heads: the attention modules of the model.
+        data: inputs to fit on, and held-out ones.
+        quality: the measure.
+        products: those of the inputs of each layer, on the data to fit on.
+        kv_heads: the number of kv heads of each layer after the cut.
+        how: "fitted", "aligned" or "mean".
+        cut: the merge of each layer.
+        merged: the groups of each layer, and what it loses.
+    """
+
+    heads: ModelHeads
+    data: Data
+    quality: Quality
+    products: Mapping[str, InputProducts]
+    kv_heads: int
+    how: How
+    cut: Cut
+    merged: Mapping[str, Merged]
+
+    def measure(self, progress: Progress = no_progress) -> Regrouping:
+        """Make the cut, and measure it and the curve on held-out data.
+
+        Args:
+            progress: called with (stage, steps done, steps in all).
+        """
+        model, held_out = self.heads.model, self.data.held_out
+        made = cut_model(self.cut, model)
+        before, after = (self.quality.values(each, held_out) for each in (model, made))
+        return Regrouping(self, made, before, after, self._curve(before, after, progress))
+
+    def _curve(self, before: Tensor, after: Tensor, progress: Progress) -> tuple[MergePoint, ...]:
+        """Measure every number of kv heads that all layers can have."""
+        counts = [int(spec.num_kv_heads) for spec in self.heads.specs.values()]
+        most = min(counts)
+        fits = [n for n in range(1, most + 1) if all(count % n == 0 for count in counts)]
+        points = []
+        for done, number in enumerate(fits):
+            progress("curve", done, len(fits))
+            if number == most and number == max(counts):
+                mean = merged = float(before.mean())
+            else:
+                mean = self._measure_cut(number, "mean", alike=False)
+                is_chosen = number == self.kv_heads
+                merged = float(after.mean()) if is_chosen else self._measure_cut(number, self.how)
+            points.append(MergePoint(number, mean, merged, number == self.kv_heads))
+        progress("curve", len(fits), len(fits))
+        return tuple(points)
+
+    def _measure_cut(self, kv_heads: int, how: How, *, alike: bool = True) -> float:
+        cut, _ = merge_heads(self.heads, self.products, kv_heads, how, alike=alike)
+        model = cut_model(cut, self.heads.model)
+        return float(self.quality.values(model, self.data.held_out).mean())
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row for each layer: its name, kv heads, groups, and what is lost."""
+        return [{"layer": name, **asdict(merged)} for name, merged in self.merged.items()]
+
+    def __str__(self) -> str:
+        """Return at most 14 lines."""
+        rows = [*self.merged.items()]
+        numbers = sorted({merged.kv_heads for _, merged in rows})
+        before = " or ".join(map(str, numbers))
+        keys, values = (
+            sum(getattr(merged, name) for _, merged in rows) / len(rows)
+            for name in ("keys", "values")
+        )
+        lines = [
+            f"{self.kv_heads} of {before} kv heads in each layer, {WORDS[self.how]}",
+            f"predicted loss: {keys:.1%} of what queries read in keys, {values:.1%} of what "
+            "outputs read in values",
+        ]
+        width = max(len(name) for name, _ in rows)
+        for name, merged in rows[:MOST_LAYERS]:
+            groups = " ".join("+".join(map(str, group)) for group in merged.groups)
+            lines.append(
+                f"{name:{width}}  keys {merged.keys:6.1%}  values {merged.values:6.1%}  {groups}"
+            )
+        if len(rows) > MOST_LAYERS:
+            lines.append(f"and {len(rows) - MOST_LAYERS} more layers")
+        return "\n".join(lines)
+
+
+WORDS: dict[How, str] = {
+    "fitted": "merged by the maps that lose least",
+    "aligned": "the mean after each head is turned towards the others",
+    "mean": "the mean of merged heads",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Regrouping:
+    """Result of a regrouping.
+
+    ``str()`` is a report of at most 20 lines.
+
+    Attributes:
+        plan: the plan.
+        model: a copy of the model with the cut.
+        before, after: the quality of each held-out sequence, (sequences,).
+        curve: the mean quality on held-out data against kv heads.
+    """
+
+    plan: RegroupPlan
+    model: Any
+    before: Tensor
+    after: Tensor
+    curve: tuple[MergePoint, ...]
+
+    @property
+    def cut(self) -> Cut:
+        """The merge of each layer."""
+        return self.plan.cut
+
+    @property
+    def change(self) -> tuple[float, float, float]:
+        """The mean change of quality, and its 95 % bootstrap interval over sequences."""
+        difference = self.after - self.before
+        return (float(difference.mean()), *interval(difference))
+
+    def __str__(self) -> str:
+        """Return the plan, the quality before and after, and the curve."""
+        return "\n".join([str(self.plan), *self.result_lines()])
+
+    def result_lines(self) -> list[str]:
+        """Return what was measured, in lines."""
+        change, low, high = self.change
+        lines = [
+            f"quality: {self.plan.quality.title}",
+            f"on {len(self.after)} sequences; {self.plan.data.note}",
+            f"{float(self.before.mean()):.4f} before, {float(self.after.mean()):.4f} after: "
+            f"{change:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}",
+            "kv heads:            " + " ".join(f"{self._mark(point):>7}" for point in self.curve),
+            "mean of neighbours:  " + " ".join(f"{point.mean:7.4f}" for point in self.curve),
+        ]
+        name = f"{self.plan.how}:"
+        merged = " ".join(f"{point.merged:7.4f}" for point in self.curve)
+        return [*lines, f"{name:20} {merged}"]
+
+    @staticmethod
+    def _mark(point: MergePoint) -> str:
+        return f"*{point.kv_heads}" if point.is_chosen else str(point.kv_heads)
+
+    def to_json(self) -> str:
+        """Return all numbers of the report as JSON; the cut has a file of its own."""
+        return json.dumps(self.values(), indent=1) + "\n"
+
+    def values(self) -> dict[str, Any]:
+        """Return all numbers of the report by name."""
+        change, low, high = self.change
+        return {
+            "merge": self.plan.how,
+            "measure": self.plan.quality.title,
+            "kv_heads": self.plan.kv_heads,
+            "sequences": len(self.after),
+            "held_out": self.plan.data.note,
+            "before": float(self.before.mean()),
+            "after": float(self.after.mean()),
+            "change": {"mean": change, "low": low, "high": high},
+            "curve": [asdict(point) for point in self.curve],
+            "layers": self.plan.table(),
+        }
+
+
+def plan_regroup(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    kv_heads: int,
+    merge: How = "fitted",
+    held_out: Any = None,
+    measure: Measure | None = None,
+    progress: Progress = no_progress,
+) -> RegroupPlan:
+    """Choose the kv heads that become one, and fit their maps; see `regroup`."""
+    require_how(merge)
+    model = unwrap_compiled(model)
+    heads = ModelHeads(model)
+    _require_fewer(heads, kv_heads)
+    data = Data.of(inputs, held_out)
+    quality = Quality.of(model, [*data.fit, *data.held_out], measure)
+    products = record_products(heads, data.fit, progress=progress)
+    cut, merged = merge_heads(heads, products, kv_heads, merge)
+    return RegroupPlan(heads, data, quality, products, kv_heads, merge, cut, merged)
+
+
+def regroup(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    kv_heads: int,
+    merge: How = "fitted",
+    held_out: Any = None,
+    measure: Measure | None = None,
+    progress: Progress = no_progress,
+) -> Regrouping:
+    """Make fewer kv heads of those of a model, and measure what that costs on other data.
+
+    The given model stays as it is. Those kv heads become one that lose least together, unless the
+    order of heads means something. A class of transformers without kv heads gets a copy of the
+    merged ones for each head.
+
+    Args:
+        model: a model of transformers, or a module made of layers of headwise.
+        inputs: data to fit on, as for `headwise.scanning.importance.ablations`.
+        kv_heads: the number in each layer, a divisor of the present one.
+        merge: "fitted" for the maps that lose least, "aligned" for the mean after each head is
+            turned towards the others, or "mean"; see `headwise.surgery.maps`. The mean is taken of
+            keys or values whose channels something tells apart, such as a norm of keys.
+        held_out: data to measure on. None to hold out half of the inputs.
+        measure: (output, input) -> (batch,), higher is better; None for the usual one.
+        progress: called with (stage, steps done, steps in all).
+
+    Raises:
+        OptionError: another number, a sequence that is in both parts of the data, a layer that does
+            not run, or a model that cannot be cut (see `ModelHeads`).
+        ShapeError: a measure that is not one number for each sequence.
+    """
+    plan = plan_regroup(
+        model,
+        inputs,
+        kv_heads=kv_heads,
+        merge=merge,
+        held_out=held_out,
+        measure=measure,
+        progress=progress,
+    )
+    return plan.measure(progress)
+
+
+def _require_fewer(heads: ModelHeads, kv_heads: int) -> None:
+    """Raise OptionError unless all layers can have so many kv heads, and one has more."""
+    counts = sorted({int(spec.num_kv_heads) for spec in heads.specs.values()})
+    fits = [n for n in range(1, counts[-1]) if all(count % n == 0 for count in counts)]
+    if kv_heads not in fits:
+        raise OptionError(
+            saw=f"{{kv_heads}}={describe_value(kv_heads)} for layers of "
+            f"{' and '.join(map(str, counts))} kv heads",
+            needed=f"a divisor below: {', '.join(map(str, fits))}" if fits else "more than one",
+            do="choose one of these" if fits else "leave the model as it is",
+            parameter="kv_heads",
+        )

@@ -1,0 +1,179 @@
+"""Merges of the kv heads of a model: which become one, by which maps, and what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from headwise.errors import OptionError
+from headwise.function.spec import AttentionSpec
+from headwise.surgery.channels import (
+    Channels,
+    InputProducts,
+    has_place_for_means,
+    key_channels,
+    mean_values,
+    real_maps,
+    value_channels,
+)
+from headwise.surgery.cut import Cut, LayerCut
+from headwise.surgery.groups import Groups, group_alike, neighbours
+from headwise.surgery.maps import How, Maps, cost, fit, select
+from headwise.surgery.models import ModelHeads
+from headwise.surgery.steps import require_free_keys, require_free_values
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Merge of the kv heads of one layer.
+
+    Attributes:
+        kv_heads: their number before.
+        groups: numbers of the kv heads that become one.
+        keys: the cost of what is lost of the keys, as a share of that of losing all of them.
+        values: the same of the values.
+    """
+
+    kv_heads: int
+    groups: Groups
+    keys: float
+    values: float
+
+
+def merge_heads(
+    heads: ModelHeads,
+    products: Mapping[str, InputProducts],
+    kv_heads: int,
+    how: How,
+    *,
+    alike: bool = True,
+) -> tuple[Cut, dict[str, Merged]]:
+    """Return the cut to fewer kv heads in each layer, and what each layer loses.
+
+    Args:
+        heads: the attention modules of the model.
+        products: those of the inputs of each layer; see `headwise.surgery.channels`.
+        kv_heads: a divisor of the number of each layer.
+        how: "fitted", "aligned" or "mean"; see `headwise.surgery.maps`.
+        alike: True to merge those that lose least together; False for neighbours.
+
+    Raises:
+        OptionError: another number, or a layer without products.
+    """
+    layers, merged = {}, {}
+    for name, whole in heads.whole():
+        if whole.num_kv_heads == kv_heads:
+            continue
+        _ = whole.merge(kv_heads)  # raises for another number
+        if name not in products:
+            raise OptionError(
+                saw=f"{name.rstrip('.')}, which did not run on the inputs",
+                needed="inputs that run every layer whose kv heads are merged",
+                do="give inputs of the whole model",
+            )
+        layer = _Layer(heads, name, products[name], kv_heads, how)
+        groups = layer.group_alike() if alike else layer.neighbours
+        layers[name], merged[name] = layer.merge(groups)
+    return Cut(layers), merged
+
+
+class _Layer:
+    """One layer whose kv heads are merged."""
+
+    def __init__(
+        self, heads: ModelHeads, name: str, products: InputProducts, kv_heads: int, how: How
+    ) -> None:
+        self.whole, self.kv_heads = heads.whole().layers[name], kv_heads
+        self.count = self.whole.num_kv_heads // kv_heads
+        self.spec, self.state = heads.specs[name], heads.canonical(name)
+        self.keys = key_channels(self.state, self.spec, products)
+        self.values = value_channels(self.state, products)
+        self.means = mean_values(self.state, products)
+        self.hows: tuple[How, How] = (
+            how if _is_allowed(require_free_keys, self.spec) else "mean",
+            how if _is_allowed(require_free_values, self.spec) else "mean",
+        )
+        self.shares_order = any(name in stack and len(stack) > 1 for stack in heads.stacks)
+
+    @property
+    def neighbours(self) -> Groups:
+        return neighbours(self.whole.num_kv_heads, self.count)
+
+    def group_alike(self) -> Groups:
+        """Return the groups that lose least, or neighbours where heads cannot change places."""
+        total = self.whole.num_kv_heads
+        if self.shares_order or not self._may_move([*reversed(range(total))]):
+            return self.neighbours
+        pairs = torch.tensor([*combinations(range(total), 2)])
+        lost = sum(share for share, _ in self._fit_all(pairs))
+        costs = torch.zeros(total, total, dtype=torch.float64)
+        costs[pairs[:, 0], pairs[:, 1]] = costs[pairs[:, 1], pairs[:, 0]] = torch.as_tensor(lost)
+        return group_alike(costs, self.count)
+
+    def merge(self, groups: Groups) -> tuple[LayerCut, Merged]:
+        """Return the cut that makes one kv head of each group."""
+        order = torch.tensor(groups)
+        (keys, key_maps), (values, value_maps) = self._fit_all(order)
+        cut = self.whole
+        if groups != self.neighbours:
+            cut = cut.keep(self._heads_of(order.flatten().tolist()))
+        maps: dict[str, Tensor] = {}
+        if self.hows[0] != "mean":
+            maps |= _as_step(("key", "query"), self.keys, key_maps, self.state["wk"].shape[1])
+        if self.hows[1] != "mean":
+            maps |= _as_step(("value", "output"), self.values, value_maps, self.means.shape[1])
+        cut = cut.merge(self.kv_heads, **maps)
+        if "value" in maps and has_place_for_means(self.state):
+            cut = cut.shift(self._lost_mean(order.flatten(), maps["value"], maps["output"]))
+        lost = float(keys.sum()), float(values.sum())
+        return cut, Merged(self.whole.num_kv_heads, groups, *lost)
+
+    def _fit_all(self, heads: Tensor) -> list[tuple[Tensor, list[Maps]]]:
+        """Return the shares that groups of heads (groups, n) lose, and their maps: keys, values."""
+        fitted = []
+        for channels, how in zip((self.keys, self.values), self.hows, strict=True):
+            groups = [select(each, heads) for each in channels]
+            maps = [fit(group, how) for group in groups]
+            lost = torch.stack([cost(g, m).sum(0) for g, m in zip(groups, maps, strict=True)])
+            total = sum(each.total for each in channels)
+            fitted.append((lost.sum(0) / (total or 1.0), maps))  # nothing is lost of nothing
+        return fitted
+
+    def _lost_mean(self, order: Tensor, value: Tensor, output: Tensor) -> Tensor:
+        """Return the mean output that the merge loses, in float64."""
+        means = self.means[order]
+        merged = (value @ means[..., None]).squeeze(-1)
+        merged = merged.unflatten(0, (-1, self.count)).sum(1).repeat_interleave(self.count, 0)
+        lost = means - (output.mT @ merged[..., None]).squeeze(-1)
+        wo = self.state["wo"].double().unflatten(0, (len(means), -1)).sum(1)[order]
+        return torch.einsum("nv,nvo->o", lost, wo)
+
+    def _heads_of(self, kv_heads: list[int]) -> list[int]:
+        group = self.whole.origins.group
+        return [kv * group + head for kv in kv_heads for head in range(group)]
+
+    def _may_move(self, order: list[int]) -> bool:
+        moved = self.whole.keep(self._heads_of(order))
+        return _is_allowed(moved.steps[0].require_function, self.spec)
+
+
+def _is_allowed(require: Callable[[AttentionSpec], None], spec: AttentionSpec) -> bool:
+    """True unless the requirement raises."""
+    try:
+        require(spec)
+    except OptionError:
+        return False
+    return True
+
+
+def _as_step(
+    names: tuple[str, str], channels: Sequence[Channels], maps: Sequence[Maps], width: int
+) -> dict[str, Tensor]:
+    """Return maps (p, groups, n, m, m) as the matrices of a merge, in the order of the groups."""
+    to = [each.to.flatten(1, 2) for each in maps]
+    back = [each.back.mH.flatten(1, 2) for each in maps]
+    return {n: real_maps(channels, x, width) for n, x in zip(names, (to, back), strict=True)}
