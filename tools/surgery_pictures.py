@@ -33,7 +33,7 @@ def main() -> None:
     )
     pruned = surgery.prune(model, to_fit, held_out=held_out, keep=0.75)
     print(pruned)
-    write_whole(CURVE, str(draw_curve(pruned.curve, pruned.plan.quality.title)))
+    write_whole(CURVE, str(draw_curve(pruned)))
 
 
 if __name__ == "__main__":

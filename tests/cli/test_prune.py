@@ -86,7 +86,8 @@ def test_plain_transformers_loads_the_smaller_model(
     page = (tmp_path / "smaller.html").read_text()
     assert "with 12 of 16 heads" in page
     assert page.count('class="gone ') == 4
-    assert "AutoModel.from_pretrained" in page
+    assert "from transformers import LlamaForCausalLM" in page
+    assert "LlamaForCausalLM.from_pretrained" in page
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

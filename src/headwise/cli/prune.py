@@ -110,16 +110,16 @@ def prune(
     _report(pruned, written, difference, page=page, title=title, start=start, as_json=as_json)
 
 
-def lines_that_load(written: Written) -> list[str]:
-    """Return the Python that loads a folder."""
+def lines_that_load(written: Written, kind: str) -> list[str]:
+    """Return the Python that loads a folder with a model of a class of transformers."""
     if written.form == "headwise":
         return [
             "import headwise.surgery",
             f"model = headwise.surgery.load({str(written.folder)!r})",
         ]
     return [
-        "from transformers import AutoModel",
-        f"model = AutoModel.from_pretrained({str(written.folder)!r})",
+        f"from transformers import {kind}",
+        f"model = {kind}.from_pretrained({str(written.folder)!r})",
     ]
 
 
@@ -136,7 +136,7 @@ def _report(
     from headwise.reports.surgery import render_pruning
     from headwise.support.text import human_bytes
 
-    lines = lines_that_load(written)
+    lines = lines_that_load(written, type(pruned.model).__name__)
     path = write_whole(page, render_pruning(pruned, model=title, commands=lines))
     checked = f"a new process loads it; its outputs are within {difference:.1e} of those in memory"
     sizes = f"{human_bytes(written.nbytes)} of tensors, {human_bytes(written.nbytes_before)} before"

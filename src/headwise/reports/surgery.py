@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from headwise.reports.images import viridis_colour
+from headwise.reports.images import css_colour, viridis_colour, weight_position
 from headwise.reports.pictures import LINE, SERIES, SOFT, draw_svg
 from headwise.reports.report import library_versions
 from headwise.reports.templates import secure_page, template_environment
@@ -16,9 +16,14 @@ from headwise.reports.templates import secure_page, template_environment
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from headwise.surgery._prune import Point, Pruning
+    from headwise.surgery._prune import Pruning
 
 HEIGHT = 3.2  # inches
+REPAIRED = {
+    "zero": "others at zero",
+    "mean": "others at their mean output",
+    "refit": "the output projection fitted",
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class HeadCell:
     number: int
     effect: float
     is_gone: bool
-    share: float  # of the largest effect, 0 to 1
+    colour: str  # by its share of the largest effect
 
 
 def head_rows(table: Sequence[dict[str, Any]]) -> list[tuple[str, list[HeadCell]]]:
@@ -38,7 +43,12 @@ def head_rows(table: Sequence[dict[str, Any]]) -> list[tuple[str, list[HeadCell]
         (
             row["layer"].rstrip("."),
             [
-                HeadCell(n, effect, n in row["gone"], max(effect, 0.0) / most)
+                HeadCell(
+                    n,
+                    effect,
+                    n in row["gone"],
+                    css_colour(viridis_colour(weight_position(effect / most))),
+                )
                 for n, effect in enumerate(row["effects"])
             ],
         )
@@ -61,10 +71,9 @@ def render_pruning(result: Pruning, *, model: str, commands: Sequence[str] = ())
         plan=result.plan,
         result=result,
         rows=head_rows(result.plan.table()),
-        curve=draw_curve(result.curve, result.plan.quality.title),
+        curve=draw_curve(result),
         change=(change, low, high),
         means=(float(result.before.mean()), float(result.after.mean())),
-        colour=lambda share: "#{:02x}{:02x}{:02x}".format(*viridis_colour(share**0.5)),
         commands=commands,
         version=versions["headwise"],
         torch=versions["torch"],
@@ -72,39 +81,51 @@ def render_pruning(result: Pruning, *, model: str, commands: Sequence[str] = ())
     return secure_page(page)
 
 
-def draw_curve(points: Sequence[Point], title: str) -> Markup:
-    """Return the curve of quality against heads kept as SVG, with the chosen number marked."""
-    chosen = next((point for point in points if point.is_chosen), points[-1])
+def draw_curve(result: Pruning) -> Markup:
+    """Return the curve of quality against heads kept as SVG, with the result of the cut marked."""
+    points, title = result.curve, result.plan.quality.title
+    chosen = next(point for point in points if point.is_chosen)
+    after, words = float(result.after.mean()), REPAIRED[result.plan.repair]
     caption = (
         f"{title}, by the number of heads that stay, from {points[0].kept} to {points[-1].kept}. "
-        f"With {chosen.kept} heads: {chosen.mean:.4f} by means, {chosen.zero:.4f} by zeros."
+        f"The cut with {chosen.kept} heads, {words}: {after:.4f}."
     )
     return draw_svg(
-        lambda figure: _draw_curve(figure, points, chosen),
+        lambda figure: _draw_curve(figure, result, chosen.kept),
         caption,
         name="curve",
         height=HEIGHT,
     )
 
 
-def _draw_curve(figure: Figure, points: Sequence[Point], chosen: Point) -> None:
+def _draw_curve(figure: Figure, result: Pruning, chosen: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes = figure.subplots()
-    kept = [point.kept for point in points]
-    ways = ("others at their mean output", "mean"), ("others at zero", "zero")
-    for (label, name), colour in zip(ways, SERIES, strict=False):
-        values = [getattr(point, name) for point in points]
-        axes.plot(kept, values, marker="o", markersize=3.5, color=colour, label=label)
-    axes.axvline(chosen.kept, color=SOFT, linewidth=1, linestyle=(0, (3, 3)))
+    axes, repair, after = figure.subplots(), result.plan.repair, float(result.after.mean())
+    kept = [point.kept for point in result.curve]
+    for name, colour in zip(("mean", "zero"), SERIES, strict=False):
+        values = [getattr(point, name) for point in result.curve]
+        axes.plot(kept, values, marker="o", markersize=3.5, color=colour, label=REPAIRED[name])
+    axes.axvline(chosen, color=SOFT, linewidth=1, linestyle=(0, (3, 3)))
+    label = REPAIRED[repair] if repair == "refit" else None
+    axes.plot(
+        [chosen],
+        [after],
+        marker="o",
+        markersize=8,
+        fillstyle="none",
+        linestyle="",
+        color=SOFT,
+        label=label,
+    )
     axes.annotate(
-        f"{chosen.kept} heads: {chosen.mean:.4f}",
-        (chosen.kept, chosen.mean),
-        (6, -14),
+        f"{chosen} heads: {after:.4f}",
+        (chosen, after),
+        (8, -14),
         textcoords="offset points",
         color=SOFT,
     )
     axes.set(xlabel="heads that stay", ylabel="quality")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color=LINE)
-    axes.legend(loc="lower right")
+    axes.legend(loc="best")

@@ -40,7 +40,7 @@ from headwise.surgery.quality import Measure, Quality, interval
 
 POINTS = 9  # of the curve
 MOST_LAYERS = 10  # lines of a table
-MEAN_WORDS = {
+REPAIRS = {
     "zero": "their outputs are zero",
     "mean": "their mean outputs are in the output's bias",
     "refit": "the output projection is fitted where held-out tokens agree, else the mean",
@@ -206,14 +206,26 @@ class Pruning:
         """Return what was measured, in lines."""
         change, low, high = self.change
         return [
-            MEAN_WORDS[self.plan.repair] + self._refits(),
+            REPAIRS[self.plan.repair] + self._refits(),
             f"quality: {self.plan.quality.title}",
             f"on {len(self.after)} sequences; {self.plan.data.note}",
             f"{float(self.before.mean()):.4f} before, {float(self.after.mean()):.4f} after: "
             f"{change:+.4f}, 95 % interval {low:+.4f} to {high:+.4f}",
-            "heads kept:    " + " ".join(f"{self._mark(point):>7}" for point in self.curve),
-            "quality, mean: " + " ".join(f"{point.mean:7.4f}" for point in self.curve),
+            *self._curve_lines(),
         ]
+
+    def _curve_lines(self) -> list[str]:
+        """Return the curve by the plan's repair; the chosen number has what the cut gives."""
+        way = "zero" if self.plan.repair == "zero" else "mean"
+        after = float(self.after.mean())
+        values = [after if point.is_chosen else getattr(point, way) for point in self.curve]
+        lines = [
+            "heads kept:    " + " ".join(f"{self._mark(point):>7}" for point in self.curve),
+            f"quality, {way}: " + " ".join(f"{value:7.4f}" for value in values),
+        ]
+        if self.plan.repair == "refit":
+            lines.append("the number at * is of the refit, the others are of the mean")
+        return lines
 
     @staticmethod
     def _mark(point: Point) -> str:
@@ -302,18 +314,18 @@ def prune(
 ) -> Pruning:
     """Take the least important heads out of a model, and measure what that costs on other data.
 
-    The given model stays as it is. The module's text says more on the options.
+    The given model stays as it is.
 
     Args:
         model: a model of transformers, or a module made of layers of headwise.
         inputs: data to choose and fit on, as for `headwise.scanning.importance.ablations`.
         keep: the share of all heads that stays at least, between 0 and 1.
         held_out: data to measure on. None to hold out half of the inputs.
-        by: "ablation" or "gradient".
+        by: "ablation", a run without each head, or "gradient", its first-order estimate.
         rounds: 1 to measure each head once; more to measure again without those that are gone.
-        take: "groups" or "heads", which differ for grouped heads only.
+        take: "groups" or, where heads share kv heads, "heads": one query head of each kv head.
         even: True for the same number in each layer, which a config of transformers can state.
-        repair: "zero", "mean" or "refit".
+        repair: "zero", the "mean" in the output's bias, or a "refit" of the output projection.
         measure: (output, input) -> (batch,), higher is better; None for the usual one.
         progress: called with (stage, steps done, steps in all).
 
