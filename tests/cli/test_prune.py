@@ -209,6 +209,21 @@ def test_what_is_refused(
     assert saw in error.saw
 
 
+@pytest.mark.parametrize(("short", "use"), [(0, "to choose and fit on"), (1, "to measure on")])
+def test_a_half_of_single_tokens_is_refused(
+    folders: dict[str, Path], tmp_path: Path, short: int, use: str
+) -> None:
+    folder = tmp_path / "plain"
+    shutil.copytree(folders["llama"], folder)
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**tokens, "post_processor": None}))
+    lines = [word if n % 2 == short else f"{word} {WORDS[0]}" for n, word in enumerate(WORDS)]
+    data = tmp_path / "data.txt"
+    data.write_text("\n".join(lines))
+    error = refused(folder, "--data", data, "--out", tmp_path / "new")
+    assert f"data.txt without a line of two tokens {use}" in error.saw
+
+
 def test_a_share_outside_its_range(folders: dict[str, Path], data: Path, tmp_path: Path) -> None:
     error = refused(folders["llama"], "--data", data, "--out", tmp_path / "n", "--keep", 1.5)
     assert "keep=1.5" in error.saw

@@ -167,14 +167,6 @@ class ModelHeads(HeadPlaces):
             return canonical_state(self.layers[name], self.layers[name].state_dict())
         return self.places[name].read(self.state)
 
-    def cut(self, cut: Cut) -> dict[str, Tensor]:
-        """Return the tensors that a cut changes or adds, by their names in the model.
-
-        Raises:
-            OptionError, ShapeError: see `LayerCut.apply`; or layers that the model does not have.
-        """
-        return self.pack(self.read(self.fit(cut)))
-
     def read(self, cut: Cut) -> dict[str, State]:
         """Return the canonical tensors of the layers of a fitted cut, by name."""
         return {name: layer.apply(self.canonical(name), self.specs[name]) for name, layer in cut}

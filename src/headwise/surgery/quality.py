@@ -161,7 +161,7 @@ def _vectors(output: Any, given: Any) -> tuple[str, Tensor]:
     ids = named.get("input_ids")
     is_state = first is getattr(output, "last_hidden_state", None)
     if is_state and isinstance(ids, Tensor) and ids.shape == first.shape[:2]:
-        return "the mean last hidden state", numbers.sum(1) / real.sum(1, keepdim=True)
+        return "the mean last hidden state", numbers.sum(1)  # of the direction of the mean
     return "the first output", numbers.flatten(1)
 
 

@@ -114,8 +114,8 @@ def open_for_cut(
         repair: see `headwise.surgery.prune`.
 
     Raises:
-        OptionError: no text, no tokenizer, a model that cannot be cut, or a form that cannot
-            state fewer heads.
+        OptionError: too little text, no tokenizer, a model that cannot be cut, or a form that
+            cannot state fewer heads.
         CheckpointError: no complete model, or a target that exists.
     """
     require_usable_target(open_source(folder), target, "safetensors")
@@ -133,6 +133,9 @@ def open_for_cut(
         _require_bias(heads, folder, form)
     _require_form(heads.whole(), folder, form, keep)
     fit, held_out = (_batches(stored, part, length) for part in (lines[::2], lines[1::2]))
+    if not (fit and held_out):
+        use = "measure on" if fit else "choose and fit on"
+        raise _too_few(data, f"without a line of two tokens to {use}")
     return StoredSubject(folder, target, form, stored, fit, held_out)
 
 
@@ -152,13 +155,17 @@ def read_lines(data: Path) -> list[str]:
         ) from error
     lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
     if len(lines) < 4:
-        raise OptionError(
-            saw=f"{data} with {describe_count(len(lines), 'line')} of text",
-            needed="at least four different lines: to choose and fit on, and held out; some "
-            "hundred are better",
-            do="name a file with more lines",
-        )
+        raise _too_few(data, f"with {describe_count(len(lines), 'line')} of text")
     return lines
+
+
+def _too_few(data: Path, saw: str) -> OptionError:
+    return OptionError(
+        saw=f"{data} {saw}",
+        needed="at least four different lines of two tokens or more: to choose and fit on, and "
+        "held out; some hundred are better",
+        do="name a file with more lines",
+    )
 
 
 def _batches(

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from headwise.diagnosis.catalogue import NORMED
 from headwise.diagnosis.causes.evidence import Evidence, Variant, Variants
+from headwise.diagnosis.causes.parts import contributions, solve_heads
 from headwise.diagnosis.simulation import gaps
 from headwise.diagnosis.simulation.model import AttentionModel, RecordedCall
 from headwise.function.distance import slopes_of
 from headwise.function.spec import AlibiRule
 from headwise.function.weights import take_heads
-
-CERTAIN = 0.02  # distance of a head's share from 0 or 1
 
 
 def _heads_gone(evidence: Evidence) -> Variants:
@@ -118,23 +117,18 @@ def _find_silent_heads(evidence: Evidence) -> tuple[int, ...]:
     wo, sums = model.weights["wo"], list[tuple[Tensor, Tensor]]()
     for call in calls:
         forced = model.prepare_stage("output", call)
-        heads, recorded = forced["head outputs"], call.stages["output"]
-        if heads.shape[1] != len(wo) or forced.result.shape != recorded.shape:
+        recorded = call.stages["output"]
+        if forced["head outputs"].shape[1] != len(wo) or forced.result.shape != recorded.shape:
             return ()
-        parts = torch.einsum("bhqd,hde->bqhe", heads, wo).flatten(0, 1)
+        parts = contributions(model, call).flatten(1, 2)
         sums.append((parts, (recorded - forced.result).flatten(0, 1)))
     if not sums:
         return ()
-    parts, left = (torch.cat(each) for each in zip(*sums, strict=True))
-    parts, left = (x - x.mean(0) for x in (parts, left))
+    parts, left = (torch.cat(each, -2) for each in zip(*sums, strict=True))
+    parts, left = (x - x.mean(-2, keepdim=True) for x in (parts, left))
     if not bool(left.isfinite().all()):
         return ()
-    columns = parts.transpose(1, 2).flatten(0, 1)  # (tokens * out_dim, heads)
-    shares = torch.linalg.lstsq(columns, -left.flatten()[:, None], driver="gelsd").solution[:, 0]
-    is_off = shares > 0.5
-    if bool((shares - is_off.to(shares.dtype)).abs().max() > CERTAIN):
-        return ()
-    return tuple(is_off.nonzero().flatten().tolist())
+    return solve_heads(parts.flatten(1), -left.flatten()) or ()
 
 
 def _with_mean_gap_in_bias(

@@ -124,8 +124,11 @@ def _smallest_parted_call(evidence: Evidence) -> RecordedCall:
 
 
 def contributions(model: AttentionModel, call: RecordedCall) -> Tensor:
-    """Return what each head adds to the output, (heads, batch, queries, out_dim)."""
-    heads = model.predict_stage("head outputs", call)
+    """Return what each head adds to the output, (heads, batch, queries, out_dim).
+
+    Head outputs are the recorded ones, where these are known.
+    """
+    heads = model.prepare_stage("output", call)["head outputs"]
     return torch.einsum("bhqd,hde->hbqe", heads, model.weights["wo"])
 
 
@@ -150,11 +153,20 @@ def find_heads(evidence: Evidence, model: AttentionModel) -> tuple[int, ...] | N
     is_live = changes.norm(dim=1) > SMALL * left.norm()
     if not is_live.any():
         return None
-    solution = torch.linalg.lstsq(changes[is_live].T, left[:, None], driver="gelsd")
-    shares = torch.zeros(len(changes), dtype=changes.dtype)
-    shares[is_live] = solution.solution[:, 0]
+    live = is_live.nonzero().flatten()
+    places = solve_heads(changes[live], left)
+    return tuple(live[list(places)].tolist()) if places else None
+
+
+def solve_heads(changes: Tensor, left: Tensor) -> tuple[int, ...] | None:
+    """Return the heads whose changes (heads, numbers) add up to what is left, (numbers,).
+
+    Least squares gives each head a share. None where a share is neither 0 nor 1, up to `CERTAIN`.
+    """
+    solution = torch.linalg.lstsq(changes.T, left[:, None], driver="gelsd")
+    shares = solution.solution[:, 0]
     is_in = shares > 0.5
-    if bool(((shares - is_in.to(shares.dtype)).abs() > CERTAIN)[is_live].any()) or not is_in.any():
+    if bool(((shares - is_in.to(shares.dtype)).abs() > CERTAIN).any()):
         return None
     return tuple(is_in.nonzero().flatten().tolist())
 
