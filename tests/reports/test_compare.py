@@ -403,6 +403,113 @@ def test_the_scan_named_first_is_a_and_a_change_is_b_less_a(
         assert opened.complaints == []
 
 
+# ---- the room of two ---------------------------------------------------------------------------
+
+WINDOWS = [(1440, 900, 360), (900, 700, 330), (390, 844, 125)]  # the least map of a pair, in pixels
+# The room of a map's box, less that of its axes: the sides of the map fill one of the two.
+ROOM = """[...document.querySelectorAll('.frame .box')].map((box) => {
+    const [map, axes] = [box.querySelector('canvas'), box.querySelector('svg')];
+    const [across, down] = ['width', 'height'].map((side) => axes.getAttribute(side));
+    return [map.clientWidth, map.clientHeight, box.clientWidth - across, box.clientHeight - down];
+})"""
+
+
+def open_two(browser: Chromium, folder: Path, width: int, height: int, **names: Any) -> Any:
+    before, after = viewer_scan(length=60, cells=60), viewer_scan(length=60, cells=60)
+    after.layer_scans[1].summaries["induction"]["sum"][2] -= 0.5
+    report = viewer_report(before, second=after, **names)
+    path = save_scan_page(folder / "page.html", report)
+    return browser.open(path, width=width, height=height, address="#p=map")
+
+
+@pytest.mark.parametrize(("width", "height", "least"), others_slow(WINDOWS, *WINDOWS[:2]))
+def test_two_maps_are_as_large_as_their_room(
+    browser: Chromium, tmp_path: Path, width: int, height: int, least: int
+) -> None:
+    with open_two(browser, tmp_path, width, height, names=("before", "after")) as opened:
+        maps = opened.page.evaluate(ROOM)
+        assert len(maps) == 2
+        for across, down, free, below in maps:
+            assert across == down >= least
+            assert 0 <= min(free, below) <= 1
+        frames = [frame.bounding_box() for frame in opened.page.locator(".frame").all()]
+        assert frames[0]["y"] == frames[1]["y"]
+        assert frames[0]["x"] + frames[0]["width"] <= frames[1]["x"]
+        assert frames[1]["x"] + frames[1]["width"] <= width
+        assert opened.complaints == []
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (900, 700), (390, 844)])
+def test_names_in_the_menu_of_others_are_whole(
+    browser: Chromium, tmp_path: Path, width: int, height: int
+) -> None:
+    names = ("a scan of the first checkpoint", "a scan of the last one")
+    with open_two(browser, tmp_path, width, height, names=names) as opened:
+        menu = opened.page.locator("[data-part=compare] select")
+        for other in ("{ scan: 1, layer: 1, head: 2 }", "{ scan: 1, layer: 2, head: 4 }"):
+            opened.do(f"headwise.app.compareWith({other})")
+            opened.poll("document.querySelector('[data-part=compare] select').value !== ''")
+            shown = menu.evaluate("(menu) => menu.getBoundingClientRect().width")
+            whole = menu.evaluate(
+                "(menu) => { menu.style.maxWidth = menu.style.minWidth = 'max-content'; "
+                "const { width } = menu.getBoundingClientRect(); menu.style = ''; return width; }"
+            )
+            assert shown == pytest.approx(whole, abs=1)
+        assert menu.evaluate("(menu) => menu.selectedOptions[0].text") == (
+            "layer 2, head 4, a scan of the last one"
+        )
+
+
+def test_facts_of_two_heads_name_both(opened: Opened) -> None:
+    page = opened.page
+    assert page.inner_text(".facts h2 >> nth=0") == "Layer 1, head 2"
+    assert page.locator(".facts h2:visible").count() == 1
+    opened.do("headwise.app.compareWith({ scan: 0, layer: 2, head: 3 })", "s.mode === 'diff'")
+    opened.poll("document.querySelector('.facts h2').textContent === '1.2 and 2.3'")
+    # What is of the first alone comes below its own name.
+    assert page.locator(".facts h2:visible").all_inner_texts() == ["1.2 and 2.3", "A: 1.2"]
+    tops = [
+        page.locator(f".facts {part}").first.bounding_box()["y"]
+        for part in ("table", "h2 >> nth=1", ".profile", ".similar")
+    ]
+    assert tops == sorted(tops)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (900, 700)])
+def test_a_list_of_heads_leaves_a_third_to_the_text(
+    browser: Chromium, tmp_path: Path, width: int, height: int
+) -> None:
+    page = save_scan_page(
+        tmp_path / "page.html", viewer_report(viewer_scan(layers=9, heads=8, top=8))
+    )
+    address = "#h=8.7&t=300&u=299&v=strongest"
+    with browser.open(page, width=width, height=height, address=address) as opened:
+        opened.wait("s.parts.links.other === 299")
+        top, end = (opened.page.locator(f".{x}").first.bounding_box() for x in ("heads", "text"))
+        column = min(height, end["y"] + end["height"]) - top["y"]
+        text = opened.page.locator(".panes").bounding_box()
+        assert text["height"] >= column / 3
+        assert text["y"] + text["height"] <= height
+        # The list begins with the strongest link, wherever the chosen head stands.
+        cells = opened.page.locator(".cells")
+        assert cells.evaluate("(cells) => cells.scrollHeight > 2 * cells.clientHeight")
+        assert cells.evaluate("(cells) => cells.scrollTop") == 0
+        assert opened.page.locator(".cell").last.get_attribute("data-id") is not None
+        opened.page.locator(".cell").nth(40).click()
+        opened.poll("document.querySelector('.cells').scrollTop > 0")
+        opened.do("headwise.app.set({ order: 'value' })", "s.order === 'value'")
+        opened.poll("document.querySelector('.cells').scrollTop === 0")
+
+
+def test_a_list_of_heads_fills_a_phone(browser: Chromium, tmp_path: Path) -> None:
+    page = save_scan_page(tmp_path / "page.html", viewer_report(viewer_scan(layers=9, heads=8)))
+    with browser.open(page, width=390, height=844, address="#v=value&p=heads") as opened:
+        cells, heads = (
+            opened.page.locator(f".{x}").first.bounding_box() for x in ("cells", "heads")
+        )
+        assert cells["y"] + cells["height"] == pytest.approx(heads["y"] + heads["height"], abs=4)
+
+
 # ---- what a scan may lack ------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageColor
 
 from headwise import scan as scan_model
@@ -21,7 +22,7 @@ from headwise.reports.page import save_scan_page
 from headwise.scanning.result import HeadScan
 from tests.quick import others_slow
 from tests.reports.browser import Chromium, Opened, needs_a_browser
-from tests.reports.viewer_scans import WORDS, viewer_report, viewer_scan
+from tests.reports.viewer_scans import WORDS, turned, viewer_report, viewer_scan
 
 pytestmark = needs_a_browser
 
@@ -156,10 +157,14 @@ def paths(scans: dict[str, HeadScan], tmp_path_factory: pytest.TempPathFactory) 
     moved.layer_scans[1].summaries["induction"]["sum"][2] = 0.1
     moved.layer_scans[1].summaries["map"]["sum"][0] = moved["map"][1, 1] * 5
     scans["before"] = moved
+    scans["turned"] = turned(scans["long"], torch.tensor([1, 2, 0, 4, 3]))
     reports = {
         "long": viewer_report(scans["long"]),
         "short": viewer_report(scans["short"]),
         "two": viewer_report(moved, second=scans["long"], names=("before", "after")),
+        "matched": viewer_report(
+            moved, second=scans["turned"], match=True, names=("before", "turned")
+        ),
     }
     return {name: save_scan_page(folder / f"{name}.html", each) for name, each in reports.items()}
 
@@ -463,7 +468,8 @@ def saved(
     def run(lines: str, scan: str) -> list[Any]:
         scans[scan].save("scan.safetensors")
         scans["long"].save("after.safetensors")
-        scans["before"].save("before.safetensors")
+        for name in ("before", "turned"):
+            scans[name].save(f"{name}.safetensors")
         names: dict[str, Any] = {}
         figures = []
         for line in lines.splitlines():
@@ -541,9 +547,10 @@ def test_the_line_of_all_heads_draws_them(opens: Any, saved: Any, statistic: str
     assert (norm.vmin, norm.vmax) == pytest.approx((low, high))
 
 
+@pytest.mark.parametrize("page", ["two", "matched"])
 @pytest.mark.parametrize("statistic", ["induction", "apart"])
-def test_the_line_of_a_change_draws_it(opens: Any, saved: Any, statistic: str) -> None:
-    opened = opens("two")
+def test_the_line_of_a_change_draws_it(opens: Any, saved: Any, statistic: str, page: str) -> None:
+    opened = opens(page)
     opened.do(
         f"headwise.app.set({{ statistic: '{statistic}', mode: 'diff' }})",
         f"s.statistic === '{statistic}'",

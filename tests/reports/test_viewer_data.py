@@ -40,6 +40,7 @@ from tests.reports.viewer_scans import (
     gpt2_sized,
     incompressible,
     large,
+    turned,
     viewer_report,
     viewer_scan,
 )
@@ -277,18 +278,8 @@ def test_other_scans_are_pages_too() -> None:
 
 def test_two_scans_and_their_matched_heads() -> None:
     before = viewer_scan()
-    layers = []
     order = torch.tensor([1, 2, 0, 4, 3])
-    for layer in before.layer_scans:
-        summaries = {
-            name: {
-                part: value[order] if value.dim() and len(value) == 5 else value
-                for part, value in summary.items()
-            }
-            for name, summary in layer.summaries.items()
-        }
-        layers.append(replace(layer, summaries=summaries))
-    after = replace(before, layer_scans=tuple(layers))
+    after = turned(before, order)
     report = viewer_report(before, second=after, names=("here", "there"), match=True)
     meta, blobs = blobs_of(report)
     assert [each["name"] for each in meta["scans"]] == ["here", "there"]

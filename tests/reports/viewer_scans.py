@@ -184,6 +184,21 @@ def viewer_scan(
     )
 
 
+def turned(scan: HeadScan, order: Tensor) -> HeadScan:
+    """The scan with the heads of each layer in another order: head h is head ``order[h]`` of it."""
+    layers = []
+    for layer in scan.layer_scans:
+        summaries = {
+            name: {
+                part: value[order] if value.dim() and len(value) == len(order) else value
+                for part, value in summary.items()
+            }
+            for name, summary in layer.summaries.items()
+        }
+        layers.append(replace(layer, summaries=summaries))
+    return replace(scan, layer_scans=tuple(layers))
+
+
 def with_summary(scan: HeadScan, layer: int, **summaries: Summary) -> HeadScan:
     """The scan with other summaries in a layer."""
     layers = list(scan.layer_scans)

@@ -16,7 +16,7 @@ import { Pinned } from "./parts/pinned";
 import { Search } from "./parts/search";
 import { TextPane } from "./parts/text_pane";
 import { Source, pageBlobs } from "./source";
-import type { Tab } from "./state";
+import { type Tab, isList } from "./state";
 import { type WidgetModel, followWidget, settle, widgetSource } from "./widget";
 
 const MOST_HEADS = 12; // that are named as heads with single tokens
@@ -84,6 +84,8 @@ function tabList(app: App, root: HTMLElement): { root: HTMLElement; update(): vo
     root: list,
     update: () => {
       root.dataset["tab"] = app.state.tab;
+      root.toggleAttribute("data-pair", app.state.mode === "both" && app.state.subject === "head");
+      root.toggleAttribute("data-list", isList(app.state));
       for (const choice of list.querySelectorAll("button")) {
         choice.setAttribute("aria-pressed", String(choice.dataset["tab"] === app.state.tab));
       }

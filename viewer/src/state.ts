@@ -40,6 +40,9 @@ export interface State {
 /** True if the grid shows one word in all heads. */
 export const showsLinks = ({ order }: State): boolean => order === "links" || order === "strongest";
 
+/** True if the grid is a list, which begins with the most. */
+export const isList = ({ order }: State): boolean => order === "value" || order === "strongest";
+
 export const WHOLE: Zoom = [1, 0, 0];
 
 const ORDERS: readonly Order[] = ["layers", "maps", "value", "links", "strongest"];

@@ -21,6 +21,8 @@ export class Facts implements Part {
   readonly root = element("section", { class: "facts", "aria-label": "the chosen head" });
   private readonly title = element("h2");
   private readonly list = element("div", { "data-part": "facts" });
+  /** Of two heads, the first: what comes below is of it alone. */
+  private readonly alone = element("h2");
   private readonly place = element("canvas", { class: "place", role: "img" });
   private readonly profile = element("div", { class: "profile", "data-part": "profile" });
   private readonly zoomY = element("input", { type: "checkbox" });
@@ -36,17 +38,13 @@ export class Facts implements Part {
     this.zoomY.addEventListener("change", () => this.draw(app.loaded));
     this.ofLayer = new LayerFacts(app);
     this.root.append(this.ofHead, this.ofLayer.root);
+    const zoom = element("label", { class: "small" }, this.zoomY, " zoom y");
+    const offsets = element("div", { class: "line" }, element("h3", {}, "Weight by offset"), zoom);
+    // Where there is width, three columns.
     this.ofHead.append(
-      this.title,
-      this.list,
-      this.place,
-      element("div", { class: "line" }, element("h3", {}, "Weight by offset"), element("label", { class: "small" }, this.zoomY, " zoom y")),
-      this.profile,
-      this.received,
-      element("h3", {}, "Most similar heads"),
-      this.compared,
-      this.similar,
-      this.definition,
+      element("div", {}, this.title, this.list),
+      element("div", {}, this.alone, this.place, offsets, this.profile, this.received),
+      element("div", {}, element("h3", {}, "Most similar heads"), this.compared, this.similar, this.definition),
     );
     rovingFocus(this.similar, () => 1);
   }
@@ -70,8 +68,12 @@ export class Facts implements Part {
 
   private draw(loaded: Loaded | null): void {
     if (!loaded) return;
-    const { state, statistic } = this.app;
-    this.title.textContent = `Layer ${state.layer}, head ${state.head}`;
+    const { app } = this;
+    const { state, statistic } = app;
+    const [own, other] = [app.shortName(app.chosen), state.other && app.shortName(state.other)];
+    this.title.textContent = other ? `${own} and ${other}` : `Layer ${state.layer}, head ${state.head}`;
+    this.alone.textContent = `A: ${own}`;
+    this.alone.hidden = !other;
     this.drawList();
     this.drawPlace(statistic);
     this.drawProfile(loaded);

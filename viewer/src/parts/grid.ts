@@ -7,7 +7,7 @@ import { button, eachFrame, element, hasTabs, rovingFocus, select, setOptions } 
 import { isShare, long, short } from "../format";
 import { type HeadValue, allHeads, compared, filterOf, nameOf, ranked, scalePosition, spreadOf } from "../heads";
 import { THUMB, type Thumbnails } from "../maps";
-import { type Order, showsLinks } from "../state";
+import { type Order, isList, showsLinks } from "../state";
 import { LinkCells } from "./link_cells";
 import { spreadEnds, spreadStrip, spreadWords } from "./spread";
 import type { Loaded, Part } from "../view";
@@ -145,13 +145,18 @@ export class Grid implements Part {
     });
   }
 
-  /** Scroll to the chosen head, once for each choice and each drawing. */
+  /** Scroll to the chosen head, once for each choice and each drawing; a list is drawn from its beginning. */
   private reveal(): void {
     const name = nameOf(this.app.state);
     const cell = this.buttons.get(name);
     const key = `${this.drawn}\0${name}`;
     if (!cell || key === this.revealed) return;
+    const isDrawn = this.revealed.startsWith(`${this.drawn}\0`);
     this.revealed = key;
+    if (isList(this.app.state) && !isDrawn) {
+      this.cells.scrollTop = 0;
+      return;
+    }
     const [box, own] = [this.cells.getBoundingClientRect(), cell.getBoundingClientRect()];
     const isInside = (from: number, to: number, low: number, high: number): boolean => low <= from && to <= high;
     if (!isInside(own.top, own.bottom, box.top + EDGE, box.bottom)) {

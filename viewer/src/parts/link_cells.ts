@@ -6,6 +6,7 @@ import { element } from "../dom";
 import { count, percent, visible } from "../format";
 import { type HeadValue, allHeads, nameOf } from "../heads";
 import { type Asked, type Link, linksOf } from "../links";
+import { isList } from "../state";
 import type { Text } from "../text";
 import { LEAST } from "../view";
 
@@ -39,6 +40,7 @@ export class LinkCells {
       this.fillCell(cell, { layer, head }, link, asked, texts);
     }
     if (app.state.order === "strongest") this.sort(buttons, byName);
+    if (JSON.stringify(asked) !== JSON.stringify(this.shown.asked) && isList(app.state)) this.cells.scrollTop = 0;
     this.shown = { asked, links };
   }
 

@@ -14,10 +14,12 @@ import { type Entry, LEAST, type Lights, type Loaded, type Seen, marked } from "
 import { imageOf } from "./map_image";
 
 const MARGIN = { left: 68, top: 34, right: 24, bottom: 8 };
+const NARROW = { ...MARGIN, left: 38, right: 14 }; // where a map has few pixels across
+const FEW = 260;
 const FEWEST_TOKENS = 16; // across the map at the largest zoom
 const SQUARE = 2; // pixels of a token from which single weights are drawn
 const RING = 10; // radius in pixels of the ring of a weight of 1
-const WORD_LENGTH = 9; // characters of a token at an axis
+const LETTER = 6; // pixels of a letter at an axis
 
 export interface Cell {
   row: number;
@@ -52,6 +54,7 @@ export class MapPane {
   hasSquares = false;
   private image: HTMLCanvasElement | null = null;
   private size: [number, number] = [1, 1];
+  private margin = MARGIN;
   private readonly behaviour: ZoomBehavior<HTMLCanvasElement, unknown>;
   private isSettingZoom = false;
 
@@ -191,15 +194,16 @@ export class MapPane {
   }
 
   draw(): void {
-    const across = this.root.clientWidth - MARGIN.left - MARGIN.right;
-    const down = this.root.clientHeight - MARGIN.top - MARGIN.bottom;
+    this.margin = this.root.clientWidth < FEW ? NARROW : MARGIN;
+    const across = this.root.clientWidth - this.margin.left - this.margin.right;
+    const down = this.root.clientHeight - this.margin.top - this.margin.bottom;
     if (across <= 0 || down <= 0) return;
     const { rows, cols } = this.map ?? { rows: 1, cols: 1 };
     const cell = Math.min(across / cols, down / rows);
     this.size = [Math.floor(cell * cols), Math.floor(cell * rows)];
     for (const canvas of [this.canvas, this.over]) {
-      canvas.style.left = `${MARGIN.left}px`;
-      canvas.style.top = `${MARGIN.top}px`;
+      canvas.style.left = `${this.margin.left}px`;
+      canvas.style.top = `${this.margin.top}px`;
       canvas.style.width = `${this.size[0]}px`;
       canvas.style.height = `${this.size[1]}px`;
     }
@@ -260,17 +264,18 @@ export class MapPane {
   private drawAxes(): void {
     const { x, y } = this.scales();
     const [queries, keys] = this.view.light.axes() ?? [];
-    this.axes.setAttribute("width", String(this.size[0] + MARGIN.left + MARGIN.right));
-    this.axes.setAttribute("height", String(this.size[1] + MARGIN.top + MARGIN.bottom));
+    const { left, top, right, bottom } = this.margin;
+    this.axes.setAttribute("width", String(this.size[0] + left + right));
+    this.axes.setAttribute("height", String(this.size[1] + top + bottom));
     const root = pick(this.axes);
     root.selectAll("*").remove();
     if (!queries || !keys) return;
     const [across, down] = [tokensOf(x, keys), tokensOf(y, queries)];
     const { loaded } = this.view;
-    const group = (name: string) => root.append("g").attr("transform", `translate(${MARGIN.left},${MARGIN.top})`).attr("class", name);
+    const group = (name: string) => root.append("g").attr("transform", `translate(${left},${top})`).attr("class", name);
     group("axis").call(axisTop(across).tickSizeOuter(0).tickValues(ticksOf(across, 62, keys.length)).tickFormat((at) => this.tick(Number(at), loaded?.keys ?? null, across)));
     group("axis").call(axisLeft(down).tickSizeOuter(0).tickValues(ticksOf(down, 24, queries.length)).tickFormat((at) => this.tick(Number(at), loaded?.queries ?? null, down)));
-    root.append("text").attr("class", "axis-name").attr("x", MARGIN.left + 4).attr("y", 10).text("keys →");
+    root.append("text").attr("class", "axis-name").attr("x", Math.max(left + 4, 60)).attr("y", 10).text("keys →");
     root.append("text").attr("class", "axis-name").attr("x", 2).attr("y", 10).text("queries ↓");
     this.markShortEnd(group("short").append("path"), queries, keys);
   }
@@ -297,7 +302,8 @@ export class MapPane {
     const word = isRoomy(scale) && text?.isKnown ? visible(text.word(this.app.state.sequence, token)) : "";
     if (!word) return count(token);
     const letters = Array.from(word);
-    return letters.length > WORD_LENGTH ? `${letters.slice(0, WORD_LENGTH - 1).join("")}…` : word;
+    const most = Math.floor((this.margin.left - 12) / LETTER);
+    return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : word;
   }
 
   drawOver(): void {
