@@ -27,7 +27,18 @@ from tests.checkpoints import llamas
 from tests.root import ROOT
 from tests.study.answers import answer, made_up
 
-COMMANDS = ("demo", "study", "scan", "convert", "verify", "prune", "compare", "detect", "layouts")
+COMMANDS = (
+    "demo",
+    "study",
+    "scan",
+    "convert",
+    "verify",
+    "prune",
+    "regroup",
+    "compare",
+    "detect",
+    "layouts",
+)
 Status = Callable[..., int]
 
 

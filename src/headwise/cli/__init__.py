@@ -18,6 +18,7 @@ from headwise.cli.detect import detect
 from headwise.cli.layouts import layouts
 from headwise.cli.output import PrintedErrors, exit_status_help
 from headwise.cli.prune import prune
+from headwise.cli.regroup import regroup
 from headwise.cli.scan import scan
 from headwise.cli.study import study
 from headwise.cli.verify import verify
@@ -35,6 +36,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str, str, str], ...] = (
     (study, "every claim is borne out", "one is not", "none could be asked"),
     (scan, "done", "a text was not scanned, or parts are missing", ""),
     (prune, "written", "", ""),
+    (regroup, "written", "", ""),
     (convert, "written", "", "the layout of the source stays open"),
     (verify, "the same", "not the same", "the layout of one stays open"),
     (compare, "the same function", "different", "the inputs could not show a difference"),

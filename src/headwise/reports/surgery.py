@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from headwise.surgery._prune import Pruning
+    from headwise.surgery._regroup import Regrouping
 
 HEIGHT = 3.2  # inches
 REPAIRED = {
     "zero": "others at zero",
     "mean": "others at their mean output",
     "refit": "the output projection fitted",
+}
+MERGED = {
+    "fitted": "merged by the maps that lose least",
+    "aligned": "means of turned heads",
+    "mean": "means",
 }
 
 
@@ -56,7 +62,7 @@ def head_rows(table: Sequence[dict[str, Any]]) -> list[tuple[str, list[HeadCell]
     ]
 
 
-def render_pruning(result: Pruning, *, model: str, commands: Sequence[str] = ()) -> str:
+def render_pruning(result: Pruning, model: str, commands: Sequence[str] = ()) -> str:
     """Return the page of a pruning as HTML.
 
     Args:
@@ -64,68 +70,105 @@ def render_pruning(result: Pruning, *, model: str, commands: Sequence[str] = ())
         model: the name of the model.
         commands: lines that load what was written.
     """
-    versions, (change, low, high) = library_versions(), result.change
-    template = template_environment().get_template("surgery.html")
-    page = template.render(
-        model=model,
-        plan=result.plan,
-        result=result,
-        rows=head_rows(result.plan.table()),
-        curve=draw_curve(result),
-        change=(change, low, high),
-        means=(float(result.before.mean()), float(result.after.mean())),
-        commands=commands,
-        version=versions["headwise"],
-        torch=versions["torch"],
+    curve = draw_curve(result)
+    rows = head_rows(result.plan.table())
+    return _render("surgery.html", result, model, curve=curve, commands=commands, rows=rows)
+
+
+def render_regrouping(result: Regrouping, model: str, commands: Sequence[str] = ()) -> str:
+    """Return the page of a regrouping as HTML; see `render_pruning`."""
+    curve = draw_merge_curve(result)
+    return _render("regroup.html", result, model, curve=curve, commands=commands)
+
+
+def _render(name: str, result: Pruning | Regrouping, model: str, **parts: Any) -> str:
+    versions = library_versions()
+    page = (
+        template_environment()
+        .get_template(name)
+        .render(
+            model=model,
+            plan=result.plan,
+            result=result,
+            change=result.change,
+            means=(float(result.before.mean()), float(result.after.mean())),
+            version=versions["headwise"],
+            torch=versions["torch"],
+            **parts,
+        )
     )
     return secure_page(page)
 
 
 def draw_curve(result: Pruning) -> Markup:
     """Return the curve of quality against heads kept as SVG, with the result of the cut marked."""
-    points, title = result.curve, result.plan.quality.title
-    chosen = next(point for point in points if point.is_chosen)
-    after, words = float(result.after.mean()), REPAIRED[result.plan.repair]
+    points, repair = result.curve, result.plan.repair
+    chosen = next(point.kept for point in points if point.is_chosen)
     caption = (
-        f"{title}, by the number of heads that stay, from {points[0].kept} to {points[-1].kept}. "
-        f"The cut with {chosen.kept} heads, {words}: {after:.4f}."
+        f"{result.plan.quality.title}, by the number of heads that stay, from {points[0].kept} to "
+        f"{points[-1].kept}. The cut with {chosen} heads, {REPAIRED[repair]}: "
+        f"{float(result.after.mean()):.4f}."
     )
-    return draw_svg(
-        lambda figure: _draw_curve(figure, result, chosen.kept),
-        caption,
-        name="curve",
-        height=HEIGHT,
+    curve = Curve(
+        [point.kept for point in points],
+        {REPAIRED[way]: [getattr(point, way) for point in points] for way in ("mean", "zero")},
+        (chosen, float(result.after.mean())),
+        "heads",
+        "heads that stay",
+        REPAIRED[repair] if repair == "refit" else None,
     )
+    return draw_svg(curve.draw, caption, name="curve", height=HEIGHT)
 
 
-def _draw_curve(figure: Figure, result: Pruning, chosen: int) -> None:
-    from matplotlib.ticker import MaxNLocator
+def draw_merge_curve(result: Regrouping) -> Markup:
+    """Return the curve of quality against kv heads as SVG, with the result of the cut marked."""
+    points, how = result.curve, result.plan.how
+    after = float(result.after.mean())
+    caption = (
+        f"{result.plan.quality.title}, by the number of kv heads in each layer, from "
+        f"{points[0].kv_heads} to {points[-1].kv_heads}. The cut to {result.plan.kv_heads}, "
+        f"{MERGED[how]}: {after:.4f}."
+    )
+    ways = {MERGED[how]: [point.merged for point in points]}
+    ways["means of neighbours"] = [point.mean for point in points]
+    numbers, chosen = [point.kv_heads for point in points], (result.plan.kv_heads, after)
+    curve = Curve(numbers, ways, chosen, "kv heads", "kv heads in each layer")
+    return draw_svg(curve.draw, caption, name="curve", height=HEIGHT)
 
-    axes, repair, after = figure.subplots(), result.plan.repair, float(result.after.mean())
-    kept = [point.kept for point in result.curve]
-    for name, colour in zip(("mean", "zero"), SERIES, strict=False):
-        values = [getattr(point, name) for point in result.curve]
-        axes.plot(kept, values, marker="o", markersize=3.5, color=colour, label=REPAIRED[name])
-    axes.axvline(chosen, color=SOFT, linewidth=1, linestyle=(0, (3, 3)))
-    label = REPAIRED[repair] if repair == "refit" else None
-    axes.plot(
-        [chosen],
-        [after],
-        marker="o",
-        markersize=8,
-        fillstyle="none",
-        linestyle="",
-        color=SOFT,
-        label=label,
-    )
-    axes.annotate(
-        f"{chosen} heads: {after:.4f}",
-        (chosen, after),
-        (8, -14),
-        textcoords="offset points",
-        color=SOFT,
-    )
-    axes.set(xlabel="heads that stay", ylabel="quality")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="y", color=LINE)
-    axes.legend(loc="best")
+
+@dataclass(frozen=True)
+class Curve:
+    """Curve of quality against a number of heads.
+
+    Attributes:
+        numbers: of heads.
+        ways: quality by each way, by the words of the legend.
+        chosen: the number of heads of the cut, and its quality.
+        unit: of the number.
+        axis: the name of the axis of numbers.
+        ring: the words of the legend for the mark of the cut; None for none.
+    """
+
+    numbers: Sequence[int]
+    ways: Mapping[str, Sequence[float]]
+    chosen: tuple[int, float]
+    unit: str
+    axis: str
+    ring: str | None = None
+
+    def draw(self, figure: Figure) -> None:
+        """Draw the curve on a figure of matplotlib."""
+        from matplotlib.ticker import MaxNLocator
+
+        axes, (number, value) = figure.subplots(), self.chosen
+        for (label, values), colour in zip(self.ways.items(), SERIES, strict=False):
+            axes.plot(self.numbers, values, marker="o", markersize=3.5, color=colour, label=label)
+        axes.axvline(number, color=SOFT, linewidth=1, linestyle=(0, (3, 3)))
+        ring: dict[str, Any] = {"marker": "o", "markersize": 8, "fillstyle": "none"}
+        axes.plot([number], [value], linestyle="", color=SOFT, label=self.ring, **ring)
+        words = f"{number} {self.unit}: {value:.4f}"
+        axes.annotate(words, self.chosen, (8, -14), textcoords="offset points", color=SOFT)
+        axes.set(xlabel=self.axis, ylabel="quality")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(axis="y", color=LINE)
+        axes.legend(loc="best")

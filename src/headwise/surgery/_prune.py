@@ -95,6 +95,11 @@ class PruningPlan:
         """Numbers of the heads that go, by layer."""
         return {name: numbers for name, numbers in self.choice.gone().items() if numbers}
 
+    @property
+    def cut(self) -> Cut:
+        """The heads that go, without fitted numbers."""
+        return cut_heads(self.heads, self.gone, None if self.repair == "zero" else self.means)
+
     def measure(self, progress: Progress = no_progress) -> Pruning:
         """Fit the repair, make the cut, and measure it and the curve on held-out data.
 
@@ -110,8 +115,7 @@ class PruningPlan:
 
     def _repair(self, progress: Progress) -> tuple[Cut, dict[str, Decision]]:
         if self.repair != "refit":
-            means = None if self.repair == "zero" else self.means
-            return cut_heads(self.heads, self.gone, means), {}
+            return self.cut, {}
         recorded = record_moments(self.heads.model, self.data.fit, progress=progress)
         sums = {name: recorded[label] for name, label in self.names.items()}
         return refit_heads(self.heads, self.gone, sums)

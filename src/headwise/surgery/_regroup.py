@@ -233,7 +233,7 @@ def plan_regroup(
     require_how(merge)
     model = unwrap_compiled(model)
     heads = ModelHeads(model)
-    _require_fewer(heads, kv_heads)
+    require_fewer(heads, kv_heads)
     data = Data.of(inputs, held_out)
     quality = Quality.of(model, [*data.fit, *data.held_out], measure)
     products = record_products(heads, data.fit, progress=progress)
@@ -285,7 +285,7 @@ def regroup(
     return plan.measure(progress)
 
 
-def _require_fewer(heads: ModelHeads, kv_heads: int) -> None:
+def require_fewer(heads: ModelHeads, kv_heads: int) -> None:
     """Raise OptionError unless all layers can have so many kv heads, and one has more."""
     counts = sorted({int(spec.num_kv_heads) for spec in heads.specs.values()})
     fits = [n for n in range(1, counts[-1]) if all(count % n == 0 for count in counts)]

@@ -50,6 +50,7 @@ from headwise.surgery.cut import Cut, LayerCut
 from headwise.surgery.full import full_size
 from headwise.surgery.models import HeadPlaces, ModelHeads, pack, resize
 from headwise.surgery.plain import PlainConfig, add_biases, find_plain_config
+from headwise.surgery.steps import Merge
 
 Form = Literal["plain", "full", "headwise"]
 RECORD = "cut.json"
@@ -141,7 +142,16 @@ class FolderPlan:
         before, after = human_bytes(self.nbytes_before), human_bytes(self.nbytes)
         changes = [f"{name} {new}" for name, (_, new) in self.config.changes.items()]
         stated = f"; config.json: {', '.join(changes)}" if changes else ""
-        return f"tensors of {after}, {before} before{stated}; {loads} loads the folder"
+        size = f"tensors of {after}, {before} before{self._why_no_smaller()}"
+        return f"{size}{stated}; {loads} loads the folder"
+
+    def _why_no_smaller(self) -> str:
+        """Return what stores merged kv heads as often as before, or nothing."""
+        merged = any(step.kind == Merge.kind for _, cut in self.cut for step in cut.steps)
+        if not merged or self.form == "full" or self.nbytes < self.nbytes_before:
+            return ""
+        kind = type(self.stored.heads.model).__name__
+        return f", no smaller: {kind} has a key and a value for each head"
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of an attention, by their names in the file."""

@@ -16,12 +16,14 @@ from headwise.checkpoints import transformers
 from headwise.checkpoints.plan import require_usable_target
 from headwise.checkpoints.source import open_source
 from headwise.errors import OptionError
+from headwise.models.text import read_sentences
 from headwise.support.progress import Progress
 from headwise.support.text import describe_count
 from headwise.surgery._prune import PruningPlan, plan_prune
+from headwise.surgery._regroup import RegroupPlan, plan_regroup, require_fewer
 from headwise.surgery.check import check_folder
 from headwise.surgery.cut import Cut
-from headwise.surgery.fit import Repair, cut_heads
+from headwise.surgery.fit import Repair
 from headwise.surgery.folders import FolderPlan, Form, Written, plan_folder, write
 from headwise.surgery.journal import Journal
 from headwise.surgery.models import ModelHeads
@@ -67,10 +69,15 @@ class StoredSubject:
             **options,
         )
 
-    def plan_folder(self, plan: PruningPlan) -> FolderPlan:
-        """Return the files that this plan leads to, without fitted numbers."""
-        means = None if plan.repair == "zero" else plan.means
-        return plan_folder(cut_heads(plan.heads, plan.gone, means), self.folder, form=self.form)
+    def plan_regroup(self, *, progress: Progress, **options: Any) -> RegroupPlan:
+        """Return the plan; see `headwise.surgery.plan_regroup`."""
+        return plan_regroup(
+            self.stored.model, self.fit, held_out=self.held_out, progress=progress, **options
+        )
+
+    def plan_folder(self, cut: Cut) -> FolderPlan:
+        """Return the files that a cut leads to."""
+        return plan_folder(cut, self.folder, form=self.form)
 
     def write(self, cut: Cut, progress: Progress) -> Written:
         """Write the folder, and remove the journal."""
@@ -83,6 +90,20 @@ class StoredSubject:
         inputs = {name: x[:2] for name, x in self.held_out[0].items()}
         return check_folder(self.target, model, inputs)
 
+    def require_keep(self, keep: float, repair: Repair) -> None:
+        """Raise OptionError where no pruning of this size can be written in the end."""
+        heads = ModelHeads(self.stored.model)
+        if repair != "zero":
+            _require_bias(heads, self.folder, self.form)
+        _require_form(heads.whole(), self.folder, self.form, keep)
+
+    def require_kv_heads(self, kv_heads: int) -> None:
+        """Raise OptionError where no regrouping to this number can be written in the end."""
+        heads = ModelHeads(self.stored.model)
+        require_fewer(heads, kv_heads)
+        merged = {name: layer.merge(kv_heads) for name, layer in heads.whole()}
+        self.plan_folder(Cut(merged))
+
     def _identity(self, *options: str) -> str:
         digest = hashlib.sha256(open_source(self.folder).source_digest().encode())
         for given in (*self.fit, *self.held_out):
@@ -92,51 +113,42 @@ class StoredSubject:
 
 
 def open_for_cut(
-    folder: Path,
-    data: Path,
-    target: Path,
-    *,
-    form: Form,
-    length: int,
-    keep: float,
-    repair: Repair,
+    folder: Path, data: Path | None, target: Path, *, form: Form, length: int
 ) -> StoredSubject:
-    """Load a model and its data; raise where the cut could not be written in the end.
+    """Load a model and its data.
 
     Args:
         folder: a folder from save_pretrained, with a tokenizer.
         data: a text file, a sequence on each line. Lines are dealt out in turns: to choose and
-            fit on, and held out.
+            fit on, and held out. None for the sentences that ship with headwise.
         target: a new folder.
         form: see `headwise.surgery.write`.
         length: the most tokens of a line.
-        keep: the share of heads that stays.
-        repair: see `headwise.surgery.prune`.
 
     Raises:
-        OptionError: too little text, no tokenizer, a model that cannot be cut, or a form that
-            cannot state fewer heads.
+        OptionError: too little text, or no tokenizer.
         CheckpointError: no complete model, or a target that exists.
     """
     require_usable_target(open_source(folder), target, "safetensors")
-    lines = read_lines(data)
+    halves = read_sentences() if data is None else _deal(read_lines(data))
     stored = transformers.load(folder)
     if stored.tokenizer is None:
         raise OptionError(
             saw=f"{folder} has no tokenizer",
             needed="a tokenizer for the lines of the data",
-            do="copy the tokenizer into the folder, or prune from Python with token ids: "
+            do="copy the tokenizer into the folder, or cut from Python with token ids: "
             "headwise.surgery.prune(model, inputs)",
         )
-    heads = ModelHeads(stored.model)
-    if repair != "zero":
-        _require_bias(heads, folder, form)
-    _require_form(heads.whole(), folder, form, keep)
-    fit, held_out = (_batches(stored, part, length) for part in (lines[::2], lines[1::2]))
+    fit, held_out = (_batches(stored, half, length) for half in halves)
     if not (fit and held_out):
         use = "measure on" if fit else "choose and fit on"
         raise _too_few(data, f"without a line of two tokens to {use}")
     return StoredSubject(folder, target, form, stored, fit, held_out)
+
+
+def _deal(lines: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return every second line, and the others."""
+    return lines[::2], lines[1::2]
 
 
 def read_lines(data: Path) -> list[str]:
@@ -159,9 +171,9 @@ def read_lines(data: Path) -> list[str]:
     return lines
 
 
-def _too_few(data: Path, saw: str) -> OptionError:
+def _too_few(data: Path | None, saw: str) -> OptionError:
     return OptionError(
-        saw=f"{data} {saw}",
+        saw=f"{data or 'the sentences of headwise'} {saw}",
         needed="at least four different lines of two tokens or more: to choose and fit on, and "
         "held out; some hundred are better",
         do="name a file with more lines",
